@@ -1,0 +1,111 @@
+"""The Megatron edge for the command line: the ``--swap-`` flags, and what of Megatron's own they exclude."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.swap.config import LAYER_SYNTAX, LOG_LEVELS, SwapConfig, parse_layers
+from megatron.swap.layer import known_modules
+from megatron.swap.types import UsageError
+
+
+class _Deterministic(argparse.Action):
+    """Sets ours and Megatron's flag: Megatron then checks and sets the environment before CUDA starts."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        namespace.swap_deterministic = True
+        namespace.deterministic_mode = True
+
+
+def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Megatron's ``extra_args_provider``: adds the group of ``--swap-`` flags."""
+    group = parser.add_argument_group(
+        title="swap", description="Activations leave the GPU between forward and backward (Megatron Swap)."
+    )
+    add = group.add_argument
+    add("--swap-layers", default="none", metavar="LAYERS",
+        help=f"Layers whose activations are swapped, 0-based over the whole model: {LAYER_SYNTAX}. Default: none.")
+    add("--swap-modules", nargs="+", default=[], metavar="MODULE",
+        help="Swap only what these submodules of a layer save, e.g. 'mlp', 'mlp.linear_fc1', 'core_attention'; "
+        "'layer' is the layer itself, 'checkpoint' the input of a recomputed segment. Default: everything.")
+    add("--swap-min-mib", type=float, default=1.0, metavar="MIB",
+        help="Storages smaller than this stay on the device. Default: 1.")
+    add("--swap-host-gib", type=float, default=None, metavar="GIB",
+        help="Most host memory that one rank may book. Default: what is safe by the machine's and the cgroup's "
+        "memory, shared by the ranks of a host.")
+    add("--swap-host-unchecked", action="store_true",
+        help="Take --swap-host-gib even if the machine reports less memory (machines whose memory grows on demand).")
+    add("--swap-prefetch-gib", type=float, default=None, metavar="GIB",
+        help="Most bytes that are brought back ahead of their layer's backward. Default: as much as the largest "
+        "layer has swapped.")
+    add("--swap-verify", action="store_true",
+        help="Checksum every storage on its way out and back in, and stop at a difference. Slow.")
+    add("--swap-deterministic", nargs=0, action=_Deterministic, default=False,
+        help="Everything that bit-equal runs on a GPU need: Megatron's --deterministic-mode, and flash instead of "
+        "cuDNN attention for the local spec.")
+    add("--swap-summary", default=None, metavar="PATH",
+        help="Write a JSON summary of bytes, waits, peaks and losses here when training ends.")
+    add("--swap-log-level", choices=LOG_LEVELS, default="info",
+        help="quiet: no tables and no swap line an iteration; debug: Megatron's start-up output too. Default: info.")
+    add("--swap-cpu-delay-ms", type=float, default=0.0, metavar="MS",
+        help="Machines without a GPU: longest random delay of an emulated copy, to test the order of copies.")
+    return parser
+
+
+def swap_config(args: argparse.Namespace) -> SwapConfig:
+    """The checked settings out of Megatron's parsed arguments.
+
+    Raises:
+        UsageError: a malformed or impossible value, or a Megatron flag that does not go with swapping.
+    """
+    config = SwapConfig(
+        layers=parse_layers(args.swap_layers, args.num_layers),
+        modules=tuple(args.swap_modules),
+        min_mib=args.swap_min_mib,
+        host_gib=args.swap_host_gib,
+        host_unchecked=args.swap_host_unchecked,
+        prefetch_gib=args.swap_prefetch_gib,
+        verify=args.swap_verify,
+        summary=args.swap_summary,
+        deterministic=args.swap_deterministic,
+        log_level=args.swap_log_level,
+        cpu_delay_ms=args.swap_cpu_delay_ms,
+    )
+    _check_module_names(config.modules)
+    if config.layers:
+        _check_combination(args)
+    return config
+
+
+def _check_module_names(patterns: Sequence[str]) -> None:
+    known = known_modules()
+    for pattern in patterns:
+        unknown = [part for part in pattern.split(".") if part not in known and not part.isdigit()]
+        if unknown:
+            raise UsageError(
+                f"--swap-modules {pattern!r}: {unknown[0]!r} is not a submodule of a transformer layer. "
+                f"Known are: {', '.join(known)}; join them with dots (mlp.linear_fc1)."
+            )
+
+
+def _check_combination(args: argparse.Namespace) -> None:
+    excluded = {
+        f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers}": args.cpu_offloading_num_layers > 0,
+        "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
+        f"--cuda-graph-impl {args.cuda_graph_impl}": args.cuda_graph_impl != "none",
+    }
+    for flag, given in excluded.items():
+        if given:
+            why = (
+                "a captured layer replays without telling anybody what it saves"
+                if "graph" in flag
+                else "both would take the same tensors"
+            )
+            raise UsageError(
+                f"--swap-layers {args.swap_layers} cannot be combined with {flag}: {why}. "
+                f"Drop {flag}, or say --swap-layers none."
+            )

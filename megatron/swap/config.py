@@ -1,0 +1,90 @@
+"""The settings of one run, checked once, immutable afterwards. A field's comment is its help on the command line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megatron.swap.types import UsageError
+
+LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
+LOG_LEVELS = ("quiet", "info", "debug")
+
+
+@dataclass(frozen=True)
+class SwapConfig:
+    """What the user asked for. ``None`` means: choose for me.
+
+    Raises:
+        UsageError: a value is out of its range; the message names the flag.
+    """
+
+    layers: frozenset[int]
+    """Layers (0-based, over the whole model) whose activations are swapped."""
+    modules: tuple[str, ...] = ()
+    """Submodules to swap; empty: everything that a chosen layer saves."""
+    min_mib: float = 1.0
+    """Storages below this size stay on the device."""
+    host_gib: float | None = None
+    """Most pinned host memory this rank may book."""
+    host_unchecked: bool = False
+    """Believe ``host_gib`` even above what the machine reports."""
+    prefetch_gib: float | None = None
+    """Bytes in flight ahead of their use; ``None``: as large as the largest group."""
+    verify: bool = False
+    """Checksum every storage on its way out and in."""
+    summary: str | None = None
+    """Where the JSON summary goes."""
+    deterministic: bool = False
+    """Bit-equal runs on a GPU."""
+    log_level: str = "info"
+    """One of ``LOG_LEVELS``."""
+    cpu_delay_ms: float = 0.0
+    """Machines without a GPU: longest random delay of an emulated copy."""
+
+    def __post_init__(self) -> None:
+        _require(self.min_mib >= 0, "--swap-min-mib", self.min_mib, "a number of MiB, 0 or more")
+        if self.host_gib is not None:
+            _require(self.host_gib > 0, "--swap-host-gib", self.host_gib, "a number of GiB above 0")
+        if self.prefetch_gib is not None:
+            _require(self.prefetch_gib > 0, "--swap-prefetch-gib", self.prefetch_gib, "a number of GiB above 0")
+        _require(self.cpu_delay_ms >= 0, "--swap-cpu-delay-ms", self.cpu_delay_ms, "milliseconds, 0 or more")
+        _require(self.log_level in LOG_LEVELS, "--swap-log-level", self.log_level, " or ".join(LOG_LEVELS))
+
+
+def parse_layers(text: str, num_layers: int) -> frozenset[int]:
+    """The layers that ``text`` names (syntax: ``LAYER_SYNTAX``) in a model of ``num_layers``.
+
+    Raises:
+        UsageError: malformed, or outside 0 … num_layers - 1.
+    """
+    flag = f"--swap-layers {text!r}"
+    if text == "none":
+        return frozenset()
+    if text == "all":
+        return frozenset(range(num_layers))
+    if match := re.fullmatch(r"every:(\d+)", text):
+        stride = int(match[1])
+        _require(stride > 0, "--swap-layers", text, "every:N with N of at least 1")
+        return frozenset(range(0, num_layers, stride))
+    layers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None:
+            raise UsageError(f"{flag}: {part!r} is neither a layer nor a range of layers. Write {LAYER_SYNTAX}.")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise UsageError(f"{flag}: the range {part.strip()!r} runs backwards. Write {last}-{first}.")
+        layers.update(range(first, last + 1))
+    beyond = sorted(layer for layer in layers if layer >= num_layers)
+    if beyond:
+        raise UsageError(
+            f"{flag}: layer {beyond[0]} is out of range. This model has {num_layers} layers: allowed are 0 to "
+            f"{num_layers - 1} (or 'all', which fits every model)."
+        )
+    return frozenset(layers)
+
+
+def _require(holds: bool, flag: str, given: object, allowed: str) -> None:
+    if not holds:
+        raise UsageError(f"{flag} {given}: must be {allowed}.")

@@ -1,0 +1,76 @@
+"""The contract between the manager and a device.
+
+A *stream* runs its work in order; an *event* marks a point in a stream; ``wait`` lets everything that is enqueued on
+a stream later wait for an event. None of the calls makes the calling thread wait for the device (the emulation's
+compute stream *is* the calling thread, so there a wait does).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.swap.trace import Stall
+
+Stream = Any
+Event = Any
+
+
+class Device(ABC):
+    """Streams, events and memory of one device."""
+
+    torch_device: torch.device
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream that the caller computes on. Take it before entering any other stream's context."""
+
+    @abstractmethod
+    def copy_stream(self, name: str) -> Stream:
+        """A new stream for copies in one direction."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """An event that passes when all work enqueued on ``stream`` so far is done."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Work enqueued on ``stream`` from now on starts after ``event``."""
+
+    @abstractmethod
+    def timed_wait(self, stream: Stream, event: Event) -> Stall:
+        """As ``wait``, and measures how long ``stream`` stood still for it."""
+
+    @abstractmethod
+    def has_passed(self, event: Event) -> bool:
+        """Whether ``event`` has passed already."""
+
+    @abstractmethod
+    def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Enqueue copies between equally long lists of equally long uint8 tensors.
+
+        The caller keeps both sides alive until an event recorded after this call has passed.
+        """
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """A uint8 tensor of device memory that belongs to the current stream; its contents are undefined."""
+
+    @abstractmethod
+    def discard(self, storage: torch.UntypedStorage) -> None:
+        """Called right before the last reference to ``storage`` is dropped."""
+
+    @abstractmethod
+    def used_on(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        """``storage`` is read on ``stream``, which is not the one it was allocated on."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int | None:
+        """Most device memory allocated since the start; ``None`` where that has no meaning."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for all copies, then let go of the streams."""

@@ -1,0 +1,90 @@
+"""A GPU through torch.cuda."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.swap.devices.base import Device
+
+
+class _Stall:
+    """The time between two events of one stream."""
+
+    def __init__(self) -> None:
+        self.before = torch.cuda.Event(enable_timing=True)
+        self.after = torch.cuda.Event(enable_timing=True)
+
+    def elapsed_ms(self) -> float | None:
+        return self.before.elapsed_time(self.after) if self.after.query() else None
+
+
+class _NoStall:
+    def elapsed_ms(self) -> float:
+        return 0.0
+
+
+class CudaDevice(Device):
+    """The current CUDA device. Streams and events are torch's."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._streams: list[torch.cuda.Stream] = []
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.torch_device)
+
+    def copy_stream(self, name: str) -> torch.cuda.Stream:
+        stream = torch.cuda.Stream(self.torch_device)
+        self._streams.append(stream)
+        return stream
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def timed_wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> _Stall | _NoStall:
+        if event.query():
+            # Still placed: it costs nothing on the device, and the order then never hangs on what the host saw.
+            stream.wait_event(event)
+            return _NoStall()
+        stall = _Stall()
+        stall.before.record(stream)
+        stream.wait_event(event)
+        stall.after.record(stream)
+        return stall
+
+    def has_passed(self, event: torch.cuda.Event) -> bool:
+        return event.query()
+
+    def copy(
+        self, stream: torch.cuda.Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        with torch.cuda.stream(stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def discard(self, storage: torch.UntypedStorage) -> None:
+        # Nothing to do: the caching allocator gives the block to later work of the same stream, which is ordered.
+        pass
+
+    def used_on(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream) -> None:
+        # Only for the rare tensor that a side stream consumes (Megatron's shared-expert overlap): the block goes back
+        # to the stream that allocated it, and nothing else orders that stream behind this one.
+        torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(storage).record_stream(stream)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+        self._streams.clear()

@@ -1,0 +1,163 @@
+"""A machine without a GPU: RAM plays the device, threads play the copy engines.
+
+It exists to find ordering faults. Copies really run later, on another thread, after a random delay if asked for;
+memory that was released is overwritten with NaN at once, and memory for a swap-in starts as NaN. A wait that is
+missing anywhere therefore changes the loss, in CI, instead of once in a while on somebody's GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron.swap.devices.base import Device
+from megatron.swap.types import SwapError
+
+POISON = 0xFF
+"""Every float made of these bytes is NaN, in any precision."""
+
+
+class EmulatedEvent:
+    """Passes when the thread that plays its stream reaches it; carries that stream's failure, if there was one."""
+
+    def __init__(self) -> None:
+        self._passed = threading.Event()
+        self._failure: BaseException | None = None
+
+    def trigger(self, failure: BaseException | None = None) -> None:
+        self._failure = failure
+        self._passed.set()
+
+    def has_passed(self) -> bool:
+        return self._passed.is_set()
+
+    def synchronize(self) -> None:
+        self._passed.wait()
+        if self._failure is not None:
+            raise SwapError(f"an emulated copy failed: {self._failure}") from self._failure
+
+
+class ComputeStream:
+    """The calling thread: its work is done when the call returns, so its events have passed when recorded."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ComputeStream)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class CopyStream:
+    """A thread that runs what was enqueued, in order, each after a random delay."""
+
+    def __init__(self, name: str, longest_delay_s: float, seed: int) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._longest_delay_s = longest_delay_s
+        self._random = random.Random(seed)
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"swap-{name}", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except BaseException as failure:  # noqa: BLE001 - kept, and raised by whoever waits for an event
+                self.failure = failure
+
+    def delay(self) -> None:
+        if self._longest_delay_s:
+            time.sleep(self._random.uniform(0, self._longest_delay_s))
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+
+class _Elapsed:
+    def __init__(self, seconds: float) -> None:
+        self._ms = seconds * 1e3
+
+    def elapsed_ms(self) -> float:
+        return self._ms
+
+
+class EmulatedDevice(Device):
+    """RAM as a device. ``longest_delay_s`` bounds the random delay before every copy."""
+
+    def __init__(self, longest_delay_s: float = 0.0, seed: int = 0) -> None:
+        self.torch_device = torch.device("cpu")
+        self._longest_delay_s = longest_delay_s
+        self._seed = seed
+        self._streams: list[CopyStream] = []
+
+    def current_stream(self) -> ComputeStream:
+        return ComputeStream()
+
+    def copy_stream(self, name: str) -> CopyStream:
+        stream = CopyStream(name, self._longest_delay_s, self._seed + len(self._streams))
+        self._streams.append(stream)
+        return stream
+
+    def record(self, stream: ComputeStream | CopyStream) -> EmulatedEvent:
+        event = EmulatedEvent()
+        if isinstance(stream, CopyStream):
+            stream.enqueue(lambda: event.trigger(stream.failure))
+        else:
+            event.trigger()
+        return event
+
+    def wait(self, stream: ComputeStream | CopyStream, event: EmulatedEvent) -> None:
+        if isinstance(stream, CopyStream):
+            stream.enqueue(event.synchronize)
+        else:
+            event.synchronize()
+
+    def timed_wait(self, stream: ComputeStream | CopyStream, event: EmulatedEvent) -> _Elapsed:
+        start = time.perf_counter()
+        self.wait(stream, event)
+        return _Elapsed(time.perf_counter() - start)
+
+    def has_passed(self, event: EmulatedEvent) -> bool:
+        return event.has_passed()
+
+    def copy(
+        self, stream: CopyStream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        # Bare addresses, as a copy engine gets them: nothing here keeps a tensor alive that the manager let go of.
+        moves = [
+            (target.data_ptr(), source.data_ptr(), target.numel())
+            for target, source in zip(targets, sources, strict=True)
+        ]
+
+        def run() -> None:
+            stream.delay()
+            for target_address, source_address, num_bytes in moves:
+                ctypes.memmove(target_address, source_address, num_bytes)
+
+        stream.enqueue(run)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+
+    def discard(self, storage: torch.UntypedStorage) -> None:
+        storage.fill_(POISON)
+
+    def used_on(self, storage: torch.UntypedStorage, stream: ComputeStream) -> None:
+        pass
+
+    def peak_bytes(self) -> None:
+        return None
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()

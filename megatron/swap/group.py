@@ -1,0 +1,62 @@
+"""A layer's run over one micro-batch, and what of it was taken out."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+from megatron.swap.handle import Handle
+from megatron.swap.types import GroupKey
+
+
+class Run:
+    """One forward of one model chunk: the groups that it made, and that one stretch of backward takes up again.
+
+    Attributes:
+        kept_begun: groups of it that swapped nothing and whose backward has begun.
+        kept_over: those of them whose backward is over, so that their memory is free.
+    """
+
+    def __init__(self) -> None:
+        self.kept_begun = 0
+        self.kept_over = 0
+
+    def begin_backward(self, group: Group) -> None:
+        """Backward enters ``group``: it is through with those before."""
+        self.kept_over = self.kept_begun
+        if not group.num_bytes:
+            self.kept_begun += 1
+
+
+class Group:
+    """The handles of one layer and micro-batch, in the order in which they were saved.
+
+    The group refers to its handles weakly: they live as long as the graph holds a tensor packed on them, and that
+    decides when their memory goes back.
+    """
+
+    def __init__(self, key: GroupKey, sequence: int, run: Run) -> None:
+        self.key = key
+        self.run = run
+        self.sequence = sequence
+        """Place in the order of forwards since the graph was last empty."""
+        self.num_bytes = 0
+        self.ahead_bytes = 0
+        """Bytes brought back for this group before its backward began."""
+        self.backward_begun = False
+        self._handles: list[weakref.ref[Handle]] = []
+
+    def add(self, handle: Handle) -> None:
+        self._handles.append(weakref.ref(handle))
+        self.num_bytes += handle.num_bytes
+
+    def has(self, handle: Handle) -> bool:
+        """Whether ``handle`` joined before: several views of one storage count once."""
+        return any(reference() is handle for reference in reversed(self._handles))
+
+    def in_backward_order(self) -> Iterator[Handle]:
+        """The handles that are still alive, last saved first: the order in which backward asks for them."""
+        for reference in reversed(self._handles):
+            handle = reference()
+            if handle is not None:
+                yield handle

@@ -1,0 +1,180 @@
+"""The Megatron edge for models: finds the transformer layers of a built model and puts the boundaries around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from megatron.core.transformer.attention import CrossAttentionSubmodules, SelfAttentionSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch import nn
+
+from megatron.swap.autograd import LayerBoundary, SavedTensors
+from megatron.swap.group import Group
+from megatron.swap.manager import SwapManager
+from megatron.swap.policy import Policy, matches
+from megatron.swap.sites import OWN_PATH
+from megatron.swap.types import Place, Site, UsageError, places
+
+CHECKPOINT_PATH = "checkpoint"
+"""Path of the input of a fully recomputed segment."""
+
+
+def known_modules() -> list[str]:
+    """The submodule names that ``--swap-modules`` may use, read off the specs of the installed megatron-core."""
+    names = {OWN_PATH, CHECKPOINT_PATH}
+    for spec in (
+        TransformerLayerSubmodules,
+        SelfAttentionSubmodules,
+        CrossAttentionSubmodules,
+        MLASelfAttentionSubmodules,
+        MLPSubmodules,
+        MoESubmodules,
+    ):
+        names.update(field.name for field in dataclasses.fields(spec))
+    return sorted(name for name in names if not name.endswith(("_bda", "_map")))
+
+
+class Boundaries:
+    """Everything that was put around a model; ``remove`` takes it off again."""
+
+    def __init__(self, manager: SwapManager, saved_tensors: SavedTensors, policy: Policy) -> None:
+        self._manager = manager
+        self._saved_tensors = saved_tensors
+        self._policy = policy
+        self._layers: list[LayerBoundary] = []
+        self._segments: dict[TransformerBlock, SegmentInputs] = {}
+
+    def install(self, chunk: nn.Module, modules: Sequence[str], *, ends_in_loss: bool) -> None:
+        """Put boundaries around all layers of ``chunk``, one stage of the model.
+
+        Raises:
+            UsageError: a pattern in ``modules`` names no submodule of any layer of this chunk.
+        """
+        for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
+            layers = list(block.layers)
+            numbers = [layer.layer_number - 1 for layer in layers]
+            _check_modules(modules, layers)
+            layer_places = places([self._policy.swaps_layer(number) for number in numbers], ends_in_loss)
+            segments = None
+            if block.config.recompute_granularity == "full":
+                segments = SegmentInputs(self._manager, self._saved_tensors, dict(zip(numbers, layer_places, strict=True)))
+                self._segments[block] = segments
+            for number, layer, place in zip(numbers, layers, layer_places, strict=True):
+                self._layers.append(
+                    LayerBoundary(
+                        number,
+                        layer,
+                        self._manager,
+                        self._saved_tensors,
+                        swapped=self._policy.swaps_layer(number),
+                        place=place,
+                        on_run_without_grad=segments.on_run if segments else None,
+                    )
+                )
+
+    def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
+        """The context for a block's forward with full recomputation."""
+        segments = self._segments.get(block)  # type: ignore[call-overload]
+        return segments.swapped() if segments is not None else nullcontext()
+
+    def remove(self) -> None:
+        """Give all layers their own forward back."""
+        for boundary in self._layers:
+            boundary.remove()
+        self._layers.clear()
+        self._segments.clear()
+
+
+class SegmentInputs:
+    """Groups for full recomputation: the inputs that a block's ``CheckpointFunction`` saves, segment by segment.
+
+    Those are saved outside any layer's boundary, right after the segment's layers ran without gradients. The runs
+    tell which layers a segment has; a segment counts as its first layer, ``layers.N/checkpoint/0``.
+    """
+
+    def __init__(self, manager: SwapManager, saved_tensors: SavedTensors, layer_places: dict[int, Place]) -> None:
+        self._manager = manager
+        self._saved_tensors = saved_tensors
+        self._places = layer_places
+        self._run: list[int] = []
+        self._group: Group | None = None
+        self._num_saved = 0
+
+    def on_run(self, layer: int) -> None:
+        """A layer runs without gradients."""
+        if self._group is not None:  # the last segment is complete: this layer begins the next one
+            self._end_segment()
+        self._run.append(layer)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Around a block's checkpointed forward."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        self._run.clear()
+        self._group = None
+        with self._saved_tensors.hooks(self._next):
+            yield
+        self._end_segment()
+
+    def _next(self) -> tuple[Group, Site] | None:
+        if not self._run:
+            return None
+        if self._group is None:
+            self._group = self._manager.begin_forward(self._run[0], self._places[self._run[-1]])
+        site = Site(self._run[0], CHECKPOINT_PATH, self._num_saved)
+        self._num_saved += 1
+        return self._group, site
+
+    def _end_segment(self) -> None:
+        if self._group is not None:
+            self._manager.end_forward(self._group)
+        self._group = None
+        self._run.clear()
+        self._num_saved = 0
+
+
+def _check_modules(patterns: Sequence[str], layers: Sequence[nn.Module]) -> None:
+    """Names that are known, but that no layer of this model has."""
+    present = {path for layer in layers for path, _ in layer.named_modules() if path} | {OWN_PATH, CHECKPOINT_PATH}
+    for pattern in patterns if layers else ():
+        if not any(matches(pattern, path) for path in present):
+            raise UsageError(
+                f"--swap-modules {pattern!r}: no layer of this model has such a submodule. "
+                f"It has: {', '.join(sorted(present))}."
+            )
+
+
+def least_saved_bytes(args: Namespace, num_swapped_layers: int) -> int:
+    """A lower bound of what the swapped layers save over one micro-batch on this rank, in bytes.
+
+    Counted from the shapes: norm inputs and outputs, q, k, v, attention output, MLP activations. Enough to book host
+    memory early and to refuse a run that cannot fit; what a run needs beyond it is booked when it comes.
+    """
+    if args.swap_modules or args.recompute_granularity == "selective":
+        return 0
+    element_bytes = 2 if args.bf16 or args.fp16 else 4
+    tensor_parallel = args.tensor_model_parallel_size
+    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
+    layers_here = max(0, num_swapped_layers // args.pipeline_model_parallel_size - 2)  # the tail stays
+    replicated = 1 if not args.sequence_parallel else tensor_parallel
+    if args.recompute_granularity == "full":
+        segment = args.recompute_num_layers if args.recompute_method == "uniform" else 1
+        return layers_here // (segment or 1) * tokens * args.hidden_size * element_bytes // replicated
+    heads_width = args.num_attention_heads * args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    widths = 4 * args.hidden_size / replicated
+    if not args.multi_latent_attention:
+        widths += (2 * heads_width + 2 * groups * args.kv_channels) / tensor_parallel
+    if args.num_experts is None:
+        widths += (3 if args.swiglu else 2) * args.ffn_hidden_size / tensor_parallel
+    return int(layers_here * tokens * widths * element_bytes)

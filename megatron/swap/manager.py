@@ -1,0 +1,360 @@
+"""The one owner of the copy streams: orders every copy with events, releases device memory, prefetches.
+
+What overlaps what:
+
+- *Swap out*: the D2H stream waits for the compute stream, copies, records. The compute stream goes on; it waits for
+  that event only when the memory is released, a bounded number of bytes later, so that the caching allocator hands
+  the block to work which is ordered behind the copy. No ``record_stream``, nothing depends on how far the host ran.
+- *Swap in*: buffers come from the compute stream's pool, so the H2D stream waits for the compute stream (the block may
+  be recycled) and for the storage's own swap out. The compute stream waits when the tensor is asked for.
+- *Slots* are reused in the tier: the D2H stream waits for the read that the slot's fence names.
+
+A manager serves one training thread. Autograd's device threads call it too, but only while that thread waits in
+``backward``; finalizers run anywhere and touch nothing here but a slot's ``free`` (see ``Handle``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator
+
+import torch
+
+from megatron.swap.checksum import checksum
+from megatron.swap.devices.base import Device, Event
+from megatron.swap.group import Group
+from megatron.swap.handle import Alias, Handle, Orphans, State
+from megatron.swap.order import BackwardOrder
+from megatron.swap.policy import Policy
+from megatron.swap.tiers.base import Tier
+from megatron.swap.trace import Counters
+from megatron.swap.types import MIB, Action, Place, Site, SwapError
+
+COMMIT_BYTES = 16 * MIB
+"""Copies start once this much is pending: from 16 MiB on a PCIe 5 link runs at 99 % of its speed."""
+
+STAYS_BEFORE_GIVING_UP = 2
+"""A site whose storage was found in other hands this often is no longer copied out in vain."""
+
+
+class VerifyError(SwapError):
+    """Bytes came back different from what went out."""
+
+
+class SwapManager:
+    """Swaps storages out and in.
+
+    Args:
+        device: streams, events and memory.
+        tier: where bytes go.
+        policy: which storages go.
+        window_bytes: most bytes that are brought back ahead of their layer's backward, and most that still wait for
+            their release when a forward ends (none, where it ends in the loss); ``None``: as much as the largest group.
+        verify: compare checksums of every storage that comes back.
+    """
+
+    def __init__(
+        self, device: Device, tier: Tier, policy: Policy, window_bytes: int | None = None, verify: bool = False
+    ) -> None:
+        self.counters = Counters()
+        self._device = device
+        self._tier = tier
+        self._policy = policy
+        self._window_bytes = window_bytes
+        self._verify = verify
+        self._out_stream = device.copy_stream("out")
+        self._in_stream = device.copy_stream("in")
+        self._order = BackwardOrder()
+        # Storages that are alive on the device, by the address of their StorageImpl. An address alone proves nothing
+        # (it is reused); an entry counts only while its handle still holds that very storage.
+        self._live: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+        self._pending: list[Handle] = []
+        self._pending_bytes = 0
+        self._leaving: deque[Handle] = deque()
+        self._leaving_bytes = 0
+        self._youngest: Group | None = None
+        self._place: Place | None = None
+        self._largest_group_bytes = 0
+        self._stays: Counter[Site] = Counter()
+        self._orphans: Orphans = deque()
+        self._reads: deque[tuple[int, Event]] = deque()
+        self._num_reads = 0
+
+    # ------------------------------------------------------------------ forward
+
+    def begin_forward(self, layer: int, place: Place) -> Group:
+        """A layer starts."""
+        self._bury_orphans()
+        self._place = place
+        self._youngest = group = self._order.begin_forward(layer, place.num_after)
+        self._release()
+        return group
+
+    def take(self, tensor: torch.Tensor, site: Site, group: Group) -> tuple[Handle, int] | None:
+        """Autograd saves ``tensor``: returns its handle and its number there, or ``None`` if it stays where it is."""
+        storage = tensor.untyped_storage()
+        handle = self._live.get(storage._cdata)
+        if handle is None or handle.storage is None or handle.storage._cdata != storage._cdata:
+            if self._keeps(site, storage.nbytes()):
+                return None
+            handle = Handle(site, group, storage, self._device.current_stream(), self._orphans)
+            if self._verify:
+                handle.checksum = checksum(handle.bytes_view())
+            self._live[storage._cdata] = handle
+            self._pending.append(handle)
+            self._pending_bytes += handle.num_bytes
+        if not group.has(handle):
+            group.add(handle)
+        index = handle.num_packed
+        handle.num_packed += 1
+        alias = tensor.detach()
+        handle.aliases.append(Alias(alias, alias._version))
+        if self._pending_bytes >= COMMIT_BYTES:
+            self._commit()
+            self._release()
+        return handle, index
+
+    def _keeps(self, site: Site, num_bytes: int) -> bool:
+        assert self._place is not None
+        return (
+            self._place.is_tail(self._window_groups)
+            or self._policy.action(site, num_bytes) is Action.KEEP
+            or self._stays[site] >= STAYS_BEFORE_GIVING_UP
+        )
+
+    def end_forward(self, group: Group) -> None:
+        """The layer is through: what is pending goes."""
+        self._commit()
+        self._largest_group_bytes = max(self._largest_group_bytes, group.num_bytes)
+        if group.num_bytes:
+            self.counters.layers[group.key.layer].num_groups += 1
+        self._release()
+
+    def _commit(self) -> None:
+        """Enqueue the copies out of everything pending."""
+        batch, self._pending = self._pending, []
+        self._pending_bytes = 0
+        going: list[Handle] = []
+        for handle in batch:
+            if handle.state is not State.RESIDENT:
+                continue  # backward came first
+            if handle.changed():
+                self._stay(handle)
+                continue
+            handle.slot = self._tier.reserve(handle.num_bytes)
+            self._wait_for_reads(handle.slot.fence)
+            going.append(handle)
+        for stream in _distinct(handle.stream for handle in going):
+            self._device.wait(self._out_stream, self._device.record(stream))
+        for handle in going:
+            assert handle.slot is not None
+            self._tier.write(self._device, self._out_stream, handle.slot, handle.bytes_view())
+            handle.move_to(State.LEAVING)
+            handle.out_event = self._device.record(self._out_stream)
+            self._leaving.append(handle)
+            self._leaving_bytes += handle.num_bytes
+            self.counters.layers[handle.site.layer].out_bytes += handle.num_bytes
+
+    def _release(self) -> None:
+        """Drop the oldest storages that were copied out until no more than the window is left.
+
+        Early in forward more may wait than later: layers that stay have yet to claim their memory, so what they will
+        claim is lent to the copies until then, and the compute stream does not stand still for it. A chunk that ends
+        in the loss has nothing to lend at its end: there the peak is.
+        """
+        assert self._place is not None
+        allowed_bytes = self._place.num_kept_after(self._window_groups) * self._largest_group_bytes
+        if not self._place.ends_in_loss:
+            allowed_bytes += self.window_bytes
+        while self._leaving_bytes > allowed_bytes:
+            handle = self._leaving[0]
+            gone_wrong = handle.changed()
+            if gone_wrong or handle.held_elsewhere():
+                if handle.group is self._youngest and not gone_wrong:
+                    return  # the layer's own frame still holds it, most likely: look again in the next layer
+                self._leaving.popleft()
+                self._leaving_bytes -= handle.num_bytes
+                self._stay(handle)
+                continue
+            self._leaving.popleft()
+            self._leaving_bytes -= handle.num_bytes
+            compute = self._device.current_stream()
+            self.counters.add_stall(self._device.timed_wait(compute, handle.out_event))
+            if handle.stream != compute:
+                self._device.wait(handle.stream, handle.out_event)
+            handle.move_to(State.OUT)
+            assert handle.storage is not None
+            self._device.discard(handle.storage)
+            handle.aliases.clear()
+            handle.storage = None
+
+    def _stay(self, handle: Handle) -> None:
+        """Others hold the storage, or wrote to it: dropping our reference would free nothing, or be wrong."""
+        handle.move_to(State.STAYS)
+        handle.free_slot()
+        self._stays[handle.site] += 1
+        self.counters.layers[handle.site.layer].stayed_bytes += handle.num_bytes
+
+    # ----------------------------------------------------------------- backward
+
+    def begin_backward(self, group: Group) -> None:
+        """The backward of ``group`` starts: the rest of it comes in, and what follows is prefetched. Idempotent."""
+        if not self._order.begin_backward(group):
+            return
+        self._bury_orphans()
+        group.ahead_bytes = 0
+        self._bring_back([h for h in group.in_backward_order() if self._claim(h) is State.OUT])
+        self._prefetch()
+
+    def end_backward(self, group: Group) -> None:
+        """The backward of ``group`` is over: its place in the window is free."""
+        self._prefetch()
+
+    def fetch(self, handle: Handle, group: Group, index: int) -> torch.UntypedStorage:
+        """Autograd asks saved tensor number ``index`` of ``handle`` back: the storage that holds its bytes.
+
+        Raises:
+            RuntimeError: the tensor was changed in place after autograd saved it.
+            VerifyError: with ``verify``, the bytes are not those that were saved.
+        """
+        self.begin_backward(group)
+        compute = self._device.current_stream()
+        if self._claim(handle) is State.OUT:
+            self.counters.num_late += 1
+            self._bring_back([handle])
+        if handle.state is State.RETURNING:
+            self.counters.add_stall(self._device.timed_wait(compute, handle.in_event))
+            handle.move_to(State.BACK)
+            self._check(handle)
+        elif handle.state is State.STAYS and handle.out_event is not None:
+            # A copy out that backward overtook still reads this memory, which dies soon after.
+            self.counters.add_stall(self._device.timed_wait(compute, handle.out_event))
+            handle.out_event = None
+        elif handle.state is State.BACK and compute != handle.stream:
+            self._device.wait(compute, handle.in_event)
+        storage = handle.storage
+        assert storage is not None
+        if handle.aliases and handle.aliases[index].changed():
+            raise RuntimeError(
+                f"{handle.site}: a tensor that autograd saved for backward was modified in place afterwards (version "
+                f"{handle.aliases[index].tensor._version}, saved at {handle.aliases[index].version}); its gradient "
+                "cannot be computed. The same model fails without swapping too."
+            )
+        if handle.state is State.BACK:
+            if compute != handle.stream:
+                self._device.used_on(storage, compute)
+            handle.num_unpacked += 1
+            if handle.num_unpacked == handle.num_packed:
+                # The last tensor on it was asked for: from here on its user alone keeps it, as in plain autograd.
+                # The slot stays: a second backward over a retained graph would bring it in again.
+                handle.storage = None
+                handle.num_unpacked = 0
+                handle.move_to(State.OUT)
+                self._prefetch()
+        return storage
+
+    def _claim(self, handle: Handle) -> State:
+        """Backward wants ``handle`` soon: if it has not left the device yet, it does not leave at all."""
+        if handle.state is State.LEAVING:
+            self._leaving.remove(handle)
+            self._leaving_bytes -= handle.num_bytes
+            handle.move_to(State.STAYS)
+            handle.free_slot()  # later writes into it are on the same stream, behind this copy
+        elif handle.state is State.RESIDENT:
+            handle.move_to(State.STAYS)
+        return handle.state
+
+    def _bring_back(self, handles: list[Handle]) -> None:
+        """Enqueue the copies in, in the order given."""
+        if not handles:
+            return
+        compute = self._device.current_stream()
+        buffers = [self._device.allocate(handle.num_bytes) for handle in handles]
+        self._device.wait(self._in_stream, self._device.record(compute))
+        for handle, buffer in zip(handles, buffers, strict=True):
+            assert handle.slot is not None
+            self._device.wait(self._in_stream, handle.out_event)
+            self._tier.read(self._device, self._in_stream, handle.slot, buffer)
+            handle.move_to(State.RETURNING)
+            handle.in_event = self._device.record(self._in_stream)
+            handle.storage = buffer.untyped_storage()
+            handle.stream = compute
+            self._num_reads += 1
+            handle.in_fence = self._num_reads
+            self._reads.append((self._num_reads, handle.in_event))
+            self.counters.layers[handle.site.layer].in_bytes += handle.num_bytes
+
+    def _prefetch(self) -> None:
+        """Bring back what backward needs next, in its order, as far as the window reaches.
+
+        Layers that stayed have given their memory back once backward is through with them, and nobody claims it before
+        this backward is over: it is lent to what comes next, as in forward.
+        """
+        ahead_bytes = self._order.ahead_bytes()
+        coming: list[Handle] = []
+        for group in self._order.upcoming():
+            window_bytes = self.window_bytes + self._order.kept_over(group) * self._largest_group_bytes
+            for handle in group.in_backward_order():
+                if handle.state not in (State.OUT, State.LEAVING) or handle in coming:
+                    continue
+                if ahead_bytes and ahead_bytes + handle.num_bytes > window_bytes:
+                    self._bring_back(coming)
+                    return
+                ahead_bytes += handle.num_bytes
+                group.ahead_bytes += handle.num_bytes
+                if self._claim(handle) is State.OUT:
+                    coming.append(handle)
+        self._bring_back(coming)
+
+    def _check(self, handle: Handle) -> None:
+        if handle.checksum is not None and not torch.equal(checksum(handle.bytes_view()), handle.checksum):
+            raise VerifyError(
+                f"--swap-verify: {handle.site} ({handle.num_bytes} bytes) came back different from what autograd "
+                "saved. Either something wrote to the tensor after it was saved, or a copy went wrong. Please report "
+                "this with the model's flags; until then exclude the layer or module from --swap-layers/--swap-modules."
+            )
+
+    def _wait_for_reads(self, fence: int) -> None:
+        """Order the next write behind read number ``fence``, unless that has passed."""
+        while self._reads and self._device.has_passed(self._reads[0][1]):
+            self._reads.popleft()
+        if not self._reads or fence < self._reads[0][0]:
+            return
+        self._device.wait(self._out_stream, next(event for number, event in self._reads if number >= fence))
+
+    # ------------------------------------------------------------------ the rest
+
+    @property
+    def window_bytes(self) -> int:
+        """Most bytes in flight ahead of their use."""
+        return self._window_bytes if self._window_bytes is not None else self._largest_group_bytes
+
+    def _bury_orphans(self) -> None:
+        """Free storages whose handles died during a copy (a prefetched tensor that no gradient needed, say)."""
+        while self._orphans:
+            storage, event = self._orphans.popleft()
+            self._device.wait(self._device.current_stream(), event)
+            del storage  # from here on its block may be reused: everything later is ordered behind the copy
+
+    @property
+    def _window_groups(self) -> int:
+        return self.window_bytes // self._largest_group_bytes if self._largest_group_bytes else 0
+
+    def drain(self) -> None:
+        """Training is over, or broke off: wait for every copy, then forget what was on its way."""
+        self._device.close()
+        self._pending.clear()
+        self._pending_bytes = 0
+        self._leaving.clear()
+        self._leaving_bytes = 0
+        self._reads.clear()
+        self._orphans.clear()
+
+
+def _distinct(streams: Iterator) -> list:
+    found: list = []
+    for stream in streams:
+        if stream not in found:
+            found.append(stream)
+    return found

@@ -1,0 +1,97 @@
+"""In which order backward will ask for the groups.
+
+Without pipelining it is the reverse of forward. Under 1F1B and interleaved schedules it is whatever the schedule does,
+but the same every step: so the order is learned from the last time, and until then assumed to be the reverse within a
+micro-batch. A wrong guess costs time, never correctness: what was not prefetched is brought in when it is asked for.
+
+An *episode* runs from an empty graph to the next empty graph: one micro-batch without pipelining, one step with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+
+from megatron.swap.group import Group, Run
+from megatron.swap.types import GroupKey
+
+
+class BackwardOrder:
+    """Names groups in forward, watches backward, foretells the next one."""
+
+    def __init__(self) -> None:
+        # Weakly: a graph that is thrown away without a backward must not keep its groups waiting for one.
+        self._waiting: weakref.WeakValueDictionary[GroupKey, Group] = weakref.WeakValueDictionary()
+        self._num_runs: Counter[int] = Counter()
+        self._num_forwards = 0
+        self._expected: list[GroupKey] = []
+        self._observed: list[GroupKey] = []
+        self._cursor = 0
+        self._last: Group | None = None
+        self._run = Run()
+        self._num_after = 0
+
+    def begin_forward(self, layer: int, num_after: int) -> Group:
+        """A new group for the next run of ``layer``, after which ``num_after`` layers of its chunk follow."""
+        if not self._waiting:
+            self._begin_episode()
+        if num_after >= self._num_after:
+            self._run = Run()
+        self._num_after = num_after
+        group = Group(GroupKey(layer, self._num_runs[layer]), self._num_forwards, self._run)
+        self._num_runs[layer] += 1
+        self._num_forwards += 1
+        self._waiting[group.key] = group
+        return group
+
+    def begin_backward(self, group: Group) -> bool:
+        """Note that the backward of ``group`` starts; False if it had started before."""
+        if group.backward_begun:
+            return False
+        group.backward_begun = True
+        group.run.begin_backward(group)
+        if self._waiting.get(group.key) is group:
+            del self._waiting[group.key]
+        self._observed.append(group.key)
+        self._last = group
+        if self._cursor < len(self._expected) and self._expected[self._cursor] == group.key:
+            self._cursor += 1
+        else:
+            self._resynchronise(group.key)
+        return True
+
+    def upcoming(self) -> Iterator[Group]:
+        """The groups whose backward comes next, nearest first, as far as that can be told."""
+        if self._expected:
+            for key in self._expected[self._cursor :]:
+                group = self._waiting.get(key)
+                if group is None:
+                    return  # its forward is still to come
+                yield group
+        elif self._last is not None:
+            micro_batch, sequence = self._last.key.micro_batch, self._last.sequence
+            same = [g for g in self._waiting.values() if g.key.micro_batch == micro_batch and g.sequence < sequence]
+            yield from sorted(same, key=lambda group: -group.sequence)
+
+    def kept_over(self, group: Group) -> int:
+        """How many groups that stayed on the device have been freed by the backward that also leads to ``group``."""
+        return group.run.kept_over if self._last is not None and group.run is self._last.run else 0
+
+    def ahead_bytes(self) -> int:
+        """Bytes that were brought back for groups whose backward has not begun."""
+        return sum(group.ahead_bytes for group in self._waiting.values())
+
+    def _begin_episode(self) -> None:
+        self._expected, self._observed = self._observed, []
+        self._cursor = 0
+        self._num_runs.clear()
+        self._num_forwards = 0
+        self._last = None
+
+    def _resynchronise(self, key: GroupKey) -> None:
+        # Backward did something else than last time (the number of micro-batches changed, say).
+        try:
+            self._cursor = self._expected.index(key) + 1
+        except ValueError:
+            self._expected = []

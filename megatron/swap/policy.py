@@ -1,0 +1,60 @@
+"""Which action for which site."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+
+from megatron.swap.types import Action, Site
+
+
+class Policy(ABC):
+    """Answers for every tensor that autograd saves in a layer. Called often: keep it cheap."""
+
+    @abstractmethod
+    def swaps_layer(self, layer: int) -> bool:
+        """Whether any site of ``layer`` may be swapped; layers that answer False get no saved-tensor hooks."""
+
+    @abstractmethod
+    def action(self, site: Site, num_bytes: int) -> Action:
+        """What to do with the storage (of ``num_bytes``) that was saved at ``site``."""
+
+
+class ManualPolicy(Policy):
+    """The command line's choice.
+
+    Args:
+        layers: layers to swap, 0-based over the whole model.
+        modules: patterns of submodules (``matches``); empty: all.
+        min_bytes: smaller storages stay.
+    """
+
+    def __init__(self, layers: Collection[int], modules: Sequence[str], min_bytes: int) -> None:
+        self._layers = frozenset(layers)
+        self._modules = tuple(modules)
+        self._min_bytes = min_bytes
+        self._verdicts: dict[str, bool] = {}
+
+    def swaps_layer(self, layer: int) -> bool:
+        return layer in self._layers
+
+    def action(self, site: Site, num_bytes: int) -> Action:
+        if num_bytes < self._min_bytes or site.layer not in self._layers:
+            return Action.KEEP
+        return Action.SWAP if self._chosen(site.path) else Action.KEEP
+
+    def _chosen(self, path: str) -> bool:
+        if not self._modules:
+            return True
+        if path not in self._verdicts:
+            self._verdicts[path] = any(matches(pattern, path) for pattern in self._modules)
+        return self._verdicts[path]
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether the dotted ``pattern`` names ``path`` or a module around it.
+
+    ``mlp`` matches ``mlp`` and ``mlp.linear_fc1``; ``core_attention`` matches ``self_attention.core_attention``.
+    """
+    wanted, parts = pattern.split("."), path.split(".")
+    return any(parts[i : i + len(wanted)] == wanted for i in range(len(parts) - len(wanted) + 1))

@@ -1,0 +1,291 @@
+"""The composition root: builds the parts from the settings, puts them into Megatron, takes them out at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.swap.arguments import swap_config
+from megatron.swap.autograd import SavedTensors
+from megatron.swap.config import SwapConfig
+from megatron.swap.devices.base import Device
+from megatron.swap.devices.cuda import CudaDevice
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.host_memory import HostMemoryError, check_host_request, safe_host_bytes
+from megatron.swap.host_pool import HostPool
+from megatron.swap.layer import Boundaries, least_saved_bytes
+from megatron.swap.manager import SwapManager
+from megatron.swap.observer import Observer
+from megatron.swap.policy import ManualPolicy
+from megatron.swap.summary import (
+    RankReport,
+    StepRecord,
+    build_summary,
+    layer_table,
+    start_table,
+    step_line,
+    write_json,
+)
+from megatron.swap.tiers.host import HostTier
+from megatron.swap.types import GIB, MIB, format_bytes
+from patches import checkpointed_forward, compile_helpers, cpu, registry, train, training_log
+from patches.registry import AppliedPatches
+
+_prepared: list[AppliedPatches] = []
+
+
+class SwapSession:
+    """One training run. ``install`` is all that a training script calls; the rest is called by Megatron."""
+
+    def __init__(self, args: Namespace, config: SwapConfig) -> None:
+        self.config = config
+        self._args = args
+        self._policy = ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB))
+        self._observer = Observer() if config.summary is not None else None
+        self._host_limit_bytes = self._host_limit()
+        self._device: Device | None = None
+        self._tier: HostTier | None = None
+        self._manager: SwapManager | None = None
+        self._boundaries: Boundaries | None = None
+        self._observed: list[nn.Module] = []
+        self._patches: AppliedPatches | None = None
+        self._steps: list[StepRecord] = []
+        self._layer_totals: dict[int, tuple[int, int]] = {}
+        self._wait_ms = 0.0
+        self._num_groups = 0
+
+    # ------------------------------------------------------------------ set-up
+
+    @staticmethod
+    def prepare() -> None:
+        """Make Megatron run here at all: without CUDA, and from the PyPI wheel. Before parsing; idempotent."""
+        if _prepared:
+            return
+        patches = [compile_helpers.PATCH]
+        if not torch.cuda.is_available():
+            patches += cpu.CPU_PATCHES
+        _prepared.append(registry.apply(patches))
+
+    @classmethod
+    def install(cls, args: Namespace, model_config: Any = None) -> SwapSession:
+        """Prepare a training run for swapping.
+
+        Args:
+            args: Megatron's parsed arguments, with those of ``add_swap_args``.
+            model_config: Megatron's model config (``gpt_config_from_args``), which tells us of the built model. A
+                script without one hands its model chunks to ``attach`` before they are wrapped.
+
+        Raises:
+            UsageError: the settings cannot work; nothing was changed.
+            HostMemoryError: the host has less memory than the run needs at least.
+            PatchError: this Megatron is not the one that our patches were written for.
+        """
+        config = swap_config(args)
+        session = cls(args, config)
+        if not config.layers and config.summary is None:
+            return session
+        patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
+        if config.layers and args.recompute_granularity == "full":
+            patches.append(checkpointed_forward.checkpointed_forward_patch(session._around_checkpointed_forward))
+        session._patches = registry.apply(patches)
+        if model_config is not None:
+            model_config.pre_wrap_hooks.append(session.attach)
+        return session
+
+    def attach(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        """Put the boundaries around the layers of this rank's model chunks; they are returned as they came."""
+        for chunk in chunks:
+            if self._observer is not None:
+                _observe(chunk, self._observer)
+                self._observed.append(chunk)
+        if self.config.layers:
+            self._build()
+            assert self._boundaries is not None
+            for chunk in chunks:
+                self._boundaries.install(
+                    chunk, self.config.modules, ends_in_loss=bool(getattr(chunk, "post_process", True))
+                )
+            self._print_start()
+        return chunks
+
+    def _build(self) -> None:
+        # Not before now: the device of this rank is chosen, and CUDA started, when Megatron initializes.
+        config = self.config
+        on_gpu = torch.cuda.is_available()
+        self._device = CudaDevice() if on_gpu else EmulatedDevice(config.cpu_delay_ms / 1e3, seed=self._args.rank)
+        pool = HostPool(limit_bytes=self._host_limit_bytes, pinned=on_gpu)
+        pool.book(self._least_bytes())
+        self._tier = HostTier(pool)
+        window_bytes = None if config.prefetch_gib is None else int(config.prefetch_gib * GIB)
+        self._manager = SwapManager(self._device, self._tier, self._policy, window_bytes, config.verify)
+        saved_tensors = SavedTensors(self._manager, self._device.torch_device, self._observer)
+        self._boundaries = Boundaries(self._manager, saved_tensors, self._policy)
+
+    def _host_limit(self) -> int:
+        """Bytes that this rank may book; refuses what cannot work."""
+        config = self.config
+        if not config.layers:
+            return 0
+        budget = safe_host_bytes(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        limit_bytes = budget.safe_bytes
+        if config.host_gib is not None:
+            limit_bytes = int(config.host_gib * GIB)
+            check_host_request(limit_bytes, budget, config.host_unchecked)
+        needed_bytes = self._least_bytes()
+        if needed_bytes > limit_bytes:
+            raise HostMemoryError(
+                f"--swap-layers {self._args.swap_layers} will take at least {format_bytes(needed_bytes)} of host memory "
+                f"on each rank, but {format_bytes(limit_bytes)} may be booked ({budget.reason}). Swap fewer layers or "
+                "modules, use a smaller micro-batch, or raise --swap-host-gib (with --swap-host-unchecked if this "
+                "machine's memory grows on demand)."
+            )
+        return limit_bytes
+
+    def _least_bytes(self) -> int:
+        return least_saved_bytes(self._args, len(self.config.layers))
+
+    def _around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
+        assert self._boundaries is not None
+        return self._boundaries.around_checkpointed_forward(block)
+
+    # ---------------------------------------------------------------- training
+
+    def _on_iteration(
+        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
+    ) -> None:
+        step = self._take_step(iteration, losses, grad_norm)
+        self._steps.append(step)
+        if self._manager is None or not is_logged:
+            return
+        assert self._device is not None
+        peak_bytes = self._device.peak_bytes()
+        if self.config.log_level != "quiet" and _is_last_rank():
+            print(step_line(step, peak_bytes), flush=True)
+        if writer is not None:
+            writer.add_scalar("swap/out-gib", step.swapped_out_bytes / GIB, iteration)
+            writer.add_scalar("swap/in-gib", step.swapped_in_bytes / GIB, iteration)
+            writer.add_scalar("swap/wait-ms", step.wait_ms, iteration)
+            if peak_bytes is not None:
+                writer.add_scalar("swap/device-peak-gib", peak_bytes / GIB, iteration)
+
+    def _take_step(self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any) -> StepRecord:
+        layers: dict[int, tuple[int, int]] = {}
+        wait_ms, num_groups = 0.0, 0
+        if self._manager is not None:
+            counters = self._manager.counters
+            for layer, total in counters.layers.items():
+                before = self._layer_totals.get(layer, (0, 0))
+                layers[layer] = (total.out_bytes - before[0], total.in_bytes - before[1])
+                self._layer_totals[layer] = (total.out_bytes, total.in_bytes)
+            waited_ms, groups = counters.wait_ms(), counters.num_groups
+            wait_ms, num_groups = waited_ms - self._wait_ms, groups - self._num_groups
+            self._wait_ms, self._num_groups = waited_ms, groups
+        loss = next(iter(losses.values()), None)
+        return StepRecord(
+            iteration=iteration,
+            swapped_out_bytes=sum(out_bytes for out_bytes, _ in layers.values()),
+            swapped_in_bytes=sum(in_bytes for _, in_bytes in layers.values()),
+            num_groups=num_groups,
+            wait_ms=wait_ms,
+            layers=layers,
+            loss=None if loss is None else float(loss),
+            grad_norm=None if grad_norm is None else float(grad_norm),
+        )
+
+    def _on_finish(self) -> None:
+        failure = sys.exception()
+        report = self._report()
+        self._uninstall()
+        if failure is not None and not isinstance(failure, SystemExit):
+            return  # other ranks may be anywhere: no collective now, and a summary would look like a success
+        reports = _gather(report)
+        if reports is None:
+            return
+        summary = build_summary(self._args.num_layers, reports)
+        if self.config.summary is not None:
+            write_json(self.config.summary, summary)
+        if self.config.layers and self.config.log_level != "quiet":
+            print(layer_table(summary), flush=True)
+
+    def _report(self) -> RankReport:
+        report = RankReport(
+            steps=self._steps,
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            device_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+            saved_peak_bytes=None if self._observer is None else self._observer.peak_bytes,
+            host_booked_bytes=0,
+            host_leased_peak_bytes=0,
+            num_late=0,
+            stayed_bytes=0,
+        )
+        if self._manager is not None and self._tier is not None:
+            stats, counters = self._tier.stats(), self._manager.counters
+            report.host_booked_bytes = stats.booked_bytes
+            report.host_leased_peak_bytes = stats.leased_peak_bytes
+            report.num_late = counters.num_late
+            report.stayed_bytes = sum(layer.stayed_bytes for layer in counters.layers.values())
+            report.swapped_layers = sorted(number for number, layer in counters.layers.items() if layer.out_bytes)
+        return report
+
+    def _uninstall(self) -> None:
+        if self._patches is not None:
+            self._patches.revert()
+        if self._boundaries is not None:
+            self._boundaries.remove()
+        for chunk in self._observed:
+            del chunk.forward
+        self._observed.clear()
+        if self._manager is not None and self._tier is not None:
+            self._manager.drain()
+            self._tier.close()
+
+    def _print_start(self) -> None:
+        if self.config.log_level == "quiet" or self._args.rank != 0:
+            return
+        assert self._tier is not None
+        config = self.config
+        print(
+            start_table(
+                swapped=config.layers,
+                num_layers=self._args.num_layers,
+                kept="the last of them stay while the window holds them: backward would call them back at once",
+                booked_bytes=self._tier.stats().booked_bytes,
+                limit_bytes=self._host_limit_bytes,
+                window=f"{config.prefetch_gib} GiB" if config.prefetch_gib else "one layer",
+                modules=" ".join(config.modules) or "all their modules",
+            ),
+            flush=True,
+        )
+
+
+def _observe(chunk: nn.Module, observer: Observer) -> None:
+    """Count everything that autograd saves in this chunk, inside and outside its layers."""
+    inner = chunk.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with observer.context(chunk):
+            return inner(*args, **kwargs)
+
+    chunk.forward = forward  # type: ignore[method-assign]
+
+
+def _is_last_rank() -> bool:
+    return not torch.distributed.is_initialized() or (
+        torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    )
+
+
+def _gather(report: RankReport) -> list[RankReport] | None:
+    """The reports of all ranks, on rank 0; ``None`` elsewhere."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return [report]
+    reports: list[RankReport | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reports, report)
+    return [r for r in reports if r is not None] if torch.distributed.get_rank() == 0 else None

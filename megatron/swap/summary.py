@@ -1,0 +1,157 @@
+"""What a user reads: the table at the start, a line an iteration, the table and the JSON file at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.swap.types import GIB, format_bytes
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One iteration of one rank."""
+
+    iteration: int
+    swapped_out_bytes: int
+    swapped_in_bytes: int
+    num_groups: int
+    wait_ms: float
+    layers: dict[int, tuple[int, int]]
+    """Layer -> bytes out, bytes in."""
+    loss: float | None
+    """Only the last pipeline stage has one."""
+    grad_norm: float | None
+
+
+@dataclass
+class RankReport:
+    """What one rank knows at the end."""
+
+    steps: list[StepRecord]
+    device: str
+    device_peak_bytes: int | None
+    saved_peak_bytes: int | None
+    host_booked_bytes: int
+    host_leased_peak_bytes: int
+    num_late: int
+    stayed_bytes: int
+    swapped_layers: list[int] = field(default_factory=list)
+
+
+def step_line(step: StepRecord, device_peak_bytes: int | None) -> str:
+    """The line next to Megatron's own."""
+    peak = f" | device peak {format_bytes(device_peak_bytes)}" if device_peak_bytes is not None else ""
+    return (
+        f" swap: out {format_bytes(step.swapped_out_bytes)} | in {format_bytes(step.swapped_in_bytes)} | "
+        f"compute waited {step.wait_ms:.1f} ms{peak}"
+    )
+
+
+def layer_ranges(layers: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+
+
+def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
+    """Columns under a heading, numbers to the right."""
+    cells = [list(head), *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join(" " + line for line in [lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def layer_table(summary: dict[str, Any]) -> str:
+    """The table at the end: one row for each run of layers with equal figures."""
+    rows: list[tuple[list[int], tuple[int, int]]] = []
+    for entry in summary["layers"]:
+        figures = (entry["swapped_out_bytes"], entry["swapped_in_bytes"])
+        if rows and rows[-1][1] == figures and rows[-1][0][-1] + 1 == entry["layer"]:
+            rows[-1][0].append(entry["layer"])
+        else:
+            rows.append(([entry["layer"]], figures))
+    shown = [
+        (layer_ranges(layers), len(layers), format_bytes(out), format_bytes(back), format_bytes(out * len(layers)))
+        for layers, (out, back) in rows
+    ]
+    return table(shown, ("layers", "number", "out a step, each", "in a step, each", "out a step, together"))
+
+
+def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any]:
+    """The JSON summary of a run: bytes add up over the ranks, peaks and waits are those of the worst one.
+
+    Byte and group counts without a suffix are those of the last step.
+    """
+    steps = [rank.steps[-1] for rank in ranks if rank.steps]
+    layers: dict[int, list[int]] = {layer: [0, 0] for layer in range(num_layers)}
+    for step in steps:
+        for layer, (out_bytes, in_bytes) in step.layers.items():
+            layers[layer][0] += out_bytes
+            layers[layer][1] += in_bytes
+    with_loss = next((rank.steps for rank in ranks if rank.steps and rank.steps[-1].loss is not None), [])
+    return {
+        "num_layers": num_layers,
+        "num_ranks": len(ranks),
+        "device": ranks[0].device,
+        "swapped_layers": sorted({layer for rank in ranks for layer in rank.swapped_layers}),
+        "swapped_out_bytes": sum(step.swapped_out_bytes for step in steps),
+        "swapped_in_bytes": sum(step.swapped_in_bytes for step in steps),
+        "num_groups": sum(step.num_groups for step in steps),
+        "wait_ms": max((step.wait_ms for step in steps), default=0.0),
+        "host_booked_bytes": sum(rank.host_booked_bytes for rank in ranks),
+        "host_leased_peak_bytes": sum(rank.host_leased_peak_bytes for rank in ranks),
+        "device_peak_bytes": _largest(rank.device_peak_bytes for rank in ranks),
+        "saved_peak_bytes": _largest(rank.saved_peak_bytes for rank in ranks),
+        "num_late": sum(rank.num_late for rank in ranks),
+        "stayed_bytes": sum(rank.stayed_bytes for rank in ranks),
+        "layers": [
+            {"layer": layer, "swapped_out_bytes": out_bytes, "swapped_in_bytes": in_bytes}
+            for layer, (out_bytes, in_bytes) in layers.items()
+        ],
+        "steps": [
+            {"iteration": step.iteration, "swapped_out_bytes": step.swapped_out_bytes,
+             "swapped_in_bytes": step.swapped_in_bytes, "wait_ms": step.wait_ms}
+            for step in (ranks[0].steps if ranks else [])
+        ],
+        "losses": [step.loss.hex() for step in with_loss if step.loss is not None],
+        "grad_norms": [step.grad_norm.hex() for step in with_loss if step.grad_norm is not None],
+        "ranks": [{k: v for k, v in asdict(rank).items() if k != "steps"} for rank in ranks],
+    }
+
+
+def write_json(path: str, content: dict[str, Any]) -> None:
+    """Write ``content`` so that a reader never sees half of it."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    draft.replace(target)
+
+
+def start_table(
+    swapped: Iterable[int], num_layers: int, kept: str, booked_bytes: int, limit_bytes: int, window: str, modules: str
+) -> str:
+    """What will happen, before the first iteration."""
+    swapped = list(swapped)
+    return "\n".join(
+        [
+            f" swap: activations of {len(swapped)} of {num_layers} layers ({layer_ranges(swapped)}), {modules}",
+            f" swap: {kept}",
+            f" swap: host memory {format_bytes(booked_bytes)} booked, at most {limit_bytes / GIB:.1f} GiB; "
+            f"prefetch window {window}",
+        ]
+    )
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,74 @@
+"""The contract between the manager and a place where swapped bytes rest.
+
+Order and lifetime, the same for every tier:
+
+- ``write`` and ``read`` only enqueue on the stream they are given; the manager orders that stream and records the
+  event that tells when the bytes have arrived. Both tensors stay alive until then: that is the manager's duty.
+- A slot is written once, may be read any number of times, and is freed once. ``free`` may run at any moment, also in
+  a finalizer in the middle of another call, so it only notes the fact.
+- ``fence`` orders reuse: ``free(fence=n)`` says that read number *n* may still be under way; a slot made of that
+  memory shows the highest such number, and the manager lets the writing stream wait for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron.swap.devices.base import Device, Stream
+
+
+class Slot(Protocol):
+    """Room for one storage in a tier."""
+
+    @property
+    def fence(self) -> int:
+        """The last read of this memory's previous owners; 0 if there was none."""
+        ...
+
+    def free(self, fence: int = 0) -> None:
+        """Give the room back. ``fence``: the last read that was enqueued from it, 0 if none was."""
+        ...
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """Bytes of a tier: taken from the machine, in slots now, and most in slots so far."""
+
+    booked_bytes: int
+    leased_bytes: int
+    leased_peak_bytes: int
+
+
+class Tier(ABC):
+    """A place for swapped storages."""
+
+    name: str
+
+    @abstractmethod
+    def reserve(self, num_bytes: int) -> Slot:
+        """Room for ``num_bytes``.
+
+        Raises:
+            SwapError: no room is left; the message has the figures and the flags that change them. Nothing else has
+                changed then.
+        """
+
+    @abstractmethod
+    def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> None:
+        """Enqueue the copy of ``source`` (uint8, as long as the slot) into ``slot``."""
+
+    @abstractmethod
+    def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> None:
+        """Enqueue the copy of ``slot`` into ``target`` (uint8, as long as the slot)."""
+
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """The bytes booked and leased now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. No copy may be under way."""

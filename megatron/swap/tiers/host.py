@@ -1,0 +1,38 @@
+"""Host memory: pinned slabs beside a GPU, plain ones under the emulation."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from megatron.swap.devices.base import Device, Stream
+from megatron.swap.host_pool import HostPool, Lease
+from megatron.swap.tiers.base import Slot, Tier, TierStats
+
+
+class HostTier(Tier):
+    """Slots are leases of a ``HostPool``; a lease in several extents is copied piece by piece."""
+
+    name = "host"
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+
+    def reserve(self, num_bytes: int) -> Lease:
+        return self._pool.lease(num_bytes)
+
+    def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> None:
+        views = cast(Lease, slot).views()
+        device.copy(stream, views, source.split([view.numel() for view in views]))
+
+    def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> None:
+        views = cast(Lease, slot).views()
+        device.copy(stream, target.split([view.numel() for view in views]), views)
+
+    def stats(self) -> TierStats:
+        stats = self._pool.stats
+        return TierStats(stats.booked_bytes, stats.leased_bytes, stats.leased_peak_bytes)
+
+    def close(self) -> None:
+        self._pool.close(force=True)

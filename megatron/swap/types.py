@@ -1,0 +1,102 @@
+"""Vocabulary: the records that every other part speaks in. No torch, no Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class SwapError(RuntimeError):
+    """Base of the errors that this package raises on purpose."""
+
+
+class UsageError(SwapError, ValueError):
+    """A flag or a combination of flags that cannot work; raised before the model is built."""
+
+
+class Action(Enum):
+    """What a policy answers for a site."""
+
+    KEEP = auto()
+    SWAP = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where autograd saved a tensor: the ``ordinal``-th one under ``path`` in layer ``layer`` (0-based).
+
+    ``path`` is the submodule's path inside its layer (``mlp.linear_fc2``), ``layer`` for what the layer itself
+    saves, ``checkpoint`` for the input of a recomputed segment that begins with this layer.
+    """
+
+    layer: int
+    path: str
+    ordinal: int
+
+    def __str__(self) -> str:
+        return f"layers.{self.layer}/{self.path}/{self.ordinal}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a layer stands in the forward of its model chunk.
+
+    Attributes:
+        num_after: layers that run after it.
+        num_swapped_after: those of them that are to be swapped.
+        tail_run: how many layers at the very end of the chunk are to be swapped, without a gap.
+        ends_in_loss: whether the chunk ends in the loss, so that its last layer is the first of backward.
+    """
+
+    num_after: int
+    num_swapped_after: int
+    tail_run: int
+    ends_in_loss: bool
+
+    def num_tail(self, window_groups: int) -> int:
+        """Layers of the tail that stay after all: they would be called back at once.
+
+        The last one always; before it as many as the window (in groups) would have brought back by then.
+        """
+        return min(self.tail_run, 1 + window_groups) if self.ends_in_loss else 0
+
+    def is_tail(self, window_groups: int) -> bool:
+        return self.num_after < self.num_tail(window_groups)
+
+    def num_kept_after(self, window_groups: int) -> int:
+        """Layers still to run in this forward whose activations stay on the device."""
+        return self.num_after - self.num_swapped_after + min(self.num_tail(window_groups), self.num_after)
+
+
+def places(swapped: list[bool], ends_in_loss: bool) -> list[Place]:
+    """The place of each layer of a chunk; ``swapped`` says for each whether it is to be swapped."""
+    tail_run = next((i for i, flag in enumerate(reversed(swapped)) if not flag), len(swapped))
+    return [
+        Place(len(swapped) - 1 - i, sum(swapped[i + 1 :]), tail_run, ends_in_loss) for i in range(len(swapped))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """A layer's run over one micro-batch. ``micro_batch`` counts runs since the graph was last empty."""
+
+    layer: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"layers.{self.layer} mb{self.micro_batch}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes as a person reads them: ``412 MiB``, ``1.50 GiB``."""
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    if num_bytes >= 10 * MIB:
+        return f"{num_bytes / MIB:.0f} MiB"
+    if num_bytes >= MIB / 10:
+        return f"{num_bytes / MIB:.2f} MiB"
+    return f"{num_bytes / KIB:.1f} KiB"

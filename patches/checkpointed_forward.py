@@ -1,0 +1,35 @@
+"""Let a context stand around a block's forward with full recomputation.
+
+The tensors that full recomputation keeps are saved by its ``CheckpointFunction``, between the layers of a block, where
+no layer's boundary reaches; the block itself has no seam there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from patches.registry import Patch
+
+
+def checkpointed_forward_patch(around: Callable[[Any], AbstractContextManager[None]]) -> Patch:
+    """``around(block)`` gives the context in which the block's checkpointed forward runs."""
+
+    def build(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def checkpointed_forward(block: Any, *arguments: Any, **options: Any) -> Any:
+            with around(block):
+                return original(block, *arguments, **options)
+
+        return checkpointed_forward
+
+    return Patch(
+        module="megatron.core.transformer.transformer_block",
+        attribute="checkpointed_forward",
+        build=build,
+        reason="the inputs of recomputed segments are saved where no layer's boundary reaches",
+        written_for="megatron-core 0.19.2",
+        source_sha256="163861b4ad4fa9d4a7262711df2a7b957e8a9215a7b0086960d45a05ea2c5565",
+    )

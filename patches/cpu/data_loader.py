@@ -1,0 +1,40 @@
+"""The data loader must not draw from dropout's generator, nor pin memory for a device that is not there.
+
+Every iterator over a loader draws its workers' seed. On a GPU that comes from the CPU generator, which
+dropout never sees. Here both are one, and a resumed run builds its iterators at another point of the
+sequence: it would not continue the interrupted run to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from patches.registry import Patch
+
+
+def _build(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
+        loader = original(dataset, consumed_samples)
+        if isinstance(loader, torch.utils.data.DataLoader):  # not a user's own ("external") one
+            loader.pin_memory = False
+            loader.generator = torch.Generator()
+        return loader
+
+    return build_pretraining_data_loader
+
+
+PATCHES = (
+    Patch(
+        module="megatron.training.training",
+        attribute="build_pretraining_data_loader",
+        build=_build,
+        reason="draws from dropout's generator (resume is not exact) and warns about pinned memory",
+        written_for="megatron-core 0.19.2",
+        source_sha256="1f53bc68dccca32d8f845c2fb031b20f5ff2ca794bc11e3d3b0a1129a470bc97",
+    ),
+)

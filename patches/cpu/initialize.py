@@ -1,0 +1,42 @@
+"""Initialize Megatron without CUDA: its own ``allow_no_cuda`` skips process groups and named random states.
+
+Upstream does both only where it counts at least one CUDA device, so it counts one while it initializes, and
+only then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from patches.registry import Patch
+
+
+def _build(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize_megatron(*arguments: Any, **options: Any) -> Any:
+        options["allow_no_cuda"] = True
+        with (
+            mock.patch.object(torch.cuda, "device_count", return_value=1),
+            mock.patch.object(torch.cuda, "set_device"),
+        ):
+            return original(*arguments, **options)
+
+    return initialize_megatron
+
+
+# `pretrain` sees the name that megatron.training.training has imported.
+PATCHES = (
+    Patch(
+        module="megatron.training.training",
+        attribute="initialize_megatron",
+        build=_build,
+        reason="asserts that CUDA is available; without it sets up neither process groups nor random states",
+        written_for="megatron-core 0.19.2",
+        source_sha256="d9b467adcaed1325932422670da7ee3b374bcd0f07f2f329780b54d41ca829c7",
+    ),
+)

@@ -1,0 +1,28 @@
+"""Upstream prints how much CUDA memory is allocated: without CUDA that is a line of zeros, and no news."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from patches.registry import Patch
+
+
+def _build(original: Callable[..., Any]) -> Callable[..., None]:
+    def report_memory(name: str, process_group: Any = None) -> None:
+        return None
+
+    return report_memory
+
+
+# Imported by name into the module that reports.
+PATCHES = (
+    Patch(
+        module="megatron.training.training",
+        attribute="report_memory",
+        build=_build,
+        reason="reports zeros; with --log-device-memory-used it raises",
+        written_for="megatron-core 0.19.2",
+        source_sha256="ba08bcff29266712da37191bd768d0748769cf94fb6bd27907b39d8e03debd09",
+    ),
+)

@@ -1,0 +1,28 @@
+"""``Tensor.cuda()`` (and with it ``Module.cuda()``) leaves a tensor where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from patches.registry import Patch
+
+
+def _build(original: Callable[..., Any]) -> Callable[..., Any]:
+    def cuda(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        return self
+
+    return cuda
+
+
+PATCHES = (
+    Patch(
+        module="torch",
+        attribute="Tensor.cuda",
+        build=_build,
+        reason="upstream moves parameters, batches and restored optimizer state by it",
+        written_for="torch 2.11.0",
+    ),
+)

@@ -1,0 +1,31 @@
+"""Megatron's optimizers and gradient clipping sort parameters by spelling: ``"torch.cuda.FloatTensor"``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from patches.registry import Patch
+
+
+def _build(original: Callable[..., Any]) -> Callable[..., Any]:
+    def type_(self: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if arguments or options:
+            return original(self, *arguments, **options)  # a conversion, not a question
+        name = original(self)
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+
+    return type_
+
+
+PATCHES = (
+    Patch(
+        module="torch",
+        attribute="Tensor.type",
+        build=_build,
+        reason="upstream refuses parameters whose type is not spelled torch.cuda.*",
+        written_for="torch 2.11.0",
+    ),
+)

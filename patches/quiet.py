@@ -1,0 +1,163 @@
+"""Keep Megatron's start-up chatter out of a newcomer's way: what is left is what matters.
+
+Only known lines are dropped, each by its beginning; whatever is not listed here, every iteration's line and
+everything about errors is printed as ever. ``hush()`` comes first of all, before anything of Megatron is
+imported (it warns while it is imported); the patches of ``QUIET_PATCHES`` go in with the others.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from patches.registry import Patch
+
+_MEGATRON = "megatron-core 0.19.2"
+
+# Beginnings of printed lines that say what the user has asked for anyway, or what time it is.
+_PRINTED = (
+    "using world size: ",
+    "Number of virtual stages per pipeline stage: ",
+    "using torch.",
+    "accumulate and all-reduce gradients in fp32",
+    "setting global batch size to ",
+    "> setting tensorboard ...",
+    "> initializing torch distributed ...",
+    "> initialized tensor model parallel with size ",
+    "> initialized gtp weight remat with size ",
+    "> initialized pipeline model parallel with size ",
+    "> setting random seeds to ",
+    "> compiling dataset index builder ...",
+    ">>> done with dataset index builder.",
+    "time to initialize megatron (seconds): ",
+    "[after ",
+    "[before ",
+    "> building train, validation, and test datasets ...",
+    " > datasets target sizes (minimum size):",
+    "    train:      ",
+    "    validation: ",
+    "    test:       ",
+    "done with setup ...",
+    "training ...",
+    "Overwriting rerun_state_machine.current_iteration from -1 to 0",
+    "WARNING: one_logger package is required",
+)
+
+# The modules that print them. `print_rank_0` and `print_rank_last` print in common_utils, whoever calls them.
+_PRINTING_MODULES = (
+    "megatron.training.arguments",
+    "megatron.training.utils.common_utils",
+    "megatron.training.initialize",
+    "megatron.training.training",
+    "megatron.training.global_vars",
+)
+
+# Warnings about optional packages: their absence is a choice; what they would change is in the user guide.
+_WARNINGS = (
+    r"Transformer Engine and Apex are not installed",
+    r"Apex is not installed",
+    r"Only transformer-engine>=1.7.0 supports MoE experts",
+    r"MimoModelConfig is experimental",
+    r"The pynvml package is deprecated",
+    r"Please specify --split when using --data-path",
+)
+
+# Advice that means nothing without CUDA (the flag it names orders CUDA's queues).
+_WARNINGS_WITHOUT_CUDA = (r"When using async grad allreduce it is recommended",)
+
+# Logged: which logger, and how the line begins.
+_LOGGED = {
+    "torch.utils.cpp_extension": ("No CUDA runtime is found",),
+    "megatron.core.rerun_state_machine": (
+        "RerunStateMachine initialized",
+        "Setting RerunStateMachine mode",  # around every evaluation
+        "Result validation enabled",
+    ),
+    "megatron.core.models.gpt.gpt_model": ("GPTModel IS DEPRECATED",),
+    "megatron.core.datasets.gpt_dataset": ("Unable to save",),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCore's async save is deprecated",),
+    "megatron.core.timers": tuple(
+        f"(min, max) time across ranks (ms):\n    {name}"
+        for name in (
+            "model-and-optimizer-setup",
+            "startup-",
+            "evaluate",
+            "save-checkpoint",
+            "load-checkpoint",
+        )
+    ),
+}
+
+
+def hush() -> Callable[[], None]:
+    """Drop known warnings and Megatron's informational log (its timers stay). Returns what undoes it."""
+    old_filters = warnings.filters[:]
+    for message in _WARNINGS if torch.cuda.is_available() else _WARNINGS + _WARNINGS_WITHOUT_CUDA:
+        warnings.filterwarnings("ignore", message=message)
+    filters = []
+    for name, beginnings in _LOGGED.items():
+        log_filter = _dropping(beginnings)
+        logging.getLogger(name).addFilter(log_filter)
+        filters.append((logging.getLogger(name), log_filter))
+    core, timers = logging.getLogger("megatron.core"), logging.getLogger("megatron.core.timers")
+    old_levels = core.level, timers.level
+    core.setLevel(logging.WARNING)
+    timers.setLevel(logging.INFO)
+
+    def undo() -> None:
+        warnings.filters[:] = old_filters  # type: ignore[index]
+        for logger, log_filter in filters:
+            logger.removeFilter(log_filter)
+        core.setLevel(old_levels[0])
+        timers.setLevel(old_levels[1])
+
+    return undo
+
+
+def _dropping(beginnings: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: not record.getMessage().startswith(beginnings)
+
+
+def _print(original: Callable[..., None]) -> Callable[..., None]:
+    def print_(*values: Any, **options: Any) -> None:
+        if not (values and isinstance(values[0], str) and values[0].startswith(_PRINTED)):
+            builtins.print(*values, **options)
+
+    return print_
+
+
+def _nothing(original: Callable[..., Any]) -> Callable[..., None]:
+    def nothing(*arguments: Any, **options: Any) -> None:
+        return None
+
+    return nothing
+
+
+QUIET_PATCHES = (
+    Patch(
+        module="megatron.training.arguments",
+        attribute="_print_args",
+        build=_nothing,
+        reason="prints some 900 lines, one for every argument of Megatron",
+        written_for=_MEGATRON,
+        source_sha256="1930963d3725fcf51e3abf4c8cb726437ee9dcaed81e43ea1e86067cdaf1e99b",
+    ),
+    Patch(
+        module="megatron.training.training",
+        attribute="report_theoretical_memory",
+        build=_nothing,
+        reason="estimates memory by formulas that know nothing of swapping, twice",
+        written_for=_MEGATRON,
+        source_sha256="8f498c2b52a6fb610848b5f4e5d6e6a78b8026e9cda8746250077d7410de38cd",
+    ),
+    # A module's own `print` stands before the builtin: the narrowest place to drop a printed line.
+    *(
+        Patch(module, "print", _print, "start-up chatter", written_for=_MEGATRON)
+        for module in _PRINTING_MODULES
+    ),
+)

@@ -1,0 +1,170 @@
+"""What a patch is, and how a set of them goes in and comes out again.
+
+A patch replaces one upstream symbol *where it is looked up*: a function that another upstream module has
+imported by name must be replaced in the importing module, or nothing changes.
+
+A patch fits the source that it was written for. Version numbers do not tell (vendors build variants of one
+version), so every patch of a Megatron symbol carries the hash of that symbol's source, compared before
+anything is touched.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+UNCHECKED_VARIABLE = "MEGATRON_SWAP_UNCHECKED_UPSTREAM"
+
+# Symbols that are replaced right now: a second replacement would keep the first as its "original".
+_in_place: set[str] = set()
+
+
+class PatchError(RuntimeError):
+    """A patch cannot be applied; the message names the symbol and the way on."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One upstream symbol and what takes its place."""
+
+    module: str
+    """Dotted path of the module in which the symbol is looked up."""
+    attribute: str
+    """Name in that module; dotted for an attribute of a class."""
+    build: Callable[[Any], Any]
+    """Takes the original, returns the replacement."""
+    reason: str
+    """Why upstream's own behaviour does not do."""
+    written_for: str
+    """Upstream distribution and version, e.g. ``megatron-core 0.19.2``."""
+    source_sha256: str | None = None
+    """Hash of the original's source (``source_hash``); ``None`` for symbols whose version is pinned."""
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+    @property
+    def file(self) -> str:
+        """The file to review when upstream has changed."""
+        return self.build.__module__.replace(".", "/") + ".py"
+
+
+class AppliedPatches:
+    """Patches in place; ``revert`` takes them out, last one first. A context manager for tests."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[str, Callable[[], None]]] = []
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return tuple(symbol for symbol, _ in self._undo)
+
+    def revert(self) -> None:
+        while self._undo:
+            symbol, undo = self._undo.pop()
+            undo()
+            _in_place.discard(symbol)
+
+    def __enter__(self) -> AppliedPatches:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.revert()
+
+    def _put(self, patch: Patch) -> None:
+        owner, name, original = _locate(patch)
+        replacement = patch.build(original)
+        # What the owner itself holds (a staticmethod object, say), or nothing if the symbol is inherited or a
+        # builtin: taking the patch out must leave the owner as it was, not with a copy of what it used to
+        # inherit.
+        missing = object()
+        own = vars(owner).get(name, missing)
+        setattr(owner, name, replacement)
+
+        def undo() -> None:
+            if own is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+        self._undo.append((patch.symbol, undo))
+        _in_place.add(patch.symbol)
+
+
+def apply(patches: Sequence[Patch]) -> AppliedPatches:
+    """Verify all patches, then apply them all in order.
+
+    Raises:
+        PatchError: a symbol is missing, has another source than expected, or is patched already. Nothing is
+        changed.
+    """
+    verify(patches)
+    applied = AppliedPatches()
+    try:
+        for patch in patches:
+            applied._put(patch)
+    except BaseException:
+        applied.revert()
+        raise
+    return applied
+
+
+def verify(patches: Sequence[Patch]) -> None:
+    """Raise ``PatchError`` unless every patch fits the installed upstream and is not in place yet."""
+    unchecked = {name.strip() for name in os.environ.get(UNCHECKED_VARIABLE, "").split(",")}
+    seen: set[str] = set()
+    for patch in patches:
+        if patch.symbol in _in_place or patch.symbol in seen:
+            raise PatchError(
+                f"{patch.symbol} is patched already ({patch.file}): revert the first application."
+            )
+        seen.add(patch.symbol)
+        _, _, original = _locate(patch)
+        if patch.source_sha256 is None or patch.symbol in unchecked:
+            continue
+        found = source_hash(original)
+        if found != patch.source_sha256:
+            raise PatchError(
+                f"{patch.symbol} is not the one that {patch.file} was written for ({patch.written_for}): "
+                f"its source has the SHA-256 {found}, expected {patch.source_sha256}. "
+                f"Install {_requirement(patch)}, or review {patch.file} against your version and set "
+                f"{UNCHECKED_VARIABLE}={patch.symbol} (several symbols: separated by commas)."
+            )
+
+
+def source_hash(symbol: Any) -> str:
+    """SHA-256 of a symbol's source, looking through decorators that keep the original."""
+    try:
+        source = inspect.getsource(symbol)
+    except (OSError, TypeError):
+        return "unavailable (no Python source)"
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def _locate(patch: Patch) -> tuple[Any, str, Any]:
+    """The object that holds the symbol, the symbol's name there, and the symbol itself."""
+    *path, name = patch.attribute.split(".")
+    try:
+        owner: Any = importlib.import_module(patch.module)
+        for part in path:
+            owner = getattr(owner, part)
+        # A module may be given a name of its own that stands before a builtin (`print`).
+        if not path and not hasattr(owner, name) and hasattr(builtins, name):
+            return owner, name, getattr(builtins, name)
+        return owner, name, getattr(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise PatchError(
+            f"{patch.symbol} does not exist here ({error}), but {patch.file} was written for it "
+            f"({patch.written_for}). Install {_requirement(patch)}."
+        ) from error
+
+
+def _requirement(patch: Patch) -> str:
+    return patch.written_for.replace(" ", "==")

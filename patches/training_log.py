@@ -1,0 +1,76 @@
+"""Tell us about every iteration, with the losses as they are, next to Megatron's own log line.
+
+Megatron has no seam for it: the losses of an iteration go from ``train_step`` to ``training_log`` and are
+gone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from patches.registry import Patch
+
+
+class OnIteration(Protocol):
+    """Called after Megatron has logged. ``losses`` is empty on all pipeline stages but the last."""
+
+    def __call__(
+        self, iteration: int, losses: dict[str, Tensor], grad_norm: Any, is_logged: bool, writer: Any
+    ) -> None: ...
+
+
+def training_log_patch(on_iteration: OnIteration) -> Patch:
+    """``is_logged``: Megatron printed its line; ``writer``: its TensorBoard writer or ``None``."""
+
+    def build(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def training_log(
+            loss_dict: dict[str, Tensor],
+            total_loss_dict: dict[str, Any],
+            learning_rate: float | None,
+            iteration: int,
+            loss_scale: float,
+            report_memory_flag: bool,
+            skipped_iter: int,
+            grad_norm: Any,
+            *arguments: Any,
+            is_first_iteration: bool = False,
+            **options: Any,
+        ) -> Any:
+            from megatron.training import get_args, get_tensorboard_writer
+
+            # Upstream adds these tensors into running sums that begin as 0.0 + loss: it never writes into
+            # them, but a copy of the dictionary costs nothing and keeps us apart from whatever it does with
+            # it.
+            losses = dict(loss_dict)
+            result = original(
+                loss_dict,
+                total_loss_dict,
+                learning_rate,
+                iteration,
+                loss_scale,
+                report_memory_flag,
+                skipped_iter,
+                grad_norm,
+                *arguments,
+                is_first_iteration=is_first_iteration,
+                **options,
+            )
+            is_logged = iteration % get_args().log_interval == 0 or is_first_iteration
+            on_iteration(iteration, losses, grad_norm, is_logged, get_tensorboard_writer())
+            return result
+
+        return training_log
+
+    return Patch(
+        module="megatron.training.training",
+        attribute="training_log",
+        build=build,
+        reason="no hook receives an iteration's number, losses and gradient norm",
+        written_for="megatron-core 0.19.2",
+        source_sha256="5e34a182d566e325edb4e0f342819036db16801b5d9972cd294f1b8406f51f5d",
+    )

@@ -1,0 +1,161 @@
+"""Pretrain a GPT with Megatron-LM's own trainer and swapped activations: parse -> session -> pretrain."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.swap.arguments import add_swap_args
+from megatron.swap.attention import sdpa_layer_spec
+from megatron.swap.session import SwapSession
+from megatron.swap.types import SwapError
+from patches.registry import PatchError
+
+# One dictionary of tensors per micro-batch, as the data loader makes it; None where this rank reads no data.
+Batch = dict[str, Any]
+
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> list[torch.Tensor | None]:
+    """What this rank needs of the next micro-batch, in the order of ``BATCH_KEYS``."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+    from megatron.training import get_args
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return [None] * len(BATCH_KEYS)
+    args = get_args()
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    stage = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    batch: Batch = {}
+    if tensor_rank == 0:
+        assert data_iterator is not None, "the first tensor-parallel rank of this pipeline stage has no data"
+        device = torch.cuda.current_device()
+        batch = {key: value.to(device, non_blocking=True) for key, value in next(data_iterator).items()}
+        batch.setdefault("attention_mask", None)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=_needs_attention_mask(args),
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tensor_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(**stage),
+        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(**stage),
+    )
+    if args.context_parallel_size > 1:
+        batch.setdefault("cu_seqlens", None)
+        group = parallel_state.get_context_parallel_group()
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+    return [batch.get(key) for key in BATCH_KEYS]
+
+
+def loss_function(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the losses, number of tokens, and both to report: Megatron averages over the global batch."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    num_tokens = mask.sum().to(torch.int)
+    report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": report}
+
+
+def forward_step(
+    data_iterator: Iterator[Batch] | None, model: Any
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """One micro-batch through this rank's part of the model."""
+    from megatron.core.utils import get_attr_wrapped_model
+    from megatron.training import get_timers
+
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
+    timers("batch-generator").stop()
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    return output, partial(loss_function, loss_mask)
+
+
+def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Training, validation and test data: indexed (``--data-path``) or generated (``--mock-data``)."""
+    from megatron.core import parallel_state
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+    from megatron.training import get_args, get_tokenizer
+    from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=_needs_attention_mask(args),
+    )
+
+    def is_built_on_this_rank() -> bool:
+        # Only the ends of the pipeline read data, and there only one tensor-parallel rank, which hands it on.
+        is_source = parallel_state.get_tensor_model_parallel_rank() == 0
+        return bool(is_source and is_first_or_last_pipeline_stage(vp_stage))
+
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_on_this_rank, config).build()
+
+
+# Megatron then calls the provider on every rank, and the builder decides which of them read.
+provide_datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _needs_attention_mask(args: Any) -> bool:
+    """Plain causal attention needs none: it takes sequence² bytes a sample and keeps fast kernels away."""
+    return bool(args.reset_attention_mask)
+
+
+def main() -> None:
+    # First of all: a machine without CUDA gets its patches before Megatron is parsed, let alone initialized.
+    SwapSession.prepare()
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    args = parse_and_validate_args(extra_args_provider=add_swap_args)
+    model_config = gpt_config_from_args(args)
+    if args.transformer_impl == "local":
+        model_config.transformer_layer_spec = sdpa_layer_spec(
+            deterministic=args.swap_deterministic, use_given_mask=_needs_attention_mask(args)
+        )
+    SwapSession.install(args, model_config)
+    container = pretrain_cfg_container_from_args(args, model_config)
+    pretrain(container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (SwapError, PatchError) as error:
+        sys.exit(f"\nerror: {error}")

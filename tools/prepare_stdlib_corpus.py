@@ -1,0 +1,76 @@
+"""Make a real training corpus out of what every machine has: the source files of Python's standard library.
+
+Up to some 30 MB of English and Python, byte-level, nothing to download. Prints the prefix for Megatron's `--data-path`.
+A corpus that exists for this Python version is left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from indexed_text import dataset_exists, write_byte_level
+
+REVISION = 1  # raise it when the choice or order of files changes: it is part of the name
+
+
+def corpus_prefix(folder: Path) -> Path:
+    """Return the dataset's prefix; it names the Python version, whose files the text is."""
+    return folder / f"stdlib-py{platform.python_version()}-r{REVISION}_text_document"
+
+
+def source_files(library: Path) -> list[Path]:
+    """Return the library's Python files in an order that is fixed but mixed.
+
+    Megatron's `--split` cuts validation off the end: in alphabetical order that would be `xml` to `zoneinfo`.
+    """
+    names = [
+        path.relative_to(library)
+        for path in library.rglob("*.py")
+        if not {"site-packages", "dist-packages", "__pycache__"} & set(path.parts)
+    ]
+    names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
+    return [library / name for name in names]
+
+
+def read_texts(files: list[Path]) -> Iterator[str]:
+    """Yield every file that is not empty and decodes (the library tests its decoders with some that must not)."""
+    for path in files:
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except (UnicodeDecodeError, OSError):
+            continue
+        if text:
+            yield text
+
+
+def main() -> int:
+    """Prepare the corpus if it is not there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(".data"), help="where the dataset goes (default: .data)")
+    folder: Path = parser.parse_args().folder
+    prefix = corpus_prefix(folder.resolve())
+    if not dataset_exists(prefix):
+        library = Path(sysconfig.get_paths()["stdlib"])
+        files = source_files(library)
+        if not files:
+            print(f"error: {library} holds no .py files; name your own data with DATA_PATH=", file=sys.stderr)
+            return 1
+        written = write_byte_level(prefix, read_texts(files))
+        mib = written.num_tokens / 2**20
+        print(
+            f"[megatron-swap] corpus: {written.num_documents} files of Python {platform.python_version()}'s standard "
+            f"library, {mib:.1f} MiB, one token a byte",
+            file=sys.stderr,
+        )
+    print(prefix)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+# Sourced by every script:  . "$ROOT/tools/setup_env.sh"; swap_setup_env run   (or: dev, for the tests)
+#
+# Leaves SWAP_PYTHON, an interpreter that can import torch, megatron.core and megatron.swap:
+#   - by default that of .venv at the repository root, made on the first call (about 5 GB; minutes) and left alone afterwards;
+#   - with MEGATRON_SWAP_PYTHON=python3 an environment that exists already (NGC container, cluster module). Nothing is installed there.
+
+SWAP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+SWAP_VENV="$SWAP_ROOT/.venv"
+
+swap_say() { printf '[megatron-swap] %s\n' "$*" >&2; }
+swap_die() { printf '\n[megatron-swap] error: %s\n' "$*" >&2; exit 1; }
+
+# Interpreters worth asking, the tested version first. One a line; whether they run is asked later: a pyenv shim may not.
+swap_python_candidates() {
+    local version dir
+    for version in 3.12 3.13; do
+        type -ap "python$version" || true
+        for dir in "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".* "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}/cpython-$version".* \
+                   /opt/python/*"${version/./}"* "$HOME/.local" /opt/homebrew; do
+            [ -x "$dir/bin/python$version" ] && printf '%s\n' "$dir/bin/python$version"
+        done
+        command -v uv >/dev/null 2>&1 && uv python find --no-project "$version" 2>/dev/null || true
+    done
+    type -ap python3 python || true
+    for dir in "${CONDA_PREFIX:-}" "$HOME"/{miniconda3,anaconda3,miniforge3,mambaforge} /opt/conda \
+               "$HOME"/{miniconda3,anaconda3,miniforge3,mambaforge}/envs/* /opt/conda/envs/*; do
+        [ -n "$dir" ] && [ -x "$dir/bin/python3" ] && printf '%s\n' "$dir/bin/python3"
+    done
+    return 0
+}
+
+# Prints the first candidate that runs, is 64-bit Python 3.12 or 3.13, and can make a virtual environment.
+swap_find_python() {
+    local candidate report seen="" without_venv="" passed_over=""
+    while IFS= read -r candidate; do
+        case ":$seen:" in *":$candidate:"*) continue ;; esac
+        seen="$seen:$candidate"
+        report="$("$candidate" -c '
+import sys
+if sys.maxsize > 2**32 and (3, 12) <= sys.version_info[:2] <= (3, 13):
+    try:
+        import ensurepip, venv
+        print("ok")
+    except ImportError:
+        print("no venv")
+else:
+    print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null)" || report="does not run"
+        case "$report" in
+            ok) printf '%s\n' "$candidate"; return 0 ;;
+            "no venv") without_venv="$candidate" ;;
+        esac
+        passed_over="$passed_over
+    $candidate: $report"
+    done < <(swap_python_candidates)
+    if [ -n "$without_venv" ]; then
+        swap_die "$without_venv is a suitable Python, but its venv module is missing. On Debian or Ubuntu:
+    sudo apt install $(basename "$without_venv")-venv"
+    fi
+    swap_die "no Python 3.12 or 3.13 was found (PATH, pyenv, uv and conda were searched); megatron-core 0.19.2 has no wheels for others.
+Passed over:$passed_over
+Install one, for example with one of
+    sudo apt install python3.12-venv        uv python install 3.12
+    pyenv install 3.12                      conda create -n py312 python=3.12
+or name an environment that has torch and megatron-core already:  MEGATRON_SWAP_PYTHON=/path/to/python3"
+}
+
+# Everything that decides what is installed, and where: a moved checkout needs a new editable install.
+swap_stamp() {
+    { printf '%s\n%s\n' "$SWAP_ROOT" "$("$SWAP_VENV/bin/python" -V)"; cat "$@" "$SWAP_ROOT/pyproject.toml"; } | sha256sum | cut -d' ' -f1
+}
+
+swap_pip() {
+    "$SWAP_VENV/bin/python" -m pip --disable-pip-version-check install -q "$@" 2>"$SWAP_VENV/pip.log" && return 0
+    cat "$SWAP_VENV/pip.log" >&2
+    swap_die "pip could not install (its words are above). Network, proxy or disk space (8 GB)? Then run the same command again: it goes on where it stopped."
+}
+
+swap_install() { # kind (run|dev)
+    local kind="$1" base stamp_file="$SWAP_VENV/.swap-stamp-$1" files=("$SWAP_ROOT/requirements.txt")
+    [ "$kind" = dev ] && files+=("$SWAP_ROOT/requirements-dev.txt")
+    if ! "$SWAP_VENV/bin/python" -c 'import sys, pip; assert sys.version_info >= (3, 12)' 2>/dev/null; then
+        base="$(swap_find_python)" || exit 1
+        swap_say "making .venv with $base"
+        "$base" -m venv --clear "$SWAP_VENV" || swap_die "'$base -m venv $SWAP_VENV' failed"
+    fi
+    [ "$(cat "$stamp_file" 2>/dev/null)" = "$(swap_stamp "${files[@]}")" ] && return 0
+    local what; what="$(basename -a "${files[@]}" | paste -sd' ')"
+    if [ -n "$(compgen -G "$SWAP_VENV/.swap-stamp-*")" ]; then
+        swap_say "bringing .venv up to date with $what"
+    else
+        swap_say "installing $what into .venv: about 5 GB (torch, CUDA libraries, megatron-core), 3 to 10 minutes, this once"
+    fi
+    local args=() file
+    for file in "${files[@]}"; do args+=(-r "$file"); done
+    SECONDS=0
+    swap_pip "${args[@]}"
+    swap_pip --no-deps --no-build-isolation -e "$SWAP_ROOT"
+    swap_stamp "${files[@]}" >"$stamp_file"
+    swap_say "installed in $SECONDS s"
+}
+
+# An environment of the user's: say what is missing, install nothing.
+swap_check_existing() { # kind
+    SWAP_PYTHON="$(type -P "$MEGATRON_SWAP_PYTHON")" || swap_die "MEGATRON_SWAP_PYTHON=$MEGATRON_SWAP_PYTHON: no such program"
+    # Found beside an installed megatron-core, because neither has a megatron/__init__.py.
+    export PYTHONPATH="$SWAP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    "$SWAP_PYTHON" "$SWAP_ROOT/tools/check_environment.py" "$1" || exit 1
+}
+
+swap_setup_env() { # kind (run|dev)
+    local kind="${1:-run}"
+    if [ -n "${MEGATRON_SWAP_PYTHON:-}" ]; then
+        swap_check_existing "$kind"
+        return
+    fi
+    # A second script (or rank) that starts meanwhile waits here instead of installing into the same place.
+    if command -v flock >/dev/null 2>&1; then
+        exec 9>"$SWAP_ROOT/.venv.lock"
+        flock -n 9 || { swap_say "another run is setting up .venv: waiting for it"; flock 9; }
+        swap_install "$kind"
+        exec 9>&-
+    else
+        swap_install "$kind"
+    fi
+    SWAP_PYTHON="$SWAP_VENV/bin/python"
+}
