@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.swap.arguments import add_swap_args
-from megatron.swap.attention import sdpa_layer_spec
-from megatron.swap.session import SwapSession
+from megatron.swap.prepare import prepare
 from megatron.swap.types import SwapError
 from patches.registry import PatchError
 
@@ -21,7 +19,7 @@ Batch = dict[str, Any]
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> list[torch.Tensor | None]:
+def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> list[Any]:
     """What this rank needs of the next micro-batch, in the order of ``BATCH_KEYS``."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
@@ -38,12 +36,11 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> li
         assert data_iterator is not None, "the first tensor-parallel rank of this pipeline stage has no data"
         device = torch.cuda.current_device()
         batch = {key: value.to(device, non_blocking=True) for key, value in next(data_iterator).items()}
-        batch.setdefault("attention_mask", None)
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
         is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=_needs_attention_mask(args),
+        create_attention_mask_in_dataloader=args.reset_attention_mask,
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
         broadcast_group=parallel_state.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
@@ -114,7 +111,8 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=_needs_attention_mask(args),
+        # Plain causal attention needs none: it would take sequence² bytes a sample and keep fast kernels away.
+        create_attention_mask=args.reset_attention_mask,
     )
 
     def is_built_on_this_rank() -> bool:
@@ -130,25 +128,21 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
 provide_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
-def _needs_attention_mask(args: Any) -> bool:
-    """Plain causal attention needs none: it takes sequence² bytes a sample and keeps fast kernels away."""
-    return bool(args.reset_attention_mask)
-
-
 def main() -> None:
-    # First of all: a machine without CUDA gets its patches before Megatron is parsed, let alone initialized.
-    SwapSession.prepare()
+    prepare(sys.argv)  # before Megatron is imported
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
+    from megatron.swap.arguments import add_swap_args
+    from megatron.swap.attention import sdpa_layer_spec
+    from megatron.swap.session import SwapSession
+
     args = parse_and_validate_args(extra_args_provider=add_swap_args)
     model_config = gpt_config_from_args(args)
     if args.transformer_impl == "local":
-        model_config.transformer_layer_spec = sdpa_layer_spec(
-            deterministic=args.swap_deterministic, use_given_mask=_needs_attention_mask(args)
-        )
+        model_config.transformer_layer_spec = sdpa_layer_spec(args.swap_deterministic, args.reset_attention_mask)
     SwapSession.install(args, model_config)
     container = pretrain_cfg_container_from_args(args, model_config)
     pretrain(container, provide_datasets, ModelType.encoder_or_decoder, forward_step)

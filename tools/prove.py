@@ -15,17 +15,15 @@ import argparse
 import json
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from prove_child import versions
 
-from tools.prove_child import versions  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 COMMON = (
     "--bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --lr 1e-4 --min-lr 1e-5 "
@@ -34,10 +32,9 @@ COMMON = (
     "--distributed-timeout-minutes 5 --no-gradient-accumulation-fusion"
 )
 LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
-LOCAL = "--no-persist-layer-norm"
 SHAPES = {
-    "L16-h4096": f"--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
-    f"--max-position-embeddings 4096 --micro-batch-size 4 {LLAMA}",
+    "L16-h4096": f"--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
+    f"--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 {LLAMA}",
     "L4-h8192": f"--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
     f"--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
     f"--micro-batch-size 2 {LLAMA}",
@@ -59,7 +56,7 @@ def run(name: str, flags: str, *, num_ranks: int = 1, profile_step: int = 0, tim
         result = Path(folder) / "result.json"
         command = ["--result", str(result), "--profile-step", str(profile_step), "--", *shlex.split(flags)]
         child = [str(ROOT / "tools" / "prove_child.py"), *command]
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *child]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         environment = {
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -68,7 +65,13 @@ def run(name: str, flags: str, *, num_ranks: int = 1, profile_step: int = 0, tim
         }
         try:
             done = subprocess.run(
-                launch, env=environment, timeout=timeout_s, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                [*launcher, *child],
+                env=environment,
+                timeout=timeout_s,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
             )
             output, code = done.stdout, done.returncode
         except subprocess.TimeoutExpired as expired:
@@ -81,17 +84,17 @@ def run(name: str, flags: str, *, num_ranks: int = 1, profile_step: int = 0, tim
             print(own_words[-3000:], flush=True)
         else:
             row.update(json.loads(result.read_text()))
-        print(f"{name}: {row['outcome']}, step {row.get('step_ms_median')} ms, peak {row.get('device_peak_gib')} GiB", flush=True)
+        step_ms, peak_gib = row.get("step_ms_median"), row.get("device_peak_gib")
+        print(f"{name}: {row['outcome']}, step {step_ms} ms, peak {peak_gib} GiB", flush=True)
         return row
 
 
 def equality(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """20 steps in deterministic mode: unswapped twice, then swapped; losses, gradient norms, weights."""
-    rows = []
+    """Deterministic mode: unswapped twice, then swapped; losses, gradient norms, weights."""
+    rows: list[dict[str, Any]] = []
     for spec in options.spec:
-        local = LOCAL if spec == "local" else ""
         flags = (
-            f"--transformer-impl {spec} {local} {SHAPES[options.case[0]]} {COMMON} {device_flags(options)} "
+            f"{spec_flags(spec)} {SHAPES[options.case[0]]} {COMMON} {device_flags()} "
             f"--global-batch-size 8 --train-iters {options.steps} --swap-deterministic"
         )
         rows += compare(spec, flags, options, ["none", "none", "all"])
@@ -100,11 +103,11 @@ def equality(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The same on two ranks, for each way of splitting the model or the data."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in options.case:
         flags = (
-            f"--transformer-impl {options.spec[0]} {LOCAL if options.spec[0] == 'local' else ''} {SHAPES[options.shape]} {COMMON} "
-            f"{device_flags(options)} {RANKS[case]} --global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
+            f"{spec_flags(options.spec[0])} {SHAPES[options.shape]} {COMMON} {device_flags()} {RANKS[case]} "
+            f"--global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
         )
         rows += compare(case, flags, options, ["none", "all"], num_ranks=2)
     return rows
@@ -113,7 +116,7 @@ def ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
 def compare(
     case: str, flags: str, options: argparse.Namespace, settings: list[str], num_ranks: int = 1
 ) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for layers in settings:
         row = run(f"swap-layers {layers}", f"{flags} --swap-layers {layers} {options.extra}", num_ranks=num_ranks)
         row["case"] = case
@@ -134,7 +137,7 @@ def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
         batch = int(SHAPES[case].split("--micro-batch-size ")[1].split()[0])
         spec = options.spec[0]
         flags = (
-            f"--transformer-impl {spec} {LOCAL if spec == 'local' else ''} {SHAPES[case]} {COMMON} {device_flags(options)} "
+            f"{spec_flags(spec)} {SHAPES[case]} {COMMON} {device_flags()} "
             f"--global-batch-size {batch * options.micro_batches} --train-iters {options.steps} {options.extra}"
         )
         none = run("none", f"{flags} --swap-layers none", profile_step=0)
@@ -170,9 +173,10 @@ def judge(row: dict[str, Any], none: dict[str, Any], link: dict[str, float], mic
     group = max(row["layer_out_bytes"].values()) / micro_batches
     row["peak_fell_bytes"] = (none["device_peak_gib"] - row["device_peak_gib"]) * 2**30
     row["peak_must_fall_bytes"] = 0.97 * (out_bytes - 2 * group)  # window and largest group are one group each
+    fell, must = row["peak_fell_bytes"] / 2**30, row["peak_must_fall_bytes"] / 2**30
     print(
-        f"   {row['method']}: step x{row['step_ratio']:.4f}; {row['step_to_model']:.3f} of the bound; peak fell "
-        f"{row['peak_fell_bytes'] / 2**30:.2f} GiB of {out_bytes / 2**30:.2f} swapped out (must: {row['peak_must_fall_bytes'] / 2**30:.2f})",
+        f"   {row['method']}: step x{row['step_ratio']:.4f}; {row['step_to_model']:.3f} of the bound; "
+        f"peak fell {fell:.2f} GiB of {out_bytes / 2**30:.2f} swapped out (must: {must:.2f})",
         flush=True,
     )
 
@@ -199,10 +203,17 @@ print(json.dumps(speed))
     return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
-def device_flags(options: argparse.Namespace) -> str:
+def spec_flags(spec: str) -> str:
+    return f"--transformer-impl {spec} " + ("--no-persist-layer-norm" if spec == "local" else "")
+
+
+def device_flags() -> str:
     import torch
 
-    return "" if torch.cuda.is_available() else "--distributed-backend gloo --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion"
+    if torch.cuda.is_available():
+        return ""
+    fusions = ("bias-gelu", "bias-dropout", "bias-swiglu", "rope")
+    return "--distributed-backend gloo " + " ".join(f"--no-{name}-fusion" for name in fusions)
 
 
 def main() -> None:
@@ -216,10 +227,12 @@ def main() -> None:
     parser.add_argument("--extra", default="", help="more flags for every run")
     parser.add_argument("--output", required=True, help="JSON lines, one row a run; appended")
     options = parser.parse_args()
-    options.case = options.case or {"equality": ["L8-h1024"], "overhead": ["L16-h4096"], "ranks": list(RANKS)}[options.what]
+    usual = {"equality": ["L8-h1024"], "overhead": ["L16-h4096"], "ranks": list(RANKS)}
+    options.case = options.case or usual[options.what]
     rows = {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what](options)
-    made_by = {"suite": f"prove-{options.what}", "command": shlex.join(["python", "tools/prove.py", *sys.argv[1:]]), **versions()}
-    with open(options.output, "a") as file:
+    command = shlex.join(["python", "tools/prove.py", *sys.argv[1:]])
+    made_by = {"suite": f"prove-{options.what}", "command": command, **versions()}
+    with Path(options.output).open("a") as file:
         for row in rows:
             file.write(json.dumps({**made_by, **row}) + "\n")
     if any(row["outcome"] != "ok" for row in rows):

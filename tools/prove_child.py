@@ -27,18 +27,19 @@ def versions() -> dict[str, Any]:
 
     import torch
 
+    found: dict[str, str | None] = {}
     names = ("torch", "megatron-core", "transformer-engine", "numpy")
-    found = {}
     for name in names:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    git = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = git.stdout.strip() if git.returncode == 0 else ""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     machine = {"gpu": gpu, "num_gpus": torch.cuda.device_count(), "cores": os.cpu_count(), "cuda": torch.version.cuda}
     found["python"] = platform.python_version()
-    return {"versions": found, "machine": machine, "commit": commit or os.environ.get("SWAP_COMMIT", "")}
+    return {"versions": found, "machine": machine, "commit": os.environ.get("SWAP_COMMIT", commit)}
 
 
 class Stopwatch:
@@ -91,7 +92,7 @@ class Stopwatch:
 
 def trace_bytes(path: Path) -> dict[str, int]:
     """Bytes that a Kineto trace says were copied between device and host in large pieces."""
-    events = json.loads(gzip.open(path).read())["traceEvents"]
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     totals = {"trace_d2h_bytes": 0, "trace_h2d_bytes": 0, "trace_d2h_copies": 0, "trace_h2d_copies": 0}
     for event in events:
         if event.get("cat") == "gpu_memcpy" and event["args"].get("bytes", 0) >= 256 << 10:
@@ -152,7 +153,7 @@ def main() -> None:
             watch.step_ends.append(time.perf_counter())
 
         SwapSession.install = install_and_watch  # type: ignore[method-assign, assignment]
-        SwapSession._on_iteration = on_iteration_and_watch  # type: ignore[method-assign]
+        SwapSession._on_iteration = on_iteration_and_watch  # type: ignore[method-assign, assignment]
         start = time.perf_counter()
         pretrain_gpt_swap.main()
         digest = weights_hash(watch.chunks)

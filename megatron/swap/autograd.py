@@ -108,7 +108,7 @@ class SavedTensors:
                 return tensor
             handle, index = taken
             return PackedTensor(
-                handle, group, index, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+                handle, group, index, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
             )
 
         return self._enter(Hooks(pack, self.unpack))

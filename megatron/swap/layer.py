@@ -65,7 +65,8 @@ class Boundaries:
             layer_places = places([self._policy.swaps_layer(number) for number in numbers], ends_in_loss)
             segments = None
             if block.config.recompute_granularity == "full":
-                segments = SegmentInputs(self._manager, self._saved_tensors, dict(zip(numbers, layer_places, strict=True)))
+                by_number = dict(zip(numbers, layer_places, strict=True))
+                segments = SegmentInputs(self._manager, self._saved_tensors, by_number)
                 self._segments[block] = segments
             for number, layer, place in zip(numbers, layers, layer_places, strict=True):
                 self._layers.append(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -26,7 +26,6 @@ from megatron.swap.devices.base import Device, Event
 from megatron.swap.group import Group
 from megatron.swap.handle import Alias, Handle, Orphans, State
 from megatron.swap.order import BackwardOrder
-from megatron.swap.policy import Policy
 from megatron.swap.tiers.base import Tier
 from megatron.swap.trace import Counters
 from megatron.swap.types import MIB, Action, Place, Site, SwapError
@@ -48,19 +47,24 @@ class SwapManager:
     Args:
         device: streams, events and memory.
         tier: where bytes go.
-        policy: which storages go.
+        choose: the policy: what to do with the storage (of so many bytes) that was saved at a site.
         window_bytes: most bytes that are brought back ahead of their layer's backward, and most that still wait for
             their release when a forward ends (none, where it ends in the loss); ``None``: as much as the largest group.
         verify: compare checksums of every storage that comes back.
     """
 
     def __init__(
-        self, device: Device, tier: Tier, policy: Policy, window_bytes: int | None = None, verify: bool = False
+        self,
+        device: Device,
+        tier: Tier,
+        choose: Callable[[Site, int], Action],
+        window_bytes: int | None = None,
+        verify: bool = False,
     ) -> None:
         self.counters = Counters()
         self._device = device
         self._tier = tier
-        self._policy = policy
+        self._choose = choose
         self._window_bytes = window_bytes
         self._verify = verify
         self._out_stream = device.copy_stream("out")
@@ -119,7 +123,7 @@ class SwapManager:
         assert self._place is not None
         return (
             self._place.is_tail(self._window_groups)
-            or self._policy.action(site, num_bytes) is Action.KEEP
+            or self._choose(site, num_bytes) is Action.KEEP
             or self._stays[site] >= STAYS_BEFORE_GIVING_UP
         )
 

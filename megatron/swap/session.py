@@ -35,10 +35,8 @@ from megatron.swap.summary import (
 )
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.types import GIB, MIB, format_bytes
-from patches import checkpointed_forward, compile_helpers, cpu, registry, train, training_log
+from patches import checkpointed_forward, registry, train, training_log
 from patches.registry import AppliedPatches
-
-_prepared: list[AppliedPatches] = []
 
 
 class SwapSession:
@@ -62,16 +60,6 @@ class SwapSession:
         self._num_groups = 0
 
     # ------------------------------------------------------------------ set-up
-
-    @staticmethod
-    def prepare() -> None:
-        """Make Megatron run here at all: without CUDA, and from the PyPI wheel. Before parsing; idempotent."""
-        if _prepared:
-            return
-        patches = [compile_helpers.PATCH]
-        if not torch.cuda.is_available():
-            patches += cpu.CPU_PATCHES
-        _prepared.append(registry.apply(patches))
 
     @classmethod
     def install(cls, args: Namespace, model_config: Any = None) -> SwapSession:
@@ -124,7 +112,7 @@ class SwapSession:
         pool.book(self._least_bytes())
         self._tier = HostTier(pool)
         window_bytes = None if config.prefetch_gib is None else int(config.prefetch_gib * GIB)
-        self._manager = SwapManager(self._device, self._tier, self._policy, window_bytes, config.verify)
+        self._manager = SwapManager(self._device, self._tier, self._policy.action, window_bytes, config.verify)
         saved_tensors = SavedTensors(self._manager, self._device.torch_device, self._observer)
         self._boundaries = Boundaries(self._manager, saved_tensors, self._policy)
 
@@ -141,8 +129,8 @@ class SwapSession:
         needed_bytes = self._least_bytes()
         if needed_bytes > limit_bytes:
             raise HostMemoryError(
-                f"--swap-layers {self._args.swap_layers} will take at least {format_bytes(needed_bytes)} of host memory "
-                f"on each rank, but {format_bytes(limit_bytes)} may be booked ({budget.reason}). Swap fewer layers or "
+                f"--swap-layers {self._args.swap_layers} takes at least {format_bytes(needed_bytes)} of host memory on "
+                f"each rank, but {format_bytes(limit_bytes)} may be booked ({budget.reason}). Swap fewer layers or "
                 "modules, use a smaller micro-batch, or raise --swap-host-gib (with --swap-host-unchecked if this "
                 "machine's memory grows on demand)."
             )
@@ -250,19 +238,8 @@ class SwapSession:
         if self.config.log_level == "quiet" or self._args.rank != 0:
             return
         assert self._tier is not None
-        config = self.config
-        print(
-            start_table(
-                swapped=config.layers,
-                num_layers=self._args.num_layers,
-                kept="the last of them stay while the window holds them: backward would call them back at once",
-                booked_bytes=self._tier.stats().booked_bytes,
-                limit_bytes=self._host_limit_bytes,
-                window=f"{config.prefetch_gib} GiB" if config.prefetch_gib else "one layer",
-                modules=" ".join(config.modules) or "all their modules",
-            ),
-            flush=True,
-        )
+        booked_bytes = self._tier.stats().booked_bytes
+        print(start_table(self.config, self._args.num_layers, booked_bytes, self._host_limit_bytes), flush=True)
 
 
 def _observe(chunk: nn.Module, observer: Observer) -> None:

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.swap.types import GIB, format_bytes
+from megatron.swap.config import SwapConfig
+from megatron.swap.types import format_bytes, places
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,14 @@ def layer_table(summary: dict[str, Any]) -> str:
         else:
             rows.append(([entry["layer"]], figures))
     shown = [
-        (layer_ranges(layers), len(layers), format_bytes(out), format_bytes(back), format_bytes(out * len(layers)))
+        (layer_ranges(layers), len(layers), _moved(out), _moved(back), _moved(out * len(layers)))
         for layers, (out, back) in rows
     ]
     return table(shown, ("layers", "number", "out a step, each", "in a step, each", "out a step, together"))
+
+
+def _moved(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes else "stays"
 
 
 def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any]:
@@ -138,19 +143,19 @@ def write_json(path: str, content: dict[str, Any]) -> None:
     draft.replace(target)
 
 
-def start_table(
-    swapped: Iterable[int], num_layers: int, kept: str, booked_bytes: int, limit_bytes: int, window: str, modules: str
-) -> str:
+def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_bytes: int) -> str:
     """What will happen, before the first iteration."""
-    swapped = list(swapped)
-    return "\n".join(
-        [
-            f" swap: activations of {len(swapped)} of {num_layers} layers ({layer_ranges(swapped)}), {modules}",
-            f" swap: {kept}",
-            f" swap: host memory {format_bytes(booked_bytes)} booked, at most {limit_bytes / GIB:.1f} GiB; "
-            f"prefetch window {window}",
-        ]
-    )
+    last = places([layer in config.layers for layer in range(num_layers)], ends_in_loss=True)[-1]
+    tail = range(num_layers - last.num_tail(window_groups=1), num_layers)
+    window = "as large as one layer" if config.prefetch_gib is None else f"{config.prefetch_gib:g} GiB"
+    modules = " ".join(config.modules) or "all modules"
+    rows = [
+        ("swapped", f"layers {layer_ranges(config.layers)} of {num_layers}: {modules}"),
+        ("of these stay", f"{layer_ranges(tail)}: backward wants them first" if tail else "none"),
+        ("host memory", f"{format_bytes(booked_bytes)} booked, at most {format_bytes(limit_bytes)} a rank"),
+        ("prefetch window", window),
+    ]
+    return "\n".join(f" swap: {name:<16} {value}" for name, value in rows)
 
 
 def _largest(values: Iterable[int | None]) -> int | None:

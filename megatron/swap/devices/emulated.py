@@ -70,7 +70,7 @@ class CopyStream:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except BaseException as failure:  # noqa: BLE001 - kept, and raised by whoever waits for an event
+            except BaseException as failure:
                 self.failure = failure
 
     def delay(self) -> None:
@@ -149,7 +149,7 @@ class EmulatedDevice(Device):
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
     def discard(self, storage: torch.UntypedStorage) -> None:
-        storage.fill_(POISON)
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
 
     def used_on(self, storage: torch.UntypedStorage, stream: ComputeStream) -> None:
         pass

@@ -1,0 +1,184 @@
+"""The registry: patches go in together or not at all, come out without a trace, and say what does not fit."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from patches import compile_helpers, quiet, train, training_log
+from patches.cpu import CPU_PATCHES
+from patches.registry import UNCHECKED_VARIABLE, Patch, PatchError, apply, source_hash, verify
+
+
+class Base:
+    def inherited(self) -> str:
+        return "base"
+
+
+class Thing(Base):
+    @staticmethod
+    def static() -> str:
+        return "original"
+
+
+def function() -> str:
+    return "original"
+
+
+@pytest.fixture
+def upstream() -> Iterator[types.ModuleType]:
+    module = types.ModuleType("an_upstream")
+    module.function, module.other, module.Thing = function, function, Thing  # type: ignore[attr-defined]
+    sys.modules["an_upstream"] = module
+    yield module
+    del sys.modules["an_upstream"]
+
+
+def replace_by(text: str) -> Callable[[Any], Any]:
+    return lambda original: lambda *arguments: text
+
+
+def make(attribute: str, source_sha256: str | None = None, text: str = "patched") -> Patch:
+    return Patch("an_upstream", attribute, replace_by(text), "a reason", "upstream 1.2", source_sha256)
+
+
+def test_apply_and_revert(upstream: Any) -> None:
+    static = vars(Thing)["static"]
+    patches = [make("function", source_hash(function)), make("Thing.static"), make("Thing.inherited")]
+    applied = apply(patches)
+    assert upstream.function() == Thing().inherited() == Thing.static() == "patched"
+    assert applied.symbols == (
+        "an_upstream.function",
+        "an_upstream.Thing.static",
+        "an_upstream.Thing.inherited",
+    )
+    applied.revert()
+    assert upstream.function is function
+    assert vars(Thing)["static"] is static
+    assert "inherited" not in vars(Thing)
+    applied.revert()  # nothing left to do
+
+
+def test_a_builtin_can_be_shadowed_in_one_module(upstream: Any) -> None:
+    with apply([make("print")]):
+        assert upstream.print() == "patched"
+    assert not hasattr(upstream, "print")
+
+
+def test_other_source_is_an_error_before_anything_is_changed(upstream: Any) -> None:
+    with pytest.raises(PatchError) as error:
+        apply([make("other"), make("function", "0" * 64)])
+    for part in (
+        "an_upstream.function",
+        "0" * 64,
+        source_hash(function),
+        "upstream==1.2",
+        UNCHECKED_VARIABLE,
+    ):
+        assert part in str(error.value)
+    assert upstream.other is function
+
+
+def test_a_reviewed_symbol_goes_unchecked(upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(UNCHECKED_VARIABLE, "something.else, an_upstream.function")
+    with apply([make("function", "0" * 64)]):
+        assert upstream.function() == "patched"
+
+
+@pytest.mark.parametrize("twice", ["in one call", "in two"])
+def test_a_symbol_is_patched_once(upstream: Any, twice: str) -> None:
+    patches = [make("function"), make("function", text="again")]
+    first = apply([] if twice == "in one call" else [patches.pop(0)])
+    with first, pytest.raises(PatchError, match=re.escape("an_upstream.function is patched already")):
+        apply(patches)
+    assert upstream.function is function
+    apply([make("function")]).revert()
+
+
+@pytest.mark.parametrize("attribute", ["missing", "Thing.missing", "missing.deeper"])
+def test_a_missing_symbol_is_named(upstream: Any, attribute: str) -> None:
+    with pytest.raises(PatchError, match=f"an_upstream.{attribute}.*Install upstream==1.2"):
+        verify([make(attribute)])
+
+
+def test_a_failing_build_leaves_nothing_behind(upstream: Any) -> None:
+    def fail(original: Any) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        apply([make("other"), Patch("an_upstream", "function", fail, "", "upstream 1.2")])
+    assert upstream.other is function
+    apply([make("other")]).revert()
+
+
+ALL = (
+    compile_helpers.PATCH,
+    train.train_patch(lambda: None),
+    training_log.training_log_patch(lambda **news: None),
+    *quiet.QUIET_PATCHES,
+    *CPU_PATCHES,
+)
+
+
+def test_our_patches_fit_the_installed_upstream() -> None:
+    verify(ALL)
+    for patch in ALL:
+        assert patch.reason
+        if patch.module.startswith("megatron.") and patch.attribute != "print":
+            assert patch.source_sha256, f"{patch.symbol} has no source hash"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="patches for machines without CUDA")
+def test_cpu_patches_come_out_without_a_trace() -> None:
+    names = [patch.attribute for patch in CPU_PATCHES if patch.module == "torch.cuda"]
+    before = {name: getattr(torch.cuda, name) for name in names}
+    tensor_attributes = set(vars(torch.Tensor))
+    with apply(CPU_PATCHES):
+        assert torch.zeros(1, device="cuda").cuda().type() == "torch.cuda.FloatTensor"
+        assert torch.ones(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+        assert torch.zeros(1).type(torch.float64).dtype is torch.float64
+        assert not torch.cuda.is_available()
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    assert before == {name: getattr(torch.cuda, name) for name in names}
+    assert set(vars(torch.Tensor)) == tensor_attributes
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="patches for machines without CUDA")
+def test_named_random_states_are_drawn_from(caplog: pytest.LogCaptureFixture) -> None:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    with apply(CPU_PATCHES):
+        torch.manual_seed(1)
+        tracker = CudaRNGStatesTracker()
+        tracker.add("a", 11)
+        tracker.add("b", 12)
+        outer = torch.get_rng_state()
+        with tracker.fork("a"):
+            first = torch.rand(3)
+            with tracker.fork("b"):
+                other = torch.rand(3)
+            second = torch.rand(3)
+        assert torch.equal(outer, torch.get_rng_state())
+    expected = torch.rand(6, generator=torch.Generator().manual_seed(11))
+    assert torch.equal(torch.cat([first, second]), expected)
+    assert torch.equal(other, torch.rand(3, generator=torch.Generator().manual_seed(12)))
+    assert not caplog.records
+
+
+def test_quiet_drops_only_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.training.utils import common_utils
+
+    with apply(quiet.QUIET_PATCHES):
+        common_utils.print_rank_0("[after dataloaders are built] datetime: now")
+        common_utils.print_rank_0("[exiting program at iteration 3] datetime: now")
+        common_utils.print_rank_last(" [now] iteration        1/       6 | lm loss: 1.0 |")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("[exiting")
+    assert lines[1].startswith(" [now] iteration")
