@@ -52,11 +52,15 @@ RANKS = {
 
 def run(name: str, flags: str, *, num_ranks: int = 1, profile_step: int = 0, timeout_s: int = 400) -> dict[str, Any]:
     """One training run; returns its row (``outcome`` tells whether it worked)."""
+    import torch
+
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = ["--result", str(result), "--profile-step", str(profile_step), "--", *shlex.split(flags)]
         child = [str(ROOT / "tools" / "prove_child.py"), *command]
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        if not torch.cuda.is_available():
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         environment = {
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

@@ -123,7 +123,6 @@ def main() -> None:
     parser.add_argument("--profile-step", type=int, default=0, help="trace this step (1-based); 0: none")
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     flags = options.flags[1:] if options.flags[:1] == ["--"] else options.flags
     with tempfile.TemporaryDirectory() as folder:
         summary_path = Path(folder) / "summary.json"

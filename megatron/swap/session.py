@@ -189,10 +189,16 @@ class SwapSession:
 
     def _on_finish(self) -> None:
         failure = sys.exception()
+        if failure is not None and not isinstance(failure, SystemExit):
+            # Other ranks may be anywhere and the device may be broken: no collective, no waiting for copies, and no
+            # summary that would look like a success. The failure itself goes on to the user.
+            self._uninstall()
+            return
         report = self._report()
         self._uninstall()
-        if failure is not None and not isinstance(failure, SystemExit):
-            return  # other ranks may be anywhere: no collective now, and a summary would look like a success
+        if self._manager is not None and self._tier is not None:
+            self._manager.drain()
+            self._tier.close()
         reports = _gather(report)
         if reports is None:
             return
@@ -230,9 +236,6 @@ class SwapSession:
         for chunk in self._observed:
             del chunk.forward
         self._observed.clear()
-        if self._manager is not None and self._tier is not None:
-            self._manager.drain()
-            self._tier.close()
 
     def _print_start(self) -> None:
         if self.config.log_level == "quiet" or self._args.rank != 0:
