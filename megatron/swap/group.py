@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 
 from megatron.swap.handle import Handle
-from megatron.swap.types import GroupKey
+from megatron.swap.types import GroupKey, Place
 
 
 class Run:
@@ -35,8 +35,9 @@ class Group:
     decides when their memory goes back.
     """
 
-    def __init__(self, key: GroupKey, sequence: int, run: Run) -> None:
+    def __init__(self, key: GroupKey, place: Place, sequence: int, run: Run) -> None:
         self.key = key
+        self.place = place
         self.run = run
         self.sequence = sequence
         """Place in the order of forwards since the graph was last empty."""

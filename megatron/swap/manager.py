@@ -91,7 +91,7 @@ class SwapManager:
         """A layer starts."""
         self._bury_orphans()
         self._place = place
-        self._youngest = group = self._order.begin_forward(layer, place.num_after)
+        self._youngest = group = self._order.begin_forward(layer, place)
         self._release()
         return group
 
@@ -290,19 +290,20 @@ class SwapManager:
             self.counters.layers[handle.site.layer].in_bytes += handle.num_bytes
 
     def _prefetch(self) -> None:
-        """Bring back what backward needs next, in its order, as far as the window reaches.
-
-        Layers that stayed have given their memory back once backward is through with them, and nobody claims it before
-        this backward is over: it is lent to what comes next, as in forward.
-        """
+        """Bring back what backward needs next, in its order, as far as memory is allowed to it."""
         ahead_bytes = self._order.ahead_bytes()
+        num_kept_between = 0
         coming: list[Handle] = []
         for group in self._order.upcoming():
-            window_bytes = self.window_bytes + self._order.kept_over(group) * self._largest_group_bytes
+            if not group.num_bytes:
+                num_kept_between += 1
+                continue
+            allowed_bytes = self._allowed_ahead(group, num_kept_between)
             for handle in group.in_backward_order():
                 if handle.state not in (State.OUT, State.LEAVING) or handle in coming:
                     continue
-                if ahead_bytes and ahead_bytes + handle.num_bytes > window_bytes:
+                # A window smaller than a storage still lets one through.
+                if ahead_bytes + handle.num_bytes > allowed_bytes and (ahead_bytes or not allowed_bytes):
                     self._bring_back(coming)
                     return
                 ahead_bytes += handle.num_bytes
@@ -310,6 +311,22 @@ class SwapManager:
                 if self._claim(handle) is State.OUT:
                     coming.append(handle)
         self._bring_back(coming)
+
+    def _allowed_ahead(self, group: Group, num_kept_between: int) -> int:
+        """Bytes that may be ahead of backward once ``group`` is among them.
+
+        Layers that stayed give their memory back as backward gets through with them, and nobody claims it before this
+        backward is over: it is lent to what comes next, as in forward. While such layers still stand between backward
+        and ``group`` their memory is waited for instead of using the window, so that the peak is that of forward's end;
+        the tail is too short for that, the link would stand still.
+        """
+        current = self._order.current
+        allowed_bytes = self.window_bytes
+        if num_kept_between >= group.place.num_tail(self._window_groups):
+            allowed_bytes = max(0, allowed_bytes - num_kept_between * self._largest_group_bytes)
+        if current is not None and current.run is group.run:
+            allowed_bytes += max(0, group.run.kept_over * self._largest_group_bytes - current.num_bytes)
+        return allowed_bytes
 
     def _check(self, handle: Handle) -> None:
         if handle.checksum is not None and not torch.equal(checksum(handle.bytes_view()), handle.checksum):

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megatron.swap.group import Group, Run
-from megatron.swap.types import GroupKey
+from megatron.swap.types import GroupKey, Place
 
 
 class BackwardOrder:
@@ -32,14 +32,14 @@ class BackwardOrder:
         self._run = Run()
         self._num_after = 0
 
-    def begin_forward(self, layer: int, num_after: int) -> Group:
-        """A new group for the next run of ``layer``, after which ``num_after`` layers of its chunk follow."""
+    def begin_forward(self, layer: int, place: Place) -> Group:
+        """A new group for the next run of ``layer``, which stands at ``place`` in its chunk."""
         if not self._waiting:
             self._begin_episode()
-        if num_after >= self._num_after:
+        if place.num_after >= self._num_after:
             self._run = Run()
-        self._num_after = num_after
-        group = Group(GroupKey(layer, self._num_runs[layer]), self._num_forwards, self._run)
+        self._num_after = place.num_after
+        group = Group(GroupKey(layer, self._num_runs[layer]), place, self._num_forwards, self._run)
         self._num_runs[layer] += 1
         self._num_forwards += 1
         self._waiting[group.key] = group
@@ -74,9 +74,10 @@ class BackwardOrder:
             same = [g for g in self._waiting.values() if g.key.micro_batch == micro_batch and g.sequence < sequence]
             yield from sorted(same, key=lambda group: -group.sequence)
 
-    def kept_over(self, group: Group) -> int:
-        """How many groups that stayed on the device have been freed by the backward that also leads to ``group``."""
-        return group.run.kept_over if self._last is not None and group.run is self._last.run else 0
+    @property
+    def current(self) -> Group | None:
+        """The group that backward is in."""
+        return self._last
 
     def ahead_bytes(self) -> int:
         """Bytes that were brought back for groups whose backward has not begun."""
