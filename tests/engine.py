@@ -1,0 +1,289 @@
+"""What the engine's tests share: a small transformer stack, the engine around it, schedules, and planted faults."""
+
+from __future__ import annotations
+import __future__
+
+import copy
+import inspect
+import textwrap
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from megatron.swap import manager as manager_module
+from megatron.swap.autograd import LayerBoundary, SavedTensors
+from megatron.swap.devices.base import Device
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.host_pool import HostPool
+from megatron.swap.manager import SwapManager
+from megatron.swap.observer import Observer
+from megatron.swap.policy import ManualPolicy
+from megatron.swap.tiers.host import HostTier
+from megatron.swap.types import MIB, places
+
+HIDDEN = 32
+TOKENS = 64
+
+
+class Attention(nn.Module):
+    """q, k and v are views of one storage, with offsets, strides and transposes."""
+
+    def __init__(self, hidden: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.linear_qkv = nn.Linear(hidden, 3 * hidden)
+        self.linear_proj = nn.Linear(hidden, hidden)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens, width = hidden.shape
+        qkv = self.linear_qkv(hidden).view(tokens, 3, self.heads, width // self.heads)
+        query, key, value = (part.transpose(0, 1) for part in qkv.unbind(1))
+        context = (query @ key.transpose(1, 2) * 0.25).softmax(-1) @ value
+        return self.linear_proj(context.transpose(0, 1).reshape(tokens, width))
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(hidden, 4 * hidden)
+        self.linear_fc2 = nn.Linear(4 * hidden, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.linear_fc2(functional.gelu(self.linear_fc1(hidden))))
+
+
+class Layer(nn.Module):
+    """A transformer layer."""
+
+    def __init__(self, hidden: int = HIDDEN, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(hidden)
+        self.attention = Attention(hidden)
+        self.norm2 = nn.LayerNorm(hidden)
+        self.mlp = Mlp(hidden, dropout)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = hidden_states + self.attention(self.norm1(hidden_states))
+        return hidden_states + self.mlp(self.norm2(hidden_states))
+
+
+def stack(
+    num_layers: int = 4, make: Callable[[], nn.Module] = Layer, dtype: torch.dtype | None = None
+) -> nn.ModuleList:
+    """Layers with the same parameters every time."""
+    torch.manual_seed(7)
+    return nn.ModuleList([make() for _ in range(num_layers)]).to(dtype)
+
+
+def batch(number: int = 0, dtype: torch.dtype | None = None, tokens: int = TOKENS) -> torch.Tensor:
+    """The input of micro-batch ``number``."""
+    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(100 + number)).to(dtype)
+
+
+class Engine:
+    """The engine around ``layers``, on a machine without a GPU; ``close`` takes it off again.
+
+    Args:
+        swapped: layers to swap; all by default.
+        chunks: how many layers each model chunk has; only the last one ends in the loss.
+        commit_bytes: instead of the product's 16 MiB, so that copies start inside a layer.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        swapped: Collection[int] | None = None,
+        *,
+        device: Device | None = None,
+        modules: Sequence[str] = (),
+        min_bytes: int = 1024,
+        window_bytes: int | None = None,
+        verify: bool = False,
+        ends_in_loss: bool = True,
+        chunks: Sequence[int] | None = None,
+        commit_bytes: int = manager_module.COMMIT_BYTES,
+        observer: Observer | None = None,
+    ) -> None:
+        layers = list(layers)
+        numbers = range(len(layers))
+        self.swapped = set(numbers if swapped is None else swapped)
+        self.device = device if device is not None else EmulatedDevice(longest_delay_s=0.0005)
+        self.pool = HostPool(limit_bytes=256 * MIB, slab_bytes=MIB, pinned=False, poison=True)
+        self.tier = HostTier(self.pool)
+        policy = ManualPolicy(self.swapped, modules, min_bytes)
+        self.manager = SwapManager(self.device, self.tier, policy.action, window_bytes, verify)
+        saved_tensors = SavedTensors(self.manager, self.device.torch_device, observer)
+        self.boundaries: list[LayerBoundary] = []
+        first = 0
+        for number, size in enumerate(chunks := chunks or [len(layers)]):
+            here = range(first, first + size)
+            last = number == len(chunks) - 1
+            here_places = places([i in self.swapped for i in here], ends_in_loss and last)
+            for layer, place in zip(here, here_places, strict=True):
+                self.boundaries.append(
+                    LayerBoundary(
+                        layer, layers[layer], self.manager, saved_tensors, swapped=layer in self.swapped, place=place
+                    )
+                )
+            first += size
+        self._commit_bytes, manager_module.COMMIT_BYTES = manager_module.COMMIT_BYTES, commit_bytes
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def counters(self) -> Any:
+        return self.manager.counters
+
+    @property
+    def num_leases(self) -> int:
+        return self.pool.stats.num_leases
+
+    def close(self) -> None:
+        manager_module.COMMIT_BYTES = self._commit_bytes
+        for boundary in self.boundaries:
+            boundary.remove()
+        self.manager.drain()
+        self.tier.close()
+
+
+def forward(layers: Iterable[nn.Module], hidden: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        hidden = layer(hidden)
+    return hidden
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+@dataclass
+class Result:
+    """What must not change by a bit."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+
+    def same_as(self, other: Result) -> bool:
+        pairs = [*zip(self.losses, other.losses, strict=True), *zip(self.grads, other.grads, strict=True)]
+        return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+class HeldEvent:
+    """Holds a stream of the emulation back until the test opens it."""
+
+    def __init__(self) -> None:
+        self._opened = threading.Event()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def has_passed(self) -> bool:
+        return self._opened.is_set()
+
+    def synchronize(self) -> None:
+        assert self._opened.wait(timeout=30), "the test never opened this event"
+
+
+Step = tuple[str, int, int]
+"""``("F" or "B", chunk, micro-batch)``."""
+
+
+def one_after_the_other(num_micro_batches: int) -> list[Step]:
+    """F0 B0 F1 B1 …: gradient accumulation without a pipeline."""
+    return [step for mb in range(num_micro_batches) for step in (("F", 0, mb), ("B", 0, mb))]
+
+
+def one_forward_one_backward(num_micro_batches: int, warmup: int = 2) -> list[Step]:
+    """F0 F1 B0 F2 B1 …: a pipeline stage with ``warmup`` micro-batches in flight."""
+    steps: list[Step] = [("F", 0, mb) for mb in range(min(warmup, num_micro_batches))]
+    for mb in range(num_micro_batches):
+        steps.append(("B", 0, mb))
+        if mb + warmup < num_micro_batches:
+            steps.append(("F", 0, mb + warmup))
+    return steps
+
+
+def interleaved(num_micro_batches: int, num_chunks: int = 2, group: int = 2) -> list[Step]:
+    """Chunks of a stage in turn, ``group`` micro-batches each: F of the next round before B of this one is through."""
+    steps: list[Step] = []
+    for first in range(0, num_micro_batches, group):
+        here = range(first, min(first + group, num_micro_batches))
+        steps += [("F", chunk, mb) for chunk in range(num_chunks) for mb in here]
+        if first + group < num_micro_batches:  # the next round's first chunk starts early
+            steps.append(("F", 0, first + group))
+        steps += [("B", chunk, mb) for chunk in reversed(range(num_chunks)) for mb in here]
+    seen: set[Step] = set()
+    return [step for step in steps if not (step in seen or seen.add(step))]  # type: ignore[func-returns-value]
+
+
+def train_step(
+    layers: nn.ModuleList,
+    schedule: Sequence[Step],
+    chunks: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 3,
+) -> Result:
+    """One accumulation step in the order of ``schedule``; chunks are cut apart as pipeline stages are."""
+    layers.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    result = Result()
+    parts, first = [], 0
+    for size in chunks or [len(layers)]:
+        parts.append(list(layers)[first : first + size])
+        first += size
+    inputs: dict[tuple[int, int], torch.Tensor] = {}
+    outputs: dict[tuple[int, int], torch.Tensor] = {}
+    gradients: dict[tuple[int, int], torch.Tensor] = {}
+    for what, chunk, mb in schedule:
+        if what == "F":
+            received = batch(mb, dtype) if chunk == 0 else outputs[chunk - 1, mb].detach().clone()
+            inputs[chunk, mb] = received.requires_grad_()
+            output = forward(parts[chunk], received)
+            if chunk == len(parts) - 1:
+                output = loss_of(output)
+                result.losses.append(output.detach())
+            outputs[chunk, mb] = output
+        else:
+            output = outputs.pop((chunk, mb))
+            torch.autograd.backward(output, gradients.pop((chunk + 1, mb), None))
+            gradients[chunk, mb] = inputs.pop((chunk, mb)).grad
+    result.grads = [*(parameter.grad for parameter in layers.parameters()), *gradients.values()]
+    return result
+
+
+def plain_and_swapped(
+    layers: nn.ModuleList, run: Callable[[nn.ModuleList], Result], num_steps: int = 2, **options: Any
+) -> tuple[Result, Result]:
+    """``run`` without the engine, and its last of ``num_steps`` with it (the engine learns the order in the first)."""
+    plain = run(copy.deepcopy(layers))
+    with Engine(layers, **options) as engine:
+        for _ in range(num_steps):
+            swapped = run(layers)
+            assert engine.num_leases == 0, "leases were left over"
+        assert engine.counters.out_bytes > 0, "nothing was swapped"
+        assert not getattr(engine.device, "violations", [])
+    return plain, swapped
+
+
+def plant_fault(patch: pytest.MonkeyPatch, owner: type, method: str, old: str, new: str) -> None:
+    """Replace the piece ``old`` of a method's source by ``new``: the tests must notice.
+
+    A test that fails here after a change of the engine wants its fault planted anew in the new source.
+    """
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(owner, method))))
+    assert source.count(old) == 1, f"{owner.__name__}.{method} has no longer exactly one {old!r}: plant it anew"
+    scope: dict[str, Any] = {}
+    code = compile(source.replace(old, new), f"<{method} with a fault>", "exec", __future__.annotations.compiler_flag)
+    exec(code, vars(inspect.getmodule(owner)), scope)
+    patch.setattr(owner, method, scope[method])

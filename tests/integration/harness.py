@@ -1,0 +1,315 @@
+"""Runs the real trainer in processes of their own, and compares what came out of two runs to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "pretrain_gpt_swap.py"
+
+TINY = shlex.split(
+    "--transformer-impl local --distributed-backend gloo --num-workers 0 "
+    "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-bias-swiglu-fusion "
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 3 --log-interval 1 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 6 --clip-grad 1.0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --position-embedding-type rope "
+    "--attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --eval-interval 1000 "
+    "--no-create-attention-mask-in-dataloader"
+)
+# The host limit: what other programs leave of this machine's memory is no matter of these tests.
+SWAP_SMALL = "--swap-min-mib 0.001 --swap-cpu-delay-ms 0.2 --swap-host-gib 0.5 --swap-host-unchecked"
+TIMED_OUT = -int(signal.SIGKILL)
+SAVE = {
+    # Fast; every rank writes what it has, the state of the random generators included.
+    "torch": "--save {} --save-interval 1000 --ckpt-format torch",
+    "torch_dist": "--save {} --save-interval 1000 --ckpt-format torch_dist",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is left of one run of the trainer."""
+
+    command: str
+    returncode: int
+    output: str
+    directory: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.directory / "summary.json").read_text())
+
+    @property
+    def tail(self) -> str:
+        lines = "\n".join(self.output.splitlines()[-60:])
+        return f"{self.command}\nexit code {self.returncode}, last lines:\n{lines}"
+
+    @property
+    def error(self) -> str:
+        """The program's own message: what follows the last ``error:`` at a line's beginning."""
+        return re.split(r"^error: ", self.output, flags=re.MULTILINE)[-1].strip()
+
+
+def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What a launcher would set for ``rank``, and what keeps small runs quick."""
+    return {
+        "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+    }  # fmt: skip
+
+
+def run_fresh(
+    directory: Path,
+    flags: str = "",
+    *,
+    ranks: int = 1,
+    program: Path = PROGRAM,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 150.0,
+) -> Run:
+    """Run ``program`` with the tiny model's flags and ``flags`` like a person (many ranks: torchrun)."""
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(program), *TINY, *shlex.split(flags)]
+    # Port 0: the only rank serves the store itself, so any free port will do, and none is lost to a race.
+    full_env = {**os.environ, **environment(0, 1, 0), **(env or {})}
+    if ranks > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    log_path = directory / "log"
+    with log_path.open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=directory, env=full_env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            returncode = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            returncode = TIMED_OUT
+        finally:  # no rank outlives its run, whatever became of the launcher
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Run(shlex.join(command), returncode, log_path.read_text(errors="replace"), directory)
+
+
+class Zygote:
+    """The process that forks trainers (``zygote.py``); one a pytest worker, started when first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(
+        self,
+        directory: Path,
+        flags: str,
+        *,
+        ranks: int = 1,
+        program: Path = PROGRAM,
+        timeout_s: float = 120.0,
+    ) -> Run:
+        """As ``run_fresh``, but from a process that has imported Megatron already."""
+        directory.mkdir(parents=True, exist_ok=True)
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("zygote.py"))],
+                env={**os.environ, **environment(0, 1, 0)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True, start_new_session=True,
+            )  # fmt: skip
+        port = 0 if ranks == 1 else _free_port()
+        argv = [*TINY, *shlex.split(flags)]
+        request = {
+            "program": str(program), "argv": argv, "cwd": str(directory), "log": str(directory / "log"),
+            "timeout_s": timeout_s, "ranks": [environment(rank, ranks, port) for rank in range(ranks)],
+        }  # fmt: skip
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the process that forks trainers has died"
+        codes = json.loads(answer)
+        returncode = next((code for code in codes if code), 0)
+        command = f"{ranks} x {shlex.join([str(program), *argv])}"
+        output = (directory / "log").read_text(errors="replace") if (directory / "log").exists() else ""
+        return Run(command, returncode, output, directory)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Trainer:
+    """Runs training, each unswapped configuration only once for all tests and all pytest workers.
+
+    Args:
+        zygote: forks the trainers.
+        runs: where this test's runs go.
+        shared: where the unswapped runs go, common to all workers.
+    """
+
+    def __init__(self, zygote: Zygote, runs: Path, shared: Path) -> None:
+        self._zygote = zygote
+        self._runs = runs
+        self._shared = shared
+        self._count = 0
+
+    def run(self, flags: str = "", *, check: bool = True, fresh: bool = False, **options: Any) -> Run:
+        """One run, in a directory of its own; it must succeed if ``check``. ``fresh``: a new interpreter."""
+        self._count += 1
+        start = run_fresh if fresh or "env" in options else self._zygote.run
+        run = start(self._runs / str(self._count), flags, **options)
+        if check:
+            assert run.returncode == 0, run.tail
+        return run
+
+    def failing(self, flags: str, **options: Any) -> Run:
+        """One run that must end with an error, and in time."""
+        run = self.run(flags, check=False, **options)
+        assert run.returncode != 0, f"should have failed\n{run.tail}"
+        assert run.returncode != TIMED_OUT, run.tail
+        return run
+
+    def unswapped(self, flags: str = "", *, ranks: int = 1, saved: str = "torch") -> Run:
+        """The run without swapping: made by whoever asks first."""
+        name = hashlib.sha256(f"{ranks} {saved} {flags}".encode()).hexdigest()[:16]
+        directory = self._shared / name
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (directory / "run.json").exists():
+                run = self._zygote.run(
+                    directory, f"{flags} --swap-layers none {recorded(saved)}", ranks=ranks
+                )
+                (directory / "run.json").write_text(json.dumps([run.command, run.returncode, run.output]))
+        run = Run(*json.loads((directory / "run.json").read_text()), directory)
+        assert run.returncode == 0, run.tail
+        return run
+
+    def pair(
+        self,
+        flags: str,
+        swap: str = "--swap-layers all",
+        *,
+        ranks: int = 1,
+        saved: str = "torch",
+        **options: Any,
+    ) -> tuple[Run, Run]:
+        """The same training without and with swapping, compared to the bit."""
+        plain = self.unswapped(flags, ranks=ranks, saved=saved)
+        swapped = self.run(f"{flags} {SWAP_SMALL} {swap} {recorded(saved)}", ranks=ranks, **options)
+        assert_same_training(plain, swapped)
+        assert_swapped(swapped)
+        return plain, swapped
+
+
+def recorded(saved: str) -> str:
+    """Flags for a summary and a last checkpoint in the run's directory."""
+    return f"--swap-summary summary.json {SAVE[saved].format('checkpoint')}"
+
+
+def assert_same_training(first: Run, second: Run) -> None:
+    """Every loss, every gradient norm and everything in the last checkpoint is the same, to the bit."""
+    one, two = first.summary, second.summary
+    assert one["losses"], first.tail
+    assert one["losses"] == two["losses"], second.tail
+    assert one["grad_norms"]
+    assert one["grad_norms"] == two["grad_norms"], second.tail
+    assert len(set(one["losses"])) == len(one["losses"]), "the model did not learn anything"
+    assert_same_checkpoints(first.directory / "checkpoint", second.directory / "checkpoint")
+
+
+def assert_swapped(run: Run) -> None:
+    """Bytes went out and came back, through leased host memory, and the figures agree with each other."""
+    summary = run.summary
+    first = summary["steps"][0]
+    assert first["swapped_out_bytes"] > 0, run.tail
+    for step in summary["steps"]:
+        assert 0 <= step["swapped_in_bytes"] <= step["swapped_out_bytes"], run.tail
+    assert summary["swapped_layers"], run.tail
+    assert 0 < summary["host_leased_peak_bytes"] <= summary["host_booked_bytes"]
+    assert summary["wait_ms"] >= 0.0
+    by_layer = {entry["layer"]: entry["swapped_out_bytes"] for entry in summary["layers"]}
+    assert {layer for layer, num_bytes in by_layer.items() if num_bytes} <= set(summary["swapped_layers"])
+    assert sum(by_layer.values()) == summary["swapped_out_bytes"]
+
+
+def assert_swaps_to_the_end(run: Run) -> None:
+    """Also the last step has swapped (a window as wide as the model, say, leaves nothing to swap)."""
+    assert run.summary["swapped_in_bytes"] > 0, run.tail
+    assert run.summary["num_groups"] > 0
+
+
+def assert_same_checkpoints(first: Path, second: Path) -> None:
+    """Parameters, optimizer and scheduler state of the last checkpoints are the same, to the bit."""
+    one, two = load_checkpoint(first), load_checkpoint(second)
+    assert one.keys() == two.keys()
+    num_compared = sum(value.numel() for value in one.values() if isinstance(value, torch.Tensor))
+    assert num_compared > 1_000_000, f"only {num_compared} elements were compared"
+    different = [name for name in one if not _same(one[name], two[name])]
+    assert not different, f"{len(different)} of {len(one)} entries differ: {different[:8]}"
+
+
+def load_checkpoint(directory: Path) -> dict[str, Any]:
+    """All leaves of the last checkpoint in ``directory``, by their path; flags left out."""
+    iteration = int((directory / "latest_checkpointed_iteration.txt").read_text())
+    last = directory / f"iter_{iteration:07d}"
+    leaves: dict[str, Any] = {}
+    if (last / "metadata.json").exists():
+        with tempfile.TemporaryDirectory() as folder:
+            dcp_to_torch_save(last, f"{folder}/all.pt")
+            _flatten("", torch.load(f"{folder}/all.pt", weights_only=False), leaves)
+    else:
+        for path in sorted(last.rglob("*.pt")):
+            content = torch.load(path, weights_only=False)
+            _flatten(str(path.relative_to(last)), content, leaves)
+    return {name: value for name, value in leaves.items() if "/args" not in name}
+
+
+def _flatten(name: str, value: Any, leaves: dict[str, Any]) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _flatten(f"{name}/{key}", inner, leaves)
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _flatten(f"{name}/{index}", inner, leaves)
+    elif hasattr(value, "getvalue"):  # an object that a rank wrote as bytes
+        value.seek(0)
+        _flatten(name, torch.load(value, weights_only=False), leaves)
+    else:
+        leaves[name] = value
+
+
+def _same(one: Any, two: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return type(one) is type(two) and repr(one) == repr(two)
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), two.contiguous().view(-1).view(torch.uint8)
+    )

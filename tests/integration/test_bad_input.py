@@ -1,0 +1,135 @@
+"""What cannot work is refused before the model is built: what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import PROGRAM as ROOT_PROGRAM
+from tests.integration.harness import Run, Trainer
+
+MODEL_IS_BUILT = "number of parameters on"
+TRAINS = "iteration        1/"
+
+
+def assert_refused(run: Run, *words: str) -> None:
+    """One paragraph, no traceback, and nothing was built; ``words`` are all in it."""
+    assert "Traceback" not in run.output, run.tail
+    assert MODEL_IS_BUILT not in run.output, run.tail
+    assert "error: " in run.output, run.tail
+    assert "\n\n" not in run.error, run.tail
+    missing = [word for word in words if word not in run.error]
+    assert not missing, f"{missing} not in the message\n{run.tail}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--swap-layers 0-8", ["--swap-layers '0-8'", "layer 8 is out of range", "0 to 7"]),
+        ("--swap-layers 23", ["--swap-layers '23'", "layer 23 is out of range", "0 to 7"]),
+        ("--swap-layers 1,,2", ["--swap-layers '1,,2'", "every:2"]),
+        ("--swap-layers first", ["--swap-layers 'first'", "0-23"]),
+        ("--swap-layers=-1", ["--swap-layers '-1'", "0-23"]),
+        ("--swap-layers every:0", ["every:0", "at least 1"]),
+        ("--swap-layers 5-2", ["--swap-layers '5-2'", "backwards", "2-5"]),
+        (
+            "--swap-layers all --swap-modules mlp attn",
+            ["--swap-modules 'attn'", "core_attention", "linear_fc1"],
+        ),
+        ("--swap-layers all --swap-min-mib -1", ["--swap-min-mib", "0 or more"]),
+        ("--swap-layers all --swap-prefetch-gib 0", ["--swap-prefetch-gib", "above 0"]),
+        ("--swap-layers all --swap-host-gib -3", ["--swap-host-gib", "above 0"]),
+        (
+            "--swap-layers all --swap-host-gib 1000000",
+            ["--swap-host-gib", "1000000.00 GiB", "Lower --swap-host-gib", "--swap-host-unchecked"],
+        ),
+        (
+            "--swap-layers all --swap-host-gib 0.001",
+            ["--swap-layers all", "3.00 MiB", "1.02 MiB", "Swap fewer layers", "--swap-host-gib"],
+        ),
+        (
+            "--swap-layers all --cpu-offloading-num-layers 2",
+            ["--swap-layers all", "--cpu-offloading-num-layers 2", "Drop"],
+        ),
+        (
+            "--swap-layers all --cuda-graph-impl local",
+            ["--cuda-graph-impl local", "Drop", "--swap-layers none"],
+        ),
+    ],
+)
+def test_refused_before_the_model_is_built(trainer: Trainer, flags: str, words: list[str]) -> None:
+    assert_refused(trainer.failing(flags), *words)
+
+
+def test_from_a_fresh_process(trainer: Trainer) -> None:
+    """The whole output, as a person sees it, is the message."""
+    run = trainer.failing("--swap-layers 5-2", fresh=True)
+    assert_refused(run, "backwards")
+    assert run.returncode == 1
+
+
+def test_host_memory_that_grows_on_demand(trainer: Trainer) -> None:
+    run = trainer.run("--swap-layers all --swap-host-gib 1000000 --swap-host-unchecked --swap-min-mib 0.001")
+    assert TRAINS in run.output
+
+
+def test_known_module_that_this_model_lacks(trainer: Trainer) -> None:
+    """Known only when the model is built, still before the first step."""
+    run = trainer.failing("--swap-layers all --swap-modules router")
+    assert "Traceback" not in run.output, run.tail
+    assert TRAINS not in run.output
+    for word in ("--swap-modules 'router'", "mlp.linear_fc1", "self_attention.core_attention"):
+        assert word in run.error, run.tail
+
+
+# What Megatron itself refuses first on this machine, or never gets to: through our own check.
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"cuda_graph_impl": "transformer_engine"}, "--cuda-graph-impl transformer_engine"),
+        ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
+    ],
+)
+def test_other_ways_to_move_activations(trainer: Trainer, tmp_path: Path, changes: dict, flag: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import runpy\n"
+        "from megatron.training import argument_utils\n"
+        "original = argument_utils.gpt_config_from_args\n"
+        "def gpt_config_from_args(args):\n"
+        "    config = original(args)\n"
+        f"    vars(args).update({changes!r})\n"
+        "    return config\n"
+        "argument_utils.gpt_config_from_args = gpt_config_from_args\n"
+        f"runpy.run_path({str(ROOT_PROGRAM)!r}, run_name='__main__')\n"
+    )
+    run = trainer.failing("--swap-layers all", program=program)
+    assert_refused(run, flag, f"Drop {flag}", "--swap-layers none")
+
+
+def test_upstream_of_another_source(trainer: Trainer, tmp_path: Path) -> None:
+    """A vendor's build of the same version: the message names the symbol and the way on, which then works."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import runpy\n"
+        "import megatron.training.training as training\n"
+        "original = training.training_log\n"
+        "def training_log(*arguments, **options):\n"
+        "    return original(*arguments, **options)\n"
+        "training.training_log = training_log\n"
+        f"runpy.run_path({str(ROOT_PROGRAM)!r}, run_name='__main__')\n"
+    )
+    symbol = "megatron.training.training.training_log"
+    run = trainer.failing("--swap-layers all --swap-min-mib 0.001", program=program)
+    way_on = f"MEGATRON_SWAP_UNCHECKED_UPSTREAM={symbol}"
+    assert_refused(run, symbol, "patches/training_log.py", "megatron-core==0.19.2", way_on)
+    name, value = way_on.split("=")
+    run = trainer.run("--swap-layers all --swap-min-mib 0.001", program=program, env={name: value})
+    assert TRAINS in run.output
+
+
+def test_unswapped_runs_need_no_patch_for_swapping(trainer: Trainer) -> None:
+    """Without swapping, wrong figures about it are still told; host memory is not asked for."""
+    trainer.failing("--swap-layers none --swap-prefetch-gib 0")
+    trainer.run("--swap-layers none --swap-host-gib 1000000")

@@ -1,0 +1,48 @@
+"""Two ranks over gloo: data, tensor, pipeline and expert parallel, equal to the bit without swapping."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.harness import Trainer, assert_swaps_to_the_end
+
+PIPELINE = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+INTERLEAVED = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
+    "--disable-bias-linear"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved"),
+    [
+        pytest.param("", "torch", id="dp2"),
+        pytest.param("--bf16 --overlap-grad-reduce --global-batch-size 8", "torch", id="dp2-bf16-overlap"),
+        pytest.param("--use-distributed-optimizer --bf16", "torch_dist", id="dp2-distributed-optimizer"),
+        pytest.param("--tensor-model-parallel-size 2", "torch", id="tp2"),
+        pytest.param(
+            "--tensor-model-parallel-size 2 --bf16 --attention-dropout 0.1 --hidden-dropout 0.1", "torch",
+            id="tp2-dropout",
+        ),
+        pytest.param(PIPELINE, "torch", id="pp2"),
+        pytest.param(f"{PIPELINE} --bf16", "torch", id="pp2-bf16"),
+        pytest.param(f"{PIPELINE} {FULL}", "torch", id="pp2-full-recompute"),
+        pytest.param(INTERLEAVED, "torch", id="pp2-vpp2"),
+        pytest.param(f"{INTERLEAVED} --bf16 --eval-interval 2 --eval-iters 1", "torch", id="pp2-vpp2-eval"),
+        pytest.param(f"{MOE} --expert-model-parallel-size 2", "torch", id="ep2"),
+    ],
+)  # fmt: skip
+def test_equal_to_the_bit(trainer: Trainer, flags: str, saved: str) -> None:
+    plain, swapped = trainer.pair(flags, "--swap-layers all --swap-verify", ranks=2, saved=saved)
+    assert_swaps_to_the_end(swapped)
+    assert swapped.summary["num_ranks"] == 2
+    assert len(swapped.summary["ranks"]) == 2
+    assert swapped.summary["saved_peak_bytes"] < plain.summary["saved_peak_bytes"]
+    assert swapped.summary["num_late"] == 0
+
+
+def test_by_torchrun(trainer: Trainer) -> None:
+    """The launcher that people use, from fresh processes."""
+    trainer.pair("", ranks=2, fresh=True)

@@ -1,0 +1,93 @@
+"""The settings: what is allowed, and that errors name the flag, the value and the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.swap.config import SwapConfig, parse_layers
+from megatron.swap.types import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("none", []),
+        ("all", range(24)),
+        ("0-23", range(24)),
+        ("0", [0]),
+        ("0,4-7", [0, 4, 5, 6, 7]),
+        (" 3 - 5 , 1 ", [1, 3, 4, 5]),
+        ("2,2,1-3", [1, 2, 3]),
+        ("every:1", range(24)),
+        ("every:10", [0, 10, 20]),
+        ("every:99", [0]),
+    ],
+)
+def test_layers_are_parsed(text: str, layers: list[int]):
+    assert parse_layers(text, 24) == frozenset(layers)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("24", ["24", "0 to 23"]),
+        ("0-30", ["24", "0 to 23"]),
+        ("5-3", ["5-3", "backwards", "3-5"]),
+        ("a", ["'a'", "0-23 | 0,4-7 | every:2 | all | none"]),
+        ("1,,2", ["''", "every:2"]),
+        ("", ["''"]),
+        ("-1", ["'-1'"]),
+        ("1-2-3", ["'1-2-3'"]),
+        ("ALL", ["'ALL'"]),
+        ("every:0", ["every:0", "at least 1"]),
+        ("every:-1", ["every:-1"]),
+        ("every:", ["every:"]),
+    ],
+)
+def test_a_wrong_list_of_layers_is_refused_with_words(text: str, words: list[str]):
+    with pytest.raises(UsageError) as error:
+        parse_layers(text, 24)
+    assert all(word in str(error.value) for word in ["--swap-layers", *words])
+
+
+@given(st.sets(st.integers(0, 40), min_size=1), st.booleans())
+def test_any_set_written_as_ranges_reads_back(layers: set[int], reverse: bool):
+    text = ",".join(str(layer) for layer in sorted(layers, reverse=reverse))
+    assert parse_layers(text, 41) == layers
+
+
+@given(st.text(max_size=12), st.integers(1, 8))
+def test_no_text_is_read_out_of_range_or_breaks_the_parser(text: str, num_layers: int):
+    try:
+        layers = parse_layers(text, num_layers)
+    except UsageError:
+        return
+    assert layers <= set(range(num_layers))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "flag"),
+    [
+        ("min_mib", -0.5, "--swap-min-mib"),
+        ("host_gib", 0, "--swap-host-gib"),
+        ("host_gib", -1, "--swap-host-gib"),
+        ("prefetch_gib", 0.0, "--swap-prefetch-gib"),
+        ("cpu_delay_ms", -1, "--swap-cpu-delay-ms"),
+        ("log_level", "loud", "--swap-log-level"),
+        ("min_mib", float("nan"), "--swap-min-mib"),
+    ],
+)
+def test_a_value_out_of_range_names_its_flag(field: str, value: object, flag: str):
+    with pytest.raises(UsageError, match=flag) as error:
+        SwapConfig(layers=frozenset(), **{field: value})
+    assert str(value) in str(error.value)
+
+
+def test_bounds_are_allowed_and_nothing_changes_afterwards():
+    config = SwapConfig(layers=frozenset({1}), min_mib=0, host_gib=0.1, prefetch_gib=0.1, cpu_delay_ms=0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.min_mib = 2  # type: ignore[misc]

@@ -1,0 +1,52 @@
+"""Which storages go: layers, patterns of modules, sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.swap.policy import ManualPolicy, matches
+from megatron.swap.types import Action, Site
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "answer"),
+    [
+        ("mlp", "mlp", True),
+        ("mlp", "mlp.linear_fc1", True),
+        ("mlp.linear_fc1", "mlp.linear_fc1", True),
+        ("mlp.linear_fc1", "mlp", False),
+        ("linear_fc1", "mlp.linear_fc1", True),
+        ("core_attention", "self_attention.core_attention", True),
+        ("core_attention", "self_attention.core_attention.softmax", True),
+        ("fc1", "mlp.linear_fc1", False),
+        ("mlp.linear", "mlp.linear_fc1", False),
+        ("mlp.linear_fc1", "mlp.experts.linear_fc1", False),
+        ("experts.local_experts", "mlp.experts.local_experts.0", True),
+        ("layer", "layer", True),
+        ("mlp", "layer", False),
+    ],
+)
+def test_a_pattern_names_whole_parts_of_a_path(pattern: str, path: str, answer: bool):
+    assert matches(pattern, path) is answer
+
+
+class TestManualPolicy:
+    def test_swaps_what_is_chosen_and_large_enough(self):
+        policy = ManualPolicy({1, 3}, (), min_bytes=100)
+        assert policy.action(Site(1, "mlp", 0), 100) is Action.SWAP
+        assert policy.action(Site(1, "mlp", 0), 99) is Action.KEEP
+        assert policy.action(Site(2, "mlp", 0), 100) is Action.KEEP
+        assert [policy.swaps_layer(layer) for layer in range(5)] == [False, True, False, True, False]
+
+    def test_modules_narrow_the_choice_each_time_it_is_asked(self):
+        policy = ManualPolicy({0}, ("mlp", "core_attention"), min_bytes=0)
+        for _ in range(2):  # the second answer comes from memory
+            assert policy.action(Site(0, "mlp.linear_fc1", 0), 1) is Action.SWAP
+            assert policy.action(Site(0, "self_attention.core_attention", 2), 1) is Action.SWAP
+            assert policy.action(Site(0, "layer", 0), 1) is Action.KEEP
+            assert policy.action(Site(0, "self_attention", 0), 1) is Action.KEEP
+
+    def test_no_layers_swap_nothing(self):
+        policy = ManualPolicy((), (), min_bytes=0)
+        assert policy.action(Site(0, "mlp", 0), 1 << 30) is Action.KEEP
+        assert not policy.swaps_layer(0)

@@ -1,0 +1,78 @@
+"""Sites, places in a chunk, byte formatting."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.swap.types import GIB, KIB, MIB, GroupKey, Site, SwapError, UsageError, format_bytes, places
+
+
+def test_a_site_reads_as_layer_path_and_ordinal():
+    assert str(Site(3, "mlp.linear_fc2", 0)) == "layers.3/mlp.linear_fc2/0"
+    assert str(GroupKey(2, 5)) == "layers.2 mb5"
+
+
+def test_records_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Site(0, "a", 0).layer = 1  # type: ignore[misc]
+
+
+def test_a_usage_error_is_both_ours_and_a_value_error():
+    assert issubclass(UsageError, SwapError)
+    assert issubclass(UsageError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0.0 KiB"),
+        (1536, "1.5 KiB"),
+        (MIB // 2, "0.50 MiB"),
+        (3 * MIB, "3.00 MiB"),
+        (412 * MIB, "412 MiB"),
+        (GIB + GIB // 2, "1.50 GiB"),
+        (64 * KIB, "64.0 KiB"),
+    ],
+)
+def test_bytes_are_formatted_as_a_person_reads_them(num_bytes: int, text: str):
+    assert format_bytes(num_bytes) == text
+
+
+class TestPlaces:
+    def test_all_swapped_and_ending_in_the_loss_keeps_only_the_last(self):
+        here = places([True] * 4, ends_in_loss=True)
+        assert [place.is_tail(0) for place in here] == [False, False, False, True]
+        assert [place.num_kept_after(0) for place in here] == [1, 1, 1, 0]
+
+    def test_the_window_keeps_as_many_layers_more_as_it_holds_groups(self):
+        here = places([True] * 4, ends_in_loss=True)
+        assert [place.is_tail(2) for place in here] == [False, True, True, True]
+        assert [place.is_tail(99) for place in here] == [True] * 4
+        assert [place.num_kept_after(2) for place in here] == [3, 2, 1, 0]
+
+    def test_a_chunk_that_ends_elsewhere_has_no_tail(self):
+        here = places([True] * 3, ends_in_loss=False)
+        assert not any(place.is_tail(5) for place in here)
+        assert [place.num_kept_after(5) for place in here] == [0, 0, 0]
+
+    def test_a_last_layer_that_stays_anyway_ends_the_tail(self):
+        here = places([True, True, False], ends_in_loss=True)
+        assert not any(place.is_tail(5) for place in here)
+        assert [place.num_kept_after(5) for place in here] == [1, 1, 0]
+
+    def test_gaps_count_as_kept(self):
+        here = places([True, False, True, True], ends_in_loss=True)
+        assert [place.num_after for place in here] == [3, 2, 1, 0]
+        assert [place.num_swapped_after for place in here] == [2, 2, 1, 0]
+        assert [place.num_kept_after(0) for place in here] == [2, 1, 1, 0]
+
+    @given(st.lists(st.booleans(), min_size=1, max_size=12), st.booleans(), st.integers(0, 14))
+    def test_kept_after_counts_the_layers_that_stay(self, swapped: list[bool], ends_in_loss: bool, window: int):
+        here = places(swapped, ends_in_loss)
+        stays = [not flag or place.is_tail(window) for flag, place in zip(swapped, here, strict=True)]
+        for i, place in enumerate(here):
+            assert place.num_kept_after(window) == sum(stays[i + 1 :])
