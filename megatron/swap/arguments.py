@@ -76,6 +76,7 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         cpu_delay_ms=args.swap_cpu_delay_ms,
     )
     _check_module_names(config.modules)
+    _check_upstream(args)
     if config.layers:
         _check_combination(args)
     return config
@@ -84,12 +85,22 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
 def _check_module_names(patterns: Sequence[str]) -> None:
     known = known_modules()
     for pattern in patterns:
-        unknown = [part for part in pattern.split(".") if part not in known and not part.isdigit()]
+        unknown = [part for part in pattern.split(".") if part not in known]
         if unknown:
             raise UsageError(
                 f"--swap-modules {pattern!r}: {unknown[0]!r} is not a submodule of a transformer layer. "
                 f"Known are: {', '.join(known)}; join them with dots (mlp.linear_fc1)."
             )
+
+
+def _check_upstream(args: argparse.Namespace) -> None:
+    """What Megatron 0.19.2 itself cannot do with its local spec, and ends in something worse than a message."""
+    recomputes_mlp = args.recompute_granularity == "selective" and "mlp" in (args.recompute_modules or [])
+    if recomputes_mlp and args.transformer_impl == "local" and args.add_bias_linear:
+        raise UsageError(
+            "--recompute-modules mlp with --transformer-impl local and biases never ends in Megatron 0.19.2 (the MLP "
+            "hands its bias through the checkpoint). Add --disable-bias-linear, drop mlp, or use TransformerEngine."
+        )
 
 
 def _check_combination(args: argparse.Namespace) -> None:

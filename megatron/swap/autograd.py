@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from megatron.swap.group import Group
-from megatron.swap.handle import Handle
+from megatron.swap.handle import Alias, Handle
 from megatron.swap.manager import SwapManager
-from megatron.swap.observer import PLAIN, Hooks, Observer
+from megatron.swap.observer import Hooks, Observer
 from megatron.swap.sites import SiteNames
 from megatron.swap.types import Place, Site
 
@@ -43,25 +43,25 @@ def stays_by_nature(tensor: torch.Tensor, device: torch.device) -> bool:
     )
 
 
+Packed = PackedTensor | Alias | torch.Tensor
+"""What stands in the graph: for a tensor that was taken, for one that stays, for a subclass that we do not touch."""
+
+
+def kept(tensor: torch.Tensor) -> Alias | torch.Tensor:
+    """What stands in the graph for a tensor that stays.
+
+    Not the tensor itself: a node that saves its own output would hold itself, and never be freed; and with the hooks
+    autograd's check for in-place changes is gone, so ours needs the version.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return tensor
+    alias = tensor.detach()
+    return Alias(alias, alias._version)
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread: a forward now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
-
-
-class _Enter(torch.autograd.Function):
-    """Stands before a layer; its backward runs when that of the layer is over."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, leave: Callable[[], None]) -> torch.Tensor:
-        ctx.leave = leave
-        # Neither ``hidden`` itself nor a view: Megatron frees a stage's output after sending it and insists on a tensor
-        # without a base.
-        return hidden.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.leave()
-        return grad, None
 
 
 class _Leave(torch.autograd.Function):
@@ -70,6 +70,8 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, enter: Callable[[], None]) -> torch.Tensor:
         ctx.enter = enter
+        # Neither ``hidden`` itself nor a view: Megatron frees a stage's output after sending it and insists on a tensor
+        # without a base.
         return hidden.detach()
 
     @staticmethod
@@ -96,16 +98,16 @@ class SavedTensors:
             constants: addresses of storages that stay, whatever the policy says (parameters).
         """
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | PackedTensor:
+        def pack(tensor: torch.Tensor) -> Packed:
             if stays_by_nature(tensor, self._device) or tensor.untyped_storage()._cdata in constants:
-                return tensor
+                return kept(tensor)
             place = where()
             if place is None:
-                return tensor
+                return kept(tensor)
             group, site = place
             taken = self._manager.take(tensor, site, group)
             if taken is None:
-                return tensor
+                return kept(tensor)
             handle, index = taken
             return PackedTensor(
                 handle, group, index, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
@@ -115,17 +117,24 @@ class SavedTensors:
 
     def untouched(self) -> AbstractContextManager[Any]:
         """A context in which everything stays, whatever hooks stand around it."""
-        return self._enter(PLAIN)
+        return self._enter(Hooks(kept, self.unpack))
 
     def _enter(self, hooks: Hooks) -> AbstractContextManager[Any]:
         if self._observer is not None:
             hooks = self._observer.around(hooks)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
-    def unpack(self, packed: torch.Tensor | PackedTensor) -> torch.Tensor:
-        """The tensor as it was saved: same bytes, offset, shape and stride."""
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        """The tensor as it was saved: same bytes, offset, shape and stride.
+
+        Raises:
+            RuntimeError: it was changed in place since, as autograd raises without hooks.
+        """
         if isinstance(packed, torch.Tensor):
             return packed
+        if isinstance(packed, Alias):
+            packed.check("a saved tensor that stayed on the device")
+            return packed.tensor
         storage = self._manager.fetch(packed.handle, packed.group, packed.index)
         empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
         return empty.set_(storage, packed.offset, packed.shape, packed.stride)
@@ -136,8 +145,7 @@ class LayerBoundary:
 
     Args:
         layer: number of the layer over the whole model, 0-based.
-        module: the layer; called with its hidden states first (or as keyword ``hidden_states``), it returns the new
-            ones, alone or first in a tuple.
+        module: the layer; it returns its new hidden states, alone or first in a tuple.
         swapped: False for a layer that stays whole: then it only marks where backward has got to.
         place: where the layer stands in the forward of its chunk.
         on_run_without_grad: told of the layer's number when it runs without gradients.
@@ -173,16 +181,19 @@ class LayerBoundary:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward():
-            return self._inner(*args, **kwargs)  # full recomputation runs the layer again; its graph lives an instant
+            # A recomputation: its graph lives an instant. Hooks that stand around it must see the same as in forward,
+            # where ours hid the layer from them.
+            with self._saved_tensors.untouched():
+                return self._inner(*args, **kwargs)
         if not torch.is_grad_enabled():
-            if self._on_run_without_grad is not None:
-                self._on_run_without_grad(self.layer)
-            return self._inner(*args, **kwargs)
+            if self._on_run_without_grad is None:
+                return self._inner(*args, **kwargs)
+            self._on_run_without_grad(self.layer)
+            # Megatron computes bias, dropout and residual with gradients even here; what that saves dies at once.
+            with self._saved_tensors.untouched():
+                return self._inner(*args, **kwargs)
         manager = self._manager
         group = manager.begin_forward(self.layer, self._place)
-        args, kwargs = _with_first_tensor(
-            args, kwargs, lambda hidden: _Enter.apply(hidden, lambda: manager.end_backward(group))
-        )
         with self._saved_tensors_context(group):
             result = self._inner(*args, **kwargs)
         manager.end_forward(group)
@@ -199,15 +210,3 @@ class LayerBoundary:
         # Read anew each time: Megatron moves parameters into its buffers after the model is built.
         constants = frozenset(tensor.untyped_storage()._cdata for tensor in self._constants)
         return self._saved_tensors.hooks(lambda: (group, names.next_site()), constants)
-
-
-def _with_first_tensor(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the layer's hidden states exchanged."""
-    if "hidden_states" in kwargs:
-        hidden = kwargs["hidden_states"]
-        return args, {**kwargs, "hidden_states": change(hidden)} if isinstance(hidden, torch.Tensor) else kwargs
-    if args and isinstance(args[0], torch.Tensor):
-        return (change(args[0]), *args[1:]), kwargs
-    return args, kwargs

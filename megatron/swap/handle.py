@@ -74,6 +74,15 @@ class Alias:
     def changed(self) -> bool:
         return self.tensor._version != self.version
 
+    def check(self, what: str) -> None:
+        """Raise as autograd does where no hooks stand in its way."""
+        if self.changed():
+            raise RuntimeError(
+                f"{what}: one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: it is at version {self.tensor._version}, autograd saved it at version {self.version}. The "
+                "same model fails without swapping."
+            )
+
 
 class Handle:
     """One storage that autograd saved, once, however many views of it were saved.

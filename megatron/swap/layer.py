@@ -146,7 +146,8 @@ class SegmentInputs:
 
 def _check_modules(patterns: Sequence[str], layers: Sequence[nn.Module]) -> None:
     """Names that are known, but that no layer of this model has."""
-    present = {path for layer in layers for path, _ in layer.named_modules() if path} | {OWN_PATH, CHECKPOINT_PATH}
+    paths = {path for layer in layers for path, _ in layer.named_modules() if path and not path.endswith("_bda")}
+    present = paths | {OWN_PATH, CHECKPOINT_PATH}
     for pattern in patterns if layers else ():
         if not any(matches(pattern, path) for path in present):
             raise UsageError(

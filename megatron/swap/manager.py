@@ -91,6 +91,7 @@ class SwapManager:
         """A layer starts."""
         self._bury_orphans()
         self._place = place
+        self._youngest = None  # it may be all that keeps a discarded graph's last group waiting
         self._youngest = group = self._order.begin_forward(layer, place)
         self._release()
         return group
@@ -122,7 +123,8 @@ class SwapManager:
     def _keeps(self, site: Site, num_bytes: int) -> bool:
         assert self._place is not None
         return (
-            self._place.is_tail(self._window_groups)
+            num_bytes == 0
+            or self._place.is_tail(self._window_groups)
             or self._choose(site, num_bytes) is Action.KEEP
             or self._stays[site] >= STAYS_BEFORE_GIVING_UP
         )
@@ -134,6 +136,8 @@ class SwapManager:
         if group.num_bytes:
             self.counters.layers[group.key.layer].num_groups += 1
         self._release()
+        if group.place.num_after == 0 and not group.place.ends_in_loss:
+            self._prefetch()  # a pipeline stage goes on with a backward, or with a forward that gives time for one
 
     def _commit(self) -> None:
         """Enqueue the copies out of everything pending."""
@@ -208,11 +212,9 @@ class SwapManager:
             return
         self._bury_orphans()
         group.ahead_bytes = 0
-        self._bring_back([h for h in group.in_backward_order() if self._claim(h) is State.OUT])
-        self._prefetch()
-
-    def end_backward(self, group: Group) -> None:
-        """The backward of ``group`` is over: its place in the window is free."""
+        late = [handle for handle in group.in_backward_order() if self._claim(handle) is State.OUT]
+        self.counters.num_late += len(late)
+        self._bring_back(late)
         self._prefetch()
 
     def fetch(self, handle: Handle, group: Group, index: int) -> torch.UntypedStorage:
@@ -239,12 +241,8 @@ class SwapManager:
             self._device.wait(compute, handle.in_event)
         storage = handle.storage
         assert storage is not None
-        if handle.aliases and handle.aliases[index].changed():
-            raise RuntimeError(
-                f"{handle.site}: a tensor that autograd saved for backward was modified in place afterwards (version "
-                f"{handle.aliases[index].tensor._version}, saved at {handle.aliases[index].version}); its gradient "
-                "cannot be computed. The same model fails without swapping too."
-            )
+        if handle.aliases:
+            handle.aliases[index].check(str(handle.site))
         if handle.state is State.BACK:
             if compute != handle.stream:
                 self._device.used_on(storage, compute)

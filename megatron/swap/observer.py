@@ -23,8 +23,8 @@ class Hooks:
     unpack: Callable[[Any], torch.Tensor]
 
 
-PLAIN = Hooks(lambda tensor: tensor, lambda tensor: tensor)
-"""Hooks that do what autograd does without any."""
+PLAIN = Hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+"""Hooks that keep everything. Not the tensor itself: a node that saves its own output would hold itself for ever."""
 
 
 class Observer:

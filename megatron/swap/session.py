@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,13 +95,13 @@ class SwapSession:
                 _observe(chunk, self._observer)
                 self._observed.append(chunk)
         if self.config.layers:
-            self._build()
+            if self._manager is None:
+                self._build()
             assert self._boundaries is not None
             for chunk in chunks:
                 self._boundaries.install(
                     chunk, self.config.modules, ends_in_loss=bool(getattr(chunk, "post_process", True))
                 )
-            self._print_start()
         return chunks
 
     def _build(self) -> None:
@@ -115,6 +116,9 @@ class SwapSession:
         self._manager = SwapManager(self._device, self._tier, self._policy.action, window_bytes, config.verify)
         saved_tensors = SavedTensors(self._manager, self._device.torch_device, self._observer)
         self._boundaries = Boundaries(self._manager, saved_tensors, self._policy)
+        if config.log_level != "quiet" and self._args.rank == 0:
+            booked_bytes = self._tier.stats().booked_bytes
+            print(start_table(config, self._args.num_layers, booked_bytes, self._host_limit_bytes), flush=True)
 
     def _host_limit(self) -> int:
         """Bytes that this rank may book; refuses what cannot work."""
@@ -122,15 +126,15 @@ class SwapSession:
         if not config.layers:
             return 0
         budget = safe_host_bytes(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        limit_bytes = budget.safe_bytes
+        limit_bytes, limited_by = budget.safe_bytes, budget.reason
         if config.host_gib is not None:
-            limit_bytes = int(config.host_gib * GIB)
+            limit_bytes, limited_by = int(config.host_gib * GIB), f"--swap-host-gib {config.host_gib:g}"
             check_host_request(limit_bytes, budget, config.host_unchecked)
         needed_bytes = self._least_bytes()
         if needed_bytes > limit_bytes:
             raise HostMemoryError(
                 f"--swap-layers {self._args.swap_layers} takes at least {format_bytes(needed_bytes)} of host memory on "
-                f"each rank, but {format_bytes(limit_bytes)} may be booked ({budget.reason}). Swap fewer layers or "
+                f"each rank, but {format_bytes(limit_bytes)} may be booked ({limited_by}). Swap fewer layers or "
                 "modules, use a smaller micro-batch, or raise --swap-host-gib (with --swap-host-unchecked if this "
                 "machine's memory grows on demand)."
             )
@@ -175,7 +179,8 @@ class SwapSession:
             waited_ms, groups = counters.wait_ms(), counters.num_groups
             wait_ms, num_groups = waited_ms - self._wait_ms, groups - self._num_groups
             self._wait_ms, self._num_groups = waited_ms, groups
-        loss = next(iter(losses.values()), None)
+        # Read at the end: a number now would make the host wait for the device.
+        loss = next(iter(losses.values()), None) if self.config.summary is not None else None
         return StepRecord(
             iteration=iteration,
             swapped_out_bytes=sum(out_bytes for out_bytes, _ in layers.values()),
@@ -183,7 +188,7 @@ class SwapSession:
             num_groups=num_groups,
             wait_ms=wait_ms,
             layers=layers,
-            loss=None if loss is None else float(loss),
+            loss=None if loss is None else loss.detach().clone(),
             grad_norm=None if grad_norm is None else float(grad_norm),
         )
 
@@ -210,7 +215,7 @@ class SwapSession:
 
     def _report(self) -> RankReport:
         report = RankReport(
-            steps=self._steps,
+            steps=[replace(step, loss=None if step.loss is None else float(step.loss)) for step in self._steps],
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             device_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             saved_peak_bytes=None if self._observer is None else self._observer.peak_bytes,
@@ -236,13 +241,6 @@ class SwapSession:
         for chunk in self._observed:
             del chunk.forward
         self._observed.clear()
-
-    def _print_start(self) -> None:
-        if self.config.log_level == "quiet" or self._args.rank != 0:
-            return
-        assert self._tier is not None
-        booked_bytes = self._tier.stats().booked_bytes
-        print(start_table(self.config, self._args.num_layers, booked_bytes, self._host_limit_bytes), flush=True)
 
 
 def _observe(chunk: nn.Module, observer: Observer) -> None:

@@ -24,8 +24,8 @@ class StepRecord:
     wait_ms: float
     layers: dict[int, tuple[int, int]]
     """Layer -> bytes out, bytes in."""
-    loss: float | None
-    """Only the last pipeline stage has one."""
+    loss: Any
+    """A number, or a tensor that holds it; ``None`` on all pipeline stages but the last."""
     grad_norm: float | None
 
 
@@ -85,6 +85,8 @@ def layer_table(summary: dict[str, Any]) -> str:
         (layer_ranges(layers), len(layers), _moved(out), _moved(back), _moved(out * len(layers)))
         for layers, (out, back) in rows
     ]
+    if not any(out for _, (out, _) in rows):
+        return " swap: nothing was swapped: no saved tensor is as large as --swap-min-mib, or all layers are the tail"
     return table(shown, ("layers", "number", "out a step, each", "in a step, each", "out a step, together"))
 
 
@@ -95,7 +97,8 @@ def _moved(num_bytes: int) -> str:
 def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any]:
     """The JSON summary of a run: bytes add up over the ranks, peaks and waits are those of the worst one.
 
-    Byte and group counts without a suffix are those of the last step.
+    ``swapped_out_bytes``, ``swapped_in_bytes``, ``num_groups``, ``wait_ms`` and ``layers`` are those of the last step,
+    ``steps`` those of rank 0; everything else spans the run.
     """
     steps = [rank.steps[-1] for rank in ranks if rank.steps]
     layers: dict[int, list[int]] = {layer: [0, 0] for layer in range(num_layers)}
@@ -144,14 +147,15 @@ def write_json(path: str, content: dict[str, Any]) -> None:
 
 
 def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_bytes: int) -> str:
-    """What will happen, before the first iteration."""
+    """What will happen, before the first iteration. The tail is told for one chunk and the usual window."""
     last = places([layer in config.layers for layer in range(num_layers)], ends_in_loss=True)[-1]
     tail = range(num_layers - last.num_tail(window_groups=1), num_layers)
     window = "as large as one layer" if config.prefetch_gib is None else f"{config.prefetch_gib:g} GiB"
     modules = " ".join(config.modules) or "all modules"
+    stay = layer_ranges(tail) if config.prefetch_gib is None else f"{num_layers - 1} and what fits the prefetch window"
     rows = [
         ("swapped", f"layers {layer_ranges(config.layers)} of {num_layers}: {modules}"),
-        ("of these stay", f"{layer_ranges(tail)}: backward wants them first" if tail else "none"),
+        ("of these stay", f"{stay}: backward wants them first" if tail else "none"),
         ("host memory", f"{format_bytes(booked_bytes)} booked, at most {format_bytes(limit_bytes)} a rank"),
         ("prefetch window", window),
     ]

@@ -29,7 +29,7 @@ class Counters:
 
     layers: defaultdict[int, LayerCounters] = field(default_factory=lambda: defaultdict(LayerCounters))
     num_late: int = 0
-    """Swap-ins that only their unpack started: the prefetch had not foreseen them."""
+    """Storages that came back only when the backward of their own layer had begun: not prefetched."""
     _wait_ms: float = 0.0
     _stalls: deque[Stall] = field(default_factory=deque)
 

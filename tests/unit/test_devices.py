@@ -208,7 +208,6 @@ class TestEmulation:
             with pytest.raises(SwapError, match="the link is down"):
                 emulated.wait(emulated.current_stream(), late)
 
-    @pytest.mark.xfail(strict=True, reason="a copy reads the bare address of memory that its owner emptied")
     def test_a_storage_emptied_under_its_copy_does_not_crash(self):
         """As selective recomputation does. In a process of its own: what fails here is the process."""
         root = Path(__file__).parents[2]

@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +22,27 @@ from megatron.swap.types import SwapError
 
 POISON = 0xFF
 """Every float made of these bytes is NaN, in any precision."""
+
+
+_memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+"""Holds the interpreter's lock: nobody frees memory between the look whether it exists and the copy."""
+
+
+class _Place:
+    """The bytes of a tensor, without a hold on them."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        storage = data.untyped_storage()
+        self.address = data.data_ptr()
+        self.num_bytes = data.numel()
+        self._storage = weakref.ref(storage)
+        self._storage_bytes = storage.nbytes()
+
+    def exists(self) -> bool:
+        storage = self._storage()
+        return storage is not None and storage.nbytes() == self._storage_bytes
 
 
 class EmulatedEvent:
@@ -132,16 +154,16 @@ class EmulatedDevice(Device):
     def copy(
         self, stream: CopyStream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> None:
-        # Bare addresses, as a copy engine gets them: nothing here keeps a tensor alive that the manager let go of.
-        moves = [
-            (target.data_ptr(), source.data_ptr(), target.numel())
-            for target, source in zip(targets, sources, strict=True)
-        ]
+        # Weak references and bare addresses, as a copy engine has them: nothing here keeps memory alive that the
+        # manager let go of. What is gone, or was emptied by its owner (``resize_(0)``), is left out: a GPU would copy
+        # whatever is there by then.
+        moves = [(_Place(target), _Place(source)) for target, source in zip(targets, sources, strict=True)]
 
         def run() -> None:
             stream.delay()
-            for target_address, source_address, num_bytes in moves:
-                ctypes.memmove(target_address, source_address, num_bytes)
+            for target, source in moves:
+                if target.exists() and source.exists():
+                    _memmove(target.address, source.address, target.num_bytes)
 
         stream.enqueue(run)
 
