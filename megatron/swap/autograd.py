@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.swap.group import Group
-from megatron.swap.handle import Alias, Handle
+from megatron.swap.handle import Alias, Handle, alias_of
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Hooks, Observer
 from megatron.swap.sites import SiteNames
@@ -43,8 +43,20 @@ def stays_by_nature(tensor: torch.Tensor, device: torch.device) -> bool:
     )
 
 
-Packed = PackedTensor | Alias | torch.Tensor
-"""What stands in the graph: for a tensor that was taken, for one that stays, for a subclass that we do not touch."""
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """What autograd keeps for a tensor of a group that the policy left on the device.
+
+    It knows its group so that backward is noticed even where nothing of a group was taken and no boundary stands (the
+    last segments of full recomputation): then the prefetch of the next ones begins.
+    """
+
+    alias: Alias
+    group: Group
+
+
+Packed = PackedTensor | KeptTensor | Alias | torch.Tensor
+"""What stands in the graph: for a tensor that was taken, for two kinds that stay, for a subclass left untouched."""
 
 
 def kept(tensor: torch.Tensor) -> Alias | torch.Tensor:
@@ -53,10 +65,7 @@ def kept(tensor: torch.Tensor) -> Alias | torch.Tensor:
     Not the tensor itself: a node that saves its own output would hold itself, and never be freed; and with the hooks
     autograd's check for in-place changes is gone, so ours needs the version.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return tensor
-    alias = tensor.detach()
-    return Alias(alias, alias._version)
+    return alias_of(tensor) if type(tensor) in (torch.Tensor, torch.nn.Parameter) else tensor
 
 
 def in_backward() -> bool:
@@ -107,7 +116,7 @@ class SavedTensors:
             group, site = place
             taken = self._manager.take(tensor, site, group)
             if taken is None:
-                return kept(tensor)
+                return KeptTensor(alias_of(tensor), group)
             handle, index = taken
             return PackedTensor(
                 handle, group, index, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
@@ -115,12 +124,12 @@ class SavedTensors:
 
         return self._enter(Hooks(pack, self.unpack))
 
-    def untouched(self) -> AbstractContextManager[Any]:
+    def untouched(self, *, observed: bool = True) -> AbstractContextManager[Any]:
         """A context in which everything stays, whatever hooks stand around it."""
-        return self._enter(Hooks(kept, self.unpack))
+        return self._enter(Hooks(kept, self.unpack), observed)
 
-    def _enter(self, hooks: Hooks) -> AbstractContextManager[Any]:
-        if self._observer is not None:
+    def _enter(self, hooks: Hooks, observed: bool = True) -> AbstractContextManager[Any]:
+        if observed and self._observer is not None:
             hooks = self._observer.around(hooks)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
@@ -132,6 +141,9 @@ class SavedTensors:
         """
         if isinstance(packed, torch.Tensor):
             return packed
+        if isinstance(packed, KeptTensor):
+            self._manager.begin_backward(packed.group)
+            packed = packed.alias
         if isinstance(packed, Alias):
             packed.check("a saved tensor that stayed on the device")
             return packed.tensor
@@ -182,8 +194,8 @@ class LayerBoundary:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward():
             # A recomputation: its graph lives an instant. Hooks that stand around it must see the same as in forward,
-            # where ours hid the layer from them.
-            with self._saved_tensors.untouched():
+            # where ours hid the layer from them. The observer does not look into backward without us either.
+            with self._saved_tensors.untouched(observed=False):
                 return self._inner(*args, **kwargs)
         if not torch.is_grad_enabled():
             if self._on_run_without_grad is None:

@@ -84,6 +84,12 @@ class Alias:
             )
 
 
+def alias_of(tensor: torch.Tensor) -> Alias:
+    """``tensor`` as it is now."""
+    alias = tensor.detach()
+    return Alias(alias, alias._version)
+
+
 class Handle:
     """One storage that autograd saved, once, however many views of it were saved.
 

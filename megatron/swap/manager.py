@@ -24,7 +24,7 @@ import torch
 from megatron.swap.checksum import checksum
 from megatron.swap.devices.base import Device, Event
 from megatron.swap.group import Group
-from megatron.swap.handle import Alias, Handle, Orphans, State
+from megatron.swap.handle import Handle, Orphans, State, alias_of
 from megatron.swap.order import BackwardOrder
 from megatron.swap.tiers.base import Tier
 from megatron.swap.trace import Counters
@@ -113,8 +113,7 @@ class SwapManager:
             group.add(handle)
         index = handle.num_packed
         handle.num_packed += 1
-        alias = tensor.detach()
-        handle.aliases.append(Alias(alias, alias._version))
+        handle.aliases.append(alias_of(tensor))
         if self._pending_bytes >= COMMIT_BYTES:
             self._commit()
             self._release()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 from megatron.swap.group import Group, Run
 from megatron.swap.types import GroupKey, Place
@@ -64,10 +65,10 @@ class BackwardOrder:
     def upcoming(self) -> Iterator[Group]:
         """The groups whose backward comes next, nearest first, as far as that can be told."""
         if self._expected:
-            for key in self._expected[self._cursor :]:
+            for key in islice(self._expected, self._cursor, None):
                 group = self._waiting.get(key)
                 if group is None:
-                    return  # its forward is still to come
+                    return  # its forward is still to come: what is needed after it must not fill the window
                 yield group
         elif self._last is not None:
             micro_batch, sequence = self._last.key.micro_batch, self._last.sequence
@@ -84,7 +85,8 @@ class BackwardOrder:
         return sum(group.ahead_bytes for group in self._waiting.values())
 
     def _begin_episode(self) -> None:
-        self._expected, self._observed = self._observed, []
+        if self._observed:  # else a forward without a backward went by, or a group of which nothing was saved
+            self._expected, self._observed = self._observed, []
         self._cursor = 0
         self._num_runs.clear()
         self._num_forwards = 0

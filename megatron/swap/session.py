@@ -59,6 +59,7 @@ class SwapSession:
         self._layer_totals: dict[int, tuple[int, int]] = {}
         self._wait_ms = 0.0
         self._num_groups = 0
+        self._num_late = 0
 
     # ------------------------------------------------------------------ set-up
 
@@ -169,7 +170,7 @@ class SwapSession:
 
     def _take_step(self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any) -> StepRecord:
         layers: dict[int, tuple[int, int]] = {}
-        wait_ms, num_groups = 0.0, 0
+        wait_ms, num_groups, num_late = 0.0, 0, 0
         if self._manager is not None:
             counters = self._manager.counters
             for layer, total in counters.layers.items():
@@ -178,7 +179,8 @@ class SwapSession:
                 self._layer_totals[layer] = (total.out_bytes, total.in_bytes)
             waited_ms, groups = counters.wait_ms(), counters.num_groups
             wait_ms, num_groups = waited_ms - self._wait_ms, groups - self._num_groups
-            self._wait_ms, self._num_groups = waited_ms, groups
+            num_late = counters.num_late - self._num_late
+            self._wait_ms, self._num_groups, self._num_late = waited_ms, groups, counters.num_late
         # Read at the end: a number now would make the host wait for the device.
         loss = next(iter(losses.values()), None) if self.config.summary is not None else None
         return StepRecord(
@@ -186,6 +188,7 @@ class SwapSession:
             swapped_out_bytes=sum(out_bytes for out_bytes, _ in layers.values()),
             swapped_in_bytes=sum(in_bytes for _, in_bytes in layers.values()),
             num_groups=num_groups,
+            num_late=num_late,
             wait_ms=wait_ms,
             layers=layers,
             loss=None if loss is None else loss.detach().clone(),
@@ -221,14 +224,12 @@ class SwapSession:
             saved_peak_bytes=None if self._observer is None else self._observer.peak_bytes,
             host_booked_bytes=0,
             host_leased_peak_bytes=0,
-            num_late=0,
             stayed_bytes=0,
         )
         if self._manager is not None and self._tier is not None:
             stats, counters = self._tier.stats(), self._manager.counters
             report.host_booked_bytes = stats.booked_bytes
             report.host_leased_peak_bytes = stats.leased_peak_bytes
-            report.num_late = counters.num_late
             report.stayed_bytes = sum(layer.stayed_bytes for layer in counters.layers.values())
             report.swapped_layers = sorted(number for number, layer in counters.layers.items() if layer.out_bytes)
         return report

@@ -21,6 +21,7 @@ class StepRecord:
     swapped_out_bytes: int
     swapped_in_bytes: int
     num_groups: int
+    num_late: int
     wait_ms: float
     layers: dict[int, tuple[int, int]]
     """Layer -> bytes out, bytes in."""
@@ -39,7 +40,6 @@ class RankReport:
     saved_peak_bytes: int | None
     host_booked_bytes: int
     host_leased_peak_bytes: int
-    num_late: int
     stayed_bytes: int
     swapped_layers: list[int] = field(default_factory=list)
 
@@ -97,8 +97,8 @@ def _moved(num_bytes: int) -> str:
 def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any]:
     """The JSON summary of a run: bytes add up over the ranks, peaks and waits are those of the worst one.
 
-    ``swapped_out_bytes``, ``swapped_in_bytes``, ``num_groups``, ``wait_ms`` and ``layers`` are those of the last step,
-    ``steps`` those of rank 0; everything else spans the run.
+    ``swapped_out_bytes``, ``swapped_in_bytes``, ``num_groups``, ``num_late``, ``wait_ms`` and ``layers`` are those of
+    the last step, ``steps`` those of rank 0; everything else spans the run.
     """
     steps = [rank.steps[-1] for rank in ranks if rank.steps]
     layers: dict[int, list[int]] = {layer: [0, 0] for layer in range(num_layers)}
@@ -120,7 +120,7 @@ def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any
         "host_leased_peak_bytes": sum(rank.host_leased_peak_bytes for rank in ranks),
         "device_peak_bytes": _largest(rank.device_peak_bytes for rank in ranks),
         "saved_peak_bytes": _largest(rank.saved_peak_bytes for rank in ranks),
-        "num_late": sum(rank.num_late for rank in ranks),
+        "num_late": sum(step.num_late for step in steps),
         "stayed_bytes": sum(rank.stayed_bytes for rank in ranks),
         "layers": [
             {"layer": layer, "swapped_out_bytes": out_bytes, "swapped_in_bytes": in_bytes}
@@ -128,7 +128,7 @@ def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any
         ],
         "steps": [
             {"iteration": step.iteration, "swapped_out_bytes": step.swapped_out_bytes,
-             "swapped_in_bytes": step.swapped_in_bytes, "wait_ms": step.wait_ms}
+             "swapped_in_bytes": step.swapped_in_bytes, "num_late": step.num_late, "wait_ms": step.wait_ms}
             for step in (ranks[0].steps if ranks else [])
         ],
         "losses": [step.loss.hex() for step in with_loss if step.loss is not None],

@@ -212,12 +212,12 @@ def fields(value: Any, path: str = "") -> set[str]:
 
 def test_the_user_guide_has_every_field_of_the_summary() -> None:
     step = StepRecord(
-        iteration=1, swapped_out_bytes=2, swapped_in_bytes=2, num_groups=1, wait_ms=0.5, layers={0: (2, 2)},
+        iteration=1, swapped_out_bytes=2, swapped_in_bytes=2, num_groups=1, num_late=0, wait_ms=0.5, layers={0: (2, 2)},
         loss=1.0, grad_norm=1.0,
     )
     report = RankReport(
         steps=[step], device="cpu", device_peak_bytes=None, saved_peak_bytes=1, host_booked_bytes=1,
-        host_leased_peak_bytes=1, num_late=0, stayed_bytes=0, swapped_layers=[0],
+        host_leased_peak_bytes=1, stayed_bytes=0, swapped_layers=[0],
     )
     summary = json.loads(json.dumps(build_summary(1, [report])))
     told = [name for row in rows(GUIDE, "### The summary") for name in code(row[0])]

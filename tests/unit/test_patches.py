@@ -6,12 +6,13 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from patches import compile_helpers, quiet, train, training_log
+from patches import checkpointed_forward, compile_helpers, quiet, train, training_log
 from patches.cpu import CPU_PATCHES
 from patches.registry import UNCHECKED_VARIABLE, Patch, PatchError, apply, source_hash, verify
 
@@ -121,6 +122,7 @@ ALL = (
     compile_helpers.PATCH,
     train.train_patch(lambda: None),
     training_log.training_log_patch(lambda **news: None),
+    checkpointed_forward.checkpointed_forward_patch(lambda block: nullcontext()),
     *quiet.QUIET_PATCHES,
     *CPU_PATCHES,
 )

@@ -24,7 +24,8 @@ from megatron.swap.types import MIB
 
 def step(iteration: int, layers: dict[int, tuple[int, int]], loss: float | None, wait_ms: float = 1.0) -> StepRecord:
     out_bytes, in_bytes = (sum(figures[i] for figures in layers.values()) for i in (0, 1))
-    return StepRecord(iteration, out_bytes, in_bytes, len(layers), wait_ms, layers, loss, None if loss is None else 2.5)
+    grad_norm = None if loss is None else 2.5
+    return StepRecord(iteration, out_bytes, in_bytes, len(layers), 1, wait_ms, layers, loss, grad_norm)
 
 
 def rank(steps: list[StepRecord], layers: list[int], **changes: object) -> RankReport:
@@ -34,7 +35,6 @@ def rank(steps: list[StepRecord], layers: list[int], **changes: object) -> RankR
         "saved_peak_bytes": 100,
         "host_booked_bytes": 50,
         "host_leased_peak_bytes": 40,
-        "num_late": 1,
         "stayed_bytes": 7,
         **changes,
     }
