@@ -18,9 +18,9 @@ swap_say "ruff"
 swap_say "mypy"
 "$SWAP_PYTHON" -m mypy
 
+cores="$(nproc --all 2>/dev/null || echo 1)" # plain nproc answers what OMP_NUM_THREADS says
 # Each worker, and each rank that a test starts, would otherwise take all cores for itself.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
-cores="$(nproc 2>/dev/null || echo 1)"
 jobs="${MEGATRON_SWAP_TEST_JOBS:-$((cores > 1 ? 2 : 1))}"
 select=()
 "$SWAP_PYTHON" -W ignore -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || select=(-m "not gpu")
