@@ -13,16 +13,19 @@ from typing import Any
 from patches.registry import Patch
 
 
-def train_patch(on_finish: Callable[[], None]) -> Patch:
-    """``on_finish`` runs once training has ended, also by ``sys.exit`` or an exception."""
+def train_patch(on_finish: Callable[[BaseException | None], None]) -> Patch:
+    """``on_finish`` runs once training has ended; it gets the exception (or ``SystemExit``) that ended it, if any."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def train(*arguments: Any, **options: Any) -> Any:
             try:
-                return original(*arguments, **options)
-            finally:
-                on_finish()
+                result = original(*arguments, **options)
+            except BaseException as failure:
+                on_finish(failure)
+                raise
+            on_finish(None)
+            return result
 
         return train
 

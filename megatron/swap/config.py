@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.swap.types import UsageError
 
@@ -43,12 +45,15 @@ class SwapConfig:
     """Machines without a GPU: longest random delay of an emulated copy."""
 
     def __post_init__(self) -> None:
-        _require(self.min_mib >= 0, "--swap-min-mib", self.min_mib, "a number of MiB, 0 or more")
+        _require(0 <= self.min_mib < math.inf, "--swap-min-mib", self.min_mib, "a number of MiB, 0 or more")
         if self.host_gib is not None:
-            _require(self.host_gib > 0, "--swap-host-gib", self.host_gib, "a number of GiB above 0")
+            _require(0 < self.host_gib < math.inf, "--swap-host-gib", self.host_gib, "a number of GiB above 0")
         if self.prefetch_gib is not None:
-            _require(self.prefetch_gib > 0, "--swap-prefetch-gib", self.prefetch_gib, "a number of GiB above 0")
-        _require(self.cpu_delay_ms >= 0, "--swap-cpu-delay-ms", self.cpu_delay_ms, "milliseconds, 0 or more")
+            given = self.prefetch_gib
+            _require(0 < given < math.inf, "--swap-prefetch-gib", given, "a number of GiB above 0")
+        _require(0 <= self.cpu_delay_ms < math.inf, "--swap-cpu-delay-ms", self.cpu_delay_ms, "milliseconds, 0 or more")
+        if self.summary is not None:
+            _require(not Path(self.summary).is_dir(), "--swap-summary", self.summary, "a file, not a folder")
         _require(self.log_level in LOG_LEVELS, "--swap-log-level", self.log_level, " or ".join(LOG_LEVELS))
 
 

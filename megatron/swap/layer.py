@@ -21,7 +21,7 @@ from megatron.swap.group import Group
 from megatron.swap.manager import SwapManager
 from megatron.swap.policy import Policy, matches
 from megatron.swap.sites import OWN_PATH
-from megatron.swap.types import Place, Site, UsageError, places
+from megatron.swap.types import MIB, Place, Site, UsageError, places
 
 CHECKPOINT_PATH = "checkpoint"
 """Path of the input of a fully recomputed segment."""
@@ -159,24 +159,27 @@ def _check_modules(patterns: Sequence[str], layers: Sequence[nn.Module]) -> None
 def least_saved_bytes(args: Namespace, num_swapped_layers: int) -> int:
     """A lower bound of what the swapped layers save over one micro-batch on this rank, in bytes.
 
-    Counted from the shapes: norm inputs and outputs, q, k, v, attention output, MLP activations. Enough to book host
-    memory early and to refuse a run that cannot fit; what a run needs beyond it is booked when it comes.
+    Counted from the shapes: norm inputs and outputs, q, k, v, attention output, MLP activations, each if it is large
+    enough for ``--swap-min-mib``. Enough to book host memory early and to refuse a run that cannot fit; what a run
+    needs beyond it is booked when it comes. 0 where the shapes tell too little.
     """
-    if args.swap_modules or args.recompute_granularity == "selective":
+    if args.swap_modules or args.swap_prefetch_gib or args.fp8 or args.recompute_granularity == "selective":
         return 0
     element_bytes = 2 if args.bf16 or args.fp16 else 4
     tensor_parallel = args.tensor_model_parallel_size
     tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
     layers_here = max(0, num_swapped_layers // args.pipeline_model_parallel_size - 2)  # the tail stays
-    replicated = 1 if not args.sequence_parallel else tensor_parallel
+    hidden = args.hidden_size // (tensor_parallel if args.sequence_parallel else 1)
+    widths = [hidden] * 4
     if args.recompute_granularity == "full":
         segment = args.recompute_num_layers if args.recompute_method == "uniform" else 1
-        return layers_here // (segment or 1) * tokens * args.hidden_size * element_bytes // replicated
-    heads_width = args.num_attention_heads * args.kv_channels
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    widths = 4 * args.hidden_size / replicated
-    if not args.multi_latent_attention:
-        widths += (2 * heads_width + 2 * groups * args.kv_channels) / tensor_parallel
-    if args.num_experts is None:
-        widths += (3 if args.swiglu else 2) * args.ffn_hidden_size / tensor_parallel
-    return int(layers_here * tokens * widths * element_bytes)
+        layers_here, widths = layers_here // (segment or 1), [hidden]
+    else:
+        if not args.multi_latent_attention:
+            groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+            heads = (args.num_attention_heads, groups, groups, args.num_attention_heads)  # q, k, v, attention output
+            widths += [number * args.kv_channels // tensor_parallel for number in heads]
+        if args.num_experts is None:
+            widths += [args.ffn_hidden_size // tensor_parallel] * (3 if args.swiglu else 2)
+    sizes = [tokens * width * element_bytes for width in widths]
+    return layers_here * sum(size for size in sizes if size >= args.swap_min_mib * MIB)

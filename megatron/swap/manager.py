@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -77,6 +77,7 @@ class SwapManager:
         self._pending_bytes = 0
         self._leaving: deque[Handle] = deque()
         self._leaving_bytes = 0
+        self._main_stream = device.current_stream()
         self._youngest: Group | None = None
         self._place: Place | None = None
         self._largest_group_bytes = 0
@@ -89,6 +90,7 @@ class SwapManager:
 
     def begin_forward(self, layer: int, place: Place) -> Group:
         """A layer starts."""
+        self._main_stream = self._device.current_stream()
         self._bury_orphans()
         self._place = place
         self._youngest = None  # it may be all that keeps a discarded graph's last group waiting
@@ -188,9 +190,13 @@ class SwapManager:
             self._leaving_bytes -= handle.num_bytes
             compute = self._device.current_stream()
             self.counters.add_stall(self._device.timed_wait(compute, handle.out_event))
-            if handle.stream != compute:
-                self._device.wait(handle.stream, handle.out_event)
+            # The block goes back to the stream that it was allocated on, which need not be this one: a layer may save
+            # on a side stream (shared experts) what its main stream has made.
+            for stream in _distinct((handle.stream, self._main_stream)):
+                if stream != compute:
+                    self._device.wait(stream, handle.out_event)
             handle.move_to(State.OUT)
+            self._stays.pop(handle.site, None)  # only refusals in a row count
             assert handle.storage is not None
             self._device.discard(handle.storage)
             handle.aliases.clear()
@@ -236,7 +242,8 @@ class SwapManager:
             # A copy out that backward overtook still reads this memory, which dies soon after.
             self.counters.add_stall(self._device.timed_wait(compute, handle.out_event))
             handle.out_event = None
-        elif handle.state is State.BACK and compute != handle.stream:
+        elif handle.state is State.BACK:
+            # Another stream may have been the one that waited first. Free once the event has passed.
             self._device.wait(compute, handle.in_event)
         storage = handle.storage
         assert storage is not None
@@ -352,7 +359,8 @@ class SwapManager:
         """Free storages whose handles died during a copy (a prefetched tensor that no gradient needed, say)."""
         while self._orphans:
             storage, event = self._orphans.popleft()
-            self._device.wait(self._device.current_stream(), event)
+            for stream in _distinct((self._device.current_stream(), self._main_stream)):
+                self._device.wait(stream, event)
             del storage  # from here on its block may be reused: everything later is ordered behind the copy
 
     @property
@@ -370,7 +378,7 @@ class SwapManager:
         self._orphans.clear()
 
 
-def _distinct(streams: Iterator) -> list:
+def _distinct(streams: Iterable) -> list:
     found: list = []
     for stream in streams:
         if stream not in found:

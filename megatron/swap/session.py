@@ -160,7 +160,7 @@ class SwapSession:
         assert self._device is not None
         peak_bytes = self._device.peak_bytes()
         if self.config.log_level != "quiet" and _is_last_rank():
-            print(step_line(step, peak_bytes), flush=True)
+            print(step_line(step, peak_bytes, self._args.rank if self._args.world_size > 1 else None), flush=True)
         if writer is not None:
             writer.add_scalar("swap/out-gib", step.swapped_out_bytes / GIB, iteration)
             writer.add_scalar("swap/in-gib", step.swapped_in_bytes / GIB, iteration)
@@ -195,9 +195,8 @@ class SwapSession:
             grad_norm=None if grad_norm is None else float(grad_norm),
         )
 
-    def _on_finish(self) -> None:
-        failure = sys.exception()
-        if failure is not None and not isinstance(failure, SystemExit):
+    def _on_finish(self, failure: BaseException | None) -> None:
+        if failure is not None and not (isinstance(failure, SystemExit) and failure.code in (None, 0)):
             # Other ranks may be anywhere and the device may be broken: no collective, no waiting for copies, and no
             # summary that would look like a success. The failure itself goes on to the user.
             self._uninstall()
@@ -212,7 +211,10 @@ class SwapSession:
             return
         summary = build_summary(self._args.num_layers, reports)
         if self.config.summary is not None:
-            write_json(self.config.summary, summary)
+            try:
+                write_json(self.config.summary, summary)
+            except OSError as error:  # Megatron's last checkpoint is still to come: it matters more than our report
+                print(f" swap: --swap-summary was not written: {error}", file=sys.stderr, flush=True)
         if self.config.layers and self.config.log_level != "quiet":
             print(layer_table(summary), flush=True)
 

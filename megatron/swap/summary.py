@@ -44,11 +44,12 @@ class RankReport:
     swapped_layers: list[int] = field(default_factory=list)
 
 
-def step_line(step: StepRecord, device_peak_bytes: int | None) -> str:
-    """The line next to Megatron's own."""
+def step_line(step: StepRecord, device_peak_bytes: int | None, rank: int | None = None) -> str:
+    """The line next to Megatron's own. ``rank``: whose figures these are, where there are several."""
+    whose = "" if rank is None else f" (rank {rank})"
     peak = f" | device peak {format_bytes(device_peak_bytes)}" if device_peak_bytes is not None else ""
     return (
-        f" swap: out {format_bytes(step.swapped_out_bytes)} | in {format_bytes(step.swapped_in_bytes)} | "
+        f" swap{whose}: out {format_bytes(step.swapped_out_bytes)} | in {format_bytes(step.swapped_in_bytes)} | "
         f"compute waited {step.wait_ms:.1f} ms{peak}"
     )
 
@@ -142,8 +143,12 @@ def write_json(path: str, content: dict[str, Any]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    draft.replace(target)
+    try:
+        draft.write_text(json.dumps(content, indent=1) + "\n")
+        draft.replace(target)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_bytes: int) -> str:

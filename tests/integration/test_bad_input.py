@@ -45,7 +45,7 @@ def assert_refused(run: Run, *words: str) -> None:
             ["--swap-host-gib", "1000000.00 GiB", "Lower --swap-host-gib", "--swap-host-unchecked"],
         ),
         (
-            "--swap-layers all --swap-host-gib 0.001",
+            "--swap-layers all --swap-min-mib 0.001 --swap-host-gib 0.001",
             ["--swap-layers all", "3.00 MiB", "1.02 MiB", "Swap fewer layers", "--swap-host-gib"],
         ),
         (

@@ -1,0 +1,127 @@
+"""Layers that compute on more than one stream (Megatron's shared experts). A device that only writes down who waits."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.swap.devices.base import Device
+from megatron.swap.handle import Handle, State
+from megatron.swap.host_pool import HostPool
+from megatron.swap.manager import SwapManager
+from megatron.swap.tiers.host import HostTier
+from megatron.swap.types import Action, Place, Site
+
+LAST = Place(0, 0, 0, True)
+
+
+class Recorder(Device):
+    """Streams are names; copies happen at once; ``waits`` has (stream, event)."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.current = "main"
+        self.waits: list[tuple[str, str]] = []
+        self.used: list[str] = []
+        self._num_events = 0
+
+    def current_stream(self) -> str:
+        return self.current
+
+    def copy_stream(self, name: str) -> str:
+        return name
+
+    def record(self, stream: str) -> str:
+        self._num_events += 1
+        return f"{stream}#{self._num_events}"
+
+    def wait(self, stream: str, event: str) -> None:
+        self.waits.append((stream, event))
+
+    def timed_wait(self, stream: str, event: str) -> None:
+        self.waits.append((stream, event))
+
+    def has_passed(self, event: str) -> bool:
+        return False
+
+    def copy(self, stream, targets, sources) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def discard(self, storage: torch.UntypedStorage) -> None:
+        pass
+
+    def used_on(self, storage: torch.UntypedStorage, stream: str) -> None:
+        self.used.append(stream)
+
+    def peak_bytes(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def swapped_out(device: Recorder, saved_on: str):
+    """A storage with two saved tensors that has left the device."""
+    pool = HostPool(limit_bytes=1 << 26, slab_bytes=1 << 24, pinned=False)
+    manager = SwapManager(device, HostTier(pool), lambda site, num_bytes: Action.SWAP)
+    group = manager.begin_forward(0, LAST)
+    tensor = torch.arange(4096.0)
+    device.current = saved_on
+    handle, first = manager.take(tensor, Site(0, "shared_experts", 0), group)
+    _, second = manager.take(tensor[:10], Site(0, "router", 0), group)
+    device.current = "main"
+    del tensor
+    manager.end_forward(group)
+    manager.begin_forward(1, LAST)
+    assert handle.state is State.OUT
+    return manager, group, handle, first, second
+
+
+def waited(device: Recorder, event: str) -> set[str]:
+    return {stream for stream, name in device.waits if name == event}
+
+
+def test_every_stream_that_reads_waits_for_the_copy_in_whoever_came_first():
+    device = Recorder()
+    manager, group, handle, first, second = swapped_out(device, "main")
+    manager.begin_backward(group)
+    arrived = handle.in_event
+    device.current = "side"
+    manager.fetch(handle, group, first)
+    assert waited(device, arrived) == {"side"}
+    assert device.used == ["side"]
+    device.current = "main"
+    manager.fetch(handle, group, second)
+    assert waited(device, arrived) == {"side", "main"}
+
+
+def test_memory_that_a_side_stream_saved_is_released_behind_the_copy_on_the_main_stream_too():
+    device = Recorder()
+    _, _, handle, _, _ = swapped_out(device, "side")
+    assert waited(device, handle.out_event) == {"side", "main"}
+
+
+def test_a_site_counts_as_held_only_by_refusals_in_a_row():
+    device = Recorder()
+    pool = HostPool(limit_bytes=1 << 26, slab_bytes=1 << 24, pinned=False)
+    manager = SwapManager(device, HostTier(pool), lambda site, num_bytes: Action.SWAP)
+
+    def run(held: bool) -> Handle | None:
+        group = manager.begin_forward(0, LAST)
+        tensor = torch.arange(4096.0)
+        taken = manager.take(tensor, Site(0, "mlp", 0), group)
+        manager.end_forward(group)
+        if not held:
+            del tensor
+        manager.begin_forward(1, LAST)
+        return taken[0] if taken else None
+
+    states = [handle.state for held in (True, False, True, False) if (handle := run(held)) is not None]
+    assert states == [State.STAYS, State.OUT, State.STAYS, State.OUT]
+    assert run(held=True) is not None
+    assert run(held=True) is not None
+    assert run(held=True) is None
