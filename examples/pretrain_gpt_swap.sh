@@ -63,9 +63,9 @@ fi
 
 if [ "$gpus" -gt 0 ]; then default_model=1.3b; else default_model=tiny; fi
 MODEL="${MODEL:-$default_model}"
-vocabulary=50257 iterations=50 batch=16 learning_rate=3e-4 preset=()
+vocabulary=50257 iterations=50 batch=16 learning_rate=2e-4 warm_up=0.2 preset=()
 case "$MODEL" in
-    tiny) shape=(24 128 4 256) micro=4 batch=4 vocabulary=257 iterations=40 learning_rate=2e-3 preset=(--swap-min-mib 0.06) ;;
+    tiny) shape=(24 128 4 256) micro=4 batch=4 vocabulary=257 iterations=40 learning_rate=2e-3 warm_up=0.05 preset=(--swap-min-mib 0.06) ;;
     125m) shape=(12 768 12 2048) micro=16 ;;
     350m) shape=(24 1024 16 2048) micro=8 ;;
     1.3b) shape=(24 2048 16 4096) micro=4 ;;
@@ -84,7 +84,7 @@ flags=(
     --position-embedding-type rope --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0
     --micro-batch-size "$micro" --global-batch-size "$batch" --train-iters "$iterations"
-    --lr "$learning_rate" --lr-decay-style cosine --min-lr 1e-5 --lr-warmup-fraction 0.05 --clip-grad 1.0 --weight-decay 0.1
+    --lr "$learning_rate" --lr-decay-style cosine --min-lr 1e-5 --lr-warmup-fraction "$warm_up" --clip-grad 1.0 --weight-decay 0.1
     --adam-beta2 0.95 --split 969,30,1 --eval-interval 1000 --eval-iters 2 --log-interval 1
     "${preset[@]}"
 )

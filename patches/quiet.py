@@ -65,6 +65,10 @@ _WARNINGS = (
     r"MimoModelConfig is experimental",
     r"The pynvml package is deprecated",
     r"Please specify --split when using --data-path",
+    r"Detected a Jax installation but could not find",
+    # Megatron's, with or without swapping: it names no device to its process groups, and builds DDP on a side stream.
+    r"barrier\(\): using the device under current context",
+    r"The AccumulateGrad node's stream does not match",
 )
 
 # Advice that means nothing without CUDA (the flag it names orders CUDA's queues).

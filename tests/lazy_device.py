@@ -180,6 +180,9 @@ class LazyDevice(Device):
     def peak_bytes(self) -> None:
         return None
 
+    def allocated_bytes(self) -> None:
+        return None
+
     def close(self) -> None:
         for stream in self._streams:
             stream.run_until(lambda stream=stream: not stream.work)

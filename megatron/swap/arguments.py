@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.swap.config import LAYER_SYNTAX, LOG_LEVELS, SwapConfig, parse_layers
+from megatron.swap.config import LAYER_SYNTAX, LOG_LEVELS, SwapConfig, parse_layers, parse_steps
 from megatron.swap.layer import known_modules
 from megatron.swap.types import UsageError
 
@@ -49,6 +49,12 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "cuDNN attention for the local spec.")
     add("--swap-summary", default=None, metavar="PATH",
         help="Write a JSON summary of bytes, waits, peaks and losses here when training ends.")
+    add("--swap-profile", default=None, metavar="FOLDER",
+        help="Trace --swap-profile-steps, with what the engine does in them, by torch.profiler into "
+        "FOLDER/rank-N.json.gz; 'nsys': under Nsight Systems, open its capture range for these steps instead "
+        "(tools/profile.sh does all of it).")
+    add("--swap-profile-steps", default="4-5", metavar="STEPS",
+        help="First and last step to trace, from 3 on. Default: 4-5.")
     add("--swap-log-level", choices=LOG_LEVELS, default="info",
         help="quiet: no tables and no swap line an iteration; debug: Megatron's start-up output too. Default: info.")
     add("--swap-cpu-delay-ms", type=float, default=0.0, metavar="MS",
@@ -71,12 +77,15 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         prefetch_gib=args.swap_prefetch_gib,
         verify=args.swap_verify,
         summary=args.swap_summary,
+        profile=args.swap_profile,
+        profile_steps=parse_steps(args.swap_profile_steps),
         deterministic=args.swap_deterministic,
         log_level=args.swap_log_level,
         cpu_delay_ms=args.swap_cpu_delay_ms,
     )
     _check_module_names(config.modules)
     _check_upstream(args)
+    _check_profile(args, config)
     if config.layers:
         _check_combination(args)
     return config
@@ -100,6 +109,19 @@ def _check_upstream(args: argparse.Namespace) -> None:
         raise UsageError(
             "--recompute-modules mlp with --transformer-impl local and biases never ends in Megatron 0.19.2 (the MLP "
             "hands its bias through the checkpoint). Add --disable-bias-linear, drop mlp, or use TransformerEngine."
+        )
+
+
+def _check_profile(args: argparse.Namespace, config: SwapConfig) -> None:
+    if config.profile is None:
+        return
+    if args.profile:
+        raise UsageError("--swap-profile cannot be combined with Megatron's --profile: one profiler a run. Drop one.")
+    last = config.profile_steps[1]
+    if args.train_iters is not None and last > args.train_iters:
+        raise UsageError(
+            f"--swap-profile-steps {args.swap_profile_steps}: training ends with step {args.train_iters}. Trace "
+            "earlier steps, or raise --train-iters."
         )
 
 

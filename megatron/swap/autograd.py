@@ -15,6 +15,7 @@ from megatron.swap.handle import Alias, Handle, alias_of
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Hooks, Observer
 from megatron.swap.sites import SiteNames
+from megatron.swap.trace import Ranges
 from megatron.swap.types import Place, Site
 
 
@@ -87,6 +88,13 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         ctx.enter()
         return grad, None
+
+
+def _tell_end_of_backward(ranges: Ranges, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A layer's backward is over when the gradient of its input, the hidden states, is there."""
+    hidden = kwargs.get("hidden_states", args[0] if args else None)
+    if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+        hidden.register_hook(lambda grad: ranges.backward_over(group))
 
 
 class SavedTensors:
@@ -202,13 +210,16 @@ class LayerBoundary:
                 return self._inner(*args, **kwargs)
             self._on_run_without_grad(self.layer)
             # Megatron computes bias, dropout and residual with gradients even here; what that saves dies at once.
-            with self._saved_tensors.untouched():
+            with self._manager.ranges.forward(self.layer), self._saved_tensors.untouched():
                 return self._inner(*args, **kwargs)
         manager = self._manager
-        group = manager.begin_forward(self.layer, self._place)
-        with self._saved_tensors_context(group):
-            result = self._inner(*args, **kwargs)
-        manager.end_forward(group)
+        with manager.ranges.forward(self.layer):
+            group = manager.begin_forward(self.layer, self._place)
+            if manager.ranges.on:
+                _tell_end_of_backward(manager.ranges, group, args, kwargs)
+            with self._saved_tensors_context(group):
+                result = self._inner(*args, **kwargs)
+            manager.end_forward(group)
         mark = lambda hidden: _Leave.apply(hidden, lambda: manager.begin_backward(group))  # noqa: E731
         if isinstance(result, tuple):
             return (mark(result[0]), *result[1:])

@@ -37,6 +37,10 @@ class SwapConfig:
     """Checksum every storage on its way out and in."""
     summary: str | None = None
     """Where the JSON summary goes."""
+    profile: str | None = None
+    """Where the traced steps go: a folder, or ``nsys``."""
+    profile_steps: tuple[int, int] = (4, 5)
+    """First and last of the traced steps, counted from 1."""
     deterministic: bool = False
     """Bit-equal runs on a GPU."""
     log_level: str = "info"
@@ -54,7 +58,24 @@ class SwapConfig:
         _require(0 <= self.cpu_delay_ms < math.inf, "--swap-cpu-delay-ms", self.cpu_delay_ms, "milliseconds, 0 or more")
         if self.summary is not None:
             _require(not Path(self.summary).is_dir(), "--swap-summary", self.summary, "a file, not a folder")
+        if self.profile is not None:
+            _require(not Path(self.profile).is_file(), "--swap-profile", self.profile, "a folder or 'nsys', not a file")
+        first, last = self.profile_steps
+        _require(3 <= first <= last, "--swap-profile-steps", f"{first}-{last}",
+                 "two steps, first and last, from 3 on (those before warm up)")  # fmt: skip
         _require(self.log_level in LOG_LEVELS, "--swap-log-level", self.log_level, " or ".join(LOG_LEVELS))
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """``4-5`` or ``4``: first and last step.
+
+    Raises:
+        UsageError: malformed.
+    """
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None:
+        raise UsageError(f"--swap-profile-steps {text!r}: must be a step or a range of steps, such as 4-5.")
+    return int(match[1]), int(match[2] or match[1])
 
 
 def parse_layers(text: str, num_layers: int) -> frozenset[int]:

@@ -37,6 +37,8 @@ class Group:
 
     def __init__(self, key: GroupKey, place: Place, sequence: int, run: Run) -> None:
         self.key = key
+        self.micro_batch = key.micro_batch
+        """For people: which micro-batch of the step it is, where a profiler numbers them."""
         self.place = place
         self.run = run
         self.sequence = sequence
@@ -46,6 +48,10 @@ class Group:
         """Bytes brought back for this group before its backward began."""
         self.backward_begun = False
         self._handles: list[weakref.ref[Handle]] = []
+
+    @property
+    def label(self) -> str:
+        return f"layers.{self.key.layer} mb{self.micro_batch}"
 
     def add(self, handle: Handle) -> None:
         self._handles.append(weakref.ref(handle))

@@ -153,6 +153,10 @@ class Handle:
         self.state = state
 
     @property
+    def label(self) -> str:
+        return f"{self.site} mb{self.group.micro_batch}"
+
+    @property
     def on_device(self) -> bool:
         """Whether a view can be given out without a copy."""
         return self.state in (State.RESIDENT, State.LEAVING, State.STAYS, State.BACK)

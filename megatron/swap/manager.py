@@ -18,16 +18,17 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from itertools import groupby
 
 import torch
 
 from megatron.swap.checksum import checksum
-from megatron.swap.devices.base import Device, Event
+from megatron.swap.devices.base import Device, Event, Stream
 from megatron.swap.group import Group
 from megatron.swap.handle import Handle, Orphans, State, alias_of
 from megatron.swap.order import BackwardOrder
 from megatron.swap.tiers.base import Tier
-from megatron.swap.trace import Counters
+from megatron.swap.trace import Counters, Ranges
 from megatron.swap.types import MIB, Action, Place, Site, SwapError
 
 COMMIT_BYTES = 16 * MIB
@@ -51,6 +52,7 @@ class SwapManager:
         window_bytes: most bytes that are brought back ahead of their layer's backward, and most that still wait for
             their release when a forward ends (none, where it ends in the loss); ``None``: as much as the largest group.
         verify: compare checksums of every storage that comes back.
+        ranges: where a profiler, if one runs, is told what is being done.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class SwapManager:
         choose: Callable[[Site, int], Action],
         window_bytes: int | None = None,
         verify: bool = False,
+        ranges: Ranges | None = None,
     ) -> None:
         self.counters = Counters()
+        self.ranges = ranges or Ranges()
         self._device = device
         self._tier = tier
         self._choose = choose
@@ -95,6 +99,8 @@ class SwapManager:
         self._place = place
         self._youngest = None  # it may be all that keeps a discarded graph's last group waiting
         self._youngest = group = self._order.begin_forward(layer, place)
+        if self.ranges.on:
+            group.micro_batch = self.ranges.micro_batch(layer)
         self._release()
         return group
 
@@ -137,6 +143,7 @@ class SwapManager:
         if group.num_bytes:
             self.counters.layers[group.key.layer].num_groups += 1
         self._release()
+        self.ranges.memory()
         if group.place.num_after == 0 and not group.place.ends_in_loss:
             self._prefetch()  # a pipeline stage goes on with a backward, or with a forward that gives time for one
 
@@ -154,16 +161,21 @@ class SwapManager:
             handle.slot = self._tier.reserve(handle.num_bytes)
             self._wait_for_reads(handle.slot.fence)
             going.append(handle)
-        for stream in _distinct(handle.stream for handle in going):
-            self._device.wait(self._out_stream, self._device.record(stream))
-        for handle in going:
-            assert handle.slot is not None
-            self._tier.write(self._device, self._out_stream, handle.slot, handle.bytes_view())
-            handle.move_to(State.LEAVING)
-            handle.out_event = self._device.record(self._out_stream)
-            self._leaving.append(handle)
-            self._leaving_bytes += handle.num_bytes
-            self.counters.layers[handle.site.layer].out_bytes += handle.num_bytes
+        if not going:
+            return
+        with self.ranges.group("swap_out", going[0].group, sum(handle.num_bytes for handle in going)):
+            for stream in _distinct(handle.stream for handle in going):
+                self._device.wait(self._out_stream, self._device.record(stream))
+            for handle in going:
+                assert handle.slot is not None
+                with self.ranges.storage("copy_out", handle, handle.num_bytes):
+                    num_copies = self._tier.write(self._device, self._out_stream, handle.slot, handle.bytes_view())
+                handle.move_to(State.LEAVING)
+                handle.out_event = self._device.record(self._out_stream)
+                self._leaving.append(handle)
+                self._leaving_bytes += handle.num_bytes
+                self.counters.num_out_copies += num_copies
+                self.counters.layers[handle.site.layer].out_bytes += handle.num_bytes
 
     def _release(self) -> None:
         """Drop the oldest storages that were copied out until no more than the window is left.
@@ -188,19 +200,25 @@ class SwapManager:
                 continue
             self._leaving.popleft()
             self._leaving_bytes -= handle.num_bytes
-            compute = self._device.current_stream()
-            self.counters.add_stall(self._device.timed_wait(compute, handle.out_event))
-            # The block goes back to the stream that it was allocated on, which need not be this one: a layer may save
-            # on a side stream (shared experts) what its main stream has made.
-            for stream in _distinct((handle.stream, self._main_stream)):
-                if stream != compute:
-                    self._device.wait(stream, handle.out_event)
-            handle.move_to(State.OUT)
-            self._stays.pop(handle.site, None)  # only refusals in a row count
-            assert handle.storage is not None
-            self._device.discard(handle.storage)
-            handle.aliases.clear()
-            handle.storage = None
+            with self.ranges.storage("release", handle):
+                self._drop(handle)
+
+    def _drop(self, handle: Handle) -> None:
+        """Let go of a storage that was copied out: its memory is for everybody once compute has waited for the copy."""
+        compute = self._device.current_stream()
+        self.counters.add_stall(self._device.timed_wait(compute, handle.out_event))
+        # The block goes back to the stream that it was allocated on, which need not be this one: a layer may save
+        # on a side stream (shared experts) what its main stream has made.
+        for stream in _distinct((handle.stream, self._main_stream)):
+            if stream != compute:
+                self._device.wait(stream, handle.out_event)
+        handle.move_to(State.OUT)
+        self._stays.pop(handle.site, None)  # only refusals in a row count
+        assert handle.storage is not None
+        self._device.discard(handle.storage)
+        handle.aliases.clear()
+        handle.storage = None
+        self.ranges.memory()
 
     def _stay(self, handle: Handle) -> None:
         """Others hold the storage, or wrote to it: dropping our reference would free nothing, or be wrong."""
@@ -215,11 +233,12 @@ class SwapManager:
         """The backward of ``group`` starts: the rest of it comes in, and what follows is prefetched. Idempotent."""
         if not self._order.begin_backward(group):
             return
+        self.ranges.backward(group)
         self._bury_orphans()
         group.ahead_bytes = 0
         late = [handle for handle in group.in_backward_order() if self._claim(handle) is State.OUT]
         self.counters.num_late += len(late)
-        self._bring_back(late)
+        self._bring_back(late, "swap_in")
         self._prefetch()
 
     def fetch(self, handle: Handle, group: Group, index: int) -> torch.UntypedStorage:
@@ -233,9 +252,10 @@ class SwapManager:
         compute = self._device.current_stream()
         if self._claim(handle) is State.OUT:
             self.counters.num_late += 1
-            self._bring_back([handle])
+            self._bring_back([handle], "swap_in")
         if handle.state is State.RETURNING:
-            self.counters.add_stall(self._device.timed_wait(compute, handle.in_event))
+            with self.ranges.storage("wait", handle):
+                self.counters.add_stall(self._device.timed_wait(compute, handle.in_event))
             handle.move_to(State.BACK)
             self._check(handle)
         elif handle.state is State.STAYS and handle.out_event is not None:
@@ -273,25 +293,34 @@ class SwapManager:
             handle.move_to(State.STAYS)
         return handle.state
 
-    def _bring_back(self, handles: list[Handle]) -> None:
+    def _bring_back(self, handles: list[Handle], why: str = "prefetch") -> None:
         """Enqueue the copies in, in the order given."""
         if not handles:
             return
         compute = self._device.current_stream()
         buffers = [self._device.allocate(handle.num_bytes) for handle in handles]
         self._device.wait(self._in_stream, self._device.record(compute))
-        for handle, buffer in zip(handles, buffers, strict=True):
-            assert handle.slot is not None
-            self._device.wait(self._in_stream, handle.out_event)
-            self._tier.read(self._device, self._in_stream, handle.slot, buffer)
-            handle.move_to(State.RETURNING)
-            handle.in_event = self._device.record(self._in_stream)
-            handle.storage = buffer.untyped_storage()
-            handle.stream = compute
-            self._num_reads += 1
-            handle.in_fence = self._num_reads
-            self._reads.append((self._num_reads, handle.in_event))
-            self.counters.layers[handle.site.layer].in_bytes += handle.num_bytes
+        for group, coming in groupby(zip(handles, buffers, strict=True), key=lambda pair: pair[0].group):
+            pairs = list(coming)
+            with self.ranges.group(why, group, sum(handle.num_bytes for handle, _ in pairs)):
+                for handle, buffer in pairs:
+                    self._read(handle, buffer, compute)
+        self.ranges.memory()
+
+    def _read(self, handle: Handle, buffer: torch.Tensor, compute: Stream) -> None:
+        assert handle.slot is not None
+        self._device.wait(self._in_stream, handle.out_event)
+        with self.ranges.storage("copy_in", handle, handle.num_bytes):
+            num_copies = self._tier.read(self._device, self._in_stream, handle.slot, buffer)
+        handle.move_to(State.RETURNING)
+        handle.in_event = self._device.record(self._in_stream)
+        handle.storage = buffer.untyped_storage()
+        handle.stream = compute
+        self._num_reads += 1
+        handle.in_fence = self._num_reads
+        self._reads.append((self._num_reads, handle.in_event))
+        self.counters.num_in_copies += num_copies
+        self.counters.layers[handle.site.layer].in_bytes += handle.num_bytes
 
     def _prefetch(self) -> None:
         """Bring back what backward needs next, in its order, as far as memory is allowed to it."""

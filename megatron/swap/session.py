@@ -25,6 +25,7 @@ from megatron.swap.layer import Boundaries, least_saved_bytes
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
 from megatron.swap.policy import ManualPolicy
+from megatron.swap.profiler import Profiler
 from megatron.swap.summary import (
     RankReport,
     StepRecord,
@@ -35,6 +36,7 @@ from megatron.swap.summary import (
     write_json,
 )
 from megatron.swap.tiers.host import HostTier
+from megatron.swap.trace import Ranges, Totals
 from megatron.swap.types import GIB, MIB, format_bytes
 from patches import checkpointed_forward, registry, train, training_log
 from patches.registry import AppliedPatches
@@ -55,11 +57,11 @@ class SwapSession:
         self._boundaries: Boundaries | None = None
         self._observed: list[nn.Module] = []
         self._patches: AppliedPatches | None = None
+        self._pre_wrap_hooks: list[Any] = []
         self._steps: list[StepRecord] = []
-        self._layer_totals: dict[int, tuple[int, int]] = {}
-        self._wait_ms = 0.0
-        self._num_groups = 0
-        self._num_late = 0
+        self._totals = Totals()
+        self._ranges = Ranges()
+        self._profiler = self._make_profiler() if config.profile is not None else None
 
     # ------------------------------------------------------------------ set-up
 
@@ -79,14 +81,15 @@ class SwapSession:
         """
         config = swap_config(args)
         session = cls(args, config)
-        if not config.layers and config.summary is None:
+        if not config.layers and config.summary is None and config.profile is None:
             return session
         patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
         if config.layers and args.recompute_granularity == "full":
             patches.append(checkpointed_forward.checkpointed_forward_patch(session._around_checkpointed_forward))
         session._patches = registry.apply(patches)
         if model_config is not None:
-            model_config.pre_wrap_hooks.append(session.attach)
+            session._pre_wrap_hooks = model_config.pre_wrap_hooks
+            session._pre_wrap_hooks.append(session.attach)
         return session
 
     def attach(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
@@ -109,17 +112,32 @@ class SwapSession:
         # Not before now: the device of this rank is chosen, and CUDA started, when Megatron initializes.
         config = self.config
         on_gpu = torch.cuda.is_available()
-        self._device = CudaDevice() if on_gpu else EmulatedDevice(config.cpu_delay_ms / 1e3, seed=self._args.rank)
+        delay_s = config.cpu_delay_ms / 1e3
+        self._device = CudaDevice() if on_gpu else EmulatedDevice(delay_s, self._args.rank, self._ranges)
         pool = HostPool(limit_bytes=self._host_limit_bytes, pinned=on_gpu)
         pool.book(self._least_bytes())
         self._tier = HostTier(pool)
         window_bytes = None if config.prefetch_gib is None else int(config.prefetch_gib * GIB)
-        self._manager = SwapManager(self._device, self._tier, self._policy.action, window_bytes, config.verify)
+        self._manager = SwapManager(
+            self._device, self._tier, self._policy.action, window_bytes, config.verify, self._ranges
+        )
         saved_tensors = SavedTensors(self._manager, self._device.torch_device, self._observer)
         self._boundaries = Boundaries(self._manager, saved_tensors, self._policy)
         if config.log_level != "quiet" and self._args.rank == 0:
             booked_bytes = self._tier.stats().booked_bytes
             print(start_table(config, self._args.num_layers, booked_bytes, self._host_limit_bytes), flush=True)
+
+    def _make_profiler(self) -> Profiler:
+        assert self.config.profile is not None
+        first, last = self.config.profile_steps
+        return Profiler(self.config.profile, first, last, self._args.rank, self._ranges, self._allocated_bytes)
+
+    def _allocated_bytes(self) -> int | None:
+        """Device memory in use; where RAM plays the device, what autograd holds of it, if that is counted."""
+        num_bytes = self._device.allocated_bytes() if self._device is not None else None
+        if num_bytes is None and self._observer is not None:
+            return self._observer.live_bytes
+        return num_bytes
 
     def _host_limit(self) -> int:
         """Bytes that this rank may book; refuses what cannot work."""
@@ -155,6 +173,8 @@ class SwapSession:
     ) -> None:
         step = self._take_step(iteration, losses, grad_norm)
         self._steps.append(step)
+        if self._profiler is not None:
+            self._profiler.step_ended(iteration)
         if self._manager is None or not is_logged:
             return
         assert self._device is not None
@@ -162,35 +182,20 @@ class SwapSession:
         if self.config.log_level != "quiet" and _is_last_rank():
             print(step_line(step, peak_bytes, self._args.rank if self._args.world_size > 1 else None), flush=True)
         if writer is not None:
-            writer.add_scalar("swap/out-gib", step.swapped_out_bytes / GIB, iteration)
-            writer.add_scalar("swap/in-gib", step.swapped_in_bytes / GIB, iteration)
-            writer.add_scalar("swap/wait-ms", step.wait_ms, iteration)
+            writer.add_scalar("swap/out-gib", step.moved.out_bytes / GIB, iteration)
+            writer.add_scalar("swap/in-gib", step.moved.in_bytes / GIB, iteration)
+            writer.add_scalar("swap/wait-ms", step.moved.wait_ms, iteration)
             if peak_bytes is not None:
                 writer.add_scalar("swap/device-peak-gib", peak_bytes / GIB, iteration)
 
     def _take_step(self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any) -> StepRecord:
-        layers: dict[int, tuple[int, int]] = {}
-        wait_ms, num_groups, num_late = 0.0, 0, 0
-        if self._manager is not None:
-            counters = self._manager.counters
-            for layer, total in counters.layers.items():
-                before = self._layer_totals.get(layer, (0, 0))
-                layers[layer] = (total.out_bytes - before[0], total.in_bytes - before[1])
-                self._layer_totals[layer] = (total.out_bytes, total.in_bytes)
-            waited_ms, groups = counters.wait_ms(), counters.num_groups
-            wait_ms, num_groups = waited_ms - self._wait_ms, groups - self._num_groups
-            num_late = counters.num_late - self._num_late
-            self._wait_ms, self._num_groups, self._num_late = waited_ms, groups, counters.num_late
+        totals = self._manager.counters.totals() if self._manager is not None else Totals()
+        moved, self._totals = totals.since(self._totals), totals
         # Read at the end: a number now would make the host wait for the device.
         loss = next(iter(losses.values()), None) if self.config.summary is not None else None
         return StepRecord(
             iteration=iteration,
-            swapped_out_bytes=sum(out_bytes for out_bytes, _ in layers.values()),
-            swapped_in_bytes=sum(in_bytes for _, in_bytes in layers.values()),
-            num_groups=num_groups,
-            num_late=num_late,
-            wait_ms=wait_ms,
-            layers=layers,
+            moved=moved,
             loss=None if loss is None else loss.detach().clone(),
             grad_norm=None if grad_norm is None else float(grad_norm),
         )
@@ -201,11 +206,10 @@ class SwapSession:
             # summary that would look like a success. The failure itself goes on to the user.
             self._uninstall()
             return
+        if self._profiler is not None:
+            self._profiler.close()
         report = self._report()
-        self._uninstall()
-        if self._manager is not None and self._tier is not None:
-            self._manager.drain()
-            self._tier.close()
+        self.close()
         reports = _gather(report)
         if reports is None:
             return
@@ -236,11 +240,26 @@ class SwapSession:
             report.swapped_layers = sorted(number for number, layer in counters.layers.items() if layer.out_bytes)
         return report
 
+    def close(self) -> None:
+        """Take everything out of Megatron and give the memory back. Again: nothing happens.
+
+        The end of training does it. A script calls it where training was installed and never began.
+        """
+        self._uninstall()
+        if self._manager is not None and self._tier is not None:
+            self._manager.drain()
+            self._tier.close()
+            self._manager = self._tier = None
+
     def _uninstall(self) -> None:
         if self._patches is not None:
             self._patches.revert()
+            self._patches = None
+        if self.attach in self._pre_wrap_hooks:
+            self._pre_wrap_hooks.remove(self.attach)
         if self._boundaries is not None:
             self._boundaries.remove()
+            self._boundaries = None
         for chunk in self._observed:
             del chunk.forward
         self._observed.clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.swap.config import SwapConfig
+from megatron.swap.trace import Totals
 from megatron.swap.types import format_bytes, places
 
 
@@ -18,13 +19,7 @@ class StepRecord:
     """One iteration of one rank."""
 
     iteration: int
-    swapped_out_bytes: int
-    swapped_in_bytes: int
-    num_groups: int
-    num_late: int
-    wait_ms: float
-    layers: dict[int, tuple[int, int]]
-    """Layer -> bytes out, bytes in."""
+    moved: Totals
     loss: Any
     """A number, or a tensor that holds it; ``None`` on all pipeline stages but the last."""
     grad_norm: float | None
@@ -49,8 +44,8 @@ def step_line(step: StepRecord, device_peak_bytes: int | None, rank: int | None 
     whose = "" if rank is None else f" (rank {rank})"
     peak = f" | device peak {format_bytes(device_peak_bytes)}" if device_peak_bytes is not None else ""
     return (
-        f" swap{whose}: out {format_bytes(step.swapped_out_bytes)} | in {format_bytes(step.swapped_in_bytes)} | "
-        f"compute waited {step.wait_ms:.1f} ms{peak}"
+        f" swap{whose}: out {format_bytes(step.moved.out_bytes)} | in {format_bytes(step.moved.in_bytes)} | "
+        f"compute waited {step.moved.wait_ms:.1f} ms{peak}"
     )
 
 
@@ -104,7 +99,7 @@ def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any
     steps = [rank.steps[-1] for rank in ranks if rank.steps]
     layers: dict[int, list[int]] = {layer: [0, 0] for layer in range(num_layers)}
     for step in steps:
-        for layer, (out_bytes, in_bytes) in step.layers.items():
+        for layer, (out_bytes, in_bytes) in step.moved.layers.items():
             layers[layer][0] += out_bytes
             layers[layer][1] += in_bytes
     with_loss = next((rank.steps for rank in ranks if rank.steps and rank.steps[-1].loss is not None), [])
@@ -113,23 +108,24 @@ def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any
         "num_ranks": len(ranks),
         "device": ranks[0].device,
         "swapped_layers": sorted({layer for rank in ranks for layer in rank.swapped_layers}),
-        "swapped_out_bytes": sum(step.swapped_out_bytes for step in steps),
-        "swapped_in_bytes": sum(step.swapped_in_bytes for step in steps),
-        "num_groups": sum(step.num_groups for step in steps),
-        "wait_ms": max((step.wait_ms for step in steps), default=0.0),
+        "swapped_out_bytes": sum(step.moved.out_bytes for step in steps),
+        "swapped_in_bytes": sum(step.moved.in_bytes for step in steps),
+        "num_groups": sum(step.moved.num_groups for step in steps),
+        "wait_ms": max((step.moved.wait_ms for step in steps), default=0.0),
         "host_booked_bytes": sum(rank.host_booked_bytes for rank in ranks),
         "host_leased_peak_bytes": sum(rank.host_leased_peak_bytes for rank in ranks),
         "device_peak_bytes": _largest(rank.device_peak_bytes for rank in ranks),
         "saved_peak_bytes": _largest(rank.saved_peak_bytes for rank in ranks),
-        "num_late": sum(step.num_late for step in steps),
+        "num_late": sum(step.moved.num_late for step in steps),
         "stayed_bytes": sum(rank.stayed_bytes for rank in ranks),
         "layers": [
             {"layer": layer, "swapped_out_bytes": out_bytes, "swapped_in_bytes": in_bytes}
             for layer, (out_bytes, in_bytes) in layers.items()
         ],
         "steps": [
-            {"iteration": step.iteration, "swapped_out_bytes": step.swapped_out_bytes,
-             "swapped_in_bytes": step.swapped_in_bytes, "num_late": step.num_late, "wait_ms": step.wait_ms}
+            {"iteration": step.iteration, "swapped_out_bytes": step.moved.out_bytes,
+             "swapped_in_bytes": step.moved.in_bytes, "num_out_copies": step.moved.num_out_copies,
+             "num_in_copies": step.moved.num_in_copies, "num_late": step.moved.num_late, "wait_ms": step.moved.wait_ms}
             for step in (ranks[0].steps if ranks else [])
         ],
         "losses": [step.loss.hex() for step in with_loss if step.loss is not None],

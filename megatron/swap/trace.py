@@ -1,10 +1,15 @@
-"""What the engine did, in numbers: bytes and stalls since the start, per layer and in total."""
+"""What the engine does: in numbers (bytes, copies, stalls since the start), and as named ranges on a timeline."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from megatron.swap.types import format_bytes
 
 
 class Stall(Protocol):
@@ -23,6 +28,42 @@ class LayerCounters:
     stayed_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Totals:
+    """The counters at one moment, or what came on top between two of them."""
+
+    layers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Layer -> bytes out, bytes in."""
+    num_groups: int = 0
+    num_late: int = 0
+    num_out_copies: int = 0
+    num_in_copies: int = 0
+    """Copies that were enqueued; a storage takes several where its slot is in several pieces."""
+    wait_ms: float = 0.0
+
+    @property
+    def out_bytes(self) -> int:
+        return sum(out_bytes for out_bytes, _ in self.layers.values())
+
+    @property
+    def in_bytes(self) -> int:
+        return sum(in_bytes for _, in_bytes in self.layers.values())
+
+    def since(self, earlier: Totals) -> Totals:
+        layers = {}
+        for number, (out_bytes, in_bytes) in self.layers.items():
+            out_before, in_before = earlier.layers.get(number, (0, 0))
+            layers[number] = (out_bytes - out_before, in_bytes - in_before)
+        return Totals(
+            layers=layers,
+            num_groups=self.num_groups - earlier.num_groups,
+            num_late=self.num_late - earlier.num_late,
+            num_out_copies=self.num_out_copies - earlier.num_out_copies,
+            num_in_copies=self.num_in_copies - earlier.num_in_copies,
+            wait_ms=self.wait_ms - earlier.wait_ms,
+        )
+
+
 @dataclass
 class Counters:
     """Totals since the start of the run. Stalls are read without ever making the host wait for the device."""
@@ -30,6 +71,8 @@ class Counters:
     layers: defaultdict[int, LayerCounters] = field(default_factory=lambda: defaultdict(LayerCounters))
     num_late: int = 0
     """Storages that came back only when the backward of their own layer had begun: not prefetched."""
+    num_out_copies: int = 0
+    num_in_copies: int = 0
     _wait_ms: float = 0.0
     _stalls: deque[Stall] = field(default_factory=deque)
 
@@ -38,15 +81,22 @@ class Counters:
         return sum(layer.out_bytes for layer in self.layers.values())
 
     @property
-    def in_bytes(self) -> int:
-        return sum(layer.in_bytes for layer in self.layers.values())
-
-    @property
     def num_groups(self) -> int:
         return sum(layer.num_groups for layer in self.layers.values())
 
     def add_stall(self, stall: Stall) -> None:
         self._stalls.append(stall)
+
+    def totals(self) -> Totals:
+        """Everything until now."""
+        return Totals(
+            layers={number: (layer.out_bytes, layer.in_bytes) for number, layer in self.layers.items()},
+            num_groups=self.num_groups,
+            num_late=self.num_late,
+            num_out_copies=self.num_out_copies,
+            num_in_copies=self.num_in_copies,
+            wait_ms=self.wait_ms(),
+        )
 
     def wait_ms(self) -> float:
         """Milliseconds the compute stream has waited for copies, as far as the device has got."""
@@ -57,3 +107,107 @@ class Counters:
             self._wait_ms += elapsed_ms
             self._stalls.popleft()
         return self._wait_ms
+
+
+class Labelled(Protocol):
+    """What a range is about: a group (``layers.3 mb0``) or a storage (``layers.3/mlp.linear_fc1/0 mb0``)."""
+
+    @property
+    def label(self) -> str: ...
+
+
+class Timeline(Protocol):
+    """How names get onto a profiler's timeline: NVTX, or torch's ``record_function``."""
+
+    def __call__(self, name: str) -> AbstractContextManager[object]: ...
+
+
+class Ranges:
+    """Named ranges of the engine's work, for a profiler that is running. Off until ``start``: then a call costs a look.
+
+    The names are a contract with ``proof/trace``, which finds the copies by them (docs/architecture.md lists them).
+    Micro-batches are numbered anew in each step, whatever order a pipeline runs them in.
+    """
+
+    def __init__(self) -> None:
+        self._timeline: Timeline | None = None
+        self._allocated_bytes: Callable[[], int | None] = lambda: None
+        self._num_forwards: Counter[int] = Counter()
+        self._step: ExitStack = ExitStack()
+        self._backward: tuple[Labelled, int, ExitStack] | None = None
+
+    @property
+    def on(self) -> bool:
+        return self._timeline is not None
+
+    def start(self, timeline: Timeline, allocated_bytes: Callable[[], int | None]) -> None:
+        """From now on ranges go to ``timeline``; ``allocated_bytes`` is asked at their ends."""
+        self._timeline, self._allocated_bytes = timeline, allocated_bytes
+
+    def stop(self) -> None:
+        self._step.close()
+        self._timeline, self._backward = None, None
+
+    def step(self, number: int) -> None:
+        """Training iteration ``number`` begins; the one before is over. Called on one thread."""
+        self._step.close()
+        self._num_forwards.clear()
+        self._step.enter_context(self._named(f"step {number}"))
+
+    def micro_batch(self, layer: int) -> int:
+        """Which of this step's micro-batches ``layer`` runs, or ran last."""
+        return max(0, self._num_forwards[layer] - 1)
+
+    def forward(self, layer: int) -> AbstractContextManager[object]:
+        """A layer's forward."""
+        if self._timeline is None:
+            return nullcontext()
+        self._num_forwards[layer] += 1
+        return self._named(f"forward layers.{layer} mb{self.micro_batch(layer)}")
+
+    def backward(self, group: Labelled) -> None:
+        """Backward enters ``group``; it has left the one before."""
+        if self._timeline is not None:
+            self._end_backward()
+            stack = ExitStack()
+            stack.enter_context(self._named(f"backward {group.label}"))
+            self._backward = group, threading.get_ident(), stack
+            self.memory()
+
+    def backward_over(self, group: Labelled) -> None:
+        """The gradient of ``group``'s input is there."""
+        if self._backward is not None and self._backward[0] is group:
+            self._end_backward()
+            self.memory()
+
+    def _end_backward(self) -> None:
+        if self._backward is not None:
+            _, thread, stack = self._backward
+            self._backward = None
+            if thread == threading.get_ident():  # a range ends on the thread that it began on, or never
+                stack.close()
+
+    def group(self, what: str, group: Labelled, num_bytes: int) -> AbstractContextManager[object]:
+        """Work on a whole group: ``prefetch layers.3 mb0 412 MiB``."""
+        if self._timeline is None:
+            return nullcontext()
+        return self._named(f"{what} {group.label} {format_bytes(num_bytes)}")
+
+    def storage(self, what: str, storage: Labelled, num_bytes: int | None = None) -> AbstractContextManager[object]:
+        """Work on one storage: ``copy_in layers.3/mlp.linear_fc1/0 mb0 134217728``, or without the bytes."""
+        if self._timeline is None:
+            return nullcontext()
+        return self._named(f"{what} {storage.label}" + ("" if num_bytes is None else f" {num_bytes}"))
+
+    def mark(self, name: str) -> AbstractContextManager[object]:
+        """Any other name; what is emulated says so by one."""
+        return nullcontext() if self._timeline is None else self._named(name)
+
+    def memory(self) -> None:
+        """A mark of the device memory that is allocated now: ``memory 123456789``."""
+        if self._timeline is not None and (num_bytes := self._allocated_bytes()) is not None:
+            with self._named(f"memory {num_bytes}"):
+                pass
+
+    def _named(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext() if self._timeline is None else self._timeline(name)

@@ -22,6 +22,7 @@ import torch
 import patches
 from megatron.swap.arguments import add_swap_args
 from megatron.swap.summary import RankReport, StepRecord, build_summary
+from megatron.swap.trace import Totals
 from patches.registry import Patch
 from tests.unit.test_house import LAYERS, PATCHES_ALLOWED, ROOT, component, import_graph, our_files
 
@@ -41,6 +42,8 @@ FLAGS = {
     "--swap-min-mib",
     "--swap-modules",
     "--swap-prefetch-gib",
+    "--swap-profile",
+    "--swap-profile-steps",
     "--swap-summary",
     "--swap-verify",
 }
@@ -211,10 +214,7 @@ def fields(value: Any, path: str = "") -> set[str]:
 
 
 def test_the_user_guide_has_every_field_of_the_summary() -> None:
-    step = StepRecord(
-        iteration=1, swapped_out_bytes=2, swapped_in_bytes=2, num_groups=1, num_late=0, wait_ms=0.5, layers={0: (2, 2)},
-        loss=1.0, grad_norm=1.0,
-    )
+    step = StepRecord(iteration=1, moved=Totals({0: (2, 2)}, num_groups=1), loss=1.0, grad_norm=1.0)
     report = RankReport(
         steps=[step], device="cpu", device_peak_bytes=None, saved_peak_bytes=1, host_booked_bytes=1,
         host_leased_peak_bytes=1, stayed_bytes=0, swapped_layers=[0],

@@ -21,7 +21,7 @@ SWAP = ROOT / "megatron" / "swap"
 LAYERS: list[set[str]] = [
     {"session", "prepare"},
     {"layer", "optimizer", "arguments", "attention"},  # the Megatron edge
-    {"summary"},
+    {"summary", "profiler"},
     {"autograd"},
     {"observer"},
     {"planner"},
@@ -44,7 +44,7 @@ PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE
 
 MAX_LINES = 500
 SOURCE_SUFFIXES = {".py", ".sh", ".cpp", ".h"}
-NOT_OURS = {".git", ".venv", ".data", ".whl", "__pycache__", "build", "runs", "checkpoints"}
+NOT_OURS = {".git", ".venv", ".data", ".whl", "__pycache__", "build", "runs", "checkpoints", "profile"}
 
 # Runs in a process of its own, because `megatron.swap` may be imported here already, from the real tree.
 IMPORT_GRAPH = """

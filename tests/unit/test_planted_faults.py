@@ -70,7 +70,7 @@ class TestWaits:
         plant_fault(
             monkeypatch,
             SwapManager,
-            "_release",
+            "_drop",
             "self.counters.add_stall(self._device.timed_wait(compute, handle.out_event))",
             "pass",
         )
@@ -101,7 +101,7 @@ class TestWaits:
 
         assert wrongs(forward_on_a_side_stream, device=LazyDevice(poison=False)) == []
         plant_fault(
-            monkeypatch, SwapManager, "_bring_back", "self._device.wait(self._in_stream, handle.out_event)", "pass"
+            monkeypatch, SwapManager, "_read", "self._device.wait(self._in_stream, handle.out_event)", "pass"
         )
         assert "different" in wrongs(forward_on_a_side_stream, device=LazyDevice(poison=False))
 

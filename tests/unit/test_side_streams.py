@@ -60,6 +60,9 @@ class Recorder(Device):
     def peak_bytes(self) -> None:
         return None
 
+    def allocated_bytes(self) -> None:
+        return None
+
     def close(self) -> None:
         pass
 

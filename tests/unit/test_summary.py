@@ -19,13 +19,13 @@ from megatron.swap.summary import (
     table,
     write_json,
 )
+from megatron.swap.trace import Totals
 from megatron.swap.types import MIB
 
 
 def step(iteration: int, layers: dict[int, tuple[int, int]], loss: float | None, wait_ms: float = 1.0) -> StepRecord:
-    out_bytes, in_bytes = (sum(figures[i] for figures in layers.values()) for i in (0, 1))
-    grad_norm = None if loss is None else 2.5
-    return StepRecord(iteration, out_bytes, in_bytes, len(layers), 1, wait_ms, layers, loss, grad_norm)
+    moved = Totals(layers, len(layers), num_late=1, num_out_copies=3, num_in_copies=2, wait_ms=wait_ms)
+    return StepRecord(iteration, moved, loss, None if loss is None else 2.5)
 
 
 def rank(steps: list[StepRecord], layers: list[int], **changes: object) -> RankReport:

@@ -72,5 +72,9 @@ class Device(ABC):
         """Most device memory allocated since the start; ``None`` where that has no meaning."""
 
     @abstractmethod
+    def allocated_bytes(self) -> int | None:
+        """Device memory allocated now; ``None`` where that has no meaning."""
+
+    @abstractmethod
     def close(self) -> None:
         """Wait for all copies, then let go of the streams."""

@@ -84,6 +84,10 @@ class CudaDevice(Device):
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
+    def allocated_bytes(self) -> int:
+        # memory_allocated() would first flatten all of the allocator's statistics.
+        return torch.cuda.memory_stats_as_nested_dict(self.torch_device)["allocated_bytes"]["all"]["current"]
+
     def close(self) -> None:
         for stream in self._streams:
             stream.synchronize()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron.swap.devices.base import Device
+from megatron.swap.trace import Ranges
 from megatron.swap.types import SwapError
 
 POISON = 0xFF
@@ -78,6 +79,7 @@ class CopyStream:
     """A thread that runs what was enqueued, in order, each after a random delay."""
 
     def __init__(self, name: str, longest_delay_s: float, seed: int) -> None:
+        self.direction = {"out": "DtoH", "in": "HtoD"}.get(name, name)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._longest_delay_s = longest_delay_s
         self._random = random.Random(seed)
@@ -113,9 +115,14 @@ class _Elapsed:
 
 
 class EmulatedDevice(Device):
-    """RAM as a device. ``longest_delay_s`` bounds the random delay before every copy."""
+    """RAM as a device. ``longest_delay_s`` bounds the random delay before every copy.
 
-    def __init__(self, longest_delay_s: float = 0.0, seed: int = 0) -> None:
+    A profiler knows nothing of these copies, so each tells ``ranges`` of its launch and of itself, under one number.
+    """
+
+    def __init__(self, longest_delay_s: float = 0.0, seed: int = 0, ranges: Ranges | None = None) -> None:
+        self._ranges = ranges or Ranges()
+        self._num_copies = 0
         self.torch_device = torch.device("cpu")
         self._longest_delay_s = longest_delay_s
         self._seed = seed
@@ -157,15 +164,23 @@ class EmulatedDevice(Device):
         # Weak references and bare addresses, as a copy engine has them: nothing here keeps memory alive that the
         # manager let go of. What is gone, or was emptied by its owner (``resize_(0)``), is left out: a GPU would copy
         # whatever is there by then.
-        moves = [(_Place(target), _Place(source)) for target, source in zip(targets, sources, strict=True)]
+        moves = [
+            (self._launched(), _Place(target), _Place(source)) for target, source in zip(targets, sources, strict=True)
+        ]
 
         def run() -> None:
             stream.delay()
-            for target, source in moves:
-                if target.exists() and source.exists():
-                    _memmove(target.address, source.address, target.num_bytes)
+            for number, target, source in moves:
+                with self._ranges.mark(f"emulated copy {number} {stream.direction} {target.num_bytes}"):
+                    if target.exists() and source.exists():  # nothing may come between the look and the copy
+                        _memmove(target.address, source.address, target.num_bytes)
 
         stream.enqueue(run)
+
+    def _launched(self) -> int:
+        self._num_copies += 1
+        with self._ranges.mark(f"emulated launch {self._num_copies}"):
+            return self._num_copies
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
@@ -177,6 +192,9 @@ class EmulatedDevice(Device):
         pass
 
     def peak_bytes(self) -> None:
+        return None
+
+    def allocated_bytes(self) -> None:
         return None
 
     def close(self) -> None:

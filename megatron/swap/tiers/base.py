@@ -58,12 +58,12 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> None:
-        """Enqueue the copy of ``source`` (uint8, as long as the slot) into ``slot``."""
+    def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> int:
+        """Enqueue the copy of ``source`` (uint8, as long as the slot) into ``slot``; returns in how many pieces."""
 
     @abstractmethod
-    def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> None:
-        """Enqueue the copy of ``slot`` into ``target`` (uint8, as long as the slot)."""
+    def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> int:
+        """Enqueue the copy of ``slot`` into ``target`` (uint8, as long as the slot); returns in how many pieces."""
 
     @abstractmethod
     def stats(self) -> TierStats:

@@ -22,13 +22,15 @@ class HostTier(Tier):
     def reserve(self, num_bytes: int) -> Lease:
         return self._pool.lease(num_bytes)
 
-    def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> None:
+    def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> int:
         views = cast(Lease, slot).views()
         device.copy(stream, views, source.split([view.numel() for view in views]))
+        return len(views)
 
-    def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> None:
+    def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> int:
         views = cast(Lease, slot).views()
         device.copy(stream, target.split([view.numel() for view in views]), views)
+        return len(views)
 
     def stats(self) -> TierStats:
         stats = self._pool.stats

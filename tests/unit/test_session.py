@@ -1,0 +1,54 @@
+"""What a session leaves behind: nothing."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.swap.arguments import add_swap_args
+from megatron.swap.session import SwapSession
+from patches import registry
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    """Ours, and those of Megatron's that we look at."""
+    args = add_swap_args(argparse.ArgumentParser()).parse_args(flags)
+    vars(args).update(
+        num_layers=2, rank=0, world_size=1, train_iters=5, profile=False, transformer_impl="local", add_bias_linear=True,
+        recompute_granularity="selective", recompute_modules=["core_attn"], cpu_offloading_num_layers=0,
+        fine_grained_activation_offloading=False, cuda_graph_impl="none", fp8=None,
+    )
+    return args
+
+
+def patched() -> set[str]:
+    return set(registry._in_place)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+def test_a_closed_session_leaves_nothing_and_another_can_be_installed():
+    model_config = SimpleNamespace(pre_wrap_hooks=[])
+    before = patched()
+    for _ in range(2):
+        session = SwapSession.install(arguments("--swap-layers", "all", "--swap-summary", "x.json"), model_config)
+        assert patched() > before
+        chunk = nn.Linear(2, 2)
+        for hook in model_config.pre_wrap_hooks:
+            hook([chunk])
+        assert "forward" in vars(chunk)
+        session.close()
+        session.close()
+        assert patched() == before
+        assert model_config.pre_wrap_hooks == []
+        assert "forward" not in vars(chunk)
+
+
+def test_with_no_layers_nothing_is_installed():
+    model_config = SimpleNamespace(pre_wrap_hooks=[])
+    before = patched()
+    SwapSession.install(arguments("--swap-layers", "none"), model_config).close()
+    assert (patched(), model_config.pre_wrap_hooks) == (before, [])

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Trace a few training steps and judge them: every copy, whether it ran when it should, how much of it was hidden under compute.
+#
+#   bash tools/profile.sh --swap-layers 0-23                     # the flags of examples/pretrain_gpt_swap.sh
+#   PROFILER=torch MODEL=350m bash tools/profile.sh --swap-layers 0-7
+#
+# Under Nsight Systems where there is a GPU and nsys is found, else under torch.profiler (also without a GPU). Training runs to the last
+# traced step only. Exit status: that of training, then 1 if the analysis finds a copy out of order or not as the summary counts it.
+#
+# Settings from the environment, besides those of the example:
+#   PROFILER=nsys|torch     choose (default: nsys if it can be used)
+#   PROFILE_STEPS=4-5       steps to trace, from 3 on
+#   PROFILE_DIR=FOLDER      where everything goes (default: profile/DATE-TIME)
+#   NSYS=/path/to/nsys      if it is neither on PATH nor below /opt/nvidia
+# Left in the folder: run.json (the summary), the trace (rank-0.json.gz, or trace.nsys-rep and trace.sqlite), findings.json, copies, pictures,
+# and trace.perfetto.json.gz for https://ui.perfetto.dev.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+swap_setup_env run
+
+steps="${PROFILE_STEPS:-4-5}"
+folder="${PROFILE_DIR:-$SWAP_ROOT/profile/$(date +%Y%m%d-%H%M%S)}"
+mkdir -p "$folder"
+folder="$(cd "$folder" && pwd)"
+
+has_gpu() { "$SWAP_PYTHON" -W ignore -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; }
+find_nsys() {
+    local candidate
+    for candidate in "${NSYS:-}" "$(type -P nsys || true)" /opt/nvidia/nsight-systems/*/bin/nsys \
+                     /opt/nvidia/nsight-systems/*/target-linux-x64/nsys /opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys; do
+        [ -x "$candidate" ] && printf '%s\n' "$candidate" && return 0
+    done
+    return 1
+}
+
+nsys=""
+case "${PROFILER:-}" in
+    torch) ;;
+    nsys)
+        nsys="$(find_nsys)" || swap_die "PROFILER=nsys, but no nsys was found (PATH, /opt/nvidia). Set NSYS=/path/to/nsys, or PROFILER=torch."
+        has_gpu || swap_die "PROFILER=nsys, but there is no GPU to trace. PROFILER=torch traces the CPU emulation." ;;
+    "") has_gpu && nsys="$(find_nsys)" || nsys="" ;;
+    *) swap_die "PROFILER=$PROFILER is not known; choose nsys or torch" ;;
+esac
+
+train=(bash "$SWAP_ROOT/examples/pretrain_gpt_swap.sh" --eval-iters 0 --train-iters "${steps##*-}" --swap-profile-steps "$steps" "$@")
+export SUMMARY="$folder/run.json"
+if [ -n "$nsys" ]; then
+    swap_say "tracing steps $steps with $("$nsys" --version)"
+    # The sampling of call stacks would need rights that containers lack, and says nothing about copies.
+    "$nsys" profile --sample=none --cpuctxsw=none --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop \
+        --force-overwrite=true --output="$folder/trace" "${train[@]}" --swap-profile nsys
+    if [ ! -f "$folder/trace.nsys-rep" ] && [ -f "$folder/trace.qdstrm" ]; then
+        # An nsys without its importer at hand (inside Nsight Compute) leaves the raw stream.
+        host="$(dirname "$(dirname "$nsys")")"
+        importer="$(find "$host" -name QdstrmImporter -print -quit)"
+        [ -n "$importer" ] || swap_die "nsys left $folder/trace.qdstrm, and no QdstrmImporter was found below $host"
+        LD_LIBRARY_PATH="$(dirname "$importer"):$(dirname "$nsys")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
+            "$importer" -i "$folder/trace.qdstrm" -o "$folder/trace.nsys-rep"
+    fi
+    LD_LIBRARY_PATH="$(dirname "$nsys")${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
+        "$nsys" export --type=sqlite --force-overwrite=true --output="$folder/trace.sqlite" "$folder/trace.nsys-rep"
+    trace="$folder/trace.sqlite"
+else
+    swap_say "tracing steps $steps with torch.profiler"
+    "${train[@]}" --swap-profile "$folder"
+    trace="$folder/rank-0.json.gz"
+fi
+[ -s "$trace" ] || swap_die "training ended, but no trace was left at $trace"
+exec "$SWAP_PYTHON" "$SWAP_ROOT/tools/analyze_trace.py" "$trace" --summary "$SUMMARY" --output "$folder"
