@@ -20,8 +20,6 @@ swap_setup_env run
 
 steps="${PROFILE_STEPS:-4-5}"
 folder="${PROFILE_DIR:-$SWAP_ROOT/profile/$(date +%Y%m%d-%H%M%S)}"
-mkdir -p "$folder"
-folder="$(cd "$folder" && pwd)"
 
 has_gpu() { "$SWAP_PYTHON" -W ignore -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; }
 find_nsys() {
@@ -44,6 +42,9 @@ case "${PROFILER:-}" in
 esac
 
 train=(bash "$SWAP_ROOT/examples/pretrain_gpt_swap.sh" --eval-iters 0 --train-iters "${steps##*-}" --swap-profile-steps "$steps" "$@")
+case " $* " in *" --help "* | *" -h "*) exec "${train[@]}" ;; esac
+mkdir -p "$folder"
+folder="$(cd "$folder" && pwd)"
 export SUMMARY="$folder/run.json"
 if [ -n "$nsys" ]; then
     swap_say "tracing steps $steps with $("$nsys" --version)"
