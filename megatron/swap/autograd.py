@@ -132,6 +132,16 @@ class SavedTensors:
 
         return self._enter(Hooks(pack, self.unpack))
 
+    def staying(self, constants: Collection[int]) -> AbstractContextManager[Any]:
+        """A context in which everything stays, and the manager knows how much that is; ``constants`` as above."""
+
+        def pack(tensor: torch.Tensor) -> Packed:
+            if not stays_by_nature(tensor, self._device) and tensor.untyped_storage()._cdata not in constants:
+                self._manager.claim(tensor.untyped_storage())
+            return kept(tensor)
+
+        return self._enter(Hooks(pack, self.unpack))
+
     def untouched(self, *, observed: bool = True) -> AbstractContextManager[Any]:
         """A context in which everything stays, whatever hooks stand around it."""
         return self._enter(Hooks(kept, self.unpack), observed)
@@ -226,10 +236,10 @@ class LayerBoundary:
         return mark(result)
 
     def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:
-        names = self._names
-        if names is None:
-            return self._saved_tensors.untouched()
-        names.begin()
         # Read anew each time: Megatron moves parameters into its buffers after the model is built.
         constants = frozenset(tensor.untyped_storage()._cdata for tensor in self._constants)
+        names = self._names
+        if names is None:
+            return self._saved_tensors.staying(constants)
+        names.begin()
         return self._saved_tensors.hooks(lambda: (group, names.next_site()), constants)

@@ -85,6 +85,8 @@ class SwapManager:
         self._youngest: Group | None = None
         self._place: Place | None = None
         self._largest_group_bytes = 0
+        self._claimed: set[int] = set()
+        self._unclaimed_bytes = 0
         self._stays: Counter[Site] = Counter()
         self._orphans: Orphans = deque()
         self._reads: deque[tuple[int, Event]] = deque()
@@ -101,6 +103,8 @@ class SwapManager:
         self._youngest = group = self._order.begin_forward(layer, place)
         if self.ranges.on:
             group.micro_batch = self.ranges.micro_batch(layer)
+        self._claimed.clear()
+        self._unclaimed_bytes = self._largest_group_bytes if place.stays(self._window_groups) else 0
         self._release()
         return group
 
@@ -110,6 +114,7 @@ class SwapManager:
         handle = self._live.get(storage._cdata)
         if handle is None or handle.storage is None or handle.storage._cdata != storage._cdata:
             if self._keeps(site, storage.nbytes()):
+                self.claim(storage)
                 return None
             handle = Handle(site, group, storage, self._device.current_stream(), self._orphans)
             if self._verify:
@@ -127,6 +132,13 @@ class SwapManager:
             self._release()
         return handle, index
 
+    def claim(self, storage: torch.UntypedStorage) -> None:
+        """The layer that runs keeps ``storage``: memory that it claims can no longer be lent to copies in flight."""
+        if self._unclaimed_bytes > 0 and storage._cdata not in self._claimed:
+            self._claimed.add(storage._cdata)
+            self._unclaimed_bytes = max(0, self._unclaimed_bytes - storage.nbytes())
+            self._release()
+
     def _keeps(self, site: Site, num_bytes: int) -> bool:
         assert self._place is not None
         return (
@@ -138,6 +150,7 @@ class SwapManager:
 
     def end_forward(self, group: Group) -> None:
         """The layer is through: what is pending goes."""
+        self._unclaimed_bytes = 0
         self._commit()
         self._largest_group_bytes = max(self._largest_group_bytes, group.num_bytes)
         if group.num_bytes:
@@ -181,11 +194,12 @@ class SwapManager:
         """Drop the oldest storages that were copied out until no more than the window is left.
 
         Early in forward more may wait than later: layers that stay have yet to claim their memory, so what they will
-        claim is lent to the copies until then, and the compute stream does not stand still for it. A chunk that ends
-        in the loss has nothing to lend at its end: there the peak is.
+        claim is lent to the copies until then, storage by storage, and the compute stream does not stand still for it.
+        A chunk that ends in the loss has nothing to lend at its end: there the peak is.
         """
         assert self._place is not None
         allowed_bytes = self._place.num_kept_after(self._window_groups) * self._largest_group_bytes
+        allowed_bytes += self._unclaimed_bytes
         if not self._place.ends_in_loss:
             allowed_bytes += self.window_bytes
         while self._leaving_bytes > allowed_bytes:

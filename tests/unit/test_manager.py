@@ -435,6 +435,30 @@ class TestWindow:
                 assert 0 < engine.manager._leaving_bytes <= window_bytes
                 loss.backward()
 
+    @pytest.mark.parametrize("swapped", [range(3), range(6)], ids=["chosen", "tail"])
+    def test_a_layer_that_stays_lends_what_it_has_not_claimed_yet(
+        self, swapped: range, monkeypatch: pytest.MonkeyPatch
+    ):
+        in_flight: list[tuple[int, int]] = []
+        claim = SwapManager.claim
+
+        def noting(self: SwapManager, storage: torch.UntypedStorage) -> None:
+            before = self._leaving_bytes
+            claim(self, storage)
+            if self._place.num_after == 0:
+                in_flight.append((before, self._leaving_bytes))
+                assert self._leaving_bytes <= self._unclaimed_bytes
+
+        monkeypatch.setattr(SwapManager, "claim", noting)
+        layers = stack(6)
+        with Engine(layers, swapped, device=LazyDevice()) as engine:
+            train_step(layers, one_after_the_other(1))  # what a layer claims is known from now on
+            in_flight.clear()
+            loss = loss_of(forward(layers, batch()))
+            assert in_flight[0][0] > 0.9 * engine.manager._largest_group_bytes
+            assert engine.manager._leaving_bytes == 0
+            del loss
+
     def test_a_huge_window_keeps_everything(self):
         layers = stack(4)
         with Engine(layers, window_bytes=1 << 40) as engine:
