@@ -25,6 +25,7 @@ from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
 from megatron.swap.policy import ManualPolicy
 from megatron.swap.tiers.host import HostTier
+from megatron.swap.trace import Ranges
 from megatron.swap.types import MIB, places
 
 HIDDEN = 32
@@ -110,6 +111,7 @@ class Engine:
         chunks: Sequence[int] | None = None,
         commit_bytes: int = manager_module.COMMIT_BYTES,
         observer: Observer | None = None,
+        ranges: Ranges | None = None,
     ) -> None:
         layers = list(layers)
         numbers = range(len(layers))
@@ -118,7 +120,7 @@ class Engine:
         self.pool = HostPool(limit_bytes=256 * MIB, slab_bytes=MIB, pinned=False, poison=True)
         self.tier = HostTier(self.pool)
         policy = ManualPolicy(self.swapped, modules, min_bytes)
-        self.manager = SwapManager(self.device, self.tier, policy.action, window_bytes, verify)
+        self.manager = SwapManager(self.device, self.tier, policy.action, window_bytes, verify, ranges)
         saved_tensors = SavedTensors(self.manager, self.device.torch_device, observer)
         self.boundaries: list[LayerBoundary] = []
         first = 0

@@ -12,18 +12,19 @@ the rows that are written. A row says what was run, on what, and what came out.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shlex
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from prove_child import versions
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-ROOT = Path(__file__).resolve().parent.parent
+from proof import machine
+from proof.rows import Row, read_rows, write_rows
+from proof.run import launch
+from proof.run.request import Request
+
+NUM_WARM_UP = 3
 
 COMMON = (
     "--bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --lr 1e-4 --min-lr 1e-5 "
@@ -43,6 +44,14 @@ SHAPES = {
     "tiny": "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --swap-min-mib 0.001",
 }
+SUMMARY_FIELDS = (
+    "swapped_out_bytes", "swapped_in_bytes", "swapped_layers", "wait_ms", "num_late", "stayed_bytes", "losses",
+    "grad_norms",
+)  # fmt: skip
+NULL_WHERE_FAILED = (
+    "step_ms_median", "step_ms_all", "first_step_ms", "device_peak_gib", "device_static_gib", "device_reserved_gib",
+    "host_peak_gib", "tokens_per_s", "num_params", "loss_hex", "losses_equal",
+)  # fmt: skip
 RANKS = {
     "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2-vpp": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
@@ -50,79 +59,80 @@ RANKS = {
 }
 
 
-def run(name: str, flags: str, *, num_ranks: int = 1, profile_step: int = 0, timeout_s: int = 400) -> dict[str, Any]:
-    """One training run; returns its row (``outcome`` tells whether it worked)."""
-    import torch
+class Prover:
+    """Runs with the options of the command line."""
 
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = ["--result", str(result), "--profile-step", str(profile_step), "--", *shlex.split(flags)]
-        child = [str(ROOT / "tools" / "prove_child.py"), *command]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        if not torch.cuda.is_available():
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        environment = {
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-        }
-        try:
-            done = subprocess.run(
-                [*launcher, *child],
-                env=environment,
-                timeout=timeout_s,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-            )
-            output, code = done.stdout, done.returncode
-        except subprocess.TimeoutExpired as expired:
-            output, code = str(expired.stdout), 124
-        row: dict[str, Any] = {"method": name, "flags": flags, "num_ranks": num_ranks, "outcome": "ok"}
-        if code != 0 or not result.exists():
-            row["outcome"] = "oom_device" if "OutOfMemoryError" in output else f"failed ({code})"
-            own_words = output.split("torch/distributed/elastic", 1)[0]  # the launcher's own traceback says nothing
-            row["output_tail"] = own_words[-3000:]
-            print(own_words[-3000:], flush=True)
+    def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
+        self.options = options
+        self.on_gpu = facts["machine"]["gpu"] != "none"
+        self.link: dict[str, float] = facts["link"]
+
+    def run(self, name: str, flags: str, *, num_ranks: int = 1, profile_step: int = 0, timeout_s: int = 400) -> Row:
+        """One training run; returns the measured part of its row (``outcome`` tells whether it worked)."""
+        request = Request(
+            flags=tuple(shlex.split(flags)), num_warm_up=NUM_WARM_UP, has_phases=True, profile_step=profile_step,
+            has_summary=True,
+        )  # fmt: skip
+        finished = launch.run(request, on_gpu=self.on_gpu, num_ranks=num_ranks, timeout_s=timeout_s)
+        row: Row = {"method": name, "flags": flags, "num_ranks": num_ranks, "outcome": finished.outcome}
+        if finished.outcome == "ok":
+            row.update(measured(finished.result))
         else:
-            row.update(json.loads(result.read_text()))
-        step_ms, peak_gib = row.get("step_ms_median"), row.get("device_peak_gib")
+            row.update(dict.fromkeys(NULL_WHERE_FAILED), output_tail=finished.output_tail)
+            print(finished.output_tail, flush=True)
+        step_ms, peak_gib = row["step_ms_median"], row["device_peak_gib"]
         print(f"{name}: {row['outcome']}, step {step_ms} ms, peak {peak_gib} GiB", flush=True)
         return row
 
 
-def equality(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(result: dict[str, Any]) -> Row:
+    """The fields of a row out of what the process has left and the engine's own summary."""
+    summary = result.pop("summary")
+    return {
+        **result,
+        "tokens_per_s": result["tokens_per_step"] / result["step_ms_median"] * 1e3,
+        "device_peak_gib": None if summary["device_peak_bytes"] is None else summary["device_peak_bytes"] / 2**30,
+        "host_leased_gib": summary["host_leased_peak_bytes"] / 2**30,
+        "host_booked_gib": summary["host_booked_bytes"] / 2**30,
+        "saved_peak_gib": (summary["saved_peak_bytes"] or 0) / 2**30,
+        "layer_out_bytes": {str(entry["layer"]): entry["swapped_out_bytes"] for entry in summary["layers"]},
+        "loss_hex": summary["losses"][-1],
+        **{key: summary[key] for key in SUMMARY_FIELDS},
+    }
+
+
+def equality(prover: Prover) -> list[Row]:
     """Deterministic mode: unswapped twice, then swapped; losses, gradient norms, weights."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    options = prover.options
     for spec in options.spec:
         flags = (
-            f"{spec_flags(spec)} {SHAPES[options.case[0]]} {COMMON} {device_flags()} "
+            f"{spec_flags(spec)} {SHAPES[options.case[0]]} {COMMON} {device_flags(prover.on_gpu)} "
             f"--global-batch-size 8 --train-iters {options.steps} --swap-deterministic"
         )
-        rows += compare(spec, flags, options, ["none", "none", "all"])
+        rows += compare(prover, spec, flags, ["none", "none", "all"])
     return rows
 
 
-def ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
+def ranks(prover: Prover) -> list[Row]:
     """The same on two ranks, for each way of splitting the model or the data."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    options = prover.options
     for case in options.case:
         flags = (
-            f"{spec_flags(options.spec[0])} {SHAPES[options.shape]} {COMMON} {device_flags()} {RANKS[case]} "
-            f"--global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
+            f"{spec_flags(options.spec[0])} {SHAPES[options.shape]} {COMMON} {device_flags(prover.on_gpu)} "
+            f"{RANKS[case]} --global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
         )
-        rows += compare(case, flags, options, ["none", "all"], num_ranks=2)
+        rows += compare(prover, case, flags, ["none", "all"], num_ranks=2)
     return rows
 
 
-def compare(
-    case: str, flags: str, options: argparse.Namespace, settings: list[str], num_ranks: int = 1
-) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def compare(prover: Prover, case: str, flags: str, settings: list[str], num_ranks: int = 1) -> list[Row]:
+    """The same training with each setting of ``--swap-layers``, compared with the first."""
+    rows: list[Row] = []
     for layers in settings:
-        row = run(f"swap-layers {layers}", f"{flags} --swap-layers {layers} {options.extra}", num_ranks=num_ranks)
+        given = f"{flags} --swap-layers {layers} {prover.options.extra}"
+        row = prover.run(f"swap-layers {layers}", given, num_ranks=num_ranks)
         row["case"] = case
         for key in ("losses", "grad_norms", "weights_sha256"):
             row[f"{key}_equal"] = bool(row.get(key)) and row.get(key) == (rows or [row])[0].get(key)
@@ -132,37 +142,40 @@ def compare(
     return rows
 
 
-def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
+def overhead(prover: Prover) -> list[Row]:
     """Step times and peaks: nothing swapped, everything, and as much as forward hides."""
-    rows: list[dict[str, Any]] = []
-    link = link_gb_s()
+    rows: list[Row] = []
+    options, link = prover.options, prover.link
+    if not prover.on_gpu:
+        sys.exit("error: overhead needs a GPU: an emulation has no times to compare")
     for case in options.case:
         num_layers = int(SHAPES[case].split("--num-layers ")[1].split()[0])
         batch = int(SHAPES[case].split("--micro-batch-size ")[1].split()[0])
         spec = options.spec[0]
         flags = (
-            f"{spec_flags(spec)} {SHAPES[case]} {COMMON} {device_flags()} "
+            f"{spec_flags(spec)} {SHAPES[case]} {COMMON} {device_flags(prover.on_gpu)} "
             f"--global-batch-size {batch * options.micro_batches} --train-iters {options.steps} {options.extra}"
         )
-        none = run("none", f"{flags} --swap-layers none", profile_step=0)
-        everything = run("all", f"{flags} --swap-layers all", profile_step=options.steps)
+        none = prover.run("none", f"{flags} --swap-layers none", profile_step=0)
+        everything = prover.run("all", f"{flags} --swap-layers all", profile_step=options.steps)
         mine = [none, everything]
         if none["outcome"] == everything["outcome"] == "ok":
             forward = none["forward_ms"] - none["first_layer_forward_ms"]
             layer_bytes = max(everything["layer_out_bytes"].values()) / options.micro_batches
             count = int(link["d2h_gb_s"] * 1e6 * forward / layer_bytes)
             count = min(count, num_layers - 1)
-            mine.append(run("hidden", f"{flags} --swap-layers 0-{count - 1}", profile_step=options.steps))
-            mine.append(run("none again", f"{flags} --swap-layers none", profile_step=0))
+            mine.append(prover.run("hidden", f"{flags} --swap-layers 0-{count - 1}", profile_step=options.steps))
+            mine.append(prover.run("none again", f"{flags} --swap-layers none", profile_step=0))
         for row in mine:
-            row.update(case=f"{case} {spec}", link=link)
+            equal = row["losses"] == none["losses"] if "losses" in row and "losses" in none else None
+            row.update(case=f"{case} {spec}", link=link, losses_equal=equal)
             if row["outcome"] == "ok" and none["outcome"] == "ok":
                 judge(row, none, link, options.micro_batches)
         rows += mine
     return rows
 
 
-def judge(row: dict[str, Any], none: dict[str, Any], link: dict[str, float], micro_batches: int) -> None:
+def judge(row: Row, none: Row, link: dict[str, float], micro_batches: int) -> None:
     """The bounds: what the step may cost by the arithmetic of copies, and how far the peak must fall."""
     row["step_ratio"] = row["step_ms_median"] / none["step_ms_median"]
     if not row.get("trace_d2h_bytes"):
@@ -185,36 +198,12 @@ def judge(row: dict[str, Any], none: dict[str, Any], link: dict[str, float], mic
     )
 
 
-def link_gb_s() -> dict[str, float]:
-    """Bandwidth of pinned copies, one direction at a time, in a process of its own."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"d2h_gb_s": 1.0, "h2d_gb_s": 1.0}
-    code = """
-import json, torch
-host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True); device = torch.empty_like(host, device="cuda")
-speed = {}
-for name, target, source in (("d2h_gb_s", host, device), ("h2d_gb_s", device, host)):
-    times = []
-    for _ in range(8):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(); target.copy_(source, non_blocking=True); end.record(); end.synchronize()
-        times.append(start.elapsed_time(end))
-    speed[name] = host.numel() / sorted(times)[len(times) // 2] / 1e6
-print(json.dumps(speed))
-"""
-    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-
-
 def spec_flags(spec: str) -> str:
     return f"--transformer-impl {spec} " + ("--no-persist-layer-norm" if spec == "local" else "")
 
 
-def device_flags() -> str:
-    import torch
-
-    if torch.cuda.is_available():
+def device_flags(on_gpu: bool) -> str:
+    if on_gpu:
         return ""
     fusions = ("bias-gelu", "bias-dropout", "bias-swiglu", "rope")
     return "--distributed-backend gloo " + " ".join(f"--no-{name}-fusion" for name in fusions)
@@ -231,14 +220,18 @@ def main() -> None:
     parser.add_argument("--extra", default="", help="more flags for every run")
     parser.add_argument("--output", required=True, help="JSON lines, one row a run; appended")
     options = parser.parse_args()
+    if options.steps < NUM_WARM_UP + 2:
+        least = NUM_WARM_UP + 2
+        parser.error(f"--steps {options.steps}: {NUM_WARM_UP} are warm-up and one may be traced; at least {least}")
     usual = {"equality": ["L8-h1024"], "overhead": ["L16-h4096"], "ranks": list(RANKS)}
     options.case = options.case or usual[options.what]
-    rows = {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what](options)
+    output = Path(options.output)
+    earlier = read_rows(output) if output.exists() else []  # before anything is measured: it may not be such a file
+    facts = machine.facts()
+    rows = {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what](Prover(options, facts))
     command = shlex.join(["python", "tools/prove.py", *sys.argv[1:]])
-    made_by = {"suite": f"prove-{options.what}", "command": command, **versions()}
-    with Path(options.output).open("a") as file:
-        for row in rows:
-            file.write(json.dumps({**made_by, **row}) + "\n")
+    made_by = {"suite": f"prove-{options.what}", "command": command, **facts}
+    write_rows(output, [*earlier, *({**made_by, **row} for row in rows)])
     if any(row["outcome"] != "ok" for row in rows):
         sys.exit(1)
 

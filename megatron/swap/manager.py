@@ -274,7 +274,8 @@ class SwapManager:
             self._check(handle)
         elif handle.state is State.STAYS and handle.out_event is not None:
             # A copy out that backward overtook still reads this memory, which dies soon after.
-            self.counters.add_stall(self._device.timed_wait(compute, handle.out_event))
+            with self.ranges.storage("wait", handle):
+                self.counters.add_stall(self._device.timed_wait(compute, handle.out_event))
             handle.out_event = None
         elif handle.state is State.BACK:
             # Another stream may have been the one that waited first. Free once the event has passed.

@@ -135,6 +135,7 @@ class Ranges:
         self._num_forwards: Counter[int] = Counter()
         self._step: ExitStack = ExitStack()
         self._backward: tuple[Labelled, int, ExitStack] | None = None
+        self._left_open: list[ExitStack] = []
 
     @property
     def on(self) -> bool:
@@ -146,7 +147,8 @@ class Ranges:
 
     def stop(self) -> None:
         self._step.close()
-        self._timeline, self._backward = None, None
+        self._end_backward()
+        self._timeline = None
 
     def step(self, number: int) -> None:
         """Training iteration ``number`` begins; the one before is over. Called on one thread."""
@@ -184,8 +186,10 @@ class Ranges:
         if self._backward is not None:
             _, thread, stack = self._backward
             self._backward = None
-            if thread == threading.get_ident():  # a range ends on the thread that it began on, or never
+            if thread == threading.get_ident():
                 stack.close()
+            else:  # a range ends on the thread that it began on, or never: freed, it would end another one here
+                self._left_open.append(stack)
 
     def group(self, what: str, group: Labelled, num_bytes: int) -> AbstractContextManager[object]:
         """Work on a whole group: ``prefetch layers.3 mb0 412 MiB``."""

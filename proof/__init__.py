@@ -1,0 +1,1 @@
+"""Measuring and showing: benchmarks, traces, reports. Nothing of it runs in training."""

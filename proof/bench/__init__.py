@@ -1,0 +1,1 @@
+"""Every way of saving activation memory, side by side."""

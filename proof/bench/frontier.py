@@ -1,0 +1,17 @@
+"""Which points no other beats in both memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points that no other equals or beats in both coordinates, by rising first coordinate.
+
+    Of equal points the first counts.
+    """
+    best: list[int] = []
+    for index in sorted(range(len(points)), key=lambda i: (points[i], i)):
+        if not best or points[index][1] < points[best[-1]][1]:
+            best.append(index)
+    return best

@@ -1,0 +1,133 @@
+"""Step time against peak memory, a panel a case, with the frontier drawn."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import StrMethodFormatter
+from matplotlib.transforms import Bbox
+
+from proof.bench.frontier import frontier
+from proof.rows import Row
+
+OURS, PEERS, LINE, TEXT = "#c2410c", "#475569", "#94a3b8", "#1e293b"
+PANEL_INCHES = (12.0, 7.2)
+FAR = 2.5
+"""A peer that takes so many times what the fastest does is named below, if another beats it in memory too."""
+MARKER_PIXELS = 9.0
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Write the picture; rows without a measured peak are named below their panel."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    size = PANEL_INCHES[0], PANEL_INCHES[1] * len(cases)
+    figure, panels = plt.subplots(len(cases), 1, figsize=size, dpi=130, squeeze=False, layout="constrained")
+    for panel, case in zip(panels[:, 0], cases, strict=True):
+        _panel(panel, [row for row in rows if row["case"] == case])
+    figure.canvas.draw()  # the layout is known now, labels can be placed in pixels
+    for panel, case in zip(panels[:, 0], cases, strict=True):
+        _labels(panel, _shown([row for row in rows if row["case"] == case]))
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _shown(rows: Sequence[Row]) -> list[Row]:
+    """The rows that are drawn: all that were measured but peers far from everything."""
+    points = [row for row in rows if row["step_ms_median"] is not None and row["device_peak_gib"] is not None]
+    best = frontier([(row["device_peak_gib"], row["step_ms_median"]) for row in points])
+    far_ms = FAR * min((row["step_ms_median"] for row in points), default=0.0)
+    return [
+        row for index, row in enumerate(points) if index in best or row["is_ours"] or row["step_ms_median"] <= far_ms
+    ]
+
+
+def _why_absent(row: Row) -> str:
+    if row["step_ms_median"] is None or row["device_peak_gib"] is None:
+        return f"{row['method']}: {row['outcome']}"
+    return f"{row['method']}: {row['step_ms_median']:,.0f} ms, {row['device_peak_gib']:.1f} GiB"
+
+
+def _panel(panel: Any, rows: Sequence[Row]) -> None:
+    points = _shown(rows)
+    places = [(row["device_peak_gib"], row["step_ms_median"]) for row in points]
+    if places:
+        best = [places[index] for index in frontier(places)]
+        panel.plot(*zip(*best, strict=True), color=LINE, lw=2, drawstyle="steps-post", zorder=1, label="frontier")
+    panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    for row, place in zip(points, places, strict=True):
+        low, high = row["step_ms_min"], row["step_ms_max"]
+        color = OURS if row["is_ours"] else PEERS
+        panel.vlines(place[0], low, high, color=color, lw=1, alpha=0.6, zorder=2)
+        marker = "D" if row["is_ours"] else "o"
+        panel.scatter(*place, marker=marker, s=52, color=color, zorder=3, edgecolor="white", lw=0.8)
+    panel.margins(x=0.14, y=0.12)
+    panel.grid(alpha=0.25)
+    panel.set_title(f"{rows[0]['suite']}: {rows[0]['case']}", loc="left", fontsize=14, fontweight="bold")
+    panel.set_ylabel("step, ms (median; bar: least to most)", fontsize=11)
+    absent = [_why_absent(row) for row in rows if row not in points]
+    note = "".join("\n" + line for line in textwrap.wrap("outside: " + "; ".join(absent), 130)) if absent else ""
+    panel.set_xlabel(f"peak device memory allocated, GiB{note}", fontsize=11)
+    for name, color, marker in (("Megatron Swap", OURS, "D"), ("others", PEERS, "o")):
+        panel.scatter([], [], color=color, marker=marker, label=name)
+    panel.legend(loc="upper right", fontsize=10, framealpha=0.9)
+
+
+def _labels(panel: Any, rows: Sequence[Row]) -> None:
+    """Each name near its point, where it hides neither a point nor another name; a thin line leads far ones home."""
+    renderer = panel.figure.canvas.get_renderer()
+    scale = panel.figure.dpi / 100
+    places = [panel.transData.transform((row["device_peak_gib"], row["step_ms_median"])) for row in rows]
+    radius = MARKER_PIXELS * scale
+    taken = [Bbox.from_extents(x - radius, y - radius, x + radius, y + radius) for x, y in places]
+    taken.append(panel.get_legend().get_window_extent(renderer))
+    frame = panel.get_window_extent(renderer)
+    for row, (x, y) in sorted(zip(rows, places, strict=True), key=lambda pair: (-pair[1][1], pair[1][0])):
+        color, weight = (OURS, "bold") if row["is_ours"] else (TEXT, "normal")
+        text = panel.text(0, 0, row["method"], fontsize=9.5, transform=None, zorder=4, color=color, weight=weight)
+        text.set_bbox({"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.6})  # over the frontier's line
+        box = text.get_window_extent(renderer)
+        left, bottom = _free_place(x, y, box.width, box.height, taken, frame, radius)
+        text.set_position((left, bottom - box.y0))
+        taken.append(Bbox.from_bounds(left - 2, bottom - 1, box.width + 4, box.height + 2))
+        end = min(max(x, left), left + box.width), min(max(y, bottom), bottom + box.height)
+        if max(abs(end[0] - x), abs(end[1] - y)) > 1.5 * radius:
+            inverse = panel.transData.inverted()
+            (x0, y0), (x1, y1) = inverse.transform((x, y)), inverse.transform(end)
+            panel.plot([x0, x1], [y0, y1], color=LINE, lw=0.8, zorder=1.5, scalex=False, scaley=False)
+
+
+def _free_place(
+    x: float, y: float, width: float, height: float, taken: Sequence[Bbox], frame: Bbox, radius: float
+) -> tuple[float, float]:
+    """Lower left corner of a box near (x, y), in pixels: the first of widening rings that overlaps the least."""
+    best, least = (x, y), float("inf")
+    for ring in range(1, 9):
+        gap = radius * (0.4 + 1.6 * ring)
+        tries = [
+            (x + radius + 3, y - height / 2), (x - radius - 3 - width, y - height / 2),
+            (x - width / 2, y + gap), (x - width / 2, y - gap - height),
+            (x + radius, y + gap * 0.7), (x + radius, y - gap * 0.7 - height),
+            (x - width - radius, y + gap * 0.7), (x - width - radius, y - gap * 0.7 - height),
+        ]  # fmt: skip
+        for left, bottom in tries:
+            box = Bbox.from_bounds(left, bottom, width, height)
+            hidden = sum(_overlap(box, other) for other in taken)
+            outside = width * height - _overlap(box, frame)
+            if hidden + 4 * outside < least:
+                best, least = (left, bottom), hidden + 4 * outside
+        if least <= 0:
+            break
+    return best
+
+
+def _overlap(one: Bbox, other: Bbox) -> float:
+    both = Bbox.intersection(one, other)
+    return 0.0 if both is None else float(both.width * both.height)

@@ -1,0 +1,88 @@
+"""The results as a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from proof.bench.frontier import frontier
+from proof.rows import Row
+
+NOISE_FACTOR = 10
+"""Losses are flagged when they differ by more than this many times what two runs of the reference differ by."""
+LEGEND = (
+    "Step: median of all timed steps of all rounds. ×: beside `none`. Peak, reserved: the most that PyTorch's "
+    "allocator had given out, and held. − static: peak without weights, gradients and optimizer. Host: growth of the "
+    "process, or pinned memory, whichever is more. Losses: largest relative difference from the reference's, round by "
+    "round (the reference: from its own first round). ★: nothing is faster with less memory."
+)
+HEAD = (
+    "method", "step ms (least–most)", "×", "first step s", "tokens/s", "TFLOP/s", "peak GiB", "− static",
+    "reserved GiB", "host GiB", "losses", "",
+)  # fmt: skip
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A section a case; rows in their order."""
+    first = rows[0]
+    machine = first["machine"]
+    gpu = machine["gpu"] if machine["gpu"] != "none" else f"CPU, {machine['cores']} cores"
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if version)
+    lines = [
+        f"# {first['suite']}", "",
+        f"`{first['command']}` on {gpu}; {versions}; commit {first['commit'] or 'unknown'}.", "",
+        LEGEND, "",
+    ]  # fmt: skip
+    for case in dict.fromkeys(row["case"] for row in rows):
+        lines += _section([row for row in rows if row["case"] == case])
+    return "\n".join(lines)
+
+
+def _section(rows: list[Row]) -> list[str]:
+    none = next((row["step_ms_median"] for row in rows if row["method"] == "none"), None)
+    stars = frontier_methods(rows)
+    noise = next((row["loss_max_rel_diff"] for row in rows if row["method"] == row["reference"]), None) or 0.0
+    num_rounds = max(row["num_rounds"] for row in rows)
+    lines = [f"## {rows[0]['case']}", "", f"Rounds: {num_rounds}. Reference of the losses: {rows[0]['reference']}.", ""]
+    lines += [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
+    for row in rows:
+        lines.append(f"| {' | '.join(_cells(row, none, noise, row['method'] in stars))} |")
+    return [*lines, ""]
+
+
+def _cells(row: Row, none_ms: float | None, noise: float, is_star: bool) -> list[str]:
+    name = f"**{row['method']}**" if row["is_ours"] else row["method"]
+    if row["step_ms_median"] is None:
+        return [name, row["outcome"], *[""] * (len(HEAD) - 2)]
+    peak, static = row["device_peak_gib"], row["device_static_gib"]
+    remarks = (["★"] if is_star else []) + ([row["outcome"]] if row["outcome"] != "ok" else [])
+    return [
+        name,
+        f"{row['step_ms_median']:.1f} ({row['step_ms_min']:.1f}–{row['step_ms_max']:.1f})",
+        f"{row['step_ms_median'] / none_ms:.3f}" if none_ms else "",
+        f"{row['first_step_ms'] / 1e3:.1f}",
+        f"{row['tokens_per_s']:.0f}",
+        f"{row['model_tflops_per_s']:.1f}",
+        *("" if value is None else f"{value:.2f}" for value in (
+            peak, None if peak is None or static is None else peak - static, row["device_reserved_gib"],
+            row["host_peak_gib"],
+        )),
+        _losses(row, noise),
+        " ".join(remarks),
+    ]  # fmt: skip
+
+
+def _losses(row: Row, noise: float) -> str:
+    if row["losses_equal"] is None:
+        return ""
+    if row["losses_equal"]:
+        return "equal"
+    difference = row["loss_max_rel_diff"]
+    is_flagged = row["method"] != row["reference"] and difference > NOISE_FACTOR * noise
+    return f"**differ: {difference:.1e}**" if is_flagged else f"{difference:.1e}"
+
+
+def frontier_methods(rows: Sequence[Row]) -> set[str]:
+    """The methods of one case that are on the frontier of step time and peak memory; none without a GPU."""
+    good = [row for row in rows if row["outcome"] == "ok" and row["device_peak_gib"] is not None]
+    chosen = frontier([(row["device_peak_gib"], row["step_ms_median"]) for row in good])
+    return {good[index]["method"] for index in chosen}

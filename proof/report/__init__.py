@@ -1,0 +1,1 @@
+"""The report: docs/report.md and docs/report.html, from docs/results alone."""

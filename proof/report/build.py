@@ -1,0 +1,282 @@
+"""From docs/results to the report: what is read, what the template is given, the HTML page, the check."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import mimetypes
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import markdown  # type: ignore[import-untyped]
+
+from proof.report import compare, overhead, profiles, tables, text
+from proof.report.flags import OFFLOADS, RECOMPUTES, added, is_ours, means, shape
+from proof.report.pictures import Picture, frontier_picture, load_picture
+from proof.rows import Row, read_rows
+
+HERE = Path(__file__).parent
+DIAGRAM = HERE / "streams.svg"
+SUITES = ("h200-dense", "h200-long-context", "h200-moe")
+COMMANDS = {
+    **{name: f"python tools/bench.py --suite {name} --output docs/results/{name}.jsonl" for name in SUITES},
+    "prove-overhead": "python tools/prove.py overhead --output docs/results/h200-overhead.jsonl",
+    "prove-equality": "python tools/prove.py equality --spec transformer_engine local --output equality.jsonl",
+    "prove-ranks": "python tools/prove.py ranks --case tp2-sp pp2-vpp dp2-distopt --output ranks.jsonl",
+    "profile": "bash tools/profile.sh --swap-layers …",
+}
+EARLIER = "earlier"
+"""In the name of a file that only docs/log.md quotes."""
+
+
+@dataclass
+class Results:
+    """What docs/results holds."""
+
+    folder: Path
+    files: list[tuple[str, list[Row]]]
+    profiles: list[profiles.Group]
+    literature: list[dict[str, Any]]
+    suites: dict[str, list[Row]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.suites = {}
+        for _, rows in self.files:
+            for row in rows:
+                self.suites.setdefault(row["suite"], []).append(row)
+
+
+def read_results(folder: Path) -> Results:
+    """Raises: RowError for a row that does not keep to the schema."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: the report is made of the results in it")
+    paths = [path for path in sorted(folder.glob("*.jsonl")) if EARLIER not in path.stem]
+    literature = folder / "literature.toml"
+    return Results(
+        folder,
+        [(path.name, read_rows(path)) for path in paths],
+        profiles.read_profiles(folder),
+        tomllib.loads(literature.read_text())["works"] if literature.exists() else [],
+    )
+
+
+@dataclass
+class Case:
+    """One case of a benchmark suite, as the template shows it."""
+
+    name: str
+    rows: list[Row]
+    picture: Picture | None
+
+    @property
+    def shape(self) -> Any:
+        return shape(self.rows[0])
+
+    @property
+    def num_rounds(self) -> int:
+        return max((row.get("num_rounds") or 1 for row in self.rows), default=1)
+
+    @property
+    def unswapped(self) -> Row | None:
+        return next((row for row in self.rows if row["method"] == "none"), None)
+
+    @property
+    def num_params_billion(self) -> float | None:
+        found = [row["num_params"] for row in self.rows if row["num_params"]]
+        return found[0] / 1e9 if found else None
+
+    @property
+    def frontier_names(self) -> list[str]:
+        return [tables.name(row) for row in compare.on_frontier(self.rows)]
+
+    @property
+    def tally(self) -> dict[str, int]:
+        """Our points by who is faster; ``alone``: those that no peer can be put beside."""
+        found = {"alone": 0, **{side.value: 0 for side in compare.Faster}}
+        for duel in self.duels:
+            found[duel.faster.value if duel.faster else "alone"] += 1
+        return found
+
+    @property
+    def flagged(self) -> list[Row]:
+        """Methods whose losses differ by more than noise."""
+        noise = tables.loss_noise(self.rows)
+        return [row for row in self.rows if tables.loss_cell(row, noise).startswith("**")]
+
+    @property
+    def refused(self) -> list[Row]:
+        return [row for row in self.rows if row["outcome"] == "refused"]
+
+    methods_table = property(lambda self: tables.methods_table(self.rows))
+    duels = property(lambda self: compare.duels(self.rows))
+    duels_table = property(lambda self: tables.duels_table(self.duels))
+    losses = property(lambda self: compare.losses(self.rows))
+    ladder = property(lambda self: overhead.ladder(self.rows))
+
+
+@dataclass
+class Suite:
+    """A benchmark suite; without cases it was not measured yet."""
+
+    name: str
+    command: str
+    cases: list[Case]
+
+    def legend(self) -> list[tuple[str, str, str]]:
+        """Each method once: name, what it is, the flags that it adds."""
+        found: dict[str, tuple[str, str, str]] = {}
+        for case in self.cases:
+            for row in case.rows:
+                more = added(row, case.unswapped) if case.unswapped else row["flags"]
+                found.setdefault(row["method"], (row["method"], row.get("what") or "", more))
+        return list(found.values())
+
+
+def build_suites(results: Results, pictures: Path) -> list[Suite]:
+    """Those that the report is about, measured or not, and any other benchmark there is."""
+    others = [name for name in results.suites if name not in SUITES and not name.startswith("prove-")]
+    suites = []
+    for name in (*SUITES, *others):
+        cases = []
+        for case, rows in compare.cases(results.suites.get(name, [])).items():
+            path = pictures / f"{profiles.anchor(f'{name} {case}')}.png"
+            has_points = bool(compare.points(rows)) and all("is_ours" in row for row in rows)
+            cases.append(Case(case, rows, frontier_picture(path, rows) if has_points else None))
+        command = COMMANDS.get(name, f"python tools/bench.py --suite {name}")
+        suites.append(Suite(name, command, cases))
+    return suites
+
+
+def reason(loss: compare.Loss) -> dict[str, Any]:
+    """What the rows say of why the peer is better; each is ``None`` or false where they do not say it."""
+    ours, peer = loss.ours, loss.peer
+    base = loss.rung.base if loss.rung and loss.rung.base["method"] != "none" else None
+    less_host = None
+    if ours is not None and ours["host_peak_gib"] is not None and peer["host_peak_gib"] is not None:
+        less_host = peer["host_peak_gib"] < ours["host_peak_gib"]
+    return {
+        "is_link_bound": loss.rung.is_link_bound if loss.rung else None,
+        "peer_recomputes": RECOMPUTES in means(peer),
+        "peer_offloads": OFFLOADS in means(peer),
+        "less_host": less_host,
+        "base": base,
+        "base_is_slower": base is not None and base["step_ms_median"] >= peer["step_ms_median"],
+    }
+
+
+def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Picture]]:
+    """What the template is given, and the pictures that it shows."""
+    folder = output / "report"
+    suites = build_suites(results, folder)
+    overhead_cases = compare.cases(results.suites.get("prove-overhead", []))
+    measured = {f"{case} (prove-overhead)": rows for case, rows in overhead_cases.items()}
+    for suite in suites:
+        measured.update({f"{case.name} ({suite.name})": case.rows for case in suite.cases})
+    ladders = {name: steps for name, rows in measured.items() if (steps := overhead.ladder(rows))}
+    plain = {name: [step for step in steps if step.base["method"] == "none"] for name, steps in ladders.items()}
+    plain = {name: steps for name, steps in plain.items() if any(step.load is not None for step in steps)}
+    curve = load_picture(folder / "overhead.png", plain) if plain else None
+    pictures = [case.picture for suite in suites for case in suite.cases if case.picture is not None]
+    equality = {name: tables.equal_runs(results.suites.get(name, [])) for name in ("prove-equality", "prove-ranks")}
+    named = {
+        "suites": suites,
+        "ladders": ladders,
+        "no_base": {
+            name: [row for row in rows if row["method"] == "none"]
+            for name, rows in measured.items()
+            if name not in ladders and any(is_ours(row) for row in rows)
+        },
+        "costs": [cost for rows in measured.values() if (cost := overhead.case_cost(rows)) is not None],
+        "plain": plain,
+        "curve": curve,
+        "groups": results.profiles,
+        "equality": equality,
+        "literature": results.literature,
+        "files": results.files,
+        "versions": _versions(results),
+        "commands": COMMANDS,
+        "free_share": overhead.FREE_RATIO - 1.0,
+        "noise_share": compare.LEAST_RATIO - 1.0,
+        "diagram": _relative(DIAGRAM, output),
+        "results": _relative(results.folder, output),
+        "link_to": lambda path: _relative(path, output),
+        "t": text,
+        "tables": tables,
+        "profiles": profiles,
+        "reason": reason,
+        "is_ours": is_ours,
+    }
+    return named, [*pictures, *([curve] if curve else [])]
+
+
+def _versions(results: Results) -> dict[str, list[str]]:
+    """Every version of every package that was measured with."""
+    found: dict[str, set[str]] = {}
+    for _, rows in results.files:
+        for row in rows:
+            for package, version in row["versions"].items():
+                if version:
+                    found.setdefault(package, set()).add(version)
+    return {package: sorted(versions) for package, versions in sorted(found.items())}
+
+
+def _relative(path: Path, start: Path) -> str:
+    """A link from a page in ``start``."""
+    return path.resolve().relative_to(start.resolve(), walk_up=True).as_posix()
+
+
+def render(named: dict[str, Any]) -> str:
+    """The report in Markdown."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    lines = environment.get_template("report.md.j2").render(named)
+    return re.sub(r"\n{3,}", "\n\n", lines).strip() + "\n"
+
+
+def to_html(report: str, folder: Path) -> str:
+    """One page that needs nothing else: pictures become data URIs. ``folder``: what their paths are relative to."""
+    body = markdown.markdown(report, extensions=["tables", "toc", "sane_lists"])
+    body = re.sub(r'src="([^":]+)"', lambda found: f'src="{data_uri(folder / found[1])}"', body)
+    body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
+    title = re.search(r"^# (.+)$", report, flags=re.MULTILINE)
+    page = jinja2.Template((HERE / "page.html.j2").read_text())
+    return page.render(title=title[1] if title else "", body=body)
+
+
+def data_uri(path: Path) -> str:
+    kind, _ = mimetypes.guess_type(path.name)
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def build(results: Path, output: Path) -> list[Path]:
+    """Write report.md, report.html and the pictures; returns what was written."""
+    named, pictures = context(read_results(results), output)
+    for picture in pictures:
+        picture.draw()
+    report = render(named)
+    pages = output / "report.md", output / "report.html"
+    pages[0].write_text(report)
+    pages[1].write_text(to_html(report, output))
+    return [*pages, *(picture.path for picture in pictures)]
+
+
+def check(results: Path, output: Path) -> list[str]:
+    """Where the report that is there and the results disagree; empty: nowhere."""
+    named, pictures = context(read_results(results), output)
+    path = output / "report.md"
+    if not path.exists():
+        return [f"{path} is not there"]
+    stale = [f"{picture.path} is missing or shows other figures" for picture in pictures if not picture.is_current]
+    return [*_differences(path.read_text(), render(named)), *stale]
+
+
+def _differences(there: str, expected: str) -> Sequence[str]:
+    lines = difflib.unified_diff(there.splitlines(), expected.splitlines(), "report.md", "results", n=0, lineterm="")
+    return list(lines)

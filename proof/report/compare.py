@@ -1,0 +1,143 @@
+"""Our points beside the peers of the same case: who is faster with no more memory, and what the data say of why."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from proof.bench.frontier import frontier
+from proof.report.flags import is_ours
+from proof.report.overhead import Rung, rung
+from proof.rows import Row
+
+PEAK_DIGITS = 2
+"""Peaks are the same when they print the same."""
+LEAST_RATIO = 1.01
+"""A smaller difference is none: as much lies between two runs of one method."""
+
+
+class Faster(Enum):
+    OURS = "ours"
+    PEER = "peer"
+    NEITHER = "neither"
+    """The middle halves of their step times overlap, or the medians are nearer than ``LEAST_RATIO``."""
+
+
+@dataclass(frozen=True)
+class Duel:
+    """One of our points and the best that others do at its peak or below."""
+
+    ours: Row
+    peer: Row | None
+    """``None``: nobody else fits."""
+    faster: Faster | None
+    ratio: float | None
+    """The slower step over the faster one, at least one."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A peer that is clearly faster than everything of ours with no more memory."""
+
+    peer: Row
+    ours: Row | None
+    """Our fastest point at the peer's peak or below; ``None``: none of ours fits there."""
+    ratio: float | None
+    rung: Rung | None
+    """The arithmetic of our point, where the rows allow it."""
+    lowest: Row | None
+    """Our point with the lowest peak."""
+
+
+def cases(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows by case, in their order."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["case"], []).append(row)
+    return found
+
+
+def points(rows: Sequence[Row]) -> list[Row]:
+    """Runs that worked and have a peak: what can be compared."""
+    return [row for row in rows if row["outcome"] == "ok" and row["device_peak_gib"] is not None]
+
+
+def peak(row: Row) -> float:
+    """As printed, in GiB."""
+    return round(float(row["device_peak_gib"]), PEAK_DIGITS)
+
+
+def by_peak(rows: Sequence[Row]) -> list[Row]:
+    """From the lowest peak to the highest; then those without a peak; then what failed."""
+    measured = sorted(points(rows), key=lambda row: (peak(row), row["step_ms_median"], row["method"]))
+    rest = [row for row in rows if row not in measured]
+    return [*measured, *sorted(rest, key=lambda row: row["outcome"] != "ok")]
+
+
+def on_frontier(rows: Sequence[Row]) -> list[Row]:
+    """Those that no other equals or beats in both peak and step time, from the lowest peak to the highest."""
+    found = points(rows)
+    return [found[index] for index in frontier([(peak(row), row["step_ms_median"]) for row in found])]
+
+
+def fastest_within(rows: Sequence[Row], peak_gib: float) -> Row | None:
+    """The fastest at this peak or below; of equally fast ones that with the lower peak, then the earlier name."""
+    fits = [row for row in points(rows) if peak(row) <= peak_gib]
+    return min(fits, key=lambda row: (row["step_ms_median"], peak(row), row["method"]), default=None)
+
+
+def middle_half(row: Row) -> tuple[float, float]:
+    """First and third quartile of the step times."""
+    times = row["step_ms_all"]
+    if len(times) < 2:
+        return row["step_ms_median"], row["step_ms_median"]
+    first, _, third = statistics.quantiles(times, n=4, method="inclusive")
+    return first, third
+
+
+def faster(ours: Row, peer: Row) -> Faster:
+    """Whose steps are faster, beyond doubt."""
+    mine, theirs = middle_half(ours), middle_half(peer)
+    if ratio(ours, peer) < LEAST_RATIO:
+        return Faster.NEITHER
+    if mine[1] < theirs[0]:
+        return Faster.OURS
+    return Faster.PEER if theirs[1] < mine[0] else Faster.NEITHER
+
+
+def ratio(one: Row, other: Row) -> float:
+    """The slower step over the faster one."""
+    times = one["step_ms_median"], other["step_ms_median"]
+    return float(max(times) / min(times))
+
+
+def duels(rows: Sequence[Row]) -> list[Duel]:
+    """Each of our points of one case, from the lowest peak to the highest."""
+    peers = [row for row in rows if not is_ours(row)]
+    found = []
+    for ours in by_peak([row for row in points(rows) if is_ours(row)]):
+        peer = fastest_within(peers, peak(ours))
+        if peer is None:
+            found.append(Duel(ours, None, None, None))
+        else:
+            found.append(Duel(ours, peer, faster(ours, peer), ratio(ours, peer)))
+    return found
+
+
+def losses(rows: Sequence[Row]) -> list[Loss]:
+    """Where a peer is better: those on the peers' own frontier that beat all of ours at their peak or below.
+
+    ``none`` is no way of saving memory: what ours cost beside it is told for each of them.
+    """
+    mine = [row for row in points(rows) if is_ours(row)]
+    lowest = min(mine, key=peak, default=None)
+    found = []
+    for peer in on_frontier([row for row in rows if not is_ours(row) and row["method"] != "none"]):
+        ours = fastest_within(mine, peak(peer))
+        if ours is None:
+            found.append(Loss(peer, None, None, None, lowest))
+        elif faster(ours, peer) is Faster.PEER:
+            found.append(Loss(peer, ours, ratio(ours, peer), rung(ours, rows), lowest))
+    return found

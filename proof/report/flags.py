@@ -1,0 +1,103 @@
+"""What a row's flags say: the shape that was trained, and what was swapped or recomputed."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from dataclasses import dataclass
+
+from proof.rows import Row
+
+RECOMPUTES, OFFLOADS, KEEPS = "recomputes", "offloads", "keeps"
+"""What a method does with the memory that it saves; ``KEEPS``: nothing, it saves none."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and the batch of a run."""
+
+    num_layers: int
+    hidden_size: int
+    sequence: int
+    micro_batch: int
+    num_micro_batches: int
+    """A step, for each data-parallel rank when there is one."""
+
+
+def value(row: Row, flag: str) -> str | None:
+    """The last value of a flag, as Megatron's parser takes it."""
+    words = shlex.split(row["flags"])
+    found = [after for word, after in itertools.pairwise(words) if word == flag]
+    return found[-1] if found else None
+
+
+def shape(row: Row) -> Shape:
+    """Raises: ValueError, naming the row and the flag that its flags lack."""
+
+    def number(flag: str) -> int:
+        found = value(row, flag)
+        if found is None:
+            raise ValueError(f"{row['suite']}, {row['case']}, {row['method']}: the row's flags have no {flag}")
+        return int(found)
+
+    micro_batch = number("--micro-batch-size")
+    return Shape(
+        num_layers=number("--num-layers"),
+        hidden_size=number("--hidden-size"),
+        sequence=number("--seq-length"),
+        micro_batch=micro_batch,
+        num_micro_batches=number("--global-batch-size") // micro_batch,
+    )
+
+
+def swapped_layers(row: Row) -> str | None:
+    """What ``--swap-layers`` asked for; ``None``: nothing."""
+    layers = value(row, "--swap-layers")
+    return None if layers == "none" else layers
+
+
+def swapped_modules(row: Row) -> str | None:
+    """What ``--swap-modules`` limited swapping to; ``None``: whole layers."""
+    words = shlex.split(row["flags"])
+    if "--swap-modules" not in words:
+        return None
+    rest = words[words.index("--swap-modules") + 1 :]
+    return " ".join(itertools.takewhile(lambda word: not word.startswith("--"), rest))
+
+
+def is_ours(row: Row) -> bool:
+    return swapped_layers(row) is not None
+
+
+def without_swap(row: Row) -> tuple[str, ...]:
+    """The flags of the same run without swapping."""
+    words: list[str] = []
+    is_swap = False
+    for word in shlex.split(row["flags"]):
+        if word.startswith("--"):
+            is_swap = word.startswith("--swap-")
+        if not is_swap:
+            words.append(word)
+    return tuple(words)
+
+
+def added(row: Row, base: Row) -> str:
+    """The flags that a run has beyond those of another of its case."""
+    common = shlex.split(base["flags"])
+    more = shlex.split(row["flags"])
+    start = 0
+    while start < min(len(common), len(more)) and common[start] == more[start]:
+        start += 1
+    return shlex.join(more[start:])
+
+
+def means(row: Row) -> set[str]:
+    """By which means the method saves memory, swapping of ours aside."""
+    words = shlex.split(row["flags"])
+    wrap = row.get("wrap") or ""
+    found = set()
+    if "--recompute-granularity" in words or "checkpoint" in wrap:
+        found.add(RECOMPUTES)
+    if "--fine-grained-activation-offloading" in words or "--cpu-offloading-num-layers" in words or wrap:
+        found.add(OFFLOADS)
+    return found or {KEEPS}

@@ -1,0 +1,106 @@
+"""Result rows: one JSON object a line, the same fields in every file of docs/results."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+Row = dict[str, Any]
+
+OUTCOME = re.compile(r"ok|oom_device|oom_host|refused|timeout|failed \(-?\d+\)|missing: \S+")
+_NUMBER = (int, float)
+# Always there, whatever became of the run.
+_NAMED: dict[str, tuple[type, ...]] = {
+    "suite": (str,),
+    "case": (str,),
+    "method": (str,),
+    "flags": (str,),
+    "outcome": (str,),
+    "versions": (dict,),
+    "machine": (dict,),
+    "commit": (str,),
+    "command": (str,),
+}
+# What a run has measured; null where it failed.
+_MEASURED: dict[str, tuple[type, ...]] = {
+    "step_ms_median": _NUMBER,
+    "step_ms_all": (list,),
+    "first_step_ms": _NUMBER,
+    "host_peak_gib": _NUMBER,
+    "tokens_per_s": _NUMBER,
+    "num_params": (int,),
+    "loss_hex": (str,),
+}
+# Null on a machine without a GPU as well; losses_equal: without anything to compare with.
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "device_peak_gib": _NUMBER,
+    "device_static_gib": _NUMBER,
+    "device_reserved_gib": _NUMBER,
+    "losses_equal": (bool,),
+}
+FIELDS = (*_NAMED, *_MEASURED, *_OPTIONAL)
+
+
+class RowError(ValueError):
+    """A row that does not keep to the schema; the message names the row and the field."""
+
+
+def check_row(row: Row, where: str = "row") -> None:
+    """Raise ``RowError`` unless ``row`` has every field, each of its type."""
+    name = f"{where} (case {row.get('case')!r}, method {row.get('method')!r})"
+    for field in FIELDS:
+        if field not in row:
+            raise RowError(f"{name}: field {field!r} is missing")
+    if not isinstance(row["outcome"], str) or OUTCOME.fullmatch(row["outcome"]) is None:
+        raise RowError(f"{name}: field 'outcome' is {row['outcome']!r}; allowed: {OUTCOME.pattern}")
+    for fields, is_needed in ((_NAMED, True), (_MEASURED, row["outcome"] == "ok"), (_OPTIONAL, False)):
+        for field, types in fields.items():
+            _check_field(name, field, row[field], types, is_needed)
+    for step_ms in row["step_ms_all"] or ():
+        _check_field(name, "step_ms_all[]", step_ms, _NUMBER, True)
+
+
+def _check_field(name: str, field: str, value: Any, types: tuple[type, ...], is_needed: bool) -> None:
+    if value is None:
+        if is_needed:
+            raise RowError(f"{name}: field {field!r} is null")
+    elif not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        allowed = " or ".join(t.__name__ for t in types)
+        raise RowError(f"{name}: field {field!r} is {value!r}, not of type {allowed}")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The checked rows of a file.
+
+    Raises:
+        RowError: a line is no JSON object, or a row does not keep to the schema.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RowError(f"{where}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise RowError(f"{where}: a JSON object is expected, not {type(row).__name__}")
+        check_row(row, where)
+        rows.append(row)
+    return rows
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """Check the rows and write them, so that a reader never sees half a file."""
+    for number, row in enumerate(rows, 1):
+        check_row(row, f"{path}:{number}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    draft.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draft.replace(path)

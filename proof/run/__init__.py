@@ -1,0 +1,1 @@
+"""One training run in a process of its own, measured."""

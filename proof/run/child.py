@@ -1,0 +1,150 @@
+"""The process of one measured run: ``python -m proof.run.child REQUEST RESULT [CHANNEL]``.
+
+It imports everything, without touching the GPU, and then waits for ``go`` on its standard input, so that it can be
+started while another run is still measured; and it stops after the first step until it is told ``time`` (no other
+process is importing now). CHANNEL is the file descriptor to which it writes how far it got. Without it (several ranks,
+started by torchrun) nobody is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import select
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from proof.run.request import Request
+from proof.run.stopwatch import EnoughSteps, Stopwatch
+
+PRELOADED = (
+    "torch.utils.tensorboard",
+    "megatron.training.training",
+    "megatron.training.argument_utils",
+    "megatron.training.models.gpt",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.swap.session",
+)
+WAIT_S = 600.0
+
+
+class Channel:
+    """The line to whoever started us. Without a descriptor nobody listens, and nobody is waited for."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    @property
+    def is_open(self) -> bool:
+        return self._descriptor is not None
+
+    def tell(self, stage: str) -> None:
+        if self._descriptor is not None:
+            os.write(self._descriptor, f"{stage}\n".encode())
+
+    def await_word(self, word: str) -> None:
+        """Wait for one line on the standard input; another one, or none in time, ends the process."""
+        if self._descriptor is None:
+            return
+        heard, deadline = b"", time.monotonic() + WAIT_S
+        while not heard.endswith(b"\n"):
+            # Byte by byte past Python's buffer, which would hide a second line from select.
+            readable, _, _ = select.select([0], [], [], max(0.0, deadline - time.monotonic()))
+            byte = os.read(0, 1) if readable else b""
+            if not byte:
+                break
+            heard += byte
+        if heard != f"{word}\n".encode():
+            sys.exit(f"waited {WAIT_S:g} s at most for {word!r} on the standard input, heard {heard!r}")
+
+
+def load(path: str) -> Any:
+    """``module:name``."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def main() -> None:
+    request = Request.from_json(Path(sys.argv[1]).read_text())
+    result_path = Path(sys.argv[2])
+    channel = Channel(int(sys.argv[3]) if len(sys.argv) > 3 else None)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv = ["pretrain_gpt_swap.py", *request.flags, *_more_flags(request, folder)]
+        import torch
+
+        import pretrain_gpt_swap
+        from megatron.swap.prepare import prepare
+
+        prepare(sys.argv)  # before Megatron is imported
+        for name in (*PRELOADED, *request.requires):
+            importlib.import_module(name)
+        watch = Stopwatch(request, channel, load(request.wrap) if request.wrap else None)
+        _put_between(watch)
+        watch.began_cuda = torch.cuda.is_initialized()
+        channel.tell("ready")
+        channel.await_word("go")
+        watch.start()
+        with contextlib.suppress(EnoughSteps):
+            pretrain_gpt_swap.main()
+        result = watch.result(Path(folder))
+        if os.environ.get("RANK", "0") == "0":
+            result_path.write_text(json.dumps(result))
+        channel.tell("done")
+    if channel.is_open:
+        leave(0)
+
+
+def _more_flags(request: Request, folder: str) -> list[str]:
+    flags = []
+    if request.has_summary:
+        flags += ["--swap-summary", f"{folder}/summary.json"]
+    if request.profile_step:
+        flags += [
+            "--profile", "--use-pytorch-profiler", "--profile-step-start", str(request.profile_step - 1),
+            "--profile-step-end", str(request.profile_step), "--tensorboard-dir", f"{folder}/tensorboard",
+        ]  # fmt: skip
+    return flags
+
+
+def _put_between(watch: Stopwatch) -> None:
+    """The program installs its session and we learn of the arguments and, by a hook, of the built model."""
+    from megatron.swap.session import SwapSession
+
+    install = SwapSession.install
+
+    @functools.wraps(install)
+    def install_and_watch(args: Any, model_config: Any = None) -> SwapSession:
+        session = install(args, model_config)
+        watch.before_model(args, session)
+        model_config.pre_wrap_hooks.append(watch.attach)
+        return session
+
+    SwapSession.install = install_and_watch  # type: ignore[method-assign, assignment]
+
+
+def leave(code: int) -> None:
+    """End at once: taking down CUDA, process groups and pinned memory in order takes up to a minute."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SystemExit as stop:
+        if stop.code is not None and not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
+        if stop.code:
+            leave(stop.code if isinstance(stop.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)

@@ -1,0 +1,228 @@
+"""Times, memory and losses of a run, from between the steps."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from proof.machine import peak_rss_bytes, rss_bytes
+from proof.rows import GIB
+from proof.run.request import Request
+
+LARGE_COPY_BYTES = 256 << 10
+LEAST_TIMED = 2
+
+
+class EnoughSteps(BaseException):
+    """Ends training before its last step: the timed steps took as long as they may."""
+
+
+class Listener(Protocol):
+    def tell(self, stage: str) -> None: ...
+
+    def await_word(self, word: str) -> None: ...
+
+
+class Stopwatch:
+    """Looks on between the steps; the steps themselves run as they would without it.
+
+    A step is timed from the end of the one before to its own end, on the host: Megatron reads the loss when it logs,
+    every step, which waits for the device.
+    """
+
+    def __init__(self, request: Request, listener: Listener, wrap: Callable[[list[Any]], None] | None) -> None:
+        self._request = request
+        self._listener = listener
+        self._wrap = wrap
+        self._phases = Phases()
+        self.began_cuda = False
+        """Before ``go``: a context of ours then took device memory while another run was measured."""
+        self._start = self._built = 0.0
+        self._rss_before = 0
+        self._args = Namespace()
+        self._session: Any = None
+        self._chunks: list[Any] = []
+        self._ends: list[float] = []
+        self._allocated: list[int] = []
+        self._losses: list[torch.Tensor] = []
+        self._engine: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """The program's ``main`` begins."""
+        self._start = time.perf_counter()
+
+    def before_model(self, args: Namespace, session: Any) -> None:
+        self._args, self._session = args, session
+        self._rss_before = rss_bytes()
+
+    def attach(self, chunks: Any) -> Any:
+        """Megatron's hook on the built model chunks, before they are wrapped; they are returned as they came."""
+        from megatron.training import training
+
+        from patches.training_log import training_log_patch
+
+        self._chunks = list(chunks)
+        if self._wrap is not None:
+            self._wrap(self._chunks)
+        if self._request.has_phases and torch.cuda.is_available() and len(self._chunks) == 1:
+            self._phases.attach(self._chunks[0])
+        # Around whatever stands there: the session has put the same patch in place for itself when it swaps.
+        training.training_log = training_log_patch(self._on_iteration).build(training.training_log)
+        self._built = time.perf_counter()
+        self._listener.tell("built")
+        return chunks
+
+    def _on_iteration(
+        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
+    ) -> None:
+        self._ends.append(time.perf_counter())
+        self._losses += [loss.detach().clone() for loss in list(losses.values())[:1]]  # read at the end
+        if torch.cuda.is_available():
+            self._allocated.append(torch.cuda.memory_allocated())
+        if len(self._ends) == 1:
+            self._listener.tell("stepped")
+            self._listener.await_word("time")
+        is_enough = self._is_enough()
+        if is_enough or len(self._ends) == self._args.train_iters:
+            self._engine = _engine_figures(self._session, len(self._ends))
+        if is_enough:
+            raise EnoughSteps
+
+    def _is_enough(self) -> bool:
+        warm_up, limit_s = self._request.num_warm_up, self._request.timed_limit_s
+        if limit_s is None or len(self._ends) < warm_up + LEAST_TIMED:
+            return False
+        return self._ends[-1] - self._ends[warm_up - 1] > limit_s
+
+    def result(self, folder: Path) -> dict[str, Any]:
+        """What was measured; ``folder`` holds the summary and the trace, if they were asked for."""
+        from megatron.training.training import num_floating_point_operations
+
+        steps_ms = [1e3 * (end - begin) for begin, end in zip(self._ends, self._ends[1:], strict=False)]
+        timed_ms = steps_ms[self._request.num_warm_up - 1 :]
+        if self._request.profile_step:
+            timed_ms = timed_ms[:-1]
+        batch = self._args.global_batch_size
+        found = {
+            "step_ms_median": statistics.median(timed_ms) if timed_ms else None,
+            "step_ms_all": timed_ms,
+            "first_step_ms": 1e3 * (self._ends[0] - self._start),
+            "began_cuda_early": self.began_cuda,
+            "build_ms": 1e3 * (self._built - self._start),
+            "tokens_per_step": batch * self._args.seq_length,
+            "step_flops": num_floating_point_operations(self._args, batch),
+            "num_params": sum(p.numel() for chunk in self._chunks for p in chunk.parameters()),
+            "losses": [float(loss).hex() for loss in self._losses],
+            **self._memory(),
+            **self._engine,
+            **self._phases.medians(),
+        }
+        if self._request.has_summary:
+            found["weights_sha256"] = weights_sha256(self._chunks)
+            summary = folder / "summary.json"
+            found["summary"] = json.loads(summary.read_text()) if summary.exists() else None  # the first rank's
+        for trace in folder.rglob("rank-0.json.gz"):
+            found.update(trace_bytes(trace))
+        return found
+
+    def _memory(self) -> dict[str, float | None]:
+        on_gpu = torch.cuda.is_available()
+        rss_growth = max(0, peak_rss_bytes() - self._rss_before)
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if on_gpu else 0
+        booked = self._engine.get("host_booked_gib", 0.0) * GIB
+        return {
+            "device_peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
+            "device_reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else None,
+            # The optimizer's state exists from the end of the first step on.
+            "device_static_gib": min(self._allocated) / GIB if on_gpu else None,
+            "host_peak_gib": max(rss_growth, pinned, booked) / GIB,
+            "host_rss_growth_gib": rss_growth / GIB,
+            "host_pinned_gib": pinned / GIB,
+        }
+
+
+class Phases:
+    """Times on the device between marks of a micro-batch; of use where every layer runs forward once."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, list[Any]] = {"start": [], "first": [], "forward": [], "backward": []}
+
+    def attach(self, chunk: Any) -> None:
+        layer = chunk.decoder.layers[0]
+        layer.register_forward_pre_hook(self._before, with_kwargs=True)
+        layer.register_forward_hook(lambda *_: self._mark("first"))
+        chunk.register_forward_hook(lambda *_: self._mark("forward"))
+
+    def _before(self, module: Any, args: Any, kwargs: Any) -> None:
+        self._mark("start")
+        hidden = kwargs["hidden_states"]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: self._mark("backward"))
+
+    def _mark(self, name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks[name].append(event)
+
+    def medians(self) -> dict[str, float]:
+        """Milliseconds, over the last three quarters of the micro-batches."""
+        pairs = {
+            "first_layer_forward_ms": ("start", "first"),
+            "forward_ms": ("start", "forward"),
+            "backward_ms": ("forward", "backward"),
+        }
+        result = {}
+        for name, (begin, end) in pairs.items():
+            times = [a.elapsed_time(b) for a, b in zip(self._marks[begin], self._marks[end], strict=False)]
+            if times:
+                result[name] = statistics.median(times[len(times) // 4 :])
+        return result
+
+
+def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
+    """What the engine has moved and booked, a step; nothing where nothing is swapped. Read before it is taken down."""
+    if session._manager is None:
+        return {}
+    totals, tier = session._manager.counters.totals(), session._tier.stats()
+    return {
+        "host_booked_gib": tier.booked_bytes / GIB,
+        "host_leased_gib": tier.leased_peak_bytes / GIB,
+        "swapped_out_bytes": totals.out_bytes // num_steps,
+        "swapped_in_bytes": totals.in_bytes // num_steps,
+        "num_late": totals.num_late,
+        "wait_ms": totals.wait_ms / num_steps,
+    }
+
+
+def trace_bytes(path: Path) -> dict[str, int]:
+    """Bytes that a Kineto trace says were copied between device and host in large pieces."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    totals = {"trace_d2h_bytes": 0, "trace_h2d_bytes": 0, "trace_d2h_copies": 0, "trace_h2d_copies": 0}
+    for event in events:
+        if event.get("cat") == "gpu_memcpy" and event["args"].get("bytes", 0) >= LARGE_COPY_BYTES:
+            for key, tag in (("d2h", "DtoH"), ("h2d", "HtoD")):
+                if tag in event["name"]:
+                    totals[f"trace_{key}_bytes"] += event["args"]["bytes"]
+                    totals[f"trace_{key}_copies"] += 1
+    return totals
+
+
+def weights_sha256(chunks: list[Any]) -> str:
+    """Over all parameters of all ranks; every rank has to call it."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            digest.update(name.encode())
+            digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    digests: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(digests, digest.hexdigest())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()

@@ -1,0 +1,67 @@
+"""Judge a trace of a swapping run: did every copy run when it should, as often as counted, and how much was hidden.
+
+Reads what torch.profiler or Nsight Systems left (tools/profile.sh makes both), prints the findings and saves beside
+the trace: findings.json, copies.csv, step.png, trace.perfetto.json.gz for https://ui.perfetto.dev.
+
+Exit status: 0 clean; 1 a copy out of order, or not as the summary counts it, or (with --link-gb-s) a slow link; 2 the
+trace cannot be judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from rich.console import Console  # noqa: E402
+
+from proof.trace.analysis import analyse  # noqa: E402
+from proof.trace.reader import read_trace  # noqa: E402
+from proof.trace.records import TraceError  # noqa: E402
+from proof.trace.report import print_report, save  # noqa: E402
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, help="rank-N.json[.gz] of torch.profiler, or a .sqlite of nsys export")
+    parser.add_argument("--summary", type=Path, metavar="RUN.JSON", help="what --swap-summary wrote in the same run")
+    parser.add_argument("--link-gb-s", type=float, metavar="GB/S", help="the link's speed: much slower copies are told")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where files go (default: beside the trace)")
+    parser.add_argument("--step", type=int, metavar="N", help="which step to draw (default: the last traced one)")
+    options = parser.parse_args(arguments)
+    try:
+        analysis = analyse(read_trace(options.trace), _read_summary(options.summary), options.link_gb_s)
+        print_report(analysis, _console())
+        saved = save(analysis, options.output or options.trace.parent, options.step)
+    except TraceError as error:
+        print(f"analyze_trace: {error}", file=sys.stderr)
+        return 2
+    print(" saved: " + ", ".join(str(path) for path in saved))
+    return 0 if analysis.is_clean else 1
+
+
+def _read_summary(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        summary = json.loads(path.read_text())
+        if isinstance(summary["steps"], list):
+            return summary
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"--summary {path}: not a summary that --swap-summary wrote: {error!r}") from error
+    raise TraceError(f"--summary {path}: 'steps' is no list: not a summary that --swap-summary wrote")
+
+
+def _console() -> Console:
+    """As wide as the terminal; where output goes to a file, wide enough that no row is broken."""
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Compare every way of saving activation memory: same model, data and seed, each method in processes of its own.
+
+    python tools/bench.py --suite quick
+    python tools/bench.py --suite h200-dense --case L16-h4096 --method none full-recompute ours-0-3 --output dense.jsonl
+    python tools/bench.py --suite h200-dense --resume --time-limit-s 540 --output dense.jsonl
+    python tools/bench.py --suite h200-dense --list
+
+Rows go to the output file as they come; beside it, with the same name, a Markdown table and (with a GPU) a picture of
+step time against peak memory. Exit status: 0 all done, 1 a run failed or ran out of time, 75 runs are left
+(``--resume``), 130 interrupted (what is done is kept).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from proof import machine
+from proof.bench.picture import draw
+from proof.bench.progress import Display
+from proof.bench.results import Book, flags_of
+from proof.bench.runner import items, measure
+from proof.bench.suite import Suite, SuiteError, find_suite, load_suite, suite_names
+from proof.bench.table import markdown
+from proof.rows import RowError
+
+RUNS_LEFT, INTERRUPTED = 75, 130
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", required=True, help=f"{', '.join(suite_names())}, or a .toml file")
+    parser.add_argument("--case", nargs="+", default=[], help="only these cases")
+    parser.add_argument("--method", nargs="+", default=[], help="only these methods")
+    parser.add_argument("--rounds", type=int, help="instead of the suite's")
+    parser.add_argument("--output", type=Path, default=Path("results.jsonl"), help="rows, one a case and method")
+    parser.add_argument("--resume", action="store_true", help="continue the output file: skip what is in it")
+    parser.add_argument("--time-limit-s", type=float, help="start no run that may not end within this time")
+    parser.add_argument("--list", action="store_true", help="print cases and methods with their flags, run nothing")
+    options = parser.parse_args()
+    try:
+        suite = load_suite(find_suite(options.suite))
+        chosen = suite.chosen(options.case, options.method, options.rounds)
+        if options.list:
+            show(chosen)
+        else:
+            sys.exit(bench(suite, chosen, options))
+    except (SuiteError, RowError) as error:
+        sys.exit(f"error: {error}")
+
+
+def show(suite: Suite) -> None:
+    print(f"{suite.name}: {suite.description}")
+    for case in suite.cases:
+        print(f"\n{case.name} ({case.rounds} rounds)")
+        for method in case.methods:
+            env = "".join(f"{name}={value} " for name, value in method.piece.env.items())
+            print(f"  {method.name}: {method.what}\n      {env}{flags_of(case, method)}")
+
+
+def bench(suite: Suite, chosen: Suite, options: argparse.Namespace) -> int:
+    """Run what is chosen of the suite and write all that is known then; returns the exit status."""
+    facts = machine.facts()
+    if suite.on_gpu and facts["machine"]["gpu"] == "none":
+        raise SuiteError(f"suite {suite.name} needs a GPU, and this machine has none; --suite quick runs on the CPU")
+    command = shlex.join(["python", "tools/bench.py", *sys.argv[1:]])
+    book = Book(suite, options.output, facts, command, resume=options.resume)
+    todo = [item for item in items(chosen) if not book.is_done(item.case, item.method, item.number)]
+    print(f"{suite.name}: {len(todo)} runs to do, into {options.output}", flush=True)
+    status = 0
+    try:
+        with Display(todo) as display:
+            if not measure(chosen, book, time_limit_s=options.time_limit_s, on_done=display.done):
+                print("time is up: continue with --resume", flush=True)
+                status = RUNS_LEFT
+    except KeyboardInterrupt:
+        print("interrupted: what is done is kept, continue with --resume", flush=True)
+        status = INTERRUPTED
+    rows = book.rows()
+    if rows:
+        options.output.with_suffix(".md").write_text(markdown(rows))
+        if any(row["device_peak_gib"] is not None for row in rows):
+            draw(rows, options.output.with_suffix(".png"))
+    for row in rows:
+        if row["outcome"] == "timeout" or row["outcome"].startswith("failed"):
+            print(f"{row['case']} {row['method']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)
+            status = status or 1
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+#!/usr/bin/env python3
+"""Build docs/report.md and docs/report.html from docs/results, and nothing else.
+
+    python tools/report.py            write both, and the pictures in docs/report
+    python tools/report.py --check    write nothing; exit status 1 if docs/report.md and the results disagree
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from proof.report.build import build, check  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare only")
+    parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results", help="folder of results")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="folder of the report")
+    options = parser.parse_args()
+    if not options.check:
+        for path in build(options.results, options.output):
+            print(path)
+        return 0
+    differences = check(options.results, options.output)
+    print("\n".join(differences) or "the report says what the results say")
+    if differences:
+        print("\nRenew it: python tools/report.py")
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
