@@ -23,6 +23,7 @@ class Action(Enum):
 
     KEEP = auto()
     SWAP = auto()
+    RECOMPUTE = auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,210 @@
+"""A plan: for every layer and site of one model, keep, swap or recompute. A file that people may read and edit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatron.swap import records
+from megatron.swap.types import Action, Site, UsageError
+
+FORMAT = "megatron-swap plan"
+VERSION = 1
+
+ACTIONS = {"keep": Action.KEEP, "swap": Action.SWAP, "recompute": Action.RECOMPUTE}
+SITE = re.compile(r"[^/\s]+/\d+")
+LAYERS_SYNTAX = "0-9,12"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a plan was made for: sites and sizes follow from it. Counts are those of the whole model."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    seq_length: int
+    micro_batch_size: int
+    padded_vocab_size: int
+    transformer_impl: str
+    dtype: str
+    gated: bool
+    """Whether the MLP's activation has a gate (SwiGLU): fc1 is twice as wide."""
+    num_experts: int | None = None
+    head_size: int | None = None
+    """``None``: hidden_size / num_attention_heads."""
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    pipeline_parallel: int = 1
+    num_virtual_stages: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """What happens to one saved tensor. ``mib`` and ``why`` are for people."""
+
+    action: Literal["keep", "swap", "recompute"]
+    mib: float | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class PlanClass:
+    """Layers that are treated alike.
+
+    Attributes:
+        layers: which, 0-based over the whole model, such as ``0-9,12``.
+        sites: by ``path/ordinal``; those that are not named are kept.
+        sections: parts of a layer that run again in backward (``mlp``, ``layer``): what they save is not kept.
+    """
+
+    layers: str
+    sites: dict[str, SitePlan]
+    sections: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        parse_layers(self.layers)
+        for site in self.sites:
+            if not SITE.fullmatch(site):
+                raise UsageError(f"sites: {site!r} is no site. Write path/ordinal, such as mlp.linear_fc1/0.")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the cost model says of the plan; ``lower_bound_ms``: no plan of this model and budget is faster."""
+
+    peak_gib: float
+    step_ms: float
+    lower_bound_ms: float | None
+    host_gib: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which action for which site of which layer.
+
+    Raises:
+        UsageError: two classes name the same layer, or one that the model has not.
+    """
+
+    model: Model
+    budget_gib: float | None
+    profile_sha256: str | None
+    predicted: Predicted | None
+    classes: tuple[PlanClass, ...]
+    _of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for entry in self.classes:
+            for layer in parse_layers(entry.layers):
+                if layer >= self.model.num_layers:
+                    raise UsageError(
+                        f"classes: layers {entry.layers!r}: the model has {self.model.num_layers} layers, allowed are "
+                        f"0 to {self.model.num_layers - 1}."
+                    )
+                if layer in self._of_layer:
+                    raise UsageError(f"classes: layer {layer} stands in {self._of_layer[layer].layers!r} and in "
+                                     f"{entry.layers!r}; each layer may stand in one.")  # fmt: skip
+                self._of_layer[layer] = entry
+
+    def action(self, site: Site) -> Action:
+        """What to do at ``site``; a site that a section frees is named by its section alone."""
+        entry = self._of_layer.get(site.layer)
+        planned = entry.sites.get(f"{site.path}/{site.ordinal}") if entry else None
+        return ACTIONS[planned.action] if planned else Action.KEEP
+
+    def sites(self, layer: int) -> dict[str, Action]:
+        """The sites of ``layer`` that are named, by ``path/ordinal``."""
+        entry = self._of_layer.get(layer)
+        return {site: ACTIONS[planned.action] for site, planned in entry.sites.items()} if entry else {}
+
+    def sections(self, layer: int) -> tuple[str, ...]:
+        """The sections of ``layer`` that run again in backward."""
+        entry = self._of_layer.get(layer)
+        return entry.sections if entry else ()
+
+    def swaps_layer(self, layer: int) -> bool:
+        """Whether anything of ``layer`` is swapped."""
+        return Action.SWAP in self.sites(layer).values()
+
+
+@dataclass(frozen=True)
+class _File:
+    """The keys of a plan file, below its heading."""
+
+    model: Model
+    budget_gib: float | None
+    profile_sha256: str | None
+    predicted: Predicted | None
+    classes: tuple[PlanClass, ...]
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan.
+
+    Raises:
+        UsageError: file, key, what was given, what is allowed.
+    """
+    file = records.load(_File, path, FORMAT, VERSION)
+    try:
+        return Plan(**{item.name: getattr(file, item.name) for item in dataclasses.fields(_File)})
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan; ``load_plan`` gives an equal one back."""
+    file = _File(plan.model, plan.budget_gib, plan.profile_sha256, plan.predicted, plan.classes)
+    records.save(file, path, FORMAT, VERSION)
+
+
+def check_model(plan: Plan, model: Model, name: str = "the plan") -> None:
+    """Refuse a plan that was made for another model.
+
+    Raises:
+        UsageError: every difference, with what the plan has and what the run has.
+    """
+    differences = [
+        f"{item.name} is {_text(getattr(plan.model, item.name))} there, {_text(getattr(model, item.name))} here"
+        for item in dataclasses.fields(Model)
+        if getattr(plan.model, item.name) != getattr(model, item.name)
+    ]
+    if differences:
+        raise UsageError(f"{name} was made for another model: {'; '.join(differences)}. Make a new plan for this one.")
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """The layers that ``0-9,12`` names, ascending.
+
+    Raises:
+        UsageError: malformed.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise UsageError(f"layers: {text!r} is given; it must be layers and ranges, such as {LAYERS_SYNTAX}.")
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(found))
+
+
+def format_layers(layers: tuple[int, ...] | list[int]) -> str:
+    """The text that ``parse_layers`` reads as ``layers``."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _text(value: object) -> str:
+    return {"None": "not set", "True": "on", "False": "off"}.get(str(value), str(value))

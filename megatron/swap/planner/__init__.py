@@ -1,0 +1,1 @@
+"""From a profile to a plan: pure functions over plain records. No torch, no Megatron, no GPU."""

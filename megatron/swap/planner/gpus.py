@@ -1,0 +1,55 @@
+"""What GPUs can do, for plans before one is booked. Measured where it says so, else taken from data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.swap.types import UsageError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    Attributes:
+        tflops: bf16, linear layers, as training reaches it (not the peak of a data sheet).
+        attention_tflops: fused attention's forward, causal, half of the products counted.
+        memory_gb_s: of elementwise kernels.
+        optimizer_gb_s: of the optimizer's step, its many small tensors and the gradient norm included.
+        link_gb_s: pinned memory, one direction, this GPU alone.
+        link_both_gb_s: each direction, while both are busy.
+    """
+
+    name: str
+    tflops: float
+    attention_tflops: float
+    memory_gb_s: float
+    optimizer_gb_s: float
+    memory_gib: float
+    link_gb_s: float
+    link_both_gb_s: float
+    source: str
+
+
+SHEET = "data sheet: 0.6 of its dense bf16 TFLOP/s, 0.7 of its memory's speed, 0.85 of PCIe's; not measured"
+
+GPUS = {
+    "h200": Gpu("NVIDIA H200", 681, 588, 3400, 2300, 139.8, 55.3, 49, "measured on one H200 (docs/results)"),
+    "h100": Gpu("NVIDIA H100 SXM", 593, 510, 2345, 1600, 79.1, 53.5, 47, SHEET),
+    "a100-80": Gpu("NVIDIA A100 80 GB SXM", 187, 160, 1427, 980, 79.1, 26.8, 23, SHEET),
+    "b200": Gpu("NVIDIA B200", 1350, 1160, 5600, 3800, 178.0, 53.5, 47, SHEET),
+    "l40s": Gpu("NVIDIA L40S", 217, 190, 605, 410, 44.4, 26.8, 23, SHEET),
+}
+"""By the name that the command line takes. Eight GPUs of one host that copy at once get 10 to 14 GB/s each on the
+machine that was measured: say so with --link-gb-s."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of that name.
+
+    Raises:
+        UsageError: an unknown one.
+    """
+    if name.lower() not in GPUS:
+        raise UsageError(f"--gpu {name}: is not in the table; there are {', '.join(GPUS)}. Measure a profile instead.")
+    return GPUS[name.lower()]

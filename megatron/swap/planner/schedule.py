@@ -1,0 +1,55 @@
+"""The order in which a pipeline rank runs forwards and backwards, as Megatron's schedules do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A forward or a backward of one chunk (virtual stage) over one micro-batch."""
+
+    is_forward: bool
+    chunk: int
+    micro_batch: int
+
+
+def schedule(num_micro_batches: int, size: int = 1, rank: int = 0, num_chunks: int = 1) -> list[Unit]:
+    """No pipelining: a forward, its backward. 1F1B, interleaved where a rank has several chunks.
+
+    ``num_micro_batches`` must be a multiple of ``size`` where there are several chunks.
+    """
+    total = num_micro_batches * num_chunks
+    if size == 1:
+        num_warm_up = 0
+    elif num_chunks == 1:
+        num_warm_up = size - rank - 1
+    else:
+        num_warm_up = 2 * (size - rank - 1) + (num_chunks - 1) * size
+    num_warm_up = min(num_warm_up, total)
+
+    def unit(is_forward: bool, index: int) -> Unit:
+        if num_chunks == 1:
+            return Unit(is_forward, 0, index)
+        round_, inside = divmod(index, size * num_chunks)  # `size` micro-batches go through a chunk, then the next
+        chunk, offset = divmod(inside, size)
+        return Unit(is_forward, chunk if is_forward else num_chunks - 1 - chunk, round_ * size + offset)
+
+    units = [unit(True, index) for index in range(num_warm_up)]
+    for index in range(total - num_warm_up):
+        units += [unit(True, num_warm_up + index), unit(False, index)]
+    return units + [unit(False, index) for index in range(total - num_warm_up, total)]
+
+
+def live_peaks(units: list[Unit], num_chunks: int) -> list[tuple[int, ...]]:
+    """How many micro-batches of each chunk are between forward and backward at once: the worst moments."""
+    live = [0] * num_chunks
+    seen: set[tuple[int, ...]] = set()
+    for unit in units:
+        live[unit.chunk] += 1 if unit.is_forward else -1
+        if unit.is_forward:
+            seen.add(tuple(live))
+    return sorted(
+        counts for counts in seen
+        if not any(other != counts and all(a >= b for a, b in zip(other, counts, strict=True)) for other in seen)
+    )

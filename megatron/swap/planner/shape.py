@@ -1,0 +1,296 @@
+"""A profile from a model's shape and a GPU's figures: every kernel of a dense layer, by its FLOPs and bytes.
+
+Written for TransformerEngine layers (rotary positions, fused attention, bf16); checked against the sites and sizes of
+traces, and byte for byte against measured peaks (docs/planner.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.swap.plan import Model
+from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.profile import (
+    Device,
+    LayerClass,
+    Link,
+    Outside,
+    Pipeline,
+    Profile,
+    Section,
+    SiteProfile,
+)
+from megatron.swap.types import GIB, MIB, UsageError
+
+BYTES = 2
+"""Of bf16."""
+WORKSPACE_GIB = 0.096
+"""What libraries hold besides weights and optimizer, measured."""
+STATIC_BYTES_PER_PARAM = 18
+"""bf16 weight, fp32 gradient, fp32 weight, two moments."""
+OPTIMIZER_BYTES_PER_PARAM = 38
+"""What a step of Adam, the gradient norm and clearing gradients read and write."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One step of a layer's forward. Sites of ``saves`` are needed by its backward, sizes in bytes."""
+
+    name: str
+    flops: float
+    num_bytes: float
+    saves: tuple[tuple[str, float], ...] = ()
+    backward_flops: float = 2.0
+    """Relative to forward."""
+    backward_bytes: float = 2.0
+    gradients: float = 0.0
+    """Most bytes of gradients that its backward holds."""
+    weight_gradient: float = 0.0
+    """Bytes (bf16) of its weight's gradient, which is added to an fp32 buffer."""
+    is_attention: bool = False
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of the tensors of one layer on one rank."""
+
+    hidden: float
+    sharded: float
+    query: float
+    key: float
+    fc1: float
+    activation: float
+    log_sum_exp: float
+    tokens: float
+
+
+def _sizes(model: Model) -> _Sizes:
+    tokens = model.seq_length / model.context_parallel * model.micro_batch_size
+    head = model.head_size or model.hidden_size // model.num_attention_heads
+    tensor = model.tensor_parallel
+    hidden = tokens * model.hidden_size * BYTES
+    activation = tokens * model.ffn_hidden_size / tensor * BYTES
+    return _Sizes(
+        hidden=hidden,
+        sharded=hidden / tensor if model.sequence_parallel else hidden,
+        query=tokens * model.num_attention_heads / tensor * head * BYTES,
+        key=tokens * max(1.0, model.num_query_groups / tensor) * head * BYTES,
+        fc1=activation * (2 if model.gated else 1),
+        activation=activation,
+        log_sum_exp=tokens * model.num_attention_heads / tensor * 4,
+        tokens=tokens,
+    )
+
+
+def kernels(model: Model) -> list[Kernel]:
+    """A dense TransformerEngine layer's forward.
+
+    Raises:
+        UsageError: a layer that these formulas do not know.
+    """
+    if model.transformer_impl != "transformer_engine" or model.num_experts or model.dtype != "bf16":
+        raise UsageError(
+            f"transformer_impl {model.transformer_impl}, num_experts {model.num_experts}, dtype {model.dtype}: without "
+            "a profile only dense bf16 models of transformer_engine layers can be planned. Measure a profile."
+        )
+    size, wide = _sizes(model), model.hidden_size
+    hidden, query, key = size.hidden, size.query, size.key
+    per_byte = 2 * wide / BYTES  # FLOPs of a linear layer from or to the hidden size, per byte on its other side
+    weights = wide / size.tokens  # bytes of a weight's gradient, per byte on its other side
+    context, core = "self_attention.core_attention.fused_attention", 2 * size.tokens * model.seq_length / BYTES
+    qkv = query + 2 * key
+    return [
+        Kernel("qkv", per_byte * qkv, 2 * hidden + qkv,
+               (("self_attention.linear_qkv/0", size.sharded), ("self_attention.linear_qkv/1", size.sharded)),
+               gradients=2 * hidden + qkv + weights * qkv, weight_gradient=weights * qkv),
+        Kernel("rotary", 0, 2 * qkv, gradients=hidden + 2 * qkv),
+        Kernel("attention", core * query / size.tokens, query * 2 + 2 * key,
+               ((f"{context}/0", query), (f"{context}/1", key), (f"{context}/2", key), (f"{context}/3", query),
+                (f"{context}/6", size.log_sum_exp)),
+               backward_flops=2.9, gradients=hidden + query + qkv, is_attention=True),
+        Kernel("proj", per_byte * query, 0, gradients=hidden + query + weights * query,
+               weight_gradient=weights * query),
+        Kernel("residual", 0, 3 * size.sharded, backward_bytes=0.4, gradients=hidden),
+        Kernel("fc1", per_byte * size.fc1, 2 * hidden,
+               (("mlp.linear_fc1/0", size.sharded), ("mlp.linear_fc1/1", size.sharded)),
+               gradients=2 * hidden + size.fc1 + weights * size.fc1, weight_gradient=weights * size.fc1),
+        Kernel("activation", 0, size.fc1 + size.activation, (("mlp/0", size.fc1),),
+               gradients=hidden + size.activation + size.fc1),
+        Kernel("fc2", per_byte * size.activation, 0, (("mlp.linear_fc2/0", size.activation),),
+               gradients=hidden + size.activation + weights * size.activation,
+               weight_gradient=weights * size.activation),
+        Kernel("residual", 0, 3 * size.sharded, backward_bytes=0.4, gradients=hidden),
+    ]  # fmt: skip
+
+
+# The last kernel whose backward reads what another saved: the context is saved once, for attention and for proj.
+FIRST_NEEDED_BY = {"self_attention.core_attention.fused_attention/3": "proj"}
+
+RECIPES = {
+    "self_attention.linear_qkv/1": ("self_attention.linear_qkv/0",),
+    "mlp.linear_fc1/1": ("mlp.linear_fc1/0",),
+    "mlp.linear_fc2/0": ("mlp/0",),
+}
+"""Sites that one elementwise kernel makes from another site."""
+
+
+def _forward_ms(step: Kernel, gpu: Gpu) -> float:
+    tflops = gpu.attention_tflops if step.is_attention else gpu.tflops
+    return step.flops / (tflops * 1e9) + step.num_bytes / (gpu.memory_gb_s * 1e6)
+
+
+def _backward_ms(step: Kernel, gpu: Gpu) -> float:
+    num_bytes = step.num_bytes * step.backward_bytes + step.weight_gradient * (BYTES + 8) / BYTES
+    return _forward_ms(replace(step, flops=step.flops * step.backward_flops, num_bytes=num_bytes), gpu)
+
+
+def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], input_stays: bool = False) -> LayerClass:
+    """Equal layers. ``input_stays``: others hold their input."""
+
+    steps = kernels(model)
+    saved_at, needed_at, done_at = {}, {}, {}
+    sizes: dict[str, float] = {}
+    now = 0.0
+    for step in steps:
+        now += _forward_ms(step, gpu)
+        for site, num_bytes in step.saves:
+            saved_at[site], sizes[site] = now, num_bytes
+    forward_ms, now = now, 0.0
+    temporaries = []
+    first_needed: dict[str, float] = {}
+    for step in reversed(steps):
+        temporaries.append((now, step.gradients / MIB))
+        for site, kernel in FIRST_NEEDED_BY.items():
+            if kernel == step.name:
+                first_needed[site] = now
+        for site, _ in step.saves:
+            needed_at[site] = first_needed.get(site, now)
+        now += _backward_ms(step, gpu)
+        done_at.update((site, now) for site, _ in step.saves)
+    sites = tuple(
+        SiteProfile(
+            site, sizes[site] / MIB, saved_at[site], needed_at[site], done_at[site],
+            recompute_ms=(sizes[site] + sum(sizes[need] for need in RECIPES[site])) / (gpu.memory_gb_s * 1e6)
+            if site in RECIPES else None,
+            recompute_needs=RECIPES.get(site, ()),
+            stays=input_stays and site == "self_attention.linear_qkv/0",
+        )
+        for site in sizes
+    )  # fmt: skip
+    cost = {step.name: _forward_ms(step, gpu) for step in steps}
+    names = [site.site for site in sites]
+    inside_mlp = ("mlp.linear_fc1/1", "mlp/0", "mlp.linear_fc2/0")
+    sections = (
+        Section("mlp", inside_mlp, ("mlp.linear_fc1/0",), cost["fc1"] + cost["activation"] + cost["fc2"]),
+        Section("layer", tuple(names[1:]), (names[0],), forward_ms),
+    )
+    peak_mib = 2 * _sizes(model).hidden / MIB
+    return LayerClass(layers, forward_ms, now, sites, sections, tuple(temporaries), peak_mib)
+
+
+def num_params(model: Model, tied: bool) -> tuple[float, float]:
+    """Parameters of one layer, and of the embedding and the output layer together; of the whole model."""
+    head = model.head_size or model.hidden_size // model.num_attention_heads
+    wide = model.hidden_size
+    attention = wide * head * (2 * model.num_attention_heads + 2 * model.num_query_groups)
+    mlp = wide * model.ffn_hidden_size * (3 if model.gated else 2)
+    return attention + mlp + 2 * wide, wide * model.padded_vocab_size * (1 if tied else 2) + wide
+
+
+def shape_profile(
+    model: Model,
+    gpu: Gpu,
+    num_micro_batches: int,
+    *,
+    tied: bool = False,
+    optimizer_shards: int = 1,
+    pipeline_rank: int = 0,
+    host_gib: float | None = None,
+) -> Profile:
+    """What a step of ``model`` takes on ``gpu``, by arithmetic.
+
+    ``optimizer_shards``: ranks that share the optimizer's state (1 without the distributed optimizer).
+    """
+    stages, virtual = model.pipeline_parallel, model.num_virtual_stages
+    if model.num_layers % (stages * virtual):
+        raise UsageError(f"{model.num_layers} layers do not divide into {stages} x {virtual} pipeline stages.")
+    deep = model.num_layers // (stages * virtual)
+    chunks = tuple(
+        tuple(range((stage * stages + pipeline_rank) * deep, (stage * stages + pipeline_rank + 1) * deep))
+        for stage in range(virtual)
+    )
+    first, *others = sorted(layer for chunk in chunks for layer in chunk)
+    heads = {chunk[0] for chunk in chunks}  # a stage's input is held by the schedule
+    classes = [layer_class(model, gpu, tuple(sorted(heads)), input_stays=True)]
+    inner = tuple(layer for layer in (first, *others) if layer not in heads)
+    if inner:
+        classes.append(layer_class(model, gpu, inner))
+
+    has_input, has_loss = pipeline_rank == 0, pipeline_rank == stages - 1
+    tensor = model.tensor_parallel
+    of_layer, of_ends = num_params(model, tied)
+    num_ends = stages if stages == 1 else 2
+    params = (of_layer * len(chunks) * deep + of_ends * (has_input + has_loss) / (1 + (num_ends == 2))
+              / (2 if stages == 1 else 1)) / tensor  # fmt: skip
+    static = params * (6 + (STATIC_BYTES_PER_PARAM - 6) / optimizer_shards) / GIB + WORKSPACE_GIB
+    return Profile(
+        source=f"arithmetic; {gpu.source}",
+        model=model,
+        device=Device(gpu.name, gpu.memory_gib),
+        link=Link(gpu.link_gb_s, gpu.link_gb_s, gpu.link_both_gb_s, gpu.link_both_gb_s),
+        static_gib=static,
+        allocator_factor=1.0,
+        host_gib=host_gib,
+        num_micro_batches=num_micro_batches,
+        outside=_outside(model, gpu, has_loss, params * OPTIMIZER_BYTES_PER_PARAM / (gpu.optimizer_gb_s * 1e6)),
+        layers=tuple(classes),
+        pipeline=Pipeline(stages, pipeline_rank, chunks),
+    )
+
+
+def _outside(model: Model, gpu: Gpu, has_loss: bool, optimizer_ms: float) -> Outside:
+    """Final norm, logits and cross entropy: bf16 logits become fp32, which are exponentiated in place."""
+    if not has_loss:
+        return Outside(0.0, 0.0, optimizer_ms, 0.0, 0.0)
+    size = _sizes(model)
+    logits = size.tokens * model.padded_vocab_size / model.tensor_parallel
+    flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
+    return Outside(
+        forward_ms=flops + 32 * logits / (gpu.memory_gb_s * 1e6),
+        backward_ms=2 * flops + 16 * logits / (gpu.memory_gb_s * 1e6),
+        optimizer_ms=optimizer_ms,
+        kept_gib=(2 * size.sharded + 4 * logits) / GIB,
+        peak_gib=(2 * size.sharded + 6 * logits) / GIB,
+    )
+
+
+def with_times(profile: Profile, forward_ms: float, backward_ms: float, step_ms: float) -> Profile:
+    """``profile`` with all its times scaled so that a micro-batch's forward and backward take what was measured."""
+    outside, layers = profile.outside, profile.layers
+    forward = forward_ms / (outside.forward_ms + sum(len(e.layers) * e.forward_ms for e in layers))
+    backward = backward_ms / (outside.backward_ms + sum(len(e.layers) * e.backward_ms for e in layers))
+    rest = max(0.0, step_ms - profile.num_micro_batches * (forward_ms + backward_ms))
+    return replace(
+        profile,
+        outside=replace(outside, forward_ms=outside.forward_ms * forward, backward_ms=outside.backward_ms * backward,
+                        optimizer_ms=rest),
+        layers=tuple(scaled(entry, forward, backward) for entry in layers),
+    )  # fmt: skip
+
+
+def scaled(entry: LayerClass, forward: float, backward: float, mib: float = 1.0) -> LayerClass:
+    """A class whose forward and backward take so many times as long, and whose tensors are ``mib`` times as large."""
+    return replace(
+        entry,
+        forward_ms=entry.forward_ms * forward,
+        backward_ms=entry.backward_ms * backward,
+        sites=tuple(
+            replace(site, mib=site.mib * mib, saved_at_ms=site.saved_at_ms * forward,
+                    needed_at_ms=site.needed_at_ms * backward, done_at_ms=site.done_at_ms * backward,
+                    recompute_ms=None if site.recompute_ms is None else site.recompute_ms * forward)
+            for site in entry.sites
+        ),
+        sections=tuple(replace(part, recompute_ms=part.recompute_ms * forward) for part in entry.sections),
+        temporaries=tuple((at * backward, size * mib) for at, size in entry.temporaries),
+        forward_peak_mib=entry.forward_peak_mib * mib,
+    )  # fmt: skip

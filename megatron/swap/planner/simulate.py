@@ -1,0 +1,359 @@
+"""Plays a step under a plan: who holds how much, who waits for which copy.
+
+The compute stream is a clock, each copy engine a queue, memory a count in the order of the program (the caching
+allocator gives a freed block to later work of the same stream, so the peak does not depend on how fast copies are).
+When storages are released and brought back follows the rules of ``manager.py``; tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from megatron.swap.plan import Plan
+from megatron.swap.planner.assignment import LayerScript, scripts
+from megatron.swap.planner.profile import Profile
+from megatron.swap.planner.schedule import Unit, schedule
+from megatron.swap.types import Action, Place, places
+
+MIB_PER_GIB = 1024.0
+COMMIT_MIB = 16.0
+"""Copies out start once so much is pending: ``COMMIT_BYTES`` of the manager."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step costs. Stalls and recomputation are summed over the step.
+
+    Attributes:
+        peak_at: where in the step the peak is.
+        timeline: ``(ms, GiB, where)`` at every layer boundary of the first micro-batches.
+    """
+
+    peak_gib: float
+    peak_at: str
+    step_ms: float
+    out_stall_ms: float
+    in_stall_ms: float
+    recompute_ms: float
+    host_gib: float
+    timeline: tuple[tuple[float, float, str], ...] = field(repr=False)
+
+
+def simulate(profile: Profile, plan: Plan) -> Prediction:
+    """Predict the step of ``profile`` under ``plan``. Deterministic.
+
+    After the first micro-batches every further one is like the last: only those are played. A pipeline's bubble is
+    added as (size - 1) / virtual stages of a micro-batch's time.
+    """
+    size, total = profile.pipeline.size, profile.num_micro_batches
+    played = min(total, 2 if size == 1 else 3 * size)
+    step = _Step(profile, plan, played)
+    times = step.times
+    if size == 1:
+        each = [now - before for now, before in zip(step.marks[-1], step.marks[-2] if played > 1 else (0.0,) * 4,
+                                                    strict=True)]  # fmt: skip
+    else:
+        fewer = max(size, played - size)
+        before = _Step(profile, plan, fewer).times if fewer < played else (0.0,) * 4
+        each = [(now - then) / max(1, played - fewer if fewer < played else played)
+                for now, then in zip(times, before, strict=True)]  # fmt: skip
+    elapsed, out_stall, in_stall, recompute = (
+        now + (total - played) * more for now, more in zip(times, each, strict=True)
+    )
+    return Prediction(
+        peak_gib=profile.static_gib + profile.allocator_factor * step.peak_mib / MIB_PER_GIB,
+        peak_at=step.peak_at,
+        step_ms=elapsed + profile.outside.optimizer_ms + (size - 1) / len(profile.chunks) * each[0],
+        out_stall_ms=out_stall,
+        in_stall_ms=in_stall,
+        recompute_ms=recompute,
+        host_gib=step.host_peak_mib / MIB_PER_GIB,
+        timeline=tuple((at, profile.static_gib + mib / MIB_PER_GIB, where) for at, mib, where in step.timeline),
+    )
+
+
+@dataclass(eq=False, slots=True)
+class _Storage:
+    """A swapped storage: ``state`` is one of resident, leaving, out, returning, back, stays."""
+
+    mib: float
+    group: _Group
+    state: str = "resident"
+    out_end_ms: float = 0.0
+    in_end_ms: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """One forward of one chunk: see ``group.Run``."""
+
+    kept_begun: int = 0
+    kept_over: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """A layer's run over one micro-batch."""
+
+    place: Place
+    run: _Run
+    mib: float = 0.0
+    ahead_mib: float = 0.0
+    storages: dict[int, _Storage] = field(default_factory=dict)
+    to_fetch: list[_Storage] = field(default_factory=list)
+    """Last one first, as ``Group.in_backward_order``; those that were asked for are gone from it."""
+
+
+class _Step:
+    """Plays ``num_micro_batches``; the fields without underscore are the result."""
+
+    def __init__(self, profile: Profile, plan: Plan, num_micro_batches: int) -> None:
+        self._profile = profile
+        self._scripts: dict[int, LayerScript] = scripts(profile, plan)
+        self._now = self._out_free = self._in_free = 0.0
+        self._out_stall = self._in_stall = self._recompute = 0.0
+        self._mib = self._host_mib = 0.0
+        self._leaving: deque[_Storage] = deque()
+        self._leaving_mib = self._ahead_mib = self._unclaimed_mib = 0.0
+        self._groups: dict[tuple[int, int], _Group] = {}
+        self._youngest: _Group | None = None
+        self._current: _Group | None = None
+        self._cursor = 0
+        self.peak_mib = self.host_peak_mib = 0.0
+        self.peak_at = ""
+        self.timeline: list[tuple[float, float, str]] = []
+        self.marks: list[tuple[float, float, float, float]] = []
+
+        chunks, size, rank = profile.chunks, profile.pipeline.size, profile.pipeline.rank
+        self._place: dict[int, Place] = {}
+        for number, chunk in enumerate(chunks):
+            ends_in_loss = profile.has_loss and number == len(chunks) - 1
+            self._place.update(zip(chunk, places([plan.swaps_layer(n) for n in chunk], ends_in_loss), strict=True))
+        self._window_groups = 1
+        self._window_mib = self._largest_group()
+        if not self._window_mib:
+            self._window_groups = 0
+            self._window_mib = self._largest_group()
+        units = schedule(num_micro_batches, size, rank, len(chunks))
+        self._order = [
+            (layer, unit.micro_batch)
+            for unit in units if not unit.is_forward for layer in reversed(chunks[unit.chunk])
+        ]  # fmt: skip
+        for unit in units:
+            (self._forward if unit.is_forward else self._backward)(unit, chunks[unit.chunk])
+            if not unit.is_forward:
+                self.marks.append(self.times)
+
+    @property
+    def times(self) -> tuple[float, float, float, float]:
+        """Elapsed, waited for copies out, for copies in, recomputed, in ms."""
+        return self._now, self._out_stall, self._in_stall, self._recompute
+
+    def _largest_group(self) -> float:
+        return max(
+            (script.swapped_mib for layer, script in self._scripts.items()
+             if not self._place[layer].is_tail(self._window_groups)),
+            default=0.0,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ forward
+
+    def _forward(self, unit: Unit, chunk: tuple[int, ...]) -> None:
+        outside = self._profile.outside
+        run = _Run()
+        if unit.chunk == 0 and not self._profile.has_loss:
+            self._now += outside.forward_ms
+        for layer in chunk:
+            self._forward_layer(layer, unit.micro_batch, run)
+        if self._profile.has_loss and unit.chunk == len(self._profile.chunks) - 1:
+            self._now += outside.forward_ms
+            self._note(f"at the loss, micro-batch {unit.micro_batch}", outside.peak_gib * MIB_PER_GIB)
+        if unit.chunk == self._outside_chunk:
+            self._mib += outside.kept_gib * MIB_PER_GIB
+
+    @property
+    def _outside_chunk(self) -> int:
+        """The chunk that the figures outside layers belong to: the one with the loss, else the one with the input."""
+        return len(self._profile.chunks) - 1 if self._profile.has_loss else 0
+
+    def _forward_layer(self, layer: int, micro_batch: int, run: _Run) -> None:
+        script, place = self._scripts[layer], self._place[layer]
+        begin, waited = self._now, 0.0
+        where = f"forward of layer {layer}, micro-batch {micro_batch}"
+        group = self._youngest = _Group(place, run)
+        self._groups[layer, micro_batch] = group
+        keeps_all = place.is_tail(self._window_groups)
+        self._unclaimed_mib = self._window_mib if place.stays(self._window_groups) else 0.0
+        waited += self._release(place)
+        pending: list[_Storage] = []
+        pending_mib = recomputed_mib = 0.0
+        for index, (at_ms, mib, action) in enumerate(script.saves):
+            self._now = begin + waited + at_ms
+            self._mib += mib
+            if action is Action.RECOMPUTE:
+                recomputed_mib += mib
+            elif action is Action.KEEP or keeps_all:
+                if self._unclaimed_mib > 0:
+                    self._unclaimed_mib = max(0.0, self._unclaimed_mib - mib)
+                    waited += self._release(place)
+            else:
+                group.storages[index] = storage = _Storage(mib, group)
+                group.mib += mib
+                pending.append(storage)
+                pending_mib += mib
+                if pending_mib >= COMMIT_MIB:
+                    self._commit(pending)
+                    pending_mib = 0.0
+                    waited += self._release(place)
+            self._note(where)
+        group.to_fetch = list(group.storages.values())
+        self._now = begin + waited + script.forward_ms
+        self._note(where, script.forward_peak_mib)
+        self._mib -= recomputed_mib
+        self._unclaimed_mib = 0.0
+        self._commit(pending)
+        self._release(place)
+        self.timeline.append((self._now, self._mib, where))
+        if place.num_after == 0 and not place.ends_in_loss:
+            self._prefetch()
+
+    def _commit(self, pending: list[_Storage]) -> None:
+        for storage in pending:
+            self._out_free = max(self._out_free, self._now) + storage.mib * self._profile.out_ms_per_mib
+            storage.out_end_ms = self._out_free
+            storage.state = "leaving"
+            self._leaving.append(storage)
+            self._leaving_mib += storage.mib
+            self._host_mib += storage.mib
+        self.host_peak_mib = max(self.host_peak_mib, self._host_mib)
+        pending.clear()
+
+    def _release(self, place: Place) -> float:
+        """``SwapManager._release``: returns the milliseconds that compute waited."""
+        allowed = place.num_kept_after(self._window_groups) * self._window_mib + self._unclaimed_mib
+        if not place.ends_in_loss:
+            allowed += self._window_mib
+        waited = 0.0
+        while self._leaving_mib > allowed + 1e-6 and self._leaving[0].group is not self._youngest:
+            storage = self._leaving.popleft()
+            self._leaving_mib -= storage.mib
+            storage.state = "out"
+            self._mib -= storage.mib
+            waited += max(0.0, storage.out_end_ms - self._now)
+            self._now = max(self._now, storage.out_end_ms)
+        self._out_stall += waited
+        return waited
+
+    # ----------------------------------------------------------------- backward
+
+    def _backward(self, unit: Unit, chunk: tuple[int, ...]) -> None:
+        outside = self._profile.outside
+        if unit.chunk == self._outside_chunk:
+            if self._profile.has_loss:
+                self._now += outside.backward_ms
+            self._mib -= outside.kept_gib * MIB_PER_GIB
+        for layer in reversed(chunk):
+            self._backward_layer(layer, unit.micro_batch)
+        if unit.chunk == 0 and not self._profile.has_loss:
+            self._now += outside.backward_ms
+
+    def _backward_layer(self, layer: int, micro_batch: int) -> None:
+        script = self._scripts[layer]
+        group = self._current = self._groups.pop((layer, micro_batch))
+        where = f"backward of layer {layer}, micro-batch {micro_batch}"
+        self._cursor += 1
+        group.run.kept_over = group.run.kept_begun
+        if not group.mib:
+            group.run.kept_begun += 1
+        self._ahead_mib -= group.ahead_mib
+        while group.to_fetch:
+            self._claim(group.to_fetch.pop())
+        self._prefetch()
+
+        # Offsets are those of the undisturbed layer: what is done goes first, then the level of temporaries changes,
+        # then recipes run, then tensors are asked for.
+        events: list[tuple[float, int, int]] = [(at, 1, i) for i, (at, _) in enumerate(script.temporaries)]
+        events += [(rebuild.at_ms, 2, i) for i, rebuild in enumerate(script.rebuilds)]
+        for i, (needed, done) in enumerate(script.needs):
+            events += [(needed, 2, -1 - i), (max(done, needed), 0 if done > needed else 3, i)]
+        begin, temporary_mib = self._now, 0.0
+        for at_ms, kind, i in sorted(events):
+            self._now = max(self._now, begin + at_ms)
+            if kind == 1:
+                temporary_mib = script.temporaries[i][1]
+            elif kind == 2 and i >= 0:
+                rebuild = script.rebuilds[i]
+                begin += rebuild.cost_ms
+                self._now += rebuild.cost_ms
+                self._recompute += rebuild.cost_ms
+                self._mib += rebuild.mib
+            elif kind == 2:
+                begin += self._wait(group.storages.get(-1 - i))
+            else:
+                self._mib -= script.saves[i][1]
+                if (storage := group.storages.get(i)) is not None and storage.state != "stays":
+                    self._host_mib -= storage.mib
+                    self._prefetch()
+            self._note(where, temporary_mib)
+        self._now = max(self._now, begin + script.backward_ms)
+        self.timeline.append((self._now, self._mib, where))
+
+    def _wait(self, storage: _Storage | None) -> float:
+        if storage is None or storage.state != "returning":
+            return 0.0
+        waited = max(0.0, storage.in_end_ms - self._now)
+        self._now += waited
+        self._in_stall += waited
+        storage.state = "back"
+        return waited
+
+    def _claim(self, storage: _Storage) -> None:
+        """Backward wants it: what has not left stays, what is out comes in."""
+        if storage.state == "leaving":
+            self._leaving.remove(storage)
+            self._leaving_mib -= storage.mib
+            self._host_mib -= storage.mib
+            storage.state = "stays"
+        elif storage.state == "out":
+            begin = max(self._in_free, self._now, storage.out_end_ms)
+            self._in_free = storage.in_end_ms = begin + storage.mib * self._profile.in_ms_per_mib
+            storage.state = "returning"
+            self._mib += storage.mib
+            self._note("prefetch")
+
+    def _prefetch(self) -> None:
+        """``SwapManager._prefetch``."""
+        num_kept_between = 0
+        for key in range(self._cursor, len(self._order)):
+            group = self._groups.get(self._order[key])
+            if group is None:
+                return
+            if not group.mib:
+                num_kept_between += 1
+                continue
+            if not group.to_fetch:
+                continue
+            allowed = self._allowed_ahead(group, num_kept_between)
+            while group.to_fetch:
+                storage = group.to_fetch[-1]
+                if self._ahead_mib + storage.mib > allowed + 1e-6 and (self._ahead_mib > 1e-6 or not allowed):
+                    return
+                group.to_fetch.pop()
+                group.ahead_mib += storage.mib
+                self._ahead_mib += storage.mib
+                self._claim(storage)
+
+    def _allowed_ahead(self, group: _Group, num_kept_between: int) -> float:
+        """``SwapManager._allowed_ahead``."""
+        allowed = self._window_mib
+        if num_kept_between >= group.place.num_tail(self._window_groups):
+            allowed = max(0.0, allowed - num_kept_between * self._window_mib)
+        if self._current is not None and self._current.run is group.run:
+            allowed += max(0.0, group.run.kept_over * self._window_mib - self._current.mib)
+        return allowed
+
+    def _note(self, where: str, more_mib: float = 0.0) -> None:
+        if self._mib + more_mib > self.peak_mib + 1e-6:
+            self.peak_mib = self._mib + more_mib
+            self.peak_at = where

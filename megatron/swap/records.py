@@ -1,0 +1,125 @@
+"""JSON files that are records: strict on the way in, readable on the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.swap.types import UsageError
+
+T = TypeVar("T")
+
+SHORT = re.compile(r"[\[{]\s+([^\[\]{}]*?)\s+[\]}]")
+LINE_WIDTH = 150
+
+
+def from_json(kind: type[T], value: Any, where: str) -> T:
+    """``value`` (parsed JSON) as a dataclass, tuple, dictionary or plain value of type ``kind``.
+
+    Raises:
+        UsageError: a key is missing or unknown, or a value has another type; ``where`` begins the message.
+    """
+    return _read(kind, value, where)
+
+
+def load(kind: type[T], path: str | Path, name: str, version: int) -> T:
+    """The record that a file holds under the heading ``"format": name, "version": version``.
+
+    Raises:
+        UsageError: the file cannot be read, or holds something else.
+    """
+    try:
+        value = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of a {name} file.") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: is not JSON ({error}). Give the path of a {name} file.") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: holds {_named(value)}, not an object. Give the path of a {name} file.")
+    for key, allowed in (("format", name), ("version", version)):
+        given = value.pop(key, None)
+        if given != allowed or isinstance(given, bool):
+            raise UsageError(f"{path}: {key} is {json.dumps(given)}, allowed is {json.dumps(allowed)}. "
+                             f"Write a {name} file of this version, or use the version that wrote this one.")  # fmt: skip
+    return from_json(kind, value, str(path))
+
+
+def save(record: Any, path: str | Path, name: str, version: int) -> None:
+    """Write a dataclass so that ``load`` gives it back."""
+    Path(path).write_text(to_text(record, name, version))
+
+
+def to_text(record: Any, name: str, version: int) -> str:
+    """What ``save`` writes."""
+    text = json.dumps({"format": name, "version": version, **dataclasses.asdict(record)}, indent=1)
+    return SHORT.sub(_on_one_line, text) + "\n"
+
+
+def _on_one_line(match: re.Match[str]) -> str:
+    """Innermost objects and lists stand on one line where they fit: a person edits these files."""
+    joined = re.sub(r"\n\s*", " ", match[1])
+    return f"{match[0][0]}{joined}{match[0][-1]}" if len(joined) < LINE_WIDTH else match[0]
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (inner,) = (item for item in arguments if item is not type(None))
+        return _read(inner, value, where)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise UsageError(f"{where}: {json.dumps(value)} is given; allowed are {', '.join(map(str, arguments))}.")
+        return value
+    if origin is tuple:
+        _require(isinstance(value, list), where, value, "a list")
+        items = [arguments[0]] * len(value) if arguments[1:] == (...,) else list(arguments)
+        _require(len(items) == len(value), where, value, f"a list of {len(items)}")
+        return tuple(
+            _read(item, part, f"{where}[{i}]") for i, (item, part) in enumerate(zip(items, value, strict=True))
+        )
+    if origin is dict:
+        _require(isinstance(value, dict), where, value, "an object")
+        return {key: _read(arguments[1], part, f"{where}: {key}") for key, part in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(typing.cast(type, kind), value, where)
+    if kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        _require(is_number and abs(value) < float("inf"), where, value, "a finite number")
+        return value
+    _require(type(value) is kind, where, value, {int: "a whole number", str: "a text", bool: "true or false"}[kind])
+    return value
+
+
+def _read_dataclass(kind: type, value: Any, where: str) -> Any:
+    _require(isinstance(value, dict), where, value, "an object")
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for key in value:
+        if key not in fields:
+            raise UsageError(f"{where}: the key {key!r} is unknown; allowed are {', '.join(fields)}.")
+    kinds = typing.get_type_hints(kind)
+    found = {}
+    for name, field in fields.items():
+        if name in value:
+            found[name] = _read(kinds[name], value[name], f"{where}: {name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise UsageError(f"{where}: the key {name!r} is missing; needed are {', '.join(fields)}.")
+    try:
+        return kind(**found)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _require(holds: bool, where: str, value: Any, allowed: str) -> None:
+    if not holds:
+        raise UsageError(f"{where}: {json.dumps(value)[:80]} is given; it must be {allowed}.")
+
+
+def _named(value: Any) -> str:
+    return {list: "a list", str: "a text", type(None): "null", bool: "true or false"}.get(type(value), "a number")
