@@ -8,17 +8,15 @@ import re
 import types
 import typing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron.swap.types import UsageError
-
-T = TypeVar("T")
 
 SHORT = re.compile(r"[\[{]\s+([^\[\]{}]*?)\s+[\]}]")
 LINE_WIDTH = 150
 
 
-def from_json(kind: type[T], value: Any, where: str) -> T:
+def from_json[T](kind: type[T], value: Any, where: str) -> T:
     """``value`` (parsed JSON) as a dataclass, tuple, dictionary or plain value of type ``kind``.
 
     Raises:
@@ -27,7 +25,7 @@ def from_json(kind: type[T], value: Any, where: str) -> T:
     return _read(kind, value, where)
 
 
-def load(kind: type[T], path: str | Path, name: str, version: int) -> T:
+def load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
     """The record that a file holds under the heading ``"format": name, "version": version``.
 
     Raises:
@@ -44,8 +42,10 @@ def load(kind: type[T], path: str | Path, name: str, version: int) -> T:
     for key, allowed in (("format", name), ("version", version)):
         given = value.pop(key, None)
         if given != allowed or isinstance(given, bool):
-            raise UsageError(f"{path}: {key} is {json.dumps(given)}, allowed is {json.dumps(allowed)}. "
-                             f"Write a {name} file of this version, or use the version that wrote this one.")  # fmt: skip
+            raise UsageError(
+                f"{path}: {key} is {json.dumps(given)}, allowed is {json.dumps(allowed)}. Give a {name} file of this "
+                "version, or use the version of the program that wrote this one."
+            )
     return from_json(kind, value, str(path))
 
 

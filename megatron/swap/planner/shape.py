@@ -177,15 +177,26 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], input_stays: bo
         )
         for site in sizes
     )  # fmt: skip
+    peak_mib = 2 * _sizes(model).hidden / MIB
+    return LayerClass(layers, forward_ms, now, sites, _sections(steps, gpu, sites), tuple(temporaries), peak_mib)
+
+
+def _sections(steps: list[Kernel], gpu: Gpu, sites: tuple[SiteProfile, ...]) -> tuple[Section, ...]:
+    """Linear outputs that run again (with what is made from them, but nothing behind it), and the whole layer.
+
+    ``mlp`` is as Megatron's selective recomputation does it: fc2 runs again as well, though nobody needs its output.
+    """
     cost = {step.name: _forward_ms(step, gpu) for step in steps}
     names = [site.site for site in sites]
-    inside_mlp = ("mlp.linear_fc1/1", "mlp/0", "mlp.linear_fc2/0")
-    sections = (
-        Section("mlp", inside_mlp, ("mlp.linear_fc1/0",), cost["fc1"] + cost["activation"] + cost["fc2"]),
-        Section("layer", tuple(names[1:]), (names[0],), forward_ms),
+    context = "self_attention.core_attention.fused_attention"
+    qkv = ("self_attention.linear_qkv/1", *(f"{context}/{i}" for i in range(3)))
+    fc1 = ("mlp.linear_fc1/1", "mlp/0", "mlp.linear_fc2/0")
+    return (
+        Section("qkv", qkv, (names[0],), cost["qkv"] + cost["rotary"]),
+        Section("fc1", fc1, ("mlp.linear_fc1/0",), cost["fc1"] + cost["activation"]),
+        Section("mlp", fc1, ("mlp.linear_fc1/0",), cost["fc1"] + cost["activation"] + cost["fc2"]),
+        Section("layer", tuple(names[1:]), (names[0],), sum(_forward_ms(step, gpu) for step in steps)),
     )
-    peak_mib = 2 * _sizes(model).hidden / MIB
-    return LayerClass(layers, forward_ms, now, sites, sections, tuple(temporaries), peak_mib)
 
 
 def num_params(model: Model, tied: bool) -> tuple[float, float]:

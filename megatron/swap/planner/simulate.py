@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron.swap.plan import Plan
 from megatron.swap.planner.assignment import LayerScript, scripts
@@ -17,6 +18,11 @@ from megatron.swap.planner.schedule import Unit, schedule
 from megatron.swap.types import Action, Place, places
 
 MIB_PER_GIB = 1024.0
+Lends = Literal["layers", "bytes"]
+ENGINE_LENDS: Lends = "layers"
+"""What lends its memory to copies in flight. ``layers``: each layer that swaps nothing lends as much as the largest
+group has, as ``manager.py`` counts it; right where a layer swaps all or nothing. ``bytes``: every layer lends what it
+keeps itself, so that mixed layers lend as well, and those that recompute lend no more than they have."""
 COMMIT_MIB = 16.0
 """Copies out start once so much is pending: ``COMMIT_BYTES`` of the manager."""
 
@@ -40,7 +46,7 @@ class Prediction:
     timeline: tuple[tuple[float, float, str], ...] = field(repr=False)
 
 
-def simulate(profile: Profile, plan: Plan) -> Prediction:
+def simulate(profile: Profile, plan: Plan, lends: Lends = ENGINE_LENDS) -> Prediction:
     """Predict the step of ``profile`` under ``plan``. Deterministic.
 
     After the first micro-batches every further one is like the last: only those are played. A pipeline's bubble is
@@ -48,14 +54,14 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
     """
     size, total = profile.pipeline.size, profile.num_micro_batches
     played = min(total, 2 if size == 1 else 3 * size)
-    step = _Step(profile, plan, played)
+    step = _Step(profile, plan, played, lends)
     times = step.times
     if size == 1:
         each = [now - before for now, before in zip(step.marks[-1], step.marks[-2] if played > 1 else (0.0,) * 4,
                                                     strict=True)]  # fmt: skip
     else:
         fewer = max(size, played - size)
-        before = _Step(profile, plan, fewer).times if fewer < played else (0.0,) * 4
+        before = _Step(profile, plan, fewer, lends).times if fewer < played else (0.0,) * 4
         each = [(now - then) / max(1, played - fewer if fewer < played else played)
                 for now, then in zip(times, before, strict=True)]  # fmt: skip
     elapsed, out_stall, in_stall, recompute = (
@@ -86,10 +92,10 @@ class _Storage:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """One forward of one chunk: see ``group.Run``."""
+    """One forward of one chunk, and MiB kept in its layers: see ``group.Run``."""
 
-    kept_begun: int = 0
-    kept_over: int = 0
+    kept_begun_mib: float = 0.0
+    kept_over_mib: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -98,6 +104,7 @@ class _Group:
 
     place: Place
     run: _Run
+    lends_mib: float
     mib: float = 0.0
     ahead_mib: float = 0.0
     storages: dict[int, _Storage] = field(default_factory=dict)
@@ -108,7 +115,7 @@ class _Group:
 class _Step:
     """Plays ``num_micro_batches``; the fields without underscore are the result."""
 
-    def __init__(self, profile: Profile, plan: Plan, num_micro_batches: int) -> None:
+    def __init__(self, profile: Profile, plan: Plan, num_micro_batches: int, lends: Lends) -> None:
         self._profile = profile
         self._scripts: dict[int, LayerScript] = scripts(profile, plan)
         self._now = self._out_free = self._in_free = 0.0
@@ -135,6 +142,11 @@ class _Step:
         if not self._window_mib:
             self._window_groups = 0
             self._window_mib = self._largest_group()
+        self._lends_mib = {layer: self._lent_by(layer, lends) for layer in self._scripts}
+        self._lent_after = {
+            layer: sum(self._lends_mib[after] for after in chunk[i + 1 :])
+            for chunk in chunks for i, layer in enumerate(chunk)
+        }
         units = schedule(num_micro_batches, size, rank, len(chunks))
         self._order = [
             (layer, unit.micro_batch)
@@ -156,6 +168,16 @@ class _Step:
              if not self._place[layer].is_tail(self._window_groups)),
             default=0.0,
         )  # fmt: skip
+
+    def _lent_by(self, layer: int, lends: Lends) -> float:
+        """What ``layer`` lends while it has not claimed it yet, and once its backward is over."""
+        tail = self._place[layer].is_tail(self._window_groups)
+        if lends == "layers":
+            return self._window_mib if self._place[layer].stays(self._window_groups) else 0.0
+        return sum(
+            mib for _, mib, action in self._scripts[layer].saves
+            if action is Action.KEEP or (tail and action is Action.SWAP)
+        )
 
     # ------------------------------------------------------------------ forward
 
@@ -181,11 +203,11 @@ class _Step:
         script, place = self._scripts[layer], self._place[layer]
         begin, waited = self._now, 0.0
         where = f"forward of layer {layer}, micro-batch {micro_batch}"
-        group = self._youngest = _Group(place, run)
+        group = self._youngest = _Group(place, run, self._lends_mib[layer])
         self._groups[layer, micro_batch] = group
         keeps_all = place.is_tail(self._window_groups)
-        self._unclaimed_mib = self._window_mib if place.stays(self._window_groups) else 0.0
-        waited += self._release(place)
+        self._unclaimed_mib = group.lends_mib
+        waited += self._release(layer)
         pending: list[_Storage] = []
         pending_mib = recomputed_mib = 0.0
         for index, (at_ms, mib, action) in enumerate(script.saves):
@@ -196,7 +218,7 @@ class _Step:
             elif action is Action.KEEP or keeps_all:
                 if self._unclaimed_mib > 0:
                     self._unclaimed_mib = max(0.0, self._unclaimed_mib - mib)
-                    waited += self._release(place)
+                    waited += self._release(layer)
             else:
                 group.storages[index] = storage = _Storage(mib, group)
                 group.mib += mib
@@ -205,7 +227,7 @@ class _Step:
                 if pending_mib >= COMMIT_MIB:
                     self._commit(pending)
                     pending_mib = 0.0
-                    waited += self._release(place)
+                    waited += self._release(layer)
             self._note(where)
         group.to_fetch = list(group.storages.values())
         self._now = begin + waited + script.forward_ms
@@ -213,7 +235,7 @@ class _Step:
         self._mib -= recomputed_mib
         self._unclaimed_mib = 0.0
         self._commit(pending)
-        self._release(place)
+        self._release(layer)
         self.timeline.append((self._now, self._mib, where))
         if place.num_after == 0 and not place.ends_in_loss:
             self._prefetch()
@@ -229,10 +251,10 @@ class _Step:
         self.host_peak_mib = max(self.host_peak_mib, self._host_mib)
         pending.clear()
 
-    def _release(self, place: Place) -> float:
+    def _release(self, layer: int) -> float:
         """``SwapManager._release``: returns the milliseconds that compute waited."""
-        allowed = place.num_kept_after(self._window_groups) * self._window_mib + self._unclaimed_mib
-        if not place.ends_in_loss:
+        allowed = self._lent_after[layer] + self._unclaimed_mib
+        if not self._place[layer].ends_in_loss:
             allowed += self._window_mib
         waited = 0.0
         while self._leaving_mib > allowed + 1e-6 and self._leaving[0].group is not self._youngest:
@@ -263,9 +285,8 @@ class _Step:
         group = self._current = self._groups.pop((layer, micro_batch))
         where = f"backward of layer {layer}, micro-batch {micro_batch}"
         self._cursor += 1
-        group.run.kept_over = group.run.kept_begun
-        if not group.mib:
-            group.run.kept_begun += 1
+        group.run.kept_over_mib = group.run.kept_begun_mib
+        group.run.kept_begun_mib += group.lends_mib
         self._ahead_mib -= group.ahead_mib
         while group.to_fetch:
             self._claim(group.to_fetch.pop())
@@ -324,17 +345,15 @@ class _Step:
 
     def _prefetch(self) -> None:
         """``SwapManager._prefetch``."""
-        num_kept_between = 0
+        num_kept_between, kept_between_mib = 0, 0.0
         for key in range(self._cursor, len(self._order)):
             group = self._groups.get(self._order[key])
             if group is None:
                 return
             if not group.mib:
                 num_kept_between += 1
-                continue
-            if not group.to_fetch:
-                continue
-            allowed = self._allowed_ahead(group, num_kept_between)
+            allowed = self._allowed_ahead(group, num_kept_between, kept_between_mib) if group.to_fetch else 0.0
+            kept_between_mib += group.lends_mib
             while group.to_fetch:
                 storage = group.to_fetch[-1]
                 if self._ahead_mib + storage.mib > allowed + 1e-6 and (self._ahead_mib > 1e-6 or not allowed):
@@ -344,13 +363,13 @@ class _Step:
                 self._ahead_mib += storage.mib
                 self._claim(storage)
 
-    def _allowed_ahead(self, group: _Group, num_kept_between: int) -> float:
+    def _allowed_ahead(self, group: _Group, num_kept_between: int, kept_between_mib: float) -> float:
         """``SwapManager._allowed_ahead``."""
         allowed = self._window_mib
         if num_kept_between >= group.place.num_tail(self._window_groups):
-            allowed = max(0.0, allowed - num_kept_between * self._window_mib)
+            allowed = max(0.0, allowed - kept_between_mib)
         if self._current is not None and self._current.run is group.run:
-            allowed += max(0.0, group.run.kept_over * self._window_mib - self._current.mib)
+            allowed += max(0.0, group.run.kept_over_mib - self._current.mib)
         return allowed
 
     def _note(self, where: str, more_mib: float = 0.0) -> None:

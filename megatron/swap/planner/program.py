@@ -1,0 +1,305 @@
+"""The mixed-integer program behind a plan: how many layers of each block swap or recompute what.
+
+Identical layers of one chunk are a *block*; the unknowns are counts, so 96 layers cost no more than 16. The model of
+time is linear: what copies take beyond the window in which they can hide, and what is run again. It is a relaxation
+of what ``simulate`` plays: with the windows of ``Windows.bound`` no plan is faster than its optimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from megatron.swap.planner.profile import LayerClass, Profile, Section, SiteProfile
+from megatron.swap.planner.schedule import schedule
+
+MIB_PER_GIB = 1024.0
+UNIT = 1000.0
+"""The objective is in microseconds: the solver's tolerances are absolute."""
+SWAPPED_MIB_COST = 1e-7
+"""Milliseconds: between equally fast plans the one that copies less, in the earliest and fewest layers."""
+TOUCHED_LAYER_COST = 1e-5
+MAX_NODES = 3000
+"""Bounds the search; what is not proven by then shows in the lower bound."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Equal layers of one chunk, earliest first. ``num_swappable``: the layer before the loss is never swapped."""
+
+    entry: LayerClass
+    layers: tuple[int, ...]
+    chunk: int
+    num_swappable: int
+
+    @property
+    def sections(self) -> list[Section]:
+        return [part for part in self.entry.sections if self.freed(part)]
+
+    def freed(self, section: Section) -> list[SiteProfile]:
+        """What ``section`` frees: others may hold some of it."""
+        return [site for site in self.entry.sites if site.site in section.frees and not site.stays]
+
+
+def blocks(profile: Profile) -> list[Block]:
+    """The blocks of a profile, in the order of the model."""
+    found = []
+    for number, chunk in enumerate(profile.chunks):
+        ends_in_loss = profile.has_loss and number == len(profile.chunks) - 1
+        for entry in profile.layers:
+            layers = tuple(layer for layer in chunk if layer in entry.layers)
+            if layers:
+                last = ends_in_loss and chunk[-1] in layers
+                found.append(Block(entry, layers, number, len(layers) - last))
+    return sorted(found, key=lambda block: block.layers[0])
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What a micro-batch's copies may take without costing time, in ms. ``None``: any amount."""
+
+    out_ms: float | None
+    in_ms: float | None
+
+
+def bound_windows(profile: Profile) -> Windows:
+    """Windows that no execution exceeds: with them the optimum is a bound.
+
+    Without a pipeline forward ends in the loss, where every copy out is over, and copies in begin with backward. In a
+    pipeline copies of one micro-batch hide behind others, and backward may overtake a copy: nothing is assumed.
+    """
+    if profile.pipeline.size > 1:
+        return Windows(None, None)
+    first = profile.of_layer(profile.chunks[0][0])
+    begin = min((site.saved_at_ms for site in first.sites), default=0.0)
+    return Windows(
+        sum(len(entry.layers) * entry.forward_ms for entry in profile.layers) - begin,
+        sum(len(entry.layers) * entry.backward_ms for entry in profile.layers),
+    )
+
+
+def search_windows(profile: Profile) -> Windows:
+    """Where the search begins: in a pipeline copies have all of a micro-batch's time."""
+    if profile.pipeline.size == 1:
+        return bound_windows(profile)
+    whole = micro_batch_ms(profile)
+    return Windows(whole, whole)
+
+
+def micro_batch_ms(profile: Profile) -> float:
+    """Forward and backward of one micro-batch, nothing swapped."""
+    inside = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in profile.layers)
+    return inside + profile.outside.forward_ms + profile.outside.backward_ms
+
+
+def step_factor(profile: Profile) -> float:
+    """Micro-batch times in a step, the pipeline's bubble included."""
+    return profile.num_micro_batches + (profile.pipeline.size - 1) / len(profile.chunks)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one block: layers that run each section again, that recompute and that swap each site."""
+
+    sections: dict[str, int]
+    recomputed: dict[str, int]
+    swapped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An optimum of the program: counts of each block, its step time and the bound that the solver has proven."""
+
+    counts: tuple[Counts, ...]
+    out_exposed_ms: float
+    in_exposed_ms: float
+    step_ms: float
+    bound_ms: float
+
+
+class Program:
+    """The program of one profile; budgets and windows vary.
+
+    Columns: per block its sections, recomputed sites, swapped sites and touched layers; then the exposed time of
+    copies out and in of a micro-batch, and the peak (MiB above static) where that is what is minimised.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self.blocks = blocks(profile)
+        self._columns: list[tuple[int, str, str]] = []
+        upper: list[float] = []
+        for number, block in enumerate(self.blocks):
+            size = len(block.layers)
+            for part in block.sections:
+                self._columns.append((number, "section", part.name))
+                upper.append(size)
+            for site in block.entry.sites:
+                if not site.stays and site.recompute_ms is not None:
+                    self._columns.append((number, "recompute", site.site))
+                    upper.append(size)
+            for site in block.entry.sites:
+                if not site.stays and block.num_swappable:
+                    self._columns.append((number, "swap", site.site))
+                    upper.append(block.num_swappable)
+            self._columns.append((number, "touched", ""))
+            upper.append(size)
+        self._index = {column: i for i, column in enumerate(self._columns)}
+        self._num = len(self._columns)
+        self._out, self._in, self._peak = self._num, self._num + 1, self._num + 2
+        self._upper = np.array([*upper, np.inf, np.inf, np.inf])
+        self._integral = np.array([1] * self._num + [0, 0, 0])
+        self._recompute = self._row()
+        self._swapped = self._row()
+        self._small = self._row()
+        self._count()
+        self._live = _live_moments(profile)
+
+    def _row(self) -> np.ndarray:
+        return np.zeros(self._num + 3)
+
+    def _count(self) -> None:
+        """Recomputed ms, swapped MiB and tie-breaks of each column."""
+        num_layers = sum(len(block.layers) for block in self.blocks)
+        for i, (number, kind, name) in enumerate(self._columns):
+            block = self.blocks[number]
+            sites = {site.site: site for site in block.entry.sites}
+            if kind == "section":
+                self._recompute[i] = next(part.recompute_ms for part in block.sections if part.name == name)
+            elif kind == "recompute":
+                self._recompute[i] = sites[name].recompute_ms
+            elif kind == "swap":
+                self._swapped[i] = sites[name].mib
+                self._small[i] = SWAPPED_MIB_COST * sites[name].mib * (1 + block.layers[0] / num_layers / 10)
+            else:
+                self._small[i] = TOUCHED_LAYER_COST
+
+    def solve(
+        self, budget_gib: float | None, host_gib: float | None, windows: Windows, least_memory: bool = False
+    ) -> Answer | None:
+        """The fastest counts whose memory fits, or (``least_memory``) those that need the least. ``None``: none fits.
+
+        ``budget_gib`` counts as ``Prediction.peak_gib``; ``host_gib``: most host memory.
+        """
+        profile = self._profile
+        rows: list[np.ndarray] = []
+        limits: list[float] = []
+
+        def at_most(row: np.ndarray, limit: float) -> None:
+            rows.append(row)
+            limits.append(limit)
+
+        self._each_site_once(at_most)
+        for live, at_loss in self._live:
+            row, full = self._held(live)
+            if least_memory:
+                row[self._peak] = -1
+                at_most(row, -full - at_loss)
+            if budget_gib is not None:
+                row = row.copy()
+                row[self._peak] = 0
+                room = (budget_gib - profile.static_gib) / profile.allocator_factor * MIB_PER_GIB
+                at_most(row, room - full - at_loss)
+            if host_gib is not None:
+                row = self._row()
+                for i, (number, kind, _) in enumerate(self._columns):
+                    if kind == "swap":
+                        row[i] = live[self.blocks[number].chunk] * self._swapped[i]
+                at_most(row, host_gib * MIB_PER_GIB)
+        for column, window, speed, also in (
+            (self._out, windows.out_ms, profile.out_ms_per_mib, 0.0),
+            (self._in, windows.in_ms, profile.in_ms_per_mib, 1.0),
+        ):
+            if window is not None:
+                row = self._swapped * speed - also * self._recompute
+                row[column] = -1
+                at_most(row, window)
+        factor = step_factor(profile)
+        exposed = self._row()
+        exposed[[self._out, self._in]] = 1
+        time = factor * (self._recompute + exposed)
+        cost = self._row()
+        if least_memory:
+            cost[self._peak] = 1
+        cost = cost + UNIT * (self._small + (1e-6 if least_memory else 1.0) * time)
+        done = milp(
+            cost, integrality=self._integral, bounds=Bounds(0, self._upper),
+            constraints=LinearConstraint(np.array(rows), -np.inf, np.array(limits)),
+            options={"mip_rel_gap": 1e-7, "node_limit": MAX_NODES},
+        )  # fmt: skip
+        if done.x is None:
+            return None
+        base = factor * micro_batch_ms(profile) + profile.outside.optimizer_ms
+        slack = float(self._small[: self._num] @ self._upper[: self._num])
+        bound = -np.inf if least_memory else base + done.mip_dual_bound / UNIT - slack
+        return Answer(
+            self._counts(done.x), float(done.x[self._out]), float(done.x[self._in]), base + float(time @ done.x),
+            max(base, float(bound)),
+        )
+
+    def _each_site_once(self, at_most: object) -> None:
+        assert callable(at_most)
+        for number, block in enumerate(self.blocks):
+            for site in block.entry.sites:
+                row = self._row()
+                for part in block.sections:
+                    if site in block.freed(part):
+                        row[self._index[number, "section", part.name]] = 1
+                for kind in ("recompute", "swap"):
+                    if (column := self._index.get((number, kind, site.site))) is not None:
+                        row[column] = 1
+                at_most(row, len(block.layers))
+                if (column := self._index.get((number, "swap", site.site))) is not None:
+                    row = self._row()
+                    row[column], row[self._index[number, "touched", ""]] = 1, -1
+                    at_most(row, 0)
+
+    def _held(self, live: Sequence[int]) -> tuple[np.ndarray, float]:
+        """MiB that is given up, as a (negative) row, and what would be held if everything was kept."""
+        row, full = self._row(), 0.0
+        for block in self.blocks:
+            full += live[block.chunk] * len(block.layers) * block.entry.num_mib
+        for i, (number, kind, name) in enumerate(self._columns):
+            block = self.blocks[number]
+            if kind == "section":
+                part = next(part for part in block.sections if part.name == name)
+                row[i] = -live[block.chunk] * sum(site.mib for site in block.freed(part))
+            elif kind != "touched":
+                row[i] = -live[block.chunk] * next(site.mib for site in block.entry.sites if site.site == name)
+        return row, full
+
+    def _counts(self, values: np.ndarray) -> tuple[Counts, ...]:
+        found = [Counts({}, {}, {}) for _ in self.blocks]
+        for i, (number, kind, name) in enumerate(self._columns):
+            if kind != "touched":
+                counts = found[number]
+                where = {"section": counts.sections, "recompute": counts.recomputed, "swap": counts.swapped}[kind]
+                where[name] = round(values[i])
+        return tuple(found)
+
+
+def _live_moments(profile: Profile) -> list[tuple[tuple[int, ...], float]]:
+    """The worst ends of a forward: live micro-batches of each chunk, and MiB outside layers."""
+    num_chunks, size = len(profile.chunks), profile.pipeline.size
+    num = min(profile.num_micro_batches, 1 if size == 1 else 3 * size)
+    live = [0] * num_chunks
+    outside = profile.outside
+    seen: set[tuple[tuple[int, ...], float]] = set()
+    last = num_chunks - 1 if profile.has_loss else 0
+    for unit in schedule(num, size, profile.pipeline.rank, num_chunks):
+        if unit.is_forward:
+            live[unit.chunk] += 1
+            at_loss = profile.has_loss and unit.chunk == last
+            others = (live[last] - (1 if at_loss or unit.chunk == last else 0)) * outside.kept_gib
+            seen.add((tuple(live), ((outside.peak_gib if at_loss else 0.0) + others) * MIB_PER_GIB))
+        else:
+            live[unit.chunk] -= 1
+
+    def below(one: tuple[tuple[int, ...], float], other: tuple[tuple[int, ...], float]) -> bool:
+        smaller = all(a <= b for a, b in zip(one[0], other[0], strict=True)) and one[1] <= other[1]
+        return smaller and one != other
+
+    return sorted(one for one in seen if not any(below(one, other) for other in seen))

@@ -1,0 +1,271 @@
+"""The fastest plan that stays below a peak: the program proposes, ``simulate`` judges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.swap.plan import Plan, PlanClass, Predicted, SitePlan, format_layers
+from megatron.swap.planner.profile import LayerClass, Profile, sha256
+from megatron.swap.planner.program import (
+    Block,
+    Counts,
+    Program,
+    Windows,
+    bound_windows,
+    search_windows,
+    step_factor,
+)
+from megatron.swap.planner.simulate import ENGINE_LENDS, Lends, Prediction, simulate
+from megatron.swap.types import UsageError
+
+MAX_ROUNDS = 8
+"""How often the program is corrected by what the simulator says."""
+SHARES = (1.0, 0.6, 0.3, 0.0)
+"""Of the windows: what is brought back early takes memory too, so that less swapping may fit where more does not."""
+NEAR_BOUND = 1.005
+"""Close enough to the lower bound to stop."""
+NEAR_MS = 0.05
+NEAR_GIB = 1e-9
+TIGHTER_GIB = 1e-4
+
+
+class Infeasible(UsageError):
+    """No plan fits. ``smallest_gib``: the smallest budget for which one was found."""
+
+    def __init__(self, message: str, smallest_gib: float) -> None:
+        super().__init__(message)
+        self.smallest_gib = smallest_gib
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Plans that fit, the fastest first, each with its prediction.
+
+    ``lower_bound_ms``: no plan within the budget takes less in this model.
+    """
+
+    plans: tuple[Plan, ...]
+    predictions: tuple[Prediction, ...]
+    lower_bound_ms: float
+
+    @property
+    def plan(self) -> Plan:
+        return self.plans[0]
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.predictions[0]
+
+
+Assignment = tuple[tuple[tuple[int, ...], LayerClass, tuple[tuple[str, str], ...], tuple[str, ...]], ...]
+"""Layers, their class, action of each site, sections."""
+
+
+def solve(profile: Profile, budget_gib: float, max_plans: int = 3, lends: Lends = ENGINE_LENDS) -> Solution:
+    """Plan ``profile`` within ``budget_gib``.
+
+    Raises:
+        Infeasible: nothing fits; says the smallest budget that does, and what would lower it.
+    """
+    search = _Search(profile, lends)
+    bound = search.run(budget_gib)
+    fitting = search.fitting(budget_gib)
+    if not fitting:
+        raise _infeasible(profile, lends, budget_gib)
+    bound = min(bound, fitting[0][1].step_ms)
+    name = sha256(profile)
+    plans = tuple(
+        replace(plan, budget_gib=budget_gib, profile_sha256=name,
+                predicted=Predicted(prediction.peak_gib, prediction.step_ms, bound, prediction.host_gib))
+        for plan, prediction in fitting[:max_plans]
+    )  # fmt: skip
+    return Solution(plans, tuple(prediction for _, prediction in fitting[:max_plans]), bound)
+
+
+def curve(profile: Profile, num_points: int = 24, lends: Lends = ENGINE_LENDS) -> list[Solution]:
+    """The fastest plan of each of some budgets, from the smallest feasible one to that of keeping everything.
+
+    Never slower with more memory: what fits a smaller budget fits a larger one.
+    """
+    smallest, most = smallest_budget(profile, lends), simulate(profile, empty_plan(profile), lends).peak_gib
+    points: list[Solution] = []
+    for i in range(num_points):
+        point = solve(profile, smallest + (most - smallest) * i / (num_points - 1) + TIGHTER_GIB, 1, lends)
+        if points and points[-1].prediction.step_ms < point.prediction.step_ms:
+            point = replace(point, plans=points[-1].plans, predictions=points[-1].predictions)
+        points.append(point)
+    return points
+
+
+def smallest_budget(profile: Profile, lends: Lends = ENGINE_LENDS) -> float:
+    """The smallest budget (GiB) for which a plan was found."""
+    search = _Search(profile, lends)
+    search.judge_least()
+    return min(prediction.peak_gib for _, prediction in search.fitting(float("inf")))
+
+
+def empty_plan(profile: Profile) -> Plan:
+    """Everything is kept."""
+    return Plan(profile.model, None, None, None, ())
+
+
+class _Search:
+    """Plans of one profile that were simulated, each once."""
+
+    def __init__(self, profile: Profile, lends: Lends) -> None:
+        self._profile = profile
+        self._lends = lends
+        self._program = Program(profile)
+        self._found: dict[Assignment, tuple[Plan, Prediction]] = {}
+        self._nothing = [Counts({}, {}, {}) for _ in self._program.blocks]
+
+    def fitting(self, budget_gib: float) -> list[tuple[Plan, Prediction]]:
+        """Those within device and host memory, the fastest first; of equal ones, that which moves least."""
+        host_gib = self._profile.host_gib
+        fitting = [
+            pair for pair in self._found.values()
+            if pair[1].peak_gib <= budget_gib and (host_gib is None or pair[1].host_gib <= host_gib + NEAR_GIB)
+        ]  # fmt: skip
+        return sorted(fitting, key=lambda pair: (round(pair[1].step_ms, 3), pair[1].host_gib))
+
+    def run(self, budget_gib: float) -> float:
+        """Simulate plans for ``budget_gib``. Returns the lower bound in ms (infinite where nothing can fit)."""
+        profile = self._profile
+        (kept,) = self._judge(self._nothing, (True,))
+        if kept.peak_gib <= budget_gib:
+            return kept.step_ms
+        first = self._program.solve(budget_gib, profile.host_gib, bound_windows(profile))
+        if first is None:
+            return float("inf")
+        windows = search_windows(profile)
+        for share in SHARES:
+            self._refine(budget_gib, Windows(_part(windows.out_ms, share), _part(windows.in_ms, share)))
+            fitting = self.fitting(budget_gib)
+            if fitting and fitting[0][1].step_ms <= NEAR_BOUND * first.bound_ms:
+                break
+        else:
+            self.judge_least()
+        return first.bound_ms
+
+    def _refine(self, budget_gib: float, windows: Windows) -> None:
+        """Solve, simulate, correct the program where it was too hopeful, again."""
+        profile, room_gib, host_gib = self._profile, budget_gib, self._profile.host_gib
+        for _ in range(MAX_ROUNDS):
+            answer = self._program.solve(room_gib, host_gib, windows)
+            if answer is None:
+                return
+            num_before = len(self._found)
+            judged = self._judge(answer.counts)
+            least = min(judged, key=lambda prediction: prediction.peak_gib)
+            over_gib = least.peak_gib - budget_gib
+            host_over_gib = least.host_gib - profile.host_gib if profile.host_gib is not None else 0.0
+            if over_gib > 0 or host_over_gib > NEAR_GIB:
+                room_gib -= max(0.0, over_gib) + TIGHTER_GIB
+                host_gib = None if host_gib is None else host_gib - max(0.0, host_over_gib)
+                continue
+            factor = step_factor(profile)
+            best = min(judged, key=lambda prediction: prediction.step_ms)
+            out_more = best.out_stall_ms / factor - answer.out_exposed_ms
+            in_more = best.in_stall_ms / factor - answer.in_exposed_ms
+            if max(out_more, in_more) < NEAR_MS or len(self._found) == num_before:
+                return
+            windows = Windows(_narrower(windows.out_ms, out_more), _narrower(windows.in_ms, in_more))
+
+    def judge_least(self) -> None:
+        """Simulate plans that keep as little as they can."""
+        blocks = self._program.blocks
+        answer = self._program.solve(None, self._profile.host_gib, search_windows(self._profile), least_memory=True)
+        for counts in (self._nothing, answer.counts if answer else self._nothing, _recompute_most(blocks)):
+            self._judge(counts)
+
+    def _judge(self, counts: Sequence[Counts], orders: tuple[bool, ...] = (True, False)) -> list[Prediction]:
+        judged = []
+        for recompute_last in orders:
+            assignment = _arrange(self._program.blocks, counts, recompute_last)
+            if assignment not in self._found:
+                plan = _to_plan(self._profile, assignment)
+                self._found[assignment] = plan, simulate(self._profile, plan, self._lends)
+            judged.append(self._found[assignment][1])
+        return judged
+
+
+def _part(window_ms: float | None, share: float) -> float | None:
+    return None if window_ms is None else window_ms * share
+
+
+def _narrower(window_ms: float | None, by_ms: float) -> float | None:
+    return None if window_ms is None else window_ms - max(0.0, by_ms)
+
+
+def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], recompute_last: bool) -> Assignment:
+    """Which layers: the earliest swap; sections and recipes at the block's end, or right behind what swaps."""
+    of_layer: dict[int, tuple[LayerClass, dict[str, str], list[str]]] = {}
+    for block, counts in zip(blocks, answer, strict=True):
+        for layer in block.layers:
+            of_layer[layer] = block.entry, {}, []
+        for site, count in counts.swapped.items():
+            for layer in block.layers[:count]:
+                of_layer[layer][1][site] = "swap"
+        order = block.layers[::-1] if recompute_last else block.layers
+        for part in sorted(block.sections, key=lambda part: -len(part.frees)):
+            freed = [site.site for site in block.freed(part)]
+            free = [layer for layer in order if not of_layer[layer][1].keys() & set(freed)]
+            for layer in free[: counts.sections.get(part.name, 0)]:
+                of_layer[layer][1].update((site, f"section {part.name}") for site in freed)
+                of_layer[layer][2].append(part.name)
+        for site, count in counts.recomputed.items():
+            free = [layer for layer in order if site not in of_layer[layer][1]]
+            for layer in free[:count]:
+                of_layer[layer][1][site] = "recompute"
+    alike: dict[tuple, list[int]] = {}
+    for layer, (entry, actions, sections) in sorted(of_layer.items()):
+        alike.setdefault((entry, tuple(sorted(actions.items())), tuple(sections)), []).append(layer)
+    return tuple((tuple(layers), *key) for key, layers in alike.items())
+
+
+def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
+    classes = []
+    for layers, entry, chosen, sections in assignment:
+        actions = dict(chosen)
+        sites = {}
+        for site in entry.sites:
+            action = actions.get(site.site, "keep")
+            why = "others hold it" if site.stays else "there is room"
+            if action == "swap":
+                why = f"{site.mib * profile.out_ms_per_mib:.2f} ms on the link"
+            elif action == "recompute":
+                why = f"{site.recompute_ms:.2f} ms to make again"
+            elif action.startswith("section"):
+                cost = next(part.recompute_ms for part in entry.sections if action == f"section {part.name}")
+                action, why = "recompute", f"{action}: {cost:.2f} ms for all of it"
+            sites[site.site] = SitePlan(action, round(site.mib, 3), why)  # type: ignore[arg-type]
+        classes.append(PlanClass(format_layers(layers), sites, sections))
+    return Plan(profile.model, None, None, None, tuple(classes))
+
+
+def _recompute_most(blocks: Sequence[Block]) -> list[Counts]:
+    """Everything that a section frees runs again, the rest is kept: no prefetched tensors beside the loss."""
+    most = []
+    for block in blocks:
+        widest = max(block.sections, key=lambda part: sum(site.mib for site in block.freed(part)), default=None)
+        most.append(Counts({widest.name: len(block.layers)} if widest else {}, {}, {}))
+    return most
+
+
+def _infeasible(profile: Profile, lends: Lends, budget_gib: float) -> Infeasible:
+    smallest = smallest_budget(profile, lends)
+    hints = ["a smaller --micro-batch-size" if profile.model.micro_batch_size > 1 else "a shorter --seq-length",
+             "more tensor or context parallelism"]  # fmt: skip
+    if profile.host_gib is not None:
+        unlimited = smallest_budget(replace(profile, host_gib=None), lends)
+        if unlimited < smallest - 0.01:
+            hints.insert(0, f"more host memory (with enough of it {unlimited:.2f} GiB, now it is {profile.host_gib:g})")
+    if profile.static_gib > 0.5 * smallest:
+        hints.append(f"fewer bytes of weights and optimizer ({profile.static_gib:.2f} GiB): "
+                     "--use-distributed-optimizer, more pipeline stages")  # fmt: skip
+    return Infeasible(
+        f"no plan stays below {budget_gib:.2f} GiB: the smallest budget that was found feasible is {smallest:.2f} GiB. "
+        f"Give at least that, or lower it by {'; '.join(hints)}.",
+        smallest,
+    )
