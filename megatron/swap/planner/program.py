@@ -7,7 +7,7 @@ of what ``simulate`` plays: with the windows of ``Windows.bound`` no plan is fas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,25 +130,25 @@ class Program:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self.blocks = blocks(profile)
-        self._columns: list[tuple[int, str, str]] = []
+        self.columns: list[tuple[int, str, str]] = []
         upper: list[float] = []
         for number, block in enumerate(self.blocks):
             size = len(block.layers)
             for part in block.sections:
-                self._columns.append((number, "section", part.name))
+                self.columns.append((number, "section", part.name))
                 upper.append(size)
             for site in block.entry.sites:
                 if not site.stays and site.recompute_ms is not None:
-                    self._columns.append((number, "recompute", site.site))
+                    self.columns.append((number, "recompute", site.site))
                     upper.append(size)
             for site in block.entry.sites:
                 if not site.stays and block.num_swappable:
-                    self._columns.append((number, "swap", site.site))
+                    self.columns.append((number, "swap", site.site))
                     upper.append(block.num_swappable)
-            self._columns.append((number, "touched", ""))
+            self.columns.append((number, "touched", ""))
             upper.append(size)
-        self._index = {column: i for i, column in enumerate(self._columns)}
-        self._num = len(self._columns)
+        self._index = {column: i for i, column in enumerate(self.columns)}
+        self._num = len(self.columns)
         self._out, self._in, self._peak = self._num, self._num + 1, self._num + 2
         self._upper = np.array([*upper, np.inf, np.inf, np.inf])
         self._integral = np.array([1] * self._num + [0, 0, 0])
@@ -164,7 +164,7 @@ class Program:
     def _count(self) -> None:
         """Recomputed ms, swapped MiB and tie-breaks of each column."""
         num_layers = sum(len(block.layers) for block in self.blocks)
-        for i, (number, kind, name) in enumerate(self._columns):
+        for i, (number, kind, name) in enumerate(self.columns):
             block = self.blocks[number]
             sites = {site.site: site for site in block.entry.sites}
             if kind == "section":
@@ -205,7 +205,7 @@ class Program:
                 at_most(row, room - full - at_loss)
             if host_gib is not None:
                 row = self._row()
-                for i, (number, kind, _) in enumerate(self._columns):
+                for i, (number, kind, _) in enumerate(self.columns):
                     if kind == "swap":
                         row[i] = live[self.blocks[number].chunk] * self._swapped[i]
                 at_most(row, host_gib * MIB_PER_GIB)
@@ -240,8 +240,7 @@ class Program:
             max(base, float(bound)),
         )
 
-    def _each_site_once(self, at_most: object) -> None:
-        assert callable(at_most)
+    def _each_site_once(self, at_most: Callable[[np.ndarray, float], None]) -> None:
         for number, block in enumerate(self.blocks):
             for site in block.entry.sites:
                 row = self._row()
@@ -262,7 +261,7 @@ class Program:
         row, full = self._row(), 0.0
         for block in self.blocks:
             full += live[block.chunk] * len(block.layers) * block.entry.num_mib
-        for i, (number, kind, name) in enumerate(self._columns):
+        for i, (number, kind, name) in enumerate(self.columns):
             block = self.blocks[number]
             if kind == "section":
                 part = next(part for part in block.sections if part.name == name)
@@ -273,7 +272,7 @@ class Program:
 
     def _counts(self, values: np.ndarray) -> tuple[Counts, ...]:
         found = [Counts({}, {}, {}) for _ in self.blocks]
-        for i, (number, kind, name) in enumerate(self._columns):
+        for i, (number, kind, name) in enumerate(self.columns):
             if kind != "touched":
                 counts = found[number]
                 where = {"section": counts.sections, "recompute": counts.recomputed, "swap": counts.swapped}[kind]

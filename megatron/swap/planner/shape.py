@@ -230,19 +230,18 @@ def shape_profile(
         tuple(range((stage * stages + pipeline_rank) * deep, (stage * stages + pipeline_rank + 1) * deep))
         for stage in range(virtual)
     )
-    first, *others = sorted(layer for chunk in chunks for layer in chunk)
+    here = [layer for chunk in chunks for layer in chunk]
     heads = {chunk[0] for chunk in chunks}  # a stage's input is held by the schedule
     classes = [layer_class(model, gpu, tuple(sorted(heads)), input_stays=True)]
-    inner = tuple(layer for layer in (first, *others) if layer not in heads)
+    inner = tuple(layer for layer in here if layer not in heads)
     if inner:
         classes.append(layer_class(model, gpu, inner))
 
     has_input, has_loss = pipeline_rank == 0, pipeline_rank == stages - 1
     tensor = model.tensor_parallel
     of_layer, of_ends = num_params(model, tied)
-    num_ends = stages if stages == 1 else 2
-    params = (of_layer * len(chunks) * deep + of_ends * (has_input + has_loss) / (1 + (num_ends == 2))
-              / (2 if stages == 1 else 1)) / tensor  # fmt: skip
+    ends = of_ends if stages == 1 else of_ends / 2 * (has_input + has_loss)
+    params = (of_layer * len(here) + ends) / tensor
     static = params * (6 + (STATIC_BYTES_PER_PARAM - 6) / optimizer_shards) / GIB + WORKSPACE_GIB
     return Profile(
         source=f"arithmetic; {gpu.source}",

@@ -137,11 +137,12 @@ class _Step:
         for number, chunk in enumerate(chunks):
             ends_in_loss = profile.has_loss and number == len(chunks) - 1
             self._place.update(zip(chunk, places([plan.swaps_layer(n) for n in chunk], ends_in_loss), strict=True))
-        self._window_groups = 1
-        self._window_mib = self._largest_group()
-        if not self._window_mib:
-            self._window_groups = 0
-            self._window_mib = self._largest_group()
+        # The manager has learned the largest group in a first step, in which only the very last layer stayed.
+        self._window_mib = max(
+            (script.swapped_mib for layer, script in self._scripts.items() if not self._place[layer].is_tail(0)),
+            default=0.0,
+        )
+        self._window_groups = 1 if self._window_mib else 0
         self._lends_mib = {layer: self._lent_by(layer, lends) for layer in self._scripts}
         self._lent_after = {
             layer: sum(self._lends_mib[after] for after in chunk[i + 1 :])
@@ -161,13 +162,6 @@ class _Step:
     def times(self) -> tuple[float, float, float, float]:
         """Elapsed, waited for copies out, for copies in, recomputed, in ms."""
         return self._now, self._out_stall, self._in_stall, self._recompute
-
-    def _largest_group(self) -> float:
-        return max(
-            (script.swapped_mib for layer, script in self._scripts.items()
-             if not self._place[layer].is_tail(self._window_groups)),
-            default=0.0,
-        )  # fmt: skip
 
     def _lent_by(self, layer: int, lends: Lends) -> float:
         """What ``layer`` lends while it has not claimed it yet, and once its backward is over."""

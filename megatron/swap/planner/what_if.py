@@ -1,0 +1,47 @@
+"""The same run on another link, with other sequences or batches: a profile scaled, not measured again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.swap.planner.gpus import GPUS, Gpu
+from megatron.swap.planner.profile import Link, Profile
+from megatron.swap.planner.shape import layer_class, scaled
+from megatron.swap.types import UsageError
+
+
+def with_link(profile: Profile, gb_s: float) -> Profile:
+    """All copies at ``gb_s``."""
+    return replace(profile, link=Link(gb_s, gb_s, gb_s, gb_s))
+
+
+def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_size: int | None = None) -> Profile:
+    """Other lengths: bytes go with the tokens, a layer's time with its FLOPs (attention's grow with the square).
+
+    Raises:
+        UsageError: not a positive number.
+    """
+    old = profile.model
+    new = replace(old, seq_length=seq_length or old.seq_length, micro_batch_size=micro_batch_size or old.micro_batch_size)
+    if new.seq_length < 1 or new.micro_batch_size < 1:
+        raise UsageError(f"{new.seq_length} tokens, micro-batches of {new.micro_batch_size}: both must be at least 1.")
+    tokens = new.seq_length * new.micro_batch_size / (old.seq_length * old.micro_batch_size)
+    gpu = next((gpu for gpu in GPUS.values() if gpu.name == profile.device.name), GPUS["h200"])
+    forward, backward = _ratios(profile, gpu, new.seq_length, new.micro_batch_size)
+    outside = profile.outside
+    return replace(
+        profile,
+        source=f"{profile.source}; scaled to sequences of {new.seq_length}, micro-batches of {new.micro_batch_size}",
+        model=new,
+        layers=tuple(scaled(entry, forward, backward, tokens) for entry in profile.layers),
+        outside=replace(outside, forward_ms=outside.forward_ms * tokens, backward_ms=outside.backward_ms * tokens,
+                        kept_gib=outside.kept_gib * tokens, peak_gib=outside.peak_gib * tokens),
+    )  # fmt: skip
+
+
+def _ratios(profile: Profile, gpu: Gpu, seq_length: int, micro_batch_size: int) -> tuple[float, float]:
+    """How much longer a layer takes, by arithmetic: the share of attention is what matters."""
+    dense = replace(profile.model, transformer_impl="transformer_engine", dtype="bf16", num_experts=None)
+    old = layer_class(dense, gpu, (0,))
+    new = layer_class(replace(dense, seq_length=seq_length, micro_batch_size=micro_batch_size), gpu, (0,))
+    return new.forward_ms / old.forward_ms, new.backward_ms / old.backward_ms

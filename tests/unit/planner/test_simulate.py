@@ -1,0 +1,245 @@
+"""The simulator against arithmetic by hand, and against the engine's own manager."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.swap import manager as manager_module
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.handle import Handle
+from megatron.swap.host_pool import HostPool
+from megatron.swap.manager import SwapManager
+from megatron.swap.plan import Plan
+from megatron.swap.planner.profile import LayerClass, Link, Outside, Pipeline, Profile, Section
+from megatron.swap.planner.schedule import live_peaks, schedule
+from megatron.swap.planner.simulate import simulate
+from megatron.swap.planner.solve import empty_plan
+from megatron.swap.tiers.host import HostTier
+from megatron.swap.types import KIB, MIB, Site, UsageError, places
+from tests.unit.planner.cases import GB_S, plan, profile, random_class, site
+
+ONE = LayerClass(tuple(range(4)), 2.0, 4.0, (site("a/0", 100, 1.0, 1.0, 2.0),))
+"""Four layers, 100 MiB each: a millisecond on the link, two of forward, four of backward."""
+
+
+def gib(mib: float) -> float:
+    return pytest.approx(mib / 1024)  # type: ignore[return-value]
+
+
+class TestByHand:
+    def test_nothing_swapped(self) -> None:
+        of = profile([ONE], micro_batches=3, outside=Outside(1.0, 2.0, 7.0, 0.1, 0.25))
+        told = simulate(of, empty_plan(of))
+        assert told.step_ms == pytest.approx(3 * (1 + 8 + 2 + 16) + 7)
+        assert told.peak_gib == pytest.approx(400 / 1024 + 0.25)
+        assert told.peak_at == "at the loss, micro-batch 0"
+        assert told.host_gib == told.out_stall_ms == told.in_stall_ms == 0
+
+    def test_a_hidden_layer_costs_memory_only_on_the_host(self) -> None:
+        of = profile([ONE])
+        told = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
+        assert told.step_ms == pytest.approx(4 * 6)
+        assert told.peak_gib == gib(300)
+        assert told.host_gib == gib(100)
+
+    def test_a_slow_link_stops_compute_where_the_peak_is(self) -> None:
+        of = profile([ONE], gb_s=GB_S / 20)  # 20 ms for 100 MiB
+        told = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
+        # The copy out begins after 1 ms and ends at 21; the last layer saves its own 100 MiB at 7 ms, takes the memory
+        # that it lent, and compute waits from 7 to 21: it ends at 22. Backward of layers 3, 2 and 1 takes 12 ms. The copy
+        # in may begin when layer 3 is through and the next layer's backward begins, at 26, and ends at 46; layer 0
+        # asks 1 ms into its backward, at 35.
+        assert told.out_stall_ms == pytest.approx(14)
+        assert told.in_stall_ms == pytest.approx(11)
+        assert told.step_ms == pytest.approx(24 + 25)
+        assert told.peak_gib == gib(300)
+
+    def test_speed_does_not_change_the_peak(self) -> None:
+        slow, fast = (profile([ONE], gb_s=GB_S * speed) for speed in (0.01, 10))
+        for layers in ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3)):
+            what = {layers: {"a/0": "swap"}}
+            assert simulate(slow, plan(slow, what)).peak_gib == simulate(fast, plan(fast, what)).peak_gib
+
+    def test_the_tail_before_the_loss_stays(self) -> None:
+        of = profile([ONE])
+        everything = simulate(of, plan(of, {(0, 1, 2, 3): {"a/0": "swap"}}))
+        assert everything.host_gib == gib(200)  # the last layer, and one of the window
+
+    def test_a_recipe_costs_time_and_comes_back_for_a_while(self) -> None:
+        sites = (site("a/0", 100, 1.0, 1.0, 3.0, recompute_ms=0.5), site("b/0", 40, 1.5, 0.0, 2.0))
+        of = profile([LayerClass((0, 1), 2.0, 4.0, sites)], micro_batches=2)
+        told = simulate(of, plan(of, {(0, 1): {"a/0": "recompute"}}))
+        assert told.recompute_ms == pytest.approx(2 * 2 * 0.5)
+        assert told.step_ms == pytest.approx(2 * 2 * 6 + 2)
+        assert told.peak_gib == gib(40 + 140)  # layer 1 in forward, before what is recomputed dies
+
+    def test_a_section_runs_once_for_all_that_it_frees(self) -> None:
+        sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 2.0, 3.0), site("b/0", 40, 1.5, 1.0, 2.0))
+        entry = LayerClass((0, 1), 2.0, 4.0, sites, (Section("mlp", ("a/0", "b/0"), ("in/0",), 1.5),))
+        of = profile([entry], outside=Outside(0, 0, 0, 0, 1.0))
+        told = simulate(of, plan(of, {(0, 1): {}}, l0=("mlp",)))
+        assert told.recompute_ms == pytest.approx(3.0)
+        assert told.peak_gib == gib(20 + 1024)
+
+    def test_what_a_recipe_reads_is_waited_for(self) -> None:
+        sites = (
+            site("in/0", 100, 0.1, 3.0, 4.0),
+            site("out/0", 100, 1.0, 0.0, 1.0, recompute_ms=0.0, recompute_needs=("in/0",)),
+        )
+        of = profile([LayerClass((0, 1), 2.0, 4.0, sites)], gb_s=GB_S / 20)
+        kept = simulate(of, plan(of, {(0,): {"in/0": "swap"}}))
+        made_again = simulate(of, plan(of, {(0,): {"in/0": "swap", "out/0": "recompute"}}))
+        assert made_again.in_stall_ms == pytest.approx(kept.in_stall_ms + 3.0)  # asked for 3 ms earlier
+
+    def test_gradients_count(self) -> None:
+        of = profile([replace(ONE, layers=(0,), temporaries=((0.0, 30.0), (1.0, 90.0), (2.0, 10.0)))])
+        told = simulate(of, empty_plan(of))
+        assert told.peak_gib == gib(190)
+        assert told.peak_at == "backward of layer 0, micro-batch 0"
+
+    def test_what_others_hold_stays(self) -> None:
+        of = profile([replace(ONE, sites=(site("a/0", 100, 1.0, 1.0, stays=True),))])
+        told = simulate(of, plan(of, {(0, 1): {"a/0": "swap"}}))
+        assert (told.host_gib, told.peak_gib) == (0, gib(400))
+
+    def test_an_unknown_site_or_recipe_is_named(self) -> None:
+        of = profile([ONE])
+        with pytest.raises(UsageError, match="names the site 'c/0' in layer 0; the profile has a/0"):
+            simulate(of, plan(of, {(0,): {"c/0": "keep"}}))
+        with pytest.raises(UsageError, match="recomputes a/0 in layer 0, for which there is no recipe"):
+            simulate(of, plan(of, {(0,): {"a/0": "recompute"}}))
+
+    def test_layers_that_recompute_lend_only_what_they_have(self) -> None:
+        sites = (site("a/0", 100, 1.0, 1.0, 2.0, recompute_ms=0.1), site("b/0", 10, 1.5, 0.0, 1.0))
+        of = profile([LayerClass(tuple(range(8)), 2.0, 4.0, sites)], gb_s=GB_S / 50)
+        what = plan(of, {(0, 1, 2, 3): {"a/0": "swap"}, (4, 5, 6, 7): {"a/0": "recompute"}})
+        assert simulate(of, what, "bytes").peak_gib < simulate(of, what, "layers").peak_gib
+
+
+class TestPipelines:
+    @pytest.mark.parametrize(("size", "rank", "most"), [(1, 0, 1), (4, 0, 4), (4, 1, 3), (4, 3, 1)])
+    def test_micro_batches_in_flight_under_1f1b(self, size: int, rank: int, most: int) -> None:
+        assert live_peaks(schedule(8, size, rank), 1) == [(most,)]
+        of = profile([ONE], micro_batches=8, pipeline=Pipeline(size, rank))
+        told = simulate(of, empty_plan(of))
+        assert told.peak_gib == gib(400 * most)
+        assert told.step_ms == pytest.approx(24 * 8 + (size - 1) * 24)
+
+    def test_interleaving_holds_more_of_the_first_chunk(self) -> None:
+        chunks = ((0, 1), (2, 3))
+        of = profile([ONE], micro_batches=8, pipeline=Pipeline(4, 0, chunks))
+        units = schedule(8, 4, 0, 2)
+        assert live_peaks(units, 2) == [(7, 4), (8, 3)]
+        assert len(units) == len(set(units)) == 32
+        assert simulate(of, empty_plan(of)).peak_gib == gib(11 * 200)
+
+    @pytest.mark.parametrize(("size", "num_chunks"), [(2, 1), (4, 1), (2, 2), (4, 3)])
+    def test_every_backward_follows_its_forward(self, size: int, num_chunks: int) -> None:
+        for rank in range(size):
+            seen = set()
+            for unit in schedule(2 * size, size, rank, num_chunks):
+                if unit.is_forward:
+                    seen.add((unit.chunk, unit.micro_batch))
+                else:
+                    seen.remove((unit.chunk, unit.micro_batch))
+            assert not seen
+
+    def test_swapping_frees_what_waits_in_flight(self) -> None:
+        of = profile([ONE], micro_batches=8, pipeline=Pipeline(4, 0))
+        told = simulate(of, plan(of, {(0, 1, 2): {"a/0": "swap"}}))
+        assert told.peak_gib <= (4 * 100 + 300 + 2 * 300) / 1024  # what is kept, the running one, and two windows
+        assert told.host_gib == gib(1200)
+
+
+class Played:
+    """The engine's manager, played the same step: MiB on the device at each layer boundary. A MiB is a KiB here."""
+
+    def __init__(self, of: Profile, what: Plan) -> None:
+        self._of, self._what = of, what
+        self._pool = HostPool(limit_bytes=64 * MIB, slab_bytes=MIB, pinned=False, poison=False)
+        self._manager = SwapManager(EmulatedDevice(), HostTier(self._pool), lambda where, _: what.action(where))
+        (chunk,) = of.chunks
+        self._places = places([what.swaps_layer(layer) for layer in chunk], ends_in_loss=True)
+        self._saved: dict[int, list[tuple[torch.Tensor | None, tuple[Handle, int] | None]]] = {}
+        self.levels: list[float] = []
+
+    def step(self) -> list[float]:
+        self.levels.clear()
+        groups = {}
+        for layer, place in enumerate(self._places):
+            groups[layer] = self._manager.begin_forward(layer, place)
+            frame = []
+            self._saved[layer] = []
+            for number, one in enumerate(self._of.of_layer(layer).sites):
+                tensor = torch.empty(int(one.mib * KIB), dtype=torch.uint8)
+                taken = self._manager.take(tensor, Site(layer, f"m{number}", 0), groups[layer])
+                self._saved[layer].append((tensor if taken is None else None, taken))
+                frame.append(tensor)
+            self._manager.end_forward(groups[layer])
+            del tensor, frame
+            self.levels.append(self._level())
+        for layer in reversed(range(len(self._places))):
+            self._manager.begin_backward(groups[layer])
+            while self._saved[layer]:
+                taken = self._saved[layer][-1][1]
+                if taken is not None:
+                    self._manager.fetch(taken[0], groups[layer], taken[1])
+                del taken
+                self._saved[layer].pop()
+            self.levels.append(self._level())
+        return self.levels
+
+    def _level(self) -> float:
+        held = 0
+        for saved in self._saved.values():
+            for tensor, taken in saved:
+                storage = tensor.untyped_storage() if tensor is not None else taken and taken[0].storage
+                held += storage.nbytes() if storage is not None else 0
+        return held / KIB
+
+    def close(self) -> None:
+        self._manager.drain()
+        self._pool.close()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_simulator_holds_what_the_manager_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every layer boundary of forward and backward, for layers that swap all, nothing, or a part."""
+    monkeypatch.setattr(manager_module, "COMMIT_BYTES", 16 * KIB)
+    source = random.Random(seed)
+    num_layers, num_sites = source.randint(2, 7), source.randint(1, 4)
+    entry = random_class(source, tuple(range(num_layers)), num_sites)
+    # Backward asks for what was saved last first, and is through with it at once: as the manager is played here.
+    sites = tuple(
+        site(one.site, one.mib, one.saved_at_ms, num_sites - i, num_sites - i + 0.5)  # nothing is held by others
+        for i, one in enumerate(entry.sites)
+    )
+    of = profile([replace(entry, sites=sites, sections=(), backward_ms=num_sites + 1.0)])
+    style = source.choice(["all or nothing", "a part", "anything"])
+    part = [source.random() < 0.5 for _ in sites]
+    classes = {}
+    for layer in range(num_layers):
+        whole = source.random() < 0.6
+        chosen = [whole if style == "all or nothing" else whole and part[i] if style == "a part"
+                  else source.random() < 0.5 for i in range(num_sites)]  # fmt: skip
+        classes[layer,] = {f"m{i}/0": "swap" if yes else "keep" for i, yes in enumerate(chosen)}
+    what = plan(of, classes)
+    played = Played(of, what)
+    try:
+        played.step()  # the first step teaches it the largest group and the order
+        levels = played.step()
+    finally:
+        played.close()
+    told = [gib_ * 1024 for _, gib_, _ in simulate(of, what, "layers").timeline[: 2 * num_layers]]
+    assert told == pytest.approx(levels), what
+
+
+def test_the_link_beside_itself_is_used_where_both_directions_are_busy() -> None:
+    link = Link(50.0, 40.0, 30.0, 20.0)
+    alone = replace(profile([ONE]), link=link)
+    piped = replace(alone, pipeline=Pipeline(2, 0))
+    assert alone.out_ms_per_mib < alone.in_ms_per_mib < piped.out_ms_per_mib < piped.in_ms_per_mib

@@ -1,0 +1,171 @@
+"""The solver against brute force; budgets, host memory, bounds, speed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.swap.plan import parse_layers
+from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.planner.profile import LayerClass, Profile
+from megatron.swap.planner.program import Program, bound_windows
+from megatron.swap.planner.shape import shape_profile
+from megatron.swap.planner.simulate import simulate
+from megatron.swap.planner.solve import Infeasible, curve, empty_plan, smallest_budget, solve
+from megatron.swap.types import Action
+from tests.unit.planner.cases import all_choices, linear_cost, model, profile, random_profile, site, to_plan
+
+NEAR_MS = 0.02
+"""What ties are broken with may cost so much."""
+
+
+def random_budget(of: Profile, seed: int) -> float:
+    full = of.outside.peak_gib + sum(len(entry.layers) * entry.num_mib for entry in of.layers) / 1024
+    return full * random.Random(seed).uniform(0.2, 1.1)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_the_program_finds_what_brute_force_finds(block: int) -> None:
+    """200 small cases: the same optimum of the same model, and feasible exactly where something fits."""
+    for seed in range(block * 20, block * 20 + 20):
+        of = random_profile(seed)
+        budget = random_budget(of, seed)
+        host = float("inf") if of.host_gib is None else of.host_gib
+        costs = [linear_cost(of, choices) for choices in all_choices(of)]
+        best = min((step for step, peak, leased in costs if peak <= budget and leased <= host), default=None)
+        answer = Program(of).solve(budget, of.host_gib, bound_windows(of))
+        assert (answer is None) == (best is None), seed
+        if answer is not None and best is not None:
+            assert answer.step_ms == pytest.approx(best, abs=NEAR_MS), seed
+            assert answer.bound_ms <= best + 1e-6, seed
+
+
+@pytest.mark.parametrize("seed", range(500, 530))
+def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
+    """Every plan, played by the simulator: none within the budget beats what is said to be the bound."""
+    of = random_profile(seed, most_sites=2)
+    budget = random_budget(of, seed)
+    host = float("inf") if of.host_gib is None else of.host_gib
+    played = [simulate(of, to_plan(of, choices)) for choices in all_choices(of)]
+    fitting = [one.step_ms for one in played if one.peak_gib <= budget and one.host_gib <= host]
+    try:
+        solution = solve(of, budget)
+    except Infeasible as refusal:
+        assert refusal.smallest_gib > budget
+        return
+    assert fitting, "a plan was found where none fits"
+    assert solution.lower_bound_ms <= min(fitting) + 1e-6
+    assert solution.prediction.step_ms >= min(fitting) - 1e-6
+    assert solution.prediction.peak_gib <= budget
+    assert solution.prediction.host_gib <= host + 1e-6
+
+
+@given(seed=st.integers(1000, 3000), more=st.floats(0, 1))
+@settings(max_examples=25, deadline=None)
+def test_what_is_promised_is_what_the_plan_does(seed: int, more: float) -> None:
+    of = random_profile(seed, most_layers=5, most_sites=4)
+    smallest = smallest_budget(of)
+    solution = solve(of, smallest + more * max(0.0, simulate(of, empty_plan(of)).peak_gib - smallest) + 1e-6)
+    for plan, prediction in zip(solution.plans, solution.predictions, strict=True):
+        assert simulate(of, plan) == prediction
+        assert plan.predicted is not None
+        assert plan.predicted.step_ms == prediction.step_ms >= solution.lower_bound_ms
+    steps = [prediction.step_ms for prediction in solution.predictions]
+    assert [round(step, 3) for step in steps] == sorted(round(step, 3) for step in steps)
+
+
+def test_a_budget_above_need_keeps_everything() -> None:
+    of = random_profile(7)
+    unswapped = simulate(of, empty_plan(of))
+    solution = solve(of, unswapped.peak_gib)
+    assert solution.prediction == unswapped
+    assert solution.lower_bound_ms == unswapped.step_ms
+    assert solution.prediction.host_gib == 0
+    actions = {planned.action for entry in solution.plan.classes for planned in entry.sites.values()}
+    assert actions == {"keep"}
+
+
+@pytest.mark.parametrize("seed", [3, 4, 11, 25])
+def test_more_memory_is_never_slower(seed: int) -> None:
+    of = random_profile(seed, most_layers=6, most_sites=4)
+    points = curve(of, 12)
+    steps = [point.prediction.step_ms for point in points]
+    assert steps == sorted(steps, reverse=True)
+    assert len(points) == 12
+    assert steps[-1] == simulate(of, empty_plan(of)).step_ms
+    assert all(point.prediction.peak_gib <= (point.plan.budget_gib or 0) for point in points)
+
+
+def six_layers(host_gib: float | None = None) -> Profile:
+    """Each saves 100 MiB in a forward of 2 ms, which is what copying takes; recomputing it takes 1 ms."""
+    entry = LayerClass(tuple(range(6)), 2.0, 4.0, (site("a/0", 50, 0.5, 2, 3, recompute_ms=0.5),
+                                                   site("b/0", 50, 1.5, 0, 1, recompute_ms=0.5)))  # fmt: skip
+    return profile([entry], host_gib=host_gib)
+
+
+def test_host_memory_is_a_budget_too() -> None:
+    budget = 400 / 1024
+    free, bound = solve(six_layers(), budget), solve(six_layers(host_gib=100 / 1024), budget)
+    assert free.prediction.recompute_ms == 0
+    assert free.prediction.host_gib == pytest.approx(200 / 1024)
+    assert bound.prediction.host_gib <= 100 / 1024
+    assert bound.prediction.recompute_ms == pytest.approx(1.0)
+    assert bound.prediction.peak_gib <= budget
+
+
+def test_the_earliest_layers_swap() -> None:
+    solution = solve(six_layers(), 400 / 1024)
+    swapped = [entry for entry in solution.plan.classes if "swap" in {s.action for s in entry.sites.values()}]
+    assert [parse_layers(entry.layers) for entry in swapped] == [(0, 1)]
+    assert solution.prediction.step_ms == simulate(six_layers(), empty_plan(six_layers())).step_ms
+
+
+def test_no_feasible_plan_says_what_would_be() -> None:
+    entry = LayerClass(tuple(range(4)), 2.0, 4.0, (site("a/0", 100, 1, 2, 3), site("b/0", 100, 1.5, 0, 1, stays=True)))
+    of = profile([entry], host_gib=0.1)
+    with pytest.raises(Infeasible, match=r"smallest budget that was found feasible is 0\.\d\d GiB") as refusal:
+        solve(of, 0.2)
+    assert "more host memory" in str(refusal.value)
+    assert "--seq-length" in str(refusal.value)
+    smallest = refusal.value.smallest_gib
+    assert solve(of, smallest).prediction.peak_gib <= smallest
+    with pytest.raises(Infeasible):
+        solve(of, smallest - 0.01)
+
+
+def test_a_section_is_written_into_the_plan() -> None:
+    seeds = (random_profile(seed) for seed in range(100))
+    of = next(one for one in seeds if one.layers[0].sections and one.host_gib is None and len(one.layers) == 1)
+    plan = solve(of, smallest_budget(of)).plan
+    for layer in range(of.model.num_layers):
+        freed = {name for part in of.layers[0].sections if part.name in plan.sections(layer) for name in part.frees}
+        stays = {one.site for one in of.layers[0].sites if one.stays}
+        actions = plan.sites(layer)
+        assert all(actions[name] is Action.RECOMPUTE for name in freed - stays)
+
+
+@pytest.mark.parametrize(("rank", "chunks"), [(0, 1), (1, 1), (3, 1), (0, 2), (3, 2)])
+def test_a_pipeline_rank_is_planned_within_its_budget(rank: int, chunks: int) -> None:
+    shape = model(16, hidden_size=2048, ffn_hidden_size=5504, num_attention_heads=16, num_query_groups=16,
+                  seq_length=4096, pipeline_parallel=4, num_virtual_stages=chunks)  # fmt: skip
+    of = shape_profile(shape, find_gpu("h200"), 8, pipeline_rank=rank)
+    unswapped = simulate(of, empty_plan(of))
+    budget = of.static_gib + 0.7 * (unswapped.peak_gib - of.static_gib)
+    solution = solve(of, budget)
+    assert solution.prediction.peak_gib <= budget
+    assert unswapped.step_ms <= solution.lower_bound_ms + 1e-6 <= solution.prediction.step_ms + 1e-5
+
+
+def test_96_layers_are_counted_not_listed() -> None:
+    """As many unknowns as for 16 layers: that is why the search takes a second or two."""
+    sizes = {"hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32, "num_query_groups": 32,
+             "seq_length": 4096, "micro_batch_size": 4}  # fmt: skip
+    few, many = (shape_profile(model(num, **sizes), find_gpu("h200"), 8) for num in (16, 96))
+    assert len(Program(few).columns) == len(Program(many).columns)
+    budget = many.static_gib + 0.3 * (simulate(many, empty_plan(many)).peak_gib - many.static_gib)
+    solution = solve(many, budget, lends="bytes")
+    assert solution.prediction.peak_gib <= budget
+    assert solution.prediction.step_ms < 1.005 * solution.lower_bound_ms

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Plan what to keep, swap and recompute, on any machine, from a profile or from a model's shape alone.
+
+    python tools/plan.py --profile profile.json --memory-gib 24 --save plan.json
+    python tools/plan.py --profile profile.json --memory-gib 24 --link-gb-s 12 --seq-length 8192 --curve curve.png
+    python tools/plan.py --gpu h200 --memory-gib 80 -- --num-layers 32 --hidden-size 4096 … your training flags
+
+Prints each class of layers, the predicted peak and step time, and how fast any plan could be. Exit status: 0, or 1
+where no plan fits or a file is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.swap.plan import save_plan
+from megatron.swap.planner.flags import read_flags
+from megatron.swap.planner.gpus import GPUS, find_gpu
+from megatron.swap.planner.profile import Profile, load_profile, save_profile
+from megatron.swap.planner.shape import shape_profile
+from megatron.swap.planner.simulate import Prediction, simulate
+from megatron.swap.planner.solve import Solution, curve, empty_plan, solve
+from megatron.swap.planner.table import plan_table, prediction_text
+from megatron.swap.planner.what_if import with_link, with_tokens
+from megatron.swap.types import UsageError
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--profile", type=Path, help="a measured profile")
+    source.add_argument("--gpu", help=f"plan from training flags behind --, for one of {', '.join(GPUS)}")
+    parser.add_argument("--memory-gib", type=float, help="most device memory; default: all that the device has")
+    parser.add_argument("--host-gib", type=float, help="most pinned host memory")
+    parser.add_argument("--save", type=Path, help="write the plan here")
+    parser.add_argument("--save-profile", type=Path, help="write the profile that was planned with")
+    parser.add_argument("--curve", type=Path, help="draw step time against memory into this picture")
+    parser.add_argument("--link-gb-s", type=float, help="what if copies ran at this speed (each direction)")
+    parser.add_argument("--seq-length", type=int, help="what if sequences had this length")
+    parser.add_argument("--micro-batch-size", type=int, help="what if micro-batches had this size")
+    parser.add_argument("--num-gpus", type=int, help="with --gpu: GPUs of the run; default: one model replica")
+    parser.add_argument("--pipeline-rank", type=int, default=0, help="with --gpu: which stage to plan")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="with --gpu: the training command's flags")
+    options = parser.parse_args()
+    try:
+        plan(options)
+    except UsageError as error:
+        sys.exit(f"error: {error}")
+
+
+def plan(options: argparse.Namespace) -> None:
+    profile = find_profile(options)
+    budget_gib = profile.device.memory_gib if options.memory_gib is None else options.memory_gib
+    unswapped = simulate(profile, empty_plan(profile))
+    solution = solve(profile, budget_gib)
+    print(plan_table(solution.plan), end="\n\n")
+    print(prediction_text(profile, solution.prediction, unswapped, solution.lower_bound_ms))
+    if options.save:
+        save_plan(solution.plan, options.save)
+    if options.save_profile:
+        save_profile(profile, options.save_profile)
+    if options.curve:
+        draw(curve(profile), unswapped, profile, options.curve)
+
+
+def find_profile(options: argparse.Namespace) -> Profile:
+    """The profile that the options name, with their what-ifs."""
+    if options.profile:
+        if options.flags:
+            raise UsageError(f"{options.flags[0]}: training flags go with --gpu; a profile knows its model.")
+        profile = load_profile(options.profile)
+    else:
+        training = read_flags(options.flags, options.num_gpus)
+        profile = shape_profile(
+            training.model, find_gpu(options.gpu), training.num_micro_batches, tied=training.tied,
+            optimizer_shards=training.optimizer_shards, pipeline_rank=options.pipeline_rank,
+        )  # fmt: skip
+    if options.link_gb_s is not None:
+        profile = with_link(profile, options.link_gb_s)
+    if options.seq_length is not None or options.micro_batch_size is not None:
+        profile = with_tokens(profile, options.seq_length, options.micro_batch_size)
+    return replace(profile, host_gib=options.host_gib) if options.host_gib is not None else profile
+
+
+def draw(points: list[Solution], unswapped: Prediction, profile: Profile, path: Path) -> None:
+    """Step time against memory."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UsageError(f"--curve {path}: matplotlib is missing. Install it, or leave --curve out.") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.5), dpi=130, layout="constrained")
+    budgets = [point.plan.budget_gib or 0.0 for point in points]
+    relative = [point.prediction.step_ms / unswapped.step_ms for point in points]
+    bounds = [point.lower_bound_ms / unswapped.step_ms for point in points]
+    axes.step(budgets, relative, where="post", color="#c2410c", label="fastest plan found")
+    axes.plot(budgets, bounds, color="#94a3b8", linestyle="--", label="no plan is faster in this model")
+    axes.plot(unswapped.peak_gib, 1.0, "o", color="#1e293b", label="nothing swapped")
+    axes.axvline(profile.static_gib, color="#475569", linewidth=0.8)
+    axes.annotate(" weights, gradients, optimizer", (profile.static_gib, max(relative)), color="#475569")
+    axes.set_xlabel("device memory, GiB")
+    axes.set_ylabel("step time, relative to nothing swapped")
+    axes.set_title(f"{profile.device.name}, {profile.model.num_layers} layers of {profile.model.hidden_size}, "
+                   f"sequences of {profile.model.seq_length}")  # fmt: skip
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
