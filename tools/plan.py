@@ -104,7 +104,9 @@ def draw(points: list[Solution], unswapped: Prediction, profile: Profile, path: 
     axes.plot(budgets, bounds, color="#94a3b8", linestyle="--", label="no plan is faster in this model")
     axes.plot(unswapped.peak_gib, 1.0, "o", color="#1e293b", label="nothing swapped")
     axes.axvline(profile.static_gib, color="#475569", linewidth=0.8)
-    axes.annotate(" weights, gradients, optimizer", (profile.static_gib, max(relative)), color="#475569")
+    axes.annotate(
+        " weights, gradients, optimizer", (profile.static_gib, 1.0), color="#475569", rotation=90, va="bottom"
+    )
     axes.set_xlabel("device memory, GiB")
     axes.set_ylabel("step time, relative to nothing swapped")
     axes.set_title(f"{profile.device.name}, {profile.model.num_layers} layers of {profile.model.hidden_size}, "

@@ -37,7 +37,7 @@ LAYERS: list[set[str]] = [
     {"native"},
     {"checksum"},
     {"trace"},
-    {"plan", "config", "types", "sites"},
+    {"plan", "config", "types", "sites", "records"},
 ]
 MEGATRON_EDGE = LAYERS[1]
 PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE

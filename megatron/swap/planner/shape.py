@@ -148,7 +148,9 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], input_stays: bo
     """Equal layers. ``input_stays``: others hold their input."""
 
     steps = kernels(model)
-    saved_at, needed_at, done_at = {}, {}, {}
+    saved_at: dict[str, float] = {}
+    needed_at: dict[str, float] = {}
+    done_at: dict[str, float] = {}
     sizes: dict[str, float] = {}
     now = 0.0
     for step in steps:

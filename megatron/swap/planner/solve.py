@@ -19,7 +19,7 @@ from megatron.swap.planner.program import (
 from megatron.swap.planner.simulate import ENGINE_LENDS, Lends, Prediction, simulate
 from megatron.swap.types import UsageError
 
-MAX_ROUNDS = 8
+MAX_ROUNDS = 6
 """How often the program is corrected by what the simulator says."""
 SHARES = (1.0, 0.6, 0.3, 0.0)
 """Of the windows: what is brought back early takes memory too, so that less swapping may fit where more does not."""
@@ -76,10 +76,9 @@ def solve(profile: Profile, budget_gib: float, max_plans: int = 3, lends: Lends 
     bound = min(bound, fitting[0][1].step_ms)
     name = sha256(profile)
     plans = tuple(
-        replace(plan, budget_gib=budget_gib, profile_sha256=name,
-                predicted=Predicted(prediction.peak_gib, prediction.step_ms, bound, prediction.host_gib))
+        replace(plan, budget_gib=budget_gib, profile_sha256=name, predicted=_predicted(prediction, bound))
         for plan, prediction in fitting[:max_plans]
-    )  # fmt: skip
+    )
     return Solution(plans, tuple(prediction for _, prediction in fitting[:max_plans]), bound)
 
 
@@ -91,9 +90,13 @@ def curve(profile: Profile, num_points: int = 24, lends: Lends = ENGINE_LENDS) -
     smallest, most = smallest_budget(profile, lends), simulate(profile, empty_plan(profile), lends).peak_gib
     points: list[Solution] = []
     for i in range(num_points):
-        point = solve(profile, smallest + (most - smallest) * i / (num_points - 1) + TIGHTER_GIB, 1, lends)
+        budget_gib = smallest + (most - smallest) * i / (num_points - 1) + TIGHTER_GIB
+        point = solve(profile, budget_gib, 1, lends)
         if points and points[-1].prediction.step_ms < point.prediction.step_ms:
-            point = replace(point, plans=points[-1].plans, predictions=points[-1].predictions)
+            cheaper = points[-1]
+            bound = min(point.lower_bound_ms, cheaper.prediction.step_ms)
+            plan = replace(cheaper.plan, budget_gib=budget_gib, predicted=_predicted(cheaper.prediction, bound))
+            point = Solution((plan,), cheaper.predictions, bound)
         points.append(point)
     return points
 
@@ -103,6 +106,10 @@ def smallest_budget(profile: Profile, lends: Lends = ENGINE_LENDS) -> float:
     search = _Search(profile, lends)
     search.judge_least()
     return min(prediction.peak_gib for _, prediction in search.fitting(float("inf")))
+
+
+def _predicted(prediction: Prediction, bound_ms: float) -> Predicted:
+    return Predicted(prediction.peak_gib, prediction.step_ms, bound_ms, prediction.host_gib)
 
 
 def empty_plan(profile: Profile) -> Plan:

@@ -22,7 +22,11 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
         UsageError: not a positive number.
     """
     old = profile.model
-    new = replace(old, seq_length=seq_length or old.seq_length, micro_batch_size=micro_batch_size or old.micro_batch_size)
+    new = replace(
+        old,
+        seq_length=old.seq_length if seq_length is None else seq_length,
+        micro_batch_size=old.micro_batch_size if micro_batch_size is None else micro_batch_size,
+    )
     if new.seq_length < 1 or new.micro_batch_size < 1:
         raise UsageError(f"{new.seq_length} tokens, micro-batches of {new.micro_batch_size}: both must be at least 1.")
     tokens = new.seq_length * new.micro_batch_size / (old.seq_length * old.micro_batch_size)
@@ -40,7 +44,10 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
 
 
 def _ratios(profile: Profile, gpu: Gpu, seq_length: int, micro_batch_size: int) -> tuple[float, float]:
-    """How much longer a layer takes, by arithmetic: the share of attention is what matters."""
+    """How much longer a layer takes, by arithmetic: the share of attention is what matters.
+
+    A device that is not in the table is scaled as an H200 is: only the ratio is used.
+    """
     dense = replace(profile.model, transformer_impl="transformer_engine", dtype="bf16", num_experts=None)
     old = layer_class(dense, gpu, (0,))
     new = layer_class(replace(dense, seq_length=seq_length, micro_batch_size=micro_batch_size), gpu, (0,))

@@ -50,8 +50,8 @@ class TestByHand:
         of = profile([ONE], gb_s=GB_S / 20)  # 20 ms for 100 MiB
         told = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
         # The copy out begins after 1 ms and ends at 21; the last layer saves its own 100 MiB at 7 ms, takes the memory
-        # that it lent, and compute waits from 7 to 21: it ends at 22. Backward of layers 3, 2 and 1 takes 12 ms. The copy
-        # in may begin when layer 3 is through and the next layer's backward begins, at 26, and ends at 46; layer 0
+        # that it lent, and compute waits from 7 to 21: it ends at 22. Backward of layers 3, 2 and 1 takes 12 ms. The
+        # copy in may begin when layer 3 is through and the next layer's backward begins, at 26, and ends at 46; layer 0
         # asks 1 ms into its backward, at 35.
         assert told.out_stall_ms == pytest.approx(14)
         assert told.in_stall_ms == pytest.approx(11)

@@ -1,0 +1,122 @@
+"""Predicted beside measured: ``python -m tests.unit.planner.measured`` prints the table of docs/planner.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.swap.config import parse_layers
+from megatron.swap.plan import Model, Plan, PlanClass, SitePlan, format_layers
+from megatron.swap.planner.flags import read_flags
+from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.planner.profile import Link, Profile
+from megatron.swap.planner.shape import layer_class, shape_profile, with_times
+from megatron.swap.planner.simulate import Prediction, simulate
+from megatron.swap.policy import matches
+
+RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
+FILES = ("h200-dense.jsonl", "h200-long-context.jsonl", "h200-overhead.jsonl")
+STATIC_GIB_OF_OVERHEAD = {"L16-h4096": 58.774}
+"""Rows of h200-overhead.jsonl have none of their own; this one was measured in h200-dense.jsonl."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One measured run and what the model says of it."""
+
+    file: str
+    case: str
+    method: str
+    row: dict[str, Any]
+    told: Prediction
+    times_measured: bool
+    """Whether forward and backward are those of the unswapped run beside it, or arithmetic."""
+
+    @property
+    def peak_error(self) -> float:
+        return self.told.peak_gib / self.row["device_peak_gib"] - 1
+
+    @property
+    def step_error(self) -> float:
+        return self.told.step_ms / self.row["step_ms_median"] - 1
+
+
+def compared(file: str) -> Iterator[Compared]:
+    """Every finished run of ours, and the recomputation of Megatron's that the model can express."""
+    rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+    for row in rows:
+        case = row["case"].split()[0]
+        flags = row["flags"].split()
+        training = read_flags(flags)
+        plan = plan_of(training.model, flags, row["method"])
+        if row["outcome"] != "ok" or plan is None:
+            continue
+        profile = shape_profile(training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied)
+        static = row["device_static_gib"] or STATIC_GIB_OF_OVERHEAD.get(case)
+        if static:
+            profile = replace(profile, static_gib=static)
+        link = row["link"]
+        profile = replace(profile, link=Link(link["d2h_gb_s"], link["h2d_gb_s"], 49.0, 49.0))
+        none = next((one for one in rows if one["case"] == row["case"] and one["method"] == "none"), None)
+        measured = none is not None and none["outcome"] == "ok"
+        if none is not None and measured:
+            profile = with_times(profile, none["forward_ms"], none["backward_ms"], none["step_ms_median"])
+        yield Compared(file, case, row["method"], row, simulate(profile, plan), measured)
+
+
+def plan_of(model: Model, flags: list[str], method: str) -> Plan | None:
+    """The plan that the flags of a run amount to; ``None`` for a peer that does something else."""
+    if any(flag.startswith(("--fine-grained", "--cpu-offloading")) for flag in flags) or method in (
+        "save-on-cpu", "torchtune-offload", "deepspeed-checkpoint",
+    ):  # fmt: skip
+        return None
+    sections: tuple[str, ...] = ()
+    if "--recompute-modules" in flags:
+        modules = flags[flags.index("--recompute-modules") + 1 :]
+        modules = modules[: next((i for i, word in enumerate(modules) if word.startswith("--")), len(modules))]
+        if set(modules) - {"mlp", "layernorm"} or "mlp" not in modules:
+            return None  # TransformerEngine's norms are inside its linear layers: "layernorm" changes nothing
+        sections = ("mlp",)
+    elif "--recompute-granularity" in flags:
+        sections = ("layer",)
+    names = [one.site for one in layer_class(model, find_gpu("h200"), (0,)).sites]
+    swapped: frozenset[int] = frozenset()
+    if "--swap-layers" in flags:
+        swapped = parse_layers(flags[flags.index("--swap-layers") + 1], model.num_layers)
+    module = flags[flags.index("--swap-modules") + 1] if "--swap-modules" in flags else ""
+    chosen = {name: SitePlan("swap") for name in names if not module or matches(module, name.split("/")[0])}
+    others = [layer for layer in range(model.num_layers) if layer not in swapped]
+    classes = [PlanClass(format_layers(sorted(swapped)), chosen, sections)] if swapped else []
+    classes += [PlanClass(format_layers(others), {}, sections)] if others else []
+    return Plan(model, None, None, None, tuple(classes))
+
+
+def profile_of(file: str, case: str) -> Profile:
+    """The profile of the unswapped run of a case."""
+    rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+    row = next(one for one in rows if one["case"].split()[0] == case and one["method"] == "none")
+    training = read_flags(row["flags"].split())
+    profile = shape_profile(training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied)
+    return with_times(profile, row["forward_ms"], row["backward_ms"], row["step_ms_median"])
+
+
+def table() -> Iterator[str]:
+    """Rows of Markdown."""
+    yield "| file | case | method | peak GiB: predicted | measured | | step ms: predicted | measured | |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for file in FILES:
+        if (RESULTS / file).exists():
+            for one in compared(file):
+                times = f"{one.told.step_ms:,.0f}{'' if one.times_measured else ' (arithmetic)'}"
+                yield (
+                    f"| {file.removesuffix('.jsonl')} | {one.case} | {one.method} | {one.told.peak_gib:.2f} | "
+                    f"{one.row['device_peak_gib']:.2f} | {100 * one.peak_error:+.2f} % | {times} | "
+                    f"{one.row['step_ms_median']:,.0f} | {100 * one.step_error:+.1f} % |"
+                )
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,42 @@
+"""The model against every measured run of this repository that it can express."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.planner.measured import FILES, RESULTS, compared
+
+PEAK_WITHIN = 0.03
+STEP_WITHIN = 0.05
+EARLIER_ENGINE = {("h200-overhead.jsonl", "L4-h8192", "all")}
+"""Measured before a layer that stays lent what it has not claimed yet (docs/log.md): 2 x 35 ms of stalls are gone."""
+
+
+@pytest.mark.parametrize("file", [name for name in FILES if (RESULTS / name).exists()])
+def test_predictions_are_near_what_was_measured(file: str) -> None:
+    runs = list(compared(file))
+    assert len(runs) >= 8
+    for one in runs:
+        what = (one.file, one.case, one.method, one.told, one.row["device_peak_gib"], one.row["step_ms_median"])
+        assert abs(one.peak_error) <= PEAK_WITHIN, what
+        assert abs(one.step_error) <= STEP_WITHIN, what
+        host_gib = one.row.get("host_leased_gib")
+        if host_gib and "recompute" not in one.method:
+            # The input of layer 0 is copied in vain until the engine gives it up: it is leased for a while.
+            stays = one.row["swapped_out_bytes"] and 0.2
+            assert one.told.host_gib == pytest.approx(host_gib, abs=stays + 0.01), what
+
+
+def test_waits_are_seen_where_they_were() -> None:
+    """A run that stalls is told from one that does not."""
+    seen = 0
+    for file in (name for name in FILES if (RESULTS / name).exists()):
+        for one in compared(file):
+            if one.row["wait_ms"] is not None and (one.file, one.case, one.method) not in EARLIER_ENGINE:
+                stalls = one.told.out_stall_ms + one.told.in_stall_ms
+                if one.row["wait_ms"] > 50:
+                    seen += 1
+                    assert stalls > 0.5 * one.row["wait_ms"], (one.file, one.case, one.method)
+                elif one.row["wait_ms"] < 1:
+                    assert stalls < 1, (one.file, one.case, one.method)
+    assert seen

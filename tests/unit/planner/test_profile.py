@@ -1,0 +1,201 @@
+"""Profiles: files, arithmetic from shapes and flags, what-ifs, and the command line over all of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.swap.plan import load_plan
+from megatron.swap.planner.flags import read_flags
+from megatron.swap.planner.gpus import GPUS, find_gpu
+from megatron.swap.planner.profile import LayerClass, Pipeline, Section, load_profile, save_profile, sha256
+from megatron.swap.planner.shape import shape_profile
+from megatron.swap.planner.simulate import simulate
+from megatron.swap.planner.solve import empty_plan
+from megatron.swap.planner.what_if import with_link, with_tokens
+from megatron.swap.types import UsageError
+from tests.unit.planner.cases import model, profile, random_profile, site
+
+ROOT = Path(__file__).resolve().parents[3]
+FLAGS = (
+    "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
+    "--micro-batch-size 4 --global-batch-size 8 --bf16 --swiglu --untie-embeddings-and-output-weights "
+    "--vocab-size 31999 --train-iters 7 --lr 1e-4"
+)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_profile_round_trips_exactly(seed: int, tmp_path: Path) -> None:
+    of = random_profile(seed)
+    save_profile(of, tmp_path / "profile.json")
+    again = load_profile(tmp_path / "profile.json")
+    assert again == of
+    assert sha256(again) == sha256(of) != sha256(replace(of, static_gib=1.0))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("num_micro_batches",), 0, "num_micro_batches 0 and allocator_factor 1.0 must both be at least 1"),
+        (("link", "d2h_gb_s"), 0, "link: d2h_gb_s: 0 is given; a link's speed must be above 0"),
+        (("layers", 0, "sites", 0, "done_at_ms"), -1.0, "done_at_ms at least needed_at_ms"),
+        (("layers", 0, "sites", 0, "recompute_ms"), "none", 'recompute_ms: "none" is given; it must be a finite'),
+        (("pipeline", "rank"), 3, "rank 3 of 1: must be 0 to size - 1"),
+        (("pipeline", "chunks"), [[7]], "must hold the layers of this rank"),
+    ],
+)
+def test_what_is_wrong_is_named(path: tuple, value: object, message: str, tmp_path: Path) -> None:
+    save_profile(random_profile(1), tmp_path / "profile.json")
+    text = json.loads((tmp_path / "profile.json").read_text())
+    where: Any = text
+    for key in path[:-1]:
+        where = where[key]
+    where[path[-1]] = value
+    (tmp_path / "profile.json").write_text(json.dumps(text))
+    with pytest.raises(UsageError, match=message):
+        load_profile(tmp_path / "profile.json")
+
+
+def test_sections_nest_or_stand_apart() -> None:
+    sites = tuple(site(name, 1, 0, 0) for name in ("a/0", "b/0", "c/0"))
+    LayerClass((0,), 1, 2, sites, (Section("x", ("a/0",), (), 1), Section("y", ("a/0", "b/0"), (), 1)))
+    with pytest.raises(UsageError, match="sections x and y overlap"):
+        LayerClass((0,), 1, 2, sites, (Section("x", ("a/0", "c/0"), (), 1), Section("y", ("a/0", "b/0"), (), 1)))
+    with pytest.raises(UsageError, match=r"section x: \['d/0'\] are no sites"):
+        LayerClass((0,), 1, 2, sites, (Section("x", ("d/0",), (), 1),))
+
+
+class TestShapes:
+    def test_sizes_are_those_of_traces(self) -> None:
+        of = shape_profile(read_flags(FLAGS.split()).model, find_gpu("h200"), 2)
+        sizes = {one.site: one.mib for one in of.layers[1].sites}
+        context = "self_attention.core_attention.fused_attention"
+        assert sizes == {
+            "self_attention.linear_qkv/0": 128, "self_attention.linear_qkv/1": 128, f"{context}/0": 128,
+            f"{context}/1": 128, f"{context}/2": 128, f"{context}/3": 128, f"{context}/6": 2, "mlp.linear_fc1/0": 128,
+            "mlp.linear_fc1/1": 128, "mlp/0": 688, "mlp.linear_fc2/0": 344,
+        }  # fmt: skip
+        assert [one.site for one in of.layers[0].sites if one.stays] == ["self_attention.linear_qkv/0"]
+        assert of.num_micro_batches == 2
+
+    def test_flags_mean_what_they_mean_to_megatron(self) -> None:
+        training = read_flags(f"{FLAGS} --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
+                              "--group-query-attention --num-query-groups 8".split(), num_gpus=4)  # fmt: skip
+        shape = training.model
+        assert (shape.padded_vocab_size, shape.num_query_groups, shape.sequence_parallel) == (32000, 8, True)
+        assert (training.num_micro_batches, training.tied, training.optimizer_shards) == (1, False, 2)
+        short = "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --seq-length 8 --micro-batch-size 1"
+        assert read_flags(f"{short} --swiglu".split()).model.ffn_hidden_size == 10880
+
+    def test_parallelism_divides(self) -> None:
+        whole = shape_profile(read_flags(FLAGS.split()).model, find_gpu("h200"), 2)
+        halves = replace(whole.model, tensor_parallel=2, sequence_parallel=True)
+        half = shape_profile(halves, find_gpu("h200"), 2)
+        assert half.layers[1].num_mib == pytest.approx(whole.layers[1].num_mib / 2)
+        assert half.static_gib - 0.096 == pytest.approx((whole.static_gib - 0.096) / 2)
+        stages = [shape_profile(replace(whole.model, pipeline_parallel=4), find_gpu("h200"), 8, pipeline_rank=rank)
+                  for rank in range(4)]  # fmt: skip
+        assert sum(stage.static_gib - 0.096 for stage in stages) == pytest.approx(whole.static_gib - 0.096, rel=1e-3)
+        assert [stage.has_loss for stage in stages] == [False, False, False, True]
+        assert [stage.chunks for stage in stages] == [((0, 1, 2, 3),), ((4, 5, 6, 7),), ((8, 9, 10, 11),),
+                                                      ((12, 13, 14, 15),)]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [({"transformer_impl": "local"}, "transformer_impl local"), ({"num_experts": 8}, "num_experts 8"),
+         ({"pipeline_parallel": 3}, "16 layers do not divide into 3 x 1")],
+    )  # fmt: skip
+    def test_what_arithmetic_does_not_know_is_refused(self, changes: dict, message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            shape_profile(replace(model(16), **changes), find_gpu("h200"), 1)
+
+    def test_wrong_names_and_flags(self) -> None:
+        with pytest.raises(UsageError, match="--gpu v100: is not in the table; there are h200, h100"):
+            find_gpu("v100")
+        with pytest.raises(UsageError, match="--seq-length is missing"):
+            read_flags(["--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2"])
+        with pytest.raises(UsageError, match="--num-gpus 3: must be a multiple of 2"):
+            read_flags(f"{FLAGS} --tensor-model-parallel-size 2".split(), num_gpus=3)
+        with pytest.raises(UsageError, match="--global-batch-size 8: must be a multiple of 16"):
+            read_flags(FLAGS.split(), num_gpus=4)
+        assert all(gpu.source for gpu in GPUS.values())
+
+
+class TestWhatIf:
+    def test_scaling_is_the_arithmetic_of_the_other_shape(self) -> None:
+        """Where the profile is arithmetic itself, scaling it gives the other shape's bytes and nearly its times."""
+        old = shape_profile(read_flags(FLAGS.split()).model, find_gpu("h200"), 2)
+        new = replace(old.model, seq_length=16384, micro_batch_size=1)
+        scaled, made = with_tokens(old, 16384, 1), shape_profile(new, find_gpu("h200"), 2)
+        assert scaled.model == new
+        assert scaled.layers[1].num_mib == made.layers[1].num_mib
+        assert scaled.layers[1].forward_ms == pytest.approx(made.layers[1].forward_ms)
+        assert scaled.outside.peak_gib == pytest.approx(made.outside.peak_gib)
+        assert "scaled to sequences of 16384" in scaled.source
+
+    def test_another_link(self) -> None:
+        of = with_link(random_profile(3), 12.0)
+        assert set(vars(of.link).values()) == {12.0}
+
+    def test_a_chunk_is_found_without_being_named(self) -> None:
+        entry = LayerClass((2, 3), 1, 2, (site("a/0", 1, 0, 0),))
+        of = profile([entry], pipeline=Pipeline(2, 1))
+        assert of.chunks == ((2, 3),)
+        assert of.has_loss
+        assert simulate(of, empty_plan(of)).peak_gib == pytest.approx(2 / 1024)
+
+
+class TestCommandLine:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, "tools/plan.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+    def test_from_a_gpus_name_to_a_plan_and_back(self, tmp_path: Path) -> None:
+        plan_path, profile_path = tmp_path / "plan.json", tmp_path / "profile.json"
+        done = self.run("--gpu", "h200", "--memory-gib", "83", "--save", str(plan_path), "--save-profile",
+                        str(profile_path), "--", *FLAGS.split())  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        plan = load_plan(plan_path)
+        assert plan.predicted is not None
+        assert plan.predicted.peak_gib <= 83 == plan.budget_gib
+        assert plan.profile_sha256 == sha256(load_profile(profile_path))
+        for entry in plan.classes:
+            assert any(line.startswith(entry.layers + " ") for line in done.stdout.splitlines())
+        assert f"{plan.predicted.peak_gib:.2f} GiB" in done.stdout
+        again = self.run("--profile", str(profile_path), "--memory-gib", "83")
+        assert again.stdout == done.stdout
+        slower = self.run("--profile", str(profile_path), "--memory-gib", "83", "--link-gb-s", "5")
+        assert slower.returncode == 0
+        assert slower.stdout != done.stdout
+
+    def test_errors_are_one_line(self, tmp_path: Path) -> None:
+        done = self.run("--gpu", "h200", "--memory-gib", "50", "--", *FLAGS.split())
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: no plan stays below 50.00 GiB: the smallest budget that was found")
+        assert done.stderr.count("\n") == 1
+        missing = self.run("--profile", str(tmp_path / "none.json"))
+        assert missing.stderr == (f"error: {tmp_path / 'none.json'}: cannot be read (No such file or directory). Give "
+                                  "the path of a megatron-swap profile file.\n")  # fmt: skip
+
+    def test_the_curve_is_drawn(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        save_profile(random_profile(5), tmp_path / "profile.json")
+        done = self.run("--profile", str(tmp_path / "profile.json"), "--curve", str(tmp_path / "curve.png"))
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_planner_needs_neither_torch_nor_megatron() -> None:
+    """It runs on a laptop: standard library, numpy, scipy."""
+    code = (
+        "import sys; import megatron.swap.planner.solve, megatron.swap.planner.flags, megatron.swap.planner.what_if, "
+        "megatron.swap.planner.table; "
+        "print([name for name in ('torch', 'megatron.core', 'megatron.training') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
