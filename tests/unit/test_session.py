@@ -18,9 +18,9 @@ def arguments(*flags: str) -> argparse.Namespace:
     """Ours, and those of Megatron's that we look at."""
     args = add_swap_args(argparse.ArgumentParser()).parse_args(flags)
     vars(args).update(
-        num_layers=2, rank=0, world_size=1, train_iters=5, profile=False, transformer_impl="local", add_bias_linear=True,
-        recompute_granularity="selective", recompute_modules=["core_attn"], cpu_offloading_num_layers=0,
-        fine_grained_activation_offloading=False, cuda_graph_impl="none", fp8=None,
+        num_layers=2, rank=0, world_size=1, train_iters=5, profile=False, transformer_impl="local",
+        add_bias_linear=True, recompute_granularity="selective", recompute_modules=["core_attn"],
+        cpu_offloading_num_layers=0, fine_grained_activation_offloading=False, cuda_graph_impl="none", fp8=None,
     )
     return args
 
