@@ -6,8 +6,11 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from megatron.swap.config import LAYER_SYNTAX, LOG_LEVELS, SwapConfig, parse_layers, parse_steps
 from megatron.swap.layer import known_modules
+from megatron.swap.profiler import NSYS
 from megatron.swap.types import UsageError
 
 
@@ -54,7 +57,7 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "FOLDER/rank-N.json.gz; 'nsys': under Nsight Systems, open its capture range for these steps instead "
         "(tools/profile.sh does all of it).")
     add("--swap-profile-steps", default="4-5", metavar="STEPS",
-        help="First and last step to trace, from 3 on. Default: 4-5.")
+        help="First and last step to trace, counted from the start of this run, from 3 on. Default: 4-5.")
     add("--swap-log-level", choices=LOG_LEVELS, default="info",
         help="quiet: no tables and no swap line an iteration; debug: Megatron's start-up output too. Default: info.")
     add("--swap-cpu-delay-ms", type=float, default=0.0, metavar="MS",
@@ -117,6 +120,11 @@ def _check_profile(args: argparse.Namespace, config: SwapConfig) -> None:
         return
     if args.profile:
         raise UsageError("--swap-profile cannot be combined with Megatron's --profile: one profiler a run. Drop one.")
+    if config.profile == NSYS and not torch.cuda.is_available():
+        raise UsageError(
+            "--swap-profile nsys: there is no GPU here for Nsight Systems to trace. Give a folder: torch.profiler traces "
+            "the emulation into it."
+        )
     last = config.profile_steps[1]
     if args.train_iters is not None and last > args.train_iters:
         raise UsageError(

@@ -204,6 +204,8 @@ class SwapSession:
         if failure is not None and not (isinstance(failure, SystemExit) and failure.code in (None, 0)):
             # Other ranks may be anywhere and the device may be broken: no collective, no waiting for copies, and no
             # summary that would look like a success. The failure itself goes on to the user.
+            if self._profiler is not None:
+                self._profiler.abandon()
             self._uninstall()
             return
         if self._profiler is not None:

@@ -152,6 +152,7 @@ class Ranges:
 
     def step(self, number: int) -> None:
         """Training iteration ``number`` begins; the one before is over. Called on one thread."""
+        self._end_backward()
         self._step.close()
         self._num_forwards.clear()
         self._step.enter_context(self._named(f"step {number}"))
