@@ -122,8 +122,8 @@ def _check_profile(args: argparse.Namespace, config: SwapConfig) -> None:
         raise UsageError("--swap-profile cannot be combined with Megatron's --profile: one profiler a run. Drop one.")
     if config.profile == NSYS and not torch.cuda.is_available():
         raise UsageError(
-            "--swap-profile nsys: there is no GPU here for Nsight Systems to trace. Give a folder: torch.profiler traces "
-            "the emulation into it."
+            "--swap-profile nsys: there is no GPU here for Nsight Systems to trace. Give a folder: torch.profiler "
+            "traces the emulation into it."
         )
     last = config.profile_steps[1]
     if args.train_iters is not None and last > args.train_iters:
