@@ -148,7 +148,8 @@ def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
                     f"{ours} cannot be combined with --recompute-modules {module}: both would make the same tensors "
                     f"again. Drop {kind} from --swap-recompute, or {module} from --recompute-modules."
                 )
-    if ACTIVATION in config.recompute and args.swiglu and not args.bias_swiglu_fusion:
+    one_function = args.bias_swiglu_fusion or args.use_te_activation_func if args.swiglu else True
+    if ACTIVATION in config.recompute and not one_function:
         raise UsageError(
             f"{ours} cannot be combined with --no-bias-swiglu-fusion: what an unfused SwiGLU makes is no single "
             f"function's output. Drop --no-bias-swiglu-fusion, or {ACTIVATION} from --swap-recompute."
