@@ -6,6 +6,7 @@ it in a process of its own: a CUDA context of theirs would take device memory fr
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -107,5 +108,13 @@ def host_used_bytes() -> int:
     return (kib["MemTotal"] - kib["MemAvailable"]) * 1024
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print versions, machine, commit and the link's speed as JSON.")
+    parser.add_argument("--command", help="also this: what is about to run here")
+    command = parser.parse_args().command
+    about = {"versions": versions(), "machine": machine(), "commit": commit(), "link": link_gb_s()}
+    print(json.dumps({**({"command": command} if command else {}), **about}))
+
+
 if __name__ == "__main__":
-    print(json.dumps({"versions": versions(), "machine": machine(), "commit": commit(), "link": link_gb_s()}))
+    main()

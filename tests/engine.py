@@ -7,8 +7,9 @@ import copy
 import inspect
 import textwrap
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,10 +24,11 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.host_pool import HostPool
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
-from megatron.swap.policy import ManualPolicy
+from megatron.swap.policy import ManualPolicy, Policy
+from megatron.swap.recipes import Recipes
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.trace import Ranges
-from megatron.swap.types import MIB, places
+from megatron.swap.types import ACTIVATION, MIB, NORM, places
 
 HIDDEN = 32
 TOKENS = 64
@@ -55,9 +57,10 @@ class Mlp(nn.Module):
         self.linear_fc1 = nn.Linear(hidden, 4 * hidden)
         self.linear_fc2 = nn.Linear(4 * hidden, hidden)
         self.dropout = nn.Dropout(dropout)
+        self.activation = functional.gelu
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.linear_fc2(functional.gelu(self.linear_fc1(hidden))))
+        return self.dropout(self.linear_fc2(self.activation(self.linear_fc1(hidden))))
 
 
 class Layer(nn.Module):
@@ -88,11 +91,25 @@ def batch(number: int = 0, dtype: torch.dtype | None = None, tokens: int = TOKEN
     return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(100 + number)).to(dtype)
 
 
+def watch(layer: nn.Module, recipes: Recipes) -> Iterator[Callable[[], None]]:
+    """Let the norms and the activation functions of a layer tell what they make; what takes that off again."""
+    for module in layer.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.forward = recipes.watched(NORM, module.forward)  # type: ignore[method-assign]
+            yield partial(delattr, module, "forward")
+        elif "activation" in vars(module):
+            plain = module.activation
+            module.activation = recipes.watched(ACTIVATION, plain)
+            yield partial(setattr, module, "activation", plain)
+
+
 class Engine:
     """The engine around ``layers``, on a machine without a GPU; ``close`` takes it off again.
 
     Args:
         swapped: layers to swap; all by default.
+        policy: instead of the choice by ``swapped``, ``modules``, ``min_bytes`` and ``recompute``.
+        recompute: producers whose outputs are recomputed.
         chunks: how many layers each model chunk has; only the last one ends in the loss.
         commit_bytes: instead of the product's 16 MiB, so that copies start inside a layer.
     """
@@ -112,6 +129,8 @@ class Engine:
         commit_bytes: int = manager_module.COMMIT_BYTES,
         observer: Observer | None = None,
         ranges: Ranges | None = None,
+        policy: Policy | None = None,
+        recompute: Collection[str] = (),
     ) -> None:
         layers = list(layers)
         numbers = range(len(layers))
@@ -119,9 +138,11 @@ class Engine:
         self.device = device if device is not None else EmulatedDevice(longest_delay_s=0.0005)
         self.pool = HostPool(limit_bytes=256 * MIB, slab_bytes=MIB, pinned=False, poison=True)
         self.tier = HostTier(self.pool)
-        policy = ManualPolicy(self.swapped, modules, min_bytes)
-        self.manager = SwapManager(self.device, self.tier, policy.action, window_bytes, verify, ranges)
-        saved_tensors = SavedTensors(self.manager, self.device.torch_device, observer)
+        policy = policy or ManualPolicy(self.swapped, modules, min_bytes, recompute)
+        self.manager = SwapManager(self.device, self.tier, policy.without_recipe, window_bytes, verify, ranges)
+        self.recipes = Recipes(self.device, policy.action, self.manager.counters, self.manager.ranges, verify)
+        saved_tensors = SavedTensors(self.manager, self.device.torch_device, observer, self.recipes)
+        self._undo = [undo for layer in layers for undo in watch(layer, self.recipes)]
         self.boundaries: list[LayerBoundary] = []
         first = 0
         for number, size in enumerate(chunks := chunks or [len(layers)]):
@@ -129,10 +150,9 @@ class Engine:
             last = number == len(chunks) - 1
             here_places = places([i in self.swapped for i in here], ends_in_loss and last)
             for layer, place in zip(here, here_places, strict=True):
+                hooked = layer in self.swapped or policy.recomputes_layer(layer)
                 self.boundaries.append(
-                    LayerBoundary(
-                        layer, layers[layer], self.manager, saved_tensors, swapped=layer in self.swapped, place=place
-                    )
+                    LayerBoundary(layer, layers[layer], self.manager, saved_tensors, hooked=hooked, place=place)
                 )
             first += size
         self._commit_bytes, manager_module.COMMIT_BYTES = manager_module.COMMIT_BYTES, commit_bytes
@@ -155,6 +175,8 @@ class Engine:
         manager_module.COMMIT_BYTES = self._commit_bytes
         for boundary in self.boundaries:
             boundary.remove()
+        for undo in self._undo:
+            undo()
         self.manager.drain()
         self.tier.close()
 

@@ -3,8 +3,8 @@
 Reads what torch.profiler or Nsight Systems left (tools/profile.sh makes both), prints the findings and saves beside
 the trace: findings.json, copies.csv, step.png, trace.perfetto.json.gz for https://ui.perfetto.dev.
 
-Exit status: 0 clean; 1 a copy out of order, or not as the summary counts it, or (with --link-gb-s) a slow link; 2 the
-trace cannot be judged.
+Exit status: 0 clean; 1 a copy out of order, or not as the summary counts it, or (with --about) much slower than the
+link by itself; 2 the trace cannot be judged.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="rank-N.json[.gz] of torch.profiler, or a .sqlite of nsys export")
     parser.add_argument("--summary", type=Path, metavar="RUN.JSON", help="what --swap-summary wrote in the same run")
-    parser.add_argument("--link-gb-s", type=float, metavar="GB/S", help="the link's speed: much slower copies are told")
+    parser.add_argument("--about", type=Path, metavar="FILE.JSON", help="what `python -m proof.machine` printed there")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where files go (default: beside the trace)")
     parser.add_argument("--step", type=int, metavar="N", help="which step to draw (default: the last traced one)")
     options = parser.parse_args(arguments)
     try:
-        analysis = analyse(read_trace(options.trace), _read_summary(options.summary), options.link_gb_s)
+        about = _read_about(options.about)
+        link = (about or {}).get("link")
+        link_gb_s = min(link.values()) if link else None
+        analysis = analyse(read_trace(options.trace), _read_summary(options.summary), link_gb_s)
         print_report(analysis, _console())
-        saved = save(analysis, options.output or options.trace.parent, options.step)
+        saved = save(analysis, options.output or options.trace.parent, options.step, about)
     except TraceError as error:
         print(f"analyze_trace: {error}", file=sys.stderr)
         return 2
@@ -56,6 +59,15 @@ def _read_summary(path: Path | None) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TraceError(f"--summary {path}: not a summary that --swap-summary wrote: {error!r}") from error
     raise TraceError(f"--summary {path}: 'steps' is no list: not a summary that --swap-summary wrote")
+
+
+def _read_about(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise TraceError(f"--about {path}: not what `python -m proof.machine` prints: {error!r}") from error
 
 
 def _console() -> Console:

@@ -83,9 +83,12 @@ def bench(suite: Suite, chosen: Suite, options: argparse.Namespace) -> int:
         status = INTERRUPTED
     rows = book.rows()
     if rows:
-        options.output.with_suffix(".md").write_text(markdown(rows))
+        written = [options.output, options.output.with_suffix(".md")]
+        written[1].write_text(markdown(rows))
         if any(row["device_peak_gib"] is not None for row in rows):
-            draw(rows, options.output.with_suffix(".png"))
+            written.append(options.output.with_suffix(".png"))
+            draw(rows, written[-1])
+        print(f"{written[1].read_text()}\nwritten: {', '.join(map(str, written))}", flush=True)
     for row in rows:
         if row["outcome"] == "timeout" or row["outcome"].startswith("failed"):
             print(f"{row['case']} {row['method']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)

@@ -19,7 +19,10 @@ OPTIONAL = {
     "pybind11": "the native part is replaced by its Python twin",
     "psutil": "megatron-core cannot write torch_dist checkpoints",
     "tensorboard": "no TensorBoard scalars",
-    "rich": "no tools/preprocess_data.py",
+    "rich": "no tools/preprocess_data.py, no tools/bench.py, no analysis of traces",
+    "matplotlib": "no pictures of traces and benchmarks, which tools/profile.sh and tools/bench.py draw",
+    "jinja2": "no tools/report.py",
+    "markdown": "no tools/report.py",
 }
 DEV = ["pytest", "pytest_timeout", "xdist", "hypothesis", "grimp", "ruff", "mypy"]
 TESTED_MEGATRON_CORE = "0.19.2"

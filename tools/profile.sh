@@ -12,7 +12,7 @@
 #   PROFILE_STEPS=4-5       steps to trace, from 3 on
 #   PROFILE_DIR=FOLDER      where everything goes (default: profile/DATE-TIME)
 #   NSYS=/path/to/nsys      if it is neither on PATH nor below /opt/nvidia
-# Left in the folder: run.json (the summary), the trace (rank-0.json.gz, or trace.nsys-rep and trace.sqlite), findings.json, copies, pictures,
+# Left in the folder: about.json (machine, versions, commit), run.json (the summary), the trace (rank-0.json.gz, or trace.nsys-rep and trace.sqlite), findings.json, copies, pictures,
 # and trace.perfetto.json.gz for https://ui.perfetto.dev.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
@@ -46,6 +46,8 @@ case " $* " in *" --help "* | *" -h "*) exec "${train[@]}" ;; esac
 mkdir -p "$folder"
 folder="$(cd "$folder" && pwd)"
 export SUMMARY="$folder/run.json"
+# What the findings are of; with a GPU also what the link gives when nothing else runs, which the copies are compared with.
+(cd "$SWAP_ROOT" && "$SWAP_PYTHON" -W ignore -m proof.machine --command "bash tools/profile.sh $*") >"$folder/about.json"
 if [ -n "$nsys" ]; then
     swap_say "tracing steps $steps with $("$nsys" --version)"
     # The sampling of call stacks would need rights that containers lack, and says nothing about copies.
@@ -68,4 +70,4 @@ else
     trace="$folder/rank-0.json.gz"
 fi
 [ -s "$trace" ] || swap_die "training ended, but no trace was left at $trace"
-exec "$SWAP_PYTHON" "$SWAP_ROOT/tools/analyze_trace.py" "$trace" --summary "$SUMMARY" --output "$folder"
+exec "$SWAP_PYTHON" "$SWAP_ROOT/tools/analyze_trace.py" "$trace" --summary "$SUMMARY" --about "$folder/about.json" --output "$folder"

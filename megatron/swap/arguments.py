@@ -6,9 +6,12 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from megatron.swap.config import LAYER_SYNTAX, LOG_LEVELS, SwapConfig, parse_layers, parse_steps
 from megatron.swap.layer import known_modules
-from megatron.swap.types import UsageError
+from megatron.swap.profiler import NSYS
+from megatron.swap.types import ACTIVATION, NORM, PRODUCERS, UsageError
 
 
 class _Deterministic(argparse.Action):
@@ -32,6 +35,9 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--swap-modules", nargs="+", default=[], metavar="MODULE",
         help="Swap only what these submodules of a layer save, e.g. 'mlp', 'mlp.linear_fc1', 'core_attention'; "
         "'layer' is the layer itself, 'checkpoint' the input of a recomputed segment. Default: everything.")
+    add("--swap-recompute", nargs="+", default=[], metavar="KIND",
+        help=f"Do not hold the outputs of these kinds of cheap kernels, in all layers, whatever --swap-layers says: "
+        f"make them again in backward, equal to the bit. Kinds: {', '.join(PRODUCERS)}. Default: none.")
     add("--swap-min-mib", type=float, default=1.0, metavar="MIB",
         help="Storages smaller than this stay on the device. Default: 1.")
     add("--swap-host-gib", type=float, default=None, metavar="GIB",
@@ -54,7 +60,7 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "FOLDER/rank-N.json.gz; 'nsys': under Nsight Systems, open its capture range for these steps instead "
         "(tools/profile.sh does all of it).")
     add("--swap-profile-steps", default="4-5", metavar="STEPS",
-        help="First and last step to trace, from 3 on. Default: 4-5.")
+        help="First and last step to trace, counted from the start of this run, from 3 on. Default: 4-5.")
     add("--swap-log-level", choices=LOG_LEVELS, default="info",
         help="quiet: no tables and no swap line an iteration; debug: Megatron's start-up output too. Default: info.")
     add("--swap-cpu-delay-ms", type=float, default=0.0, metavar="MS",
@@ -71,6 +77,7 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
     config = SwapConfig(
         layers=parse_layers(args.swap_layers, args.num_layers),
         modules=tuple(args.swap_modules),
+        recompute=tuple(dict.fromkeys(args.swap_recompute)),
         min_mib=args.swap_min_mib,
         host_gib=args.swap_host_gib,
         host_unchecked=args.swap_host_unchecked,
@@ -86,8 +93,9 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
     _check_module_names(config.modules)
     _check_upstream(args)
     _check_profile(args, config)
-    if config.layers:
-        _check_combination(args)
+    if config.acts:
+        _check_combination(args, config)
+        _check_recompute(args, config)
     return config
 
 
@@ -117,6 +125,11 @@ def _check_profile(args: argparse.Namespace, config: SwapConfig) -> None:
         return
     if args.profile:
         raise UsageError("--swap-profile cannot be combined with Megatron's --profile: one profiler a run. Drop one.")
+    if config.profile == NSYS and not torch.cuda.is_available():
+        raise UsageError(
+            "--swap-profile nsys: there is no GPU here for Nsight Systems to trace. Give a folder: torch.profiler "
+            "traces the emulation into it."
+        )
     last = config.profile_steps[1]
     if args.train_iters is not None and last > args.train_iters:
         raise UsageError(
@@ -125,12 +138,41 @@ def _check_profile(args: argparse.Namespace, config: SwapConfig) -> None:
         )
 
 
-def _check_combination(args: argparse.Namespace) -> None:
+def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
+    """What Megatron recomputes itself, so that our recomputing would do nothing."""
+    ours = f"--swap-recompute {' '.join(config.recompute)}"
+    if not config.recompute:
+        return
+    if args.recompute_granularity == "full" and args.recompute_method == "uniform":
+        raise UsageError(
+            f"{ours} cannot be combined with --recompute-granularity full --recompute-method uniform: all layers are "
+            "recomputed whole. Drop --swap-recompute, or leave layers whole by --recompute-method block."
+        )
+    modules = (args.recompute_modules or []) if args.recompute_granularity == "selective" else []
+    for kind, theirs in ((NORM, ("layernorm",)), (ACTIVATION, ("mlp", "moe", "moe_act"))):
+        for module in theirs if kind in config.recompute else ():
+            if module in modules:
+                raise UsageError(
+                    f"{ours} cannot be combined with --recompute-modules {module}: both would make the same tensors "
+                    f"again. Drop {kind} from --swap-recompute, or {module} from --recompute-modules."
+                )
+    one_function = args.bias_swiglu_fusion or args.use_te_activation_func if args.swiglu else True
+    if ACTIVATION in config.recompute and not one_function:
+        raise UsageError(
+            f"{ours} cannot be combined with --no-bias-swiglu-fusion: what an unfused SwiGLU makes is no single "
+            f"function's output. Drop --no-bias-swiglu-fusion, or {ACTIVATION} from --swap-recompute."
+        )
+
+
+def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:
     excluded = {
         f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers}": args.cpu_offloading_num_layers > 0,
         "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
         f"--cuda-graph-impl {args.cuda_graph_impl}": args.cuda_graph_impl != "none",
     }
+    ours, without = f"--swap-layers {args.swap_layers}", "say --swap-layers none"
+    if not config.layers:
+        ours, without = f"--swap-recompute {' '.join(config.recompute)}", "drop --swap-recompute"
     for flag, given in excluded.items():
         if given:
             why = (
@@ -139,6 +181,5 @@ def _check_combination(args: argparse.Namespace) -> None:
                 else "both would take the same tensors"
             )
             raise UsageError(
-                f"--swap-layers {args.swap_layers} cannot be combined with {flag}: {why}. "
-                f"Drop {flag}, or say --swap-layers none."
+                f"{ours} cannot be combined with {flag}: {why}. Drop {flag}, or {without}."
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,28 @@ from megatron.swap.group import Group
 from megatron.swap.handle import Alias, Handle, alias_of
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Hooks, Observer
+from megatron.swap.recipes import Recipe, Recipes
 from megatron.swap.sites import SiteNames
 from megatron.swap.trace import Ranges
 from megatron.swap.types import Place, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How to see a tensor in its storage; ``offset`` and ``stride`` in elements."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        return cls(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +45,15 @@ class PackedTensor:
     handle: Handle
     group: Group
     index: int
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedTensor:
+    """What autograd keeps instead of a tensor whose storage is made again, and held by nobody until then."""
+
+    recipe: Recipe
+    layout: Layout
 
 
 def stays_by_nature(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -56,8 +80,9 @@ class KeptTensor:
     group: Group
 
 
-Packed = PackedTensor | KeptTensor | Alias | torch.Tensor
-"""What stands in the graph: for a tensor that was taken, for two kinds that stay, for a subclass left untouched."""
+Packed = PackedTensor | RecomputedTensor | KeptTensor | Alias | torch.Tensor
+"""What stands in the graph: for a tensor that was taken, for one that is made again, for two kinds that stay, for a
+subclass left untouched."""
 
 
 def kept(tensor: torch.Tensor) -> Alias | torch.Tensor:
@@ -98,12 +123,32 @@ def _tell_end_of_backward(ranges: Ranges, group: Group, args: tuple[Any, ...], k
 
 
 class SavedTensors:
-    """Pack and unpack: what autograd saves goes to the manager, as far as it is ours and the policy wants it."""
+    """Pack and unpack: what autograd saves goes to the manager, as far as it is ours and the policy wants it.
 
-    def __init__(self, manager: SwapManager, device: torch.device, observer: Observer | None = None) -> None:
+    Args:
+        manager: swaps storages.
+        device: whose tensors are ours.
+        observer: counts what autograd holds.
+        recipes: what is made again instead; ``None``: nothing is.
+    """
+
+    def __init__(
+        self,
+        manager: SwapManager,
+        device: torch.device,
+        observer: Observer | None = None,
+        recipes: Recipes | None = None,
+    ) -> None:
         self._manager = manager
         self._device = device
         self._observer = observer
+        self._recipes = recipes
+        hooks = Hooks(kept, self.unpack)
+        self._unpack_input = (hooks if observer is None else observer.around(hooks)).unpack
+
+    def watching(self) -> AbstractContextManager[None]:
+        """A context, around a layer's forward, in which recipes are looked for."""
+        return nullcontext() if self._recipes is None else self._recipes.watching()
 
     def hooks(
         self, where: Callable[[], tuple[Group, Site] | None], constants: Collection[int] = ()
@@ -115,20 +160,23 @@ class SavedTensors:
             constants: addresses of storages that stay, whatever the policy says (parameters).
         """
 
+        def is_constant(tensor: torch.Tensor) -> bool:
+            return stays_by_nature(tensor, self._device) or tensor.untyped_storage()._cdata in constants
+
         def pack(tensor: torch.Tensor) -> Packed:
-            if stays_by_nature(tensor, self._device) or tensor.untyped_storage()._cdata in constants:
-                return kept(tensor)
-            place = where()
-            if place is None:
-                return kept(tensor)
-            group, site = place
+            place = None if is_constant(tensor) else where()
+            return kept(tensor) if place is None else pack_in(*place, tensor)
+
+        def pack_in(group: Group, site: Site | None, tensor: torch.Tensor) -> Packed:
+            if self._recipes is not None:
+                join = lambda needed: kept(needed) if is_constant(needed) else pack_in(group, None, needed)  # noqa: E731
+                recipe = self._recipes.take(tensor, site, group, is_constant, join)
+                if recipe is not None:
+                    return RecomputedTensor(recipe, Layout.of(tensor))
             taken = self._manager.take(tensor, site, group)
             if taken is None:
                 return KeptTensor(alias_of(tensor), group)
-            handle, index = taken
-            return PackedTensor(
-                handle, group, index, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-            )
+            return PackedTensor(taken[0], group, taken[1], Layout.of(tensor))
 
         return self._enter(Hooks(pack, self.unpack))
 
@@ -165,9 +213,11 @@ class SavedTensors:
         if isinstance(packed, Alias):
             packed.check("a saved tensor that stayed on the device")
             return packed.tensor
-        storage = self._manager.fetch(packed.handle, packed.group, packed.index)
-        empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
-        return empty.set_(storage, packed.offset, packed.shape, packed.stride)
+        if isinstance(packed, RecomputedTensor):
+            assert self._recipes is not None
+            self._manager.begin_backward(packed.recipe.group)
+            return packed.layout.view(self._recipes.make(packed.recipe, self._unpack_input))
+        return packed.layout.view(self._manager.fetch(packed.handle, packed.group, packed.index))
 
 
 class LayerBoundary:
@@ -176,7 +226,7 @@ class LayerBoundary:
     Args:
         layer: number of the layer over the whole model, 0-based.
         module: the layer; it returns its new hidden states, alone or first in a tuple.
-        swapped: False for a layer that stays whole: then it only marks where backward has got to.
+        hooked: False for a layer that stays whole: then it only marks where backward has got to.
         place: where the layer stands in the forward of its chunk.
         on_run_without_grad: told of the layer's number when it runs without gradients.
     """
@@ -188,7 +238,7 @@ class LayerBoundary:
         manager: SwapManager,
         saved_tensors: SavedTensors,
         *,
-        swapped: bool,
+        hooked: bool,
         place: Place,
         on_run_without_grad: Callable[[int], None] | None = None,
     ) -> None:
@@ -198,7 +248,7 @@ class LayerBoundary:
         self._saved_tensors = saved_tensors
         self._place = place
         self._on_run_without_grad = on_run_without_grad
-        self._names = SiteNames(layer, module) if swapped else None
+        self._names = SiteNames(layer, module) if hooked else None
         self._constants = [*module.parameters(), *module.buffers()]
         self._inner = module.forward
         module.forward = self._forward  # type: ignore[method-assign]
@@ -242,4 +292,7 @@ class LayerBoundary:
         if names is None:
             return self._saved_tensors.staying(constants)
         names.begin()
-        return self._saved_tensors.hooks(lambda: (group, names.next_site()), constants)
+        stack = ExitStack()
+        stack.enter_context(self._saved_tensors.watching())
+        stack.enter_context(self._saved_tensors.hooks(lambda: (group, names.next_site()), constants))
+        return stack

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.swap.types import UsageError
+from megatron.swap.types import PRODUCERS, UsageError
 
 LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
 LOG_LEVELS = ("quiet", "info", "debug")
@@ -25,8 +25,10 @@ class SwapConfig:
     """Layers (0-based, over the whole model) whose activations are swapped."""
     modules: tuple[str, ...] = ()
     """Submodules to swap; empty: everything that a chosen layer saves."""
+    recompute: tuple[str, ...] = ()
+    """Kinds of cheap outputs that are made again in backward, in all layers; some of ``PRODUCERS``."""
     min_mib: float = 1.0
-    """Storages below this size stay on the device."""
+    """Storages below this size stay on the device as they are."""
     host_gib: float | None = None
     """Most pinned host memory this rank may book."""
     host_unchecked: bool = False
@@ -48,7 +50,14 @@ class SwapConfig:
     cpu_delay_ms: float = 0.0
     """Machines without a GPU: longest random delay of an emulated copy."""
 
+    @property
+    def acts(self) -> bool:
+        """Whether anything happens to what autograd saves."""
+        return bool(self.layers or self.recompute)
+
     def __post_init__(self) -> None:
+        for kind in self.recompute:
+            _require(kind in PRODUCERS, "--swap-recompute", kind, " or ".join(PRODUCERS))
         _require(0 <= self.min_mib < math.inf, "--swap-min-mib", self.min_mib, "a number of MiB, 0 or more")
         if self.host_gib is not None:
             _require(0 < self.host_gib < math.inf, "--swap-host-gib", self.host_gib, "a number of GiB above 0")

@@ -20,8 +20,9 @@ from megatron.swap.autograd import LayerBoundary, SavedTensors
 from megatron.swap.group import Group
 from megatron.swap.manager import SwapManager
 from megatron.swap.policy import Policy, matches
+from megatron.swap.producers import Producers
 from megatron.swap.sites import OWN_PATH
-from megatron.swap.types import MIB, Place, Site, UsageError, places
+from megatron.swap.types import ACTIVATION, MIB, NORM, Place, Site, UsageError, places
 
 CHECKPOINT_PATH = "checkpoint"
 """Path of the input of a fully recomputed segment."""
@@ -45,10 +46,17 @@ def known_modules() -> list[str]:
 class Boundaries:
     """Everything that was put around a model; ``remove`` takes it off again."""
 
-    def __init__(self, manager: SwapManager, saved_tensors: SavedTensors, policy: Policy) -> None:
+    def __init__(
+        self,
+        manager: SwapManager,
+        saved_tensors: SavedTensors,
+        policy: Policy,
+        producers: Producers | None = None,
+    ) -> None:
         self._manager = manager
         self._saved_tensors = saved_tensors
         self._policy = policy
+        self._producers = producers
         self._layers: list[LayerBoundary] = []
         self._segments: dict[TransformerBlock, SegmentInputs] = {}
 
@@ -69,13 +77,15 @@ class Boundaries:
                 segments = SegmentInputs(self._manager, self._saved_tensors, by_number)
                 self._segments[block] = segments
             for number, layer, place in zip(numbers, layers, layer_places, strict=True):
+                if recomputed := self._producers is not None and self._policy.recomputes_layer(number):
+                    self._producers.watch(layer)
                 self._layers.append(
                     LayerBoundary(
                         number,
                         layer,
                         self._manager,
                         self._saved_tensors,
-                        swapped=self._policy.swaps_layer(number),
+                        hooked=place.swapped or recomputed,
                         place=place,
                         on_run_without_grad=segments.on_run if segments else None,
                     )
@@ -90,6 +100,8 @@ class Boundaries:
         """Give all layers their own forward back."""
         for boundary in self._layers:
             boundary.remove()
+        if self._producers is not None:
+            self._producers.remove()
         self._layers.clear()
         self._segments.clear()
 
@@ -170,7 +182,7 @@ def least_saved_bytes(args: Namespace, num_swapped_layers: int) -> int:
     tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
     layers_here = max(0, num_swapped_layers // args.pipeline_model_parallel_size - 2)  # the tail stays
     hidden = args.hidden_size // (tensor_parallel if args.sequence_parallel else 1)
-    widths = [hidden] * 4
+    widths = [hidden] * (2 if NORM in args.swap_recompute else 4)
     if args.recompute_granularity == "full":
         segment = args.recompute_num_layers if args.recompute_method == "uniform" else 1
         layers_here, widths = layers_here // (segment or 1), [hidden]
@@ -180,6 +192,8 @@ def least_saved_bytes(args: Namespace, num_swapped_layers: int) -> int:
             heads = (args.num_attention_heads, groups, groups, args.num_attention_heads)  # q, k, v, attention output
             widths += [number * args.kv_channels // tensor_parallel for number in heads]
         if args.num_experts is None:
-            widths += [args.ffn_hidden_size // tensor_parallel] * (3 if args.swiglu else 2)
+            widths += [args.ffn_hidden_size // tensor_parallel] * (
+                (3 if args.swiglu else 2) - (ACTIVATION in args.swap_recompute)
+            )
     sizes = [tokens * width * element_bytes for width in widths]
     return layers_here * sum(size for size in sizes if size >= args.swap_min_mib * MIB)

@@ -48,7 +48,7 @@ class SwapManager:
     Args:
         device: streams, events and memory.
         tier: where bytes go.
-        choose: the policy: what to do with the storage (of so many bytes) that was saved at a site.
+        choose: the policy: KEEP or SWAP the storage (of so many bytes) that was saved at a site.
         window_bytes: most bytes that are brought back ahead of their layer's backward, and most that still wait for
             their release when a forward ends (none, where it ends in the loss); ``None``: as much as the largest group.
         verify: compare checksums of every storage that comes back.
@@ -108,12 +108,12 @@ class SwapManager:
         self._release()
         return group
 
-    def take(self, tensor: torch.Tensor, site: Site, group: Group) -> tuple[Handle, int] | None:
-        """Autograd saves ``tensor``: returns its handle and its number there, or ``None`` if it stays where it is."""
+    def take(self, tensor: torch.Tensor, site: Site | None, group: Group) -> tuple[Handle, int] | None:
+        """Autograd saves ``tensor``: its handle and its number there; ``None``: it stays. No ``site``: none is made."""
         storage = tensor.untyped_storage()
         handle = self._live.get(storage._cdata)
         if handle is None or handle.storage is None or handle.storage._cdata != storage._cdata:
-            if self._keeps(site, storage.nbytes()):
+            if site is None or self._keeps(site, storage.nbytes()):
                 self.claim(storage)
                 return None
             handle = Handle(site, group, storage, self._device.current_stream(), self._orphans)

@@ -13,11 +13,31 @@ class Policy(ABC):
 
     @abstractmethod
     def swaps_layer(self, layer: int) -> bool:
-        """Whether any site of ``layer`` may be swapped; layers that answer False get no saved-tensor hooks."""
+        """Whether any site of ``layer`` may be swapped."""
 
     @abstractmethod
-    def action(self, site: Site, num_bytes: int) -> Action:
-        """What to do with the storage (of ``num_bytes``) that was saved at ``site``."""
+    def recomputes_layer(self, layer: int) -> bool:
+        """Whether any site of ``layer`` may be recomputed."""
+
+    @abstractmethod
+    def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
+        """What to do with the storage (of ``num_bytes``) that was saved at ``site``.
+
+        Args:
+            producer: the kind of kernel that made it and could make it again (``PRODUCERS``); ``None``: not known. It
+                bears on RECOMPUTE alone: between KEEP and SWAP the site decides.
+        """
+
+    def without_recipe(self, site: Site, num_bytes: int) -> Action:
+        """KEEP or SWAP, where nothing can make the storage again.
+
+        A site that was to be recomputed is swapped instead, so that device memory stays as low as was asked for; in a
+        layer that swaps nothing it is kept.
+        """
+        action = self.action(site, num_bytes)
+        if action is Action.RECOMPUTE:
+            return Action.SWAP if self.swaps_layer(site.layer) else Action.KEEP
+        return action
 
 
 class ManualPolicy(Policy):
@@ -27,19 +47,30 @@ class ManualPolicy(Policy):
         layers: layers to swap, 0-based over the whole model.
         modules: patterns of submodules (``matches``); empty: all.
         min_bytes: smaller storages stay.
+        recompute: producers whose outputs are recomputed, in all layers.
     """
 
-    def __init__(self, layers: Collection[int], modules: Sequence[str], min_bytes: int) -> None:
+    def __init__(
+        self, layers: Collection[int], modules: Sequence[str], min_bytes: int, recompute: Collection[str] = ()
+    ) -> None:
         self._layers = frozenset(layers)
         self._modules = tuple(modules)
         self._min_bytes = min_bytes
+        self._recompute = frozenset(recompute)
         self._verdicts: dict[str, bool] = {}
 
     def swaps_layer(self, layer: int) -> bool:
         return layer in self._layers
 
-    def action(self, site: Site, num_bytes: int) -> Action:
-        if num_bytes < self._min_bytes or site.layer not in self._layers:
+    def recomputes_layer(self, layer: int) -> bool:
+        return bool(self._recompute)
+
+    def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
+        if num_bytes < self._min_bytes:
+            return Action.KEEP
+        if producer in self._recompute:
+            return Action.RECOMPUTE
+        if site.layer not in self._layers:
             return Action.KEEP
         return Action.SWAP if self._chosen(site.path) else Action.KEEP
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +20,8 @@ class Profiler:
 
     Args:
         target: a folder, into which torch.profiler writes ``rank-N.json.gz``; or ``NSYS``.
-        first, last: training iterations, counted from 1; ``first`` is at least 3, as two steps warm up: one makes the
-            optimizer's state, one warms the profiler.
+        first, last: steps of this run, counted from 1 (also where it goes on from a checkpoint); ``first`` is at least
+            3, as two steps warm up: one makes the optimizer's state, one warms the profiler.
         rank: in the file's name.
         ranges: switched on meanwhile.
         allocated_bytes: device memory in use, for the timeline.
@@ -39,6 +41,7 @@ class Profiler:
         self._ranges = ranges
         self._allocated_bytes = allocated_bytes
         self._profile: torch.profiler.profile | None = None
+        self._num_steps = 0
 
     @property
     def path(self) -> Path | None:
@@ -46,33 +49,51 @@ class Profiler:
         return None if self._folder is None else self._folder / f"rank-{self._rank}.json.gz"
 
     def step_ended(self, iteration: int) -> None:
-        """Iteration ``iteration`` is over."""
-        if iteration == self._first - 2 and self._folder is not None:
+        """Training iteration ``iteration`` is over."""
+        self._num_steps += 1
+        if self._num_steps == self._first - 2 and self._folder is not None:
             self._profile = _torch_profile(self._last - self._first + 1)
             self._profile.start()
-        elif iteration == self._first - 1:
+        elif self._num_steps == self._first - 1:
             self._begin()
-        elif iteration == self._last:
+        elif self._num_steps == self._last:
             self._end()
-        elif self._first <= iteration < self._last:
+        elif self._first <= self._num_steps < self._last:
             if self._profile is not None:
                 self._profile.step()
         else:
             return
-        if self._first - 1 <= iteration < self._last:
+        if self._first - 1 <= self._num_steps < self._last:
             self._ranges.step(iteration + 1)
 
     def close(self) -> None:
         """Training ended: if that was before the last step that was asked for, what there is gets written."""
         if self._ranges.on:
             self._end()
-        elif self._profile is not None:
-            self._profile.stop()  # nothing was traced but the warm-up
-            self._profile = None
+        elif self._num_steps < self._first:
+            if self._profile is not None:
+                self._profile.stop()  # nothing was traced but the warm-up
+                self._profile = None
+            print(
+                f" swap: nothing was traced: training ended after {self._num_steps} steps, --swap-profile-steps begins "
+                f"with {self._first}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def abandon(self) -> None:
+        """Training failed: write what there is, if that still works, and wait for nothing."""
+        is_tracing, profile, self._profile = self._ranges.on, self._profile, None
+        self._ranges.stop()
+        if profile is not None:
+            with contextlib.suppress(Exception):  # the failure of training is what the user must see
+                profile.stop()
+                if is_tracing:
+                    self._export(profile)
 
     def _begin(self) -> None:
         timeline: Callable = torch.profiler.record_function
-        if self._profile is not None:
+        if self._folder is not None:
+            assert self._profile is not None
             self._profile.step()
         else:
             _synchronize()
@@ -87,10 +108,13 @@ class Profiler:
             torch.cuda.cudart().cudaProfilerStop()
             return
         self._profile.stop()
+        self._export(self._profile)
+        self._profile = None
+
+    def _export(self, profile: torch.profiler.profile) -> None:
         assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(self.path))
-        self._profile = None
+        profile.export_chrome_trace(str(self.path))
 
 
 def _torch_profile(num_steps: int) -> torch.profiler.profile:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -25,20 +26,24 @@ from megatron.swap.layer import Boundaries, least_saved_bytes
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
 from megatron.swap.policy import ManualPolicy
+from megatron.swap.producers import Producers, tell_norm_of_linear
 from megatron.swap.profiler import Profiler
+from megatron.swap.recipes import Recipes
 from megatron.swap.summary import (
     RankReport,
     StepRecord,
     build_summary,
+    idle_line,
     layer_table,
+    refused_lines,
     start_table,
     step_line,
     write_json,
 )
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.trace import Ranges, Totals
-from megatron.swap.types import GIB, MIB, format_bytes
-from patches import checkpointed_forward, registry, train, training_log
+from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, format_bytes
+from patches import checkpointed_forward, fused_activations, registry, te_normalization, train, training_log
 from patches.registry import AppliedPatches
 
 
@@ -48,13 +53,15 @@ class SwapSession:
     def __init__(self, args: Namespace, config: SwapConfig) -> None:
         self.config = config
         self._args = args
-        self._policy = ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB))
+        self._policy = ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB), config.recompute)
         self._observer = Observer() if config.summary is not None else None
         self._host_limit_bytes = self._host_limit()
         self._device: Device | None = None
         self._tier: HostTier | None = None
         self._manager: SwapManager | None = None
         self._boundaries: Boundaries | None = None
+        self._recipes: Recipes | None = None
+        self._num_told = 0
         self._observed: list[nn.Module] = []
         self._patches: AppliedPatches | None = None
         self._pre_wrap_hooks: list[Any] = []
@@ -81,10 +88,14 @@ class SwapSession:
         """
         config = swap_config(args)
         session = cls(args, config)
-        if not config.layers and config.summary is None and config.profile is None:
+        if not config.acts and config.summary is None and config.profile is None:
             return session
         patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
-        if config.layers and args.recompute_granularity == "full":
+        if ACTIVATION in config.recompute:
+            patches += fused_activations.fused_activations_patches(session._watched_activation)
+        if NORM in config.recompute and args.transformer_impl == "transformer_engine":
+            patches.append(te_normalization.te_normalization_patch(session._tell_norm_of_linear))
+        if config.acts and args.recompute_granularity == "full":
             patches.append(checkpointed_forward.checkpointed_forward_patch(session._around_checkpointed_forward))
         session._patches = registry.apply(patches)
         if model_config is not None:
@@ -98,7 +109,7 @@ class SwapSession:
             if self._observer is not None:
                 _observe(chunk, self._observer)
                 self._observed.append(chunk)
-        if self.config.layers:
+        if self.config.acts:
             if self._manager is None:
                 self._build()
             assert self._boundaries is not None
@@ -119,10 +130,16 @@ class SwapSession:
         self._tier = HostTier(pool)
         window_bytes = None if config.prefetch_gib is None else int(config.prefetch_gib * GIB)
         self._manager = SwapManager(
-            self._device, self._tier, self._policy.action, window_bytes, config.verify, self._ranges
+            self._device, self._tier, self._policy.without_recipe, window_bytes, config.verify, self._ranges
         )
-        saved_tensors = SavedTensors(self._manager, self._device.torch_device, self._observer)
-        self._boundaries = Boundaries(self._manager, saved_tensors, self._policy)
+        producers = None
+        if config.recompute:
+            self._recipes = Recipes(
+                self._device, self._policy.action, self._manager.counters, self._ranges, config.verify
+            )
+            producers = Producers(self._recipes)
+        saved_tensors = SavedTensors(self._manager, self._device.torch_device, self._observer, self._recipes)
+        self._boundaries = Boundaries(self._manager, saved_tensors, self._policy, producers)
         if config.log_level != "quiet" and self._args.rank == 0:
             booked_bytes = self._tier.stats().booked_bytes
             print(start_table(config, self._args.num_layers, booked_bytes, self._host_limit_bytes), flush=True)
@@ -143,7 +160,7 @@ class SwapSession:
         """Bytes that this rank may book; refuses what cannot work."""
         config = self.config
         if not config.layers:
-            return 0
+            return MIB  # nothing is swapped; a pool just may not be empty
         budget = safe_host_bytes(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         limit_bytes, limited_by = budget.safe_bytes, budget.reason
         if config.host_gib is not None:
@@ -166,6 +183,22 @@ class SwapSession:
         assert self._boundaries is not None
         return self._boundaries.around_checkpointed_forward(block)
 
+    def _watched_activation(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A fused activation function as Megatron finds it from now on; there are no recipes before the model is."""
+
+        @functools.wraps(function)
+        def activation(*arguments: Any, **options: Any) -> Any:
+            output = function(*arguments, **options)
+            if self._recipes is not None and torch.is_grad_enabled():
+                self._recipes.tell(ACTIVATION, function, arguments, options, output)
+            return output
+
+        return activation
+
+    def _tell_norm_of_linear(self, *what: Any) -> None:
+        if self._recipes is not None:
+            tell_norm_of_linear(self._recipes, *what)
+
     # ---------------------------------------------------------------- training
 
     def _on_iteration(
@@ -175,6 +208,7 @@ class SwapSession:
         self._steps.append(step)
         if self._profiler is not None:
             self._profiler.step_ended(iteration)
+        self._tell_refused()
         if self._manager is None or not is_logged:
             return
         assert self._device is not None
@@ -187,6 +221,19 @@ class SwapSession:
             writer.add_scalar("swap/wait-ms", step.moved.wait_ms, iteration)
             if peak_bytes is not None:
                 writer.add_scalar("swap/device-peak-gib", peak_bytes / GIB, iteration)
+
+    def _tell_refused(self) -> None:
+        """Say what should be recomputed and is not, once."""
+        if self._recipes is None or self.config.log_level == "quiet":
+            return
+        refused = list(self._recipes.refused.items())
+        lines = refused_lines(refused[self._num_told :])
+        if len(self._steps) == 1:
+            lines += [idle_line(kind) for kind in self.config.recompute if not self._recipes.spared_bytes[kind]]
+        self._num_told = len(refused)
+        whose = f" (rank {self._args.rank})" if self._args.world_size > 1 else ""
+        for line in lines:
+            print(f" swap{whose}: {line}", flush=True)
 
     def _take_step(self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any) -> StepRecord:
         totals = self._manager.counters.totals() if self._manager is not None else Totals()
@@ -204,6 +251,8 @@ class SwapSession:
         if failure is not None and not (isinstance(failure, SystemExit) and failure.code in (None, 0)):
             # Other ranks may be anywhere and the device may be broken: no collective, no waiting for copies, and no
             # summary that would look like a success. The failure itself goes on to the user.
+            if self._profiler is not None:
+                self._profiler.abandon()
             self._uninstall()
             return
         if self._profiler is not None:
@@ -237,6 +286,8 @@ class SwapSession:
             report.host_booked_bytes = stats.booked_bytes
             report.host_leased_peak_bytes = stats.leased_peak_bytes
             report.stayed_bytes = sum(layer.stayed_bytes for layer in counters.layers.values())
+            if self._recipes is not None:
+                report.recompute_refused = [f"{site}: {reason}" for site, reason in self._recipes.refused.items()]
             report.swapped_layers = sorted(number for number, layer in counters.layers.items() if layer.out_bytes)
         return report
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.swap.config import SwapConfig
 from megatron.swap.trace import Totals
-from megatron.swap.types import format_bytes, places
+from megatron.swap.types import Site, format_bytes, places
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,35 @@ class RankReport:
     host_leased_peak_bytes: int
     stayed_bytes: int
     swapped_layers: list[int] = field(default_factory=list)
+    recompute_refused: list[str] = field(default_factory=list)
+    """``site: reason`` of what should have been recomputed and was not."""
 
 
 def step_line(step: StepRecord, device_peak_bytes: int | None, rank: int | None = None) -> str:
     """The line next to Megatron's own. ``rank``: whose figures these are, where there are several."""
     whose = "" if rank is None else f" (rank {rank})"
+    again = f" | recomputed {format_bytes(step.moved.recomputed_bytes)}" if step.moved.recomputed_bytes else ""
     peak = f" | device peak {format_bytes(device_peak_bytes)}" if device_peak_bytes is not None else ""
     return (
         f" swap{whose}: out {format_bytes(step.moved.out_bytes)} | in {format_bytes(step.moved.in_bytes)} | "
-        f"compute waited {step.moved.wait_ms:.1f} ms{peak}"
+        f"compute waited {step.moved.wait_ms:.1f} ms{again}{peak}"
     )
+
+
+def refused_lines(refused: Iterable[tuple[Site, str]]) -> list[str]:
+    """One line for each reason why sites are not recomputed."""
+    sites: dict[str, list[Site]] = {}
+    for site, reason in refused:
+        sites.setdefault(reason, []).append(site)
+    return [
+        f"not recomputed: {same[0]}" + (f" and {len(same) - 1} more" if len(same) > 1 else "") + f": {reason}"
+        for reason, same in sites.items()
+    ]
+
+
+def idle_line(kind: str) -> str:
+    """For a kind of output that was to be recomputed, and never was."""
+    return f"--swap-recompute {kind} does nothing here: no saved tensor above --swap-min-mib comes from such a kernel"
 
 
 def layer_ranges(layers: Iterable[int]) -> str:
@@ -93,8 +112,8 @@ def _moved(num_bytes: int) -> str:
 def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any]:
     """The JSON summary of a run: bytes add up over the ranks, peaks and waits are those of the worst one.
 
-    ``swapped_out_bytes``, ``swapped_in_bytes``, ``num_groups``, ``num_late``, ``wait_ms`` and ``layers`` are those of
-    the last step, ``steps`` those of rank 0; everything else spans the run.
+    What is counted a step (``swapped_out_bytes``, ``num_recomputed``, ``wait_ms``, ``layers`` …) is that of the last
+    step, ``steps`` those of rank 0; everything else spans the run.
     """
     steps = [rank.steps[-1] for rank in ranks if rank.steps]
     layers: dict[int, list[int]] = {layer: [0, 0] for layer in range(num_layers)}
@@ -117,6 +136,9 @@ def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any
         "device_peak_bytes": _largest(rank.device_peak_bytes for rank in ranks),
         "saved_peak_bytes": _largest(rank.saved_peak_bytes for rank in ranks),
         "num_late": sum(step.moved.num_late for step in steps),
+        "recomputed_bytes": sum(step.moved.recomputed_bytes for step in steps),
+        "num_recomputed": sum(step.moved.num_recomputed for step in steps),
+        "recompute_refused": sorted({line for rank in ranks for line in rank.recompute_refused}),
         "stayed_bytes": sum(rank.stayed_bytes for rank in ranks),
         "layers": [
             {"layer": layer, "swapped_out_bytes": out_bytes, "swapped_in_bytes": in_bytes}
@@ -125,7 +147,8 @@ def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any
         "steps": [
             {"iteration": step.iteration, "swapped_out_bytes": step.moved.out_bytes,
              "swapped_in_bytes": step.moved.in_bytes, "num_out_copies": step.moved.num_out_copies,
-             "num_in_copies": step.moved.num_in_copies, "num_late": step.moved.num_late, "wait_ms": step.moved.wait_ms}
+             "num_in_copies": step.moved.num_in_copies, "num_late": step.moved.num_late, "wait_ms": step.moved.wait_ms,
+             "recomputed_bytes": step.moved.recomputed_bytes, "num_recomputed": step.moved.num_recomputed}
             for step in (ranks[0].steps if ranks else [])
         ],
         "losses": [step.loss.hex() for step in with_loss if step.loss is not None],
@@ -160,6 +183,10 @@ def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_by
         ("host memory", f"{format_bytes(booked_bytes)} booked, at most {format_bytes(limit_bytes)} a rank"),
         ("prefetch window", window),
     ]
+    if not config.layers:
+        rows = rows[:1]
+    if config.recompute:
+        rows.append(("recomputed", f"{' and '.join(config.recompute)} outputs of all layers"))
     return "\n".join(f" swap: {name:<16} {value}" for name, value in rows)
 
 

@@ -26,6 +26,8 @@ class LayerCounters:
     in_bytes: int = 0
     num_groups: int = 0
     stayed_bytes: int = 0
+    recomputed_bytes: int = 0
+    """What autograd saved and nobody holds: it is made again in backward."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Totals:
     num_in_copies: int = 0
     """Copies that were enqueued; a storage takes several where its slot is in several pieces."""
     wait_ms: float = 0.0
+    recomputed_bytes: int = 0
+    num_recomputed: int = 0
 
     @property
     def out_bytes(self) -> int:
@@ -61,6 +65,8 @@ class Totals:
             num_out_copies=self.num_out_copies - earlier.num_out_copies,
             num_in_copies=self.num_in_copies - earlier.num_in_copies,
             wait_ms=self.wait_ms - earlier.wait_ms,
+            recomputed_bytes=self.recomputed_bytes - earlier.recomputed_bytes,
+            num_recomputed=self.num_recomputed - earlier.num_recomputed,
         )
 
 
@@ -73,6 +79,10 @@ class Counters:
     """Storages that came back only when the backward of their own layer had begun: not prefetched."""
     num_out_copies: int = 0
     num_in_copies: int = 0
+    num_recomputed: int = 0
+    """Storages that were made again."""
+    num_not_recomputed: int = 0
+    """Storages that should have been made again, but nothing could: the policy had to say KEEP or SWAP."""
     _wait_ms: float = 0.0
     _stalls: deque[Stall] = field(default_factory=deque)
 
@@ -96,6 +106,8 @@ class Counters:
             num_out_copies=self.num_out_copies,
             num_in_copies=self.num_in_copies,
             wait_ms=self.wait_ms(),
+            recomputed_bytes=sum(layer.recomputed_bytes for layer in self.layers.values()),
+            num_recomputed=self.num_recomputed,
         )
 
     def wait_ms(self) -> float:
@@ -152,6 +164,7 @@ class Ranges:
 
     def step(self, number: int) -> None:
         """Training iteration ``number`` begins; the one before is over. Called on one thread."""
+        self._end_backward()
         self._step.close()
         self._num_forwards.clear()
         self._step.enter_context(self._named(f"step {number}"))

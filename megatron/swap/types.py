@@ -18,12 +18,19 @@ class UsageError(SwapError, ValueError):
     """A flag or a combination of flags that cannot work; raised before the model is built."""
 
 
+NORM = "norm"
+ACTIVATION = "activation"
+PRODUCERS = (NORM, ACTIVATION)
+"""Kinds of kernels whose outputs can be recomputed."""
+
+
 class Action(Enum):
     """What a policy answers for a site."""
 
     KEEP = auto()
     SWAP = auto()
     RECOMPUTE = auto()
+    """Not held: the kernel that made it makes it again from tensors that are saved anyway."""
 
 
 @dataclass(frozen=True, slots=True)

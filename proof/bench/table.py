@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from proof.bench import losses
 from proof.bench.frontier import frontier
 from proof.rows import Row
 
-NOISE_FACTOR = 10
-"""Losses are flagged when they differ by more than this many times what two runs of the reference differ by."""
 LEGEND = (
     "Step: median of all timed steps of all rounds. ×: beside `none`. Peak, reserved: the most that PyTorch's "
     "allocator had given out, and held. − static: peak without weights, gradients and optimizer. Host: growth of the "
     "process, or pinned memory, whichever is more. Losses: largest relative difference from the reference's, round by "
-    "round (the reference: from its own first round). ★: nothing is faster with less memory."
+    "round (the reference: from its own first round); bold: more than noise. ★: nothing is faster with less memory."
 )
 HEAD = (
     "method", "step ms (least–most)", "×", "first step s", "tokens/s", "TFLOP/s", "peak GiB", "− static",
@@ -40,7 +39,7 @@ def markdown(rows: Sequence[Row]) -> str:
 def _section(rows: list[Row]) -> list[str]:
     none = next((row["step_ms_median"] for row in rows if row["method"] == "none"), None)
     stars = frontier_methods(rows)
-    noise = next((row["loss_max_rel_diff"] for row in rows if row["method"] == row["reference"]), None) or 0.0
+    noise = losses.loss_noise(rows)
     num_rounds = max(row["num_rounds"] for row in rows)
     lines = [f"## {rows[0]['case']}", "", f"Rounds: {num_rounds}. Reference of the losses: {rows[0]['reference']}.", ""]
     lines += [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
@@ -49,7 +48,7 @@ def _section(rows: list[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def _cells(row: Row, none_ms: float | None, noise: float, is_star: bool) -> list[str]:
+def _cells(row: Row, none_ms: float | None, noise: float | None, is_star: bool) -> list[str]:
     name = f"**{row['method']}**" if row["is_ours"] else row["method"]
     if row["step_ms_median"] is None:
         return [name, row["outcome"], *[""] * (len(HEAD) - 2)]
@@ -66,19 +65,9 @@ def _cells(row: Row, none_ms: float | None, noise: float, is_star: bool) -> list
             peak, None if peak is None or static is None else peak - static, row["device_reserved_gib"],
             row["host_peak_gib"],
         )),
-        _losses(row, noise),
+        losses.cell(row, noise) or "",
         " ".join(remarks),
     ]  # fmt: skip
-
-
-def _losses(row: Row, noise: float) -> str:
-    if row["losses_equal"] is None:
-        return ""
-    if row["losses_equal"]:
-        return "equal"
-    difference = row["loss_max_rel_diff"]
-    is_flagged = row["method"] != row["reference"] and difference > NOISE_FACTOR * noise
-    return f"**differ: {difference:.1e}**" if is_flagged else f"{difference:.1e}"
 
 
 def frontier_methods(rows: Sequence[Row]) -> set[str]:

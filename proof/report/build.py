@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 import markdown  # type: ignore[import-untyped]
 
+from proof.bench import losses
 from proof.report import compare, overhead, profiles, tables, text
 from proof.report.flags import OFFLOADS, RECOMPUTES, added, is_ours, means, shape
 from proof.report.pictures import Picture, frontier_picture, load_picture
@@ -105,8 +106,8 @@ class Case:
     @property
     def flagged(self) -> list[Row]:
         """Methods whose losses differ by more than noise."""
-        noise = tables.loss_noise(self.rows)
-        return [row for row in self.rows if tables.loss_cell(row, noise).startswith("**")]
+        noise = losses.loss_noise(self.rows)
+        return [row for row in self.rows if losses.is_beyond_noise(row, noise)]
 
     @property
     def refused(self) -> list[Row]:
@@ -115,6 +116,9 @@ class Case:
     methods_table = property(lambda self: tables.methods_table(self.rows))
     duels = property(lambda self: compare.duels(self.rows))
     duels_table = property(lambda self: tables.duels_table(self.duels))
+    reserved_duels_table = property(
+        lambda self: tables.duels_table(compare.duels(self.rows, compare.RESERVED), compare.RESERVED)
+    )
     losses = property(lambda self: compare.losses(self.rows))
     ladder = property(lambda self: overhead.ladder(self.rows))
 

@@ -12,6 +12,8 @@ from proof.report.flags import is_ours
 from proof.report.overhead import Rung, rung
 from proof.rows import Row
 
+PEAK = "device_peak_gib"
+RESERVED = "device_reserved_gib"
 PEAK_DIGITS = 2
 """Peaks are the same when they print the same."""
 LEAST_RATIO = 1.01
@@ -59,19 +61,19 @@ def cases(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def points(rows: Sequence[Row]) -> list[Row]:
-    """Runs that worked and have a peak: what can be compared."""
-    return [row for row in rows if row["outcome"] == "ok" and row["device_peak_gib"] is not None]
+def points(rows: Sequence[Row], memory: str = PEAK) -> list[Row]:
+    """Runs that worked and have a peak: what can be compared. ``memory``: the field that is the peak."""
+    return [row for row in rows if row["outcome"] == "ok" and row[memory] is not None]
 
 
-def peak(row: Row) -> float:
+def peak(row: Row, memory: str = PEAK) -> float:
     """As printed, in GiB."""
-    return round(float(row["device_peak_gib"]), PEAK_DIGITS)
+    return round(float(row[memory]), PEAK_DIGITS)
 
 
-def by_peak(rows: Sequence[Row]) -> list[Row]:
+def by_peak(rows: Sequence[Row], memory: str = PEAK) -> list[Row]:
     """From the lowest peak to the highest; then those without a peak; then what failed."""
-    measured = sorted(points(rows), key=lambda row: (peak(row), row["step_ms_median"], row["method"]))
+    measured = sorted(points(rows, memory), key=lambda row: (peak(row, memory), row["step_ms_median"], row["method"]))
     rest = [row for row in rows if row not in measured]
     return [*measured, *sorted(rest, key=lambda row: row["outcome"] != "ok")]
 
@@ -82,10 +84,10 @@ def on_frontier(rows: Sequence[Row]) -> list[Row]:
     return [found[index] for index in frontier([(peak(row), row["step_ms_median"]) for row in found])]
 
 
-def fastest_within(rows: Sequence[Row], peak_gib: float) -> Row | None:
+def fastest_within(rows: Sequence[Row], peak_gib: float, memory: str = PEAK) -> Row | None:
     """The fastest at this peak or below; of equally fast ones that with the lower peak, then the earlier name."""
-    fits = [row for row in points(rows) if peak(row) <= peak_gib]
-    return min(fits, key=lambda row: (row["step_ms_median"], peak(row), row["method"]), default=None)
+    fits = [row for row in points(rows, memory) if peak(row, memory) <= peak_gib]
+    return min(fits, key=lambda row: (row["step_ms_median"], peak(row, memory), row["method"]), default=None)
 
 
 def middle_half(row: Row) -> tuple[float, float]:
@@ -113,12 +115,12 @@ def ratio(one: Row, other: Row) -> float:
     return float(max(times) / min(times))
 
 
-def duels(rows: Sequence[Row]) -> list[Duel]:
+def duels(rows: Sequence[Row], memory: str = PEAK) -> list[Duel]:
     """Each of our points of one case, from the lowest peak to the highest."""
     peers = [row for row in rows if not is_ours(row)]
     found = []
-    for ours in by_peak([row for row in points(rows) if is_ours(row)]):
-        peer = fastest_within(peers, peak(ours))
+    for ours in by_peak([row for row in points(rows, memory) if is_ours(row)], memory):
+        peer = fastest_within(peers, peak(ours, memory), memory)
         if peer is None:
             found.append(Duel(ours, None, None, None))
         else:

@@ -160,11 +160,15 @@ def shares(profile: Profile) -> list[tuple[str, float | None, float | None]]:
 
 
 def about(profile: Profile) -> str | None:
-    """What the run said of itself."""
-    if profile.summary is None:
-        return None
-    swapped = _ranges(profile.summary["swapped_layers"])
-    return f"{profile.summary['device']}, {profile.summary['num_layers']} layers, swapped: {swapped}"
+    """What the run said of itself, and what made it."""
+    said = []
+    if profile.summary is not None:
+        swapped = _ranges(profile.summary["swapped_layers"])
+        said.append(f"{profile.summary['device']}, {profile.summary['num_layers']} layers, swapped: {swapped}")
+    if (made_by := profile.findings.get("about")) is not None:
+        versions = ", ".join(f"{name} {version}" for name, version in made_by["versions"].items() if version)
+        said.append(f"`{made_by['command']}` at commit {made_by['commit'][:7]}; {versions}")
+    return "; ".join(said) or None
 
 
 def pictures(profile: Profile) -> list[Path]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proof.bench.table import NOISE_FACTOR
-from proof.report.compare import Duel, Faster, by_peak, on_frontier
+from proof.bench import losses
+from proof.report.compare import PEAK, RESERVED, Duel, Faster, by_peak, on_frontier
 from proof.report.flags import is_ours, swapped_layers, swapped_modules
 from proof.report.overhead import CaseCost, Rung
 from proof.report.text import (
@@ -35,31 +35,13 @@ def chosen(row: Row) -> str:
     return f"`{swapped_layers(row)}`" + (f", only `{modules}`" if modules else "")
 
 
-def loss_cell(row: Row, noise: float | None) -> str:
-    """Equal, or the largest relative difference; bold where it is more than noise (``NOISE_FACTOR``)."""
-    if row["losses_equal"] is None:
-        return ABSENT
-    if row["losses_equal"]:
-        return "equal"
-    difference = row.get("loss_max_rel_diff")
-    if difference is None:
-        return "differ"
-    is_flagged = row["method"] != row.get("reference") and difference > NOISE_FACTOR * (noise or 0.0)
-    return f"**differ: {difference:.1e}**" if is_flagged else f"{difference:.1e}"
-
-
-def loss_noise(rows: Sequence[Row]) -> float | None:
-    """By how much the losses of the reference differ between its own rounds."""
-    found = [row.get("loss_max_rel_diff") for row in rows if row["method"] == row.get("reference")]
-    return found[0] if found else None
-
-
 def methods_table(rows: Sequence[Row]) -> Table:
     """All methods of one case by peak; a star: on the frontier."""
     none_ms = next((row["step_ms_median"] for row in rows if row["method"] == "none"), None)
-    noise = loss_noise(rows)
+    noise = losses.loss_noise(rows)
     stars = on_frontier(rows)
-    head = ["method", "step ms (least–most)", "× none", "peak GiB", "peak − static", "host GiB", "tokens/s", "losses"]
+    head = ["method", "step ms (least–most)", "× none", "peak GiB", "− static", "reserved GiB", "host GiB", "tokens/s",
+            "losses"]  # fmt: skip
     lines = []
     for row in by_peak(rows):
         title = f"{name(row)} ★" if row in stars else name(row)
@@ -74,19 +56,24 @@ def methods_table(rows: Sequence[Row]) -> Table:
             cell_ratio(row["step_ms_median"] / none_ms if none_ms else None),
             cell_gib(peak),
             cell_gib(None if peak is None or static is None else peak - static),
+            cell_gib(row["device_reserved_gib"]),
             cell_gib(row["host_peak_gib"]),
             cell_number(row["tokens_per_s"]),
-            loss_cell(row, noise),
+            losses.cell(row, noise) or ABSENT,
         ])  # fmt: skip
     return Table(head, lines)
 
 
-def duels_table(duels: Sequence[Duel]) -> Table:
-    """Each of our points and the best peer that needs no more memory."""
-    head = ["our point", "peak GiB", "step ms", "best peer at that peak or below", "its peak", "its step ms", "faster"]
+def duels_table(duels: Sequence[Duel], memory: str = PEAK) -> Table:
+    """Each of our points and the best peer that needs no more memory (``memory``: the field that is compared)."""
+    what = {PEAK: "peak", RESERVED: "reserved"}[memory]
+    head = [
+        "our point", f"{what} GiB", "step ms", "best peer with that or less", f"its {what} GiB", "its step ms",
+        "faster",
+    ]  # fmt: skip
     lines = []
     for duel in duels:
-        mine = [name(duel.ours), cell_gib(duel.ours["device_peak_gib"]), f"{duel.ours['step_ms_median']:.1f}"]
+        mine = [name(duel.ours), cell_gib(duel.ours[memory]), f"{duel.ours['step_ms_median']:.1f}"]
         if duel.peer is None or duel.ratio is None:
             lines.append([*mine, "no other fits", ABSENT, ABSENT, "only ours fits"])
             continue
@@ -95,7 +82,7 @@ def duels_table(duels: Sequence[Duel]) -> Table:
             Faster.PEER: f"the peer, {duel.ratio:.2f}×",
             Faster.NEITHER: "no clear difference",
         }
-        theirs = [name(duel.peer), cell_gib(duel.peer["device_peak_gib"]), f"{duel.peer['step_ms_median']:.1f}"]
+        theirs = [name(duel.peer), cell_gib(duel.peer[memory]), f"{duel.peer['step_ms_median']:.1f}"]
         assert duel.faster is not None
         lines.append([*mine, *theirs, words[duel.faster]])
     return Table(head, lines)

@@ -38,6 +38,8 @@ TINY = shlex.split(
 # The host limit: what other programs leave of this machine's memory is no matter of these tests.
 SWAP_SMALL = "--swap-min-mib 0.001 --swap-cpu-delay-ms 0.2 --swap-host-gib 0.5 --swap-host-unchecked"
 TIMED_OUT = -int(signal.SIGKILL)
+WITH_FUSION = "^--no-bias-gelu-fusion ^--no-bias-swiglu-fusion"
+"""What is marked by ``^`` is left out of ``TINY``: Megatron's fused activation functions, on the CPU not compiled."""
 SAVE = {
     # Fast; every rank writes what it has, the state of the random generators included.
     "torch": "--save {} --save-interval 1000 --ckpt-format torch",
@@ -78,6 +80,13 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+def arguments(flags: str) -> list[str]:
+    """The tiny model's flags and ``flags``, as the program gets them."""
+    words = shlex.split(flags)
+    dropped = {word.removeprefix("^") for word in words if word.startswith("^")}
+    return [word for word in TINY if word not in dropped] + [word for word in words if not word.startswith("^")]
+
+
 def run_fresh(
     directory: Path,
     flags: str = "",
@@ -89,7 +98,7 @@ def run_fresh(
 ) -> Run:
     """Run ``program`` with the tiny model's flags and ``flags`` like a person (many ranks: torchrun)."""
     directory.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(program), *TINY, *shlex.split(flags)]
+    command = [sys.executable, str(program), *arguments(flags)]
     # Port 0: the only rank serves the store itself, so any free port will do, and none is lost to a race.
     full_env = {**os.environ, **environment(0, 1, 0), **(env or {})}
     if ranks > 1:
@@ -135,7 +144,7 @@ class Zygote:
                 text=True, start_new_session=True,
             )  # fmt: skip
         port = 0 if ranks == 1 else _free_port()
-        argv = [*TINY, *shlex.split(flags)]
+        argv = arguments(flags)
         request = {
             "program": str(program), "argv": argv, "cwd": str(directory), "log": str(directory / "log"),
             "timeout_s": timeout_s, "ranks": [environment(rank, ranks, port) for rank in range(ranks)],

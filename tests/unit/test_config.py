@@ -91,3 +91,10 @@ def test_bounds_are_allowed_and_nothing_changes_afterwards():
     config = SwapConfig(layers=frozenset({1}), min_mib=0, host_gib=0.1, prefetch_gib=0.1, cpu_delay_ms=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.min_mib = 2  # type: ignore[misc]
+
+
+def test_a_kind_that_cannot_be_recomputed_is_named():
+    assert SwapConfig(layers=frozenset(), recompute=("norm", "activation")).acts
+    assert not SwapConfig(layers=frozenset()).acts
+    with pytest.raises(UsageError, match="--swap-recompute rotary: must be norm or activation"):
+        SwapConfig(layers=frozenset(), recompute=("norm", "rotary"))

@@ -20,12 +20,13 @@ SWAP = ROOT / "megatron" / "swap"
 # Top to bottom; a module imports its own row and the rows below. docs/architecture.md says what each is for.
 LAYERS: list[set[str]] = [
     {"session", "prepare"},
-    {"layer", "optimizer", "arguments", "attention"},  # the Megatron edge
+    {"layer", "optimizer", "arguments", "attention", "producers"},  # the Megatron edge
     {"summary", "profiler"},
     {"autograd"},
     {"observer"},
     {"planner"},
     {"policy"},
+    {"recipes"},
     {"manager"},
     {"order"},
     {"group"},

@@ -459,6 +459,20 @@ class TestWindow:
             assert engine.manager._leaving_bytes == 0
             del loss
 
+    def test_a_storage_that_a_staying_layer_saves_twice_claims_its_memory_once_and_anew_in_the_next(self):
+        layers = stack(6)
+        with Engine(layers, range(3), device=LazyDevice()) as engine:
+            train_step(layers, one_after_the_other(1))
+            manager, place = engine.manager, engine.boundaries[4]._place
+            saved = torch.ones(64)
+            for _ in range(2):  # the same storage in two layers: the first claim says nothing of the second
+                manager.begin_forward(4, place)
+                lent_bytes = manager._unclaimed_bytes
+                assert lent_bytes == manager._largest_group_bytes
+                for view in (saved, saved[3:], saved):
+                    manager.claim(view.untyped_storage())
+                assert manager._unclaimed_bytes == lent_bytes - saved.nbytes
+
     def test_a_huge_window_keeps_everything(self):
         layers = stack(4)
         with Engine(layers, window_bytes=1 << 40) as engine:

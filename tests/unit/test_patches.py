@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from patches import checkpointed_forward, compile_helpers, quiet, train, training_log
+from patches import checkpointed_forward, compile_helpers, fused_activations, quiet, train, training_log
 from patches.cpu import CPU_PATCHES
 from patches.registry import UNCHECKED_VARIABLE, Patch, PatchError, apply, source_hash, verify
 
@@ -123,6 +123,7 @@ ALL = (
     train.train_patch(lambda failure: None),
     training_log.training_log_patch(lambda **news: None),
     checkpointed_forward.checkpointed_forward_patch(lambda block: nullcontext()),
+    *fused_activations.fused_activations_patches(lambda function: function),
     *quiet.QUIET_PATCHES,
     *CPU_PATCHES,
 )

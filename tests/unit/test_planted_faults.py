@@ -12,10 +12,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.handle import Handle
+from megatron.swap.handle import Alias, Handle
 from megatron.swap.manager import SwapManager, VerifyError
+from megatron.swap.recipes import Recipes, _Run
+from megatron.swap.types import Action
+from tests import recipe_cases
 from tests.engine import (
     Engine,
     Layer,
@@ -229,12 +233,81 @@ class TestOwners:
         assert wrongs(run, device=EmulatedDevice()) != []
 
 
-def wrongs_of_failures(run: Run, make: Callable[[], nn.Module]) -> list[str]:
+def wrongs_of_failures(run: Run, make: Callable[[], nn.Module], **options: object) -> list[str]:
     """As ``wrongs``; pytest's own failures (not raised as expected) count too."""
     try:
-        return wrongs(run, make)
+        return wrongs(run, make, **options)
     except BaseException as failure:  # pytest.fail raises none of Exception
         return [str(failure)]
+
+
+def addresses_reused(block: recipe_cases.Block, hidden: torch.Tensor) -> torch.Tensor:
+    """Each norm's output is saved and freed, and later tensors of its size, saved too, may stand where it stood."""
+    for _ in range(4):
+        hidden = block.linear(block.norm(hidden)).sin().exp().tanh()
+    return hidden
+
+
+class TestRecipes:
+    def wrongs(self, body: Callable, activation: Callable = functional.gelu) -> list[str]:
+        def make() -> nn.Module:
+            block = recipe_cases.Block(body)
+            block.activation = activation
+            return block
+
+        return wrongs_of_failures(accumulate, make, policy=recipe_cases.where_known(Action.SWAP))
+
+    def test_an_input_changed_before_the_output_is_saved(self, monkeypatch: pytest.MonkeyPatch):
+        case = recipe_cases.input_changed_later, recipe_cases.Double.apply
+        assert self.wrongs(*case) == []
+        plant_fault(monkeypatch, Recipes, "_problem", "if alias.changed():", "if False:")
+        assert "different" in self.wrongs(*case)
+
+    def test_an_output_changed_before_it_is_saved(self, monkeypatch: pytest.MonkeyPatch):
+        case = recipe_cases.output_changed_later, recipe_cases.Double.apply
+        assert self.wrongs(*case) == []
+        plant_fault(monkeypatch, Recipes, "_problem", "if made.witness.changed() or", "if")
+        assert self.wrongs(*case) != []
+
+    @pytest.mark.parametrize(
+        "body", [recipe_cases.input_changed_after_saving, recipe_cases.output_changed_after_saving]
+    )
+    def test_a_change_after_saving(self, monkeypatch: pytest.MonkeyPatch, body: Callable):
+        def run(layers: nn.ModuleList, _: Engine | None) -> Result:
+            with pytest.raises(RuntimeError, match=r"modified (by an inplace|in place)"):
+                loss_of(forward(layers, batch())).backward()
+            return Result()
+
+        options = {"policy": recipe_cases.where_known(Action.SWAP), "commit_bytes": 1}
+        make = lambda: recipe_cases.Block(body)  # noqa: E731
+        assert wrongs_of_failures(run, make, **options) == []
+        monkeypatch.setattr(Alias, "changed", lambda _: False)
+        assert any("DID NOT RAISE" in wrong for wrong in wrongs_of_failures(run, make, **options))
+
+    def test_a_kernel_that_is_not_deterministic(self, monkeypatch: pytest.MonkeyPatch):
+        class Noisy(recipe_cases.Block):
+            """Its activation gives other numbers each time, and the same ones in each run."""
+
+            def __init__(self) -> None:
+                super().__init__(recipe_cases.chain)
+                self.number = 0
+                self.activation = self.noisy
+
+            def noisy(self, x: torch.Tensor) -> torch.Tensor:
+                self.number += 1 if torch.is_grad_enabled() else 0
+                return functional.gelu(x) * (self.number if torch.is_grad_enabled() else 100)
+
+        options = {"policy": recipe_cases.where_known(Action.SWAP)}
+        assert wrongs(accumulate, Noisy, **options) == []
+        plant_fault(monkeypatch, Recipes, "_problem", "made.makes_the_same(storage)", "True")
+        assert "different" in wrongs(accumulate, Noisy, **options)
+
+    def test_a_reused_address_is_a_new_storage(self, monkeypatch: pytest.MonkeyPatch):
+        assert self.wrongs(addresses_reused) == []
+        plant_fault(
+            monkeypatch, _Run, "recipe", "if recipe is not None and recipe.output() is not None else None", ""
+        )
+        assert "different" in self.wrongs(addresses_reused)
 
 
 class TestVerify:

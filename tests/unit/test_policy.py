@@ -50,3 +50,22 @@ class TestManualPolicy:
         policy = ManualPolicy((), (), min_bytes=0)
         assert policy.action(Site(0, "mlp", 0), 1 << 30) is Action.KEEP
         assert not policy.swaps_layer(0)
+
+    def test_recomputes_what_is_known_to_be_made_by_the_kinds_asked_for_in_all_layers(self):
+        policy = ManualPolicy({0}, ("mlp",), min_bytes=10, recompute=("norm",))
+        assert policy.recomputes_layer(5)
+        assert policy.action(Site(5, "attention", 0), 10, "norm") is Action.RECOMPUTE
+        assert policy.action(Site(5, "attention", 0), 9, "norm") is Action.KEEP
+        assert policy.action(Site(5, "attention", 0), 10, "activation") is Action.KEEP
+        assert policy.action(Site(0, "mlp", 0), 10) is Action.SWAP
+        assert not ManualPolicy({0}, (), min_bytes=0).recomputes_layer(0)
+
+    def test_what_cannot_be_recomputed_is_swapped_where_the_layer_swaps(self):
+        class Everything(ManualPolicy):
+            def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
+                return Action.RECOMPUTE if site.ordinal else Action.KEEP
+
+        policy = Everything({0}, (), min_bytes=0)
+        assert policy.without_recipe(Site(0, "mlp", 1), 1) is Action.SWAP
+        assert policy.without_recipe(Site(1, "mlp", 1), 1) is Action.KEEP
+        assert policy.without_recipe(Site(0, "mlp", 0), 1) is Action.KEEP

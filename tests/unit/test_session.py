@@ -18,9 +18,9 @@ def arguments(*flags: str) -> argparse.Namespace:
     """Ours, and those of Megatron's that we look at."""
     args = add_swap_args(argparse.ArgumentParser()).parse_args(flags)
     vars(args).update(
-        num_layers=2, rank=0, world_size=1, train_iters=5, profile=False, transformer_impl="local", add_bias_linear=True,
-        recompute_granularity="selective", recompute_modules=["core_attn"], cpu_offloading_num_layers=0,
-        fine_grained_activation_offloading=False, cuda_graph_impl="none", fp8=None,
+        num_layers=2, rank=0, world_size=1, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
+        add_bias_linear=True, recompute_granularity="selective", recompute_modules=["core_attn"], fp8=None,
+        cpu_offloading_num_layers=0, fine_grained_activation_offloading=False, cuda_graph_impl="none",
     )
     return args
 
@@ -30,16 +30,17 @@ def patched() -> set[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
-def test_a_closed_session_leaves_nothing_and_another_can_be_installed():
+@pytest.mark.parametrize("flags", ["--swap-layers all --swap-summary x.json", "--swap-recompute norm activation"])
+def test_a_closed_session_leaves_nothing_and_another_can_be_installed(flags: str):
     model_config = SimpleNamespace(pre_wrap_hooks=[])
     before = patched()
     for _ in range(2):
-        session = SwapSession.install(arguments("--swap-layers", "all", "--swap-summary", "x.json"), model_config)
+        session = SwapSession.install(arguments(*flags.split()), model_config)
         assert patched() > before
         chunk = nn.Linear(2, 2)
         for hook in model_config.pre_wrap_hooks:
             hook([chunk])
-        assert "forward" in vars(chunk)
+        assert ("forward" in vars(chunk)) == ("summary" in flags)
         session.close()
         session.close()
         assert patched() == before

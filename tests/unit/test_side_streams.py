@@ -1,7 +1,12 @@
-"""Layers that compute on more than one stream (Megatron's shared experts). A device that only writes down who waits."""
+"""Who waits for whom, on a device that only writes it down.
+
+The emulation's compute stream never lags behind its caller, so a copy that does not wait for compute shows only here
+(and on a GPU). So do layers that compute on more than one stream (Megatron's shared experts).
+"""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron.swap.devices.base import Device
@@ -10,6 +15,7 @@ from megatron.swap.host_pool import HostPool
 from megatron.swap.manager import SwapManager
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.types import Action, Place, Site
+from tests.engine import plant_fault
 
 LAST = Place(0, 0, 0, True)
 
@@ -22,6 +28,8 @@ class Recorder(Device):
     def __init__(self) -> None:
         self.current = "main"
         self.waits: list[tuple[str, str]] = []
+        self.log: list[tuple[str, str, str]] = []
+        """What was enqueued, in order: (what, stream, event)."""
         self.used: list[str] = []
         self._num_events = 0
 
@@ -33,18 +41,21 @@ class Recorder(Device):
 
     def record(self, stream: str) -> str:
         self._num_events += 1
-        return f"{stream}#{self._num_events}"
+        self.log.append(("record", stream, event := f"{stream}#{self._num_events}"))
+        return event
 
     def wait(self, stream: str, event: str) -> None:
         self.waits.append((stream, event))
+        self.log.append(("wait", stream, event))
 
     def timed_wait(self, stream: str, event: str) -> None:
-        self.waits.append((stream, event))
+        self.wait(stream, event)
 
     def has_passed(self, event: str) -> bool:
         return False
 
     def copy(self, stream, targets, sources) -> None:
+        self.log.append(("copy", stream, ""))
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
 
@@ -128,3 +139,63 @@ def test_a_site_counts_as_held_only_by_refusals_in_a_row():
     assert run(held=True) is not None
     assert run(held=True) is not None
     assert run(held=True) is None
+
+
+def waits_for_compute(device: Recorder, stream: str, compute: str, since: int) -> bool:
+    """Whether every copy on ``stream`` is behind an event that ``compute`` recorded after position ``since``."""
+    is_behind = num_copies = 0
+    recorded: set[str] = set()
+    for what, on, event in device.log[since:]:
+        if what == "record" and on == compute:
+            recorded.add(event)
+        elif what == "wait" and on == stream and event in recorded:
+            is_behind = 1
+        elif what == "copy" and on == stream:
+            num_copies += 1
+            if not is_behind:
+                return False
+    assert num_copies
+    return True
+
+
+def copies_wait_for_compute(saved_on: str) -> tuple[bool, bool]:
+    """Of a storage that goes and returns: whether its copies out, and in, wait for the work before them."""
+    device = Recorder()
+    manager, group, *_ = swapped_out(device, saved_on)
+    is_out_behind = waits_for_compute(device, "out", saved_on, since=0)
+    since = len(device.log)
+    manager.begin_backward(group)
+    return is_out_behind, waits_for_compute(device, "in", "main", since)
+
+
+@pytest.mark.parametrize("saved_on", ["main", "side"])
+def test_copies_wait_for_the_work_that_wrote_their_source_or_used_their_target(saved_on: str):
+    assert copies_wait_for_compute(saved_on) == (True, True)
+
+
+def test_a_copy_out_that_does_not_wait_for_compute_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    plant_fault(
+        monkeypatch, SwapManager, "_commit", "self._device.wait(self._out_stream, self._device.record(stream))", "pass"
+    )
+    assert copies_wait_for_compute("main") == (False, True)
+
+
+def test_a_copy_in_that_does_not_wait_for_compute_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    plant_fault(
+        monkeypatch, SwapManager, "_bring_back",
+        "self._device.wait(self._in_stream, self._device.record(compute))", "pass",
+    )  # fmt: skip
+    assert copies_wait_for_compute("main") == (True, False)
+
+
+def test_memory_belongs_to_the_stream_that_it_came_back_on():
+    device = Recorder()
+    manager, group, handle, first, second = swapped_out(device, "main")
+    device.current = "side"
+    manager.begin_backward(group)
+    assert handle.stream == "side"
+    manager.fetch(handle, group, first)
+    assert device.used == []
+    device.current = "main"
+    manager.fetch(handle, group, second)
+    assert device.used == ["main"]

@@ -12,15 +12,17 @@ from megatron.swap.summary import (
     RankReport,
     StepRecord,
     build_summary,
+    idle_line,
     layer_ranges,
     layer_table,
+    refused_lines,
     start_table,
     step_line,
     table,
     write_json,
 )
 from megatron.swap.trace import Totals
-from megatron.swap.types import MIB
+from megatron.swap.types import MIB, Site
 
 
 def step(iteration: int, layers: dict[int, tuple[int, int]], loss: float | None, wait_ms: float = 1.0) -> StepRecord:
@@ -125,3 +127,23 @@ def test_the_table_at_the_start_names_layers_tail_and_memory():
     narrow = start_table(SwapConfig(layers=frozenset({0, 1}), modules=("mlp",), prefetch_gib=2), 24, 0, MIB)
     for word in ("0-1 of 24", "mlp", "none", "2 GiB"):
         assert word in narrow
+
+
+def test_sites_that_are_not_recomputed_are_told_by_reason():
+    refused = [(Site(0, "mlp", 1), "too big"), (Site(1, "mlp", 1), "too big"), (Site(1, "layer", 0), "no kernel")]
+    assert refused_lines(refused) == [
+        "not recomputed: layers.0/mlp/1 and 1 more: too big",
+        "not recomputed: layers.1/layer/0: no kernel",
+    ]
+    assert refused_lines([]) == []
+    assert "--swap-recompute norm does nothing" in idle_line("norm")
+
+
+def test_recomputed_bytes_add_up_and_reasons_are_told_once():
+    moved = Totals(recomputed_bytes=3 * MIB, num_recomputed=2)
+    ranks = [rank([StepRecord(1, moved, 1.0, 1.0)], [], recompute_refused=["layers.0/mlp/1: why"]) for _ in range(2)]
+    summary = build_summary(1, ranks)
+    assert (summary["recomputed_bytes"], summary["num_recomputed"]) == (6 * MIB, 4)
+    assert summary["recompute_refused"] == ["layers.0/mlp/1: why"]
+    assert summary["steps"][0]["recomputed_bytes"] == 3 * MIB
+    assert "recomputed 3.00 MiB" in step_line(ranks[0].steps[0], None)

@@ -1,0 +1,51 @@
+"""Tell what Megatron's fused activation functions make.
+
+They are functions that the MLPs call by name: no submodule stands for them, and nothing else tells what they made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from patches.registry import Patch
+
+HASHES = {
+    "bias_gelu_impl": "18544ac1e3c3c4cbf96ed73a81774857b5b9a0683f773dc75e996c6f5313bcdb",
+    "bias_geglu_impl": "e938d2fb24a46ea0c230f172c34944b5c6a63dc69c17c261012ae510a5c1b595",
+    "bias_swiglu_impl": "af184648d911461b8ba02bf9b2cb6b41ef770012de17b6722feb40e45e8c4612",
+    "weighted_bias_swiglu_impl": "4986d1ef4d0d336b4757050f98ed137889412bb2457f2d4d205a0fa6f879b5e0",
+    "weighted_bias_quick_geglu_impl": "7a23f78fb6827f0e2fe3157c679fa735727373c81f3555f950650930c0824727",
+    "weighted_squared_relu_impl": "fe2e2a320e75718c049e5dd9c15c1f5d5aee5146b358ee60d42c1293829489e4",
+}
+"""Source of each function."""
+
+CALLERS = {
+    "mlp": ("bias_gelu_impl", "bias_geglu_impl", "bias_swiglu_impl", "weighted_bias_swiglu_impl",
+            "weighted_bias_quick_geglu_impl"),
+    "moe.experts": ("weighted_bias_swiglu_impl", "weighted_bias_quick_geglu_impl", "weighted_squared_relu_impl"),
+    "moe.shared_experts": ("bias_gelu_impl", "bias_geglu_impl", "bias_swiglu_impl"),
+}  # fmt: skip
+"""Modules under ``megatron.core.transformer``, and the names by which they call them."""
+
+Function = Callable[..., Any]
+
+
+def fused_activations_patches(watched: Callable[[Function], Function]) -> tuple[Patch, ...]:
+    """``watched(function)`` takes the place of each function."""
+
+    def build(original: Function) -> Function:
+        return watched(original)
+
+    return tuple(
+        Patch(
+            module=f"megatron.core.transformer.{module}",
+            attribute=name,
+            build=build,
+            reason="a fused activation is a function called by name: nothing else tells what it made",
+            written_for="megatron-core 0.19.2",
+            source_sha256=HASHES[name],
+        )
+        for module, names in CALLERS.items()
+        for name in names
+    )

@@ -1,0 +1,132 @@
+"""What the tests of recipes share: any choice of actions, layers of one function, and layers that change tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from megatron.swap.policy import Policy
+from megatron.swap.types import Action, Site
+from tests.engine import HIDDEN, Engine, Result, one_after_the_other, stack, train_step
+from tests.lazy_device import LazyDevice
+
+
+class Choice(Policy):
+    """Any action for any site. ``choose`` gets site and producer."""
+
+    def __init__(self, choose: Callable[[Site, str | None], Action]) -> None:
+        self.choose = choose
+
+    def swaps_layer(self, layer: int) -> bool:
+        return True
+
+    def recomputes_layer(self, layer: int) -> bool:
+        return True
+
+    def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
+        return self.choose(site, producer)
+
+
+def where_known(otherwise: Action) -> Choice:
+    return Choice(lambda site, producer: Action.RECOMPUTE if producer else otherwise)
+
+
+def compare(
+    layers: nn.ModuleList, run: Callable[[nn.ModuleList], Result], num_steps: int = 2, **options: object
+) -> Engine:
+    """``run`` is the same with the engine, to the bit; the engine, closed, for what it has counted."""
+    plain = run(copy.deepcopy(layers))
+    with Engine(layers, **{"device": LazyDevice(), "commit_bytes": 1 << 14, **options}) as engine:
+        for _ in range(num_steps):
+            assert run(layers).same_as(plain)
+            assert engine.num_leases == 0, "leases were left over"
+    assert not engine.device.violations
+    return engine
+
+
+def one_step(layers: nn.ModuleList) -> Result:
+    return train_step(layers, one_after_the_other(2))
+
+
+class Block(nn.Module):
+    """A layer out of one function of (layer, hidden states); ``norm`` and ``activation`` tell what they make."""
+
+    def __init__(self, body: Callable[[Block, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.other = nn.Linear(HIDDEN, HIDDEN)
+        self.activation = functional.gelu
+        self.step = 0
+        self.body = body
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return self.body(self, hidden_states)
+
+
+def blocks(body: Callable[[Block, torch.Tensor], torch.Tensor], num_layers: int = 3) -> nn.ModuleList:
+    return stack(num_layers, lambda: Block(body))
+
+
+def chain(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + block.linear(block.activation(block.norm(hidden)))
+
+
+class Double(torch.autograd.Function):
+    """A kernel whose backward needs nothing of its input."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+def doubling(body: Callable[[Block, torch.Tensor], torch.Tensor]) -> nn.ModuleList:
+    layers = blocks(body)
+    for layer in layers:
+        layer.activation = Double.apply
+    return layers
+
+
+def input_changed_later(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+    """Right without hooks: nobody has saved the input before it is changed. From the second run on."""
+    start = hidden * 1.5
+    saved = start.sin() if block.step == 1 else None
+    output = block.activation(start)
+    if block.step > 1:
+        start.add_(0.25)
+        saved = start.sin()
+    return output.cos() * block.linear(output) + saved
+
+
+def output_changed_later(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+    start = hidden * 1.5
+    saved = start.sin()
+    output = block.activation(start)
+    if block.step > 1:
+        output.mul_(3)
+    return output.cos() * block.linear(output) + saved
+
+
+def input_changed_after_saving(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+    start = hidden * 1.5
+    result = block.linear(block.norm(start))
+    with torch.no_grad():
+        start.add_(1)
+    return result
+
+
+def output_changed_after_saving(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+    norm = block.norm(hidden)
+    result = block.linear(norm)
+    with torch.no_grad():
+        norm.add_(1)
+    return result
