@@ -78,10 +78,14 @@ def read_rows(path: Path) -> list[Row]:
     """The checked rows of a file.
 
     Raises:
-        RowError: a line is no JSON object, or a row does not keep to the schema.
+        RowError: the file is no text, a line is no JSON object, or a row does not keep to the schema.
     """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RowError(f"{path}: cannot be read as rows: {error}") from error
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"

@@ -57,7 +57,7 @@ def _read_summary(path: Path | None) -> dict[str, Any] | None:
         if isinstance(summary["steps"], list):
             return summary
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"--summary {path}: not a summary that --swap-summary wrote: {error!r}") from error
+        raise TraceError(f"--summary {path}: not a summary that --swap-summary wrote: {_said(error)}") from error
     raise TraceError(f"--summary {path}: 'steps' is no list: not a summary that --swap-summary wrote")
 
 
@@ -67,7 +67,12 @@ def _read_about(path: Path | None) -> dict[str, Any] | None:
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise TraceError(f"--about {path}: not what `python -m proof.machine` prints: {error!r}") from error
+        raise TraceError(f"--about {path}: not what `python -m proof.machine` prints: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """Of a missing key its text is the key alone; of bytes that are no text repr would print every one."""
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _console() -> Console:

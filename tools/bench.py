@@ -14,9 +14,14 @@ step time against peak memory. Exit status: 0 all done, 1 a run failed or ran ou
 from __future__ import annotations
 
 import argparse
+import fcntl
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -43,15 +48,55 @@ def main() -> None:
     parser.add_argument("--time-limit-s", type=float, help="start no run that may not end within this time")
     parser.add_argument("--list", action="store_true", help="print cases and methods with their flags, run nothing")
     options = parser.parse_args()
+    if options.time_limit_s is not None and not options.time_limit_s > 0:
+        parser.error(f"--time-limit-s {options.time_limit_s:g}: must be more than 0")
+    if options.output.suffix != ".jsonl":
+        # The table and the picture take its name with another suffix: they must not take its place.
+        parser.error(f"--output {options.output}: the name of the rows must end in .jsonl")
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         suite = load_suite(find_suite(options.suite))
         chosen = suite.chosen(options.case, options.method, options.rounds)
         if options.list:
             show(chosen)
         else:
-            sys.exit(bench(suite, chosen, options))
+            with alone(options.output):
+                sys.exit(bench(suite, chosen, options))
     except (SuiteError, RowError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted before the first run", flush=True)
+        sys.exit(INTERRUPTED)
+
+
+def interrupt(number: int, frame: Any) -> None:
+    """Being told to end is being interrupted: measured processes are stopped, what is done is written."""
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Hold the lock of an output file: of two programs that rewrite it, each would lose the other's rows.
+
+    Raises:
+        SuiteError: another program holds it, or the file cannot be one.
+    """
+    if path.exists() and not path.is_file():
+        raise SuiteError(f"--output {path} is no file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = lock.exists() and lock.samefile(f"/proc/self/fd/{file.fileno()}")
+        except BlockingIOError:
+            is_ours = False
+        if not is_ours:  # held, or removed by its holder since we opened it
+            raise SuiteError(f"--output {path}: another run is writing it; wait for its end, or name another file")
+        try:
+            yield
+        finally:
+            lock.unlink()
 
 
 def show(suite: Suite) -> None:

@@ -21,6 +21,11 @@ swap_setup_env run
 steps="${PROFILE_STEPS:-4-5}"
 folder="${PROFILE_DIR:-$SWAP_ROOT/profile/$(date +%Y%m%d-%H%M%S)}"
 
+[[ "$steps" =~ ^([0-9]{1,9})(-([0-9]{1,9}))?$ ]] || swap_die "PROFILE_STEPS=$steps: give a step or a range of steps, N or N-M."
+first_step=$((10#${BASH_REMATCH[1]})); last_step=$((10#${BASH_REMATCH[3]:-${BASH_REMATCH[1]}}))
+[ "$first_step" -ge 3 ] || swap_die "PROFILE_STEPS=$steps (--swap-profile-steps $steps): steps can be traced from 3 on; what comes before is warm-up."
+[ "$first_step" -le "$last_step" ] || swap_die "PROFILE_STEPS=$steps: the range ends before it begins."
+
 has_gpu() { "$SWAP_PYTHON" -W ignore -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; }
 find_nsys() {
     local candidate
@@ -41,11 +46,19 @@ case "${PROFILER:-}" in
     *) swap_die "PROFILER=$PROFILER is not known; choose nsys or torch" ;;
 esac
 
-train=(bash "$SWAP_ROOT/examples/pretrain_gpt_swap.sh" --eval-iters 0 --train-iters "${steps##*-}" --swap-profile-steps "$steps" "$@")
+train=(bash "$SWAP_ROOT/examples/pretrain_gpt_swap.sh" --eval-iters 0 --train-iters "$last_step" --swap-profile-steps "$steps" "$@")
 case " $* " in *" --help "* | *" -h "*) exec "${train[@]}" ;; esac
+case " $* " in
+    *" --swap-layers none "* | *" --swap-layers=none "*) swap_die "with --swap-layers none there is nothing to judge. Choose layers." ;;
+    *" --swap-layers "* | *" --swap-layers="*) ;;
+    *) swap_die "without --swap-layers nothing is swapped and there is nothing to judge. Say which layers: bash tools/profile.sh --swap-layers 0-3" ;;
+esac
 mkdir -p "$folder"
 folder="$(cd "$folder" && pwd)"
 export SUMMARY="$folder/run.json"
+# A run that fails half-way must not leave what an earlier one has found as if it were its own.
+(cd "$folder" && rm -f about.json run.json rank-*.json.gz trace.nsys-rep trace.qdstrm trace.sqlite \
+    findings.json copies.csv step.png trace.perfetto.json.gz)
 # What the findings are of; with a GPU also what the link gives when nothing else runs, which the copies are compared with.
 (cd "$SWAP_ROOT" && "$SWAP_PYTHON" -W ignore -m proof.machine --command "bash tools/profile.sh $*") >"$folder/about.json"
 if [ -n "$nsys" ]; then

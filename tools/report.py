@@ -3,6 +3,8 @@
 
     python tools/report.py            write both, and the pictures in docs/report
     python tools/report.py --check    write nothing; exit status 1 if docs/report.md and the results disagree
+
+Exit status 2: the results cannot be read.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from proof.report.build import build, check  # noqa: E402
+from proof.rows import RowError  # noqa: E402
 
 
 def main() -> int:
@@ -23,11 +26,15 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results", help="folder of results")
     parser.add_argument("--output", type=Path, default=ROOT / "docs", help="folder of the report")
     options = parser.parse_args()
-    if not options.check:
-        for path in build(options.results, options.output):
-            print(path)
-        return 0
-    differences = check(options.results, options.output)
+    try:
+        if not options.check:
+            for path in build(options.results, options.output):
+                print(path)
+            return 0
+        differences = check(options.results, options.output)
+    except (RowError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print("\n".join(differences) or "the report says what the results say")
     if differences:
         print("\nRenew it: python tools/report.py")

@@ -11,17 +11,21 @@ NOISE_FACTOR = 10
 """Losses are flagged when they differ from the reference's by more than this many times the noise."""
 LEAST_METHODS = 5
 """So many make a median that one wrong method does not move."""
+LARGEST_NOISE = 0.05
+"""Where too few rows tell the noise, a larger relative difference is none."""
+REPEAT = "none-again"
+"""A method that is ``none`` a second time: it differs by noise alone."""
 
 
 def loss_noise(rows: Sequence[Row]) -> float | None:
     """The relative difference of losses that means nothing, from the rows of one case.
 
-    What the reference differs by from its own first round; where it ran once, the median of what the others differ by
-    from it (most of them compute the same). ``None``: too few rows to tell.
+    What the reference differs by from its own first round, or its repeat from it; where both are missing, the median
+    of what the others differ by from it (most of them compute the same). ``None``: too few rows to tell.
     """
-    own = [row.get("loss_max_rel_diff") for row in rows if row["method"] == row.get("reference")]
-    if own and own[0]:
-        return float(own[0])
+    own = [row.get("loss_max_rel_diff") for row in rows if row["method"] in (row.get("reference"), REPEAT)]
+    if any(own):
+        return max(float(difference) for difference in own if difference is not None)
     others = [row.get("loss_max_rel_diff") for row in rows if row["method"] != row.get("reference")]
     found = [float(difference) for difference in others if difference is not None]
     return statistics.median(found) if len(found) >= LEAST_METHODS else None
@@ -32,15 +36,21 @@ def is_beyond_noise(row: Row, noise: float | None) -> bool:
     difference = row.get("loss_max_rel_diff")
     if row["losses_equal"] is not False or row["method"] == row.get("reference"):
         return False
-    return difference is None or noise is None or difference > NOISE_FACTOR * noise
+    return difference is None or difference > (LARGEST_NOISE if noise is None else NOISE_FACTOR * noise)
+
+
+def comparable(rows: Sequence[Row]) -> list[Row]:
+    """The rows of one case without those whose losses differ by more than noise: these may not train the same."""
+    noise = loss_noise(rows)
+    return [row for row in rows if not is_beyond_noise(row, noise)]
 
 
 def cell(row: Row, noise: float | None) -> str | None:
-    """For a table: equal, or the difference, bold beyond noise; ``None`` where nothing was compared."""
+    """For a table: equal, or the difference, beyond noise as other losses; ``None`` where nothing was compared."""
     if row["losses_equal"] is None:
         return None
     if row["losses_equal"]:
         return "equal"
     difference = row.get("loss_max_rel_diff")
     text = "differ" if difference is None else f"{difference:.1e}"
-    return f"**differ: {text}**" if is_beyond_noise(row, noise) and difference is not None else text
+    return f"**other losses: {text}**" if is_beyond_noise(row, noise) and difference is not None else text

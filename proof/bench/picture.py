@@ -12,9 +12,10 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 from matplotlib.transforms import Bbox
 
+from proof.bench import losses
 from proof.bench.frontier import frontier
 from proof.rows import Row
 
@@ -42,11 +43,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def _shown(rows: Sequence[Row]) -> list[Row]:
     """The rows that are drawn: all that were measured but peers far from everything."""
     points = [row for row in rows if row["step_ms_median"] is not None and row["device_peak_gib"] is not None]
-    best = frontier([(row["device_peak_gib"], row["step_ms_median"]) for row in points])
+    best = _best(rows)
     far_ms = FAR * min((row["step_ms_median"] for row in points), default=0.0)
-    return [
-        row for index, row in enumerate(points) if index in best or row["is_ours"] or row["step_ms_median"] <= far_ms
-    ]
+    return [row for row in points if row in best or row["is_ours"] or row["step_ms_median"] <= far_ms]
+
+
+def _best(rows: Sequence[Row]) -> list[Row]:
+    """Those of one case that are on the frontier, by rising peak; what has other losses is not compared."""
+    measured = [row for row in losses.comparable(rows) if row["step_ms_median"] is not None]
+    known = [row for row in measured if row["device_peak_gib"] is not None]
+    return [known[index] for index in frontier([(row["device_peak_gib"], row["step_ms_median"]) for row in known])]
 
 
 def _why_absent(row: Row) -> str:
@@ -59,24 +65,32 @@ def _panel(panel: Any, rows: Sequence[Row]) -> None:
     points = _shown(rows)
     places = [(row["device_peak_gib"], row["step_ms_median"]) for row in points]
     if places:
-        best = [places[index] for index in frontier(places)]
+        best = [(row["device_peak_gib"], row["step_ms_median"]) for row in _best(rows)]
         panel.plot(*zip(*best, strict=True), color=LINE, lw=2, drawstyle="steps-post", zorder=1, label="frontier")
+    # Logarithmic: what is far slower than all else must not press the frontier flat.
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 2.5, 5, 10]))
     panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    trusted = losses.comparable(rows)
     for row, place in zip(points, places, strict=True):
         low, high = row["step_ms_min"], row["step_ms_max"]
         color = OURS if row["is_ours"] else PEERS
         panel.vlines(place[0], low, high, color=color, lw=1, alpha=0.6, zorder=2)
         marker = "D" if row["is_ours"] else "o"
-        panel.scatter(*place, marker=marker, s=52, color=color, zorder=3, edgecolor="white", lw=0.8)
+        face, edge, width = (color, "white", 0.8) if row in trusted else ("white", color, 1.6)
+        panel.scatter(*place, marker=marker, s=52, facecolor=face, zorder=3, edgecolor=edge, lw=width)
     panel.margins(x=0.14, y=0.12)
     panel.grid(alpha=0.25)
     panel.set_title(f"{rows[0]['suite']}: {rows[0]['case']}", loc="left", fontsize=14, fontweight="bold")
-    panel.set_ylabel("step, ms (median; bar: least to most)", fontsize=11)
+    panel.set_ylabel("step, ms, logarithmic (median; bar: least to most)", fontsize=11)
     absent = [_why_absent(row) for row in rows if row not in points]
     note = "".join("\n" + line for line in textwrap.wrap("outside: " + "; ".join(absent), 130)) if absent else ""
     panel.set_xlabel(f"peak device memory allocated, GiB{note}", fontsize=11)
     for name, color, marker in (("Megatron Swap", OURS, "D"), ("others", PEERS, "o")):
         panel.scatter([], [], color=color, marker=marker, label=name)
+    if any(row not in trusted for row in points):
+        panel.scatter([], [], facecolor="white", edgecolor=PEERS, lw=1.6, label="hollow: other losses")
     panel.legend(loc="upper right", fontsize=10, framealpha=0.9)
 
 

@@ -64,8 +64,10 @@ class Suite:
         """The same with only these cases and methods (empty: all), and this number of rounds.
 
         Raises:
-            SuiteError: a name that the suite does not have.
+            SuiteError: a name that the suite does not have, or no round at all.
         """
+        if rounds is not None and rounds < 1:
+            raise SuiteError(f"--rounds {rounds}: at least 1")
         _check_names("--case", cases, [case.name for case in self.cases])
         kept = [case for case in self.cases if not cases or case.name in cases]
         _check_names("--method", methods, list(dict.fromkeys(m.name for case in kept for m in case.methods)))
@@ -102,7 +104,7 @@ def load_suite(path: Path) -> Suite:
     """
     try:
         content = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SuiteError(f"{path.name}: not TOML: {error}") from error
     top = _Table(path.name, content)
     device = top.take("device", str)
@@ -141,8 +143,8 @@ def _case(
     left_out = table.take("without", list, default=[])
     _check_names(f"{table.path}: without", left_out, list(methods))
     table.refuse_rest("methods")
-    num_layers = int(_value(table.path, words, "--num-layers"))
-    batch = micro_batches * int(_value(table.path, words, "--micro-batch-size"))
+    num_layers = _number(table.path, words, "--num-layers")
+    batch = micro_batches * _number(table.path, words, "--micro-batch-size")
     num_steps = timing["warm_up"] + timing["timed"]
     words += ["--global-batch-size", str(batch), "--train-iters", str(num_steps)]
     has_te = _value(table.path, words, "--transformer-impl") == "transformer_engine"
@@ -196,6 +198,13 @@ def _value(where: str, words: Sequence[str], flag: str) -> str:
     if not values:
         raise SuiteError(f"{where}: the flags have no {flag}")
     return values[-1]
+
+
+def _number(where: str, words: Sequence[str], flag: str) -> int:
+    value = _value(where, words, flag)
+    if not value.isdecimal() or int(value) < 1:
+        raise SuiteError(f"{where}: {flag} {value}: a whole number from 1 on is expected")
+    return int(value)
 
 
 def _check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:

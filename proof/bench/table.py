@@ -12,11 +12,12 @@ LEGEND = (
     "Step: median of all timed steps of all rounds. ×: beside `none`. Peak, reserved: the most that PyTorch's "
     "allocator had given out, and held. − static: peak without weights, gradients and optimizer. Host: growth of the "
     "process, or pinned memory, whichever is more. Losses: largest relative difference from the reference's, round by "
-    "round (the reference: from its own first round); bold: more than noise. ★: nothing is faster with less memory."
+    "round (the reference: from its own first round); *other losses*: more than noise, and not looked into: such a "
+    "method counts for nothing else. ★: nothing that was run is faster with less memory."
 )
 HEAD = (
     "method", "step ms (least–most)", "×", "first step s", "tokens/s", "TFLOP/s", "peak GiB", "− static",
-    "reserved GiB", "host GiB", "losses", "",
+    "reserved GiB", "host GiB", "losses", "remarks",
 )  # fmt: skip
 
 
@@ -42,9 +43,11 @@ def _section(rows: list[Row]) -> list[str]:
     noise = losses.loss_noise(rows)
     num_rounds = max(row["num_rounds"] for row in rows)
     lines = [f"## {rows[0]['case']}", "", f"Rounds: {num_rounds}. Reference of the losses: {rows[0]['reference']}.", ""]
-    lines += [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
-    for row in rows:
-        lines.append(f"| {' | '.join(_cells(row, none, noise, row['method'] in stars))} |")
+    table = [list(HEAD), *(_cells(row, none, noise, row["method"] in stars) for row in rows)]
+    # Without a GPU, and where nothing is remarkable, whole columns would be empty.
+    filled = [column for column in range(len(HEAD)) if any(cells[column] for cells in table[1:])]
+    table = [[cells[column] for column in filled] for cells in table]
+    lines += [f"| {' | '.join(cells)} |" for cells in [table[0], ["---"] * len(filled), *table[1:]]]
     return [*lines, ""]
 
 
@@ -72,6 +75,6 @@ def _cells(row: Row, none_ms: float | None, noise: float | None, is_star: bool) 
 
 def frontier_methods(rows: Sequence[Row]) -> set[str]:
     """The methods of one case that are on the frontier of step time and peak memory; none without a GPU."""
-    good = [row for row in rows if row["outcome"] == "ok" and row["device_peak_gib"] is not None]
+    good = [row for row in losses.comparable(rows) if row["outcome"] == "ok" and row["device_peak_gib"] is not None]
     chosen = frontier([(row["device_peak_gib"], row["step_ms_median"]) for row in good])
     return {good[index]["method"] for index in chosen}

@@ -16,6 +16,7 @@ import jinja2
 import markdown  # type: ignore[import-untyped]
 
 from proof.bench import losses
+from proof.bench.suite import SuiteError, find_suite, load_suite
 from proof.report import compare, overhead, profiles, tables, text
 from proof.report.flags import OFFLOADS, RECOMPUTES, added, is_ours, means, shape
 from proof.report.pictures import Picture, frontier_picture, load_picture
@@ -73,6 +74,8 @@ class Case:
     name: str
     rows: list[Row]
     picture: Picture | None
+    unmeasured: list[str]
+    """Methods that the suite has for this case and nobody ran."""
 
     @property
     def shape(self) -> Any:
@@ -81,6 +84,10 @@ class Case:
     @property
     def num_rounds(self) -> int:
         return max((row.get("num_rounds") or 1 for row in self.rows), default=1)
+
+    @property
+    def has_rounds(self) -> bool:
+        return self.num_rounds > 1
 
     @property
     def unswapped(self) -> Row | None:
@@ -113,6 +120,17 @@ class Case:
     def refused(self) -> list[Row]:
         return [row for row in self.rows if row["outcome"] == "refused"]
 
+    @property
+    def loss_noise(self) -> str:
+        """Where the noise is known from that losses are judged by."""
+        if losses.loss_noise(self.rows) is None:
+            return "too few methods ran to tell the noise"
+        own = [row for row in self.rows if row["method"] in (row.get("reference"), losses.REPEAT)]
+        if any(row.get("loss_max_rel_diff") for row in own):
+            return "the noise is what repeated runs of the reference differ by"
+        return "the reference ran once, so the noise is taken to be the median of these differences"
+
+    repeats = property(lambda self: compare.repeats(self.rows))
     methods_table = property(lambda self: tables.methods_table(self.rows))
     duels = property(lambda self: compare.duels(self.rows))
     duels_table = property(lambda self: tables.duels_table(self.duels))
@@ -130,6 +148,8 @@ class Suite:
     name: str
     command: str
     cases: list[Case]
+    unmeasured: list[str]
+    """Cases that the suite's file has and nobody ran."""
 
     def legend(self) -> list[tuple[str, str, str]]:
         """Each method once: name, what it is, the flags that it adds."""
@@ -147,27 +167,36 @@ def build_suites(results: Results, pictures: Path) -> list[Suite]:
     suites = []
     for name in (*SUITES, *others):
         cases = []
+        planned = _planned(name)
         for case, rows in compare.cases(results.suites.get(name, [])).items():
             path = pictures / f"{profiles.anchor(f'{name} {case}')}.png"
             has_points = bool(compare.points(rows)) and all("is_ours" in row for row in rows)
-            cases.append(Case(case, rows, frontier_picture(path, rows) if has_points else None))
+            ran = {row["method"] for row in rows}
+            unmeasured = [method for method in planned.get(case, ()) if method not in ran]
+            cases.append(Case(case, rows, frontier_picture(path, rows) if has_points else None, unmeasured))
         command = COMMANDS.get(name, f"python tools/bench.py --suite {name}")
-        suites.append(Suite(name, command, cases))
+        left = [case for case in planned if case not in {measured.name for measured in cases}]
+        suites.append(Suite(name, command, cases, left))
     return suites
+
+
+def _planned(suite: str) -> dict[str, list[str]]:
+    """The methods of each case of a suite; empty where its file is not ours."""
+    try:
+        found = load_suite(find_suite(suite))
+    except SuiteError:
+        return {}
+    return {case.name: [method.name for method in case.methods] for case in found.cases}
 
 
 def reason(loss: compare.Loss) -> dict[str, Any]:
     """What the rows say of why the peer is better; each is ``None`` or false where they do not say it."""
-    ours, peer = loss.ours, loss.peer
+    peer = loss.peer
     base = loss.rung.base if loss.rung and loss.rung.base["method"] != "none" else None
-    less_host = None
-    if ours is not None and ours["host_peak_gib"] is not None and peer["host_peak_gib"] is not None:
-        less_host = peer["host_peak_gib"] < ours["host_peak_gib"]
     return {
         "is_link_bound": loss.rung.is_link_bound if loss.rung else None,
         "peer_recomputes": RECOMPUTES in means(peer),
         "peer_offloads": OFFLOADS in means(peer),
-        "less_host": less_host,
         "base": base,
         "base_is_slower": base is not None and base["step_ms_median"] >= peer["step_ms_median"],
     }
@@ -182,7 +211,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
     for suite in suites:
         measured.update({f"{case.name} ({suite.name})": case.rows for case in suite.cases})
     ladders = {name: steps for name, rows in measured.items() if (steps := overhead.ladder(rows))}
-    plain = {name: [step for step in steps if step.base["method"] == "none"] for name, steps in ladders.items()}
+    plain = {name: [step for step in steps if overhead.is_plain(step)] for name, steps in ladders.items()}
     plain = {name: steps for name, steps in plain.items() if any(step.load is not None for step in steps)}
     curve = load_picture(folder / "overhead.png", plain) if plain else None
     pictures = [case.picture for suite in suites for case in suite.cases if case.picture is not None]
@@ -206,6 +235,11 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "commands": COMMANDS,
         "free_share": overhead.FREE_RATIO - 1.0,
         "noise_share": compare.LEAST_RATIO - 1.0,
+        "same_reserved_gib": compare.SAME_GIB[compare.RESERVED],
+        "has_rounds": any(case.has_rounds for suite in suites for case in suite.cases),
+        "unexplained": {
+            name: [step for step in steps if step.is_unexplained(compare.LEAST_RATIO)] for name, steps in plain.items()
+        },
         "diagram": _relative(DIAGRAM, output),
         "results": _relative(results.folder, output),
         "link_to": lambda path: _relative(path, output),
@@ -274,11 +308,18 @@ def build(results: Path, output: Path) -> list[Path]:
 def check(results: Path, output: Path) -> list[str]:
     """Where the report that is there and the results disagree; empty: nowhere."""
     named, pictures = context(read_results(results), output)
-    path = output / "report.md"
+    path, page = output / "report.md", output / "report.html"
     if not path.exists():
         return [f"{path} is not there"]
+    report = render(named)
     stale = [f"{picture.path} is missing or shows other figures" for picture in pictures if not picture.is_current]
-    return [*_differences(path.read_text(), render(named)), *stale]
+    for group in named["groups"]:
+        for profile in group.profiles:
+            stale += [f"{path} is not of the findings beside it" for path in profiles.stale_pictures(profile)]
+    # A checkout may lack the page: then nobody can read a stale one.
+    if not stale and page.exists() and page.read_text() != to_html(report, output):
+        stale.append(f"{page} is stale")
+    return [*_differences(path.read_text(), report), *stale]
 
 
 def _differences(there: str, expected: str) -> Sequence[str]:

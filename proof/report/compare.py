@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from proof.bench.frontier import frontier
+from proof.bench.losses import REPEAT, comparable
 from proof.report.flags import is_ours
 from proof.report.overhead import Rung, rung
 from proof.rows import Row
@@ -17,7 +18,9 @@ RESERVED = "device_reserved_gib"
 PEAK_DIGITS = 2
 """Peaks are the same when they print the same."""
 LEAST_RATIO = 1.01
-"""A smaller difference is none: as much lies between two runs of one method."""
+"""A smaller difference is taken for none."""
+SAME_GIB = {PEAK: 0.0, RESERVED: 0.2}
+"""A peer may need so much more and counts as needing the same: allocators reserve in pieces."""
 
 
 class Faster(Enum):
@@ -33,7 +36,7 @@ class Duel:
 
     ours: Row
     peer: Row | None
-    """``None``: nobody else fits."""
+    """``None``: none of the peers that were measured fits."""
     faster: Faster | None
     ratio: float | None
     """The slower step over the faster one, at least one."""
@@ -79,14 +82,18 @@ def by_peak(rows: Sequence[Row], memory: str = PEAK) -> list[Row]:
 
 
 def on_frontier(rows: Sequence[Row]) -> list[Row]:
-    """Those that no other equals or beats in both peak and step time, from the lowest peak to the highest."""
+    """Those of one case that no other equals or beats in both peak and step time, by rising peak."""
+    return _frontier(comparable(rows))
+
+
+def _frontier(rows: Sequence[Row]) -> list[Row]:
     found = points(rows)
     return [found[index] for index in frontier([(peak(row), row["step_ms_median"]) for row in found])]
 
 
 def fastest_within(rows: Sequence[Row], peak_gib: float, memory: str = PEAK) -> Row | None:
     """The fastest at this peak or below; of equally fast ones that with the lower peak, then the earlier name."""
-    fits = [row for row in points(rows, memory) if peak(row, memory) <= peak_gib]
+    fits = [row for row in points(rows, memory) if peak(row, memory) <= round(peak_gib + SAME_GIB[memory], PEAK_DIGITS)]
     return min(fits, key=lambda row: (row["step_ms_median"], peak(row, memory), row["method"]), default=None)
 
 
@@ -117,6 +124,7 @@ def ratio(one: Row, other: Row) -> float:
 
 def duels(rows: Sequence[Row], memory: str = PEAK) -> list[Duel]:
     """Each of our points of one case, from the lowest peak to the highest."""
+    rows = comparable(rows)
     peers = [row for row in rows if not is_ours(row)]
     found = []
     for ours in by_peak([row for row in points(rows, memory) if is_ours(row)], memory):
@@ -133,13 +141,34 @@ def losses(rows: Sequence[Row]) -> list[Loss]:
 
     ``none`` is no way of saving memory: what ours cost beside it is told for each of them.
     """
+    rows = comparable(rows)
     mine = [row for row in points(rows) if is_ours(row)]
     lowest = min(mine, key=peak, default=None)
     found = []
-    for peer in on_frontier([row for row in rows if not is_ours(row) and row["method"] != "none"]):
+    for peer in _frontier([row for row in rows if not is_ours(row) and row["method"] not in ("none", REPEAT)]):
         ours = fastest_within(mine, peak(peer))
         if ours is None:
             found.append(Loss(peer, None, None, None, lowest))
         elif faster(ours, peer) is Faster.PEER:
             found.append(Loss(peer, ours, ratio(ours, peer), rung(ours, rows), lowest))
     return found
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """What one case says of the noise between runs of one method."""
+
+    names: list[str]
+    """Methods that ran more than once; a repeat of ``none`` counts for it."""
+    largest_share: float
+    """By how much the slowest run's median step is longer than the fastest one's, where they differ most."""
+
+
+def repeats(rows: Sequence[Row]) -> Repeats | None:
+    """``None``: every method ran once."""
+    runs = {row["method"]: list(row.get("step_ms_rounds") or ()) for row in points(rows)}
+    again = runs.pop(REPEAT, [])
+    if "none" in runs:
+        runs["none"] += again
+    ratios = {name: max(medians) / min(medians) for name, medians in runs.items() if len(medians) > 1}
+    return Repeats(list(ratios), max(ratios.values()) - 1.0) if ratios else None

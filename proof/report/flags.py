@@ -6,7 +6,7 @@ import itertools
 import shlex
 from dataclasses import dataclass
 
-from proof.rows import Row
+from proof.rows import Row, RowError
 
 RECOMPUTES, OFFLOADS, KEEPS = "recomputes", "offloads", "keeps"
 """What a method does with the memory that it saves; ``KEEPS``: nothing, it saves none."""
@@ -32,12 +32,12 @@ def value(row: Row, flag: str) -> str | None:
 
 
 def shape(row: Row) -> Shape:
-    """Raises: ValueError, naming the row and the flag that its flags lack."""
+    """Raises: RowError, naming the row and the flag that its flags lack."""
 
     def number(flag: str) -> int:
         found = value(row, flag)
         if found is None:
-            raise ValueError(f"{row['suite']}, {row['case']}, {row['method']}: the row's flags have no {flag}")
+            raise RowError(f"{row['suite']}, {row['case']}, {row['method']}: the row's flags have no {flag}")
         return int(found)
 
     micro_batch = number("--micro-batch-size")
@@ -58,15 +58,24 @@ def swapped_layers(row: Row) -> str | None:
 
 def swapped_modules(row: Row) -> str | None:
     """What ``--swap-modules`` limited swapping to; ``None``: whole layers."""
+    return _words_after(row, "--swap-modules")
+
+
+def recomputed_sites(row: Row) -> str | None:
+    """What ``--swap-recompute`` computes again instead of keeping it; ``None``: nothing."""
+    return _words_after(row, "--swap-recompute")
+
+
+def _words_after(row: Row, flag: str) -> str | None:
     words = shlex.split(row["flags"])
-    if "--swap-modules" not in words:
+    if flag not in words:
         return None
-    rest = words[words.index("--swap-modules") + 1 :]
+    rest = words[words.index(flag) + 1 :]
     return " ".join(itertools.takewhile(lambda word: not word.startswith("--"), rest))
 
 
 def is_ours(row: Row) -> bool:
-    return swapped_layers(row) is not None
+    return swapped_layers(row) is not None or recomputed_sites(row) is not None
 
 
 def without_swap(row: Row) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proof.report.flags import Shape, is_ours, shape, swapped_layers, swapped_modules, without_swap
+from proof.report.flags import Shape, is_ours, recomputed_sites, shape, swapped_layers, swapped_modules, without_swap
 from proof.rows import GIB, Row
 
 FREE_RATIO = 1.02
@@ -61,6 +61,10 @@ class Rung:
         in_ms = out_ms * self.in_ms / self.out_ms
         exposed_ms = max(0.0, out_ms - self.forward_ms) + max(0.0, in_ms - self.backward_ms)
         return 1.0 + self.shape.num_micro_batches * exposed_ms / float(self.base["step_ms_median"])
+
+    def is_unexplained(self, least_ratio: float) -> bool:
+        """The link hides all copies by arithmetic, and the step is longer by ``least_ratio`` or more nevertheless."""
+        return self.is_link_bound is False and self.ratio >= least_ratio
 
     @property
     def is_link_bound(self) -> bool | None:
@@ -127,9 +131,14 @@ def ladder(rows: Sequence[Row]) -> list[Rung]:
     return sorted(found, key=lambda step: (step.base["method"] != "none", step.out_gib))
 
 
+def is_plain(step: Rung) -> bool:
+    """It swaps and does nothing else, beside a run that does neither: what it costs is what its copies cost."""
+    return step.base["method"] == "none" and recomputed_sites(step.row) is None
+
+
 def case_cost(rows: Sequence[Row]) -> CaseCost | None:
     """``None`` where the case has no swapped run beside ``none``."""
-    steps = [step for step in ladder(rows) if step.base["method"] == "none"]
+    steps = [step for step in ladder(rows) if is_plain(step)]
     if not steps:
         return None
     whole = [step for step in steps if swapped_modules(step.row) is None]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from proof.bench.picture import draw as draw_frontier
 from proof.report.overhead import Rung
 from proof.report.tables import chosen
 from proof.rows import Row
+from proof.stamp import stamp, stamp_of
 
 COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#b45309", "#0f766e")
 NUM_STRETCHES = 120
@@ -28,9 +27,8 @@ PLACES = (("left", (8, 6)), ("right", (-8, 6)), ("left", (8, -15)), ("right", (-
 """Where labels stand beside their points, case by case."""
 SHOWN = (
     "suite", "case", "method", "outcome", "step_ms_median", "step_ms_min", "step_ms_max", "device_peak_gib", "is_ours",
+    "losses_equal", "loss_max_rel_diff", "reference",
 )  # fmt: skip
-KEYWORD = b"Digest"
-PNG_HEAD = b"\x89PNG\r\n\x1a\n"
 
 
 class Picture:
@@ -50,22 +48,12 @@ class Picture:
     @property
     def is_current(self) -> bool:
         """The file is there and shows what it should."""
-        return self.path.exists() and self._digest.encode() in self.path.read_bytes()
+        return self.path.exists() and stamp_of(self.path) == self._digest
 
     def draw(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._draw(self.path)
-        self.path.write_bytes(with_text(self.path.read_bytes(), KEYWORD, self._digest.encode()))
-
-
-def with_text(png: bytes, keyword: bytes, text: bytes) -> bytes:
-    """The same picture with a tEXt chunk after its header chunk."""
-    if not png.startswith(PNG_HEAD):
-        raise ValueError("not a PNG")
-    header_end = len(PNG_HEAD) + 8 + struct.unpack(">I", png[8:12])[0] + 4
-    body = b"tEXt" + keyword + b"\0" + text
-    chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
-    return png[:header_end] + chunk + png[header_end:]
+        stamp(self.path, self._digest)
 
 
 def frontier_picture(path: Path, rows: Sequence[Row]) -> Picture:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 
 from proof.report.text import Table, cell_gib, cell_ms, cell_number, cell_share
 from proof.rows import GIB
+from proof.stamp import stamp_of
+from proof.trace.checks import UNJUDGED
 
 Findings = dict[str, Any]
 PROFILERS = {"nsys": "Nsight Systems", "kineto": "torch.profiler"}
@@ -103,7 +106,15 @@ def findings_table(group: Group) -> Table:
         ["violations", *(cell_number(len(found["violations"])) for found in columns)],
         ["counts and bytes equal to the run's summary", *(_matches(found) for found in columns)],
         ["storages copied out", *(cell_number(found["storages"]["num_copied_out"]) for found in columns)],
-        ["of them copied in vain", *(cell_number(found["storages"]["num_copied_in_vain"]) for found in columns)],
+        ["of them overtaken by backward", *(cell_number(found["storages"]["num_overtaken"]) for found in columns)],
+        [
+            "of them stayed: somebody else holds them",
+            *(cell_number(found["storages"]["num_stayed"]) for found in columns),
+        ],
+        *(
+            [f"reuse not judged: {text}", *(cell_number(found["reuse_not_judged"][why]) for found in columns)]
+            for why, text in UNJUDGED.items()
+        ),
         ["came back late", *(cell_number(found["storages"]["num_late"]) for found in columns)],
     ]
     for way, name in WAYS.items():
@@ -176,6 +187,32 @@ def pictures(profile: Profile) -> list[Path]:
     return sorted(profile.folder.glob("step*.png"))
 
 
+def stale_pictures(profile: Profile) -> list[Path]:
+    """Pictures that were drawn with other findings than those beside them; one without a digest cannot be judged."""
+    digest = hashlib.sha256((profile.folder / "findings.json").read_bytes()).hexdigest()
+    return [path for path in pictures(profile) if stamp_of(path) not in (None, digest)]
+
+
+def steps_traced(groups: list[Group]) -> list[int]:
+    """The different numbers of steps that the runs traced."""
+    return sorted({len(profile.findings["steps"]) for group in groups for profile in group.profiles})
+
+
+def sources_table(groups: list[Group], folder: str) -> Table:
+    """Which folder holds which trace, made by what, at which commit."""
+    lines = []
+    for group in groups:
+        for profile in group.profiles:
+            made_by = profile.findings.get("about") or {}
+            name = profile.folder.name
+            gpu = (made_by.get("machine") or {}).get("gpu", "unknown")
+            lines.append([
+                f"[{name}]({folder}/{name})", profile.profiler, cell_number(len(profile.findings["steps"])), gpu,
+                (made_by.get("commit") or "")[:7] or "unknown",
+            ])  # fmt: skip
+    return Table(["trace", "profiler", "steps", "machine", "commit"], lines)
+
+
 def _ranges(numbers: list[int]) -> str:
     """``0-3, 7``."""
     found: list[list[int]] = []
@@ -194,7 +231,7 @@ def _num_checks(findings: Findings) -> int:
 def _matches(findings: Findings) -> str:
     if not findings["compared_with_summary"]:
         return "not compared"
-    return "yes" if not findings["mismatches"] else f"no: {len(findings['mismatches'])} differ"
+    return "yes" if not findings["mismatches"] else f"mismatches: {len(findings['mismatches'])}"
 
 
 def _a_step(findings: Findings, name: str) -> float:

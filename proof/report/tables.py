@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from proof.bench import losses
 from proof.report.compare import PEAK, RESERVED, Duel, Faster, by_peak, on_frontier
-from proof.report.flags import is_ours, swapped_layers, swapped_modules
+from proof.report.flags import is_ours, recomputed_sites, swapped_layers, swapped_modules
 from proof.report.overhead import CaseCost, Rung
 from proof.report.text import (
     ABSENT,
@@ -30,9 +30,10 @@ def name(row: Row) -> str:
 
 
 def chosen(row: Row) -> str:
-    """The layers, and the modules where only those are swapped."""
-    modules = swapped_modules(row)
-    return f"`{swapped_layers(row)}`" + (f", only `{modules}`" if modules else "")
+    """The layers, the modules where only those are swapped, and what is computed again besides."""
+    modules, sites = swapped_modules(row), recomputed_sites(row)
+    only = f", only `{modules}`" if modules else ""
+    return f"`{swapped_layers(row)}`{only}" + (f", with `--swap-recompute {sites}`" if sites else "")
 
 
 def methods_table(rows: Sequence[Row]) -> Table:
@@ -75,7 +76,7 @@ def duels_table(duels: Sequence[Duel], memory: str = PEAK) -> Table:
     for duel in duels:
         mine = [name(duel.ours), cell_gib(duel.ours[memory]), f"{duel.ours['step_ms_median']:.1f}"]
         if duel.peer is None or duel.ratio is None:
-            lines.append([*mine, "no other fits", ABSENT, ABSENT, "only ours fits"])
+            lines.append([*mine, "none of the peers measured here", ABSENT, ABSENT, ABSENT])
             continue
         words = {
             Faster.OURS: f"ours, {duel.ratio:.2f}×",

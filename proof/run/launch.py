@@ -55,6 +55,7 @@ class Child:
         self._heard = b""
         self._channel: int | None = None
         self._quiet_by = time.monotonic() + READY_S
+        self._why_stopped = ""
         command = ["-m", "proof.run.child", str(folder / "request.json"), str(self._result)]
         passed: tuple[int, ...] = ()
         env = {**(GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT), **os.environ, **request.env}
@@ -88,6 +89,7 @@ class Child:
         self._listen(0.0)
         if self._stage == "starting" and self._process.poll() is None and time.monotonic() > self._quiet_by:
             self._kill()
+            self._why_stopped = f"\nstopped: it was still importing after {READY_S:g} s"
         return self._stage != "starting" or self._process.poll() is not None
 
     def say(self, word: str) -> None:
@@ -121,9 +123,10 @@ class Child:
         self._listen(0.0)
         output = self._log.read_text(errors="replace")
         stage = "done" if self._channel is None and self._result.exists() else self._stage
-        outcome = classify(code, output, stage, self.request.requires)
+        # The signal alone would look like the kernel's, when the host's memory has run out.
+        outcome = f"failed ({code})" if self._why_stopped else classify(code, output, stage, self.request.requires)
         result = json.loads(self._result.read_text()) if outcome == "ok" else {}
-        return Finished(outcome, result, tail(output + note))
+        return Finished(outcome, result, tail(output + note + self._why_stopped))
 
     def close(self) -> None:
         """End the process, whatever it is doing."""

@@ -178,6 +178,7 @@ def findings(analysis: Analysis) -> dict[str, Any]:
             rule: {"num_checked": ordering.num_checked[rule], "least_margin_us": ordering.least_margin_us[rule]}
             for rule in RULES
         },
+        "reuse_not_judged": ordering.reuse_not_judged,
         "tolerance_us": TOLERANCE_NS / US,
         "streams": {
             "num_compute": analysis.compute.num_streams,
@@ -187,7 +188,8 @@ def findings(analysis: Analysis) -> dict[str, Any]:
         "storages": {
             "num_copied_out": len(lives),
             "num_returned": sum(bool(life.returns) for life in lives),
-            "num_copied_in_vain": sum(life.in_vain for life in lives),
+            "num_overtaken": sum(life.is_overtaken for life in lives),
+            "num_stayed": sum(life.stayed for life in lives),
             "num_late": sum(back.copy.why == "swap_in" for life in lives for back in life.returns),
         },
         "num_copies_outside_steps": sum(len(copy.pieces) for copy in outside_steps(engine)),

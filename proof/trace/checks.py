@@ -26,6 +26,13 @@ RULES = {
 }
 
 
+UNJUDGED = {
+    "never_given_back": "the memory was never given back",
+    "nothing_computed_after": "nothing was computed after it was given back",
+}
+"""Why nothing can be said of a copy out and the reuse of its memory."""
+
+
 @dataclass(frozen=True)
 class Violation:
     """A rule that one storage broke, by how much."""
@@ -48,6 +55,8 @@ class Ordering:
     num_checked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RULES, 0))
     least_margin_us: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(RULES))
     violations: list[Violation] = field(default_factory=list)
+    reuse_not_judged: dict[str, int] = field(default_factory=lambda: dict.fromkeys(UNJUDGED, 0))
+    """How many copies out ``out_before_reuse`` says nothing of, by one of ``UNJUDGED``."""
 
     def check(self, rule: str, life: Life, first_ns: int | None, then_ns: int | None) -> None:
         """``first_ns`` must not be later than ``then_ns``; ``None``: there is nothing to be ordered against."""
@@ -69,8 +78,12 @@ def check_order(lives: Sequence[Life], compute: Compute) -> Ordering:
         if out.why:
             ordering.check("out_after_compute", life, compute.end_before(out.ordered_ns), out.start_ns)
         given_back = life.release or life.overtaken
-        if given_back is not None:
-            ordering.check("out_before_reuse", life, out.end_ns, compute.start_after(given_back.at.end_ns))
+        reused_ns = None if given_back is None else compute.start_after(given_back.at.end_ns)
+        ordering.check("out_before_reuse", life, out.end_ns, reused_ns)
+        if given_back is None:
+            ordering.reuse_not_judged["never_given_back"] += 1
+        elif reused_ns is None:
+            ordering.reuse_not_judged["nothing_computed_after"] += 1
         for back in life.returns:
             copy = back.copy
             ordering.check("in_after_out", life, out.end_ns, copy.start_ns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from proof.trace.engine import Engine, Step, StorageCopy, Wait
@@ -28,13 +29,33 @@ class Life:
     returns: list[Return] = field(default_factory=list)
 
     @property
-    def in_vain(self) -> bool:
-        """Copied out, but backward claimed it before it was released."""
-        return self.release is None and not self.returns
+    def is_overtaken(self) -> bool:
+        """Copied out, but autograd asked for it before it was released, so it stayed where it was."""
+        return self.release is None and self.overtaken is not None
+
+    @property
+    def stayed(self) -> bool:
+        """Copied out, and neither released nor asked for: somebody else holds the memory."""
+        return self.release is None and self.overtaken is None and not self.returns
+
+    def problems(self) -> Iterator[str]:
+        """What an order of the engine's own cannot be without."""
+        if self.returns and self.release is None:
+            yield f"step {self.step.number}: {self.name} was copied in, but never released after its copy out"
+        for back in self.returns:
+            if back.wait is None:
+                yield (
+                    f"step {self.step.number}: {self.name} was copied in, but nothing waited for that copy: whatever "
+                    "reads it may come too early"
+                )
+
+    @property
+    def name(self) -> str:
+        return f"{self.out.site} mb{self.out.micro_batch}"
 
 
 def find_lives(engine: Engine) -> tuple[list[Life], list[str]]:
-    """Every life that began in a traced step, and what belongs to none: copies in, releases and waits without cause.
+    """Every life that began in a traced step, and what does not fit: events that belong to none, events missing.
 
     A site that is saved more than once in a step has its events paired in order.
     """
@@ -51,7 +72,8 @@ def find_lives(engine: Engine) -> tuple[list[Life], list[str]]:
         elif not _append(of_site, event):
             what = event.what if isinstance(event, Wait) else "copy_in"
             problems.append(f"step {step.number}: {what} {event.site} mb{event.micro_batch} without a copy out before")
-    return [life for of_site in lives.values() for life in of_site], problems
+    found = [life for of_site in lives.values() for life in of_site]
+    return found, [*problems, *(problem for life in found for problem in life.problems())]
 
 
 def _append(lives: list[Life], event: StorageCopy | Wait) -> bool:
@@ -72,7 +94,7 @@ def _append(lives: list[Life], event: StorageCopy | Wait) -> bool:
         if waiting is not None:
             waiting.wait = event
             return True
-        life = next((life for life in lives if life.in_vain and life.overtaken is None), None)
+        life = next((life for life in lives if life.stayed), None)
         if life is not None:
             life.overtaken = event
         return bool(lives)

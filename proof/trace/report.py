@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.swap.types import format_bytes
+from proof.stamp import stamp
 from proof.trace.analysis import Analysis, findings
-from proof.trace.checks import RULES
+from proof.trace.checks import RULES, UNJUDGED
 from proof.trace.figures import stalled_ms
 from proof.trace.perfetto import write_perfetto
 from proof.trace.picture import draw
@@ -100,8 +102,12 @@ def _remarks(analysis: Analysis) -> Iterator[str]:
     storages, streams = found["storages"], found["streams"]
     yield (
         f"storages: {storages['num_copied_out']} copied out, {storages['num_returned']} returned "
-        f"({storages['num_late']} late), {storages['num_copied_in_vain']} copied in vain: backward came first"
+        f"({storages['num_late']} late); copied in vain: {storages['num_overtaken']} overtaken by backward, "
+        f"{storages['num_stayed']} stayed (somebody else holds them)"
     )
+    for why, number in analysis.ordering.reuse_not_judged.items():
+        if number:
+            yield f"{number} copies out are not judged by 'out_before_reuse': {UNJUDGED[why]}"
     yield (
         f"streams: {streams['num_compute']} compute (main: {streams['main']}), copies out on {streams['copies_out']}, "
         f"in on {streams['copies_in']}"
@@ -153,9 +159,7 @@ def copy_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
             yield dict(zip(COPY_COLUMNS, values, strict=True))
 
 
-def save(
-    analysis: Analysis, folder: Path, step: int | None = None, about: dict[str, Any] | None = None
-) -> list[Path]:
+def save(analysis: Analysis, folder: Path, step: int | None = None, about: dict[str, Any] | None = None) -> list[Path]:
     """Write findings, copies, picture (of ``step``, else of the last one) and Perfetto trace; returns the files.
 
     ``about``: what the trace is of (machine, versions, commit, command), kept with the findings.
@@ -170,5 +174,6 @@ def save(
         writer.writeheader()
         writer.writerows(copy_rows(analysis))
     draw(analysis, scene, picture)
+    stamp(picture, hashlib.sha256(found.read_bytes()).hexdigest())
     write_perfetto(analysis, perfetto)
     return [found, copies, picture, perfetto]

@@ -134,6 +134,18 @@ def test_what_never_becomes_quiet_is_stopped(monkeypatch: pytest.MonkeyPatch) ->
         assert not child.is_quiet()
         quiet(child)
         assert child._process.poll() is not None
+        finished = child.finish(60)
+    assert finished.outcome == "failed (-9)", "not oom_host: we have stopped it"
+    assert "still importing after 1 s" in finished.output_tail
+
+
+def test_whoever_waits_for_its_word_ends_with_the_one_who_should_say_it() -> None:
+    with Child(request("works"), on_gpu=False) as child:
+        quiet(child)
+        assert child._process.stdin is not None
+        child._process.stdin.close()
+        assert child._process.wait(60) == 1
+        assert "waited for 'go' on the standard input, heard b''" in child._log.read_text()
 
 
 def test_nothing_is_left_behind() -> None:

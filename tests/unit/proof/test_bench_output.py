@@ -8,10 +8,11 @@ from typing import Any
 
 import matplotlib.image
 import pytest
+from matplotlib.axes import Axes
 from rich.console import Console
 
 from proof.bench.frontier import frontier
-from proof.bench.picture import _shown, draw
+from proof.bench.picture import OURS, PEERS, _shown, draw
 from proof.bench.progress import line
 from proof.bench.runner import Item
 from proof.bench.suite import find_suite, load_suite
@@ -57,7 +58,9 @@ def test_frontier(points: list[tuple[float, float]], best: list[int]) -> None:
 
 
 def test_the_frontier_of_a_case() -> None:
-    assert frontier_methods(ROWS) == {"ours-all", "ours-0-3", "none"}
+    assert frontier_methods(ROWS) == {"ours-all", "none"}, "the losses of ours-0-3 are others"
+    same = [{**found, "loss_max_rel_diff": 0.0} for found in ROWS]
+    assert frontier_methods(same) == {"ours-all", "ours-0-3", "none"}
     assert frontier_methods([row("none", 5.0, None)]) == set(), "no device, no frontier"
 
 
@@ -66,7 +69,7 @@ def test_the_table() -> None:
     lines = {text.split(" | ")[0].strip("| *"): text for text in text.splitlines() if text.startswith("| ")}
     assert lines["ours-0-3"] == (
         "| **ours-0-3** | 101.0 (101.0–101.0) | 1.010 | 1.5 | 1000 | 300.0 | 80.00 | 70.00 | 95.00 | 3.00 "
-        "| **differ: 2.0e-03** | ★ |"
+        "| **other losses: 2.0e-03** |  |"
     )
     assert lines["recompute-mlp"].endswith("| 5.0e-06 |  |"), "no more than ten times the noise of none itself"
     assert lines["none"].endswith("| equal | ★ |")
@@ -77,7 +80,11 @@ def test_the_table() -> None:
 
 def test_a_table_of_the_cpu_has_no_device_figures() -> None:
     text = markdown([row("none", 5.0, None, device_static_gib=None, device_reserved_gib=None)])
-    assert "| none | 5.0 (5.0–5.0) | 1.000 | 1.5 | 1000 | 300.0 |  |  |  | 3.00 | equal |  |" in text
+    assert text.splitlines()[-3:] == [
+        "| method | step ms (least–most) | × | first step s | tokens/s | TFLOP/s | host GiB | losses |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| none | 5.0 (5.0–5.0) | 1.000 | 1.5 | 1000 | 300.0 | 3.00 | equal |",
+    ]
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -95,6 +102,25 @@ def test_peers_far_from_everything_are_named_and_not_drawn() -> None:
     ]  # fmt: skip
     slow_but_small = row("slow", 900.0, 20.0)
     assert slow_but_small in _shown([*ROWS[:-2], slow_but_small])
+
+
+def markers(path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> list[str]:
+    """The faces of the markers that are drawn, those of the legend left out."""
+    faces: list[str] = []
+    scatter = Axes.scatter
+
+    def noted(axes: Axes, x: Any, y: Any, **how: Any) -> Any:
+        if not isinstance(x, list):
+            faces.append(how["facecolor"])
+        return scatter(axes, x, y, **how)
+
+    monkeypatch.setattr(Axes, "scatter", noted)
+    draw(rows, path)
+    return faces
+
+
+def test_other_losses_are_hollow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert markers(tmp_path / "rows.png", monkeypatch, ROWS[:5]) == [PEERS, PEERS, PEERS, "white", OURS]
 
 
 def test_a_line_a_run() -> None:

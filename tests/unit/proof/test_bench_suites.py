@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -216,3 +217,18 @@ def test_what_methods_need() -> None:
 def test_wrong_methods_are_told(text: str, changed: dict[str, object], said: str) -> None:
     with pytest.raises(MethodError, match=said):
         parsed(text, **changed)
+
+
+@pytest.mark.parametrize("flag", ["--num-layers", "--micro-batch-size"])
+def test_a_flag_that_is_no_number_is_named(tmp_path: Path, flag: str) -> None:
+    text = find_suite("quick").read_text()
+    path = tmp_path / "mine.toml"
+    path.write_text(re.sub(rf"{flag} \d+", f"{flag} six", text, count=1))
+    with pytest.raises(SuiteError, match=rf"mine\.toml.*{flag} six: a whole number from 1 on is expected"):
+        load_suite(path)
+
+
+@pytest.mark.parametrize("rounds", [0, -1])
+def test_no_round_is_refused(rounds: int) -> None:
+    with pytest.raises(SuiteError, match=f"--rounds {rounds}: at least 1"):
+        load_suite(find_suite("quick")).chosen([], [], rounds)

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-LAYERS = [{"report"}, {"bench"}, {"run", "trace"}, {"machine"}, {"rows"}]
+LAYERS = [{"report"}, {"bench"}, {"run", "trace"}, {"machine"}, {"rows", "stamp"}]
 TRAINING = (ROOT / "megatron", ROOT / "patches")
 
 

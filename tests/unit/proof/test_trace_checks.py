@@ -79,9 +79,7 @@ def test_a_correct_run_is_clean(tmp_path: Path, kind: str, emulated: bool):
         ("in_after_compute", buffer_still_in_use, "layers.0/mlp.linear_fc1/0"),
     ],
 )
-def test_a_planted_violation_is_found(
-    tmp_path: Path, kind: str, rule: str, plant: Callable[[Made], None], site: str
-):
+def test_a_planted_violation_is_found(tmp_path: Path, kind: str, rule: str, plant: Callable[[Made], None], site: str):
     made, _ = train(SMALL)
     plant(made)
     analysis = judged(made, tmp_path, kind)
@@ -187,7 +185,7 @@ def test_a_copy_in_that_never_went_out_is_an_error(tmp_path: Path):
     ]
 
 
-def test_what_backward_claims_before_its_release_was_copied_in_vain(tmp_path: Path):
+def test_what_is_neither_released_nor_asked_for_stayed(tmp_path: Path):
     made, _ = train(SMALL)
     kept = "layers.1/mlp.linear_fc1/0"
     made.ranges = [
@@ -197,9 +195,33 @@ def test_what_backward_claims_before_its_release_was_copied_in_vain(tmp_path: Pa
     made.device.remove(gone)
     analysis = judged(made, tmp_path, "kineto")
     assert analysis.is_clean
+    assert findings(analysis)["reuse_not_judged"] == {"never_given_back": 1, "nothing_computed_after": 0}
     assert findings(analysis)["storages"] == {
-        "num_copied_out": 2, "num_returned": 1, "num_copied_in_vain": 1, "num_late": 0
+        "num_copied_out": 2, "num_returned": 1, "num_overtaken": 0, "num_stayed": 1, "num_late": 0
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("event", "said"), [("wait", "nothing waited for that copy"), ("release", "never released after its copy out")]
+)
+def test_a_wait_or_release_that_is_missing_is_an_error(tmp_path: Path, event: str, said: str):
+    made, _ = train(SMALL)
+    gone = f"{event} layers.1/mlp.linear_fc1/0 mb0"
+    made.ranges = [found for found in made.ranges if found[0] != gone]
+    (mismatch,) = judged(made, tmp_path, "kineto").mismatches
+    assert mismatch.startswith("step 4: layers.1/mlp.linear_fc1/0 mb0 was copied in, but ")
+    assert said in mismatch
+
+
+def test_what_backward_asks_for_before_its_release_is_overtaken(tmp_path: Path):
+    made, _ = train(SMALL)
+    kept = "layers.1/mlp.linear_fc1/0"
+    gone = (f"copy_in {kept}", f"release {kept}")
+    made.ranges = [found for found in made.ranges if not found[0].startswith(gone)]
+    made.device.remove(made.copies("HtoD")[0])
+    found = findings(judged(made, tmp_path, "kineto"))
+    assert (found["storages"]["num_overtaken"], found["storages"]["num_stayed"]) == (1, 0)
+    assert found["reuse_not_judged"]["never_given_back"] == 0
 
 
 def test_a_site_saved_twice_is_paired_in_order(tmp_path: Path):
