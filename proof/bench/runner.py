@@ -7,8 +7,10 @@ goes on from its first step to those that are timed. So nothing but the measured
 from __future__ import annotations
 
 import importlib.util
+import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from proof.bench.methods import Method
@@ -48,6 +50,7 @@ def measure(
         Whether all was done: ``False`` when another run as long as the longest would not end within ``time_limit_s``.
     """
     began, longest_s = time.monotonic(), 0.0
+    child: Child | None = None
     ahead: Child | None = None
     try:
         todo = _open_items(suite, book)
@@ -62,21 +65,40 @@ def measure(
                 if ahead is not None and ahead.request != request:  # what was foreseen has become idle
                     ahead.close()
                     ahead = None
-                child, ahead = ahead or Child(request, on_gpu=suite.on_gpu), None
-                with child:
-                    child.say("go")
+                with undisturbed():
+                    child, ahead = ahead or Child(request, on_gpu=suite.on_gpu), None
+                child.say("go")
+                with undisturbed():
                     ahead = _next_child(suite, todo[1:])
-                    finished = child.finish(suite.time_limit_s, suite.host_limit_gib, _Starter(child, ahead))
-                run = _run(finished)
+                run = _run(child.finish(suite.time_limit_s, suite.host_limit_gib, _Starter(child, ahead)))
+                child.close()
+                child = None
             run["round"] = item.number
             book.add(item.case, item.method, run)
             longest_s = max(longest_s, time.monotonic() - start)
             on_done(item, run, time.monotonic() - start)
             todo = _open_items(suite, book)
     finally:
-        if ahead is not None:
-            ahead.close()
+        for process in (child, ahead):
+            if process is not None:
+                process.close()
     return True
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Signals that end us wait until the block is through: a process that it starts is known by then, and can be
+    closed."""
+    held: list[int] = []
+    ending = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, frame: held.append(number)) for number in ending}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if held:
+            signal.raise_signal(held[0])
 
 
 class _Starter:

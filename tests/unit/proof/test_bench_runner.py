@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from proof.bench import runner
 from proof.bench.results import Book, losses_against, merge
-from proof.bench.runner import Item, measure
+from proof.bench.runner import Item, measure, undisturbed
 from proof.bench.suite import Suite, SuiteError, load_suite
 from proof.rows import read_rows
 from proof.run.launch import Finished
@@ -247,3 +248,30 @@ def test_without_none_the_first_that_works_is_compared_with(suite: Suite, tmp_pa
     assert {row["reference"] for row in rows.values()} == {"full"}
     assert rows["ours"]["losses_equal"] is True
     assert rows["none"]["losses_equal"] is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_until_what_was_started_is_known(number: signal.Signals) -> None:
+    class Ended(Exception):
+        pass
+
+    def end(number: int, frame: object) -> None:
+        raise Ended
+
+    started: list[str] = []
+
+    def start() -> None:
+        with undisturbed():
+            signal.raise_signal(number)
+            started.append("known")
+
+    before = signal.signal(number, end)
+    try:
+        with pytest.raises(Ended):
+            start()
+        assert started == ["known"]
+        assert signal.getsignal(number) is end
+        with pytest.raises(Ended):
+            signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
