@@ -130,6 +130,10 @@ KINDS: dict[str, Kind] = {
         "torchtune's OffloadActivations (pinned memory, streams) around the decoder.",
         _wrapped("torchtune_offload", "torchtune.training"), needs_gpu=True,
     ),
+    "torchtune-offload-one-stream": Kind(
+        "torchtune's OffloadActivations (pinned memory) around the decoder, without its copy stream.",
+        _wrapped("torchtune_offload_one_stream", "torchtune.training"), needs_gpu=True,
+    ),
     "deepspeed-checkpoint": Kind(
         "DeepSpeed's activation checkpointing of each layer, with checkpoint_in_cpu and without its engine.",
         _wrapped("deepspeed_checkpoint", "deepspeed"), needs_gpu=True,  # without one it empties what it should keep

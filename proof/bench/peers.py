@@ -18,10 +18,24 @@ def save_on_cpu(chunks: list[Any]) -> None:
 
 def torchtune_offload(chunks: list[Any]) -> None:
     """torchtune's, as its recipes use it: one context manager for the whole training, entered for each forward."""
+    _torchtune(chunks, use_streams=True)
+
+
+def torchtune_offload_one_stream(chunks: list[Any]) -> None:
+    """The same without its copy stream.
+
+    TransformerEngine's backward empties the tensors that it was given (``clear_tensor_data``). What torchtune had
+    allocated on its copy stream is then handed to the next copy in while kernels still read it.
+    """
+    _torchtune(chunks, use_streams=False)
+
+
+def _torchtune(chunks: list[Any], *, use_streams: bool) -> None:
     from torchtune.training import OffloadActivations  # type: ignore[import-not-found]
 
     for chunk in chunks:
-        _around(chunk.decoder, itertools.repeat(OffloadActivations(use_pin_memory=True, use_streams=True)).__next__)
+        context = OffloadActivations(use_pin_memory=True, use_streams=use_streams)
+        _around(chunk.decoder, itertools.repeat(context).__next__)
 
 
 def deepspeed_checkpoint(chunks: list[Any]) -> None:

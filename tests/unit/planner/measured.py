@@ -70,7 +70,7 @@ def compared(file: str) -> Iterator[Compared]:
 def plan_of(model: Model, flags: list[str], method: str) -> Plan | None:
     """The plan that the flags of a run amount to; ``None`` for a peer that does something else."""
     if any(flag.startswith(("--fine-grained", "--cpu-offloading")) for flag in flags) or method in (
-        "save-on-cpu", "torchtune-offload", "deepspeed-checkpoint",
+        "save-on-cpu", "torchtune-offload", "torchtune-offload-one-stream", "deepspeed-checkpoint",
     ):  # fmt: skip
         return None
     sections: tuple[str, ...] = ()
