@@ -180,12 +180,12 @@ class SavedTensors:
 
         return self._enter(Hooks(pack, self.unpack))
 
-    def staying(self, constants: Collection[int]) -> AbstractContextManager[Any]:
+    def staying(self, group: Group, constants: Collection[int]) -> AbstractContextManager[Any]:
         """A context in which everything stays, and the manager knows how much that is; ``constants`` as above."""
 
         def pack(tensor: torch.Tensor) -> Packed:
             if not stays_by_nature(tensor, self._device) and tensor.untyped_storage()._cdata not in constants:
-                self._manager.claim(tensor.untyped_storage())
+                self._manager.claim(tensor.untyped_storage(), group)
             return kept(tensor)
 
         return self._enter(Hooks(pack, self.unpack))
@@ -290,7 +290,7 @@ class LayerBoundary:
         constants = frozenset(tensor.untyped_storage()._cdata for tensor in self._constants)
         names = self._names
         if names is None:
-            return self._saved_tensors.staying(constants)
+            return self._saved_tensors.staying(group, constants)
         names.begin()
         stack = ExitStack()
         stack.enter_context(self._saved_tensors.watching())

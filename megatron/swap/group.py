@@ -13,19 +13,20 @@ class Run:
     """One forward of one model chunk: the groups that it made, and that one stretch of backward takes up again.
 
     Attributes:
-        kept_begun: groups of it that swapped nothing and whose backward has begun.
-        kept_over: those of them whose backward is over, so that their memory is free.
+        kept: layer and bytes that it kept, in the order of forward.
+        begun_bytes: what groups of it kept on the device whose backward has begun.
+        over_bytes: that of those whose backward is over, so that their memory is free.
     """
 
     def __init__(self) -> None:
-        self.kept_begun = 0
-        self.kept_over = 0
+        self.kept: list[tuple[int, int]] = []
+        self.begun_bytes = 0
+        self.over_bytes = 0
 
     def begin_backward(self, group: Group) -> None:
         """Backward enters ``group``: it is through with those before."""
-        self.kept_over = self.kept_begun
-        if not group.num_bytes:
-            self.kept_begun += 1
+        self.over_bytes = self.begun_bytes
+        self.begun_bytes += group.kept_bytes
 
 
 class Group:
@@ -44,6 +45,9 @@ class Group:
         self.sequence = sequence
         """Place in the order of forwards since the graph was last empty."""
         self.num_bytes = 0
+        """Bytes of its handles."""
+        self.kept_bytes = 0
+        """Bytes that its layer saved and that were left on the device."""
         self.ahead_bytes = 0
         """Bytes brought back for this group before its backward began."""
         self.backward_begun = False

@@ -24,7 +24,7 @@ import torch
 
 from megatron.swap.checksum import checksum
 from megatron.swap.devices.base import Device, Event, Stream
-from megatron.swap.group import Group
+from megatron.swap.group import Group, Run
 from megatron.swap.handle import Handle, Orphans, State, alias_of
 from megatron.swap.order import BackwardOrder
 from megatron.swap.tiers.base import Tier
@@ -84,8 +84,12 @@ class SwapManager:
         self._main_stream = device.current_stream()
         self._youngest: Group | None = None
         self._place: Place | None = None
+        self._layer: int | None = None
         self._largest_group_bytes = 0
         self._claimed: set[int] = set()
+        # What each layer kept when it last ran; and, of a whole chunk, what all layers behind it kept.
+        self._kept_bytes: dict[int, int] = {}
+        self._kept_after_bytes: dict[int, int] = {}
         self._unclaimed_bytes = 0
         self._stays: Counter[Site] = Counter()
         self._orphans: Orphans = deque()
@@ -98,13 +102,13 @@ class SwapManager:
         """A layer starts."""
         self._main_stream = self._device.current_stream()
         self._bury_orphans()
-        self._place = place
+        self._layer, self._place = layer, place
         self._youngest = None  # it may be all that keeps a discarded graph's last group waiting
         self._youngest = group = self._order.begin_forward(layer, place)
         if self.ranges.on:
             group.micro_batch = self.ranges.micro_batch(layer)
         self._claimed.clear()
-        self._unclaimed_bytes = self._largest_group_bytes if place.stays(self._window_groups) else 0
+        self._unclaimed_bytes = self._kept_bytes.get(layer, 0)
         self._release()
         return group
 
@@ -114,7 +118,7 @@ class SwapManager:
         handle = self._live.get(storage._cdata)
         if handle is None or handle.storage is None or handle.storage._cdata != storage._cdata:
             if site is None or self._keeps(site, storage.nbytes()):
-                self.claim(storage)
+                self.claim(storage, group)
                 return None
             handle = Handle(site, group, storage, self._device.current_stream(), self._orphans)
             if self._verify:
@@ -132,12 +136,14 @@ class SwapManager:
             self._release()
         return handle, index
 
-    def claim(self, storage: torch.UntypedStorage) -> None:
+    def claim(self, storage: torch.UntypedStorage, group: Group) -> None:
         """The layer that runs keeps ``storage``: memory that it claims can no longer be lent to copies in flight."""
-        if self._unclaimed_bytes > 0 and storage._cdata not in self._claimed:
+        if storage._cdata not in self._claimed:
             self._claimed.add(storage._cdata)
-            self._unclaimed_bytes = max(0, self._unclaimed_bytes - storage.nbytes())
-            self._release()
+            group.kept_bytes += storage.nbytes()
+            if self._unclaimed_bytes > 0:
+                self._unclaimed_bytes = max(0, self._unclaimed_bytes - storage.nbytes())
+                self._release()
 
     def _keeps(self, site: Site, num_bytes: int) -> bool:
         assert self._place is not None
@@ -153,12 +159,23 @@ class SwapManager:
         self._unclaimed_bytes = 0
         self._commit()
         self._largest_group_bytes = max(self._largest_group_bytes, group.num_bytes)
+        self._kept_bytes[group.key.layer] = group.kept_bytes
+        group.run.kept.append((group.key.layer, group.kept_bytes))
+        if group.place.num_after == 0:
+            self._learn_kept(group.run)
         if group.num_bytes:
             self.counters.layers[group.key.layer].num_groups += 1
         self._release()
         self.ranges.memory()
         if group.place.num_after == 0 and not group.place.ends_in_loss:
             self._prefetch()  # a pipeline stage goes on with a backward, or with a forward that gives time for one
+
+    def _learn_kept(self, run: Run) -> None:
+        """A chunk's forward is through: what its layers kept is what they will lend next time."""
+        kept_after_bytes = 0
+        for layer, kept_bytes in reversed(run.kept):
+            self._kept_after_bytes[layer] = kept_after_bytes
+            kept_after_bytes += kept_bytes
 
     def _commit(self) -> None:
         """Enqueue the copies out of everything pending."""
@@ -193,13 +210,14 @@ class SwapManager:
     def _release(self) -> None:
         """Drop the oldest storages that were copied out until no more than the window is left.
 
-        Early in forward more may wait than later: layers that stay have yet to claim their memory, so what they will
-        claim is lent to the copies until then, storage by storage, and the compute stream does not stand still for it.
-        A chunk that ends in the loss has nothing to lend at its end: there the peak is.
+        Early in forward more may wait than later: what layers keep on the device they have yet to claim, so that is
+        lent to the copies until then, storage by storage, and the compute stream does not stand still for it. How much
+        it is was learned when the chunk ran last. A chunk that ends in the loss has nothing to lend at its end: there
+        the peak is.
         """
         assert self._place is not None
-        allowed_bytes = self._place.num_kept_after(self._window_groups) * self._largest_group_bytes
-        allowed_bytes += self._unclaimed_bytes
+        assert self._layer is not None
+        allowed_bytes = self._kept_after_bytes.get(self._layer, 0) + self._unclaimed_bytes
         if not self._place.ends_in_loss:
             allowed_bytes += self.window_bytes
         while self._leaving_bytes > allowed_bytes:
@@ -340,13 +358,15 @@ class SwapManager:
     def _prefetch(self) -> None:
         """Bring back what backward needs next, in its order, as far as memory is allowed to it."""
         ahead_bytes = self._order.ahead_bytes()
-        num_kept_between = 0
+        num_kept_between = kept_between_bytes = 0
         coming: list[Handle] = []
         for group in self._order.upcoming():
             if not group.num_bytes:
                 num_kept_between += 1
+                kept_between_bytes += group.kept_bytes
                 continue
-            allowed_bytes = self._allowed_ahead(group, num_kept_between)
+            allowed_bytes = self._allowed_ahead(group, num_kept_between, kept_between_bytes)
+            kept_between_bytes += group.kept_bytes
             for handle in group.in_backward_order():
                 if handle.state not in (State.OUT, State.LEAVING) or handle in coming:
                     continue
@@ -360,20 +380,20 @@ class SwapManager:
                     coming.append(handle)
         self._bring_back(coming)
 
-    def _allowed_ahead(self, group: Group, num_kept_between: int) -> int:
+    def _allowed_ahead(self, group: Group, num_kept_between: int, kept_between_bytes: int) -> int:
         """Bytes that may be ahead of backward once ``group`` is among them.
 
-        Layers that stayed give their memory back as backward gets through with them, and nobody claims it before this
-        backward is over: it is lent to what comes next, as in forward. While such layers still stand between backward
-        and ``group`` their memory is waited for instead of using the window, so that the peak is that of forward's end;
-        the tail is too short for that, the link would stand still.
+        Layers give back what they kept as backward gets through with them, and nobody claims it before this backward is
+        over: it is lent to what comes next, as in forward. While layers that kept something still stand between
+        backward and ``group`` their memory is waited for instead of using the window, so that the peak is that of
+        forward's end; the tail is too short for that, the link would stand still.
         """
         current = self._order.current
         allowed_bytes = self.window_bytes
         if num_kept_between >= group.place.num_tail(self._window_groups):
-            allowed_bytes = max(0, allowed_bytes - num_kept_between * self._largest_group_bytes)
+            allowed_bytes = max(0, allowed_bytes - kept_between_bytes)
         if current is not None and current.run is group.run:
-            allowed_bytes += max(0, group.run.kept_over * self._largest_group_bytes - current.num_bytes)
+            allowed_bytes += max(0, group.run.over_bytes - current.num_bytes)
         return allowed_bytes
 
     def _check(self, handle: Handle) -> None:

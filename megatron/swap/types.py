@@ -55,14 +55,12 @@ class Place:
 
     Attributes:
         num_after: layers that run after it.
-        num_swapped_after: those of them that are to be swapped.
         tail_run: how many layers at the very end of the chunk are to be swapped, without a gap.
         ends_in_loss: whether the chunk ends in the loss, so that its last layer is the first of backward.
         swapped: whether it is to be swapped itself.
     """
 
     num_after: int
-    num_swapped_after: int
     tail_run: int
     ends_in_loss: bool
     swapped: bool = True
@@ -77,22 +75,11 @@ class Place:
     def is_tail(self, window_groups: int) -> bool:
         return self.num_after < self.num_tail(window_groups)
 
-    def stays(self, window_groups: int) -> bool:
-        """Whether its activations stay on the device, by choice or as part of the tail."""
-        return not self.swapped or self.is_tail(window_groups)
-
-    def num_kept_after(self, window_groups: int) -> int:
-        """Layers still to run in this forward whose activations stay on the device."""
-        return self.num_after - self.num_swapped_after + min(self.num_tail(window_groups), self.num_after)
-
 
 def places(swapped: list[bool], ends_in_loss: bool) -> list[Place]:
     """The place of each layer of a chunk; ``swapped`` says for each whether it is to be swapped."""
     tail_run = next((i for i, flag in enumerate(reversed(swapped)) if not flag), len(swapped))
-    return [
-        Place(len(swapped) - 1 - i, sum(swapped[i + 1 :]), tail_run, ends_in_loss, flag)
-        for i, flag in enumerate(swapped)
-    ]
+    return [Place(len(swapped) - 1 - i, tail_run, ends_in_loss, flag) for i, flag in enumerate(swapped)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from tests.engine import Step, interleaved, one_after_the_other, one_forward_one
 
 def at(num_after: int) -> Place:
     """The place of a layer after which so many follow."""
-    return Place(num_after, num_after, 0, ends_in_loss=True)
+    return Place(num_after, 0, ends_in_loss=True)
 
 
 Foretold = tuple[GroupKey, list[GroupKey]]
@@ -143,11 +143,12 @@ def test_a_group_knows_its_handles_only_as_long_as_they_live():
 def test_memory_of_kept_layers_is_free_once_backward_is_through_with_them():
     order = BackwardOrder()
     groups = [order.begin_forward(layer, at(3 - layer)) for layer in range(4)]
-    groups[0].num_bytes = groups[1].num_bytes = 8  # two swapped, two kept
+    for group, kept_bytes in zip(groups, (0, 5, 7, 9), strict=True):
+        group.kept_bytes = kept_bytes
     seen = []
     for group in reversed(groups):
         order.begin_backward(group)
         assert order.current is group
-        seen.append(group.run.kept_over)
-    assert seen == [0, 1, 2, 2]
-    assert order.begin_forward(0, at(3)).run.kept_over == 0  # another forward's
+        seen.append(group.run.over_bytes)
+    assert seen == [0, 9, 16, 21]
+    assert order.begin_forward(0, at(3)).run.over_bytes == 0  # another forward's

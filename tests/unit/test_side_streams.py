@@ -17,7 +17,7 @@ from megatron.swap.tiers.host import HostTier
 from megatron.swap.types import Action, Place, Site
 from tests.engine import plant_fault
 
-LAST = Place(0, 0, 0, True)
+LAST = Place(0, 0, True)
 
 
 class Recorder(Device):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron.swap.types import GIB, KIB, MIB, GroupKey, Site, SwapError, UsageError, format_bytes, places
 
@@ -46,33 +44,21 @@ class TestPlaces:
     def test_all_swapped_and_ending_in_the_loss_keeps_only_the_last(self):
         here = places([True] * 4, ends_in_loss=True)
         assert [place.is_tail(0) for place in here] == [False, False, False, True]
-        assert [place.num_kept_after(0) for place in here] == [1, 1, 1, 0]
 
     def test_the_window_keeps_as_many_layers_more_as_it_holds_groups(self):
         here = places([True] * 4, ends_in_loss=True)
         assert [place.is_tail(2) for place in here] == [False, True, True, True]
         assert [place.is_tail(99) for place in here] == [True] * 4
-        assert [place.num_kept_after(2) for place in here] == [3, 2, 1, 0]
 
     def test_a_chunk_that_ends_elsewhere_has_no_tail(self):
         here = places([True] * 3, ends_in_loss=False)
         assert not any(place.is_tail(5) for place in here)
-        assert [place.num_kept_after(5) for place in here] == [0, 0, 0]
 
     def test_a_last_layer_that_stays_anyway_ends_the_tail(self):
         here = places([True, True, False], ends_in_loss=True)
         assert not any(place.is_tail(5) for place in here)
-        assert [place.num_kept_after(5) for place in here] == [1, 1, 0]
 
-    def test_gaps_count_as_kept(self):
+    def test_a_gap_ends_the_tail(self):
         here = places([True, False, True, True], ends_in_loss=True)
         assert [place.num_after for place in here] == [3, 2, 1, 0]
-        assert [place.num_swapped_after for place in here] == [2, 2, 1, 0]
-        assert [place.num_kept_after(0) for place in here] == [2, 1, 1, 0]
-
-    @given(st.lists(st.booleans(), min_size=1, max_size=12), st.booleans(), st.integers(0, 14))
-    def test_kept_after_counts_the_layers_that_stay(self, swapped: list[bool], ends_in_loss: bool, window: int):
-        here = places(swapped, ends_in_loss)
-        stays = [not flag or place.is_tail(window) for flag, place in zip(swapped, here, strict=True)]
-        for i, place in enumerate(here):
-            assert place.num_kept_after(window) == sum(stays[i + 1 :])
+        assert [place.is_tail(9) for place in here] == [False, False, True, True]

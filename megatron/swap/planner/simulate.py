@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
 
 from megatron.swap.plan import Plan
 from megatron.swap.planner.assignment import LayerScript, scripts
@@ -18,11 +17,6 @@ from megatron.swap.planner.schedule import Unit, schedule
 from megatron.swap.types import Action, Place, places
 
 MIB_PER_GIB = 1024.0
-Lends = Literal["layers", "bytes"]
-ENGINE_LENDS: Lends = "layers"
-"""What lends its memory to copies in flight. ``layers``: each layer that swaps nothing lends as much as the largest
-group has, as ``manager.py`` counts it; right where a layer swaps all or nothing. ``bytes``: every layer lends what it
-keeps itself, so that mixed layers lend as well, and those that recompute lend no more than they have."""
 COMMIT_MIB = 16.0
 """Copies out start once so much is pending: ``COMMIT_BYTES`` of the manager."""
 
@@ -46,7 +40,7 @@ class Prediction:
     timeline: tuple[tuple[float, float, str], ...] = field(repr=False)
 
 
-def simulate(profile: Profile, plan: Plan, lends: Lends = ENGINE_LENDS) -> Prediction:
+def simulate(profile: Profile, plan: Plan) -> Prediction:
     """Predict the step of ``profile`` under ``plan``. Deterministic.
 
     After the first micro-batches every further one is like the last: only those are played. A pipeline's bubble is
@@ -54,14 +48,14 @@ def simulate(profile: Profile, plan: Plan, lends: Lends = ENGINE_LENDS) -> Predi
     """
     size, total = profile.pipeline.size, profile.num_micro_batches
     played = min(total, 2 if size == 1 else 3 * size)
-    step = _Step(profile, plan, played, lends)
+    step = _Step(profile, plan, played)
     times = step.times
     if size == 1:
         each = [now - before for now, before in zip(step.marks[-1], step.marks[-2] if played > 1 else (0.0,) * 4,
                                                     strict=True)]  # fmt: skip
     else:
         fewer = max(size, played - size)
-        before = _Step(profile, plan, fewer, lends).times if fewer < played else (0.0,) * 4
+        before = _Step(profile, plan, fewer).times if fewer < played else (0.0,) * 4
         each = [(now - then) / max(1, played - fewer if fewer < played else played)
                 for now, then in zip(times, before, strict=True)]  # fmt: skip
     elapsed, out_stall, in_stall, recompute = (
@@ -115,7 +109,7 @@ class _Group:
 class _Step:
     """Plays ``num_micro_batches``; the fields without underscore are the result."""
 
-    def __init__(self, profile: Profile, plan: Plan, num_micro_batches: int, lends: Lends) -> None:
+    def __init__(self, profile: Profile, plan: Plan, num_micro_batches: int) -> None:
         self._profile = profile
         self._scripts: dict[int, LayerScript] = scripts(profile, plan)
         self._now = self._out_free = self._in_free = 0.0
@@ -143,7 +137,7 @@ class _Step:
             default=0.0,
         )
         self._window_groups = 1 if self._window_mib else 0
-        self._lends_mib = {layer: self._lent_by(layer, lends) for layer in self._scripts}
+        self._lends_mib = {layer: self._lent_by(layer) for layer in self._scripts}
         self._lent_after = {
             layer: sum(self._lends_mib[after] for after in chunk[i + 1 :])
             for chunk in chunks for i, layer in enumerate(chunk)
@@ -163,11 +157,9 @@ class _Step:
         """Elapsed, waited for copies out, for copies in, recomputed, in ms."""
         return self._now, self._out_stall, self._in_stall, self._recompute
 
-    def _lent_by(self, layer: int, lends: Lends) -> float:
-        """What ``layer`` lends while it has not claimed it yet, and once its backward is over."""
+    def _lent_by(self, layer: int) -> float:
+        """What ``layer`` keeps: it lends that while it has not claimed it yet, and once its backward is over."""
         tail = self._place[layer].is_tail(self._window_groups)
-        if lends == "layers":
-            return self._window_mib if self._place[layer].stays(self._window_groups) else 0.0
         return sum(
             mib for _, mib, action in self._scripts[layer].saves
             if action is Action.KEEP or (tail and action is Action.SWAP)

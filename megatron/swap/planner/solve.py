@@ -16,7 +16,7 @@ from megatron.swap.planner.program import (
     search_windows,
     step_factor,
 )
-from megatron.swap.planner.simulate import ENGINE_LENDS, Lends, Prediction, simulate
+from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.types import UsageError
 
 MAX_ROUNDS = 6
@@ -62,17 +62,17 @@ Assignment = tuple[tuple[tuple[int, ...], LayerClass, tuple[tuple[str, str], ...
 """Layers, their class, action of each site, sections."""
 
 
-def solve(profile: Profile, budget_gib: float, max_plans: int = 3, lends: Lends = ENGINE_LENDS) -> Solution:
+def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
     """Plan ``profile`` within ``budget_gib``.
 
     Raises:
         Infeasible: nothing fits; says the smallest budget that does, and what would lower it.
     """
-    search = _Search(profile, lends)
+    search = _Search(profile)
     bound = search.run(budget_gib)
     fitting = search.fitting(budget_gib)
     if not fitting:
-        raise _infeasible(profile, lends, budget_gib)
+        raise _infeasible(profile, budget_gib)
     bound = min(bound, fitting[0][1].step_ms)
     name = sha256(profile)
     plans = tuple(
@@ -82,16 +82,16 @@ def solve(profile: Profile, budget_gib: float, max_plans: int = 3, lends: Lends 
     return Solution(plans, tuple(prediction for _, prediction in fitting[:max_plans]), bound)
 
 
-def curve(profile: Profile, num_points: int = 24, lends: Lends = ENGINE_LENDS) -> list[Solution]:
+def curve(profile: Profile, num_points: int = 24) -> list[Solution]:
     """The fastest plan of each of some budgets, from the smallest feasible one to that of keeping everything.
 
     Never slower with more memory: what fits a smaller budget fits a larger one.
     """
-    smallest, most = smallest_budget(profile, lends), simulate(profile, empty_plan(profile), lends).peak_gib
+    smallest, most = smallest_budget(profile), simulate(profile, empty_plan(profile)).peak_gib
     points: list[Solution] = []
     for i in range(num_points):
         budget_gib = smallest + (most - smallest) * i / (num_points - 1) + TIGHTER_GIB
-        point = solve(profile, budget_gib, 1, lends)
+        point = solve(profile, budget_gib, 1)
         if points and points[-1].prediction.step_ms < point.prediction.step_ms:
             cheaper = points[-1]
             bound = min(point.lower_bound_ms, cheaper.prediction.step_ms)
@@ -101,9 +101,9 @@ def curve(profile: Profile, num_points: int = 24, lends: Lends = ENGINE_LENDS) -
     return points
 
 
-def smallest_budget(profile: Profile, lends: Lends = ENGINE_LENDS) -> float:
+def smallest_budget(profile: Profile) -> float:
     """The smallest budget (GiB) for which a plan was found."""
-    search = _Search(profile, lends)
+    search = _Search(profile)
     search.judge_least()
     return min(prediction.peak_gib for _, prediction in search.fitting(float("inf")))
 
@@ -120,9 +120,8 @@ def empty_plan(profile: Profile) -> Plan:
 class _Search:
     """Plans of one profile that were simulated, each once."""
 
-    def __init__(self, profile: Profile, lends: Lends) -> None:
+    def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._lends = lends
         self._program = Program(profile)
         self._found: dict[Assignment, tuple[Plan, Prediction]] = {}
         self._nothing = [Counts({}, {}, {}) for _ in self._program.blocks]
@@ -192,7 +191,7 @@ class _Search:
             assignment = _arrange(self._program.blocks, counts, recompute_last)
             if assignment not in self._found:
                 plan = _to_plan(self._profile, assignment)
-                self._found[assignment] = plan, simulate(self._profile, plan, self._lends)
+                self._found[assignment] = plan, simulate(self._profile, plan)
             judged.append(self._found[assignment][1])
         return judged
 
@@ -260,12 +259,12 @@ def _recompute_most(blocks: Sequence[Block]) -> list[Counts]:
     return most
 
 
-def _infeasible(profile: Profile, lends: Lends, budget_gib: float) -> Infeasible:
-    smallest = smallest_budget(profile, lends)
+def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
+    smallest = smallest_budget(profile)
     hints = ["a smaller --micro-batch-size" if profile.model.micro_batch_size > 1 else "a shorter --seq-length",
              "more tensor or context parallelism"]  # fmt: skip
     if profile.host_gib is not None:
-        unlimited = smallest_budget(replace(profile, host_gib=None), lends)
+        unlimited = smallest_budget(replace(profile, host_gib=None))
         if unlimited < smallest - 0.01:
             hints.insert(0, f"more host memory (with enough of it {unlimited:.2f} GiB, now it is {profile.host_gib:g})")
     if profile.static_gib > 0.5 * smallest:

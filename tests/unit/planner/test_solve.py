@@ -166,6 +166,6 @@ def test_96_layers_are_counted_not_listed() -> None:
     few, many = (shape_profile(model(num, **sizes), find_gpu("h200"), 8) for num in (16, 96))
     assert len(Program(few).columns) == len(Program(many).columns)
     budget = many.static_gib + 0.3 * (simulate(many, empty_plan(many)).peak_gib - many.static_gib)
-    solution = solve(many, budget, lends="bytes")
+    solution = solve(many, budget)
     assert solution.prediction.peak_gib <= budget
     assert solution.prediction.step_ms < 1.005 * solution.lower_bound_ms
