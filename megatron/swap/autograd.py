@@ -253,6 +253,10 @@ class LayerBoundary:
         self._inner = module.forward
         module.forward = self._forward  # type: ignore[method-assign]
 
+    def stand_at(self, place: Place) -> None:
+        """From the next forward on this is where the layer stands."""
+        self._place = place
+
     def remove(self) -> None:
         """Give the layer its own forward back."""
         if self._names is not None:

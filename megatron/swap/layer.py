@@ -58,6 +58,7 @@ class Boundaries:
         self._policy = policy
         self._producers = producers
         self._layers: list[LayerBoundary] = []
+        self._chunks: list[tuple[list[LayerBoundary], bool]] = []
         self._segments: dict[TransformerBlock, SegmentInputs] = {}
 
     def install(self, chunk: nn.Module, modules: Sequence[str], *, ends_in_loss: bool) -> None:
@@ -76,10 +77,11 @@ class Boundaries:
                 by_number = dict(zip(numbers, layer_places, strict=True))
                 segments = SegmentInputs(self._manager, self._saved_tensors, by_number)
                 self._segments[block] = segments
+            boundaries: list[LayerBoundary] = []
             for number, layer, place in zip(numbers, layers, layer_places, strict=True):
                 if recomputed := self._producers is not None and self._policy.recomputes_layer(number):
                     self._producers.watch(layer)
-                self._layers.append(
+                boundaries.append(
                     LayerBoundary(
                         number,
                         layer,
@@ -90,6 +92,16 @@ class Boundaries:
                         on_run_without_grad=segments.on_run if segments else None,
                     )
                 )
+            self._layers += boundaries
+            self._chunks.append((boundaries, ends_in_loss))
+
+    def follow_policy(self) -> None:
+        """The policy answers otherwise from the next forward on. Between steps; its layers must all be hooked."""
+        for boundaries, ends_in_loss in self._chunks:
+            swapped = [self._policy.swaps_layer(boundary.layer) for boundary in boundaries]
+            for boundary, place in zip(boundaries, places(swapped, ends_in_loss), strict=True):
+                boundary.stand_at(place)
+        self._manager.forget_sizes()
 
     def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
         """The context for a block's forward with full recomputation."""
@@ -103,6 +115,7 @@ class Boundaries:
         if self._producers is not None:
             self._producers.remove()
         self._layers.clear()
+        self._chunks.clear()
         self._segments.clear()
 
 

@@ -419,6 +419,16 @@ class SwapManager:
         """Most bytes in flight ahead of their use."""
         return self._window_bytes if self._window_bytes is not None else self._largest_group_bytes
 
+    def forget_sizes(self) -> None:
+        """Another policy holds from the next forward on: what was learned of the last one's sizes is no longer true.
+
+        Between steps: no group may be on its way.
+        """
+        self._largest_group_bytes = 0
+        self._kept_bytes.clear()
+        self._kept_after_bytes.clear()
+        self._stays.clear()
+
     def _bury_orphans(self) -> None:
         """Free storages whose handles died during a copy (a prefetched tensor that no gradient needed, say)."""
         while self._orphans:

@@ -25,6 +25,8 @@ LAYERS: list[set[str]] = [
     {"autograd"},
     {"observer"},
     {"planner"},
+    {"stages"},
+    {"switch"},
     {"policy"},
     {"recipes"},
     {"manager"},

@@ -1,0 +1,292 @@
+"""The stages of a run that plans itself: profile, search, stable, and back when what it trains on changes.
+
+Decisions alone, at the boundaries of steps: which plan the next step follows and whether it is recorded. All ranks are
+told the same figures (``auto.py`` merges them), so they decide the same.
+
+- *Profile*: a step to warm up and some that are recorded, under the plan that holds least. They train like any other.
+- *Search*: the best plans of the solver run, one after the other; the fastest that stays below the budget is kept.
+- *Stable*: nothing is recorded. Other sites or sizes, a peak above the budget, or steps that have become slower lead
+  back; a workload that was planned before gets its plan at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron.swap.plan import Plan
+
+DRIFT = 0.05
+"""Sizes and times that differ by more than this share are not those that were planned for."""
+RECORDED_STEPS = 2
+SETTLING_STEPS = 1
+"""After a switch the engine learns the order and sizes of what it moves: such a step is not judged."""
+PATIENCE_SMALLER = 3
+"""Steps in a row with less to save before the plan follows: a plan for more fits, and lengths may alternate. Doubled
+each time that something new has to be measured for it."""
+PATIENCE_SLOWER = 20
+"""Steps in a row that took too long before all is measured again; doubled each time that this changed nothing."""
+MAX_TIGHTENINGS = 3
+"""How often the solver gets a smaller budget because measured peaks were above the real one."""
+
+
+class Stage(Enum):
+    PROFILE = "profile"
+    SEARCH = "search"
+    STABLE = "stable"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step as it was measured, the worst of all ranks.
+
+    Attributes:
+        ms: ``None`` where it is not known yet.
+        peak_gib: most memory that the device had to hold in it.
+        structure: a number for the sequence of sites that autograd saved at.
+        saved_mib: what the largest micro-batch saved.
+    """
+
+    number: int
+    ms: float | None
+    peak_gib: float
+    structure: int
+    saved_mib: float
+
+
+@dataclass
+class Workload:
+    """Steps that save alike, and the plans for them."""
+
+    structure: int
+    saved_mib: float
+    best: Plan | None = None
+    best_ms: float | None = None
+
+    def is_like(self, step: Step) -> bool:
+        return self.structure == step.structure and abs(step.saved_mib - self.saved_mib) <= DRIFT * self.saved_mib
+
+    def covers(self, step: Step) -> bool:
+        """Whether its plan keeps ``step`` below the budget as well: the same sites, and no more bytes."""
+        return self.structure == step.structure and step.saved_mib <= (1 + DRIFT) * self.saved_mib
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate of a search and how it did."""
+
+    plan: Plan
+    ms: float
+    peak_gib: float
+
+
+class Stages:
+    """Decides at the end of each step.
+
+    Args:
+        budget_gib: most memory that the device may hold.
+        make_plans: at most so many plans for what was recorded since the last call of it or of ``record``, the best
+            first, that the cost model puts below the given GiB. Called on all ranks alike. Raises ``Infeasible``.
+        max_candidates: plans that are tried.
+        say: told of every change of stage, for people.
+
+    Attributes:
+        plan: what the next step follows; ``None``: the safe plan, which holds as little as it can.
+        recording: whether the next step is recorded.
+        num_replans: times that another plan was made or taken up after the first.
+        history: ``(first step, stage, note)``.
+    """
+
+    def __init__(
+        self,
+        budget_gib: float,
+        make_plans: Callable[[float], Sequence[Plan]],
+        max_candidates: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.stage = Stage.PROFILE
+        self.plan: Plan | None = None
+        self.recording = False
+        self.num_replans = 0
+        self.history: list[tuple[int, Stage, str]] = []
+        self._budget_gib = budget_gib
+        self._make_plans = make_plans
+        self._max_candidates = max_candidates
+        self._say = say
+        self._workloads: list[Workload] = []
+        self._current: Workload | None = None
+        self._candidates: list[Plan] = []
+        self._tried: list[Tried] = []
+        self._num_in_stage = 0
+        self._num_smaller = self._num_slower = 0
+        self._patience_smaller = PATIENCE_SMALLER
+        self._patience_slower = PATIENCE_SLOWER
+        self._spare_gib = 0.0
+        self._num_tightened = 0
+        self._enter(1, Stage.PROFILE, "the plan that holds least")
+
+    @property
+    def expected(self) -> Workload | None:
+        """What the plan in force was made for."""
+        return self._current if self.plan is not None else None
+
+    def step_ended(self, step: Step) -> None:
+        """Decide about the next step.
+
+        Raises:
+            Infeasible: no plan fits the budget.
+        """
+        self._num_in_stage += 1
+        if self.stage is Stage.PROFILE:
+            self._profile(step)
+        elif self.stage is Stage.SEARCH:
+            self._search(step)
+        else:
+            self._watch(step)
+
+    # ------------------------------------------------------------------ profile
+
+    def _profile(self, step: Step) -> None:
+        if self._num_in_stage <= SETTLING_STEPS:
+            self.recording = True
+            return
+        if self._current is not None and self._current.structure != step.structure:
+            self._begin_profile(step, "other tensors were saved while they were recorded")
+            return
+        most_mib = max(step.saved_mib, self._current.saved_mib if self._current else 0.0)
+        self._current = Workload(step.structure, most_mib)
+        if self._num_in_stage >= SETTLING_STEPS + RECORDED_STEPS:
+            self.recording = False
+            self._begin_search(step)
+
+    def _begin_profile(self, step: Step, why: str) -> None:
+        self.plan = None
+        self.recording = False
+        self._current = None
+        self._enter(step.number + 1, Stage.PROFILE, why)
+
+    # ------------------------------------------------------------------- search
+
+    def _begin_search(self, step: Step) -> None:
+        assert self._current is not None
+        self._candidates = list(self._make_plans(self._budget_gib - self._spare_gib))[: self._max_candidates]
+        self._tried = []
+        if len(self._candidates) == 1 and not moves(self._candidates[0]):
+            self._settle(step, self._candidates[0], None, "the budget is above the need: nothing is swapped")
+            return
+        self.plan = self._candidates.pop(0)
+        self._enter(step.number + 1, Stage.SEARCH, f"{len(self._candidates) + 1} plans are tried")
+
+    def _search(self, step: Step) -> None:
+        assert self._current is not None
+        assert self.plan is not None
+        if self._has_changed(step):
+            self._follow_change(step)
+            return
+        if not self._current.is_like(step) or self._num_in_stage <= SETTLING_STEPS or step.ms is None:
+            return
+        self._tried.append(Tried(self.plan, step.ms, step.peak_gib))
+        self._num_in_stage = 0
+        if self._candidates:
+            self.plan = self._candidates.pop(0)
+            return
+        fitting = [tried for tried in self._tried if tried.peak_gib <= self._budget_gib]
+        if fitting:
+            best = min(fitting, key=lambda tried: tried.ms)
+            self._settle(step, best.plan, best.ms, _described(best, self._tried.index(best) + 1, len(self._tried)))
+        else:
+            self._tighten(step, min(tried.peak_gib for tried in self._tried))
+
+    def _settle(self, step: Step, plan: Plan, ms: float | None, note: str) -> None:
+        assert self._current is not None
+        self.plan = self._current.best = plan
+        self._current.best_ms = ms
+        if self._current not in self._workloads:
+            self._workloads.append(self._current)
+        self._num_smaller = self._num_slower = 0
+        self._enter(step.number + 1, Stage.STABLE, note)
+
+    def _tighten(self, step: Step, peak_gib: float) -> None:
+        """A measured peak is above the budget: the solver gets less than that, by as much."""
+        over_gib = peak_gib - self._budget_gib
+        self._num_tightened += 1
+        self._spare_gib += over_gib
+        if self._num_tightened > MAX_TIGHTENINGS:
+            assert self.plan is not None
+            self._settle(step, self.plan, None, f"the peak stays {over_gib:.2f} GiB above the budget")
+            return
+        self._say(f"the peak was {over_gib:.2f} GiB above the budget: planned again with so much to spare")
+        self.num_replans += 1
+        self._begin_search(step)
+
+    # ------------------------------------------------------------------- stable
+
+    def _watch(self, step: Step) -> None:
+        assert self._current is not None
+        current = self._current
+        if self._has_changed(step):
+            self._follow_change(step)
+            return
+        if not current.is_like(step) or self._num_in_stage <= SETTLING_STEPS:
+            return
+        if step.peak_gib > self._budget_gib and self._num_tightened <= MAX_TIGHTENINGS:
+            self._tighten(step, step.peak_gib)
+            return
+        if current.best_ms is None:
+            current.best_ms = step.ms
+            return
+        slow = step.ms is not None and step.ms > (1 + DRIFT) * current.best_ms
+        self._num_slower = self._num_slower + 1 if slow else 0
+        if self._num_slower >= self._patience_slower:
+            self._patience_slower *= 2
+            self._workloads.remove(current)
+            self.num_replans += 1
+            self._begin_profile(step, f"steps take {step.ms:.0f} ms instead of {current.best_ms:.0f}")
+
+    def _has_changed(self, step: Step) -> bool:
+        """Whether the plan no longer goes with what is saved: at once if that is more, with patience if it is less."""
+        assert self._current is not None
+        if self._current.is_like(step):
+            self._num_smaller = 0
+            return False
+        self._num_smaller += 1
+        return not self._current.covers(step) or self._num_smaller >= self._patience_smaller
+
+    def _follow_change(self, step: Step) -> None:
+        """Another workload: its plan, if there is one, else it is measured."""
+        assert self._current is not None
+        before, self._num_smaller = self._current, 0
+        self.num_replans += 1
+        what = f"{before.saved_mib:,.0f} MiB a micro-batch became {step.saved_mib:,.0f}"
+        if before.structure != step.structure:
+            what = "other tensors are saved than before"
+        known = next((one for one in self._workloads if one.is_like(step)), None)
+        if known is not None and known.best is not None:
+            self._current = known
+            self._settle(step, known.best, known.best_ms, f"{what}: its plan is known")
+        else:
+            if before.covers(step):
+                self._patience_smaller *= 2
+            self._begin_profile(step, what)
+
+    def _enter(self, number: int, stage: Stage, note: str) -> None:
+        self.stage = stage
+        self._num_in_stage = 0
+        self.history.append((number, stage, note))
+        self._say(f"{stage.value} from step {number}: {note}")
+
+
+def moves(plan: Plan) -> bool:
+    """Whether ``plan`` swaps or recomputes anything."""
+    return any(
+        entry.sections or any(site.action != "keep" for site in entry.sites.values()) for entry in plan.classes
+    )
+
+
+def _described(tried: Tried, place: int, number: int) -> str:
+    predicted = tried.plan.predicted
+    text = f"plan {place} of {number}, {tried.ms:,.1f} ms and {tried.peak_gib:.2f} GiB"
+    if predicted is not None:
+        text += f" (predicted {predicted.step_ms:,.1f} ms and {predicted.peak_gib:.2f} GiB)"
+    return text

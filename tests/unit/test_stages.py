@@ -1,0 +1,214 @@
+"""The stages of a run that plans itself, played with made-up steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from megatron.swap.plan import Plan, PlanClass, Predicted, SitePlan
+from megatron.swap.stages import PATIENCE_SLOWER, PATIENCE_SMALLER, RECORDED_STEPS, SETTLING_STEPS, Stage, Stages, Step
+from megatron.swap.types import UsageError
+from tests.unit.planner.cases import model
+
+BUDGET_GIB = 10.0
+
+
+def a_plan(name: str, action: str = "swap") -> Plan:
+    return Plan(model(8), BUDGET_GIB, None, Predicted(9.0, 100.0, 99.0, 1.0), (PlanClass("0", {f"{name}/0": SitePlan(action)}),))  # type: ignore[arg-type]  # noqa: E501
+
+
+class Run:
+    """Steps of a run: ``ms`` and ``peak_gib`` by plan, what is saved as set."""
+
+    def __init__(self, plans: Sequence[Plan], ms: Sequence[float], peaks: Sequence[float]) -> None:
+        self.plans = list(plans)
+        self.ms = {id(plan): value for plan, value in zip(plans, ms, strict=True)}
+        self.peaks = {id(plan): value for plan, value in zip(plans, peaks, strict=True)}
+        self.budgets: list[float] = []
+        self.said: list[str] = []
+        self.recorded: list[int] = []
+        self.number = 0
+        self.structure, self.saved_mib = 1, 1000.0
+        self.stages = Stages(BUDGET_GIB, self.make_plans, 3, self.said.append)
+
+    def make_plans(self, budget_gib: float) -> Sequence[Plan]:
+        self.budgets.append(budget_gib)
+        return self.plans
+
+    def steps(self, number: int, slower: float = 1.0) -> list[Stage]:
+        seen = []
+        for _ in range(number):
+            self.number += 1
+            seen.append(self.stages.stage)
+            if self.stages.recording:
+                self.recorded.append(self.number)
+            plan = self.stages.plan
+            ms, peak = (200.0, 5.0) if plan is None else (self.ms[id(plan)], self.peaks[id(plan)])
+            self.stages.step_ended(Step(self.number, ms * slower, peak, self.structure, self.saved_mib))
+        return seen
+
+
+def until_stable(run: Run) -> int:
+    for _ in range(40):
+        if run.stages.stage is Stage.STABLE:
+            return run.number
+        run.steps(1)
+    raise AssertionError(run.said)
+
+
+def three(ms: Sequence[float] = (110.0, 105.0, 120.0), peaks: Sequence[float] = (9.0, 9.5, 9.0)) -> Run:
+    return Run([a_plan("a"), a_plan("b"), a_plan("c")], ms, peaks)
+
+
+class TestFirstPlan:
+    def test_profile_then_search_then_the_fastest(self) -> None:
+        run = three()
+        seen = run.steps(SETTLING_STEPS + RECORDED_STEPS + 3 * (SETTLING_STEPS + 1) + 1)
+        assert seen == [Stage.PROFILE] * 3 + [Stage.SEARCH] * 6 + [Stage.STABLE]
+        assert run.recorded == [2, 3]
+        assert run.stages.plan is run.plans[1]
+        assert run.budgets == [BUDGET_GIB]
+        assert run.stages.num_replans == 0
+        assert "plan 2 of 3, 105.0 ms and 9.50 GiB (predicted 100.0 ms and 9.00 GiB)" in run.said[-1]
+
+    def test_a_plan_above_the_budget_loses(self) -> None:
+        run = three(peaks=(9.0, 10.1, 9.0))
+        until_stable(run)
+        assert run.stages.plan is run.plans[0]
+
+    def test_nothing_is_tried_where_nothing_has_to_move(self) -> None:
+        run = Run([a_plan("a", "keep")], [100.0], [9.0])
+        assert until_stable(run) == SETTLING_STEPS + RECORDED_STEPS
+        assert "above the need" in run.said[-1]
+
+    def test_if_all_are_above_the_budget_the_solver_gets_less(self) -> None:
+        run = three(peaks=(10.5, 10.25, 11.0))
+        run.steps(9)
+        assert run.budgets == [10.0, 9.75]
+        run.peaks = dict.fromkeys(run.peaks, 9.9)
+        until_stable(run)
+        assert run.stages.num_replans == 1
+
+    def test_what_cannot_be_tightened_any_more_is_said(self) -> None:
+        run = three(peaks=(10.5, 10.5, 10.5))
+        until_stable(run)
+        assert run.budgets == [10.0, 9.5, 9.0, 8.5]
+        assert "stays 0.50 GiB above the budget" in run.said[-1]
+
+    def test_no_plan_is_an_error_that_reaches_the_user(self) -> None:
+        def none_fits(budget_gib: float) -> Sequence[Plan]:
+            raise UsageError(f"no plan stays below {budget_gib}")
+
+        run = three()
+        run.stages._make_plans = none_fits
+        with pytest.raises(UsageError, match="no plan stays below 10.0"):
+            run.steps(4)
+
+    def test_other_tensors_while_recording_begin_it_anew(self) -> None:
+        run = three()
+        run.steps(2)
+        run.structure = 2
+        run.steps(1)
+        assert run.stages.stage is Stage.PROFILE
+        assert until_stable(run) == 3 + 3 + 6
+
+    def test_sizes_that_vary_are_planned_for_at_their_largest(self) -> None:
+        run = three()
+        run.steps(2)
+        run.saved_mib = 1300.0
+        run.steps(1)
+        assert run.stages.stage is Stage.SEARCH
+        assert run.stages.expected is not None
+        assert run.stages.expected.saved_mib == 1300.0
+
+
+class TestChange:
+    def test_a_larger_workload_is_measured_at_once_and_known_later(self) -> None:
+        run = three()
+        until_stable(run)
+        first = run.stages.plan
+        run.saved_mib = 2000.0
+        run.steps(1)
+        assert run.stages.stage is Stage.PROFILE
+        assert run.stages.plan is None
+        until_stable(run)
+        run.saved_mib = 1000.0
+        seen = run.steps(PATIENCE_SMALLER)
+        assert set(seen) == {Stage.STABLE}
+        assert run.stages.stage is Stage.STABLE
+        assert run.stages.plan is first
+        assert "its plan is known" in run.said[-1]
+        run.saved_mib = 2000.0
+        run.steps(1)
+        assert run.stages.stage is Stage.STABLE
+        assert run.stages.num_replans == 3
+
+    def test_a_single_smaller_step_changes_nothing(self) -> None:
+        run = three()
+        until_stable(run)
+        for _ in range(5):
+            run.saved_mib = 500.0
+            run.steps(PATIENCE_SMALLER - 1)
+            run.saved_mib = 1000.0
+            run.steps(1)
+        assert run.stages.num_replans == 0
+
+    def test_other_sites_are_another_workload(self) -> None:
+        run = three()
+        until_stable(run)
+        run.structure = 7
+        run.steps(1)
+        assert run.stages.stage is Stage.PROFILE
+        assert "other tensors" in run.said[-1]
+
+    def test_five_percent_are_no_change(self) -> None:
+        run = three()
+        until_stable(run)
+        run.saved_mib = 1049.0
+        run.steps(10)
+        run.saved_mib = 951.0
+        run.steps(10)
+        assert run.stages.num_replans == 0
+
+    def test_a_change_during_the_search(self) -> None:
+        run = three()
+        run.steps(5)
+        assert run.stages.stage is Stage.SEARCH
+        run.saved_mib = 3000.0
+        run.steps(1)
+        assert run.stages.stage is Stage.PROFILE
+        assert until_stable(run) == 6 + 3 + 6
+
+    def test_a_peak_above_the_budget_is_planned_again_with_so_much_to_spare(self) -> None:
+        run = three()
+        until_stable(run)
+        run.steps(5)
+        assert run.stages.plan is not None
+        run.peaks[id(run.stages.plan)] = 10.2
+        run.steps(1)
+        assert run.stages.stage is Stage.SEARCH
+        assert run.budgets == [10.0, pytest.approx(9.8)]
+
+    def test_slow_steps_are_waited_out_then_measured_again_and_less_often_each_time(self) -> None:
+        run = three()
+        until_stable(run)
+        run.steps(1)
+        run.steps(PATIENCE_SLOWER - 1, slower=1.2)
+        run.steps(1)
+        assert run.stages.num_replans == 0
+        run.steps(PATIENCE_SLOWER, slower=1.2)
+        assert run.stages.stage is Stage.PROFILE
+        assert run.stages.num_replans == 1
+        until_stable(run)
+        run.steps(1)
+        run.steps(2 * PATIENCE_SLOWER - 1, slower=1.2)
+        assert run.stages.stage is Stage.STABLE
+
+    def test_an_unknown_time_is_no_slow_step(self) -> None:
+        run = three()
+        until_stable(run)
+        for _ in range(50):
+            run.number += 1
+            run.stages.step_ended(Step(run.number, None, 9.0, 1, 1000.0))
+        assert run.stages.num_replans == 0
