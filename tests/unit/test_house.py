@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"observer"},
     {"planner"},
     {"policy"},
-    {"recipes"},
+    {"recipes", "made"},
     {"manager"},
     {"order"},
     {"group"},
