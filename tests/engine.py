@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from megatron.swap import manager as manager_module
 from megatron.swap.autograd import LayerBoundary, SavedTensors
@@ -28,7 +29,7 @@ from megatron.swap.policy import ManualPolicy, Policy
 from megatron.swap.recipes import Recipes
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.trace import Ranges
-from megatron.swap.types import ACTIVATION, MIB, NORM, places
+from megatron.swap.types import ACTIVATION, LINEAR, MIB, NORM, places
 
 HIDDEN = 32
 TOKENS = 64
@@ -92,10 +93,11 @@ def batch(number: int = 0, dtype: torch.dtype | None = None, tokens: int = TOKEN
 
 
 def watch(layer: nn.Module, recipes: Recipes) -> Iterator[Callable[[], None]]:
-    """Let the norms and the activation functions of a layer tell what they make; what takes that off again."""
-    for module in layer.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.forward = recipes.watched(NORM, module.forward)  # type: ignore[method-assign]
+    """Let norms, activation functions, linear_qkv and linear_fc1 tell what they make; what takes that off again."""
+    for path, module in layer.named_modules():
+        if isinstance(module, nn.LayerNorm) or path.endswith(("linear_qkv", "linear_fc1")):
+            kind = NORM if isinstance(module, nn.LayerNorm) else LINEAR
+            module.forward = recipes.watched(kind, module.forward)  # type: ignore[method-assign]
             yield partial(delattr, module, "forward")
         elif "activation" in vars(module):
             plain = module.activation
@@ -110,6 +112,7 @@ class Engine:
         swapped: layers to swap; all by default.
         policy: instead of the choice by ``swapped``, ``modules``, ``min_bytes`` and ``recompute``.
         recompute: producers whose outputs are recomputed.
+        whole: layers that are recomputed whole.
         chunks: how many layers each model chunk has; only the last one ends in the loss.
         commit_bytes: instead of the product's 16 MiB, so that copies start inside a layer.
     """
@@ -131,6 +134,7 @@ class Engine:
         ranges: Ranges | None = None,
         policy: Policy | None = None,
         recompute: Collection[str] = (),
+        whole: Collection[int] = (),
     ) -> None:
         layers = list(layers)
         numbers = range(len(layers))
@@ -151,9 +155,11 @@ class Engine:
             here_places = places([i in self.swapped for i in here], ends_in_loss and last)
             for layer, place in zip(here, here_places, strict=True):
                 hooked = layer in self.swapped or policy.recomputes_layer(layer)
+                again = partial(checkpoint, use_reentrant=True) if layer in whole else None
                 self.boundaries.append(
-                    LayerBoundary(layer, layers[layer], self.manager, saved_tensors, hooked=hooked, place=place)
-                )
+                    LayerBoundary(layer, layers[layer], self.manager, saved_tensors, hooked=hooked, place=place,
+                                  checkpoint=again)
+                )  # fmt: skip
             first += size
         self._commit_bytes, manager_module.COMMIT_BYTES = manager_module.COMMIT_BYTES, commit_bytes
 

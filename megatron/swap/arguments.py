@@ -11,7 +11,7 @@ import torch
 from megatron.swap.config import LAYER_SYNTAX, LOG_LEVELS, SwapConfig, parse_layers, parse_steps
 from megatron.swap.layer import known_modules
 from megatron.swap.profiler import NSYS
-from megatron.swap.types import ACTIVATION, NORM, PRODUCERS, UsageError
+from megatron.swap.types import ACTIVATION, LINEAR, NORM, PRODUCERS, UsageError
 
 
 class _Deterministic(argparse.Action):
@@ -36,8 +36,9 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Swap only what these submodules of a layer save, e.g. 'mlp', 'mlp.linear_fc1', 'core_attention'; "
         "'layer' is the layer itself, 'checkpoint' the input of a recomputed segment. Default: everything.")
     add("--swap-recompute", nargs="+", default=[], metavar="KIND",
-        help=f"Do not hold the outputs of these kinds of cheap kernels, in all layers, whatever --swap-layers says: "
-        f"make them again in backward, equal to the bit. Kinds: {', '.join(PRODUCERS)}. Default: none.")
+        help=f"Do not hold the outputs of these kinds of kernels, in all layers, whatever --swap-layers says: make "
+        f"them again in backward, equal to the bit. Kinds: {', '.join(PRODUCERS)}; all but linear are cheap. "
+        "Default: none.")
     add("--swap-min-mib", type=float, default=1.0, metavar="MIB",
         help="Storages smaller than this stay on the device. Default: 1.")
     add("--swap-host-gib", type=float, default=None, metavar="GIB",
@@ -149,19 +150,40 @@ def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
             "recomputed whole. Drop --swap-recompute, or leave layers whole by --recompute-method block."
         )
     modules = (args.recompute_modules or []) if args.recompute_granularity == "selective" else []
-    for kind, theirs in ((NORM, ("layernorm",)), (ACTIVATION, ("mlp", "moe", "moe_act"))):
+    for kind, theirs in ((NORM, ("layernorm",)), (ACTIVATION, ("mlp", "moe", "moe_act")), (LINEAR, ("mlp",))):
         for module in theirs if kind in config.recompute else ():
             if module in modules:
                 raise UsageError(
                     f"{ours} cannot be combined with --recompute-modules {module}: both would make the same tensors "
                     f"again. Drop {kind} from --swap-recompute, or {module} from --recompute-modules."
                 )
+    if LINEAR in config.recompute:
+        _check_linear(args, ours, modules)
     one_function = args.bias_swiglu_fusion or args.use_te_activation_func if args.swiglu else True
     if ACTIVATION in config.recompute and not one_function:
         raise UsageError(
             f"{ours} cannot be combined with --no-bias-swiglu-fusion: what an unfused SwiGLU makes is no single "
             f"function's output. Drop --no-bias-swiglu-fusion, or {ACTIVATION} from --swap-recompute."
         )
+
+
+def _check_linear(args: argparse.Namespace, ours: str, modules: Sequence[str]) -> None:
+    """What a linear layer that runs once more, in backward, would disturb or wait for."""
+    excluded = {
+        f"--fp8-format {args.fp8}": (args.fp8, "running twice would move the scaling factors on"),
+        f"--fp4-format {args.fp4}": (args.fp4, "running twice would move the scaling factors on"),
+        "--sequence-parallel": (
+            args.sequence_parallel and args.tensor_model_parallel_size > 1,
+            "a linear layer gathers its input from all ranks, which would have to do so at the same moment again",
+        ),
+        "--use-megatron-fsdp": (args.use_megatron_fsdp, "its weights are not there again when backward needs them"),
+        "--use-torch-fsdp2": (args.use_torch_fsdp2, "its weights are not there again when backward needs them"),
+        "--recompute-modules layernorm": ("layernorm" in modules, "Megatron frees the norm's output that it reads"),
+    }
+    for flag, (given, why) in excluded.items():
+        if given:
+            raise UsageError(f"{ours} cannot be combined with {flag}: {why}. Drop {LINEAR} from --swap-recompute, or "
+                             f"{flag}.")  # fmt: skip
 
 
 def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:

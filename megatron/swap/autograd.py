@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,12 +14,13 @@ from torch import nn
 
 from megatron.swap.group import Group
 from megatron.swap.handle import Alias, Handle, alias_of
+from megatron.swap.made import of_tensors_alone
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Hooks, Observer
-from megatron.swap.recipes import Recipe, Recipes
-from megatron.swap.sites import SiteNames
+from megatron.swap.recipes import Packing, Recipe, Recipes
+from megatron.swap.sites import CHECKPOINT_PATH, SiteNames
 from megatron.swap.trace import Ranges
-from megatron.swap.types import Place, Site
+from megatron.swap.types import Place, Site, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +173,13 @@ class SavedTensors:
         def pack_in(group: Group, site: Site | None, tensor: torch.Tensor) -> Packed:
             if self._recipes is not None:
                 join = lambda needed: kept(needed) if is_constant(needed) else pack_in(group, None, needed)  # noqa: E731
-                recipe = self._recipes.take(tensor, site, group, is_constant, join)
+                packing = Packing(is_constant, join, partial(hold, group, site))
+                recipe = self._recipes.take(tensor, site, group, packing)
                 if recipe is not None:
                     return RecomputedTensor(recipe, Layout.of(tensor))
+            return hold(group, site, tensor)
+
+        def hold(group: Group, site: Site | None, tensor: torch.Tensor) -> Packed:
             taken = self._manager.take(tensor, site, group)
             if taken is None:
                 return KeptTensor(alias_of(tensor), group)
@@ -220,6 +227,10 @@ class SavedTensors:
         return packed.layout.view(self._manager.fetch(packed.handle, packed.group, packed.index))
 
 
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 class LayerBoundary:
     """Replaces the ``forward`` of one layer by one that swaps what the layer saves.
 
@@ -229,6 +240,8 @@ class LayerBoundary:
         hooked: False for a layer that stays whole: then it only marks where backward has got to.
         place: where the layer stands in the forward of its chunk.
         on_run_without_grad: told of the layer's number when it runs without gradients.
+        checkpoint: for a layer that runs again as a whole: calls a function with tensors, and once more in backward,
+            with the same random numbers; it saves those tensors alone. ``None``: the layer runs once.
     """
 
     def __init__(
@@ -241,14 +254,16 @@ class LayerBoundary:
         hooked: bool,
         place: Place,
         on_run_without_grad: Callable[[int], None] | None = None,
+        checkpoint: Callable[..., Any] | None = None,
     ) -> None:
         self.layer = layer
+        self._checkpoint = checkpoint
         self._module = module
         self._manager = manager
         self._saved_tensors = saved_tensors
         self._place = place
         self._on_run_without_grad = on_run_without_grad
-        self._names = SiteNames(layer, module) if hooked else None
+        self._names = SiteNames(layer, module) if hooked and checkpoint is None else None
         self._constants = [*module.parameters(), *module.buffers()]
         self._inner = module.forward
         module.forward = self._forward  # type: ignore[method-assign]
@@ -282,17 +297,38 @@ class LayerBoundary:
             if manager.ranges.on:
                 _tell_end_of_backward(manager.ranges, group, args, kwargs)
             with self._saved_tensors_context(group):
-                result = self._inner(*args, **kwargs)
+                result = self._run(args, kwargs)
             manager.end_forward(group)
         mark = lambda hidden: _Leave.apply(hidden, lambda: manager.begin_backward(group))  # noqa: E731
         if isinstance(result, tuple):
             return (mark(result[0]), *result[1:])
         return mark(result)
 
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._checkpoint is None:
+            return self._inner(*args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._saved_tensors.untouched(observed=not in_backward()):
+                return self._inner(*args, **kwargs)
+
+        # What needs no gradient (masks, tables of angles) is there anyway.
+        function, tensors = of_tensors_alone(run, args, kwargs, _needs_gradient)
+        if not tensors:
+            raise UsageError(
+                f"layer {self.layer} is to be recomputed whole, but its input needs no gradient (frozen embeddings?): "
+                "its weights would get none either. Recompute single sites of it, or a later layer."
+            )
+        return self._checkpoint(function, *tensors)
+
     def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:
         # Read anew each time: Megatron moves parameters into its buffers after the model is built.
         constants = frozenset(tensor.untyped_storage()._cdata for tensor in self._constants)
         names = self._names
+        if self._checkpoint is not None:
+            ordinals = count()
+            where = lambda: (group, Site(self.layer, CHECKPOINT_PATH, next(ordinals)))  # noqa: E731
+            return self._saved_tensors.hooks(where, constants)
         if names is None:
             return self._saved_tensors.staying(group, constants)
         names.begin()

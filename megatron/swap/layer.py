@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import CrossAttentionSubmodules, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -21,11 +23,8 @@ from megatron.swap.group import Group
 from megatron.swap.manager import SwapManager
 from megatron.swap.policy import Policy, matches
 from megatron.swap.producers import Producers
-from megatron.swap.sites import OWN_PATH
-from megatron.swap.types import ACTIVATION, MIB, NORM, Place, Site, UsageError, places
-
-CHECKPOINT_PATH = "checkpoint"
-"""Path of the input of a fully recomputed segment."""
+from megatron.swap.sites import CHECKPOINT_PATH, OWN_PATH
+from megatron.swap.types import ACTIVATION, LINEAR, MIB, NORM, ROTARY, Place, Site, UsageError, places
 
 
 def known_modules() -> list[str]:
@@ -79,7 +78,13 @@ class Boundaries:
                 self._segments[block] = segments
             boundaries: list[LayerBoundary] = []
             for number, layer, place in zip(numbers, layers, layer_places, strict=True):
-                if recomputed := self._producers is not None and self._policy.recomputes_layer(number):
+                whole = self._policy.recomputes_whole(number)
+                if whole and (block.config.fp8 or block.config.fp4):
+                    raise UsageError(
+                        f"layer {number} is to be recomputed whole, with --fp8-format or --fp4-format: running twice "
+                        "would move the scaling factors on. Drop that format, or swap the layer."
+                    )
+                if recomputed := self._producers is not None and self._policy.recomputes_layer(number) and not whole:
                     self._producers.watch(layer)
                 boundaries.append(
                     LayerBoundary(
@@ -90,6 +95,7 @@ class Boundaries:
                         hooked=place.swapped or recomputed,
                         place=place,
                         on_run_without_grad=segments.on_run if segments else None,
+                        checkpoint=_checkpoint if whole else None,
                     )
                 )
             self._layers += boundaries
@@ -169,6 +175,11 @@ class SegmentInputs:
         self._num_saved = 0
 
 
+def _checkpoint(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """Megatron's own: it restores all random states before ``function`` runs again in backward."""
+    return tensor_parallel.checkpoint(function, False, *tensors)
+
+
 def _check_modules(patterns: Sequence[str], layers: Sequence[nn.Module]) -> None:
     """Names that are known, but that no layer of this model has."""
     paths = {path for layer in layers for path, _ in layer.named_modules() if path and not path.endswith("_bda")}
@@ -202,11 +213,12 @@ def least_saved_bytes(args: Namespace, num_swapped_layers: int) -> int:
     else:
         if not args.multi_latent_attention:
             groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-            heads = (args.num_attention_heads, groups, groups, args.num_attention_heads)  # q, k, v, attention output
+            heads = [args.num_attention_heads]  # attention output
+            if not {ROTARY, LINEAR} & set(args.swap_recompute):
+                heads += [args.num_attention_heads, groups, groups]  # q, k, v
             widths += [number * args.kv_channels // tensor_parallel for number in heads]
         if args.num_experts is None:
-            widths += [args.ffn_hidden_size // tensor_parallel] * (
-                (3 if args.swiglu else 2) - (ACTIVATION in args.swap_recompute)
-            )
+            fc1 = 0 if LINEAR in args.swap_recompute else 2 if args.swiglu else 1
+            widths += [args.ffn_hidden_size // tensor_parallel] * (fc1 + (ACTIVATION not in args.swap_recompute))
     sizes = [tokens * width * element_bytes for width in widths]
     return layers_here * sum(size for size in sizes if size >= args.swap_min_mib * MIB)

@@ -19,6 +19,10 @@ class Policy(ABC):
     def recomputes_layer(self, layer: int) -> bool:
         """Whether any site of ``layer`` may be recomputed."""
 
+    def recomputes_whole(self, layer: int) -> bool:
+        """Whether all of ``layer`` runs again in backward; of its input ``action`` is asked (path ``checkpoint``)."""
+        return False
+
     @abstractmethod
     def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
         """What to do with the storage (of ``num_bytes``) that was saved at ``site``.

@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+import torch
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from torch import nn
 
 from megatron.swap.recipes import Recipes
-from megatron.swap.types import ACTIVATION, NORM
+from megatron.swap.types import ACTIVATION, LINEAR, NORM, PRODUCERS, ROTARY
+
+LINEARS = ("linear_qkv", "linear_fc1")
+"""Those whose outputs are saved: by attention, by the activation."""
 
 
 class Producers:
-    """What was put around the norms and activation functions of a model's layers; ``remove`` takes it off again.
+    """What was put around the kernels of a model's layers; ``remove`` takes it off again.
 
     Kernels that are functions of a Megatron or TransformerEngine module are reached by patches instead
-    (``patches/fused_activations.py``, ``patches/te_normalization.py``).
+    (``fused_activations``, ``te_normalization``, ``rotary`` and ``te_qkv_layout`` in ``patches/``).
+
+    Args:
+        kinds: of kernels that are to tell, some of ``PRODUCERS``: what is told is held for a while.
     """
 
-    def __init__(self, recipes: Recipes) -> None:
+    def __init__(self, recipes: Recipes, kinds: Collection[str] = PRODUCERS) -> None:
         self._recipes = recipes
+        self._kinds = frozenset(kinds)
         self._undo: list[Callable[[], None]] = []
 
     def watch(self, layer: nn.Module) -> None:
-        """Make the norms and activation functions of ``layer`` tell what they make."""
+        """Make the kernels of ``layer`` tell what they make. Experts' linear layers do not: their inputs are sent."""
         for path, module in layer.named_modules():
             if path.endswith("layernorm") and not isinstance(module, IdentityOp):
                 self._watch_module(NORM, module)
+            elif path.endswith(LINEARS) and "experts" not in path:
+                self._watch_module(LINEAR, module, part=0)  # the other part is the bias
             elif isinstance(module, MLP):
                 self._watch_activation(module)
+            elif isinstance(module, SelfAttention):
+                self._watch_queries(module)
 
     def remove(self) -> None:
         """Give all of them their own functions back."""
@@ -39,6 +53,8 @@ class Producers:
             self._undo.pop()()
 
     def _watch_activation(self, mlp: MLP) -> None:
+        if ACTIVATION not in self._kinds:
+            return
         function = mlp.activation_func
         if isinstance(function, nn.Module):
             self._watch_module(ACTIVATION, function)
@@ -48,9 +64,46 @@ class Producers:
             mlp.activation_func = self._recipes.watched(ACTIVATION, function)
             self._undo.append(partial(setattr, mlp, "activation_func", function))
 
-    def _watch_module(self, producer: str, module: nn.Module) -> None:
-        module.forward = self._recipes.watched(producer, module.forward)  # type: ignore[method-assign]
-        self._undo.append(partial(delattr, module, "forward"))
+    def _watch_module(self, producer: str, module: nn.Module, part: int | None = None) -> None:
+        if producer in self._kinds:
+            module.forward = self._recipes.watched(producer, module.forward, part)  # type: ignore[method-assign]
+            self._undo.append(partial(delattr, module, "forward"))
+
+    def _watch_queries(self, attention: SelfAttention) -> None:
+        """Several heads of queries share one of keys and values: cut out of linear_qkv's output they are a copy."""
+        if ROTARY not in self._kinds or not isinstance(attention.q_layernorm, IdentityOp | None):
+            return
+        plain = attention.get_query_key_value_tensors
+
+        @functools.wraps(plain)
+        def tells(*arguments: Any, **options: Any) -> Any:
+            parts = plain(*arguments, **options)
+            if torch.is_grad_enabled() and len(parts) == 3:
+                tell_queries(self._recipes, parts[0], parts[2])
+            return parts
+
+        attention.get_query_key_value_tensors = tells  # type: ignore[method-assign]
+        self._undo.append(partial(delattr, attention, "get_query_key_value_tensors"))
+
+
+def tell_queries(recipes: Recipes, query: torch.Tensor, value: torch.Tensor) -> None:
+    """``query`` is a copy out of the storage that ``value`` is a view of, head by head before keys and values.
+
+    Both are [sequence, batch, heads, channels]; query has as many heads as value or a multiple.
+    """
+    (num_tokens, size, groups, channels), heads = value.shape, query.shape[2]
+    width = heads // groups * channels
+    is_cut_out = (value.storage_offset(), value.stride(2)) == (width + channels, width + 2 * channels)
+    if is_cut_out and query.untyped_storage()._cdata != value.untyped_storage()._cdata:
+        shape, stride = (num_tokens, size, groups, width), (*value.stride()[:3], 1)
+        source = value.detach().as_strided(shape, stride, 0)
+        recipes.tell(ROTARY, torch.Tensor.reshape, (source, query.shape), {}, query)
+
+
+def tell_copy(recipes: Recipes, given: Any, used: Any) -> None:
+    """TransformerEngine uses ``used`` instead of ``given``: the same numbers, in a storage of their own."""
+    if used is not given and torch.is_grad_enabled():
+        recipes.tell(ROTARY, torch.Tensor.contiguous, (given,), {}, used)
 
 
 def tell_norm_of_linear(

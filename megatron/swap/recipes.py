@@ -5,6 +5,10 @@ Where autograd then saves the output and the policy says RECOMPUTE, the graph ho
 inputs, each as one more saved tensor on what stands in the graph for it already (swapped, kept, or itself a recipe).
 Unpack runs the very same function again.
 
+An input may be saved later than the output: attention saves queries and keys before the values, whose storage all three
+come from. Or never: then it is made again too, if its own producer has told. So a recipe waits, and holds the output,
+until something is saved under another path; nothing is freed later for it, since a module's frame holds what it saves.
+
 Only functions without randomness may be told. Whether one really makes the same bits is not believed but tried, at the
 first use of each site, while the original is still there; a site that fails is refused for the rest of the run.
 """
@@ -24,43 +28,11 @@ import torch
 from megatron.swap.checksum import checksum
 from megatron.swap.devices.base import Device, Stream
 from megatron.swap.group import Group
-from megatron.swap.handle import Alias, alias_of
+from megatron.swap.handle import alias_of
+from megatron.swap.made import Chain, Made, bytes_of, of_tensors_alone, run_again, witness_of
 from megatron.swap.manager import VerifyError
 from megatron.swap.trace import Counters, Ranges
 from megatron.swap.types import Action, Site, SwapError
-
-Function = Callable[..., torch.Tensor]
-"""Of tensors alone; whatever else it needs it has bound."""
-
-
-def _witness(tensor: torch.Tensor) -> Alias:
-    """The version of ``tensor`` without its memory: shows later in-place changes and keeps nothing alive."""
-    alias = alias_of(tensor)
-    alias.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the version counter remains
-    return alias
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """What a producer has told. It holds the inputs until the output is saved or freed, or the layer ends."""
-
-    producer: str
-    function: Function
-    inputs: tuple[Alias, ...]
-    output: weakref.ref[torch.UntypedStorage]
-    num_bytes: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    witness: Alias
-
-    def makes_the_same(self, storage: torch.UntypedStorage) -> bool:
-        """Make the output again: whether it is laid out as before, and its bytes are those of ``storage``."""
-        other = _run(self.function, [alias.tensor for alias in self.inputs])
-        if (other.shape, other.stride(), other.dtype) != (self.shape, self.stride, self.dtype):
-            return False
-        found = other.untyped_storage()
-        return found.nbytes() == self.num_bytes and torch.equal(_words(found), _words(storage))
 
 
 class Recipe:
@@ -70,6 +42,7 @@ class Recipe:
         site, group: where it was saved first.
         num_bytes: size of the storage.
         function, inputs: what makes it, and what stands in the graph for each tensor it needs.
+        held: what stands in the graph for the storage itself where the recipe was refused after all.
         output: the storage as forward had it, while that lives.
         witness: shows in-place changes of it.
         storage, stream: made again, and on which stream, from the first until the last unpack of a backward.
@@ -77,16 +50,17 @@ class Recipe:
     """
 
     __slots__ = (
-        "__weakref__", "checksum", "function", "group", "inputs", "num_bytes", "num_packed", "num_unpacked", "output",
-        "site", "storage", "stream", "witness",
+        "__weakref__", "checksum", "function", "group", "held", "inputs", "num_bytes", "num_packed", "num_unpacked",
+        "output", "site", "storage", "stream", "witness",
     )  # fmt: skip
 
-    def __init__(self, site: Site, group: Group, made: _Made, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, site: Site, group: Group, made: Made) -> None:
         self.site = site
         self.group = group
         self.num_bytes = made.num_bytes
         self.function = made.function
-        self.inputs = inputs
+        self.inputs: tuple[Any, ...] = ()
+        self.held: Any = None
         self.output = made.output
         self.witness = made.witness
         self.checksum: torch.Tensor | None = None
@@ -100,13 +74,42 @@ class Recipe:
         return f"{self.site} mb{self.group.micro_batch}"
 
 
+CHANGED_INPUT = "what it was made from was changed in place"
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a tensor gets into the graph.
+
+    Attributes:
+        is_constant: whether a tensor stays on the device anyway (parameters).
+        join: what stands in the graph for an input, as one more saved tensor on what is saved of it already.
+        hold: what stands in the graph for the tensor itself, without a recipe.
+    """
+
+    is_constant: Callable[[torch.Tensor], bool]
+    join: Callable[[torch.Tensor], Any]
+    hold: Callable[[torch.Tensor], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A recipe before it is known what becomes of its inputs."""
+
+    recipe: Recipe
+    made: Made
+    output: torch.Tensor
+    packing: Packing
+
+
 @dataclass
 class _Run:
     """What is known while one layer runs, by the address of a storage. An entry counts while that storage lives."""
 
-    made: dict[int, _Made] = field(default_factory=dict)
+    made: dict[int, Made] = field(default_factory=dict)
     saved: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)
     recipes: dict[int, Recipe] = field(default_factory=dict)
+    waiting: list[_Waiting] = field(default_factory=list)
 
     def recipe(self, address: int) -> Recipe | None:
         recipe = self.recipes.get(address)
@@ -117,10 +120,15 @@ class _Run:
         self.made.clear()
         self.saved.clear()
         self.recipes.clear()
+        self.waiting.clear()
 
     def is_saved(self, address: int) -> bool:
         reference = self.saved.get(address)
         return reference is not None and reference() is not None
+
+    def stands_in_graph(self, tensor: torch.Tensor) -> bool:
+        address = tensor.untyped_storage()._cdata
+        return self.is_saved(address) or self.recipe(address) is not None
 
 
 class Recipes:
@@ -153,29 +161,33 @@ class Recipes:
         self._ranges = ranges
         self._verify = verify
         self._run: _Run | None = None
-        self._tried: dict[Site, bool] = {}
+        self._tried: dict[tuple[Site, int], bool] = {}
+        """Whether the n-th function of a site's chain made the same again."""
 
     # ------------------------------------------------------------------ forward
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around a layer's forward: what producers tell counts until its end."""
-        outer, self._run = self._run, _Run()
+        outer, run = self._run, _Run()
+        self._run = run
         try:
             yield
+            self._settle(run)
         finally:
-            self._run.forget()
+            run.forget()
             self._run = outer
 
-    def watched(self, producer: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, which tells what it makes wherever gradients are wanted."""
+    def watched(self, producer: str, function: Callable[..., Any], part: int | None = None) -> Callable[..., Any]:
+        """``function``, which tells what it makes (item ``part`` of its tuple) wherever gradients are wanted."""
+        makes = function if part is None else lambda *given, **named: function(*given, **named)[part]
 
         @functools.wraps(function)
         def tells(*arguments: Any, **options: Any) -> Any:
-            output = function(*arguments, **options)
+            result = function(*arguments, **options)
             if torch.is_grad_enabled():
-                self.tell(producer, function, arguments, options, output)
-            return output
+                self.tell(producer, makes, arguments, options, result if part is None else result[part])
+            return result
 
         return tells
 
@@ -191,7 +203,7 @@ class Recipes:
         run = self._run
         if run is None or type(output) is not torch.Tensor or torch.is_autocast_enabled(output.device.type):
             return
-        again, inputs = _of_tensors_alone(function, arguments, options)
+        again, inputs = of_tensors_alone(function, arguments, options)
         if not inputs or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in inputs):
             return
         storage = output.untyped_storage()
@@ -206,7 +218,7 @@ class Recipes:
             if made is not None and made.output is reference:
                 del run.made[address]
 
-        run.made[address] = _Made(
+        run.made[address] = Made(
             producer,
             again,
             tuple(alias_of(tensor) for tensor in inputs),
@@ -215,93 +227,129 @@ class Recipes:
             output.shape,
             output.stride(),
             output.dtype,
-            _witness(output),
+            witness_of(output),
         )
 
-    def take(
-        self,
-        tensor: torch.Tensor,
-        site: Site | None,
-        group: Group,
-        is_constant: Callable[[torch.Tensor], bool],
-        join: Callable[[torch.Tensor], Any],
-    ) -> Recipe | None:
+    def take(self, tensor: torch.Tensor, site: Site | None, group: Group, packing: Packing) -> Recipe | None:
         """Autograd saves ``tensor``: the recipe to hold instead, or ``None`` if its storage is to be had otherwise.
 
-        Args:
-            site: where; ``None`` for a recipe's input, which joins a recipe that is there and starts none.
-            is_constant: whether a tensor stays on the device anyway (parameters).
-            join: what stands in the graph for an input, as one more saved tensor on what is saved of it already.
+        ``site``: where; ``None`` for a recipe's input, which joins a recipe that is there and starts none.
         """
         run = self._run
         if run is None:
             return None
-        storage = tensor.untyped_storage()
-        address = storage._cdata
+        if site is not None and run.waiting:
+            self._settle(run, site.path)
+        address = tensor.untyped_storage()._cdata
         recipe = run.recipe(address)
         if recipe is not None and recipe.witness.changed():
             recipe = None  # those who saved it before will hear of that
         elif recipe is None and site is not None:
-            recipe = self._begin(site, group, storage, run, is_constant, join)
+            recipe = self._begin(site, group, tensor, run, packing)
         if recipe is not None:
             recipe.num_packed += 1
         elif site is not None:
-            run.saved[address] = weakref.ref(storage)
+            run.saved[address] = weakref.ref(tensor.untyped_storage())
+            run.made.pop(address, None)  # it holds the inputs
         return recipe
 
-    def _begin(
-        self,
-        site: Site,
-        group: Group,
-        storage: torch.UntypedStorage,
-        run: _Run,
-        is_constant: Callable[[torch.Tensor], bool],
-        join: Callable[[torch.Tensor], Any],
-    ) -> Recipe | None:
+    def _begin(self, site: Site, group: Group, tensor: torch.Tensor, run: _Run, packing: Packing) -> Recipe | None:
         """A recipe for a storage that is saved for the first time, if the policy wants one and there can be one."""
-        address, num_bytes = storage._cdata, storage.nbytes()
-        made = run.made.get(address)
-        if self._choose(site, num_bytes, None if made is None else made.producer) is not Action.RECOMPUTE:
+        storage = tensor.untyped_storage()
+        made = run.made.get(storage._cdata)
+        if self._choose(site, storage.nbytes(), None if made is None else made.producer) is not Action.RECOMPUTE:
             return None
-        problem = "it is not known what makes it"
-        if made is None or (problem := self._problem(site, storage, made, run, is_constant)):
-            self._counters.num_not_recomputed += 1
-            self.refused.setdefault(site, problem)
+        problem = "another site has saved it before, and holds it"
+        if not run.is_saved(storage._cdata):
+            problem = "it is not known what makes it" if made is None else self._problem(site, storage, made)
+        if made is None or problem:
+            self._refuse(site, problem)
             return None
-        recipe = Recipe(site, group, made, tuple(join(alias.tensor) for alias in made.inputs))
+        waiting = _Waiting(self._recipe(site, group, made, run), made, tensor.detach(), packing)
+        if all(packing.is_constant(alias.tensor) or run.stands_in_graph(alias.tensor) for alias in made.inputs):
+            self._decide(waiting, run)
+        else:
+            run.waiting.append(waiting)
+        return waiting.recipe
+
+    def _recipe(self, site: Site, group: Group, made: Made, run: _Run) -> Recipe:
+        recipe, storage = Recipe(site, group, made), made.output()
+        assert storage is not None
         if self._verify:
-            recipe.checksum = checksum(_bytes(storage))
-        run.recipes[address] = recipe
-        del run.made[address]
-        self.spared_bytes[made.producer] += num_bytes
-        self._counters.layers[site.layer].recomputed_bytes += num_bytes
+            recipe.checksum = checksum(bytes_of(storage))
+        run.recipes[storage._cdata] = recipe
+        del run.made[storage._cdata]
         return recipe
 
-    def _problem(
-        self,
-        site: Site,
-        storage: torch.UntypedStorage,
-        made: _Made,
-        run: _Run,
-        is_constant: Callable[[torch.Tensor], bool],
-    ) -> str:
-        """Why the storage cannot be recomputed; empty if it can."""
-        if self._tried.get(site) is False:
+    def _refuse(self, site: Site, problem: str) -> None:
+        self._counters.num_not_recomputed += 1
+        self.refused.setdefault(site, problem)
+
+    def _problem(self, site: Site, storage: torch.UntypedStorage, made: Made) -> str:
+        """Why the storage cannot be recomputed, as far as that is known when it is saved; empty if it can."""
+        if self._tried.get((site, 0)) is False:
             return self.refused[site]
-        if run.is_saved(storage._cdata):
-            return "another site has saved it before, and holds it"
         if made.witness.changed() or storage.nbytes() != made.num_bytes:
             return "it was changed in place after it was made"
-        for alias in made.inputs:
-            if alias.changed():
-                return "what it was made from was changed in place"
-            address = alias.tensor.untyped_storage()._cdata
-            if not (is_constant(alias.tensor) or run.is_saved(address) or run.recipe(address) is not None):
-                return "what it was made from is not saved by anybody: keeping that instead would save nothing"
-        if site not in self._tried:
-            self._tried[site] = made.makes_the_same(storage)
-            if not self._tried[site]:
-                return "made again, it was not the same to the bit"
+        return CHANGED_INPUT if made.input_changed() else self._try(site, 0, made)
+
+    def _try(self, site: Site, number: int, made: Made) -> str:
+        """Make it again, once for each site, while the original is there; empty if both are the same."""
+        storage = made.output()
+        assert storage is not None
+        if (site, number) not in self._tried:
+            run, self._run = self._run, None  # what is told now is none of the layer's
+            self._tried[site, number] = made.makes_the_same(storage)
+            self._run = run
+        return "" if self._tried[site, number] else "made again, it was not the same to the bit"
+
+    def _settle(self, run: _Run, path: str | None = None) -> None:
+        """Decide about recipes that wait, but for those saved under ``path``: more of it may be to come."""
+        ready = [one for one in run.waiting if one.recipe.site.path != path]
+        run.waiting = [one for one in run.waiting if one.recipe.site.path == path]
+        for one in ready:
+            self._decide(one, run)
+
+    def _decide(self, waiting: _Waiting, run: _Run) -> None:
+        """All that can be saved of a recipe's inputs is: find out what else has to be made again, or give it up."""
+        recipe, packing = waiting.recipe, waiting.packing
+        chain = Chain(recipe.num_bytes)
+        problem = self._find_missing(recipe.site, waiting.made, run, packing, chain)
+        if not problem:
+            tries = (self._try(recipe.site, number, made) for number, made in enumerate(chain.makers, start=1))
+            problem = next(filter(None, tries), "")
+        if problem:
+            self._tried[recipe.site, 0] = False
+            self._refuse(recipe.site, problem)
+            recipe.held = packing.hold(waiting.output)
+            return
+        for made in chain.makers:
+            self._recipe(recipe.site, recipe.group, made, run).inputs = _joined(made, packing)
+        recipe.inputs = _joined(waiting.made, packing)
+        self.spared_bytes[waiting.made.producer] += recipe.num_bytes
+        self._counters.layers[recipe.site.layer].recomputed_bytes += recipe.num_bytes
+
+    def _find_missing(self, site: Site, made: Made, run: _Run, packing: Packing, chain: Chain) -> str:
+        """Add to ``chain`` what nobody saves of what ``made`` needs. Returns why that cannot be had."""
+        if made.input_changed():
+            return CHANGED_INPUT
+        for tensor in (alias.tensor for alias in made.inputs):
+            storage = tensor.untyped_storage()
+            source = run.made.get(storage._cdata)
+            if packing.is_constant(tensor) or run.stands_in_graph(tensor) or source in chain.makers:
+                continue
+            if source is None:
+                chain.kept_bytes += storage.nbytes()
+                if chain.kept_bytes >= chain.num_bytes:
+                    return "what it was made from is not saved by anybody: keeping that instead would save nothing"
+                continue
+            if self._choose(site, source.num_bytes, source.producer) is not Action.RECOMPUTE:
+                return f"what it was made from is not saved by anybody, and {source.producer} is not to be recomputed"
+            if source.witness.changed():
+                return CHANGED_INPUT
+            if problem := self._find_missing(site, source, run, packing, chain):
+                return problem
+            chain.makers.append(source)
         return ""
 
     # ----------------------------------------------------------------- backward
@@ -321,11 +369,14 @@ class Recipes:
         storage = recipe.storage
         # Another stream makes its own: nothing orders it behind the first one's kernel.
         if storage is None or recipe.stream != stream:
-            with self._ranges.storage("recompute", recipe, recipe.num_bytes):
-                storage = _run(recipe.function, [unpack(packed) for packed in recipe.inputs]).untyped_storage()
-            self._check(recipe, storage)
+            if recipe.held is not None:
+                storage = unpack(recipe.held).untyped_storage()
+            else:
+                with self._ranges.storage("recompute", recipe, recipe.num_bytes):
+                    storage = run_again(recipe.function, [unpack(packed) for packed in recipe.inputs]).untyped_storage()
+                self._check(recipe, storage)
+                self._counters.num_recomputed += 1
             recipe.storage, recipe.stream = storage, stream
-            self._counters.num_recomputed += 1
         recipe.num_unpacked += 1
         if recipe.num_unpacked >= recipe.num_packed:
             # From here on its user alone keeps it. A second backward over a retained graph makes it again.
@@ -338,7 +389,7 @@ class Recipes:
                 f"{recipe.site}: made again, it has {storage.nbytes()} bytes instead of {recipe.num_bytes}. The kernel "
                 "that made it is not what it was in forward. Leave --swap-recompute away, and report this."
             )
-        if recipe.checksum is not None and not torch.equal(checksum(_bytes(storage)), recipe.checksum):
+        if recipe.checksum is not None and not torch.equal(checksum(bytes_of(storage)), recipe.checksum):
             raise VerifyError(
                 f"--swap-verify: {recipe.site} ({recipe.num_bytes} bytes) was made again and is different from what "
                 "autograd saved. Either something wrote to what it is made from, or its kernel does not give the same "
@@ -346,35 +397,5 @@ class Recipes:
             )
 
 
-def _of_tensors_alone(
-    function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
-) -> tuple[Function, list[torch.Tensor]]:
-    """``function`` with all but the tensors bound, and those tensors."""
-    names = [name for name, value in options.items() if isinstance(value, torch.Tensor)]
-    places = [place for place, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
-    others = [None if place in places else value for place, value in enumerate(arguments)]
-    bound = {name: value for name, value in options.items() if name not in names}
-
-    def again(*tensors: torch.Tensor) -> Any:
-        full = list(others)
-        for place, tensor in zip(places, tensors, strict=False):
-            full[place] = tensor
-        return function(*full, **bound, **dict(zip(names, tensors[len(places) :], strict=True)))
-
-    return again, [*(arguments[place] for place in places), *(options[name] for name in names)]
-
-
-def _run(function: Function, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    device = tensors[0].device.type
-    with torch.no_grad(), torch.autocast(device, enabled=False):
-        return function(*tensors)
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _words(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The storage as numbers to compare: bits decide, also of NaN and of zeros; wide ones need less scratch memory."""
-    view = _bytes(storage)
-    return view.view(torch.int64) if len(view) % 8 == 0 else view
+def _joined(made: Made, packing: Packing) -> tuple[Any, ...]:
+    return tuple(packing.join(alias.tensor) for alias in made.inputs)

@@ -26,7 +26,7 @@ from megatron.swap.layer import Boundaries, least_saved_bytes
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
 from megatron.swap.policy import ManualPolicy
-from megatron.swap.producers import Producers, tell_norm_of_linear
+from megatron.swap.producers import Producers, tell_copy, tell_norm_of_linear
 from megatron.swap.profiler import Profiler
 from megatron.swap.recipes import Recipes
 from megatron.swap.summary import (
@@ -42,8 +42,17 @@ from megatron.swap.summary import (
 )
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.trace import Ranges, Totals
-from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, format_bytes
-from patches import checkpointed_forward, fused_activations, registry, te_normalization, train, training_log
+from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY, format_bytes
+from patches import (
+    checkpointed_forward,
+    fused_activations,
+    registry,
+    rotary,
+    te_normalization,
+    te_qkv_layout,
+    train,
+    training_log,
+)
 from patches.registry import AppliedPatches
 
 
@@ -91,10 +100,15 @@ class SwapSession:
         if not config.acts and config.summary is None and config.profile is None:
             return session
         patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
+        with_te = args.transformer_impl == "transformer_engine"
         if ACTIVATION in config.recompute:
-            patches += fused_activations.fused_activations_patches(session._watched_activation)
-        if NORM in config.recompute and args.transformer_impl == "transformer_engine":
+            patches += fused_activations.fused_activations_patches(functools.partial(session._watched, ACTIVATION))
+        if NORM in config.recompute and with_te:
             patches.append(te_normalization.te_normalization_patch(session._tell_norm_of_linear))
+        if ROTARY in config.recompute:
+            patches.append(rotary.rotary_patch(functools.partial(session._watched, ROTARY)))
+        if ROTARY in config.recompute and with_te:
+            patches.append(te_qkv_layout.te_qkv_layout_patch(session._tell_copy))
         if config.acts and args.recompute_granularity == "full":
             patches.append(checkpointed_forward.checkpointed_forward_patch(session._around_checkpointed_forward))
         session._patches = registry.apply(patches)
@@ -137,7 +151,7 @@ class SwapSession:
             self._recipes = Recipes(
                 self._device, self._policy.action, self._manager.counters, self._ranges, config.verify
             )
-            producers = Producers(self._recipes)
+            producers = Producers(self._recipes, config.recompute)
         saved_tensors = SavedTensors(self._manager, self._device.torch_device, self._observer, self._recipes)
         self._boundaries = Boundaries(self._manager, saved_tensors, self._policy, producers)
         if config.log_level != "quiet" and self._args.rank == 0:
@@ -183,21 +197,25 @@ class SwapSession:
         assert self._boundaries is not None
         return self._boundaries.around_checkpointed_forward(block)
 
-    def _watched_activation(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A fused activation function as Megatron finds it from now on; there are no recipes before the model is."""
+    def _watched(self, producer: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function as Megatron finds it from now on; there are no recipes before the model is."""
 
         @functools.wraps(function)
-        def activation(*arguments: Any, **options: Any) -> Any:
+        def tells(*arguments: Any, **options: Any) -> Any:
             output = function(*arguments, **options)
             if self._recipes is not None and torch.is_grad_enabled():
-                self._recipes.tell(ACTIVATION, function, arguments, options, output)
+                self._recipes.tell(producer, function, arguments, options, output)
             return output
 
-        return activation
+        return tells
 
     def _tell_norm_of_linear(self, *what: Any) -> None:
         if self._recipes is not None:
             tell_norm_of_linear(self._recipes, *what)
+
+    def _tell_copy(self, given: Any, used: Any) -> None:
+        if self._recipes is not None:
+            tell_copy(self._recipes, given, used)
 
     # ---------------------------------------------------------------- training
 

@@ -11,6 +11,8 @@ from megatron.swap.types import Site
 
 OWN_PATH = "layer"
 """Path of what a layer saves outside its submodules (the residual connections)."""
+CHECKPOINT_PATH = "checkpoint"
+"""Path of the input of layers that are recomputed whole."""
 
 
 class SiteNames:

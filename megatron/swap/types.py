@@ -20,7 +20,11 @@ class UsageError(SwapError, ValueError):
 
 NORM = "norm"
 ACTIVATION = "activation"
-PRODUCERS = (NORM, ACTIVATION)
+ROTARY = "rotary"
+"""Queries, keys and values as attention gets them: rotated, and copied out of linear_qkv's output."""
+LINEAR = "linear"
+"""Outputs of linear_qkv and linear_fc1."""
+PRODUCERS = (NORM, ACTIVATION, ROTARY, LINEAR)
 """Kinds of kernels whose outputs can be recomputed."""
 
 

@@ -96,5 +96,5 @@ def test_bounds_are_allowed_and_nothing_changes_afterwards():
 def test_a_kind_that_cannot_be_recomputed_is_named():
     assert SwapConfig(layers=frozenset(), recompute=("norm", "activation")).acts
     assert not SwapConfig(layers=frozenset()).acts
-    with pytest.raises(UsageError, match="--swap-recompute rotary: must be norm or activation"):
-        SwapConfig(layers=frozenset(), recompute=("norm", "rotary"))
+    with pytest.raises(UsageError, match="--swap-recompute dropout: must be norm or activation or rotary or linear"):
+        SwapConfig(layers=frozenset(), recompute=("norm", "dropout"))

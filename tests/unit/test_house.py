@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
     {"stages"},
     {"switch"},
     {"policy"},
-    {"recipes"},
+    {"recipes", "made"},
     {"manager"},
     {"order"},
     {"group"},

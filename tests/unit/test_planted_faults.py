@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.handle import Alias, Handle
+from megatron.swap.made import Made
 from megatron.swap.manager import SwapManager, VerifyError
 from megatron.swap.recipes import Recipes, _Run
 from megatron.swap.types import Action
@@ -260,7 +261,7 @@ class TestRecipes:
     def test_an_input_changed_before_the_output_is_saved(self, monkeypatch: pytest.MonkeyPatch):
         case = recipe_cases.input_changed_later, recipe_cases.Double.apply
         assert self.wrongs(*case) == []
-        plant_fault(monkeypatch, Recipes, "_problem", "if alias.changed():", "if False:")
+        plant_fault(monkeypatch, Made, "input_changed", "alias.changed() or", "")
         assert "different" in self.wrongs(*case)
 
     def test_an_output_changed_before_it_is_saved(self, monkeypatch: pytest.MonkeyPatch):
@@ -299,7 +300,7 @@ class TestRecipes:
 
         options = {"policy": recipe_cases.where_known(Action.SWAP)}
         assert wrongs(accumulate, Noisy, **options) == []
-        plant_fault(monkeypatch, Recipes, "_problem", "made.makes_the_same(storage)", "True")
+        plant_fault(monkeypatch, Recipes, "_try", "made.makes_the_same(storage)", "True")
         assert "different" in wrongs(accumulate, Noisy, **options)
 
     def test_a_reused_address_is_a_new_storage(self, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""What tells: Megatron's norms and activation functions, and TransformerEngine's norm inside its linear."""
+"""What tells: Megatron's norms, activations, linear layers, queries; TransformerEngine's norm and copies."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from torch import nn
 from torch.nn import functional
 
-from megatron.swap.producers import Producers, tell_norm_of_linear
-from megatron.swap.types import ACTIVATION, NORM, Action
+from megatron.swap.producers import Producers, tell_copy, tell_norm_of_linear, tell_queries
+from megatron.swap.types import ACTIVATION, LINEAR, NORM, ROTARY, Action
 from patches.registry import UNCHECKED_VARIABLE, apply
 from patches.te_normalization import te_normalization_patch
+from patches.te_qkv_layout import te_qkv_layout_patch
 from tests.engine import HIDDEN, Engine, stack
 from tests.recipe_cases import one_step, where_known
 
@@ -30,9 +32,9 @@ class Recorder:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def watched(self, producer: str, function: Any) -> Any:
+    def watched(self, producer: str, function: Any, part: int | None = None) -> Any:
         def tells(*arguments: Any) -> Any:
-            self.told.append(producer)
+            self.told.append(producer if part is None else f"{producer} {part}")
             return function(*arguments)
 
         return tells
@@ -80,6 +82,97 @@ def test_which_activation_functions_tell(activation: Any, config: dict[str, bool
     Producers(recorder).watch(layer)  # type: ignore[arg-type]
     layer.mlp.activation_func(torch.ones(2))
     assert recorder.told == [ACTIVATION] * tells
+
+
+def test_linears_outside_experts_tell_and_only_the_kinds_that_are_wanted():
+    layer = nn.Module()
+    for path in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2",
+                 "mlp.experts.linear_fc1", "mlp.shared_experts.linear_fc1"):  # fmt: skip
+        *parents, name = path.split(".")
+        at = layer
+        for parent in parents:
+            if not hasattr(at, parent):
+                at.add_module(parent, nn.Module())
+            at = getattr(at, parent)
+        at.add_module(name, nn.Linear(4, 4))
+    layer.input_layernorm = nn.LayerNorm(4)
+    for kinds, told in (([LINEAR], [f"{LINEAR} 0"] * 2), ([NORM], [NORM]), ([ROTARY], [])):
+        recorder = Recorder()
+        producers = Producers(recorder, kinds)  # type: ignore[arg-type]
+        producers.watch(layer)
+        for module in layer.modules():
+            if isinstance(module, nn.Linear | nn.LayerNorm):
+                module(torch.ones(2, 4))
+        assert recorder.told == told
+        producers.remove()
+        assert not any("forward" in vars(module) for module in layer.modules())
+
+
+# ------------------------------------------------------------------------------------- queries that are cut out
+
+
+class Told:
+    """Stands for ``Recipes``: remembers what is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def tell(self, *what: Any) -> None:
+        self.calls.append(what)
+
+
+def cut(groups: int, heads: int, channels: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """linear_qkv's output, queries and values as Megatron cuts them out: [sequence, batch, heads, channels]."""
+    mixed = torch.randn(6, 2, (heads + 2 * groups) * channels)
+    width = heads // groups * channels
+    query, _, value = torch.split(mixed.view(6, 2, groups, width + 2 * channels), [width, channels, channels], dim=3)
+    return mixed, query.reshape(6, 2, heads, channels), value
+
+
+@pytest.mark.parametrize(("groups", "heads"), [(2, 8), (4, 8), (2, 4), (8, 64)])
+def test_queries_of_grouped_heads_are_made_again_from_the_values_storage(groups: int, heads: int):
+    _, query, value = cut(groups, heads)
+    told = Told()
+    tell_queries(told, query, value)  # type: ignore[arg-type]
+    ((producer, function, arguments, options, output),) = told.calls
+    assert (producer, options) == (ROTARY, {})
+    assert output is query
+    assert arguments[0].untyped_storage()._cdata == value.untyped_storage()._cdata
+    again = function(*arguments)
+    assert torch.equal(again, query)
+    assert again.untyped_storage().nbytes() == query.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("case", ["one head each", "one group", "values of their own", "half of the groups"])
+def test_queries_that_are_views_or_come_from_elsewhere_are_not_told(case: str):
+    _, query, value = cut(*{"one head each": (8, 8), "one group": (1, 8)}.get(case, (4, 8)))
+    if case == "values of their own":
+        value = value.contiguous()
+    elif case == "half of the groups":  # more tensor parallel ranks than groups: a part of what was gathered
+        query, value = query[:, :, 4:].contiguous(), value[:, :, 2:]
+    told = Told()
+    tell_queries(told, query, value)  # type: ignore[arg-type]
+    assert told.calls == []
+
+
+def test_the_attention_tells_its_queries_until_it_is_given_back(monkeypatch: pytest.MonkeyPatch):
+    _, query, value = cut(2, 8)
+    attention = SelfAttention.__new__(SelfAttention)
+    nn.Module.__init__(attention)
+    attention.q_layernorm = None
+    monkeypatch.setattr(SelfAttention, "get_query_key_value_tensors", lambda self, hidden: (query, None, value))
+    layer = nn.Module()
+    layer.self_attention = attention
+    for kinds, num_told in (([ROTARY], 1), ([LINEAR], 0)):
+        told = Told()
+        producers = Producers(told, kinds)  # type: ignore[arg-type]
+        producers.watch(layer)
+        attention.get_query_key_value_tensors(None)
+        with torch.no_grad():
+            attention.get_query_key_value_tensors(None)
+        assert len(told.calls) == num_told
+        producers.remove()
+        assert "get_query_key_value_tensors" not in vars(attention)
 
 
 # ----------------------------------------------------------------------------- TransformerEngine's norm and linear
@@ -131,17 +224,20 @@ class Layer(nn.Module):
         return hidden_states + self.linear_qkv(hidden_states).tanh()
 
 
-@pytest.fixture
-def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A TransformerEngine with that one function."""
-    name = "transformer_engine.pytorch.module.layernorm_linear"
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> types.ModuleType:
+    """A TransformerEngine whose module ``name`` has that one function."""
     parts = name.split(".")
     for i in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
     module = sys.modules[name]
-    module.apply_normalization = apply_normalization  # type: ignore[attr-defined]
-    monkeypatch.setenv(UNCHECKED_VARIABLE, f"{name}.apply_normalization")
+    setattr(module, function.__name__, function)
+    monkeypatch.setenv(UNCHECKED_VARIABLE, f"{name}.{function.__name__}")
     return module
+
+
+@pytest.fixture
+def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    return stand_in(monkeypatch, "transformer_engine.pytorch.module.layernorm_linear", apply_normalization)
 
 
 @contextmanager
@@ -179,3 +275,23 @@ def test_a_norm_that_does_not_make_the_same_again_is_refused():
         assert one_step(layers).same_as(plain)
         assert set(engine.recipes.refused.values()) == {"made again, it was not the same to the bit"}
         assert engine.counters.num_recomputed == 0
+
+
+def get_qkv_layout(q: Any, k: Any, v: Any, qkv_format: str = "sbhd") -> Any:
+    """Stands for TransformerEngine's: same arguments, same results."""
+    return ("sbhd_sbhd_sbhd", *(x.contiguous() for x in (q, k, v)), qkv_format, qkv_format)
+
+
+def test_values_that_are_copied_are_told(monkeypatch: pytest.MonkeyPatch):
+    module = stand_in(monkeypatch, "transformer_engine.pytorch.attention.dot_product_attention.utils", get_qkv_layout)
+    query, key, value = torch.ones(6, 2, 4), torch.zeros(6, 2, 4), torch.randn(6, 2, 8)[..., 4:]
+    told = Told()
+    with apply([te_qkv_layout_patch(lambda given, used: tell_copy(told, given, used))]):  # type: ignore[arg-type]
+        result = module.get_qkv_layout(query, key, value, qkv_format="sbhd")
+        with torch.no_grad():
+            module.get_qkv_layout(query, key, value)
+    assert result[0] == "sbhd_sbhd_sbhd"
+    assert result[1] is query
+    assert [(call[0], call[2][0] is value, call[4] is result[3]) for call in told.calls] == [(ROTARY, True, True)]
+    assert torch.equal(told.calls[0][1](value), result[3])
+    assert module.get_qkv_layout is get_qkv_layout

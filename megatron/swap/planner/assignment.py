@@ -19,13 +19,22 @@ class Rebuild:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """What runs again at once: a recipe, or a section."""
+
+    frees: tuple[str, ...]
+    needs: tuple[str, ...]
+    cost_ms: float
+
+
+@dataclass(frozen=True)
 class LayerScript:
     """A layer under a plan.
 
     Attributes:
         saves: ``(saved_at_ms, mib, action)`` in forward; what is recomputed dies with its forward.
         needs: ``(needed_at_ms, done_at_ms)`` of each save, the needs of recipes included.
-        rebuilds: in backward.
+        rebuilds: in backward; of those at the same time, the first ones are needed for the others.
     """
 
     forward_ms: float
@@ -70,29 +79,32 @@ def layer_script(
             if name not in there:
                 raise UsageError(f"the plan names the {what} {name!r} in {where}; the profile has {', '.join(there)}.")
     chosen = {name: Action.KEEP if sites[name].stays else action for name, action in actions.items()}
-    needed = {name: site.needed_at_ms for name, site in sites.items()}
-    done = {name: site.done_at_ms for name, site in sites.items()}
-    rebuilds = []
-    of_section = {site for name in sections for site in known[name].frees}
-    reads: list[tuple[float, str]] = []
+    parts = []
     for name in sections:
-        freed = [sites[site] for site in known[name].frees if not sites[site].stays]
-        at_ms = min((site.needed_at_ms for site in freed), default=0.0)
-        rebuilds.append(Rebuild(at_ms, known[name].recompute_ms, sum(site.mib for site in freed)))
-        reads += [(at_ms, site) for site in known[name].needs]
-        chosen.update((site.site, Action.RECOMPUTE) for site in freed)
+        frees = tuple(site for site in known[name].frees if not sites[site].stays)
+        parts.append(_Part(frees, known[name].needs, known[name].recompute_ms))
+        chosen.update((site, Action.RECOMPUTE) for site in frees)
+    of_section = {site for part in parts for site in part.frees}
     for name, action in chosen.items():
-        site = sites[name]
         if action is Action.RECOMPUTE and name not in of_section:
-            if site.recompute_ms is None:
+            cost = sites[name].recompute_ms
+            if cost is None:
                 raise UsageError(
                     f"the plan recomputes {name} in {where}, for which there is no recipe. Keep or swap it, or name "
                     f"one of the sections {', '.join(known) or '(there are none)'}."
                 )
-            rebuilds.append(Rebuild(site.needed_at_ms, site.recompute_ms, site.mib))
-            reads += [(site.needed_at_ms, need) for need in site.recompute_needs]
-    for at_ms, name in reads:
-        needed[name] = min(needed[name], at_ms)
+            parts.append(_Part((name,), sites[name].recompute_needs, cost))
+
+    needed = {name: site.needed_at_ms for name, site in sites.items()}
+    done = {name: site.done_at_ms for name, site in sites.items()}
+    parts = _needs_first(parts, where)
+    at_ms: dict[_Part, float] = {}
+    for part in reversed(parts):  # by then it is known when those that are made from it run
+        at_ms[part] = min((needed[site] for site in part.frees), default=0.0)
+        for site in part.needs:
+            needed[site] = min(needed[site], at_ms[part])
+            done[site] = max(done[site], at_ms[part])
+    rebuilds = (Rebuild(at_ms[part], part.cost_ms, sum(sites[site].mib for site in part.frees)) for part in parts)
     return LayerScript(
         forward_ms=entry.forward_ms,
         backward_ms=entry.backward_ms,
@@ -102,3 +114,22 @@ def layer_script(
         temporaries=entry.temporaries,
         forward_peak_mib=entry.forward_peak_mib,
     )
+
+
+def _needs_first(parts: list[_Part], where: str) -> list[_Part]:
+    """In the order in which they can run: what is made again may be needed to make something else again."""
+    makers = {site: part for part in parts for site in part.frees}
+    order: list[_Part] = []
+
+    def add(part: _Part, on_the_way: tuple[_Part, ...]) -> None:
+        if part in on_the_way:
+            raise UsageError(f"the plan recomputes {', '.join(part.frees)} in {where}, which needs itself. Keep it.")
+        for site in part.needs:
+            if site in makers and makers[site] is not part:
+                add(makers[site], (*on_the_way, part))
+        if part not in order:
+            order.append(part)
+
+    for part in parts:
+        add(part, ())
+    return order

@@ -130,8 +130,11 @@ RECIPES = {
     "self_attention.linear_qkv/1": ("self_attention.linear_qkv/0",),
     "mlp.linear_fc1/1": ("mlp.linear_fc1/0",),
     "mlp.linear_fc2/0": ("mlp/0",),
+    "mlp/0": ("mlp.linear_fc1/0",),
 }
-"""Sites that one elementwise kernel makes from another site."""
+"""Sites that one kernel makes from another site (which may be made again itself): an elementwise one, or a linear."""
+LINEARS = {"mlp/0": "fc1"}
+"""Sites that a linear layer makes. Under sequence parallelism it gathers its input from other ranks: no recipe."""
 
 
 def _forward_ms(step: Kernel, gpu: Gpu) -> float:
@@ -169,36 +172,48 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], input_stays: bo
             needed_at[site] = first_needed.get(site, now)
         now += _backward_ms(step, gpu)
         done_at.update((site, now) for site, _ in step.saves)
+    costs = _recipe_ms(model, gpu, sizes)
     sites = tuple(
         SiteProfile(
             site, sizes[site] / MIB, saved_at[site], needed_at[site], done_at[site],
-            recompute_ms=(sizes[site] + sum(sizes[need] for need in RECIPES[site])) / (gpu.memory_gb_s * 1e6)
-            if site in RECIPES else None,
-            recompute_needs=RECIPES.get(site, ()),
+            recompute_ms=costs.get(site), recompute_needs=RECIPES[site] if site in costs else (),
             stays=input_stays and site == "self_attention.linear_qkv/0",
         )
         for site in sizes
     )  # fmt: skip
     peak_mib = 2 * _sizes(model).hidden / MIB
-    return LayerClass(layers, forward_ms, now, sites, _sections(steps, gpu, sites), tuple(temporaries), peak_mib)
+    return LayerClass(layers, forward_ms, now, sites, _sections(model, gpu, sites), tuple(temporaries), peak_mib)
 
 
-def _sections(steps: list[Kernel], gpu: Gpu, sites: tuple[SiteProfile, ...]) -> tuple[Section, ...]:
-    """Linear outputs that run again (with what is made from them, but nothing behind it), and the whole layer.
+def kernel_ms(model: Model, gpu: Gpu) -> dict[str, float]:
+    """What the forward of each kernel takes, those of one name together."""
+    times: dict[str, float] = {}
+    for step in kernels(model):
+        times[step.name] = times.get(step.name, 0.0) + _forward_ms(step, gpu)
+    return times
 
-    ``mlp`` is as Megatron's selective recomputation does it: fc2 runs again as well, though nobody needs its output.
-    """
-    cost = {step.name: _forward_ms(step, gpu) for step in steps}
+
+def _recipe_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, float]:
+    """What each recipe takes."""
+    times = kernel_ms(model, gpu)
+    costs = {}
+    for site, needs in RECIPES.items():
+        if site not in LINEARS:
+            costs[site] = (sizes[site] + sum(sizes[need] for need in needs)) / (gpu.memory_gb_s * 1e6)
+        elif not model.sequence_parallel:
+            costs[site] = times[LINEARS[site]]
+    return costs
+
+
+def _sections(model: Model, gpu: Gpu, sites: tuple[SiteProfile, ...]) -> tuple[Section, ...]:
+    """``qkv``: linear_qkv's output is no site (rotary embedding and a copy make three of it), so they run together."""
+    times = kernel_ms(model, gpu)
     names = [site.site for site in sites]
-    context = "self_attention.core_attention.fused_attention"
-    qkv = ("self_attention.linear_qkv/1", *(f"{context}/{i}" for i in range(3)))
-    fc1 = ("mlp.linear_fc1/1", "mlp/0", "mlp.linear_fc2/0")
-    return (
-        Section("qkv", qkv, (names[0],), cost["qkv"] + cost["rotary"]),
-        Section("fc1", fc1, ("mlp.linear_fc1/0",), cost["fc1"] + cost["activation"]),
-        Section("mlp", fc1, ("mlp.linear_fc1/0",), cost["fc1"] + cost["activation"] + cost["fc2"]),
-        Section("layer", tuple(names[1:]), (names[0],), sum(_forward_ms(step, gpu) for step in steps)),
-    )
+    qkv = tuple(f"self_attention.core_attention.fused_attention/{i}" for i in range(3))
+    whole = Section("layer", tuple(names[1:]), (names[0],), sum(times.values()))
+    if model.sequence_parallel:
+        return (whole,)
+    return Section("qkv", qkv, (names[0],), times["qkv"] + times["rotary"]), whole
 
 
 def num_params(model: Model, tied: bool) -> tuple[float, float]:

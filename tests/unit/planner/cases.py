@@ -65,7 +65,7 @@ def plan(of: Profile, classes: dict[tuple[int, ...], dict[str, str]], **sections
 
 
 def random_class(source: random.Random, layers: tuple[int, ...], num_sites: int) -> LayerClass:
-    """Equal layers with sites in order, some of them recomputable, and at times a section."""
+    """Equal layers with sites in order, some of them recomputable from others, and at times a section."""
     forward_ms = source.uniform(0.5, 4.0)
     backward_ms = 2 * forward_ms
     names = [f"m{i}/0" for i in range(num_sites)]
@@ -75,6 +75,12 @@ def random_class(source: random.Random, layers: tuple[int, ...], num_sites: int)
         site(name, source.choice([20, 40, 80, 160, 320]), at, need, source.uniform(need, backward_ms),
              recompute_ms=source.choice([None, round(source.uniform(0.05, 1.5), 2)]), stays=source.random() < 0.1)
         for name, at, need in zip(names, saved, needed, strict=True)
+    )  # fmt: skip
+    # Recipes read what was saved before; it may be recomputed too.
+    sites = tuple(
+        replace(one, recompute_needs=tuple(source.sample(names[:i], source.randint(0, i))))
+        if one.recompute_ms is not None else one
+        for i, one in enumerate(sites)
     )  # fmt: skip
     sections: tuple[Section, ...] = ()
     if source.random() < 0.6:

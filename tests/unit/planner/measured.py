@@ -12,8 +12,8 @@ from megatron.swap.config import parse_layers
 from megatron.swap.plan import Model, Plan, PlanClass, SitePlan, format_layers
 from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.profile import Link, Profile
-from megatron.swap.planner.shape import layer_class, shape_profile, with_times
+from megatron.swap.planner.profile import Link, Profile, Section
+from megatron.swap.planner.shape import kernel_ms, layer_class, shape_profile, with_times
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.policy import matches
 
@@ -58,6 +58,7 @@ def compared(file: str) -> Iterator[Compared]:
         static = row["device_static_gib"] or STATIC_GIB_OF_OVERHEAD.get(case)
         if static:
             profile = replace(profile, static_gib=static)
+        profile = with_mlp_section(profile)
         link = row["link"]
         profile = replace(profile, link=Link(link["d2h_gb_s"], link["h2d_gb_s"], 49.0, 49.0))
         none = next((one for one in rows if one["case"] == row["case"] and one["method"] == "none"), None)
@@ -65,6 +66,14 @@ def compared(file: str) -> Iterator[Compared]:
         if none is not None and measured:
             profile = with_times(profile, none["forward_ms"], none["backward_ms"], none["step_ms_median"])
         yield Compared(file, case, row["method"], row, simulate(profile, plan), measured)
+
+
+def with_mlp_section(profile: Profile) -> Profile:
+    """Megatron's selective recomputation of the MLP: fc2 runs again as well, though nobody needs its output."""
+    times = kernel_ms(profile.model, find_gpu("h200"))
+    frees = ("mlp.linear_fc1/1", "mlp/0", "mlp.linear_fc2/0")
+    mlp = Section("mlp", frees, ("mlp.linear_fc1/0",), times["fc1"] + times["activation"] + times["fc2"])
+    return replace(profile, layers=tuple(replace(one, sections=(mlp, *one.sections)) for one in profile.layers))
 
 
 def plan_of(model: Model, flags: list[str], method: str) -> Plan | None:

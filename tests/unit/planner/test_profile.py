@@ -15,7 +15,7 @@ from megatron.swap.plan import load_plan
 from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import GPUS, find_gpu
 from megatron.swap.planner.profile import LayerClass, Pipeline, Section, load_profile, save_profile, sha256
-from megatron.swap.planner.shape import shape_profile
+from megatron.swap.planner.shape import RECIPES, shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
 from megatron.swap.planner.what_if import with_link, with_tokens
@@ -83,6 +83,19 @@ class TestShapes:
         }  # fmt: skip
         assert [one.site for one in of.layers[0].sites if one.stays] == ["self_attention.linear_qkv/0"]
         assert of.num_micro_batches == 2
+
+    def test_what_can_run_again(self) -> None:
+        shape = read_flags(FLAGS.split()).model
+        of = shape_profile(shape, find_gpu("h200"), 2).layers[1]
+        recipes = {one.site: one for one in of.sites if one.recompute_ms is not None}
+        assert {name: one.recompute_needs for name, one in recipes.items()} == RECIPES
+        assert 0.6 < recipes["mlp/0"].recompute_ms / (4 * 4096 * 4 * 4096 * 11008 / 681e9) < 1.2  # a matrix product
+        assert max(one.recompute_ms for name, one in recipes.items() if name != "mlp/0") < 0.5
+        assert [part.name for part in of.sections] == ["qkv", "layer"]
+        parallel = replace(shape, tensor_parallel=2, sequence_parallel=True)
+        sharded = shape_profile(parallel, find_gpu("h200"), 2).layers[1]
+        assert [part.name for part in sharded.sections] == ["layer"]
+        assert next(one for one in sharded.sites if one.site == "mlp/0").recompute_ms is None
 
     def test_flags_mean_what_they_mean_to_megatron(self) -> None:
         training = read_flags(f"{FLAGS} --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "

@@ -14,12 +14,13 @@ from megatron.swap.handle import Handle
 from megatron.swap.host_pool import HostPool
 from megatron.swap.manager import SwapManager
 from megatron.swap.plan import Plan
+from megatron.swap.planner.assignment import layer_script
 from megatron.swap.planner.profile import LayerClass, Link, Outside, Pipeline, Profile, Section
 from megatron.swap.planner.schedule import live_peaks, schedule
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
 from megatron.swap.tiers.host import HostTier
-from megatron.swap.types import KIB, MIB, Site, UsageError, places
+from megatron.swap.types import KIB, MIB, Action, Site, UsageError, places
 from tests.unit.planner.cases import GB_S, plan, profile, random_class, site
 
 ONE = LayerClass(tuple(range(4)), 2.0, 4.0, (site("a/0", 100, 1.0, 1.0, 2.0),))
@@ -94,6 +95,45 @@ class TestByHand:
         kept = simulate(of, plan(of, {(0,): {"in/0": "swap"}}))
         made_again = simulate(of, plan(of, {(0,): {"in/0": "swap", "out/0": "recompute"}}))
         assert made_again.in_stall_ms == pytest.approx(kept.in_stall_ms + 3.0)  # asked for 3 ms earlier
+
+    def test_a_chain_is_made_in_order_once_each_and_held(self) -> None:
+        """c is made from b, b from a, which is on the host: all of it when c is needed, first of all."""
+        sites = (
+            site("a/0", 100, 0.1, 3.0, 4.0),
+            site("b/0", 40, 1.0, 2.0, 3.0, recompute_ms=0.5, recompute_needs=("a/0",)),
+            site("c/0", 20, 1.5, 0.0, 1.0, recompute_ms=0.25, recompute_needs=("b/0",)),
+        )
+        entry = LayerClass((0, 1), 2.0, 4.0, sites)
+        script = layer_script(entry, {"c/0": Action.RECOMPUTE, "b/0": Action.RECOMPUTE, "a/0": Action.SWAP}, ())
+        assert [(one.at_ms, one.cost_ms, one.mib) for one in script.rebuilds] == [(0.0, 0.5, 40), (0.0, 0.25, 20)]
+        assert script.needs == ((0.0, 4.0), (0.0, 3.0), (0.0, 1.0))
+        alone = layer_script(entry, {"b/0": Action.RECOMPUTE}, ())
+        assert [one.at_ms for one in alone.rebuilds] == [2.0]
+        assert alone.needs == ((2.0, 4.0), (2.0, 3.0), (0.0, 1.0))
+        of = profile([entry], gb_s=GB_S / 20)
+        told = simulate(of, plan(of, {(0,): {"a/0": "swap", "b/0": "recompute", "c/0": "recompute"}}))
+        assert told.recompute_ms == pytest.approx(0.75)
+        kept = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
+        # What is made again takes 0.75 ms behind the wait, not beside it; a is asked for 3 ms earlier.
+        assert told.in_stall_ms == pytest.approx(kept.in_stall_ms + 3.0)
+
+    def test_what_a_chain_reads_is_held_until_the_last_of_it_has_run(self) -> None:
+        sites = (
+            site("a/0", 100, 0.1, 0.0, 0.5),
+            site("b/0", 40, 1.0, 2.0, 3.0, recompute_ms=0.5, recompute_needs=("a/0",)),
+        )
+        script = layer_script(LayerClass((0,), 2.0, 4.0, sites), {"b/0": Action.RECOMPUTE}, ())
+        assert script.needs == ((0.0, 2.0), (2.0, 3.0))
+
+    def test_recipes_that_need_each_other_are_refused(self) -> None:
+        sites = (
+            site("a/0", 100, 0.1, 1.0, recompute_ms=0.5, recompute_needs=("b/0",)),
+            site("b/0", 40, 1.0, 2.0, recompute_ms=0.5, recompute_needs=("a/0",)),
+        )
+        of = profile([LayerClass((0,), 2.0, 4.0, sites)])
+        simulate(of, plan(of, {(0,): {"a/0": "recompute"}}))
+        with pytest.raises(UsageError, match="recomputes a/0 in layer 0, which needs itself"):
+            simulate(of, plan(of, {(0,): {"a/0": "recompute", "b/0": "recompute"}}))
 
     def test_gradients_count(self) -> None:
         of = profile([replace(ONE, layers=(0,), temporaries=((0.0, 30.0), (1.0, 90.0), (2.0, 10.0)))])
