@@ -26,6 +26,7 @@ from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
 from megatron.swap.policy import ManualPolicy, Policy
 from megatron.swap.recipes import Recipes
+from megatron.swap.recorder import Recorder
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.trace import Ranges
 from megatron.swap.types import ACTIVATION, MIB, NORM, places
@@ -111,6 +112,7 @@ class Engine:
         policy: instead of the choice by ``swapped``, ``modules``, ``min_bytes`` and ``recompute``.
         recompute: producers whose outputs are recomputed.
         chunks: how many layers each model chunk has; only the last one ends in the loss.
+        recorded: hooks all layers for ``recorder``, which takes the observer's bytes for the device's memory.
         commit_bytes: instead of the product's 16 MiB, so that copies start inside a layer.
     """
 
@@ -131,6 +133,7 @@ class Engine:
         ranges: Ranges | None = None,
         policy: Policy | None = None,
         recompute: Collection[str] = (),
+        recorded: bool = False,
     ) -> None:
         layers = list(layers)
         numbers = range(len(layers))
@@ -141,7 +144,13 @@ class Engine:
         policy = policy or ManualPolicy(self.swapped, modules, min_bytes, recompute)
         self.manager = SwapManager(self.device, self.tier, policy.without_recipe, window_bytes, verify, ranges)
         self.recipes = Recipes(self.device, policy.action, self.manager.counters, self.manager.ranges, verify)
-        saved_tensors = SavedTensors(self.manager, self.device.torch_device, observer, self.recipes)
+        self.recorder = None
+        if recorded:
+            assert observer is not None
+            self.recorder = Recorder(self.device, self.manager.ranges, observer.take_peak)
+        self.saved_tensors = saved_tensors = SavedTensors(
+            self.manager, self.device.torch_device, observer, self.recipes, self.recorder
+        )
         self._undo = [undo for layer in layers for undo in watch(layer, self.recipes)]
         self.boundaries: list[LayerBoundary] = []
         first = 0
@@ -150,7 +159,7 @@ class Engine:
             last = number == len(chunks) - 1
             here_places = places([i in self.swapped for i in here], ends_in_loss and last)
             for layer, place in zip(here, here_places, strict=True):
-                hooked = layer in self.swapped or policy.recomputes_layer(layer)
+                hooked = recorded or layer in self.swapped or policy.recomputes_layer(layer)
                 self.boundaries.append(
                     LayerBoundary(layer, layers[layer], self.manager, saved_tensors, hooked=hooked, place=place)
                 )

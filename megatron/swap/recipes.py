@@ -26,8 +26,11 @@ from megatron.swap.devices.base import Device, Stream
 from megatron.swap.group import Group
 from megatron.swap.handle import Alias, alias_of
 from megatron.swap.manager import VerifyError
+from megatron.swap.recording import COMPARISON, TRIAL
 from megatron.swap.trace import Counters, Ranges
 from megatron.swap.types import Action, Site, SwapError
+
+NOT_THE_SAME = "made again, it was not the same to the bit"
 
 Function = Callable[..., torch.Tensor]
 """Of tensors alone; whatever else it needs it has bound."""
@@ -54,9 +57,12 @@ class _Made:
     dtype: torch.dtype
     witness: Alias
 
-    def makes_the_same(self, storage: torch.UntypedStorage) -> bool:
-        """Make the output again: whether it is laid out as before, and its bytes are those of ``storage``."""
-        other = _run(self.function, [alias.tensor for alias in self.inputs])
+    def again(self) -> torch.Tensor:
+        """Make the output again."""
+        return _run(self.function, [alias.tensor for alias in self.inputs])
+
+    def is_same(self, other: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether ``other`` is laid out as the output was, and its bytes are those of ``storage``."""
         if (other.shape, other.stride(), other.dtype) != (self.shape, self.stride, self.dtype):
             return False
         found = other.untyped_storage()
@@ -287,7 +293,7 @@ class Recipes:
     ) -> str:
         """Why the storage cannot be recomputed; empty if it can."""
         if self._tried.get(site) is False:
-            return self.refused[site]
+            return NOT_THE_SAME
         if run.is_saved(storage._cdata):
             return "another site has saved it before, and holds it"
         if made.witness.changed() or storage.nbytes() != made.num_bytes:
@@ -299,10 +305,34 @@ class Recipes:
             if not (is_constant(alias.tensor) or run.is_saved(address) or run.recipe(address) is not None):
                 return "what it was made from is not saved by anybody: keeping that instead would save nothing"
         if site not in self._tried:
-            self._tried[site] = made.makes_the_same(storage)
-            if not self._tried[site]:
-                return "made again, it was not the same to the bit"
-        return ""
+            with self._ranges.mark(f"{TRIAL} {site}"):
+                other = made.again()
+            with self._ranges.mark(f"{COMPARISON} {site}"):
+                self._tried[site] = made.is_same(other, storage)
+                del other  # before the range ends: what a listener sees of memory afterwards is the layer's own
+        return "" if self._tried[site] else NOT_THE_SAME
+
+    def source(
+        self, tensor: torch.Tensor, site: Site, is_constant: Callable[[torch.Tensor], bool], try_again: bool
+    ) -> tuple[str, list[torch.Tensor]] | None:
+        """What makes a tensor that is about to be saved first, whatever the policy says; for a recorder.
+
+        Args:
+            try_again: also where it was tried before, so that a listener to ranges can time it.
+
+        Returns:
+            Its producer and what that reads, constants aside; ``None``: there is no recipe.
+        """
+        storage = tensor.untyped_storage()
+        run = self._run
+        made = None if run is None else run.made.get(storage._cdata)
+        if run is None or made is None or run.recipe(storage._cdata) is not None:
+            return None
+        if try_again and self._tried.get(site):
+            del self._tried[site]
+        if self._problem(site, storage, made, run, is_constant):
+            return None
+        return made.producer, [alias.tensor for alias in made.inputs if not is_constant(alias.tensor)]
 
     # ----------------------------------------------------------------- backward
 
@@ -323,6 +353,7 @@ class Recipes:
         if storage is None or recipe.stream != stream:
             with self._ranges.storage("recompute", recipe, recipe.num_bytes):
                 storage = _run(recipe.function, [unpack(packed) for packed in recipe.inputs]).untyped_storage()
+                self._ranges.arrived(recipe, storage)
             self._check(recipe, storage)
             recipe.storage, recipe.stream = storage, stream
             self._counters.num_recomputed += 1

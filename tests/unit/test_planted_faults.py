@@ -299,7 +299,7 @@ class TestRecipes:
 
         options = {"policy": recipe_cases.where_known(Action.SWAP)}
         assert wrongs(accumulate, Noisy, **options) == []
-        plant_fault(monkeypatch, Recipes, "_problem", "made.makes_the_same(storage)", "True")
+        plant_fault(monkeypatch, Recipes, "_problem", "made.is_same(other, storage)", "True")
         assert "different" in wrongs(accumulate, Noisy, **options)
 
     def test_a_reused_address_is_a_new_storage(self, monkeypatch: pytest.MonkeyPatch):
