@@ -27,6 +27,7 @@ from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
 from megatron.swap.policy import ManualPolicy, Policy
 from megatron.swap.recipes import Recipes
+from megatron.swap.recorder import Recorder
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.trace import Ranges
 from megatron.swap.types import ACTIVATION, LINEAR, MIB, NORM, places
@@ -114,6 +115,7 @@ class Engine:
         recompute: producers whose outputs are recomputed.
         whole: layers that are recomputed whole.
         chunks: how many layers each model chunk has; only the last one ends in the loss.
+        recorded: hooks all layers for ``recorder``, which takes the observer's bytes for the device's memory.
         commit_bytes: instead of the product's 16 MiB, so that copies start inside a layer.
     """
 
@@ -135,6 +137,7 @@ class Engine:
         policy: Policy | None = None,
         recompute: Collection[str] = (),
         whole: Collection[int] = (),
+        recorded: bool = False,
     ) -> None:
         layers = list(layers)
         numbers = range(len(layers))
@@ -145,7 +148,13 @@ class Engine:
         policy = policy or ManualPolicy(self.swapped, modules, min_bytes, recompute)
         self.manager = SwapManager(self.device, self.tier, policy.without_recipe, window_bytes, verify, ranges)
         self.recipes = Recipes(self.device, policy.action, self.manager.counters, self.manager.ranges, verify)
-        saved_tensors = SavedTensors(self.manager, self.device.torch_device, observer, self.recipes)
+        self.recorder = None
+        if recorded:
+            assert observer is not None
+            self.recorder = Recorder(self.device, self.manager.ranges, observer.take_peak)
+        self.saved_tensors = saved_tensors = SavedTensors(
+            self.manager, self.device.torch_device, observer, self.recipes, self.recorder
+        )
         self._undo = [undo for layer in layers for undo in watch(layer, self.recipes)]
         self.boundaries: list[LayerBoundary] = []
         first = 0
@@ -154,7 +163,7 @@ class Engine:
             last = number == len(chunks) - 1
             here_places = places([i in self.swapped for i in here], ends_in_loss and last)
             for layer, place in zip(here, here_places, strict=True):
-                hooked = layer in self.swapped or policy.recomputes_layer(layer)
+                hooked = recorded or layer in self.swapped or policy.recomputes_layer(layer)
                 again = partial(checkpoint, use_reentrant=True) if layer in whole else None
                 self.boundaries.append(
                     LayerBoundary(layer, layers[layer], self.manager, saved_tensors, hooked=hooked, place=place,

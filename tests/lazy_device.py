@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.swap.devices.base import Device
-from megatron.swap.devices.emulated import POISON
+from megatron.swap.devices.emulated import POISON, ClockMark
 
 
 class LazyStream:
@@ -182,6 +182,19 @@ class LazyDevice(Device):
 
     def allocated_bytes(self) -> None:
         return None
+
+    def take_peak(self) -> None:
+        return None
+
+    def reserved_bytes(self) -> None:
+        return None
+
+    def mark(self) -> ClockMark:
+        return ClockMark()
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            stream.run_until(lambda stream=stream: not stream.work)
 
     def close(self) -> None:
         for stream in self._streams:

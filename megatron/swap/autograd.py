@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.swap.footprint import FootprintMeter
 from megatron.swap.group import Group
 from megatron.swap.handle import Alias, Handle, alias_of
 from megatron.swap.made import of_tensors_alone
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Hooks, Observer
 from megatron.swap.recipes import Packing, Recipe, Recipes
+from megatron.swap.recorder import Recorder
+from megatron.swap.recording import SavedStorage
 from megatron.swap.sites import CHECKPOINT_PATH, SiteNames
 from megatron.swap.trace import Ranges
 from megatron.swap.types import Place, Site, UsageError
@@ -88,6 +91,14 @@ Packed = PackedTensor | RecomputedTensor | KeptTensor | Alias | torch.Tensor
 subclass left untouched."""
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedTensor:
+    """What autograd keeps while a recorder is on: what it would keep without, and the recorder's record."""
+
+    packed: Packed
+    record: SavedStorage
+
+
 def kept(tensor: torch.Tensor) -> Alias | torch.Tensor:
     """What stands in the graph for a tensor that stays.
 
@@ -118,9 +129,8 @@ class _Leave(torch.autograd.Function):
         return grad, None
 
 
-def _tell_end_of_backward(ranges: Ranges, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _tell_end_of_backward(ranges: Ranges, group: Group, hidden: Any) -> None:
     """A layer's backward is over when the gradient of its input, the hidden states, is there."""
-    hidden = kwargs.get("hidden_states", args[0] if args else None)
     if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
         hidden.register_hook(lambda grad: ranges.backward_over(group))
 
@@ -133,6 +143,10 @@ class SavedTensors:
         device: whose tensors are ours.
         observer: counts what autograd holds.
         recipes: what is made again instead; ``None``: nothing is.
+        recorder: where what is saved is recorded while it is on.
+
+    Attributes:
+        footprint: counts what layers save.
     """
 
     def __init__(
@@ -141,7 +155,12 @@ class SavedTensors:
         device: torch.device,
         observer: Observer | None = None,
         recipes: Recipes | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self.footprint = FootprintMeter()
+        self._recorder = recorder
+        if recorder is not None and recipes is not None:
+            recipes.on_recipe = recorder.recomputed
         self._manager = manager
         self._device = device
         self._observer = observer
@@ -152,6 +171,11 @@ class SavedTensors:
     def watching(self) -> AbstractContextManager[None]:
         """A context, around a layer's forward, in which recipes are looked for."""
         return nullcontext() if self._recipes is None else self._recipes.watching()
+
+    def called_with(self, group: Group, hidden: Any) -> None:
+        """The hidden states that a layer begins with."""
+        if self._recorder is not None:
+            self._recorder.called_with(group.label, hidden)
 
     def hooks(
         self, where: Callable[[], tuple[Group, Site] | None], constants: Collection[int] = ()
@@ -166,9 +190,18 @@ class SavedTensors:
         def is_constant(tensor: torch.Tensor) -> bool:
             return stays_by_nature(tensor, self._device) or tensor.untyped_storage()._cdata in constants
 
-        def pack(tensor: torch.Tensor) -> Packed:
+        recorder = self._recorder if self._recorder is not None and self._recorder.on else None
+
+        def pack(tensor: torch.Tensor) -> Packed | RecordedTensor:
             place = None if is_constant(tensor) else where()
-            return kept(tensor) if place is None else pack_in(*place, tensor)
+            if place is None:
+                return kept(tensor)
+            self.footprint.add(tensor.untyped_storage().nbytes())
+            if recorder is None:
+                return pack_in(*place, tensor)
+            group, site = place
+            record = recorder.saved(site, group.label, tensor)
+            return RecordedTensor(pack_in(group, site, tensor), record)
 
         def pack_in(group: Group, site: Site | None, tensor: torch.Tensor) -> Packed:
             if self._recipes is not None:
@@ -180,6 +213,8 @@ class SavedTensors:
             return hold(group, site, tensor)
 
         def hold(group: Group, site: Site | None, tensor: torch.Tensor) -> Packed:
+            if recorder is not None:
+                recorder.aliased(tensor)
             taken = self._manager.take(tensor, site, group)
             if taken is None:
                 return KeptTensor(alias_of(tensor), group)
@@ -192,6 +227,7 @@ class SavedTensors:
 
         def pack(tensor: torch.Tensor) -> Packed:
             if not stays_by_nature(tensor, self._device) and tensor.untyped_storage()._cdata not in constants:
+                self.footprint.add(tensor.untyped_storage().nbytes())
                 self._manager.claim(tensor.untyped_storage(), group)
             return kept(tensor)
 
@@ -206,12 +242,16 @@ class SavedTensors:
             hooks = self._observer.around(hooks)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
-    def unpack(self, packed: Packed) -> torch.Tensor:
+    def unpack(self, packed: Packed | RecordedTensor) -> torch.Tensor:
         """The tensor as it was saved: same bytes, offset, shape and stride.
 
         Raises:
             RuntimeError: it was changed in place since, as autograd raises without hooks.
         """
+        if isinstance(packed, RecordedTensor):
+            assert self._recorder is not None
+            self._recorder.asked(packed.record)
+            packed = packed.packed
         if isinstance(packed, torch.Tensor):
             return packed
         if isinstance(packed, KeptTensor):
@@ -295,9 +335,12 @@ class LayerBoundary:
         with manager.ranges.forward(self.layer):
             group = manager.begin_forward(self.layer, self._place)
             if manager.ranges.on:
-                _tell_end_of_backward(manager.ranges, group, args, kwargs)
+                hidden = kwargs.get("hidden_states", args[0] if args else None)
+                _tell_end_of_backward(manager.ranges, group, hidden)
+                self._saved_tensors.called_with(group, hidden)
             with self._saved_tensors_context(group):
                 result = self._run(args, kwargs)
+            self._saved_tensors.footprint.end_layer(self.layer)
             manager.end_forward(group)
         mark = lambda hidden: _Leave.apply(hidden, lambda: manager.begin_backward(group))  # noqa: E731
         if isinstance(result, tuple):
@@ -324,6 +367,7 @@ class LayerBoundary:
     def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:
         # Read anew each time: Megatron moves parameters into its buffers after the model is built.
         constants = frozenset(tensor.untyped_storage()._cdata for tensor in self._constants)
+        self._saved_tensors.footprint.begin_layer()
         names = self._names
         if self._checkpoint is not None:
             ordinals = count()

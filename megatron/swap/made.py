@@ -15,9 +15,6 @@ Function = Callable[..., torch.Tensor]
 """Of tensors alone; whatever else it needs it has bound."""
 
 
-
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
     """What a producer has told. It holds the inputs until the output is saved or freed, or the layer ends."""
@@ -31,6 +28,13 @@ class Made:
     stride: tuple[int, ...]
     dtype: torch.dtype
     witness: Alias
+
+    @property
+    def address(self) -> int:
+        """Of the output's storage, which lives."""
+        storage = self.output()
+        assert storage is not None
+        return storage._cdata
 
     def input_changed(self) -> bool:
         """Whether anybody wrote into an input, or emptied it (selective recomputation does), since it was told."""

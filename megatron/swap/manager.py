@@ -27,6 +27,7 @@ from megatron.swap.devices.base import Device, Event, Stream
 from megatron.swap.group import Group, Run
 from megatron.swap.handle import Handle, Orphans, State, alias_of
 from megatron.swap.order import BackwardOrder
+from megatron.swap.recording import BRING_BACK
 from megatron.swap.tiers.base import Tier
 from megatron.swap.trace import Counters, Ranges
 from megatron.swap.types import MIB, Action, Place, Site, SwapError
@@ -331,13 +332,14 @@ class SwapManager:
         if not handles:
             return
         compute = self._device.current_stream()
-        buffers = [self._device.allocate(handle.num_bytes) for handle in handles]
-        self._device.wait(self._in_stream, self._device.record(compute))
-        for group, coming in groupby(zip(handles, buffers, strict=True), key=lambda pair: pair[0].group):
-            pairs = list(coming)
-            with self.ranges.group(why, group, sum(handle.num_bytes for handle, _ in pairs)):
-                for handle, buffer in pairs:
-                    self._read(handle, buffer, compute)
+        with self.ranges.mark(f"{BRING_BACK} {len(handles)}"):
+            buffers = [self._device.allocate(handle.num_bytes) for handle in handles]
+            self._device.wait(self._in_stream, self._device.record(compute))
+            for group, coming in groupby(zip(handles, buffers, strict=True), key=lambda pair: pair[0].group):
+                pairs = list(coming)
+                with self.ranges.group(why, group, sum(handle.num_bytes for handle, _ in pairs)):
+                    for handle, buffer in pairs:
+                        self._read(handle, buffer, compute)
         self.ranges.memory()
 
     def _read(self, handle: Handle, buffer: torch.Tensor, compute: Stream) -> None:
@@ -348,6 +350,7 @@ class SwapManager:
         handle.move_to(State.RETURNING)
         handle.in_event = self._device.record(self._in_stream)
         handle.storage = buffer.untyped_storage()
+        self.ranges.arrived(handle, handle.storage)
         handle.stream = compute
         self._num_reads += 1
         handle.in_fence = self._num_reads

@@ -38,6 +38,7 @@ class Observer:
     def __init__(self) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
+        self._recent_peak_bytes = 0
         self._constant: set[int] = set()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
@@ -64,6 +65,11 @@ class Observer:
         hooks = self.around(PLAIN)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
+    def take_peak(self) -> tuple[int, int]:
+        """Most bytes held at once since the last call, and bytes held now."""
+        peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self.live_bytes
+        return peak_bytes, self.live_bytes
+
     def _note(self, tensor: torch.Tensor) -> None:
         if type(tensor) is not torch.Tensor:
             return
@@ -83,3 +89,4 @@ class Observer:
         self._live[address] = (weakref.ref(storage, gone), num_bytes)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._recent_peak_bytes = max(self._recent_peak_bytes, self.live_bytes)

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,6 +42,7 @@ class Profiler:
         self._ranges = ranges
         self._allocated_bytes = allocated_bytes
         self._profile: torch.profiler.profile | None = None
+        self._timeline: Callable[..., Any] | None = None
         self._num_steps = 0
 
     @property
@@ -68,7 +70,7 @@ class Profiler:
 
     def close(self) -> None:
         """Training ended: if that was before the last step that was asked for, what there is gets written."""
-        if self._ranges.on:
+        if self._timeline is not None:
             self._end()
         elif self._num_steps < self._first:
             if self._profile is not None:
@@ -82,8 +84,8 @@ class Profiler:
 
     def abandon(self) -> None:
         """Training failed: write what there is, if that still works, and wait for nothing."""
-        is_tracing, profile, self._profile = self._ranges.on, self._profile, None
-        self._ranges.stop()
+        is_tracing, profile, self._profile = self._timeline is not None, self._profile, None
+        self._leave_ranges()
         if profile is not None:
             with contextlib.suppress(Exception):  # the failure of training is what the user must see
                 profile.stop()
@@ -91,7 +93,7 @@ class Profiler:
                     self._export(profile)
 
     def _begin(self) -> None:
-        timeline: Callable = torch.profiler.record_function
+        timeline: Callable[..., Any] = torch.profiler.record_function
         if self._folder is not None:
             assert self._profile is not None
             self._profile.step()
@@ -99,10 +101,11 @@ class Profiler:
             _synchronize()
             torch.cuda.cudart().cudaProfilerStart()
             timeline = torch.cuda.nvtx.range
+        self._timeline = timeline
         self._ranges.start(timeline, self._allocated_bytes)
 
     def _end(self) -> None:
-        self._ranges.stop()
+        self._leave_ranges()
         _synchronize()  # copies that are still under way belong to these steps
         if self._profile is None:
             torch.cuda.cudart().cudaProfilerStop()
@@ -110,6 +113,11 @@ class Profiler:
         self._profile.stop()
         self._export(self._profile)
         self._profile = None
+
+    def _leave_ranges(self) -> None:
+        if self._timeline is not None:
+            self._ranges.stop(self._timeline)
+            self._timeline = None
 
     def _export(self, profile: torch.profiler.profile) -> None:
         assert self.path is not None

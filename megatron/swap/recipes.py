@@ -31,6 +31,7 @@ from megatron.swap.group import Group
 from megatron.swap.handle import alias_of
 from megatron.swap.made import Chain, Made, bytes_of, of_tensors_alone, run_again, witness_of
 from megatron.swap.manager import VerifyError
+from megatron.swap.recording import TRIAL
 from megatron.swap.trace import Counters, Ranges
 from megatron.swap.types import Action, Site, SwapError
 
@@ -39,7 +40,8 @@ class Recipe:
     """How to make a storage again that is not held.
 
     Attributes:
-        site, group: where it was saved first.
+        site, group: where it was saved first; number: 0, or which of the storages on the way to that one, which nobody
+            saves, it makes.
         num_bytes: size of the storage.
         function, inputs: what makes it, and what stands in the graph for each tensor it needs.
         held: what stands in the graph for the storage itself where the recipe was refused after all.
@@ -51,11 +53,12 @@ class Recipe:
 
     __slots__ = (
         "__weakref__", "checksum", "function", "group", "held", "inputs", "num_bytes", "num_packed", "num_unpacked",
-        "output", "site", "storage", "stream", "witness",
+        "number", "output", "site", "storage", "stream", "witness",
     )  # fmt: skip
 
-    def __init__(self, site: Site, group: Group, made: Made) -> None:
+    def __init__(self, site: Site, group: Group, made: Made, number: int = 0) -> None:
         self.site = site
+        self.number = number
         self.group = group
         self.num_bytes = made.num_bytes
         self.function = made.function
@@ -71,7 +74,8 @@ class Recipe:
 
     @property
     def label(self) -> str:
-        return f"{self.site} mb{self.group.micro_batch}"
+        on_the_way = f"+{self.number}" if self.number else ""
+        return f"{self.site}{on_the_way} mb{self.group.micro_batch}"
 
 
 CHANGED_INPUT = "what it was made from was changed in place"
@@ -102,6 +106,25 @@ class _Waiting:
     packing: Packing
 
 
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """What a storage on the way is made from, when somebody wants to know.
+
+    Attributes:
+        recipe: that makes it.
+        tensors: saved ones.
+        on_the_way: other recipes between these and it.
+    """
+
+    recipe: Recipe
+    tensors: tuple[torch.Tensor, ...]
+    on_the_way: tuple[Recipe, ...]
+
+
+Told = Callable[[Recipe, str, Sequence[torch.Tensor], Sequence[Recipe]], None]
+"""Of a new recipe: its producer, the saved tensors that it needs, the recipes of what nobody saves between."""
+
+
 @dataclass
 class _Run:
     """What is known while one layer runs, by the address of a storage. An entry counts while that storage lives."""
@@ -110,6 +133,7 @@ class _Run:
     saved: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)
     recipes: dict[int, Recipe] = field(default_factory=dict)
     waiting: list[_Waiting] = field(default_factory=list)
+    sources: dict[int, _Sources] = field(default_factory=dict)
 
     def recipe(self, address: int) -> Recipe | None:
         recipe = self.recipes.get(address)
@@ -121,6 +145,7 @@ class _Run:
         self.saved.clear()
         self.recipes.clear()
         self.waiting.clear()
+        self.sources.clear()
 
     def is_saved(self, address: int) -> bool:
         reference = self.saved.get(address)
@@ -142,6 +167,7 @@ class Recipes:
 
     Attributes:
         refused: sites that should be recomputed and are not: the first reason for each.
+        on_recipe: told of every new recipe, if set.
         spared_bytes: what each producer's recipes have kept from being held, since the start.
     """
 
@@ -160,6 +186,7 @@ class Recipes:
         self._counters = counters
         self._ranges = ranges
         self._verify = verify
+        self.on_recipe: Told | None = None
         self._run: _Run | None = None
         self._tried: dict[tuple[Site, int], bool] = {}
         """Whether the n-th function of a site's chain made the same again."""
@@ -272,8 +299,8 @@ class Recipes:
             run.waiting.append(waiting)
         return waiting.recipe
 
-    def _recipe(self, site: Site, group: Group, made: Made, run: _Run) -> Recipe:
-        recipe, storage = Recipe(site, group, made), made.output()
+    def _recipe(self, site: Site, group: Group, made: Made, run: _Run, number: int = 0) -> Recipe:
+        recipe, storage = Recipe(site, group, made, number), made.output()
         assert storage is not None
         if self._verify:
             recipe.checksum = checksum(bytes_of(storage))
@@ -299,7 +326,8 @@ class Recipes:
         assert storage is not None
         if (site, number) not in self._tried:
             run, self._run = self._run, None  # what is told now is none of the layer's
-            self._tried[site, number] = made.makes_the_same(storage)
+            with self._ranges.mark(f"{TRIAL} {site}"):
+                self._tried[site, number] = made.makes_the_same(storage)
             self._run = run
         return "" if self._tried[site, number] else "made again, it was not the same to the bit"
 
@@ -323,9 +351,14 @@ class Recipes:
             self._refuse(recipe.site, problem)
             recipe.held = packing.hold(waiting.output)
             return
-        for made in chain.makers:
-            self._recipe(recipe.site, recipe.group, made, run).inputs = _joined(made, packing)
+        for number, made in enumerate(chain.makers, 1):
+            on_the_way = self._recipe(recipe.site, recipe.group, made, run, number)
+            on_the_way.inputs = _joined(made, packing)
+            if self.on_recipe is not None:
+                run.sources[made.address] = _Sources(on_the_way, *_sources(made, run, packing))
         recipe.inputs = _joined(waiting.made, packing)
+        if self.on_recipe is not None:
+            self.on_recipe(recipe, waiting.made.producer, *_sources(waiting.made, run, packing))
         self.spared_bytes[waiting.made.producer] += recipe.num_bytes
         self._counters.layers[recipe.site.layer].recomputed_bytes += recipe.num_bytes
 
@@ -374,6 +407,7 @@ class Recipes:
             else:
                 with self._ranges.storage("recompute", recipe, recipe.num_bytes):
                     storage = run_again(recipe.function, [unpack(packed) for packed in recipe.inputs]).untyped_storage()
+                    self._ranges.arrived(recipe, storage)
                 self._check(recipe, storage)
                 self._counters.num_recomputed += 1
             recipe.storage, recipe.stream = storage, stream
@@ -395,6 +429,21 @@ class Recipes:
                 "autograd saved. Either something wrote to what it is made from, or its kernel does not give the same "
                 "bits twice. Please report this with the model's flags; until then leave --swap-recompute away."
             )
+
+
+def _sources(made: Made, run: _Run, packing: Packing) -> tuple[tuple[torch.Tensor, ...], tuple[Recipe, ...]]:
+    """The saved tensors that ``made`` needs in the end, and the recipes between."""
+    tensors: list[torch.Tensor] = []
+    recipes: list[Recipe] = []
+    for tensor in (alias.tensor for alias in made.inputs if not packing.is_constant(alias.tensor)):
+        address = tensor.untyped_storage()._cdata
+        known = run.sources.get(address)
+        if known is not None and run.recipe(address) is known.recipe:
+            tensors += known.tensors
+            recipes += [known.recipe, *known.on_the_way]
+        else:
+            tensors.append(tensor)
+    return tuple(tensors), tuple(recipes)
 
 
 def _joined(made: Made, packing: Packing) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ from megatron.swap.policy import ManualPolicy
 from megatron.swap.producers import Producers, tell_copy, tell_norm_of_linear
 from megatron.swap.profiler import Profiler
 from megatron.swap.recipes import Recipes
+from megatron.swap.recorder import Recorder
 from megatron.swap.summary import (
     RankReport,
     StepRecord,
@@ -70,8 +71,10 @@ class SwapSession:
         self._manager: SwapManager | None = None
         self._boundaries: Boundaries | None = None
         self._recipes: Recipes | None = None
+        self._recorder: Recorder | None = None
         self._num_told = 0
         self._observed: list[nn.Module] = []
+        self._unwatch: list[Callable[[], None]] = []
         self._patches: AppliedPatches | None = None
         self._pre_wrap_hooks: list[Any] = []
         self._steps: list[StepRecord] = []
@@ -127,7 +130,9 @@ class SwapSession:
             if self._manager is None:
                 self._build()
             assert self._boundaries is not None
+            assert self._recorder is not None
             for chunk in chunks:
+                self._unwatch.append(self._recorder.watch(chunk))
                 self._boundaries.install(
                     chunk, self.config.modules, ends_in_loss=bool(getattr(chunk, "post_process", True))
                 )
@@ -152,7 +157,10 @@ class SwapSession:
                 self._device, self._policy.action, self._manager.counters, self._ranges, config.verify
             )
             producers = Producers(self._recipes, config.recompute)
-        saved_tensors = SavedTensors(self._manager, self._device.torch_device, self._observer, self._recipes)
+        self._recorder = Recorder(self._device, self._ranges, self._take_peak)
+        saved_tensors = SavedTensors(
+            self._manager, self._device.torch_device, self._observer, self._recipes, self._recorder
+        )
         self._boundaries = Boundaries(self._manager, saved_tensors, self._policy, producers)
         if config.log_level != "quiet" and self._args.rank == 0:
             booked_bytes = self._tier.stats().booked_bytes
@@ -169,6 +177,13 @@ class SwapSession:
         if num_bytes is None and self._observer is not None:
             return self._observer.live_bytes
         return num_bytes
+
+    def _take_peak(self) -> tuple[int, int]:
+        """Most device memory in use since the last call, and in use now; what RAM plays, as above."""
+        peak = self._device.take_peak() if self._device is not None else None
+        if peak is None and self._observer is not None:
+            peak = self._observer.take_peak()
+        return peak or (0, 0)
 
     def _host_limit(self) -> int:
         """Bytes that this rank may book; refuses what cannot work."""
@@ -226,6 +241,8 @@ class SwapSession:
         self._steps.append(step)
         if self._profiler is not None:
             self._profiler.step_ended(iteration)
+        if self._recorder is not None:
+            self._recorder.step_ended(iteration + 1)
         self._tell_refused()
         if self._manager is None or not is_logged:
             return
@@ -293,7 +310,7 @@ class SwapSession:
         report = RankReport(
             steps=[replace(step, loss=None if step.loss is None else float(step.loss)) for step in self._steps],
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            device_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+            device_peak_bytes=self._peak_bytes(),
             saved_peak_bytes=None if self._observer is None else self._observer.peak_bytes,
             host_booked_bytes=0,
             host_leased_peak_bytes=0,
@@ -309,6 +326,11 @@ class SwapSession:
             report.swapped_layers = sorted(number for number, layer in counters.layers.items() if layer.out_bytes)
         return report
 
+    def _peak_bytes(self) -> int | None:
+        if self._device is not None:
+            return self._device.peak_bytes()  # a recorder resets torch's own
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
     def close(self) -> None:
         """Take everything out of Megatron and give the memory back. Again: nothing happens.
 
@@ -321,6 +343,10 @@ class SwapSession:
             self._manager = self._tier = None
 
     def _uninstall(self) -> None:
+        if self._recorder is not None:
+            self._recorder.abandon()
+        while self._unwatch:
+            self._unwatch.pop()()
         if self._patches is not None:
             self._patches.revert()
             self._patches = None

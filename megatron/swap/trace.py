@@ -7,7 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron.swap.types import format_bytes
 
@@ -134,40 +134,72 @@ class Timeline(Protocol):
     def __call__(self, name: str) -> AbstractContextManager[object]: ...
 
 
+Arrival = Callable[[Labelled, Any], None]
+"""Told of a storage and of the memory that has its bytes from now on: it was brought back, or made again."""
+
+
+@dataclass
+class _Listener:
+    """Who hears of ranges: a profiler, a recorder."""
+
+    timeline: Timeline
+    allocated_bytes: Callable[[], int | None] | None
+    arrived: Arrival | None
+    step: AbstractContextManager[object] = field(default_factory=nullcontext)
+
+
 class Ranges:
-    """Named ranges of the engine's work, for a profiler that is running. Off until ``start``: then a call costs a look.
+    """Named ranges of the engine's work, for those who listen. Off while nobody does: then a call costs a look.
 
     The names are a contract with ``proof/trace``, which finds the copies by them (docs/architecture.md lists them).
     Micro-batches are numbered anew in each step, whatever order a pipeline runs them in.
     """
 
     def __init__(self) -> None:
-        self._timeline: Timeline | None = None
-        self._allocated_bytes: Callable[[], int | None] = lambda: None
+        self._listeners: list[_Listener] = []
         self._num_forwards: Counter[int] = Counter()
-        self._step: ExitStack = ExitStack()
+        self._step: int | None = None
         self._backward: tuple[Labelled, int, ExitStack] | None = None
         self._left_open: list[ExitStack] = []
 
     @property
     def on(self) -> bool:
-        return self._timeline is not None
+        return bool(self._listeners)
 
-    def start(self, timeline: Timeline, allocated_bytes: Callable[[], int | None]) -> None:
-        """From now on ranges go to ``timeline``; ``allocated_bytes`` is asked at their ends."""
-        self._timeline, self._allocated_bytes = timeline, allocated_bytes
+    def start(
+        self,
+        timeline: Timeline,
+        allocated_bytes: Callable[[], int | None] | None = None,
+        arrived: Arrival | None = None,
+    ) -> None:
+        """From now on ranges go to ``timeline``, too.
 
-    def stop(self) -> None:
-        self._step.close()
+        Args:
+            allocated_bytes: asked at the ends of ranges, for a mark of the memory; ``None``: no such marks.
+            arrived: told of storages that come back.
+        """
+        self._listeners.append(_Listener(timeline, allocated_bytes, arrived))
+
+    def stop(self, timeline: Timeline | None = None) -> None:
+        """``timeline`` (``None``: whoever listens) hears no more."""
         self._end_backward()
-        self._timeline = None
+        for listener in [one for one in self._listeners if timeline in (None, one.timeline)]:
+            listener.step.__exit__(None, None, None)
+            self._listeners.remove(listener)
+        if not self._listeners:
+            self._step = None
 
     def step(self, number: int) -> None:
-        """Training iteration ``number`` begins; the one before is over. Called on one thread."""
+        """Training iteration ``number`` begins; the one before is over. Called on one thread; once more: no matter."""
+        if self._step == number:
+            return
+        self._step = number
         self._end_backward()
-        self._step.close()
         self._num_forwards.clear()
-        self._step.enter_context(self._named(f"step {number}"))
+        for listener in self._listeners:
+            listener.step.__exit__(None, None, None)
+            listener.step = listener.timeline(f"step {number}")
+            listener.step.__enter__()
 
     def micro_batch(self, layer: int) -> int:
         """Which of this step's micro-batches ``layer`` runs, or ran last."""
@@ -175,14 +207,14 @@ class Ranges:
 
     def forward(self, layer: int) -> AbstractContextManager[object]:
         """A layer's forward."""
-        if self._timeline is None:
+        if not self._listeners:
             return nullcontext()
         self._num_forwards[layer] += 1
         return self._named(f"forward layers.{layer} mb{self.micro_batch(layer)}")
 
     def backward(self, group: Labelled) -> None:
         """Backward enters ``group``; it has left the one before."""
-        if self._timeline is not None:
+        if self._listeners:
             self._end_backward()
             stack = ExitStack()
             stack.enter_context(self._named(f"backward {group.label}"))
@@ -206,25 +238,39 @@ class Ranges:
 
     def group(self, what: str, group: Labelled, num_bytes: int) -> AbstractContextManager[object]:
         """Work on a whole group: ``prefetch layers.3 mb0 412 MiB``."""
-        if self._timeline is None:
+        if not self._listeners:
             return nullcontext()
         return self._named(f"{what} {group.label} {format_bytes(num_bytes)}")
 
     def storage(self, what: str, storage: Labelled, num_bytes: int | None = None) -> AbstractContextManager[object]:
         """Work on one storage: ``copy_in layers.3/mlp.linear_fc1/0 mb0 134217728``, or without the bytes."""
-        if self._timeline is None:
+        if not self._listeners:
             return nullcontext()
         return self._named(f"{what} {storage.label}" + ("" if num_bytes is None else f" {num_bytes}"))
 
+    def arrived(self, storage: Labelled, memory: Any) -> None:
+        """The bytes of ``storage`` are in ``memory``, or a copy into it is enqueued."""
+        for listener in self._listeners:
+            if listener.arrived is not None:
+                listener.arrived(storage, memory)
+
     def mark(self, name: str) -> AbstractContextManager[object]:
         """Any other name; what is emulated says so by one."""
-        return nullcontext() if self._timeline is None else self._named(name)
+        return self._named(name)
 
     def memory(self) -> None:
         """A mark of the device memory that is allocated now: ``memory 123456789``."""
-        if self._timeline is not None and (num_bytes := self._allocated_bytes()) is not None:
-            with self._named(f"memory {num_bytes}"):
-                pass
+        for listener in self._listeners:
+            if listener.allocated_bytes is not None and (num_bytes := listener.allocated_bytes()) is not None:
+                with listener.timeline(f"memory {num_bytes}"):
+                    pass
 
     def _named(self, name: str) -> AbstractContextManager[object]:
-        return nullcontext() if self._timeline is None else self._timeline(name)
+        if not self._listeners:
+            return nullcontext()
+        if len(self._listeners) == 1:
+            return self._listeners[0].timeline(name)
+        stack = ExitStack()
+        for listener in self._listeners:
+            stack.enter_context(listener.timeline(name))
+        return stack

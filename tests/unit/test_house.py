@@ -36,11 +36,12 @@ LAYERS: list[set[str]] = [
     {"tiers"},
     {"host_pool"},
     {"host_memory"},
+    {"recorder"},
     {"devices"},
     {"native"},
     {"checksum"},
     {"trace"},
-    {"plan", "config", "types", "sites", "records"},
+    {"plan", "config", "types", "sites", "records", "recording", "footprint"},
 ]
 MEGATRON_EDGE = LAYERS[1]
 PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE

@@ -102,7 +102,7 @@ class TestFirstPlan:
 
         run = three()
         run.stages._make_plans = none_fits
-        with pytest.raises(UsageError, match="no plan stays below 10.0"):
+        with pytest.raises(UsageError, match=r"no plan stays below 10\.0"):
             run.steps(4)
 
     def test_other_tensors_while_recording_begin_it_anew(self) -> None:

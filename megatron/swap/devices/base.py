@@ -1,15 +1,15 @@
 """The contract between the manager and a device.
 
 A *stream* runs its work in order; an *event* marks a point in a stream; ``wait`` lets everything that is enqueued on
-a stream later wait for an event. None of the calls makes the calling thread wait for the device (the emulation's
-compute stream *is* the calling thread, so there a wait does).
+a stream later wait for an event. None of the calls but ``synchronize`` makes the calling thread wait for the device
+(the emulation's compute stream *is* the calling thread, so there a wait does).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +17,14 @@ from megatron.swap.trace import Stall
 
 Stream = Any
 Event = Any
+
+
+class Mark(Protocol):
+    """A moment of the stream that was current when it was made."""
+
+    def elapsed_ms_since(self, other: Any) -> float:
+        """Milliseconds from ``other``, a mark of the same device; only after ``synchronize``."""
+        ...
 
 
 class Device(ABC):
@@ -74,6 +82,25 @@ class Device(ABC):
     @abstractmethod
     def allocated_bytes(self) -> int | None:
         """Device memory allocated now; ``None`` where that has no meaning."""
+
+    @abstractmethod
+    def take_peak(self) -> tuple[int, int] | None:
+        """Most bytes allocated since the last call, and bytes allocated now; ``None`` where that has no meaning.
+
+        ``peak_bytes`` stays that of the whole run.
+        """
+
+    @abstractmethod
+    def reserved_bytes(self) -> int | None:
+        """Memory that the allocator holds now, in use or not; ``None`` where that has no meaning."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """A mark on the current stream."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Make the calling thread wait until all streams are idle: the only call that does."""
 
     @abstractmethod
     def close(self) -> None:

@@ -25,12 +25,22 @@ class _NoStall:
         return 0.0
 
 
+class _Mark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream)
+
+    def elapsed_ms_since(self, other: _Mark) -> float:
+        return other._event.elapsed_time(self._event)
+
+
 class CudaDevice(Device):
     """The current CUDA device. Streams and events are torch's."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._streams: list[torch.cuda.Stream] = []
+        self._peak_bytes = 0
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.torch_device)
@@ -82,11 +92,29 @@ class CudaDevice(Device):
         torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(storage).record_stream(stream)
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        return max(self._peak_bytes, torch.cuda.max_memory_allocated(self.torch_device))
 
     def allocated_bytes(self) -> int:
+        return self._statistics("allocated_bytes")["current"]
+
+    def take_peak(self) -> tuple[int, int]:
+        found = self._statistics("allocated_bytes")
+        self._peak_bytes = max(self._peak_bytes, found["peak"])
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        return found["peak"], found["current"]
+
+    def reserved_bytes(self) -> int:
+        return self._statistics("reserved_bytes")["current"]
+
+    def _statistics(self, what: str) -> dict[str, int]:
         # memory_allocated() would first flatten all of the allocator's statistics.
-        return torch.cuda.memory_stats_as_nested_dict(self.torch_device)["allocated_bytes"]["all"]["current"]
+        return torch.cuda.memory_stats_as_nested_dict(self.torch_device)[what]["all"]
+
+    def mark(self) -> _Mark:
+        return _Mark(self.current_stream())
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
         for stream in self._streams:

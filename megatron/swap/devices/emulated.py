@@ -114,6 +114,16 @@ class _Elapsed:
         return self._ms
 
 
+class ClockMark:
+    """The compute stream is the calling thread: its moments are those of the clock."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_ms_since(self, other: ClockMark) -> float:
+        return (self._seconds - other._seconds) * 1e3
+
+
 class EmulatedDevice(Device):
     """RAM as a device. ``longest_delay_s`` bounds the random delay before every copy.
 
@@ -196,6 +206,19 @@ class EmulatedDevice(Device):
 
     def allocated_bytes(self) -> None:
         return None
+
+    def take_peak(self) -> None:
+        return None
+
+    def reserved_bytes(self) -> None:
+        return None
+
+    def mark(self) -> ClockMark:
+        return ClockMark()
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            self.record(stream).synchronize()
 
     def close(self) -> None:
         for stream in self._streams:

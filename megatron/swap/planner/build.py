@@ -1,0 +1,246 @@
+"""A profile out of a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
+
+from megatron.swap.plan import Model
+from megatron.swap.planner.profile import (
+    Device,
+    LayerClass,
+    Link,
+    Outside,
+    Pipeline,
+    Profile,
+    Section,
+    SiteProfile,
+)
+from megatron.swap.planner.timeline import Moment, Pass, Timeline
+from megatron.swap.recording import Recording, What
+from megatron.swap.types import GIB, MIB, SwapError
+
+SAME_SIZE = 0.01
+"""Sizes that differ by no more than this share are taken for equal."""
+
+
+def build_profile(
+    recording: Recording,
+    model: Model,
+    link: Link,
+    device: Device,
+    *,
+    num_micro_batches: int,
+    source: str,
+    host_gib: float | None = None,
+    pipeline: Pipeline = Pipeline(),  # noqa: B008
+    min_mib: float = 0.0,
+    whole_layers: bool = False,
+) -> Profile:
+    """What the recorded steps would have been without swapping and recomputing.
+
+    Times are means, sizes and memory the most that was seen. Whatever the policy did while recording, the engine's own
+    work is taken out: waits, copies, recipes, trials.
+
+    Args:
+        min_mib: smaller sites stay.
+        whole_layers: the engine can run whole layers again: each gets a section ``layer``.
+
+    Raises:
+        SwapError: the recording has no whole pass of a layer, or a layer whose saved tensors were not seen.
+    """
+    read = Timeline(recording)
+    passes = [one for one in read.passes if one.is_whole]
+    if not passes:
+        raise SwapError("the recording has no forward of a layer with its backward: record whole training steps.")
+    layers = tuple(
+        _layer_class(numbers, [one for one in passes if one.run.layer in numbers], read, min_mib, whole_layers)
+        for numbers in _classes(passes, min_mib)
+    )
+    static_bytes, factor = read.static_bytes, 1.0
+    if recording.reserved_bytes is not None and read.peak_bytes > static_bytes:
+        factor = max(1.0, (recording.reserved_bytes - static_bytes) / (read.peak_bytes - static_bytes))
+    return Profile(
+        source=source,
+        model=model,
+        device=device,
+        link=link,
+        static_gib=static_bytes / GIB,
+        allocator_factor=factor,
+        host_gib=host_gib,
+        num_micro_batches=num_micro_batches,
+        outside=_outside(read, layers, num_micro_batches, pipeline),
+        layers=layers,
+        pipeline=pipeline,
+    )
+
+
+def _classes(passes: Sequence[Pass], min_mib: float) -> list[tuple[int, ...]]:
+    """Layers with the same sites, and the same sizes unless those change from one micro-batch to the next anyway."""
+    of_layer: dict[int, list[Pass]] = {}
+    for one in passes:
+        of_layer.setdefault(one.run.layer, []).append(one)
+    classes: list[tuple[list[int], tuple, dict[str, tuple[int, int]]]] = []
+    for layer, mine in sorted(of_layer.items()):
+        sites = _sites(mine)
+        if not sites:
+            raise SwapError(f"layer {layer}: nothing that it saves was seen. Hook all layers while recording.")
+        sizes = {site: _smallest_and_largest(mine, site) for site in sites}
+        kind = tuple((site, _stays(mine, site, min_mib), _needs(mine, site)) for site in sites)
+        for numbers, other_kind, other_sizes in classes:
+            if kind == other_kind and all(_alike(sizes[site], other_sizes[site]) for site in sites):
+                numbers.append(layer)
+                break
+        else:
+            classes.append(([layer], kind, sizes))
+    return [tuple(numbers) for numbers, _, _ in classes]
+
+
+def _sites(passes: Sequence[Pass]) -> list[str]:
+    """In the order of forward; those that only some passes have (experts without a token, say) behind the others."""
+    longest = max(passes, key=lambda one: len(one.sites))
+    return list(dict.fromkeys([*longest.sites, *(site for one in passes for site in one.sites)]))
+
+
+def _smallest_and_largest(passes: Sequence[Pass], site: str) -> tuple[int, int]:
+    sizes = [one.sites[site].num_bytes for one in passes if site in one.sites]
+    return min(sizes), max(sizes)
+
+
+def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    if any(smallest < (1 - SAME_SIZE) * largest for smallest, largest in (one, other)):
+        return True  # sizes change by themselves
+    return abs(one[1] - other[1]) <= SAME_SIZE * max(one[1], other[1])
+
+
+def _stays(passes: Sequence[Pass], site: str, min_mib: float) -> bool:
+    found = [one.sites[site] for one in passes if site in one.sites]
+    return any(storage.stays for storage in found) or max(storage.num_bytes for storage in found) < min_mib * MIB
+
+
+def _needs(passes: Sequence[Pass], site: str) -> tuple[str, ...] | None:
+    """The sites that its recipe reads; ``None``: there is no recipe, or it reads what another layer has saved."""
+    found = [one.sites[site] for one in passes if site in one.sites]
+    if any(storage.producer is None or {need.run for need in storage.made_from} - {storage.run} for storage in found):
+        return None
+    needs = {tuple(need.site for need in storage.made_from) for storage in found}
+    return needs.pop() if len(needs) == 1 else None
+
+
+def _layer_class(
+    layers: tuple[int, ...], passes: Sequence[Pass], read: Timeline, min_mib: float, whole_layers: bool
+) -> LayerClass:
+    forward_ms = fmean(one.forward_ms or 0.0 for one in passes)
+    backward_ms = fmean(one.backward_ms or 0.0 for one in passes)
+    sections = _shared_ways(layers, passes, read)
+    in_section = {site for section in sections for site in section.frees}
+    sites = []
+    for name in _sites(passes):
+        needed_ms = min(_mean_moment(passes, (What.ASKED, name), backward_ms), backward_ms)
+        done_ms = min(_mean_moment(passes, (What.FREED, name), backward_ms), backward_ms)
+        needs = None if name in in_section else _needs(passes, name)
+        cost_ms = _cost_ms(layers, name, read)
+        sites.append(
+            SiteProfile(
+                site=name,
+                mib=_smallest_and_largest(passes, name)[1] / MIB,
+                saved_at_ms=fmean(one.saved_at[name] for one in passes if name in one.saved_at),
+                needed_at_ms=needed_ms,
+                done_at_ms=max(needed_ms, done_ms),
+                recompute_ms=None if needs is None else cost_ms,
+                recompute_needs=needs if needs is not None and cost_ms is not None else (),
+                stays=_stays(passes, name, min_mib),
+            )
+        )
+    return LayerClass(
+        layers,
+        forward_ms,
+        backward_ms,
+        tuple(sites),
+        (*sections, *(_whole_layer(passes, sites, forward_ms) if whole_layers else ())),
+        _temporaries(passes, backward_ms),
+        max(one.forward_peak_bytes for one in passes) / MIB,
+    )
+
+
+def _shared_ways(layers: Sequence[int], passes: Sequence[Pass], read: Timeline) -> tuple[Section, ...]:
+    """Sites that are made through the same storage, which nobody saves: one of them costs nearly what all do."""
+    through: dict[str, set[str]] = {}
+    for one in passes:
+        for site, storage in one.sites.items():
+            if storage.through:
+                through.setdefault(site, set()).update(storage.through)
+    groups: list[tuple[set[str], set[str]]] = []
+    for site, ways in through.items():
+        mine, ways = {site}, set(ways)
+        for other in [group for group in groups if group[1] & ways]:
+            groups.remove(other)
+            mine |= other[0]
+            ways |= other[1]
+        groups.append((mine, ways))
+    sections = []
+    for sites, ways in groups:
+        needs = [_needs(passes, site) for site in sites]
+        costs = [_cost_ms(layers, name, read) for name in (*sites, *ways)]
+        if None not in needs and None not in costs:
+            frees = tuple(site for site in _sites(passes) if site in sites)
+            read_sites = dict.fromkeys(need for of_site in needs for need in of_site or () if need not in sites)
+            sections.append(Section(f"behind {frees[0]}", frees, tuple(read_sites), sum(cost or 0.0 for cost in costs)))
+    return tuple(sections)
+
+
+def _cost_ms(layers: Sequence[int], name: str, read: Timeline) -> float | None:
+    """What it takes to make a storage again once what it is made from is there."""
+    costs = [cost for layer in layers for cost in read.costs.get((layer, name), ())]
+    return max(0.0, median(costs)) if costs else None
+
+
+def _mean_moment(passes: Iterable[Pass], moment: Moment, otherwise: float) -> float:
+    return fmean([one.moments[moment] for one in passes if moment in one.moments] or [otherwise])
+
+
+def _temporaries(passes: Sequence[Pass], backward_ms: float) -> tuple[tuple[float, float], ...]:
+    moments = dict.fromkeys(moment for one in passes for moment in one.moments)
+    levels = []
+    for moment in moments:
+        at_ms = min(_mean_moment(passes, moment, 0.0), backward_ms)
+        levels.append((at_ms, max(one.temporaries.get(moment, 0) for one in passes) / MIB))
+    return tuple(sorted(levels, key=lambda level: level[0]))
+
+
+def _whole_layer(passes: Sequence[Pass], sites: Sequence[SiteProfile], forward_ms: float) -> tuple[Section, ...]:
+    """All but the layer's input is made again, from that input; none where the input is not saved."""
+    (inputs,) = {tuple(name for name, storage in one.sites.items() if storage.is_input) for one in passes[:1]}
+    frees = tuple(site.site for site in sites if site.site not in inputs)
+    return (Section("layer", frees, inputs, forward_ms),) if inputs and frees else ()
+
+
+def _outside(read: Timeline, layers: Sequence[LayerClass], num_micro_batches: int, pipeline: Pipeline) -> Outside:
+    """Of the chunk that ends in the loss; on a rank without, of the first one.
+
+    Without a pipeline the optimizer's time is what is left of the step. In one, where ranks wait for each other, it is
+    what follows the last backward, as far as this rank has not waited for those before it.
+    """
+    around = read.around
+    has_loss = pipeline.rank == pipeline.size - 1
+    chunk = max(around.forward_ms, default=0) if has_loss else 0
+    layer_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in layers)
+    forward_ms = _mean(around.forward_ms.get(chunk, [])) if has_loss or pipeline.rank == 0 else 0.0
+    backward_ms = _mean(around.loss_ms) if has_loss else 0.0
+    if pipeline.size == 1:
+        backward_ms += _mean(around.between_ms)
+        rest_ms = _mean(around.step_ms) - num_micro_batches * (forward_ms + backward_ms + layer_ms)
+    else:
+        of_micro_batch = sum(len(entry.layers) * entry.backward_ms for entry in layers)
+        rest_ms = _mean(around.after_ms) - pipeline.rank * of_micro_batch / max(1, len(pipeline.chunks))
+    return Outside(
+        forward_ms=max(0.0, forward_ms),
+        backward_ms=max(0.0, backward_ms),
+        optimizer_ms=max(0.0, rest_ms),
+        kept_gib=max(around.kept_bytes.get(chunk, []), default=0) / GIB,
+        peak_gib=max(around.loss_peak_bytes, default=0) / GIB if has_loss else 0.0,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

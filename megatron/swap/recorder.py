@@ -1,0 +1,300 @@
+"""Measures training steps: when each saved storage comes, is wanted and goes, and how much memory is in use.
+
+It listens to the engine's ranges (``trace.Ranges``), stands in saved-tensor hooks while it is on, and changes nothing.
+Times are marks on the compute stream, read when all is over; memory is read in the order of the program.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from megatron.swap.devices.base import Device, Mark
+from megatron.swap.recording import WORKS, Event, LayerRun, Recording, SavedStorage, What
+from megatron.swap.trace import Labelled, Ranges
+from megatron.swap.types import Site, SwapError
+
+Reference = weakref.ref[torch.UntypedStorage]
+
+
+class Recomputable(Labelled, Protocol):
+    """A recipe, as ``recipes.py`` has them."""
+
+    site: Site
+    number: int
+    num_bytes: int
+    output: Reference
+
+
+class _Note(NamedTuple):
+    """An event whose time is still a mark."""
+
+    what: What
+    mark: Mark
+    peak_bytes: int
+    now_bytes: int
+    details: dict[str, Any]
+
+
+class _Memory:
+    """Device memory that holds a storage's bytes, while it lives."""
+
+    __slots__ = ("num_aliases", "num_bytes", "record", "reference")
+
+    def __init__(self, record: SavedStorage, reference: Reference, num_bytes: int) -> None:
+        self.record = record
+        self.reference = reference
+        self.num_bytes = num_bytes
+        self.num_aliases = 0
+
+    def held_elsewhere(self) -> bool:
+        """Whether anybody but the graph refers to it."""
+        storage = self.reference()
+        ours = 1 + self.num_aliases  # the storage's Python object, and a tensor for each that was saved
+        return storage is not None and torch._C._storage_Use_Count(storage._cdata) > ours
+
+
+class Recorder:
+    """Off until ``start``; then whole steps, until ``stop``. One thread at a time, as autograd's is beside ours.
+
+    Layers whose saved tensors have no site (not hooked) are not seen: hook all of them while recording.
+
+    Args:
+        device: whose time is measured.
+        ranges: tells of layers and of the engine's work.
+        take_peak: most bytes in use since the last call, and bytes in use now.
+    """
+
+    def __init__(self, device: Device, ranges: Ranges, take_peak: Callable[[], tuple[int, int]]) -> None:
+        self.on = False
+        self._device = device
+        self._ranges = ranges
+        self._take_peak = take_peak
+        self._num_chunks = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._notes: list[_Note] = []
+        self._runs: dict[str, LayerRun] = {}
+        self._records: dict[str, SavedStorage] = {}
+        self._memory: dict[int, _Memory] = {}
+        self._of_run: dict[LayerRun, list[_Memory]] = {}
+        self._inputs: dict[str, int] = {}
+        self._last_forward: LayerRun | None = None
+
+    # ---------------------------------------------------------------- on and off
+
+    def start(self, step: int) -> None:
+        """Training step ``step`` is about to begin: record it."""
+        if self.on:
+            raise SwapError("a recorder that is on was started: stop it first.")
+        self._forget()
+        self.on = True
+        self._ranges.start(self, arrived=self._arrived)
+        self._ranges.step(step)
+        self._note(What.STEP)
+
+    def step_ended(self, step: int) -> None:
+        """A step is over, and ``step`` is the next."""
+        if self.on:
+            self._ranges.step(step)
+            self._note(What.STEP)
+            self._runs.clear()
+            self._records.clear()
+            self._of_run.clear()
+            self._last_forward = None
+
+    def stop(self) -> Recording:
+        """What was recorded since ``start``, up to the end of the last step. Waits for the device.
+
+        Raises:
+            SwapError: the recorder is off, or no step has ended.
+        """
+        if sum(note.what is What.STEP for note in self._notes) < 2:
+            raise SwapError("nothing was recorded: start, then step_ended at least once, then stop.")
+        self.on = False
+        self._ranges.stop(self)
+        self._device.synchronize()
+        notes = self._notes
+        while notes[-1].what is not What.STEP:
+            notes.pop()
+        first = notes[0].mark
+        events = tuple(
+            Event(note.what, note.mark.elapsed_ms_since(first), note.peak_bytes, note.now_bytes, **note.details)
+            for note in notes
+        )
+        self._forget()
+        return Recording(events, self._device.reserved_bytes())
+
+    def abandon(self) -> None:
+        """Training has failed, or is over: hear no more, and wait for nothing."""
+        if self.on:
+            self.on = False
+            self._ranges.stop(self)
+        self._forget()
+
+    def _note(self, what: What, **details: Any) -> None:
+        mark = self._device.mark()
+        self._notes.append(_Note(what, mark, *self._take_peak(), details))
+
+    # ------------------------------------------------- what runs: layers, chunks, the engine
+
+    def watch(self, chunk: nn.Module) -> Callable[[], None]:
+        """Note the forwards of a model chunk; call for each, in order. What takes that off again is returned."""
+        number, self._num_chunks = self._num_chunks, self._num_chunks + 1
+
+        def told(what: What) -> Callable[..., None]:
+            def hook(*_: object) -> None:
+                if self.on and torch.is_grad_enabled():
+                    self._note(what, chunk=number)
+                    self._last_forward = None
+
+            return hook
+
+        handles = [
+            chunk.register_forward_pre_hook(told(What.CHUNK_BEGIN)),
+            chunk.register_forward_hook(told(What.CHUNK_END)),
+        ]
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return remove
+
+    def __call__(self, name: str) -> AbstractContextManager[object]:
+        """A range of the engine, as ``trace.Ranges`` names it."""
+        what, _, subject = name.partition(" ")
+        if what == "forward":
+            return self._forward(subject)
+        if what == "backward":
+            return self._backward(subject)
+        if what in WORKS:
+            return self._work(what, subject)
+        return nullcontext()
+
+    @contextmanager
+    def _forward(self, label: str) -> Iterator[None]:
+        run = self._runs[label] = _run(label)
+        self._note(What.FORWARD_BEGIN, run=run)
+        yield
+        if self.on:
+            self._note(What.FORWARD_END, run=run)
+            if self._last_forward is not None:
+                self._look_who_holds(self._last_forward)
+            self._last_forward = run
+
+    @contextmanager
+    def _backward(self, label: str) -> Iterator[None]:
+        run = self._runs.get(label)
+        if run is None:  # its forward was before the recording
+            yield
+            return
+        self._look_who_holds(run)
+        self._note(What.BACKWARD_BEGIN, run=run)
+        yield
+        if self.on:
+            self._note(What.BACKWARD_END, run=run)
+
+    @contextmanager
+    def _work(self, work: str, of: str) -> Iterator[None]:
+        self._note(What.WORK_BEGIN, work=work, of=of)
+        yield
+        if self.on:
+            self._note(What.WORK_END, work=work, of=of)
+
+    def _look_who_holds(self, run: LayerRun) -> None:
+        """Once: as soon as the layer's own frames are gone."""
+        for memory in self._of_run.pop(run, ()):
+            storage = memory.reference()
+            if storage is not None and storage.nbytes() != memory.num_bytes:
+                self._note(What.FREED, storage=memory.record, num_bytes=memory.num_bytes)
+                memory.num_bytes = memory.record.num_bytes = storage.nbytes()
+                memory.record.stays = True
+            elif memory.held_elsewhere():
+                memory.record.stays = True
+
+    # ------------------------------------------------------------ what autograd saves
+
+    def called_with(self, label: str, hidden: Any) -> None:
+        """The hidden states that the layer's run ``label`` begins with."""
+        if self.on and isinstance(hidden, torch.Tensor):
+            self._inputs[label] = hidden.untyped_storage()._cdata
+
+    def saved(self, site: Site, label: str, tensor: torch.Tensor) -> SavedStorage:
+        """Autograd saves ``tensor`` at ``site`` in the run ``label``: its storage's record."""
+        storage = tensor.untyped_storage()
+        memory = self._live(storage)
+        if memory is not None:
+            self._records[f"{site} {_micro_batch(label)}"] = memory.record
+            return memory.record
+        run = self._runs[label]
+        is_input = self._inputs.get(label) == storage._cdata
+        record = SavedStorage(run, f"{site.path}/{site.ordinal}", storage.nbytes(), is_input)
+        self._records[f"{site} {_micro_batch(label)}"] = record
+        self._note(What.SAVED, storage=record, num_bytes=record.num_bytes)
+        self._of_run.setdefault(run, []).append(self._follow(record, storage))
+        return record
+
+    def aliased(self, tensor: torch.Tensor) -> None:
+        """One more tensor on the storage of ``tensor`` stands in the graph."""
+        if self.on and (memory := self._live(tensor.untyped_storage())) is not None:
+            memory.num_aliases += 1
+
+    def recomputed(
+        self, recipe: Recomputable, producer: str, inputs: Sequence[torch.Tensor], on_the_way: Sequence[Recomputable]
+    ) -> None:
+        """What was saved last, or a moment ago, is not held but made again from ``inputs``."""
+        if not self.on or (storage := recipe.output()) is None or (memory := self._live(storage)) is None:
+            return
+        record = memory.record
+        found = [self._live(tensor.untyped_storage()) for tensor in inputs]
+        record.producer = producer
+        record.made_from = tuple(dict.fromkeys(one.record for one in found if one is not None))
+        record.through = tuple(dict.fromkeys(f"{one.site.path}/{one.site.ordinal}+{one.number}" for one in on_the_way))
+        for one, name in zip(on_the_way, record.through, strict=False):
+            if one.label not in self._records:
+                self._records[one.label] = SavedStorage(record.run, name, one.num_bytes)
+
+    def asked(self, record: SavedStorage) -> None:
+        """Backward wants a tensor on it."""
+        if self.on:
+            self._note(What.ASKED, storage=record)
+
+    def _arrived(self, subject: Labelled, storage: torch.UntypedStorage) -> None:
+        record = self._records.get(subject.label)
+        if record is not None and self._live(storage) is None:
+            self._note(What.ARRIVED, storage=record, num_bytes=storage.nbytes())
+            self._follow(record, storage)
+
+    def _live(self, storage: torch.UntypedStorage) -> _Memory | None:
+        memory = self._memory.get(storage._cdata)
+        return memory if memory is not None and memory.reference() is storage else None
+
+    def _follow(self, record: SavedStorage, storage: torch.UntypedStorage) -> _Memory:
+        """Note when ``storage`` is freed. The reference dies with the storage itself, not with its Python object."""
+        address = storage._cdata
+        memories = self._memory  # those of this recording
+
+        def freed(reference: Reference) -> None:
+            if self.on and memories is self._memory:
+                self._note(What.FREED, storage=record, num_bytes=memory.num_bytes)
+            if memories.get(address) is memory:
+                del memories[address]
+
+        memory = memories[address] = _Memory(record, weakref.ref(storage, freed), storage.nbytes())
+        return memory
+
+
+def _run(label: str) -> LayerRun:
+    layer, micro_batch = label.split()
+    return LayerRun(int(layer.removeprefix("layers.")), int(micro_batch.removeprefix("mb")))
+
+
+def _micro_batch(label: str) -> str:
+    return label.split()[1]
