@@ -17,7 +17,7 @@ from megatron.swap.observer import Hooks, Observer
 from megatron.swap.recipes import Recipe, Recipes
 from megatron.swap.sites import SiteNames
 from megatron.swap.trace import Ranges
-from megatron.swap.types import Place, Site
+from megatron.swap.types import Action, Place, Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ class SavedTensors:
         device: whose tensors are ours.
         observer: counts what autograd holds.
         recipes: what is made again instead; ``None``: nothing is.
+        on_saved: told of every saved tensor that has a site: the site, its storage, what was done with it.
     """
 
     def __init__(
@@ -138,11 +139,13 @@ class SavedTensors:
         device: torch.device,
         observer: Observer | None = None,
         recipes: Recipes | None = None,
+        on_saved: Callable[[Site, torch.UntypedStorage, Action], None] | None = None,
     ) -> None:
         self._manager = manager
         self._device = device
         self._observer = observer
         self._recipes = recipes
+        self._on_saved = on_saved
         hooks = Hooks(kept, self.unpack)
         self._unpack_input = (hooks if observer is None else observer.around(hooks)).unpack
 
@@ -165,7 +168,12 @@ class SavedTensors:
 
         def pack(tensor: torch.Tensor) -> Packed:
             place = None if is_constant(tensor) else where()
-            return kept(tensor) if place is None else pack_in(*place, tensor)
+            if place is None:
+                return kept(tensor)
+            packed = pack_in(*place, tensor)
+            if self._on_saved is not None:
+                self._on_saved(place[1], tensor.untyped_storage(), _action_of(packed))
+            return packed
 
         def pack_in(group: Group, site: Site | None, tensor: torch.Tensor) -> Packed:
             if self._recipes is not None:
@@ -218,6 +226,13 @@ class SavedTensors:
             self._manager.begin_backward(packed.recipe.group)
             return packed.layout.view(self._recipes.make(packed.recipe, self._unpack_input))
         return packed.layout.view(self._manager.fetch(packed.handle, packed.group, packed.index))
+
+
+def _action_of(packed: Packed) -> Action:
+    """What was done with a tensor, by what stands in the graph for it."""
+    if isinstance(packed, RecomputedTensor):
+        return Action.RECOMPUTE
+    return Action.SWAP if isinstance(packed, PackedTensor) else Action.KEEP
 
 
 class LayerBoundary:

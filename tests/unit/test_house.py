@@ -21,11 +21,12 @@ SWAP = ROOT / "megatron" / "swap"
 LAYERS: list[set[str]] = [
     {"session", "prepare"},
     {"layer", "optimizer", "arguments", "attention", "producers"},  # the Megatron edge
-    {"summary", "profiler"},
+    {"summary", "profiler", "plan_run"},
     {"autograd"},
     {"observer"},
+    {"calibration"},
     {"planner"},
-    {"policy"},
+    {"policy", "site_log"},
     {"recipes"},
     {"manager"},
     {"order"},
