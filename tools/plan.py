@@ -3,8 +3,10 @@
 
     python tools/plan.py --profile profile.json --memory-gib 24 --save plan.json
     python tools/plan.py --profile profile.json --memory-gib 24 --link-gb-s 12 --seq-length 8192 --curve curve.png
+    python tools/plan.py --show plan.json
     python tools/plan.py --gpu h200 --memory-gib 80 -- --num-layers 32 --hidden-size 4096 … your training flags
 
+A profile is what training has measured (--swap-save-profile) or what this program made of a shape (--save-profile).
 Prints each class of layers, the predicted peak and step time, and how fast any plan could be. Exit status: 0, or 1
 where no plan fits or a file is wrong.
 """
@@ -18,14 +20,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.swap.plan import save_plan
+from megatron.swap.plan import load_plan, save_plan
 from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import GPUS, find_gpu
 from megatron.swap.planner.profile import Profile, load_profile, save_profile
 from megatron.swap.planner.shape import shape_profile
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import Solution, curve, empty_plan, solve
-from megatron.swap.planner.table import plan_table, prediction_text
+from megatron.swap.planner.table import plan_heading, plan_table, prediction_text
 from megatron.swap.planner.what_if import with_link, with_tokens
 from megatron.swap.types import UsageError
 
@@ -34,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--profile", type=Path, help="a measured profile")
+    source.add_argument("--show", type=Path, metavar="PLAN", help="print this plan file and plan nothing")
     source.add_argument("--gpu", help=f"plan from training flags behind --, for one of {', '.join(GPUS)}")
     parser.add_argument("--memory-gib", type=float, help="most device memory; default: all that the device has")
     parser.add_argument("--host-gib", type=float, help="most pinned host memory")
@@ -54,6 +57,10 @@ def main() -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
+    if options.show:
+        shown = load_plan(options.show)
+        print(plan_heading(shown), plan_table(shown), sep="\n\n")
+        return
     profile = find_profile(options)
     budget_gib = profile.device.memory_gib if options.memory_gib is None else options.memory_gib
     unswapped = simulate(profile, empty_plan(profile))

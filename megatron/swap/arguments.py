@@ -8,10 +8,22 @@ from typing import Any
 
 import torch
 
-from megatron.swap.config import LAYER_SYNTAX, LOG_LEVELS, SwapConfig, parse_layers, parse_steps
+from megatron.swap.config import (
+    LAYER_SYNTAX,
+    LOG_LEVELS,
+    MOST_CANDIDATES,
+    POLICIES,
+    USUAL_FRACTION,
+    SwapConfig,
+    parse_layers,
+    parse_steps,
+)
+from megatron.swap.host_memory import safe_host_bytes
 from megatron.swap.layer import known_modules
+from megatron.swap.plan import LAYER_SECTION, Plan, check_model, load_plan
+from megatron.swap.planner.flags import model_of
 from megatron.swap.profiler import NSYS
-from megatron.swap.types import ACTIVATION, LINEAR, NORM, PRODUCERS, UsageError
+from megatron.swap.types import ACTIVATION, GIB, LINEAR, NORM, PRODUCERS, UsageError
 
 
 class _Deterministic(argparse.Action):
@@ -39,6 +51,23 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help=f"Do not hold the outputs of these kinds of kernels, in all layers, whatever --swap-layers says: make "
         f"them again in backward, equal to the bit. Kinds: {', '.join(PRODUCERS)}; all but linear are cheap. "
         "Default: none.")
+    add("--swap-plan", default=None, metavar="FILE",
+        help="Carry out this plan (docs/planner.md): keep, swap or recompute, site by site. It takes the place of "
+        "--swap-layers, --swap-modules and --swap-recompute.")
+    add("--swap-policy", choices=POLICIES, default=None,
+        help="auto: measure a few steps, find the fastest plan that stays below the memory that the flags below "
+        f"allow, train by it. Default: auto with one of them, else manual. auto alone: {USUAL_FRACTION:g} of the "
+        "device's memory.")
+    add("--swap-memory-gib", type=float, default=None, metavar="GIB",
+        help="Most device memory that a step may take; the planner decides what to keep, swap and recompute.")
+    add("--swap-memory-fraction", type=float, default=None, metavar="PART",
+        help="The same as a part of the device's memory, above 0 and at most 1.")
+    add("--swap-max-candidates", type=int, default=3, metavar="N",
+        help=f"Most plans that the planner tries live, 1 to {MOST_CANDIDATES}. Default: 3.")
+    add("--swap-save-plan", default=None, metavar="FILE",
+        help="Write what was done with each saved tensor as a plan file.")
+    add("--swap-save-profile", default=None, metavar="FILE",
+        help="Write the profile that --swap-policy auto has measured, for tools/plan.py.")
     add("--swap-min-mib", type=float, default=1.0, metavar="MIB",
         help="Storages smaller than this stay on the device. Default: 1.")
     add("--swap-host-gib", type=float, default=None, metavar="GIB",
@@ -73,12 +102,22 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
     """The checked settings out of Megatron's parsed arguments.
 
     Raises:
-        UsageError: a malformed or impossible value, or a Megatron flag that does not go with swapping.
+        UsageError: a malformed or impossible value, a plan for another model, or a Megatron flag that does not go
+            with swapping.
     """
+    auto = _wants_auto(args)
+    _check_one_way(args, auto)
     config = SwapConfig(
         layers=parse_layers(args.swap_layers, args.num_layers),
         modules=tuple(args.swap_modules),
         recompute=tuple(dict.fromkeys(args.swap_recompute)),
+        plan=None if args.swap_plan is None else _plan(args),
+        auto=auto,
+        memory_gib=args.swap_memory_gib,
+        memory_fraction=args.swap_memory_fraction,
+        max_candidates=args.swap_max_candidates,
+        save_plan=args.swap_save_plan,
+        save_profile=args.swap_save_profile,
         min_mib=args.swap_min_mib,
         host_gib=args.swap_host_gib,
         host_unchecked=args.swap_host_unchecked,
@@ -94,10 +133,104 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
     _check_module_names(config.modules)
     _check_upstream(args)
     _check_profile(args, config)
+    _check_files(config)
+    if auto:
+        config.budget_gib(device_memory_gib(args))
     if config.acts:
         _check_combination(args, config)
         _check_recompute(args, config)
     return config
+
+
+def device_memory_gib(args: argparse.Namespace) -> float:
+    """Memory of this rank's device in GiB; without a GPU, of the machine, whose memory plays the device."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(args.local_rank).total_memory / GIB
+    host = safe_host_bytes(1)
+    return min(host.total_bytes, host.cgroup_limit_bytes or host.total_bytes) / GIB
+
+
+def recompute_kinds(args: argparse.Namespace, config: SwapConfig) -> tuple[str, ...]:
+    """The kinds of kernels that have to tell what they make: those asked for, or all that a plan may have meant."""
+    if config.plan is not None:
+        wanted = any(config.plan.recomputes_layer(layer) for layer in config.plan.layers())
+    else:
+        wanted = config.auto
+    return tuple(kind for kind in PRODUCERS if wanted and _can_recompute(args, kind)) or config.recompute
+
+
+def _can_recompute(args: argparse.Namespace, kind: str) -> bool:
+    try:
+        _check_recompute(args, SwapConfig(layers=frozenset(), recompute=(kind,)))
+    except UsageError:
+        return False
+    return True
+
+
+def _wants_auto(args: argparse.Namespace) -> bool:
+    given = [flag for flag, value in _memory_flags(args).items() if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"{' and '.join(given)} both say how much memory a step may take. Drop one.")
+    if given and args.swap_policy == "manual":
+        raise UsageError(f"{given[0]} lets the planner decide; --swap-policy manual says it may not. Drop one.")
+    return bool(given) or args.swap_policy == "auto"
+
+
+def _memory_flags(args: argparse.Namespace) -> dict[str, float | None]:
+    return {"--swap-memory-gib": args.swap_memory_gib, "--swap-memory-fraction": args.swap_memory_fraction}
+
+
+def _check_one_way(args: argparse.Namespace, auto: bool) -> None:
+    """Either a plan file, or the planner, or the flags for layers, modules and kinds say what to do."""
+    flags = {
+        f"--swap-plan {args.swap_plan}": args.swap_plan is not None,
+        _auto_flag(args): auto,
+        f"--swap-layers {args.swap_layers}": args.swap_layers != "none",
+        f"--swap-modules {' '.join(args.swap_modules)}": bool(args.swap_modules),
+        f"--swap-recompute {' '.join(args.swap_recompute)}": bool(args.swap_recompute),
+    }
+    given = [flag for flag, is_given in flags.items() if is_given]
+    if len(given) > 1 and (auto or args.swap_plan is not None):
+        decides = "the plan" if args.swap_plan is not None else "the planner"
+        raise UsageError(
+            f"{given[0]} cannot be combined with {given[1]}: {decides} decides what happens to every saved tensor. "
+            "Drop one of the two."
+        )
+
+
+def _auto_flag(args: argparse.Namespace) -> str:
+    """The flag that asks for the planner, as it was given."""
+    return next(
+        (f"{flag} {value:g}" for flag, value in _memory_flags(args).items() if value is not None), "--swap-policy auto"
+    )
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    """The plan file, which must be for this model and ask for nothing that training cannot do."""
+    plan = load_plan(args.swap_plan)
+    check_model(plan, model_of(args), f"--swap-plan {args.swap_plan}")
+    for layer in plan.layers():
+        for section in plan.sections(layer):
+            if section != LAYER_SECTION:
+                raise UsageError(
+                    f"--swap-plan {args.swap_plan}: layer {layer}: section {section!r} cannot run again in training; "
+                    f"allowed is {LAYER_SECTION!r}, the whole layer. Name single sites instead, with action recompute."
+                )
+    return plan
+
+
+def _check_files(config: SwapConfig) -> None:
+    """Files that nothing would be written to."""
+    if config.save_plan is not None and not config.acts:
+        raise UsageError(
+            f"--swap-save-plan {config.save_plan}: nothing is swapped or recomputed, so there is no plan to write. Add "
+            "--swap-layers, --swap-recompute, --swap-plan or --swap-memory-gib, or drop --swap-save-plan."
+        )
+    if config.save_profile is not None and not config.auto:
+        raise UsageError(
+            f"--swap-save-profile {config.save_profile}: only the planner measures a profile. Add --swap-memory-gib, "
+            "--swap-memory-fraction or --swap-policy auto, or drop --swap-save-profile."
+        )
 
 
 def _check_module_names(patterns: Sequence[str]) -> None:
@@ -186,15 +319,25 @@ def _check_linear(args: argparse.Namespace, ours: str, modules: Sequence[str]) -
                              f"{flag}.")  # fmt: skip
 
 
+def _asked(args: argparse.Namespace, config: SwapConfig) -> tuple[str, str]:
+    """The flag that makes us act, as it was given, and how to do without."""
+    if config.plan is not None:
+        return f"--swap-plan {args.swap_plan}", "drop --swap-plan"
+    if config.auto:
+        flag = _auto_flag(args)
+        return flag, f"drop {flag.split()[0]}"
+    if config.layers:
+        return f"--swap-layers {args.swap_layers}", "say --swap-layers none"
+    return f"--swap-recompute {' '.join(config.recompute)}", "drop --swap-recompute"
+
+
 def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:
     excluded = {
         f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers}": args.cpu_offloading_num_layers > 0,
         "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
         f"--cuda-graph-impl {args.cuda_graph_impl}": args.cuda_graph_impl != "none",
     }
-    ours, without = f"--swap-layers {args.swap_layers}", "say --swap-layers none"
-    if not config.layers:
-        ours, without = f"--swap-recompute {' '.join(config.recompute)}", "drop --swap-recompute"
+    ours, without = _asked(args, config)
     for flag, given in excluded.items():
         if given:
             why = (
@@ -205,3 +348,15 @@ def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:
             raise UsageError(
                 f"{ours} cannot be combined with {flag}: {why}. Drop {flag}, or {without}."
             )
+    if args.recompute_granularity != "full":
+        return
+    if config.plan is not None or config.auto:
+        raise UsageError(
+            f"{ours} cannot be combined with --recompute-granularity full: a plan says itself which layers run again. "
+            f"Drop --recompute-granularity, or {without}."
+        )
+    if config.save_plan is not None:
+        raise UsageError(
+            f"--swap-save-plan {config.save_plan} cannot be combined with --recompute-granularity full: a plan file "
+            "has no words for the segments that Megatron recomputes. Drop one of the two."
+        )

@@ -23,7 +23,7 @@ from megatron.swap.recorder import Recorder
 from megatron.swap.recording import SavedStorage
 from megatron.swap.sites import CHECKPOINT_PATH, SiteNames
 from megatron.swap.trace import Ranges
-from megatron.swap.types import Place, Site, UsageError
+from megatron.swap.types import Action, Place, Site, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,7 @@ class SavedTensors:
         observer: counts what autograd holds.
         recipes: what is made again instead; ``None``: nothing is.
         recorder: where what is saved is recorded while it is on.
+        on_saved: told of every saved tensor that has a site: the site, its storage, what was done with it.
 
     Attributes:
         footprint: counts what layers save.
@@ -156,6 +157,7 @@ class SavedTensors:
         observer: Observer | None = None,
         recipes: Recipes | None = None,
         recorder: Recorder | None = None,
+        on_saved: Callable[[Site, torch.UntypedStorage, Action], None] | None = None,
     ) -> None:
         self.footprint = FootprintMeter()
         self._recorder = recorder
@@ -165,6 +167,7 @@ class SavedTensors:
         self._device = device
         self._observer = observer
         self._recipes = recipes
+        self._on_saved = on_saved
         hooks = Hooks(kept, self.unpack)
         self._unpack_input = (hooks if observer is None else observer.around(hooks)).unpack
 
@@ -196,12 +199,13 @@ class SavedTensors:
             place = None if is_constant(tensor) else where()
             if place is None:
                 return kept(tensor)
-            self.footprint.add(tensor.untyped_storage().nbytes())
-            if recorder is None:
-                return pack_in(*place, tensor)
             group, site = place
-            record = recorder.saved(site, group.label, tensor)
-            return RecordedTensor(pack_in(group, site, tensor), record)
+            self.footprint.add(tensor.untyped_storage().nbytes())
+            record = None if recorder is None else recorder.saved(site, group.label, tensor)
+            packed = pack_in(group, site, tensor)
+            if self._on_saved is not None:
+                self._on_saved(site, tensor.untyped_storage(), _action_of(packed))
+            return packed if record is None else RecordedTensor(packed, record)
 
         def pack_in(group: Group, site: Site | None, tensor: torch.Tensor) -> Packed:
             if self._recipes is not None:
@@ -271,6 +275,13 @@ def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
+def _action_of(packed: Packed) -> Action:
+    """What was done with a tensor, by what stands in the graph for it."""
+    if isinstance(packed, RecomputedTensor):
+        return Action.RECOMPUTE
+    return Action.SWAP if isinstance(packed, PackedTensor) else Action.KEEP
+
+
 class LayerBoundary:
     """Replaces the ``forward`` of one layer by one that swaps what the layer saves.
 
@@ -303,14 +314,15 @@ class LayerBoundary:
         self._saved_tensors = saved_tensors
         self._place = place
         self._on_run_without_grad = on_run_without_grad
-        self._names = SiteNames(layer, module) if hooked and checkpoint is None else None
+        self._names = SiteNames(layer, module) if hooked else None
         self._constants = [*module.parameters(), *module.buffers()]
         self._inner = module.forward
         module.forward = self._forward  # type: ignore[method-assign]
 
-    def stand_at(self, place: Place) -> None:
-        """From the next forward on this is where the layer stands."""
+    def stand_at(self, place: Place, checkpoint: Callable[..., Any] | None = None) -> None:
+        """From the next forward on this is where the layer stands, and by what it runs again, if as a whole."""
         self._place = place
+        self._checkpoint = checkpoint
 
     def remove(self) -> None:
         """Give the layer its own forward back."""
@@ -340,7 +352,8 @@ class LayerBoundary:
                 self._saved_tensors.called_with(group, hidden)
             with self._saved_tensors_context(group):
                 result = self._run(args, kwargs)
-            self._saved_tensors.footprint.end_layer(self.layer)
+            if self._checkpoint is None:
+                self._saved_tensors.footprint.end_layer(self.layer)
             manager.end_forward(group)
         mark = lambda hidden: _Leave.apply(hidden, lambda: manager.begin_backward(group))  # noqa: E731
         if isinstance(result, tuple):

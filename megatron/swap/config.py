@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.swap.plan import Plan
 from megatron.swap.types import PRODUCERS, UsageError
 
 LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
 LOG_LEVELS = ("quiet", "info", "debug")
+POLICIES = ("manual", "auto")
+MOST_CANDIDATES = 10
+USUAL_FRACTION = 0.95
+"""Of the device's memory: the budget of ``--swap-policy auto`` alone."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,20 @@ class SwapConfig:
     """Submodules to swap; empty: everything that a chosen layer saves."""
     recompute: tuple[str, ...] = ()
     """Kinds of cheap outputs that are made again in backward, in all layers; some of ``PRODUCERS``."""
+    plan: Plan | None = None
+    """Which action for which site, instead of layers, modules and kinds."""
+    auto: bool = False
+    """Find the plan while training."""
+    memory_gib: float | None = None
+    """Most device memory that a step may take."""
+    memory_fraction: float | None = None
+    """The same as a part of the device's memory."""
+    max_candidates: int = 3
+    """Most plans that are tried live."""
+    save_plan: str | None = None
+    """Where the plan goes that was carried out."""
+    save_profile: str | None = None
+    """Where the profile goes that the plan was made from."""
     min_mib: float = 1.0
     """Storages below this size stay on the device as they are."""
     host_gib: float | None = None
@@ -53,9 +73,25 @@ class SwapConfig:
     @property
     def acts(self) -> bool:
         """Whether anything happens to what autograd saves."""
-        return bool(self.layers or self.recompute)
+        return bool(self.layers or self.recompute or self.plan is not None or self.auto)
+
+    def budget_gib(self, device_gib: float) -> float:
+        """Most device memory in GiB that a step may take, on a device that has ``device_gib``.
+
+        Raises:
+            UsageError: the device has less.
+        """
+        if self.memory_gib is None:
+            return device_gib * (USUAL_FRACTION if self.memory_fraction is None else self.memory_fraction)
+        _require(self.memory_gib <= device_gib, "--swap-memory-gib", f"{self.memory_gib:g}",
+                 f"at most what the device has, {device_gib:.2f} GiB")  # fmt: skip
+        return self.memory_gib
 
     def __post_init__(self) -> None:
+        self._check_budget()
+        for flag, path in (("--swap-save-plan", self.save_plan), ("--swap-save-profile", self.save_profile)):
+            if path is not None:
+                _check_writable(flag, Path(path))
         for kind in self.recompute:
             _require(kind in PRODUCERS, "--swap-recompute", kind, " or ".join(PRODUCERS))
         _require(0 <= self.min_mib < math.inf, "--swap-min-mib", self.min_mib, "a number of MiB, 0 or more")
@@ -73,6 +109,17 @@ class SwapConfig:
         _require(3 <= first <= last, "--swap-profile-steps", f"{first}-{last}",
                  "two steps, first and last, from 3 on (those before warm up)")  # fmt: skip
         _require(self.log_level in LOG_LEVELS, "--swap-log-level", self.log_level, " or ".join(LOG_LEVELS))
+
+    def _check_budget(self) -> None:
+        if self.memory_gib is not None:
+            given = self.memory_gib
+            _require(0 < given < math.inf, "--swap-memory-gib", given, "a number of GiB above 0")
+        if self.memory_fraction is not None:
+            given = self.memory_fraction
+            _require(0 < given <= 1, "--swap-memory-fraction", given, "above 0 and at most 1, a part of the device's "
+                     "memory")  # fmt: skip
+        _require(1 <= self.max_candidates <= MOST_CANDIDATES, "--swap-max-candidates", self.max_candidates,
+                 f"1 to {MOST_CANDIDATES}")  # fmt: skip
 
 
 def parse_steps(text: str) -> tuple[int, int]:
@@ -118,6 +165,14 @@ def parse_layers(text: str, num_layers: int) -> frozenset[int]:
             f"{num_layers - 1} (or 'all', which fits every model)."
         )
     return frozenset(layers)
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """Before hours of training: a file can be written there, folders that are missing can be made."""
+    _require(not path.is_dir(), flag, path, "a file, not a folder")
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    _require(folder.is_dir(), flag, path, f"a file in a folder; {folder} is none")
+    _require(os.access(folder, os.W_OK), flag, path, f"a file that can be written; {folder} may not be written to")
 
 
 def _require(holds: bool, flag: str, given: object, allowed: str) -> None:

@@ -101,12 +101,17 @@ class Boundaries:
             self._layers += boundaries
             self._chunks.append((boundaries, ends_in_loss))
 
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each model chunk of this rank."""
+        return tuple(tuple(boundary.layer for boundary in boundaries) for boundaries, _ in self._chunks)
+
     def follow_policy(self) -> None:
         """The policy answers otherwise from the next forward on. Between steps; its layers must all be hooked."""
         for boundaries, ends_in_loss in self._chunks:
             swapped = [self._policy.swaps_layer(boundary.layer) for boundary in boundaries]
             for boundary, place in zip(boundaries, places(swapped, ends_in_loss), strict=True):
-                boundary.stand_at(place)
+                whole = self._policy.recomputes_whole(boundary.layer)
+                boundary.stand_at(place, _checkpoint if whole else None)
         self._manager.forget_sizes()
 
     def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.swap import records
-from megatron.swap.types import Action, Site, UsageError
+from megatron.swap.types import MIB, Action, Site, UsageError
 
 FORMAT = "megatron-swap plan"
 VERSION = 1
@@ -17,6 +17,8 @@ VERSION = 1
 ACTIONS = {"keep": Action.KEEP, "swap": Action.SWAP, "recompute": Action.RECOMPUTE}
 SITE = re.compile(r"[^/\s]+/\d+")
 LAYERS_SYNTAX = "0-9,12"
+LAYER_SECTION = "layer"
+"""The section that is a whole layer: the one that training can run again."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,31 @@ class Plan:
     def swaps_layer(self, layer: int) -> bool:
         """Whether anything of ``layer`` is swapped."""
         return Action.SWAP in self.sites(layer).values()
+
+    def recomputes_layer(self, layer: int) -> bool:
+        """Whether any site of ``layer`` is recomputed."""
+        return Action.RECOMPUTE in self.sites(layer).values()
+
+    def least_host_bytes(self) -> int:
+        """A lower bound of the host memory that a micro-batch takes where one rank has all layers.
+
+        What is swapped with its size told, but for the last two layers: backward wants them so soon that they stay.
+        """
+        return sum(
+            int((planned.mib or 0) * MIB)
+            for layer in range(self.model.num_layers - 2)
+            for planned in self.planned(layer).values()
+            if planned.action == "swap"
+        )
+
+    def planned(self, layer: int) -> dict[str, SitePlan]:
+        """All that is said of the sites of ``layer``, by ``path/ordinal``."""
+        entry = self._of_layer.get(layer)
+        return entry.sites if entry else {}
+
+    def layers(self) -> tuple[int, ...]:
+        """The layers that a class names, ascending."""
+        return tuple(sorted(self._of_layer))
 
 
 @dataclass(frozen=True)

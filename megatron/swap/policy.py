@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
+from megatron.swap.plan import LAYER_SECTION, Plan
 from megatron.swap.types import Action, Site
 
 
@@ -84,6 +85,30 @@ class ManualPolicy(Policy):
         if path not in self._verdicts:
             self._verdicts[path] = any(matches(pattern, path) for pattern in self._modules)
         return self._verdicts[path]
+
+
+class PlanPolicy(Policy):
+    """A plan's choice, site by site. What the plan does not name is kept; sizes have no say."""
+
+    def __init__(self, plan: Plan) -> None:
+        layers = plan.layers()
+        self._sites = {layer: plan.sites(layer) for layer in layers}
+        self._swaps = frozenset(filter(plan.swaps_layer, layers))
+        self._recomputes = frozenset(filter(plan.recomputes_layer, layers))
+        self._whole = frozenset(layer for layer in layers if LAYER_SECTION in plan.sections(layer))
+
+    def swaps_layer(self, layer: int) -> bool:
+        return layer in self._swaps
+
+    def recomputes_layer(self, layer: int) -> bool:
+        return layer in self._recomputes
+
+    def recomputes_whole(self, layer: int) -> bool:
+        return layer in self._whole
+
+    def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
+        named = self._sites.get(site.layer)
+        return named.get(f"{site.path}/{site.ordinal}", Action.KEEP) if named else Action.KEEP
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.swap.arguments import swap_config
+from megatron.swap.arguments import recompute_kinds, swap_config
 from megatron.swap.autograd import SavedTensors
 from megatron.swap.config import SwapConfig
 from megatron.swap.devices.base import Device
@@ -25,7 +25,9 @@ from megatron.swap.host_pool import HostPool
 from megatron.swap.layer import Boundaries, least_saved_bytes
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
-from megatron.swap.policy import ManualPolicy
+from megatron.swap.plan_run import PlanRun
+from megatron.swap.planner.flags import model_of
+from megatron.swap.policy import ManualPolicy, PlanPolicy, Policy
 from megatron.swap.producers import Producers, tell_copy, tell_norm_of_linear
 from megatron.swap.profiler import Profiler
 from megatron.swap.recipes import Recipes
@@ -43,7 +45,7 @@ from megatron.swap.summary import (
 )
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.trace import Ranges, Totals
-from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY, format_bytes
+from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY, UsageError, format_bytes
 from patches import (
     checkpointed_forward,
     fused_activations,
@@ -63,7 +65,11 @@ class SwapSession:
     def __init__(self, args: Namespace, config: SwapConfig) -> None:
         self.config = config
         self._args = args
-        self._policy = ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB), config.recompute)
+        self._policy = _policy(config)
+        self._swaps = any(map(self._policy.swaps_layer, range(args.num_layers)))
+        self._kinds = recompute_kinds(args, config)
+        wants_plan = config.plan is not None or config.save_plan is not None
+        self._plan_run = PlanRun(config, model_of(args)) if wants_plan else None
         self._observer = Observer() if config.summary is not None else None
         self._host_limit_bytes = self._host_limit()
         self._device: Device | None = None
@@ -104,13 +110,13 @@ class SwapSession:
             return session
         patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
         with_te = args.transformer_impl == "transformer_engine"
-        if ACTIVATION in config.recompute:
+        if ACTIVATION in session._kinds:
             patches += fused_activations.fused_activations_patches(functools.partial(session._watched, ACTIVATION))
-        if NORM in config.recompute and with_te:
+        if NORM in session._kinds and with_te:
             patches.append(te_normalization.te_normalization_patch(session._tell_norm_of_linear))
-        if ROTARY in config.recompute:
+        if ROTARY in session._kinds:
             patches.append(rotary.rotary_patch(functools.partial(session._watched, ROTARY)))
-        if ROTARY in config.recompute and with_te:
+        if ROTARY in session._kinds and with_te:
             patches.append(te_qkv_layout.te_qkv_layout_patch(session._tell_copy))
         if config.acts and args.recompute_granularity == "full":
             patches.append(checkpointed_forward.checkpointed_forward_patch(session._around_checkpointed_forward))
@@ -152,14 +158,15 @@ class SwapSession:
             self._device, self._tier, self._policy.without_recipe, window_bytes, config.verify, self._ranges
         )
         producers = None
-        if config.recompute:
+        if self._kinds:
             self._recipes = Recipes(
                 self._device, self._policy.action, self._manager.counters, self._ranges, config.verify
             )
-            producers = Producers(self._recipes, config.recompute)
+            producers = Producers(self._recipes, self._kinds)
         self._recorder = Recorder(self._device, self._ranges, self._take_peak)
+        on_saved = None if self._plan_run is None else self._plan_run.note
         saved_tensors = SavedTensors(
-            self._manager, self._device.torch_device, self._observer, self._recipes, self._recorder
+            self._manager, self._device.torch_device, self._observer, self._recipes, self._recorder, on_saved
         )
         self._boundaries = Boundaries(self._manager, saved_tensors, self._policy, producers)
         if config.log_level != "quiet" and self._args.rank == 0:
@@ -188,7 +195,7 @@ class SwapSession:
     def _host_limit(self) -> int:
         """Bytes that this rank may book; refuses what cannot work."""
         config = self.config
-        if not config.layers:
+        if not self._swaps:
             return MIB  # nothing is swapped; a pool just may not be empty
         budget = safe_host_bytes(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         limit_bytes, limited_by = budget.safe_bytes, budget.reason
@@ -197,16 +204,23 @@ class SwapSession:
             check_host_request(limit_bytes, budget, config.host_unchecked)
         needed_bytes = self._least_bytes()
         if needed_bytes > limit_bytes:
+            flag, way_out = f"--swap-layers {self._args.swap_layers}", "Swap fewer layers or modules"
+            if config.plan is not None:
+                flag, way_out = f"--swap-plan {self._args.swap_plan}", "Make a plan that swaps less"
             raise HostMemoryError(
-                f"--swap-layers {self._args.swap_layers} takes at least {format_bytes(needed_bytes)} of host memory on "
-                f"each rank, but {format_bytes(limit_bytes)} may be booked ({limited_by}). Swap fewer layers or "
-                "modules, use a smaller micro-batch, or raise --swap-host-gib (with --swap-host-unchecked if this "
+                f"{flag} takes at least {format_bytes(needed_bytes)} of host memory on "
+                f"each rank, but {format_bytes(limit_bytes)} may be booked ({limited_by}). {way_out}, "
+                "use a smaller micro-batch, or raise --swap-host-gib (with --swap-host-unchecked if this "
                 "machine's memory grows on demand)."
             )
         return limit_bytes
 
     def _least_bytes(self) -> int:
-        return least_saved_bytes(self._args, len(self.config.layers))
+        if self.config.plan is None:
+            return least_saved_bytes(self._args, len(self.config.layers))
+        if self._args.pipeline_model_parallel_size > 1 or self.config.prefetch_gib is not None:
+            return 0  # which layers are here, or how many of the last ones stay, is not known yet
+        return self.config.plan.least_host_bytes()
 
     def _around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
         assert self._boundaries is not None
@@ -243,6 +257,8 @@ class SwapSession:
             self._profiler.step_ended(iteration)
         if self._recorder is not None:
             self._recorder.step_ended(iteration + 1)
+        if self._plan_run is not None:
+            self._tell(self._plan_run.step_ended())
         self._tell_refused()
         if self._manager is None or not is_logged:
             return
@@ -259,15 +275,18 @@ class SwapSession:
 
     def _tell_refused(self) -> None:
         """Say what should be recomputed and is not, once."""
-        if self._recipes is None or self.config.log_level == "quiet":
+        if self._recipes is None:
             return
         refused = list(self._recipes.refused.items())
         lines = refused_lines(refused[self._num_told :])
         if len(self._steps) == 1:
             lines += [idle_line(kind) for kind in self.config.recompute if not self._recipes.spared_bytes[kind]]
         self._num_told = len(refused)
+        self._tell(lines)
+
+    def _tell(self, lines: Sequence[str]) -> None:
         whose = f" (rank {self._args.rank})" if self._args.world_size > 1 else ""
-        for line in lines:
+        for line in lines if self.config.log_level != "quiet" else ():
             print(f" swap{whose}: {line}", flush=True)
 
     def _take_step(self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any) -> StepRecord:
@@ -294,6 +313,8 @@ class SwapSession:
             self._profiler.close()
         report = self._report()
         self.close()
+        if self._plan_run is not None:
+            self._plan_run.save()
         reports = _gather(report)
         if reports is None:
             return
@@ -303,7 +324,7 @@ class SwapSession:
                 write_json(self.config.summary, summary)
             except OSError as error:  # Megatron's last checkpoint is still to come: it matters more than our report
                 print(f" swap: --swap-summary was not written: {error}", file=sys.stderr, flush=True)
-        if self.config.layers and self.config.log_level != "quiet":
+        if self._swaps and self.config.log_level != "quiet":
             print(layer_table(summary), flush=True)
 
     def _report(self) -> RankReport:
@@ -358,6 +379,15 @@ class SwapSession:
         for chunk in self._observed:
             del chunk.forward
         self._observed.clear()
+
+
+def _policy(config: SwapConfig) -> Policy:
+    if config.auto:
+        raise UsageError("the planner does not run in training yet: make a plan with tools/plan.py and give it by "
+                         "--swap-plan.")  # fmt: skip
+    if config.plan is not None:
+        return PlanPolicy(config.plan)
+    return ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB), config.recompute)
 
 
 def _observe(chunk: nn.Module, observer: Observer) -> None:

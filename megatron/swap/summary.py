@@ -172,19 +172,24 @@ def write_json(path: str, content: dict[str, Any]) -> None:
 
 def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_bytes: int) -> str:
     """What will happen, before the first iteration. The tail is told for one chunk and the usual window."""
-    last = places([layer in config.layers for layer in range(num_layers)], ends_in_loss=True)[-1]
+    plan = config.plan
+    layers = config.layers if plan is None else frozenset(filter(plan.swaps_layer, plan.layers()))
+    last = places([layer in layers for layer in range(num_layers)], ends_in_loss=True)[-1]
     tail = range(num_layers - last.num_tail(window_groups=1), num_layers)
     window = "as large as one layer" if config.prefetch_gib is None else f"{config.prefetch_gib:g} GiB"
-    modules = " ".join(config.modules) or "all modules"
+    modules = " ".join(config.modules) or ("all modules" if plan is None else "the sites that the plan names")
     stay = layer_ranges(tail) if config.prefetch_gib is None else f"{num_layers - 1} and what fits the prefetch window"
     rows = [
-        ("swapped", f"layers {layer_ranges(config.layers)} of {num_layers}: {modules}"),
+        ("swapped", f"layers {layer_ranges(layers)} of {num_layers}: {modules}"),
         ("of these stay", f"{stay}: backward wants them first" if tail else "none"),
         ("host memory", f"{format_bytes(booked_bytes)} booked, at most {format_bytes(limit_bytes)} a rank"),
         ("prefetch window", window),
     ]
-    if not config.layers:
+    if not layers:
         rows = rows[:1]
+    if plan is not None:
+        again = [layer for layer in plan.layers() if plan.recomputes_layer(layer) or plan.sections(layer)]
+        rows.append(("recomputed", f"layers {layer_ranges(again)} of {num_layers}: {modules}"))
     if config.recompute:
         rows.append(("recomputed", f"{' and '.join(config.recompute)} outputs of all layers"))
     return "\n".join(f" swap: {name:<16} {value}" for name, value in rows)

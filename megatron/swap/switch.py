@@ -60,6 +60,9 @@ class SwitchingPolicy(Policy):
     def recomputes_layer(self, layer: int) -> bool:
         return self._inner.recomputes_layer(layer)
 
+    def recomputes_whole(self, layer: int) -> bool:
+        return self._inner.recomputes_whole(layer)
+
     def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
         action = self._inner.action(site, num_bytes, producer)
         if self.is_short and action is Action.KEEP and num_bytes >= self._min_bytes:

@@ -21,13 +21,14 @@ SWAP = ROOT / "megatron" / "swap"
 LAYERS: list[set[str]] = [
     {"session", "prepare"},
     {"layer", "optimizer", "arguments", "attention", "producers"},  # the Megatron edge
-    {"summary", "profiler"},
+    {"summary", "profiler", "plan_run"},
     {"autograd"},
     {"observer"},
+    {"calibration"},
     {"planner"},
     {"stages"},
     {"switch"},
-    {"policy"},
+    {"policy", "site_log"},
     {"recipes", "made"},
     {"manager"},
     {"order"},

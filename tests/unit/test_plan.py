@@ -23,7 +23,7 @@ from megatron.swap.plan import (
     parse_layers,
     save_plan,
 )
-from megatron.swap.types import Action, Site, UsageError
+from megatron.swap.types import MIB, Action, Site, UsageError
 
 MODEL = Model(16, 4096, 11008, 32, 32, 4096, 4, 32000, "transformer_engine", "bf16", gated=True)
 PLAN = Plan(
@@ -84,6 +84,16 @@ def test_what_a_policy_asks() -> None:
     assert PLAN.sections(3) == ("mlp",)
     assert PLAN.sections(9) == ()
     assert [layer for layer in range(16) if PLAN.swaps_layer(layer)] == [0, 1, 2, 5]
+    assert [layer for layer in range(16) if PLAN.recomputes_layer(layer)] == [0, 1, 2, 5]
+    assert PLAN.layers() == (0, 1, 2, 3, 4, 5)
+
+
+def test_the_least_that_the_host_must_hold() -> None:
+    """What is swapped with its size told, without the last two layers."""
+    assert PLAN.least_host_bytes() == 4 * 688 * MIB
+    sites = {"mlp/0": SitePlan("swap", 1.0), "mlp/1": SitePlan("swap"), "fc/0": SitePlan("keep", 9.0)}
+    last = PlanClass("12-15", sites)
+    assert replace(PLAN, classes=(last,)).least_host_bytes() == 2 * MIB
 
 
 def edit(*path: str | int, to: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.swap.policy import ManualPolicy, matches
+from megatron.swap.plan import Model, Plan, PlanClass, SitePlan
+from megatron.swap.policy import ManualPolicy, PlanPolicy, matches
 from megatron.swap.types import Action, Site
 
 
@@ -69,3 +70,39 @@ class TestManualPolicy:
         assert policy.without_recipe(Site(0, "mlp", 1), 1) is Action.SWAP
         assert policy.without_recipe(Site(1, "mlp", 1), 1) is Action.KEEP
         assert policy.without_recipe(Site(0, "mlp", 0), 1) is Action.KEEP
+
+
+class TestPlanPolicy:
+    policy = PlanPolicy(
+        Plan(
+            Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False), None, None, None,
+            (
+                PlanClass(
+                    "0-1", {"mlp/0": SitePlan("swap"), "norm/0": SitePlan("recompute"), "fc/0": SitePlan("keep")}
+                ),
+                PlanClass("2", {"norm/0": SitePlan("recompute")}),
+                PlanClass("3", {"checkpoint/0": SitePlan("swap")}, ("layer",)),
+            ),
+        )
+    )  # fmt: skip
+
+    def test_answers_for_the_sites_that_are_named_and_keeps_the_rest(self):
+        told = {site: self.policy.action(site, 1) for site in (
+            Site(1, "mlp", 0), Site(1, "norm", 0), Site(1, "fc", 0), Site(1, "mlp", 1), Site(4, "mlp", 0),
+            Site(9, "mlp", 0),
+        )}  # fmt: skip
+        assert list(told.values()) == [Action.SWAP, Action.RECOMPUTE, *4 * [Action.KEEP]]
+
+    def test_neither_sizes_nor_producers_change_the_answer(self):
+        assert self.policy.action(Site(0, "mlp", 0), 0, "norm") is Action.SWAP
+        assert self.policy.action(Site(0, "fc", 0), 1 << 30, "norm") is Action.KEEP
+        assert self.policy.action(Site(0, "norm", 0), 0, None) is Action.RECOMPUTE
+
+    def test_what_is_asked_of_layers(self):
+        assert [layer for layer in range(9) if self.policy.swaps_layer(layer)] == [0, 1, 3]
+        assert [layer for layer in range(9) if self.policy.recomputes_layer(layer)] == [0, 1, 2]
+        assert [layer for layer in range(9) if self.policy.recomputes_whole(layer)] == [3]
+
+    def test_what_cannot_be_recomputed_is_swapped_where_the_layer_swaps(self):
+        assert self.policy.without_recipe(Site(0, "norm", 0), 1) is Action.SWAP
+        assert self.policy.without_recipe(Site(2, "norm", 0), 1) is Action.KEEP

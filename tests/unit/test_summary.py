@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.swap.config import SwapConfig
+from megatron.swap.plan import Model, Plan, PlanClass, SitePlan
 from megatron.swap.summary import (
     RankReport,
     StepRecord,
@@ -127,6 +128,16 @@ def test_the_table_at_the_start_names_layers_tail_and_memory():
     narrow = start_table(SwapConfig(layers=frozenset({0, 1}), modules=("mlp",), prefetch_gib=2), 24, 0, MIB)
     for word in ("0-1 of 24", "mlp", "none", "2 GiB"):
         assert word in narrow
+    model = Model(24, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
+    classes = (
+        PlanClass("0-3", {"mlp/0": SitePlan("swap")}), PlanClass("22-23", {"mlp/0": SitePlan("swap")}),
+        PlanClass("5", {"norm/0": SitePlan("recompute")}), PlanClass("7", {}, ("layer",)),
+    )  # fmt: skip
+    plan = Plan(model, None, None, None, classes)
+    planned = start_table(SwapConfig(layers=frozenset(), plan=plan), 24, 0, MIB)
+    recomputed = "recomputed       layers 5, 7 of"
+    for word in ("0-3, 22-23 of 24: the sites that the plan names", "22-23: backward", recomputed):
+        assert word in planned
 
 
 def test_sites_that_are_not_recomputed_are_told_by_reason():

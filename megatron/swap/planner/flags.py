@@ -1,4 +1,4 @@
-"""A user's training flags, as far as they decide sizes: enough to plan before Megatron is installed."""
+"""A user's training flags, as far as they decide sizes: raw, without Megatron, or as Megatron has parsed them."""
 
 from __future__ import annotations
 
@@ -43,34 +43,52 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     batch = known.global_batch_size or per_round
     if batch % per_round:
         raise UsageError(f"--global-batch-size {batch}: must be a multiple of {per_round}, micro-batch x replicas.")
-    divisor = known.make_vocab_size_divisible_by * tensor
     virtual = known.num_virtual_stages_per_pipeline_rank or 1
     if known.num_layers_per_virtual_pipeline_stage:
         virtual = known.num_layers // pipeline // known.num_layers_per_virtual_pipeline_stage
-    heads = known.num_attention_heads
-    model = Model(
-        num_layers=known.num_layers,
-        hidden_size=known.hidden_size,
-        ffn_hidden_size=known.ffn_hidden_size or _default_ffn(known.hidden_size, known.swiglu),
-        num_attention_heads=heads,
-        num_query_groups=known.num_query_groups if known.group_query_attention else heads,
-        seq_length=known.seq_length,
-        micro_batch_size=known.micro_batch_size,
-        padded_vocab_size=-(-known.vocab_size // divisor) * divisor,
-        transformer_impl=known.transformer_impl,
-        dtype="bf16" if known.bf16 else "fp16" if known.fp16 else "fp32",
-        gated=known.swiglu,
-        num_experts=known.num_experts,
-        head_size=known.kv_channels,
-        tensor_parallel=tensor,
-        sequence_parallel=known.sequence_parallel and tensor > 1,
-        pipeline_parallel=pipeline,
-        num_virtual_stages=virtual,
-        context_parallel=context,
-        expert_parallel=known.expert_model_parallel_size,
-    )
+    known.virtual_pipeline_model_parallel_size = virtual
     shards = data * context if known.use_distributed_optimizer else 1
-    return Training(model, batch // per_round, not known.untie_embeddings_and_output_weights, shards)
+    return Training(model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, shards)
+
+
+def model_of(args: argparse.Namespace) -> Model:
+    """The model that Megatron's arguments describe; ``None`` where Megatron has a default is that default.
+
+    Raises:
+        UsageError: nothing tells the size of the vocabulary.
+    """
+    tensor, heads = args.tensor_model_parallel_size, args.num_attention_heads
+    return Model(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size or _default_ffn(args.hidden_size, args.swiglu),
+        num_attention_heads=heads,
+        num_query_groups=args.num_query_groups if args.group_query_attention else heads,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        padded_vocab_size=_padded_vocab_size(args),
+        transformer_impl=args.transformer_impl,
+        dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        gated=args.swiglu,
+        num_experts=args.num_experts,
+        # Megatron fills in what nobody gave: the same head has one name here.
+        head_size=None if args.kv_channels in (None, args.hidden_size // heads) else args.kv_channels,
+        tensor_parallel=tensor,
+        sequence_parallel=args.sequence_parallel and tensor > 1,
+        pipeline_parallel=args.pipeline_model_parallel_size,
+        num_virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
+        context_parallel=args.context_parallel_size,
+        expert_parallel=args.expert_model_parallel_size,
+    )
+
+
+def _padded_vocab_size(args: argparse.Namespace) -> int:
+    if args.padded_vocab_size is not None:
+        return args.padded_vocab_size
+    if args.vocab_size is None:
+        raise UsageError("a plan needs the size of the vocabulary: give --vocab-size or --padded-vocab-size.")
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-args.vocab_size // multiple) * multiple
 
 
 def _default_ffn(hidden: int, gated: bool) -> int:
@@ -82,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size",
                  "ffn-hidden-size", "global-batch-size", "kv-channels", "num-experts",
-                 "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):  # fmt: skip
+                 "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank",
+                 "padded-vocab-size"):  # fmt: skip
         parser.add_argument(f"--{name}", type=int)
     for name in ("num-query-groups", "tensor-model-parallel-size", "pipeline-model-parallel-size",
                  "context-parallel-size", "expert-model-parallel-size"):  # fmt: skip

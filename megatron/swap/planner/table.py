@@ -9,8 +9,25 @@ from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.simulate import Prediction
 
 
+def plan_heading(plan: Plan) -> str:
+    """What a plan is for, and what was predicted of it."""
+    model, said = plan.model, plan.predicted
+    rows = [
+        ("model", f"{model.num_layers} layers of {model.hidden_size}, {model.transformer_impl}, {model.dtype}"),
+        ("micro-batch", f"{model.micro_batch_size} x {model.seq_length}"),
+        ("budget", "none" if plan.budget_gib is None else f"{plan.budget_gib:.2f} GiB"),
+    ]  # fmt: skip
+    if said is None:
+        rows.append(("predicted", "nothing: it was not made by the planner"))
+    else:
+        bound = "" if said.lower_bound_ms is None else f", no plan is below {said.lower_bound_ms:,.1f} ms in this model"
+        rows += [("peak", f"{said.peak_gib:.2f} GiB"), ("step", f"{said.step_ms:,.1f} ms{bound}"),
+                 ("host", f"{said.host_gib:.2f} GiB pinned")]  # fmt: skip
+    return "\n".join(_aligned(rows, numbers=None))
+
+
 def plan_table(plan: Plan) -> str:
-    """Site, MiB, action and why, for each class of layers."""
+    """Site, MiB, action and why, for each class of layers; sections below their sites."""
     rows = [("layers", "site", "MiB", "action", "why")]
     for entry in plan.classes:
         label = entry.layers
@@ -18,6 +35,11 @@ def plan_table(plan: Plan) -> str:
             size = "" if planned.mib is None else f"{planned.mib:,.0f}" if planned.mib >= 10 else f"{planned.mib:.2f}"
             rows.append((label, site, size, planned.action, planned.why or ""))
             label = ""
+        for section in entry.sections:
+            rows.append((label, f"(section {section})", "", "recompute", "runs again as a whole"))
+            label = ""
+        if label:
+            rows.append((label, "(no sites)", "", "keep", ""))
     return "\n".join(_aligned(rows, numbers=2))
 
 
@@ -36,8 +58,8 @@ def prediction_text(profile: Profile, prediction: Prediction, unswapped: Predict
     ], numbers=1))  # fmt: skip
 
 
-def _aligned(rows: Sequence[tuple[str, ...]], numbers: int) -> Iterator[str]:
-    """Lines of columns; the one at ``numbers`` is set to the right."""
+def _aligned(rows: Sequence[tuple[str, ...]], numbers: int | None) -> Iterator[str]:
+    """Lines of columns; the one at ``numbers``, if any, is set to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [

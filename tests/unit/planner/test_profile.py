@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron.swap.plan import load_plan
-from megatron.swap.planner.flags import read_flags
+from megatron.swap.plan import PlanClass, SitePlan, load_plan, save_plan
+from megatron.swap.planner.flags import model_of, read_flags
 from megatron.swap.planner.gpus import GPUS, find_gpu
 from megatron.swap.planner.profile import LayerClass, Pipeline, Section, load_profile, save_profile, sha256
 from megatron.swap.planner.shape import RECIPES, shape_profile
@@ -140,6 +141,25 @@ class TestShapes:
         assert all(gpu.source for gpu in GPUS.values())
 
 
+    def test_megatrons_own_defaults_name_the_same_model(self) -> None:
+        """Megatron's parser fills in what nobody gave; a plan made from raw flags is for that run all the same."""
+        raw = read_flags(f"{FLAGS} --vocab-size 31999 --tensor-model-parallel-size 2".split()).model
+        parsed = argparse.Namespace(
+            num_layers=16, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, num_query_groups=1,
+            group_query_attention=False, kv_channels=128, seq_length=4096, micro_batch_size=4, vocab_size=31999,
+            padded_vocab_size=None, make_vocab_size_divisible_by=128, transformer_impl="transformer_engine", bf16=True,
+            fp16=False, swiglu=True, num_experts=None, tensor_model_parallel_size=2, sequence_parallel=False,
+            pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None, context_parallel_size=1,
+            expert_model_parallel_size=1,
+        )  # fmt: skip
+        assert model_of(parsed) == raw
+        assert raw.padded_vocab_size == 32000
+        assert model_of(argparse.Namespace(**{**vars(parsed), "padded_vocab_size": 32123})).padded_vocab_size == 32123
+        assert model_of(argparse.Namespace(**{**vars(parsed), "kv_channels": 64})).head_size == 64
+        with pytest.raises(UsageError, match="give --vocab-size or --padded-vocab-size"):
+            model_of(argparse.Namespace(**{**vars(parsed), "vocab_size": None}))
+
+
 class TestWhatIf:
     def test_scaling_is_the_arithmetic_of_the_other_shape(self) -> None:
         """Where the profile is arithmetic itself, scaling it gives the other shape's bytes and nearly its times."""
@@ -185,6 +205,28 @@ class TestCommandLine:
         slower = self.run("--profile", str(profile_path), "--memory-gib", "83", "--link-gb-s", "5")
         assert slower.returncode == 0
         assert slower.stdout != done.stdout
+
+    def test_a_plan_file_is_shown(self, tmp_path: Path) -> None:
+        path = tmp_path / "plan.json"
+        done = self.run("--gpu", "h200", "--memory-gib", "83", "--save", str(path), "--", *FLAGS.split())
+        shown = self.run("--show", str(path))
+        assert shown.returncode == 0, shown.stderr
+        heading, table = shown.stdout.split("\n\n")
+        assert table.strip() == done.stdout.split("\n\n")[0]
+        said = load_plan(path).predicted
+        assert said is not None
+        for words in ("16 layers of 4096", "4 x 4096", "83.00 GiB", f"{said.peak_gib:.2f} GiB", f"{said.step_ms:,.1f}"):
+            assert words in heading
+        by_hand = replace(load_plan(path), predicted=None, budget_gib=None, classes=(
+            PlanClass("0-3", {"mlp/0": SitePlan("swap", 0.25)}), PlanClass("4", {}, ("layer",)), PlanClass("5", {}),
+        ))  # fmt: skip
+        save_plan(by_hand, path)
+        lines = [line.split() for line in self.run("--show", str(path)).stdout.splitlines()]
+        assert ["0-3", "mlp/0", "0.25", "swap"] in lines
+        assert ["4", "(section", "layer)", "recompute", "runs", "again", "as", "a", "whole"] in lines
+        assert ["5", "(no", "sites)", "keep"] in lines
+        assert ["budget", "none"] in lines
+        assert self.run("--show", str(path), "--gpu", "h200").returncode == 2
 
     def test_errors_are_one_line(self, tmp_path: Path) -> None:
         done = self.run("--gpu", "h200", "--memory-gib", "50", "--", *FLAGS.split())

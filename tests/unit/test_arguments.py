@@ -1,0 +1,156 @@
+"""Which flags for plans and budgets go together, and what each refusal says."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.swap.arguments import add_swap_args, device_memory_gib, recompute_kinds, swap_config
+from megatron.swap.plan import Model, Plan, PlanClass, SitePlan, save_plan
+from megatron.swap.types import PRODUCERS, UsageError
+
+MODEL = Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
+PLAN = Plan(MODEL, None, None, None, (PlanClass("0-1", {"mlp/0": SitePlan("swap"), "norm/0": SitePlan("recompute")}),))
+
+
+def parsed(flags: str, **theirs: object) -> argparse.Namespace:
+    """Our flags, and those of Megatron's that are looked at, of the model of ``MODEL``."""
+    args = add_swap_args(argparse.ArgumentParser()).parse_args(flags.split())
+    vars(args).update(
+        num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=1,
+        group_query_attention=False, kv_channels=16, seq_length=64, micro_batch_size=2, vocab_size=255,
+        padded_vocab_size=None, make_vocab_size_divisible_by=128, bf16=False, fp16=False, num_experts=None,
+        tensor_model_parallel_size=1, sequence_parallel=False, pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None, context_parallel_size=1, expert_model_parallel_size=1,
+        rank=0, local_rank=0, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
+        bias_swiglu_fusion=True, use_te_activation_func=False, add_bias_linear=True, recompute_granularity=None,
+        recompute_method=None, recompute_modules=None, fp8=None, cpu_offloading_num_layers=0,
+        fine_grained_activation_offloading=False, cuda_graph_impl="none",
+    )  # fmt: skip
+    vars(args).update(theirs)
+    return args
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a plan in it."""
+    monkeypatch.chdir(tmp_path)
+    save_plan(PLAN, "plan.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        ("", {"auto": False, "acts": False, "plan": None}),
+        ("--swap-policy manual", {"auto": False, "acts": False}),
+        ("--swap-policy auto", {"auto": True, "acts": True, "memory_gib": None, "memory_fraction": None}),
+        ("--swap-memory-gib 1.5", {"auto": True, "memory_gib": 1.5}),
+        ("--swap-policy auto --swap-memory-fraction 1", {"auto": True, "memory_fraction": 1.0, "max_candidates": 3}),
+        ("--swap-memory-gib 1 --swap-max-candidates 10 --swap-save-profile a/b.json",
+         {"max_candidates": 10, "save_profile": "a/b.json"}),
+        ("--swap-plan plan.json", {"auto": False, "acts": True, "plan": PLAN}),
+        ("--swap-plan plan.json --swap-policy manual --swap-save-plan new/plan.json", {"save_plan": "new/plan.json"}),
+        ("--swap-layers 0-3 --swap-save-plan plan.json", {"save_plan": "plan.json", "plan": None}),
+    ],
+)  # fmt: skip
+def test_what_goes_together(folder: Path, flags: str, fields: dict) -> None:
+    config = swap_config(parsed(flags))
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--swap-plan plan.json --swap-layers 0-3", "plan.json cannot be combined with --swap-layers 0-3: the plan"),
+        ("--swap-plan plan.json --swap-layers 0-3", "decides what happens to every saved tensor. Drop one of the two."),
+        ("--swap-plan plan.json --swap-modules mlp fc", "cannot be combined with --swap-modules mlp fc: the plan"),
+        ("--swap-plan plan.json --swap-recompute norm", "cannot be combined with --swap-recompute norm: the plan"),
+        ("--swap-plan plan.json --swap-memory-gib 4", "combined with --swap-memory-gib 4: the plan"),
+        ("--swap-plan plan.json --swap-policy auto", "cannot be combined with --swap-policy auto: the plan"),
+        ("--swap-policy auto --swap-layers all", "auto cannot be combined with --swap-layers all: the planner"),
+        ("--swap-memory-fraction 0.5 --swap-recompute norm", "0.5 cannot be combined with --swap-recompute norm"),
+        ("--swap-memory-gib 4 --swap-memory-fraction 0.5", "--swap-memory-gib and --swap-memory-fraction both say"),
+        ("--swap-memory-gib 4 --swap-policy manual", "--swap-memory-gib lets the planner decide; --swap-policy manual"),
+        ("--swap-memory-gib 0", "--swap-memory-gib 0.0: must be a number of GiB above 0"),
+        ("--swap-memory-gib nan", "--swap-memory-gib nan: must be a number of GiB above 0"),
+        ("--swap-memory-gib 1e6", "--swap-memory-gib 1e+06: must be at most what the device has"),
+        ("--swap-memory-fraction 0", "--swap-memory-fraction 0.0: must be above 0 and at most 1"),
+        ("--swap-memory-fraction 1.01", "--swap-memory-fraction 1.01: must be above 0 and at most 1"),
+        ("--swap-policy auto --swap-max-candidates 0", "--swap-max-candidates 0: must be 1 to 10"),
+        ("--swap-policy auto --swap-max-candidates 11", "--swap-max-candidates 11: must be 1 to 10"),
+        ("--swap-save-plan new.json", "--swap-save-plan new.json: nothing is swapped or recomputed"),
+        ("--swap-layers 0 --swap-save-plan .", "--swap-save-plan .: must be a file, not a folder"),
+        ("--swap-layers 0 --swap-save-plan plan.json/new", "plan.json is none"),
+        ("--swap-layers 0 --swap-save-profile p.json", "only the planner measures a profile"),
+        ("--swap-plan none.json", "none.json: cannot be read (No such file or directory)"),
+    ],
+)  # fmt: skip
+def test_what_does_not(folder: Path, flags: str, message: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        swap_config(parsed(flags))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("ours", ["--swap-plan plan.json", "--swap-memory-gib 1", "--swap-policy auto"])
+@pytest.mark.parametrize(
+    ("theirs", "flag"),
+    [
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+        ({"cpu_offloading_num_layers": 2}, "--cpu-offloading-num-layers 2"),
+        ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
+        ({"recompute_granularity": "full", "recompute_method": "block"}, "--recompute-granularity"),
+    ],
+)
+def test_what_of_megatrons_does_not_go_with_a_plan(folder: Path, ours: str, theirs: dict, flag: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        swap_config(parsed(ours, **theirs))
+    assert str(refusal.value).startswith(f"{ours} cannot be combined with {flag}")
+    assert f"Drop {flag}, or drop {ours.split()[0]}." in str(refusal.value)
+
+
+def test_a_plan_file_has_no_words_for_recomputed_segments(folder: Path) -> None:
+    with pytest.raises(UsageError, match="--swap-save-plan new cannot be combined with --recompute-granularity"):
+        swap_config(parsed("--swap-layers all --swap-save-plan new", recompute_granularity="full"))
+
+
+def test_a_plan_for_another_model_is_refused_with_the_difference(folder: Path) -> None:
+    with pytest.raises(UsageError) as refusal:
+        swap_config(parsed("--swap-plan plan.json", seq_length=128, bf16=True))
+    assert str(refusal.value) == (
+        "--swap-plan plan.json was made for another model: seq_length is 64 there, 128 here; dtype is fp32 there, bf16 "
+        "here. Make a new plan for this one."
+    )
+
+
+def test_a_section_that_training_cannot_run_again_is_refused(folder: Path) -> None:
+    save_plan(replace(PLAN, classes=(PlanClass("2", {}, ("layer",)),)), "plan.json")
+    assert swap_config(parsed("--swap-plan plan.json")).acts
+    save_plan(replace(PLAN, classes=(PlanClass("2", {}, ("mlp",)),)), "plan.json")
+    with pytest.raises(UsageError, match="layer 2: section 'mlp' cannot run again in training; allowed is 'layer'"):
+        swap_config(parsed("--swap-plan plan.json"))
+
+
+def test_the_budget_in_gib() -> None:
+    device_gib = device_memory_gib(parsed(""))
+    assert device_gib > 0.1
+    for flags, part in (("--swap-policy auto", 0.95), ("--swap-memory-fraction 0.5", 0.5)):
+        assert swap_config(parsed(flags)).budget_gib(device_gib) == device_gib * part
+    assert swap_config(parsed("--swap-memory-gib 0.1")).budget_gib(device_gib) == 0.1
+
+
+def test_the_kinds_that_have_to_tell(folder: Path) -> None:
+    def kinds(flags: str, **theirs: object) -> tuple[str, ...]:
+        args = parsed(flags, **theirs)
+        return recompute_kinds(args, swap_config(args))
+
+    assert kinds("--swap-layers all") == ()
+    assert kinds("--swap-recompute norm") == ("norm",)
+    assert kinds("--swap-plan plan.json") == kinds("--swap-policy auto") == PRODUCERS
+    unfused = kinds("--swap-policy auto", swiglu=True, bias_swiglu_fusion=False)
+    assert unfused == tuple(kind for kind in PRODUCERS if kind != "activation")
+    save_plan(replace(PLAN, classes=(PlanClass("2", {"mlp/0": SitePlan("swap")}),)), "plan.json")
+    assert kinds("--swap-plan plan.json") == ()
