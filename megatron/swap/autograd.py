@@ -351,7 +351,7 @@ class LayerBoundary:
                 _tell_end_of_backward(manager.ranges, group, hidden)
                 self._saved_tensors.called_with(group, hidden)
             with self._saved_tensors_context(group):
-                result = self._run(args, kwargs)
+                result = self._run(group, args, kwargs)
             if self._checkpoint is None:
                 self._saved_tensors.footprint.end_layer(self.layer)
             manager.end_forward(group)
@@ -360,12 +360,17 @@ class LayerBoundary:
             return (mark(result[0]), *result[1:])
         return mark(result)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._checkpoint is None:
             return self._inner(*args, **kwargs)
+        ranges = self._manager.ranges
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._saved_tensors.untouched(observed=not in_backward()):
+            again = in_backward()
+            with (
+                ranges.storage("recompute", group) if again else nullcontext(),
+                self._saved_tensors.untouched(observed=not again),
+            ):
                 return self._inner(*args, **kwargs)
 
         # What needs no gradient (masks, tables of angles) is there anyway.

@@ -405,9 +405,11 @@ class Recipes:
             if recipe.held is not None:
                 storage = unpack(recipe.held).untyped_storage()
             else:
+                inputs = [unpack(packed) for packed in recipe.inputs]  # its waits and recipes are none of ours
                 with self._ranges.storage("recompute", recipe, recipe.num_bytes):
-                    storage = run_again(recipe.function, [unpack(packed) for packed in recipe.inputs]).untyped_storage()
+                    storage = run_again(recipe.function, inputs).untyped_storage()
                     self._ranges.arrived(recipe, storage)
+                del inputs
                 self._check(recipe, storage)
                 self._counters.num_recomputed += 1
             recipe.storage, recipe.stream = storage, stream

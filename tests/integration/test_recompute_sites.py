@@ -74,8 +74,10 @@ def test_swapped_and_recomputed(trainer: Trainer, flags: str, ranks: int) -> Non
         (NO_BIAS, "linear", 3 + 4),
         (NO_BIAS, "rotary linear", 2 + 3 + 4),
         (NO_BIAS, "norm activation rotary linear", 2 + 2 + 2 + 3 + 4),
+        (FUSED_LLAMA, "rotary linear", 1 + 0.5 + 2 + 4),  # two heads of queries share one of keys and values
     ],
-    ids=["norm", "activation", "gelu-both", "swiglu", "swiglu-both", "rotary", "linear", "linear-fc1", "both", "all"],
+    ids=["norm", "activation", "gelu-both", "swiglu", "swiglu-both", "rotary", "linear", "linear-fc1", "both", "all",
+         "grouped"],
 )
 def test_the_peak_falls_by_what_is_not_held(trainer: Trainer, flags: str, kinds: str, hidden_units: int) -> None:
     """Without any swapping; figures by formula: bytes a layer, eight layers, two micro-batches."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.swap.arguments import _check_recompute
 from megatron.swap.config import SwapConfig, parse_layers
 from megatron.swap.types import UsageError
 
@@ -98,3 +100,31 @@ def test_a_kind_that_cannot_be_recomputed_is_named():
     assert not SwapConfig(layers=frozenset()).acts
     with pytest.raises(UsageError, match="--swap-recompute dropout: must be norm or activation or rotary or linear"):
         SwapConfig(layers=frozenset(), recompute=("norm", "dropout"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fp8": "hybrid"}, ["--fp8-format hybrid", "scaling factors", "Drop linear"]),
+        ({"fp4": "e2m1"}, ["--fp4-format e2m1", "scaling factors"]),
+        ({"sequence_parallel": True, "tensor_model_parallel_size": 2}, ["--sequence-parallel", "from all ranks"]),
+        ({"use_megatron_fsdp": True}, ["--use-megatron-fsdp", "weights"]),
+        ({"use_torch_fsdp2": True}, ["--use-torch-fsdp2", "weights"]),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, ["--recompute-modules layernorm"]),
+        ({}, []),
+        ({"sequence_parallel": True}, []),
+    ],
+)
+def test_what_a_linear_layer_that_runs_again_would_disturb(changes: dict, words: list[str]):
+    args = SimpleNamespace(**{
+        "fp8": None, "fp4": None, "sequence_parallel": False, "tensor_model_parallel_size": 1, "swiglu": False,
+        "use_megatron_fsdp": False, "use_torch_fsdp2": False, "recompute_granularity": None, "recompute_modules": None,
+        "recompute_method": None, **changes,
+    })  # fmt: skip
+    if words:
+        with pytest.raises(UsageError) as refusal:
+            _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("linear",)))
+        assert [word for word in words if word not in str(refusal.value)] == []
+    else:
+        _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("linear",)))
+    _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("rotary",)))
