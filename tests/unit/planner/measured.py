@@ -68,6 +68,10 @@ def compared(file: str) -> Iterator[Compared]:
         yield Compared(file, case, row["method"], row, simulate(profile, plan), measured)
 
 
+MADE_BY = {"norm": ("self_attention.linear_qkv/1", "mlp.linear_fc1/1"), "activation": ("mlp.linear_fc2/0",)}
+"""What ``--swap-recompute`` makes again."""
+
+
 def with_mlp_section(profile: Profile) -> Profile:
     """Megatron's selective recomputation of the MLP: fc2 runs again as well, though nobody needs its output."""
     times = kernel_ms(profile.model, find_gpu("h200"))
@@ -97,9 +101,10 @@ def plan_of(model: Model, flags: list[str], method: str) -> Plan | None:
         swapped = parse_layers(flags[flags.index("--swap-layers") + 1], model.num_layers)
     module = flags[flags.index("--swap-modules") + 1] if "--swap-modules" in flags else ""
     chosen = {name: SitePlan("swap") for name in names if not module or matches(module, name.split("/")[0])}
+    again = {site: SitePlan("recompute") for kind, sites in MADE_BY.items() if kind in flags for site in sites}
     others = [layer for layer in range(model.num_layers) if layer not in swapped]
-    classes = [PlanClass(format_layers(sorted(swapped)), chosen, sections)] if swapped else []
-    classes += [PlanClass(format_layers(others), {}, sections)] if others else []
+    classes = [PlanClass(format_layers(sorted(swapped)), {**chosen, **again}, sections)] if swapped else []
+    classes += [PlanClass(format_layers(others), again, sections)] if others else []
     return Plan(model, None, None, None, tuple(classes))
 
 
