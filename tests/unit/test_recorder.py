@@ -224,8 +224,10 @@ class TestRecipes:
                 "attention.linear_qkv/0": ["norm1/0"], "mlp.linear_fc1/0": ["norm2/0"], "mlp.linear_fc2/0": ["mlp/0"],
             }  # fmt: skip
 
-    def test_each_site_is_tried_once_a_recording(self) -> None:
-        recording = record(stack(3), one_after_the_other(2), swapped=[])
+    @pytest.mark.parametrize("policy", ["keep", "recompute"])
+    def test_each_site_is_tried_once_a_recording(self, policy: str) -> None:
+        """Also where it was tried before, at its first use: what it costs was not measured then."""
+        recording = record(stack(3), one_after_the_other(2), **POLICIES[policy])
         tried = [event.of for event in recording.events if event.what is What.WORK_BEGIN and event.work == "trial"]
         assert len(tried) == len(set(tried)) == 3 * 3
 
