@@ -151,7 +151,7 @@ class Engine:
         self.recorder = None
         if recorded:
             assert observer is not None
-            self.recorder = Recorder(self.device, self.manager.ranges, observer.take_peak)
+            self.recorder = Recorder(self.device, self.manager.ranges, observer.take_peak, from_use=True)
         self.saved_tensors = saved_tensors = SavedTensors(
             self.manager, self.device.torch_device, observer, self.recipes, self.recorder
         )

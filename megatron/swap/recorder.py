@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron.swap.devices.base import Device, Mark
-from megatron.swap.recording import WORKS, Event, LayerRun, Recording, SavedStorage, What
+from megatron.swap.recording import RECOMPUTE, WORKS, Event, LayerRun, Recording, SavedStorage, What
 from megatron.swap.trace import Labelled, Ranges
 from megatron.swap.types import Site, SwapError
 
@@ -68,10 +68,15 @@ class Recorder:
         device: whose time is measured.
         ranges: tells of layers and of the engine's work.
         take_peak: most bytes in use since the last call, and bytes in use now.
+        from_use: ``take_peak`` counts memory that a storage is brought back into from its first use on, as the observer
+            does, and not from its allocation, as a device does.
     """
 
-    def __init__(self, device: Device, ranges: Ranges, take_peak: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self, device: Device, ranges: Ranges, take_peak: Callable[[], tuple[int, int]], from_use: bool = False
+    ) -> None:
         self.on = False
+        self._from_use = from_use
         self._device = device
         self._ranges = ranges
         self._take_peak = take_peak
@@ -86,6 +91,9 @@ class Recorder:
         self._of_run: dict[LayerRun, list[_Memory]] = {}
         self._inputs: dict[str, int] = {}
         self._last_forward: LayerRun | None = None
+        self._asked: set[SavedStorage] = set()
+        self._unused: dict[SavedStorage, Reference] = {}
+        self._num_recomputing = 0
 
     # ---------------------------------------------------------------- on and off
 
@@ -107,6 +115,8 @@ class Recorder:
             self._runs.clear()
             self._records.clear()
             self._of_run.clear()
+            self._asked.clear()
+            self._unused.clear()
             self._last_forward = None
 
     def stop(self) -> Recording:
@@ -204,7 +214,9 @@ class Recorder:
     @contextmanager
     def _work(self, work: str, of: str) -> Iterator[None]:
         self._note(What.WORK_BEGIN, work=work, of=of)
+        self._num_recomputing += work == RECOMPUTE
         yield
+        self._num_recomputing -= work == RECOMPUTE
         if self.on:
             self._note(What.WORK_END, work=work, of=of)
 
@@ -265,12 +277,22 @@ class Recorder:
         """Backward wants a tensor on it."""
         if self.on:
             self._note(What.ASKED, storage=record)
+            self._asked.add(record)
+            if record in self._unused and (storage := self._unused.pop(record)()) is not None:
+                self._hold_again(record, storage)
 
     def _arrived(self, subject: Labelled, storage: torch.UntypedStorage) -> None:
         record = self._records.get(subject.label)
-        if record is not None and self._live(storage) is None:
-            self._note(What.ARRIVED, storage=record, num_bytes=storage.nbytes())
-            self._follow(record, storage)
+        if record is None:  # of before the recording
+            return
+        if self._from_use and record not in self._asked and not self._num_recomputing:
+            self._unused[record] = weakref.ref(storage)
+        else:
+            self._hold_again(record, storage)
+
+    def _hold_again(self, record: SavedStorage, storage: torch.UntypedStorage) -> None:
+        self._note(What.ARRIVED, storage=record, num_bytes=storage.nbytes())
+        self._follow(record, storage)
 
     def _live(self, storage: torch.UntypedStorage) -> _Memory | None:
         memory = self._memory.get(storage._cdata)

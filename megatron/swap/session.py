@@ -163,7 +163,7 @@ class SwapSession:
                 self._device, self._policy.action, self._manager.counters, self._ranges, config.verify
             )
             producers = Producers(self._recipes, self._kinds)
-        self._recorder = Recorder(self._device, self._ranges, self._take_peak)
+        self._recorder = Recorder(self._device, self._ranges, self._take_peak, from_use=not on_gpu)
         on_saved = None if self._plan_run is None else self._plan_run.note
         saved_tensors = SavedTensors(
             self._manager, self._device.torch_device, self._observer, self._recipes, self._recorder, on_saved

@@ -225,6 +225,40 @@ class TestEmulation:
         assert delays() == delays()
 
 
+class TestMeasuring:
+    def test_marks_are_in_the_order_of_the_stream(self, device: Device):
+        first = device.mark()
+        there = device.allocate(MIB)
+        second = device.mark()
+        device.synchronize()
+        assert second.elapsed_ms_since(first) >= 0
+        assert first.elapsed_ms_since(first) == 0
+        del there
+
+    def test_synchronize_waits_for_copies(self, device: Device):
+        stream = device.copy_stream("in")
+        there, source = device.allocate(MIB), host_bytes(MIB, device)
+        device.wait(stream, device.record(device.current_stream()))
+        device.copy(stream, [there], [source])
+        event = device.record(stream)
+        device.synchronize()
+        assert device.has_passed(event)
+        assert torch.equal(there.cpu(), source)
+
+    def test_peaks_between_two_looks_leave_the_peak_of_the_run(self, device: Device):
+        if device.take_peak() is None:
+            assert device.peak_bytes() is device.reserved_bytes() is None
+            return
+        there = device.allocate(64 * MIB)
+        del there
+        peak, now = device.take_peak()  # type: ignore[misc]
+        assert peak >= now + 64 * MIB
+        again, _ = device.take_peak()  # type: ignore[misc]
+        assert again < peak
+        assert device.peak_bytes() >= peak  # type: ignore[operator]
+        assert device.reserved_bytes() >= now  # type: ignore[operator]
+
+
 class TestLazyDevice:
     """The device of the proofs has to notice what it is there to notice."""
 

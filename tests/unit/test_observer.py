@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron.swap.observer import Hooks, Observer
+from megatron.swap.observer import PLAIN, Hooks, Observer
 from tests.engine import Engine, batch, forward, loss_of, stack
 
 NUM_BYTES = 64 * 32 * 4
@@ -121,3 +121,16 @@ def test_the_peak_of_a_swapped_stack_does_not_grow_with_its_depth():
 
     assert peak(12, swap=False) > 1.9 * peak(6, swap=False)
     assert peak(12, swap=True) == peak(6, swap=True) < 0.6 * peak(6, swap=False)
+
+
+def test_peaks_between_two_looks_leave_the_peak_of_the_run() -> None:
+    observer = Observer()
+    pack = observer.around(PLAIN).pack
+    held = [pack(torch.ones(4)), pack(torch.ones(8))]
+    assert observer.take_peak() == (48, 48)
+    del held[0]
+    assert observer.take_peak() == (48, 32)
+    assert observer.take_peak() == (32, 32)
+    held.clear()
+    assert observer.take_peak() == (32, 0)
+    assert observer.peak_bytes == 48

@@ -160,3 +160,51 @@ def test_a_profiler_sees_every_copy_and_every_wait_of_a_storage_in_order(
         assert sorted(told) == sorted(
             f"{what} layers.{layer} mb{micro_batch}" for layer in range(5) for micro_batch in range(num_micro_batches)
         )
+
+
+class TestListeners:
+    def test_each_hears_everything_while_it_listens(self) -> None:
+        ranges, first, second = Ranges(), Recorder(), Recorder()
+        ranges.start(first, lambda: 7)
+        ranges.step(1)
+        ranges.start(second)
+        with ranges.forward(0):
+            ranges.memory()
+        ranges.stop(second)
+        with ranges.forward(0):
+            pass
+        ranges.stop(first)
+        assert not ranges.on
+        assert first.names() == ["step 1", "forward layers.0 mb0", "memory 7", "forward layers.0 mb1"]
+        assert second.names() == ["forward layers.0 mb0"]  # who does not ask for memory gets no marks of it
+        first.check_nesting()
+        second.check_nesting()
+
+    def test_one_that_leaves_does_not_end_the_others_step(self) -> None:
+        ranges, first, second = Ranges(), Recorder(), Recorder()
+        ranges.start(first)
+        ranges.start(second)
+        ranges.step(5)
+        ranges.stop(second)
+        assert ("end", "step 5", threading.get_ident()) in second.events
+        assert ("end", "step 5", threading.get_ident()) not in first.events
+
+    def test_a_step_begins_once(self) -> None:
+        ranges, recorder = Ranges(), Recorder()
+        ranges.start(recorder)
+        ranges.step(5)
+        with ranges.forward(0):
+            pass
+        ranges.step(5)
+        assert ranges.micro_batch(0) == 0
+        with ranges.forward(0):
+            assert ranges.micro_batch(0) == 1
+        ranges.stop()
+        assert recorder.names() == ["step 5", "forward layers.0 mb0", "forward layers.0 mb1"]
+
+    def test_arrivals_go_to_those_who_asked(self) -> None:
+        ranges, heard = Ranges(), []
+        ranges.start(Recorder())
+        ranges.start(Recorder(), arrived=lambda storage, memory: heard.append((storage.label, memory)))
+        ranges.arrived(Subject("layers.0/mlp/0 mb0"), "memory")
+        assert heard == [("layers.0/mlp/0 mb0", "memory")]

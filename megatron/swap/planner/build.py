@@ -130,21 +130,22 @@ def _needs(passes: Sequence[Pass], site: str) -> tuple[str, ...] | None:
 def _layer_class(
     layers: tuple[int, ...], passes: Sequence[Pass], read: Timeline, min_mib: float, whole_layers: bool
 ) -> LayerClass:
-    forward_ms = fmean(one.forward_ms or 0.0 for one in passes)
-    backward_ms = fmean(one.backward_ms or 0.0 for one in passes)
+    timed = [one for one in passes if not one.was_tried] or passes
+    forward_ms = fmean(one.forward_ms or 0.0 for one in timed)
+    backward_ms = fmean(one.backward_ms or 0.0 for one in timed)
     sections = _shared_ways(layers, passes, read)
     in_section = {site for section in sections for site in section.frees}
     sites = []
     for name in _sites(passes):
-        needed_ms = min(_mean_moment(passes, (What.ASKED, name), backward_ms), backward_ms)
-        done_ms = min(_mean_moment(passes, (What.FREED, name), backward_ms), backward_ms)
+        needed_ms = min(_mean_moment(timed, (What.ASKED, name), backward_ms), backward_ms)
+        done_ms = min(_mean_moment(timed, (What.FREED, name), backward_ms), backward_ms)
         needs = None if name in in_section else _needs(passes, name)
         cost_ms = _cost_ms(layers, name, read)
         sites.append(
             SiteProfile(
                 site=name,
                 mib=_smallest_and_largest(passes, name)[1] / MIB,
-                saved_at_ms=fmean(one.saved_at[name] for one in passes if name in one.saved_at),
+                saved_at_ms=_mean([one.saved_at[name] for one in timed if name in one.saved_at]),
                 needed_at_ms=needed_ms,
                 done_at_ms=max(needed_ms, done_ms),
                 recompute_ms=None if needs is None else cost_ms,
@@ -158,7 +159,7 @@ def _layer_class(
         backward_ms,
         tuple(sites),
         (*sections, *(_whole_layer(passes, sites, forward_ms) if whole_layers else ())),
-        _temporaries(passes, backward_ms),
+        _temporaries(passes, timed, backward_ms),
         max(one.forward_peak_bytes for one in passes) / MIB,
     )
 
@@ -199,13 +200,18 @@ def _mean_moment(passes: Iterable[Pass], moment: Moment, otherwise: float) -> fl
     return fmean([one.moments[moment] for one in passes if moment in one.moments] or [otherwise])
 
 
-def _temporaries(passes: Sequence[Pass], backward_ms: float) -> tuple[tuple[float, float], ...]:
+def _temporaries(
+    passes: Sequence[Pass], timed: Sequence[Pass], backward_ms: float
+) -> tuple[tuple[float, float], ...]:
+    """The most at each moment of backward; what does not change the level is left out."""
     moments = dict.fromkeys(moment for one in passes for moment in one.moments)
-    levels = []
-    for moment in moments:
-        at_ms = min(_mean_moment(passes, moment, 0.0), backward_ms)
-        levels.append((at_ms, max(one.temporaries.get(moment, 0) for one in passes) / MIB))
-    return tuple(sorted(levels, key=lambda level: level[0]))
+    at_ms = {moment: min(_mean_moment(timed, moment, backward_ms), backward_ms) for moment in moments}
+    levels: list[tuple[float, float]] = []
+    for moment in sorted(moments, key=lambda moment: at_ms[moment]):
+        mib = max(one.temporaries.get(moment, 0) for one in passes) / MIB
+        if mib != (levels[-1][1] if levels else 0.0):
+            levels.append((at_ms[moment], mib))
+    return tuple(levels)
 
 
 def _whole_layer(passes: Sequence[Pass], sites: Sequence[SiteProfile], forward_ms: float) -> tuple[Section, ...]:
@@ -221,24 +227,30 @@ def _outside(read: Timeline, layers: Sequence[LayerClass], num_micro_batches: in
     Without a pipeline the optimizer's time is what is left of the step. In one, where ranks wait for each other, it is
     what follows the last backward, as far as this rank has not waited for those before it.
     """
-    around = read.around
+    steps = [one for one in read.steps if not one.was_tried] or read.steps
     has_loss = pipeline.rank == pipeline.size - 1
-    chunk = max(around.forward_ms, default=0) if has_loss else 0
+    chunk = max((chunk for one in steps for chunk in one.forward_ms), default=0) if has_loss else 0
     layer_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in layers)
-    forward_ms = _mean(around.forward_ms.get(chunk, [])) if has_loss or pipeline.rank == 0 else 0.0
-    backward_ms = _mean(around.loss_ms) if has_loss else 0.0
+    forward_ms = backward_ms = 0.0
+    if has_loss or pipeline.rank == 0:
+        forward_ms = _mean([ms for one in steps for ms in one.forward_ms.get(chunk, ())])
+    if has_loss:
+        backward_ms = _mean([ms for one in steps for ms in one.loss_ms])
     if pipeline.size == 1:
-        backward_ms += _mean(around.between_ms)
-        rest_ms = _mean(around.step_ms) - num_micro_batches * (forward_ms + backward_ms + layer_ms)
+        backward_ms += _mean([ms for one in steps for ms in one.between_ms])
+        rest_ms = _mean([one.step_ms for one in steps])
+        rest_ms -= num_micro_batches * (forward_ms + backward_ms + layer_ms)
     else:
-        of_micro_batch = sum(len(entry.layers) * entry.backward_ms for entry in layers)
-        rest_ms = _mean(around.after_ms) - pipeline.rank * of_micro_batch / max(1, len(pipeline.chunks))
+        waited_ms = pipeline.rank * sum(len(entry.layers) * entry.backward_ms for entry in layers)
+        rest_ms = _mean([one.after_ms for one in steps]) - waited_ms / max(1, len(pipeline.chunks))
+    kept_bytes = [kept for one in read.steps for kept in one.kept_bytes.get(chunk, ())]
+    loss_bytes = [peak for one in read.steps for peak in one.loss_peak_bytes] if has_loss else []
     return Outside(
         forward_ms=max(0.0, forward_ms),
         backward_ms=max(0.0, backward_ms),
         optimizer_ms=max(0.0, rest_ms),
-        kept_gib=max(around.kept_bytes.get(chunk, []), default=0) / GIB,
-        peak_gib=max(around.loss_peak_bytes, default=0) / GIB if has_loss else 0.0,
+        kept_gib=max(kept_bytes, default=0) / GIB,
+        peak_gib=max(loss_bytes, default=0) / GIB,
     )
 
 

@@ -33,6 +33,7 @@ class Pass:
         moments: from the beginning of backward, in order.
         temporaries: from each moment to the next, the most that was in use besides static memory and saved storages.
         forward_peak_bytes: the most in forward, above what all its saved storages take.
+        was_tried: recipes were tried in its forward: the host waited for the device, and time is not what it is else.
     """
 
     run: LayerRun
@@ -43,6 +44,7 @@ class Pass:
     forward_ms: float | None = None
     backward_ms: float | None = None
     forward_peak_bytes: int = 0
+    was_tried: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -51,14 +53,16 @@ class Pass:
 
 @dataclass
 class Around:
-    """What is not in a layer; a number for each micro-batch, or step.
+    """What of a step is not in a layer; a number for each micro-batch.
 
     Attributes:
         forward_ms: of each chunk, without its layers.
         kept_bytes: saved outside layers, at the end of each chunk's forward.
         loss_ms, loss_peak_bytes: from a chunk's end to its own backward; most in use besides what layers have saved.
         between_ms: from a backward's end to the next forward.
-        after_ms: from a step's last backward to its end.
+        after_ms: from the last backward to the step's end.
+        step_ms: the whole step.
+        was_tried: as of a ``Pass``.
     """
 
     forward_ms: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -66,8 +70,9 @@ class Around:
     loss_ms: list[float] = field(default_factory=list)
     loss_peak_bytes: list[int] = field(default_factory=list)
     between_ms: list[float] = field(default_factory=list)
-    after_ms: list[float] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
+    after_ms: float = 0.0
+    step_ms: float = 0.0
+    was_tried: bool = False
 
 
 class Timeline:
@@ -77,7 +82,7 @@ class Timeline:
         static_bytes: allocated when a step begins.
         peak_bytes: most allocated.
         passes: in the order of their forwards.
-        around: the rest.
+        steps: what is around them.
         costs: ms that recipes took in backward, what they waited for aside, by layer and site.
     """
 
@@ -86,7 +91,8 @@ class Timeline:
         self.static_bytes = max(event.now_bytes for event in events if event.what is What.STEP)
         self.peak_bytes = max(event.peak_bytes for event in events[1:])
         self.passes: list[Pass] = []
-        self.around = Around()
+        self.steps: list[Around] = []
+        self._around = Around()
         self.costs: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
         self._of: dict[LayerRun, Pass] = {}
         self._works: list[tuple[Event, list[float]]] = []
@@ -116,6 +122,10 @@ class Timeline:
     def _clock(self, event: Event) -> None:
         if event.what is What.WORK_BEGIN:
             self._works.append((event, [0.0]))
+            if event.work == TRIAL:
+                self._around.was_tried = True
+                if self._forward is not None:
+                    self._forward.was_tried = True
         elif event.what is What.WORK_END:
             began, nested_ms = self._works.pop()
             elapsed_ms = event.at_ms - began.at_ms
@@ -154,13 +164,13 @@ class Timeline:
                 self._step(now_ms)
             case What.CHUNK_BEGIN:
                 if self._backward_end_ms is not None:
-                    self.around.between_ms.append(now_ms - self._backward_end_ms)
+                    self._around.between_ms.append(now_ms - self._backward_end_ms)
                 self._backward = self._backward_end_ms = None
                 self._chunk_ms, self._layers_ms = now_ms, 0.0
             case What.CHUNK_END:
-                self.around.forward_ms[event.chunk].append(now_ms - self._chunk_ms - self._layers_ms)
+                self._around.forward_ms[event.chunk].append(now_ms - self._chunk_ms - self._layers_ms)
                 kept_bytes = event.now_bytes - self.static_bytes - self._held_bytes
-                self.around.kept_bytes[event.chunk].append(max(0, kept_bytes))
+                self._around.kept_bytes[event.chunk].append(max(0, kept_bytes))
                 self._chunk_end_ms = now_ms
             case What.FORWARD_BEGIN:
                 assert event.run is not None
@@ -189,10 +199,11 @@ class Timeline:
 
     def _step(self, now_ms: float) -> None:
         if self._backward_end_ms is not None:
-            self.around.after_ms.append(now_ms - self._backward_end_ms)
+            self._around.after_ms = now_ms - self._backward_end_ms
         if self._step_ms is not None:
-            self.around.step_ms.append(now_ms - self._step_ms)
-        self._step_ms = now_ms
+            self._around.step_ms = now_ms - self._step_ms
+            self.steps.append(self._around)
+        self._around, self._step_ms = Around(), now_ms
         self._backward = self._backward_end_ms = self._chunk_end_ms = self._last_forward = None
         self._of.clear()
 
@@ -209,9 +220,9 @@ class Timeline:
         assert event.run is not None
         one = self._of.get(event.run)
         if one is not None and one is self._last_forward:  # what comes between the two is the loss
-            self.around.loss_peak_bytes.append(self._between_bytes)
+            self._around.loss_peak_bytes.append(self._between_bytes)
             if self._chunk_end_ms is not None:
-                self.around.loss_ms.append(now_ms - self._chunk_end_ms)
+                self._around.loss_ms.append(now_ms - self._chunk_end_ms)
         elif self._backward is not None and self._backward.backward_ms is None:
             self._backward.backward_ms = now_ms - self._begin_ms  # nobody told its end
         self._last_forward = self._chunk_end_ms = self._backward_end_ms = None

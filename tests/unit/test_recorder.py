@@ -1,0 +1,312 @@
+"""What the recorder sees of real graphs, whatever the engine does to them meanwhile; and that it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from megatron.swap.autograd import RecordedTensor
+from megatron.swap.observer import Observer
+from megatron.swap.recording import Event, Recording, SavedStorage, What
+from megatron.swap.types import ACTIVATION, NORM, SwapError
+from tests.engine import (
+    HIDDEN,
+    TOKENS,
+    Engine,
+    Step,
+    batch,
+    forward,
+    loss_of,
+    one_after_the_other,
+    one_forward_one_backward,
+    stack,
+    train_step,
+)
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "keep": {"swapped": []},
+    "swap": {},
+    "swap in small commits": {"commit_bytes": 4096},
+    "recompute": {"swapped": [], "recompute": (NORM, ACTIVATION)},
+    "mixed": {"swapped": [0, 1, 3], "modules": ["mlp"], "recompute": (NORM,)},
+}
+F4 = TOKENS * HIDDEN * 4
+"""Bytes of hidden states in fp32."""
+
+
+def record(
+    layers: nn.ModuleList, schedule: list[Step], num_steps: int = 2, chunks: list[int] | None = None, **policy: Any
+) -> Recording:
+    """The steps behind a first one, which is not recorded."""
+    with Engine(layers, observer=Observer(), recorded=True, chunks=chunks, **policy) as engine:
+        assert engine.recorder is not None
+        train_step(layers, schedule, chunks)
+        engine.recorder.start(1)
+        for number in range(num_steps):
+            train_step(layers, schedule, chunks)
+            engine.recorder.step_ended(number + 2)
+        return engine.recorder.stop()
+
+
+def storages(recording: Recording) -> list[SavedStorage]:
+    return [event.storage for event in recording.events if event.what is What.SAVED and event.storage is not None]
+
+
+def described(storage: SavedStorage) -> tuple[object, ...]:
+    made_from = tuple((source.run.label, source.site) for source in storage.made_from)
+    what = storage.run.label, storage.site, storage.num_bytes
+    return *what, storage.is_input, storage.stays, storage.producer, made_from
+
+
+SCHEDULES = {
+    "one after the other": (one_after_the_other(2), None),
+    "1f1b": (one_forward_one_backward(4), None),
+    "1f1b, two chunks": (one_after_the_other(3), [3, 2]),
+}
+
+
+def steps_of(name: str) -> tuple[list[Step], list[int] | None]:
+    schedule, chunks = SCHEDULES[name]
+    if chunks is not None:
+        schedule = [
+            (what, chunk, mb)
+            for what, _, mb in schedule for chunk in ((0, 1) if what == "F" else (1, 0))
+        ]  # fmt: skip
+    return schedule, chunks
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+class TestUnderAnyPolicy:
+    def test_storages_are_the_same(self, schedule: str) -> None:
+        steps, chunks = steps_of(schedule)
+        seen = {
+            name: [described(storage) for storage in storages(record(stack(5), steps, 1, chunks, **policy))]
+            for name, policy in POLICIES.items()
+        }
+        num_micro_batches = len({mb for _, _, mb in steps})
+        assert len(seen["keep"]) == num_micro_batches * 5 * 13
+        for name, found in seen.items():
+            assert sorted(found, key=str) == sorted(seen["keep"], key=str), name
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_the_life_of_a_storage(self, schedule: str, policy: str) -> None:
+        steps, chunks = steps_of(schedule)
+        recording = record(stack(5), steps, num_steps=1, chunks=chunks, **POLICIES[policy])
+        held: dict[SavedStorage, int] = {}
+        lives: dict[SavedStorage, list[What]] = {}
+        for event in recording.events:
+            if event.storage is not None:
+                lives.setdefault(event.storage, []).append(event.what)
+            if event.storage is not None and event.what in (What.SAVED, What.ARRIVED):
+                assert not held.get(event.storage), f"{event.storage.site} came twice"
+                held[event.storage] = event.num_bytes
+            elif event.storage is not None and event.what is What.FREED:
+                assert held.pop(event.storage) == event.num_bytes
+        # The input of the first layer of a chunk is the schedule's.
+        assert all(storage.stays and storage.is_input for storage in held)
+        for storage, life in lives.items():
+            assert life[0] is What.SAVED
+            assert What.ASKED in life, storage.site
+            if not storage.stays:
+                assert life[-1] is What.FREED, storage.site
+                in_forward = life[: life.index(What.ASKED)].count(What.FREED)
+                # What has left comes back: a copy before it is asked for, a kernel's output behind that.
+                assert life.count(What.FREED) == 1 + in_forward == 1 + life.count(What.ARRIVED), storage.site
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_not_a_bit_changes(self, schedule: str, policy: str) -> None:
+        steps, chunks = steps_of(schedule)
+        layers = stack(5)
+        plain = train_step(copy.deepcopy(layers), steps, chunks)
+        with Engine(layers, observer=Observer(), recorded=True, chunks=chunks, **POLICIES[policy]) as engine:
+            assert engine.recorder is not None
+            for number in range(2):
+                engine.recorder.start(number)
+                assert train_step(layers, steps, chunks).same_as(plain)
+                engine.recorder.step_ended(number + 1)
+                engine.recorder.stop()
+                assert train_step(layers, steps, chunks).same_as(plain)
+
+
+class Small(nn.Module):
+    """Three saved storages, whose life can be told by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden_states.exp()).tanh()  # exp saves its output, which the linear saves again
+
+
+def names(events: tuple[Event, ...]) -> list[str]:
+    told = []
+    for event in events:
+        subject = event.storage.site if event.storage else event.run.label if event.run else ""
+        told.append(f"{event.what.name} {subject}".strip())
+    return told
+
+
+def test_a_graph_by_hand() -> None:
+    layers = nn.ModuleList([Small(), Small()])
+    recording = record(layers, one_after_the_other(1), num_steps=1, swapped=[])
+
+    def backward(layer: int) -> list[str]:
+        exp = [f"ASKED {site}" for site in ("layer/1", "layer/0")]
+        return [
+            f"BACKWARD_BEGIN layers.{layer} mb0", exp[0], "FREED layer/1",
+            # exp's output: the linear asks first, and holds nothing of it afterwards; exp itself is the last to ask
+            "ASKED layer/0", "ASKED layer/0", "FREED layer/0", f"BACKWARD_END layers.{layer} mb0",
+        ]  # fmt: skip
+
+    forwards = [
+        told for layer in (0, 1)
+        for told in (f"FORWARD_BEGIN layers.{layer} mb0", "SAVED layer/0", "SAVED layer/1",
+                     f"FORWARD_END layers.{layer} mb0")
+    ]  # fmt: skip
+    assert names(recording.events) == ["STEP", *forwards, *backward(1), *backward(0), "STEP"]
+    assert [event.num_bytes for event in recording.events if event.what is What.SAVED] == [F4] * 4
+
+
+def test_offsets_count_from_the_first_event_and_never_go_back() -> None:
+    events = record(stack(3), one_after_the_other(2)).events
+    assert events[0].at_ms == 0
+    assert all(earlier.at_ms <= later.at_ms for earlier, later in pairwise(events))
+
+
+def test_memory_is_what_the_observer_holds() -> None:
+    """At each event no less is in use than the saved storages take that nobody has taken out."""
+    held = 0
+    recording = record(stack(3), one_after_the_other(2), swapped=[])
+    static = recording.events[0].now_bytes
+    for event in recording.events:
+        assert event.peak_bytes >= max(held + static, event.now_bytes)
+        held += {What.SAVED: 1, What.FREED: -1}.get(event.what, 0) * event.num_bytes
+    assert max(event.peak_bytes for event in recording.events) > static + 3 * 2 * F4
+
+
+class Keeping(nn.Module):
+    """Hands the first layer's linear input to somebody who keeps it."""
+
+    def __init__(self, keep: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.keep = keep
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        inner = functional.relu(hidden_states * 2)
+        self.keep(inner)
+        return hidden_states + self.linear(inner)
+
+
+@pytest.mark.parametrize("policy", ["keep", "swap"])
+def test_what_others_hold_is_told(policy: str) -> None:
+    kept: list[torch.Tensor] = []
+    layers = nn.ModuleList([Keeping(kept.append), *(Keeping(lambda tensor: None) for _ in range(3))])
+    found = storages(record(layers, one_after_the_other(1), num_steps=1, **POLICIES[policy]))
+    assert [(storage.run.layer, storage.site) for storage in found if storage.stays] == [(0, "layer/0")]
+    assert len(found) == 4
+
+
+class TestRecipes:
+    def test_they_are_known_whatever_the_policy(self) -> None:
+        for policy in POLICIES.values():
+            found = storages(record(stack(3), one_after_the_other(1), **policy))
+            made = {storage.site: [one.site for one in storage.made_from] for storage in found if storage.producer}
+            assert made == {
+                "attention.linear_qkv/0": ["norm1/0"], "mlp.linear_fc1/0": ["norm2/0"], "mlp.linear_fc2/0": ["mlp/0"],
+            }  # fmt: skip
+
+    @pytest.mark.parametrize("policy", ["keep", "recompute"])
+    def test_each_site_is_tried_once_a_recording(self, policy: str) -> None:
+        """Also where it was tried before, at its first use: what it costs was not measured then."""
+        recording = record(stack(3), one_after_the_other(2), **POLICIES[policy])
+        tried = [event.of for event in recording.events if event.what is What.WORK_BEGIN and event.work == "trial"]
+        assert len(tried) == len(set(tried)) == 3 * 3
+
+    def test_a_kernel_that_is_not_the_same_twice_is_no_recipe_and_no_refusal(self) -> None:
+        layers = stack(2)
+        calls = iter(range(100))
+
+        def drifting(tensor: torch.Tensor) -> torch.Tensor:
+            return functional.gelu(tensor) + next(calls)
+
+        layers[0].mlp.activation = drifting
+        with Engine(layers, observer=Observer(), recorded=True, swapped=[]) as engine:
+            assert engine.recorder is not None
+            engine.recorder.start(1)
+            train_step(layers, one_after_the_other(2))
+            engine.recorder.step_ended(2)
+            found = storages(engine.recorder.stop())
+            assert not engine.recipes.refused  # nobody wanted it
+        activations = [storage for storage in found if storage.site == "mlp.linear_fc2/0"]
+        assert {(storage.run.layer, storage.producer) for storage in activations} == {(0, None), (1, ACTIVATION)}
+
+
+class TestOnAndOff:
+    def test_off_nothing_of_it_stands_in_the_graph(self) -> None:
+        layers = stack(1)
+        with Engine(layers, observer=Observer(), recorded=True) as engine:
+            assert engine.recorder is not None
+            packed: list[object] = []
+            original = engine.saved_tensors.unpack
+            engine.saved_tensors.unpack = lambda one: packed.append(one) or original(one)  # type: ignore[method-assign,assignment,func-returns-value]
+            train_step(layers, one_after_the_other(1))
+            assert packed
+            assert not any(isinstance(one, RecordedTensor) for one in packed)
+            packed.clear()
+            engine.recorder.start(1)
+            train_step(layers, one_after_the_other(1))
+            engine.recorder.abandon()
+            assert any(isinstance(one, RecordedTensor) for one in packed)
+            assert not engine.manager.ranges.on
+
+    def test_without_a_whole_step_there_is_nothing_to_build_from(self) -> None:
+        with Engine(stack(1), observer=Observer(), recorded=True) as engine:
+            assert engine.recorder is not None
+            with pytest.raises(SwapError, match="nothing was recorded: start, then step_ended at least once"):
+                engine.recorder.stop()
+            engine.recorder.start(1)
+            with pytest.raises(SwapError, match="nothing was recorded"):
+                engine.recorder.stop()
+            with pytest.raises(SwapError, match="stop it first"):
+                engine.recorder.start(1)
+
+    def test_a_graph_that_outlives_the_recording_is_whole(self) -> None:
+        layers = stack(3)
+        plain = copy.deepcopy(layers)
+        loss_of(forward(plain, batch())).backward()
+        with Engine(layers, observer=Observer(), recorded=True) as engine:
+            assert engine.recorder is not None
+            engine.recorder.start(1)
+            loss = loss_of(forward(layers, batch()))
+            engine.recorder.step_ended(2)
+            engine.recorder.stop()
+            loss.backward()
+        for one, other in zip(plain.parameters(), layers.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+    def test_chunks_are_watched_where_gradients_are_wanted(self) -> None:
+        with Engine(stack(1), observer=Observer(), recorded=True) as engine:
+            assert engine.recorder is not None
+            chunks = [nn.Linear(4, 4), nn.Linear(4, 4)]
+            undo = [engine.recorder.watch(chunk) for chunk in chunks]
+            engine.recorder.start(1)
+            for chunk in chunks:
+                chunk(torch.ones(4))
+                with torch.no_grad():
+                    chunk(torch.ones(4))
+            undo[0]()
+            chunks[0](torch.ones(4))
+            engine.recorder.step_ended(2)
+            events = engine.recorder.stop().events
+        assert [(event.what.name, event.chunk) for event in events[1:-1]] == [
+            ("CHUNK_BEGIN", 0), ("CHUNK_END", 0), ("CHUNK_BEGIN", 1), ("CHUNK_END", 1),
+        ]  # fmt: skip
