@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -34,6 +35,21 @@ class Footprint:
 
     layers: tuple[tuple[int, int, int], ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all layers."""
+        return sum(num_bytes for _, _, num_bytes in self.layers)
+
+    @property
+    def num_tensors(self) -> int:
+        """Of all layers."""
+        return sum(num_tensors for _, num_tensors, _ in self.layers)
+
+    def filled_from(self, other: Footprint) -> Footprint:
+        """With the layers of ``other`` that it has not: those that were recomputed whole saved nothing to count."""
+        layers = {entry[0]: entry for entry in (*other.layers, *self.layers)}
+        return Footprint(tuple(layers[layer] for layer in sorted(layers)))
+
     def change_from(self, earlier: Footprint) -> Change:
         """What is different from ``earlier``."""
         before = {layer: (num_tensors, num_bytes) for layer, num_tensors, num_bytes in earlier.layers}
@@ -53,6 +69,22 @@ class FootprintMeter:
     def __init__(self) -> None:
         self._num_tensors = self._num_bytes = 0
         self._layers: dict[int, tuple[int, int]] = {}
+        self._limits: dict[int, float] = {}
+        self._above_bytes = 0.0
+        self._exceeded: Callable[[], None] | None = None
+
+    def expect(self, footprint: Footprint | None, factor: float, exceeded: Callable[[], None]) -> None:
+        """From now on tell ``exceeded`` where a chunk saves more than ``factor`` times what ``footprint`` has.
+
+        It is told in mid-forward, right after each layer up to which that is so. ``None``: no more.
+        """
+        layers = () if footprint is None else footprint.layers
+        self._limits = {layer: factor * num_bytes for layer, _, num_bytes in layers}
+        self._exceeded = exceeded
+
+    def begin_chunk(self) -> None:
+        """A forward of a model chunk begins."""
+        self._above_bytes = 0.0
 
     def begin_layer(self) -> None:
         """A layer's forward begins; one that broke off before counts for nothing."""
@@ -67,6 +99,9 @@ class FootprintMeter:
         """``layer``'s forward is over."""
         num_tensors, num_bytes = self._layers.get(layer, (0, 0))
         self._layers[layer] = max(num_tensors, self._num_tensors), max(num_bytes, self._num_bytes)
+        self._above_bytes += self._num_bytes - self._limits.get(layer, self._num_bytes)
+        if self._exceeded is not None and self._above_bytes > 0:
+            self._exceeded()
 
     def take(self) -> Footprint:
         """The footprint since the last call: of a step, at its end."""

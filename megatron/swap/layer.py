@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.attention import CrossAttentionSubmodules, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -128,6 +128,11 @@ class Boundaries:
         self._layers.clear()
         self._chunks.clear()
         self._segments.clear()
+
+
+def pipeline_rank() -> int:
+    """This rank's place in its pipeline."""
+    return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 class SegmentInputs:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -160,6 +162,27 @@ class Plan:
     def layers(self) -> tuple[int, ...]:
         """The layers that a class names, ascending."""
         return tuple(sorted(self._of_layer))
+
+
+def merged(plans: Sequence[Plan]) -> Plan:
+    """One plan of plans for different layers of a model: the stages of a pipeline, say. Figures are the worst."""
+    first = plans[0]
+    if len(plans) == 1:
+        return first
+    hashes = [plan.profile_sha256 for plan in plans]
+    together = hashlib.sha256("".join(map(str, hashes)).encode()).hexdigest()
+    told = [plan.predicted for plan in plans if plan.predicted is not None]
+    predicted = None
+    if len(told) == len(plans):
+        bounds = [one.lower_bound_ms for one in told if one.lower_bound_ms is not None]
+        predicted = Predicted(
+            max(one.peak_gib for one in told),
+            max(one.step_ms for one in told),
+            max(bounds, default=None),
+            max(one.host_gib for one in told),
+        )
+    classes = tuple(entry for plan in plans for entry in plan.classes)
+    return Plan(first.model, first.budget_gib, None if None in hashes else together, predicted, classes)
 
 
 @dataclass(frozen=True)

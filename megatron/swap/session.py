@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.swap.arguments import recompute_kinds, swap_config
+from megatron.swap.arguments import device_memory_gib, recompute_kinds, swap_config
+from megatron.swap.auto import AutoPlan
 from megatron.swap.autograd import SavedTensors
 from megatron.swap.config import SwapConfig
 from megatron.swap.devices.base import Device
@@ -22,7 +23,7 @@ from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.host_memory import HostMemoryError, check_host_request, safe_host_bytes
 from megatron.swap.host_pool import HostPool
-from megatron.swap.layer import Boundaries, least_saved_bytes
+from megatron.swap.layer import Boundaries, least_saved_bytes, pipeline_rank
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
 from megatron.swap.plan_run import PlanRun
@@ -45,7 +46,7 @@ from megatron.swap.summary import (
 )
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.trace import Ranges, Totals
-from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY, UsageError, format_bytes
+from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY, format_bytes
 from patches import (
     checkpointed_forward,
     fused_activations,
@@ -65,12 +66,16 @@ class SwapSession:
     def __init__(self, args: Namespace, config: SwapConfig) -> None:
         self.config = config
         self._args = args
-        self._policy = _policy(config)
-        self._swaps = any(map(self._policy.swaps_layer, range(args.num_layers)))
         self._kinds = recompute_kinds(args, config)
-        wants_plan = config.plan is not None or config.save_plan is not None
+        self._auto: AutoPlan | None = None
+        if config.auto:
+            self._auto = AutoPlan(config, model_of(args), device_memory_gib(args), self._kinds, self._say)
+        self._policy = self._auto.policy if self._auto is not None else _policy(config)
+        self._swaps = any(map(self._policy.swaps_layer, range(args.num_layers)))
+        wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)
         self._plan_run = PlanRun(config, model_of(args)) if wants_plan else None
-        self._observer = Observer() if config.summary is not None else None
+        counts = config.summary is not None or (config.auto and not torch.cuda.is_available())
+        self._observer = Observer() if counts else None
         self._host_limit_bytes = self._host_limit()
         self._device: Device | None = None
         self._tier: HostTier | None = None
@@ -142,6 +147,8 @@ class SwapSession:
                 self._boundaries.install(
                     chunk, self.config.modules, ends_in_loss=bool(getattr(chunk, "post_process", True))
                 )
+                if self._auto is not None:
+                    self._auto.watch(chunk)
         return chunks
 
     def _build(self) -> None:
@@ -169,6 +176,11 @@ class SwapSession:
             self._manager, self._device.torch_device, self._observer, self._recipes, self._recorder, on_saved
         )
         self._boundaries = Boundaries(self._manager, saved_tensors, self._policy, producers)
+        if self._auto is not None:
+            self._auto.begin(
+                self._boundaries, self._device, self._tier, self._recorder, saved_tensors.footprint,
+                pipeline_rank(), self._host_limit_bytes, self._take_peak,
+            )  # fmt: skip
         if config.log_level != "quiet" and self._args.rank == 0:
             booked_bytes = self._tier.stats().booked_bytes
             print(start_table(config, self._args.num_layers, booked_bytes, self._host_limit_bytes), flush=True)
@@ -257,6 +269,8 @@ class SwapSession:
             self._profiler.step_ended(iteration)
         if self._recorder is not None:
             self._recorder.step_ended(iteration + 1)
+        if self._auto is not None:
+            self._auto.step_ended(iteration)
         if self._plan_run is not None:
             self._tell(self._plan_run.step_ended())
         self._tell_refused()
@@ -283,6 +297,11 @@ class SwapSession:
             lines += [idle_line(kind) for kind in self.config.recompute if not self._recipes.spared_bytes[kind]]
         self._num_told = len(refused)
         self._tell(lines)
+
+    def _say(self, line: str) -> None:
+        """What is the same on all ranks."""
+        if self.config.log_level != "quiet" and self._args.rank == 0:
+            print(f" swap: {line}", flush=True)
 
     def _tell(self, lines: Sequence[str]) -> None:
         whose = f" (rank {self._args.rank})" if self._args.world_size > 1 else ""
@@ -319,6 +338,8 @@ class SwapSession:
         if reports is None:
             return
         summary = build_summary(self._args.num_layers, reports)
+        if self._auto is not None:
+            summary["planning"] = self._auto.summary()
         if self.config.summary is not None:
             try:
                 write_json(self.config.summary, summary)
@@ -364,6 +385,8 @@ class SwapSession:
             self._manager = self._tier = None
 
     def _uninstall(self) -> None:
+        if self._auto is not None:
+            self._auto.close()
         if self._recorder is not None:
             self._recorder.abandon()
         while self._unwatch:
@@ -382,9 +405,6 @@ class SwapSession:
 
 
 def _policy(config: SwapConfig) -> Policy:
-    if config.auto:
-        raise UsageError("the planner does not run in training yet: make a plan with tools/plan.py and give it by "
-                         "--swap-plan.")  # fmt: skip
     if config.plan is not None:
         return PlanPolicy(config.plan)
     return ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB), config.recompute)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from megatron.swap.plan import Plan
+from megatron.swap.types import GIB, format_bytes
 
 DRIFT = 0.05
 """Sizes and times that differ by more than this share are not those that were planned for."""
@@ -44,32 +45,35 @@ class Step:
     Attributes:
         ms: ``None`` where it is not known yet.
         peak_gib: most memory that the device had to hold in it.
-        structure: a number for the sequence of sites that autograd saved at.
-        saved_mib: what the largest micro-batch saved.
+        num_tensors, saved_mib: what the largest micro-batch saved.
     """
 
     number: int
     ms: float | None
     peak_gib: float
-    structure: int
+    num_tensors: float
     saved_mib: float
 
 
 @dataclass
 class Workload:
-    """Steps that save alike, and the plans for them."""
+    """Steps that save alike, and the plan for them."""
 
-    structure: int
+    num_tensors: float
     saved_mib: float
     best: Plan | None = None
     best_ms: float | None = None
 
+    def has_sites_of(self, step: Step) -> bool:
+        """Whether the same tensors are saved, but for experts that get no token, say."""
+        return abs(step.num_tensors - self.num_tensors) <= DRIFT * self.num_tensors
+
     def is_like(self, step: Step) -> bool:
-        return self.structure == step.structure and abs(step.saved_mib - self.saved_mib) <= DRIFT * self.saved_mib
+        return self.has_sites_of(step) and abs(step.saved_mib - self.saved_mib) <= DRIFT * self.saved_mib
 
     def covers(self, step: Step) -> bool:
         """Whether its plan keeps ``step`` below the budget as well: the same sites, and no more bytes."""
-        return self.structure == step.structure and step.saved_mib <= (1 + DRIFT) * self.saved_mib
+        return self.has_sites_of(step) and step.saved_mib <= (1 + DRIFT) * self.saved_mib
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,6 @@ class Stages:
         self._patience_slower = PATIENCE_SLOWER
         self._spare_gib = 0.0
         self._num_tightened = 0
-        self._enter(1, Stage.PROFILE, "the plan that holds least")
 
     @property
     def expected(self) -> Workload | None:
@@ -137,6 +140,8 @@ class Stages:
         Raises:
             Infeasible: no plan fits the budget.
         """
+        if not self.history:
+            self.history.append((step.number, Stage.PROFILE, "the plan that holds least"))
         self._num_in_stage += 1
         if self.stage is Stage.PROFILE:
             self._profile(step)
@@ -151,11 +156,13 @@ class Stages:
         if self._num_in_stage <= SETTLING_STEPS:
             self.recording = True
             return
-        if self._current is not None and self._current.structure != step.structure:
+        if self._current is not None and not self._current.has_sites_of(step):
             self._begin_profile(step, "other tensors were saved while they were recorded")
             return
-        most_mib = max(step.saved_mib, self._current.saved_mib if self._current else 0.0)
-        self._current = Workload(step.structure, most_mib)
+        before = self._current or Workload(0.0, 0.0)
+        self._current = Workload(
+            max(step.num_tensors, before.num_tensors), max(step.saved_mib, before.saved_mib)
+        )
         if self._num_in_stage >= SETTLING_STEPS + RECORDED_STEPS:
             self.recording = False
             self._begin_search(step)
@@ -176,7 +183,7 @@ class Stages:
             self._settle(step, self._candidates[0], None, "the budget is above the need: nothing is swapped")
             return
         self.plan = self._candidates.pop(0)
-        self._enter(step.number + 1, Stage.SEARCH, f"{len(self._candidates) + 1} plans are tried")
+        self._enter(step.number + 1, Stage.SEARCH, f"plans to try: {len(self._candidates) + 1}")
 
     def _search(self, step: Step) -> None:
         assert self._current is not None
@@ -214,9 +221,9 @@ class Stages:
         self._spare_gib += over_gib
         if self._num_tightened > MAX_TIGHTENINGS:
             assert self.plan is not None
-            self._settle(step, self.plan, None, f"the peak stays {over_gib:.2f} GiB above the budget")
+            self._settle(step, self.plan, None, f"the peak stays {format_bytes(over_gib * GIB)} above the budget")
             return
-        self._say(f"the peak was {over_gib:.2f} GiB above the budget: planned again with so much to spare")
+        self._say(f"the peak was {format_bytes(over_gib * GIB)} above the budget: planned again with so much to spare")
         self.num_replans += 1
         self._begin_search(step)
 
@@ -259,7 +266,7 @@ class Stages:
         before, self._num_smaller = self._current, 0
         self.num_replans += 1
         what = f"{before.saved_mib:,.0f} MiB a micro-batch became {step.saved_mib:,.0f}"
-        if before.structure != step.structure:
+        if not before.has_sites_of(step):
             what = "other tensors are saved than before"
         known = next((one for one in self._workloads if one.is_like(step)), None)
         if known is not None and known.best is not None:
@@ -286,7 +293,9 @@ def moves(plan: Plan) -> bool:
 
 def _described(tried: Tried, place: int, number: int) -> str:
     predicted = tried.plan.predicted
-    text = f"plan {place} of {number}, {tried.ms:,.1f} ms and {tried.peak_gib:.2f} GiB"
-    if predicted is not None:
-        text += f" (predicted {predicted.step_ms:,.1f} ms and {predicted.peak_gib:.2f} GiB)"
-    return text
+    text = f"plan {place} of {number}, {_figures(tried.ms, tried.peak_gib)}"
+    return text if predicted is None else f"{text} (predicted {_figures(predicted.step_ms, predicted.peak_gib)})"
+
+
+def _figures(ms: float, gib: float) -> str:
+    return f"{ms:,.1f} ms and {format_bytes(gib * GIB)}"

@@ -173,6 +173,9 @@ def write_json(path: str, content: dict[str, Any]) -> None:
 def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_bytes: int) -> str:
     """What will happen, before the first iteration. The tail is told for one chunk and the usual window."""
     plan = config.plan
+    if config.auto:
+        host = f"{format_bytes(booked_bytes)} booked, at most {format_bytes(limit_bytes)} a rank"
+        return f" swap: {'host memory':<16} {host}"
     layers = config.layers if plan is None else frozenset(filter(plan.swaps_layer, plan.layers()))
     last = places([layer in layers for layer in range(num_layers)], ends_in_loss=True)[-1]
     tail = range(num_layers - last.num_tail(window_groups=1), num_layers)

@@ -20,12 +20,14 @@ SWAP = ROOT / "megatron" / "swap"
 # Top to bottom; a module imports its own row and the rows below. docs/architecture.md says what each is for.
 LAYERS: list[set[str]] = [
     {"session", "prepare"},
+    {"auto"},
     {"layer", "optimizer", "arguments", "attention", "producers"},  # the Megatron edge
     {"summary", "profiler", "plan_run"},
     {"autograd"},
     {"observer"},
     {"calibration"},
     {"planner"},
+    {"ranks"},
     {"stages"},
     {"switch"},
     {"policy", "site_log"},
@@ -37,14 +39,14 @@ LAYERS: list[set[str]] = [
     {"tiers"},
     {"host_pool"},
     {"host_memory"},
-    {"recorder"},
+    {"recorder", "step_clock"},
     {"devices"},
     {"native"},
     {"checksum"},
     {"trace"},
     {"plan", "config", "types", "sites", "records", "recording", "footprint"},
 ]
-MEGATRON_EDGE = LAYERS[1]
+MEGATRON_EDGE = LAYERS[2]
 PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE
 
 MAX_LINES = 500

@@ -29,7 +29,7 @@ class Run:
         self.said: list[str] = []
         self.recorded: list[int] = []
         self.number = 0
-        self.structure, self.saved_mib = 1, 1000.0
+        self.num_tensors, self.saved_mib = 100.0, 1000.0
         self.stages = Stages(BUDGET_GIB, self.make_plans, 3, self.said.append)
 
     def make_plans(self, budget_gib: float) -> Sequence[Plan]:
@@ -45,7 +45,7 @@ class Run:
                 self.recorded.append(self.number)
             plan = self.stages.plan
             ms, peak = (200.0, 5.0) if plan is None else (self.ms[id(plan)], self.peaks[id(plan)])
-            self.stages.step_ended(Step(self.number, ms * slower, peak, self.structure, self.saved_mib))
+            self.stages.step_ended(Step(self.number, ms * slower, peak, self.num_tensors, self.saved_mib))
         return seen
 
 
@@ -94,7 +94,7 @@ class TestFirstPlan:
         run = three(peaks=(10.5, 10.5, 10.5))
         until_stable(run)
         assert run.budgets == [10.0, 9.5, 9.0, 8.5]
-        assert "stays 0.50 GiB above the budget" in run.said[-1]
+        assert "stays 512 MiB above the budget" in run.said[-1]
 
     def test_no_plan_is_an_error_that_reaches_the_user(self) -> None:
         def none_fits(budget_gib: float) -> Sequence[Plan]:
@@ -108,7 +108,7 @@ class TestFirstPlan:
     def test_other_tensors_while_recording_begin_it_anew(self) -> None:
         run = three()
         run.steps(2)
-        run.structure = 2
+        run.num_tensors = 120.0
         run.steps(1)
         assert run.stages.stage is Stage.PROFILE
         assert until_stable(run) == 3 + 3 + 6
@@ -157,7 +157,7 @@ class TestChange:
     def test_other_sites_are_another_workload(self) -> None:
         run = three()
         until_stable(run)
-        run.structure = 7
+        run.num_tensors = 90.0
         run.steps(1)
         assert run.stages.stage is Stage.PROFILE
         assert "other tensors" in run.said[-1]
@@ -210,5 +210,5 @@ class TestChange:
         until_stable(run)
         for _ in range(50):
             run.number += 1
-            run.stages.step_ended(Step(run.number, None, 9.0, 1, 1000.0))
+            run.stages.step_ended(Step(run.number, None, 9.0, 100.0, 1000.0))
         assert run.stages.num_replans == 0

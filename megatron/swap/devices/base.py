@@ -31,6 +31,8 @@ class Device(ABC):
     """Streams, events and memory of one device."""
 
     torch_device: torch.device
+    name: str
+    """Of the hardware, for people."""
 
     @abstractmethod
     def current_stream(self) -> Stream:
@@ -93,6 +95,10 @@ class Device(ABC):
     @abstractmethod
     def reserved_bytes(self) -> int | None:
         """Memory that the allocator holds now, in use or not; ``None`` where that has no meaning."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Let the allocator give back memory that it holds and nobody uses. May take long."""
 
     @abstractmethod
     def mark(self) -> Mark:

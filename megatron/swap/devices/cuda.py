@@ -39,6 +39,7 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.name = torch.cuda.get_device_name(self.torch_device)
         self._streams: list[torch.cuda.Stream] = []
         self._peak_bytes = 0
 
@@ -105,6 +106,9 @@ class CudaDevice(Device):
 
     def reserved_bytes(self) -> int:
         return self._statistics("reserved_bytes")["current"]
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
 
     def _statistics(self, what: str) -> dict[str, int]:
         # memory_allocated() would first flatten all of the allocator's statistics.

@@ -134,6 +134,7 @@ class EmulatedDevice(Device):
         self._ranges = ranges or Ranges()
         self._num_copies = 0
         self.torch_device = torch.device("cpu")
+        self.name = "cpu"
         self._longest_delay_s = longest_delay_s
         self._seed = seed
         self._streams: list[CopyStream] = []
@@ -212,6 +213,9 @@ class EmulatedDevice(Device):
 
     def reserved_bytes(self) -> None:
         return None
+
+    def give_back(self) -> None:
+        pass
 
     def mark(self) -> ClockMark:
         return ClockMark()

@@ -193,6 +193,11 @@ class Profile:
         return self.pipeline.chunks or (tuple(sorted(layer for entry in self.layers for layer in entry.layers)),)
 
     @property
+    def num_mib(self) -> float:
+        """What a micro-batch saves in all layers."""
+        return sum(len(entry.layers) * entry.num_mib for entry in self.layers)
+
+    @property
     def has_loss(self) -> bool:
         """Whether the last chunk of this rank ends in the loss."""
         return self.pipeline.rank == self.pipeline.size - 1

@@ -1,0 +1,254 @@
+"""A run that plans itself: measures, plans, tries, and follows; ``stages.py`` decides when.
+
+Everything happens between steps, on all ranks at once, and every step trains. The plan is one for the whole model: each
+stage of a pipeline plans its own layers, and ranks that hold the same layers follow the one of them that saves most.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.swap.calibration import measure_link, slowest_link
+from megatron.swap.config import SwapConfig
+from megatron.swap.devices.base import Device
+from megatron.swap.footprint import Footprint, FootprintMeter
+from megatron.swap.layer import Boundaries
+from megatron.swap.plan import Model, Plan, merged, save_plan
+from megatron.swap.planner import profile as profiles
+from megatron.swap.planner.build import build_profile
+from megatron.swap.planner.profile import Link, Pipeline, Profile, save_profile
+from megatron.swap.planner.solve import Infeasible, solve
+from megatron.swap.policy import PlanPolicy
+from megatron.swap.ranks import Ranks
+from megatron.swap.recorder import Recorder
+from megatron.swap.stages import DRIFT, Stage, Stages, Step
+from megatron.swap.step_clock import StepClock
+from megatron.swap.switch import SafePolicy, SwitchingPolicy
+from megatron.swap.tiers.base import Tier
+from megatron.swap.types import GIB, MIB, format_bytes
+
+
+class AutoPlan:
+    """The planner beside a training run.
+
+    Args:
+        config: budget, and where plan and profile go.
+        model: what is trained.
+        device_gib: memory of the device.
+        recompute: producers whose outputs may be recomputed.
+        say: told of every change of stage, for people.
+
+    Attributes:
+        policy: answers for every saved tensor; it changes between steps.
+    """
+
+    def __init__(
+        self,
+        config: SwapConfig,
+        model: Model,
+        device_gib: float,
+        recompute: Collection[str],
+        say: Callable[[str], None],
+    ) -> None:
+        min_bytes = int(config.min_mib * MIB)
+        self._safe = SafePolicy(min_bytes, recompute)
+        self.policy = SwitchingPolicy(self._safe, min_bytes)
+        self._config = config
+        self._model = model
+        self._device_gib = device_gib
+        self._budget_gib = config.budget_gib(device_gib)
+        self._say = say
+        self._stages = Stages(self._budget_gib, self._make_plans, config.max_candidates, say)
+        self._link: Link | None = None
+        self._profile: Profile | None = None
+        self._recorded = Footprint(())
+        self._num_forwards = 0
+        self._undo: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------------ set-up
+
+    def begin(
+        self,
+        boundaries: Boundaries,
+        device: Device,
+        tier: Tier,
+        recorder: Recorder,
+        footprint: FootprintMeter,
+        pipeline_rank: int,
+        host_bytes: int,
+        take_peak: Callable[[], tuple[int, int]],
+    ) -> None:
+        """The model is built and its boundaries stand: the first step follows the plan that holds least.
+
+        Args:
+            host_bytes: what this rank may book.
+            take_peak: bytes held at most since the last call, and now; where the device cannot tell what it reserves.
+        """
+        self._boundaries = boundaries
+        self._device = device
+        self._tier = tier
+        self._recorder = recorder
+        self._footprint = footprint
+        self._pipeline_rank = pipeline_rank
+        self._host_gib = host_bytes / GIB
+        self._take_peak = take_peak
+        self._ranks = Ranks()
+        self._clock = StepClock(device)
+        self._say(f"at most {format_bytes(self._budget_gib * GIB)} of device memory; the first steps are measured")
+
+    def watch(self, chunk: nn.Module) -> None:
+        """``chunk`` is one of the model's on this rank."""
+        self._undo.append(chunk.register_forward_pre_hook(self._chunk_begins).remove)
+
+    def _chunk_begins(self, *_: object) -> None:
+        if torch.is_grad_enabled():
+            self._num_forwards += 1
+            self._clock.begin()
+            self._footprint.begin_chunk()
+
+    def _is_larger(self) -> None:
+        """In mid-forward: more is saved than is planned for. The rest of the step keeps as little as it can."""
+        self.policy.is_short = True
+
+    def close(self) -> None:
+        """Take it off the model again."""
+        while self._undo:
+            self._undo.pop()()
+
+    # ------------------------------------------------------------ between steps
+
+    def step_ended(self, number: int) -> None:
+        """Step ``number`` is over on this rank, and for its recorder: measure it, agree, decide, switch.
+
+        Raises:
+            Infeasible: no plan fits the budget.
+        """
+        stages, before, stage = self._stages, self._stages.plan, self._stages.stage
+        footprint = self._footprint.take().filled_from(self._recorded)
+        ms = self._clock.end(wait=stage is not Stage.STABLE)
+        step = Step(number, ms, self._peak_gib(), footprint.num_tensors, footprint.num_bytes / MIB)
+        self._num_micro_batches = self._num_forwards // max(1, len(self._boundaries.chunks()))
+        self._num_forwards = 0
+        if stages.plan is None:
+            self._recorded = footprint
+        stages.step_ended(self._ranks.worst(step))
+        if self._recorder.on and not stages.recording:
+            self._recorder.abandon()
+        if stages.plan is not before:
+            self._follow(stages.plan, footprint)
+        elif self.policy.is_short:
+            self.policy.is_short = False
+            self._boundaries.follow_policy()
+        if stages.recording and not self._recorder.on:
+            self._recorder.start(number + 1)
+        if stages.stage is Stage.STABLE and stages.stage is not stage:
+            self._save()
+
+    def _follow(self, plan: Plan | None, footprint: Footprint) -> None:
+        """The next step follows ``plan``; what the allocator holds for the last one goes back."""
+        self.policy.follow(self._safe if plan is None else PlanPolicy(plan))
+        self._boundaries.follow_policy()
+        self._footprint.expect(None if plan is None else footprint, 1 + DRIFT, self._is_larger)
+        self._clock.forget()
+        self._device.give_back()
+
+    def _peak_gib(self) -> float:
+        """Most that the device had to hold: what its allocator has reserved, since it gives nothing back in a step."""
+        reserved_bytes = self._device.reserved_bytes()
+        if reserved_bytes is not None:
+            return reserved_bytes / GIB
+        return 0.0 if self._recorder.on else self._take_peak()[0] / GIB
+
+    # -------------------------------------------------------------------- plans
+
+    def _make_plans(self, budget_gib: float) -> list[Plan]:
+        """The best plans of the whole model, the same on all ranks.
+
+        Raises:
+            Infeasible: some stage has none.
+        """
+        if self._recorder.on:
+            self._profile = self._build_profile()
+        assert self._profile is not None
+        of_ranks = self._ranks.gather((self._pipeline_rank, self._profile))
+        leaders: dict[int, int] = {}
+        for rank, (stage, profile) in enumerate(of_ranks):
+            if stage not in leaders or profile.num_mib > of_ranks[leaders[stage]][1].num_mib:
+                leaders[stage] = rank
+        self._leaders = set(leaders.values())
+        mine: list[Plan] | Infeasible = []
+        if leaders[self._pipeline_rank] == self._ranks.rank:
+            try:
+                mine = list(solve(self._profile, budget_gib, self._config.max_candidates).plans)
+            except Infeasible as error:
+                mine = error
+        answers = self._ranks.gather(mine)
+        of_stages: list[list[Plan]] = []
+        for answer in (answers[leaders[stage]] for stage in sorted(leaders)):
+            if isinstance(answer, Infeasible):
+                raise answer
+            of_stages.append(answer)
+        most = max(len(plans) for plans in of_stages)
+        return [merged([plans[min(i, len(plans) - 1)] for plans in of_stages]) for i in range(most)]
+
+    def _build_profile(self) -> Profile:
+        recording = self._recorder.stop()
+        if self._link is None:
+            self._link = slowest_link(self._device, measure_link(self._device, self._tier))
+        return build_profile(
+            recording,
+            self._model,
+            self._link,
+            profiles.Device(self._device.name, self._device_gib),
+            num_micro_batches=self._num_micro_batches,
+            source=f"measured in {recording.num_steps} steps of a run with --swap-memory-gib {self._budget_gib:g}",
+            host_gib=self._host_gib,
+            pipeline=Pipeline(self._model.pipeline_parallel, self._pipeline_rank, self._boundaries.chunks()),
+            min_mib=self._config.min_mib,
+            whole_layers=True,
+        )
+
+    def _save(self) -> None:
+        """Plan and profile are written as soon as the plan stands: the plan once, the profile of each stage once."""
+        plan, profile, config = self._stages.plan, self._profile, self._config
+        try:
+            if config.save_plan is not None and plan is not None and self._ranks.rank == 0:
+                save_plan(plan, _folder_made(Path(config.save_plan)))
+            if config.save_profile is not None and profile is not None and self._ranks.rank in self._leaders:
+                path = Path(config.save_profile)
+                if len(self._leaders) > 1:
+                    path = path.with_name(f"{path.stem}.stage-{self._pipeline_rank}{path.suffix}")
+                save_profile(profile, _folder_made(path))
+        except OSError as error:  # training matters more than a file
+            print(f" swap: plan or profile was not written: {error}", file=sys.stderr, flush=True)
+
+    def summary(self) -> dict[str, Any]:
+        """What the JSON summary has under ``planning``."""
+        stages = self._stages
+        plan = stages.plan
+        predicted = None if plan is None else plan.predicted
+        begins = [first for first, _, _ in stages.history]
+        ends = [begin - 1 for begin in begins[1:]]
+        return {
+            "budget_gib": self._budget_gib,
+            "predicted_peak_gib": None if predicted is None else predicted.peak_gib,
+            "predicted_step_ms": None if predicted is None else predicted.step_ms,
+            "profile_sha256": None if plan is None else plan.profile_sha256,
+            "num_replans": stages.num_replans,
+            "stages": [
+                {"stage": stage.value, "first_step": first, "last_step": last, "note": note}
+                for (first, stage, note), last in zip_longest(stages.history, ends)
+            ],
+        }
+
+
+def _folder_made(path: Path) -> Path:
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    return path

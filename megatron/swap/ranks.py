@@ -1,0 +1,46 @@
+"""What all ranks of a run agree on between steps: a few numbers each step, profiles and plans once in a while.
+
+The group is one of the CPU's: nothing waits for the device. With one rank nothing is sent at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.swap.stages import Step
+
+UNKNOWN_MS = float("inf")
+
+
+class Ranks:
+    """All ranks of the run; every rank makes one at the same point, and calls the same in the same order."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self.number = 0
+        self.rank = 0
+        if torch.distributed.is_initialized():
+            self.number, self.rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+            if self.number > 1:
+                self._group = torch.distributed.new_group(backend="gloo")
+        self.number = max(1, self.number)
+
+    def worst(self, step: Step) -> Step:
+        """``step`` as the worst rank saw it."""
+        if self.number == 1:
+            return step
+        figures = [UNKNOWN_MS if step.ms is None else step.ms, step.peak_gib, step.num_tensors, step.saved_mib]
+        most = torch.tensor(figures, dtype=torch.float64)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self._group)
+        ms, *others = most.tolist()
+        return Step(step.number, None if ms == UNKNOWN_MS else ms, *others)
+
+    def gather[T](self, item: T) -> list[T]:
+        """``item`` of every rank, by rank."""
+        if self.number == 1:
+            return [item]
+        items: list[Any] = [None] * self.number
+        torch.distributed.all_gather_object(items, item, group=self._group)
+        return items
