@@ -65,7 +65,6 @@ class AutoPlan:
         self._device_gib = device_gib
         self._budget_gib = config.budget_gib(device_gib)
         self._say = say
-        self._stages = Stages(self._budget_gib, self._make_plans, config.max_candidates, say)
         self._link: Link | None = None
         self._profile: Profile | None = None
         self._recorded = Footprint(())
@@ -101,6 +100,9 @@ class AutoPlan:
         self._take_peak = take_peak
         self._ranks = Ranks()
         self._clock = StepClock(device)
+        self._stages = Stages(
+            self._budget_gib, self._make_plans, self._config.max_candidates, self._say, device.keeps_time
+        )
         self._say(f"at most {format_bytes(self._budget_gib * GIB)} of device memory; the first steps are measured")
 
     def watch(self, chunk: nn.Module) -> None:
@@ -208,7 +210,7 @@ class AutoPlan:
             self._link,
             profiles.Device(self._device.name, self._device_gib),
             num_micro_batches=self._num_micro_batches,
-            source=f"measured in {recording.num_steps} steps of a run with --swap-memory-gib {self._budget_gib:g}",
+            source=f"measured in {recording.num_steps} steps of a run with budget {self._budget_gib:g} GiB",
             host_gib=self._host_gib,
             pipeline=Pipeline(self._model.pipeline_parallel, self._pipeline_rank, self._boundaries.chunks()),
             min_mib=self._config.min_mib,

@@ -94,6 +94,7 @@ class Stages:
             first, that the cost model puts below the given GiB. Called on all ranks alike. Raises ``Infeasible``.
         max_candidates: plans that are tried.
         say: told of every change of stage, for people.
+        keeps_time: steps that have become slower mean something.
 
     Attributes:
         plan: what the next step follows; ``None``: the safe plan, which holds as little as it can.
@@ -108,6 +109,7 @@ class Stages:
         make_plans: Callable[[float], Sequence[Plan]],
         max_candidates: int,
         say: Callable[[str], None],
+        keeps_time: bool = True,
     ) -> None:
         self.stage = Stage.PROFILE
         self.plan: Plan | None = None
@@ -124,6 +126,7 @@ class Stages:
         self._tried: list[Tried] = []
         self._num_in_stage = 0
         self._num_smaller = self._num_slower = 0
+        self._keeps_time = keeps_time
         self._patience_smaller = PATIENCE_SMALLER
         self._patience_slower = PATIENCE_SLOWER
         self._spare_gib = 0.0
@@ -243,7 +246,7 @@ class Stages:
         if current.best_ms is None:
             current.best_ms = step.ms
             return
-        slow = step.ms is not None and step.ms > (1 + DRIFT) * current.best_ms
+        slow = self._keeps_time and step.ms is not None and step.ms > (1 + DRIFT) * current.best_ms
         self._num_slower = self._num_slower + 1 if slow else 0
         if self._num_slower >= self._patience_slower:
             self._patience_slower *= 2

@@ -33,6 +33,8 @@ class Device(ABC):
     torch_device: torch.device
     name: str
     """Of the hardware, for people."""
+    keeps_time = True
+    """Whether equal work takes equally long."""
 
     @abstractmethod
     def current_stream(self) -> Stream:

@@ -135,6 +135,7 @@ class EmulatedDevice(Device):
         self._num_copies = 0
         self.torch_device = torch.device("cpu")
         self.name = "cpu"
+        self.keeps_time = False  # other programs share this machine
         self._longest_delay_s = longest_delay_s
         self._seed = seed
         self._streams: list[CopyStream] = []

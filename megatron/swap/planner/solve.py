@@ -17,7 +17,7 @@ from megatron.swap.planner.program import (
     step_factor,
 )
 from megatron.swap.planner.simulate import Prediction, simulate
-from megatron.swap.types import UsageError
+from megatron.swap.types import GIB, UsageError, format_bytes
 
 MAX_ROUNDS = 6
 """How often the program is corrected by what the simulator says."""
@@ -271,7 +271,8 @@ def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
         hints.append(f"fewer bytes of weights and optimizer ({profile.static_gib:.2f} GiB): "
                      "--use-distributed-optimizer, more pipeline stages")  # fmt: skip
     return Infeasible(
-        f"no plan stays below {budget_gib:.2f} GiB: the smallest budget that was found feasible is {smallest:.2f} GiB. "
+        f"no plan stays below {format_bytes(budget_gib * GIB)}: the smallest budget that was found feasible is "
+        f"{format_bytes(smallest * GIB)}. "
         f"Give at least that, or lower it by {'; '.join(hints)}.",
         smallest,
     )

@@ -126,7 +126,7 @@ def test_the_earliest_layers_swap() -> None:
 def test_no_feasible_plan_says_what_would_be() -> None:
     entry = LayerClass(tuple(range(4)), 2.0, 4.0, (site("a/0", 100, 1, 2, 3), site("b/0", 100, 1.5, 0, 1, stays=True)))
     of = profile([entry], host_gib=0.1)
-    with pytest.raises(Infeasible, match=r"smallest budget that was found feasible is 0\.\d\d GiB") as refusal:
+    with pytest.raises(Infeasible, match=r"smallest budget that was found feasible is \d+ MiB") as refusal:
         solve(of, 0.2)
     assert "more host memory" in str(refusal.value)
     assert "--seq-length" in str(refusal.value)

@@ -1,0 +1,129 @@
+"""Runs that plan themselves, through the real trainer: equal to the bit through every stage, below the budget."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.swap.types import GIB
+from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
+from tests.integration.test_training import LLAMA, MOE
+
+STEPS = "--train-iters 12 --lr-decay-iters 12"
+FUSED_LLAMA = f"{WITH_FUSION} {LLAMA}"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+VARYING = Path(__file__).with_name("varying_script.py")
+PEAK_WITHIN = 0.05
+"""Less, never more: where RAM plays the device, what is prefetched counts from its first use."""
+
+
+def budgeted(trainer: Trainer, flags: str, share: float, *, ranks: int = 1, more: str = "", **options: Any) -> Run:
+    """The run that may hold ``share`` of what the unswapped one holds, compared with that to the bit."""
+    plain = trainer.unswapped(f"{flags} {STEPS}", ranks=ranks)
+    budget_gib = share * plain.summary["saved_peak_bytes"] / GIB
+    run = trainer.run(
+        f"{flags} {STEPS} {SWAP_SMALL} --swap-memory-gib {budget_gib} {more} {recorded('torch')}",
+        ranks=ranks, **options,
+    )  # fmt: skip
+    assert_same_training(plain, run)
+    planning = run.summary["planning"]
+    assert planning["budget_gib"] == pytest.approx(budget_gib)
+    assert planning["predicted_peak_gib"] <= budget_gib
+    return run
+
+
+def unswapped_gib(trainer: Trainer, flags: str) -> float:
+    return trainer.unswapped(f"{flags} {STEPS}").summary["saved_peak_bytes"] / GIB
+
+
+def stages(run: Run) -> list[str]:
+    return [entry["stage"] for entry in run.summary["planning"]["stages"]]
+
+
+def assert_peak_as_predicted(run: Run) -> None:
+    """Of the whole run: its first steps hold least."""
+    predicted_gib, peak_gib = run.summary["planning"]["predicted_peak_gib"], run.summary["saved_peak_bytes"] / GIB
+    assert (1 - PEAK_WITHIN) * predicted_gib <= peak_gib <= predicted_gib * 1.0001
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+@pytest.mark.parametrize("flags", ["", f"--bf16 {DROPOUT}", FUSED_LLAMA], ids=["fp32", "bf16-dropout", "llama"])
+def test_below_a_budget(trainer: Trainer, flags: str, share: float) -> None:
+    run = budgeted(trainer, flags, share)
+    assert stages(run) == ["profile", "search", "stable"]
+    assert run.summary["planning"]["num_replans"] == 0
+    assert_peak_as_predicted(run)
+    last = run.summary["steps"][-1]
+    assert last["swapped_out_bytes"] + last["recomputed_bytes"] > 0
+
+
+def test_a_budget_above_the_need_moves_nothing(trainer: Trainer) -> None:
+    run = budgeted(trainer, "", 1.5)
+    assert stages(run) == ["profile", "stable"]
+    assert [step["swapped_out_bytes"] + step["recomputed_bytes"] for step in run.summary["steps"][4:]] == [0] * 8
+    assert "the budget is above the need" in run.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        pytest.param("", 2, id="dp2"),
+        pytest.param("--tensor-model-parallel-size 2", 2, id="tp2"),
+        pytest.param("--pipeline-model-parallel-size 2 --global-batch-size 8", 2, id="pp2"),
+        pytest.param(
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 8", 2,
+            id="pp2-vpp",
+        ),
+    ],
+)  # fmt: skip
+def test_all_ranks_follow_one_plan(trainer: Trainer, flags: str, ranks: int) -> None:
+    run = budgeted(trainer, flags, 0.7, ranks=ranks)
+    assert stages(run)[-1] == "stable"
+    assert run.summary["saved_peak_bytes"] <= run.summary["planning"]["budget_gib"] * GIB
+
+
+def test_experts(trainer: Trainer) -> None:
+    run = budgeted(trainer, MOE, 0.75)
+    assert stages(run)[-1] == "stable"
+    assert run.summary["saved_peak_bytes"] <= run.summary["planning"]["budget_gib"] * GIB
+
+
+def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) -> None:
+    found = budgeted(trainer, FUSED_LLAMA, 0.6, more="--swap-save-plan plan.json --swap-save-profile profile.json")
+    plan = json.loads((found.directory / "plan.json").read_text())
+    assert plan["predicted"]["peak_gib"] == found.summary["planning"]["predicted_peak_gib"]
+    assert (found.directory / "profile.json").exists()
+    again = trainer.run(
+        f"{FUSED_LLAMA} {STEPS} {SWAP_SMALL} --swap-plan {found.directory / 'plan.json'} {recorded('torch')}"
+    )
+    assert_same_training(found, again)
+    moved = ("swapped_out_bytes", "swapped_in_bytes", "recomputed_bytes", "num_recomputed")
+    assert [again.summary[name] for name in moved] == [found.summary[name] for name in moved]
+
+
+def test_a_budget_that_cannot_be_met_says_the_smallest(trainer: Trainer) -> None:
+    run = trainer.failing(f"{STEPS} {SWAP_SMALL} --swap-memory-gib 0.0005 {recorded('torch')}")
+    found = re.search(r"no plan stays below 0\.54 MiB.* found feasible is ([\d.]+) MiB", run.error)
+    assert found, run.error
+    smallest_gib = float(found[1]) / 1024
+    budgeted(trainer, "", 1.02 * smallest_gib / unswapped_gib(trainer, ""))
+
+
+def test_another_sequence_length_is_planned_anew_and_known_the_next_time(trainer: Trainer, tmp_path: Path) -> None:
+    flags = "--train-iters 40 --lr-decay-iters 40 --lengths 12:32 10:64"
+    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=VARYING)
+    budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
+    run = trainer.run(
+        f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", program=VARYING
+    )
+    assert_same_training(plain, run)
+    planning = run.summary["planning"]
+    # Longer at step 13 (measured), shorter at 23 (known, after three steps), longer at 35 (known, at once).
+    assert planning["num_replans"] == 3
+    assert stages(run).count("profile") == 2
+    assert "its plan is known" in run.output
+    assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
