@@ -12,7 +12,11 @@ from typing import Any
 GIB = 2**30
 Row = dict[str, Any]
 
-OUTCOME = re.compile(r"ok|oom_device|oom_host|refused|timeout|failed \(-?\d+\)|missing: \S+")
+NOT_READY, NOT_STABLE = "not ready", "not stable"
+"""What the run needs is not there yet; a step that was timed was not one of the plan that stayed."""
+OUTCOME = re.compile(
+    rf"ok|oom_device|oom_host|refused|timeout|{NOT_READY}|{NOT_STABLE}|failed \(-?\d+\)|missing: \S+"
+)
 _NUMBER = (int, float)
 # Always there, whatever became of the run.
 _NAMED: dict[str, tuple[type, ...]] = {
@@ -43,11 +47,30 @@ _OPTIONAL: dict[str, tuple[type, ...]] = {
     "device_reserved_gib": _NUMBER,
     "losses_equal": (bool,),
 }
-FIELDS = (*_NAMED, *_MEASURED, *_OPTIONAL)
+# What a run was planned for and with; null where nothing planned.
+_PLANNED: dict[str, tuple[type, ...]] = {
+    "budget_gib": _NUMBER,
+    "predicted_peak_gib": _NUMBER,
+    "predicted_step_ms": _NUMBER,
+    "profile_sha256": (str,),
+    "num_replans": (int,),
+}
+FIELDS = (*_NAMED, *_MEASURED, *_OPTIONAL, *_PLANNED)
+UNPLANNED: Row = dict.fromkeys(_PLANNED)
+
+PEAKS = {"allocated": "device_peak_gib", "reserved": "device_reserved_gib", "saved": "saved_peak_gib"}
+"""Which field counts as the peak of a row, by the row's ``peak``: what PyTorch's allocator had given out, what it held,
+what autograd held (all that can be told without a GPU)."""
 
 
 class RowError(ValueError):
     """A row that does not keep to the schema; the message names the row and the field."""
+
+
+def peak_gib(row: Row) -> float | None:
+    """The peak that counts for a row; ``None``: not measured."""
+    found = row.get(PEAKS[row.get("peak") or "allocated"])
+    return None if found is None else float(found)
 
 
 def check_row(row: Row, where: str = "row") -> None:
@@ -58,9 +81,12 @@ def check_row(row: Row, where: str = "row") -> None:
             raise RowError(f"{name}: field {field!r} is missing")
     if not isinstance(row["outcome"], str) or OUTCOME.fullmatch(row["outcome"]) is None:
         raise RowError(f"{name}: field 'outcome' is {row['outcome']!r}; allowed: {OUTCOME.pattern}")
-    for fields, is_needed in ((_NAMED, True), (_MEASURED, row["outcome"] == "ok"), (_OPTIONAL, False)):
+    worked = row["outcome"] == "ok"
+    for fields, is_needed in ((_NAMED, True), (_MEASURED, worked), (_OPTIONAL, False), (_PLANNED, False)):
         for field, types in fields.items():
             _check_field(name, field, row[field], types, is_needed)
+    if row.get("peak") is not None and row["peak"] not in PEAKS:
+        raise RowError(f"{name}: field 'peak' is {row['peak']!r}; allowed: {', '.join(PEAKS)}")
     for step_ms in row["step_ms_all"] or ():
         _check_field(name, "step_ms_all[]", step_ms, _NUMBER, True)
 
@@ -75,7 +101,7 @@ def _check_field(name: str, field: str, value: Any, types: tuple[type, ...], is_
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The checked rows of a file.
+    """The checked rows of a file. Those from before the planner have none of its fields: they become null.
 
     Raises:
         RowError: the file is no text, a line is no JSON object, or a row does not keep to the schema.
@@ -95,6 +121,8 @@ def read_rows(path: Path) -> list[Row]:
             raise RowError(f"{where}: not JSON: {error}") from error
         if not isinstance(row, dict):
             raise RowError(f"{where}: a JSON object is expected, not {type(row).__name__}")
+        if not row.keys() & UNPLANNED.keys():
+            row |= UNPLANNED
         check_row(row, where)
         rows.append(row)
     return rows

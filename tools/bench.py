@@ -7,8 +7,8 @@
     python tools/bench.py --suite h200-dense --list
 
 Rows go to the output file as they come; beside it, with the same name, a Markdown table and (with a GPU) a picture of
-step time against peak memory. Exit status: 0 all done, 1 a run failed or ran out of time, 75 runs are left
-(``--resume``), 130 interrupted (what is done is kept).
+step time against peak memory. Exit status: 0 all done, 1 a run failed, ran out of time, could not
+begin or was timed before its plan was stable, 75 runs are left (``--resume``), 130 interrupted (what is done is kept).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from proof import machine
 from proof.bench.picture import draw
 from proof.bench.progress import Display
-from proof.bench.results import Book, flags_of
+from proof.bench.results import Book
 from proof.bench.runner import items, measure
 from proof.bench.suite import Suite, SuiteError, find_suite, load_suite, suite_names
 from proof.bench.table import markdown
-from proof.rows import RowError
+from proof.rows import NOT_READY, NOT_STABLE, RowError, peak_gib
 
 RUNS_LEFT, INTERRUPTED = 75, 130
 
@@ -104,8 +104,8 @@ def show(suite: Suite) -> None:
     for case in suite.cases:
         print(f"\n{case.name} ({case.rounds} rounds)")
         for method in case.methods:
-            env = "".join(f"{name}={value} " for name, value in method.piece.env.items())
-            print(f"  {method.name}: {method.what}\n      {env}{flags_of(case, method)}")
+            env = "".join(f"{name}={value} " for name, value in {**case.env, **method.piece.env}.items())
+            print(f"  {method.name}: {method.what}\n      {env}{' '.join((*case.flags, *method.piece.flags))}")
 
 
 def bench(suite: Suite, chosen: Suite, options: argparse.Namespace) -> int:
@@ -130,12 +130,12 @@ def bench(suite: Suite, chosen: Suite, options: argparse.Namespace) -> int:
     if rows:
         written = [options.output, options.output.with_suffix(".md")]
         written[1].write_text(markdown(rows))
-        if any(row["device_peak_gib"] is not None for row in rows):
+        if any(peak_gib(row) is not None for row in rows):
             written.append(options.output.with_suffix(".png"))
             draw(rows, written[-1])
         print(f"{written[1].read_text()}\nwritten: {', '.join(map(str, written))}", flush=True)
     for row in rows:
-        if row["outcome"] == "timeout" or row["outcome"].startswith("failed"):
+        if row["outcome"] in ("timeout", NOT_READY, NOT_STABLE) or row["outcome"].startswith("failed"):
             print(f"{row['case']} {row['method']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)
             status = status or 1
     return status

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from proof import machine
-from proof.rows import Row, read_rows, write_rows
+from proof.rows import UNPLANNED, Row, read_rows, write_rows
 from proof.run import launch
 from proof.run.request import Request
 
@@ -231,7 +231,7 @@ def main() -> None:
     rows = {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what](Prover(options, facts))
     command = shlex.join(["python", "tools/prove.py", *sys.argv[1:]])
     made_by = {"suite": f"prove-{options.what}", "command": command, **facts}
-    write_rows(output, [*earlier, *({**made_by, **row} for row in rows)])
+    write_rows(output, [*earlier, *({**UNPLANNED, **made_by, **row} for row in rows)])
     if any(row["outcome"] != "ok" for row in rows):
         sys.exit(1)
 

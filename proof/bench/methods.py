@@ -10,8 +10,13 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from proof.bench import budgets
+from proof.run.planning import PLAN_FLAG, SEARCHES, plan_file, searches
+
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+OUR_CHOICES = ("--swap-layers", PLAN_FLAG, *SEARCHES, "--swap-policy")
+"""One of them says what is swapped."""
 NUM_LAYERS_WORDS = ("all-but-one", "half")
 
 
@@ -54,6 +59,16 @@ class Method:
     is_ours: bool
     runs_layers_once: bool
     """Neither recomputes nor moves anything: forward and backward can be timed by marks."""
+
+    @property
+    def searches(self) -> bool:
+        """Its first steps look for a plan."""
+        return searches(self.piece.flags)
+
+    @property
+    def plan_file(self) -> str | None:
+        """The plan that it obeys."""
+        return plan_file(self.piece.flags)
 
 
 def _nothing(arguments: list[str], num_layers: int) -> Piece:
@@ -102,11 +117,16 @@ def _wrapped(name: str, *requires: str) -> Callable[[list[str], int], Piece]:
 
 def _ours(arguments: list[str], num_layers: int) -> Piece:
     others = [word for word in arguments if word.startswith("--") and not word.startswith("--swap-")]
-    if "--swap-layers" not in arguments or others:
+    if not set(OUR_CHOICES) & set(arguments) or others:
         raise MethodError(
-            f"ours takes --swap-layers and further --swap- flags; given: {shlex.join(arguments)}. Recomputation is "
-            "added as a part of its own: ' + full-recompute'."
+            f"ours takes {' or '.join(OUR_CHOICES)} and further --swap- flags; given: {shlex.join(arguments)}. "
+            "Recomputation is added as a part of its own: ' + full-recompute'."
         )
+    for word in filter(budgets.is_relative, arguments):
+        try:
+            budgets.check(word)
+        except ValueError as error:
+            raise MethodError(str(error)) from error
     return Piece(flags=tuple(arguments))
 
 

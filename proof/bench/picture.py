@@ -17,13 +17,17 @@ from matplotlib.transforms import Bbox
 
 from proof.bench import losses
 from proof.bench.frontier import frontier
-from proof.rows import Row
+from proof.rows import Row, peak_gib
 
-OURS, PEERS, LINE, TEXT = "#c2410c", "#475569", "#94a3b8", "#1e293b"
+OURS, PLANNED, PEERS, LINE, TEXT = "#c2410c", "#15803d", "#475569", "#94a3b8", "#1e293b"
 PANEL_INCHES = (12.0, 7.2)
 FAR = 2.5
 """A peer that takes so many times what the fastest does is named below, if another beats it in memory too."""
 MARKER_PIXELS = 9.0
+AXES = {
+    "allocated": "peak device memory allocated", "reserved": "peak device memory reserved",
+    "saved": "most that autograd held",
+}  # fmt: skip
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -42,7 +46,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
     """The rows that are drawn: all that were measured but peers far from everything."""
-    points = [row for row in rows if row["step_ms_median"] is not None and row["device_peak_gib"] is not None]
+    points = [row for row in rows if row["step_ms_median"] is not None and peak_gib(row) is not None]
     best = _best(rows)
     far_ms = FAR * min((row["step_ms_median"] for row in points), default=0.0)
     return [row for row in points if row in best or row["is_ours"] or row["step_ms_median"] <= far_ms]
@@ -51,21 +55,36 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
 def _best(rows: Sequence[Row]) -> list[Row]:
     """Those of one case that are on the frontier, by rising peak; what has other losses is not compared."""
     measured = [row for row in losses.comparable(rows) if row["step_ms_median"] is not None]
-    known = [row for row in measured if row["device_peak_gib"] is not None]
-    return [known[index] for index in frontier([(row["device_peak_gib"], row["step_ms_median"]) for row in known])]
+    known = [row for row in measured if peak_gib(row) is not None]
+    return [known[index] for index in frontier([_place(row) for row in known])]
+
+
+def _place(row: Row) -> tuple[float, float]:
+    """Where a measured row stands: peak and step time."""
+    peak = peak_gib(row)
+    assert peak is not None
+    return peak, float(row["step_ms_median"])
 
 
 def _why_absent(row: Row) -> str:
-    if row["step_ms_median"] is None or row["device_peak_gib"] is None:
+    peak = peak_gib(row)
+    if row["step_ms_median"] is None or peak is None:
         return f"{row['method']}: {row['outcome']}"
-    return f"{row['method']}: {row['step_ms_median']:,.0f} ms, {row['device_peak_gib']:.1f} GiB"
+    return f"{row['method']}: {row['step_ms_median']:,.0f} ms, {peak:.1f} GiB"
+
+
+def _colour(row: Row) -> str:
+    """Peers, ours, and of ours those that were planned for a budget."""
+    if not row["is_ours"]:
+        return PEERS
+    return OURS if row.get("budget_gib") is None else PLANNED
 
 
 def _panel(panel: Any, rows: Sequence[Row]) -> None:
     points = _shown(rows)
-    places = [(row["device_peak_gib"], row["step_ms_median"]) for row in points]
+    places = [_place(row) for row in points]
     if places:
-        best = [(row["device_peak_gib"], row["step_ms_median"]) for row in _best(rows)]
+        best = [_place(row) for row in _best(rows)]
         panel.plot(*zip(*best, strict=True), color=LINE, lw=2, drawstyle="steps-post", zorder=1, label="frontier")
     # Logarithmic: what is far slower than all else must not press the frontier flat.
     panel.set_yscale("log")
@@ -75,10 +94,14 @@ def _panel(panel: Any, rows: Sequence[Row]) -> None:
     trusted = losses.comparable(rows)
     for row, place in zip(points, places, strict=True):
         low, high = row["step_ms_min"], row["step_ms_max"]
-        color = OURS if row["is_ours"] else PEERS
+        color = _colour(row)
         panel.vlines(place[0], low, high, color=color, lw=1, alpha=0.6, zorder=2)
         marker = "D" if row["is_ours"] else "o"
         face, edge, width = (color, "white", 0.8) if row in trusted else ("white", color, 1.6)
+        budget = row.get("budget_gib")
+        if budget is not None:  # up to what it was allowed to take
+            panel.hlines(place[1], *sorted((place[0], budget)), color=color, lw=1, ls=":", zorder=2)
+            panel.scatter([budget], [place[1]], marker="|", s=90, color=color, zorder=2)
         panel.scatter(*place, marker=marker, s=52, facecolor=face, zorder=3, edgecolor=edge, lw=width)
     panel.margins(x=0.14, y=0.12)
     panel.grid(alpha=0.25)
@@ -86,8 +109,11 @@ def _panel(panel: Any, rows: Sequence[Row]) -> None:
     panel.set_ylabel("step, ms, logarithmic (median; bar: least to most)", fontsize=11)
     absent = [_why_absent(row) for row in rows if row not in points]
     note = "".join("\n" + line for line in textwrap.wrap("outside: " + "; ".join(absent), 130)) if absent else ""
-    panel.set_xlabel(f"peak device memory allocated, GiB{note}", fontsize=11)
-    for name, color, marker in (("Megatron Swap", OURS, "D"), ("others", PEERS, "o")):
+    panel.set_xlabel(f"{AXES[rows[0].get('peak') or 'allocated']}, GiB{note}", fontsize=11)
+    kinds = [("Megatron Swap", OURS, "D"), ("others", PEERS, "o")]
+    if any(_colour(row) == PLANNED for row in points):
+        kinds.insert(1, ("Megatron Swap, planned; |: its budget", PLANNED, "D"))
+    for name, color, marker in kinds:
         panel.scatter([], [], color=color, marker=marker, label=name)
     if any(row not in trusted for row in points):
         panel.scatter([], [], facecolor="white", edgecolor=PEERS, lw=1.6, label="hollow: other losses")
@@ -98,13 +124,13 @@ def _labels(panel: Any, rows: Sequence[Row]) -> None:
     """Each name near its point, where it hides neither a point nor another name; a thin line leads far ones home."""
     renderer = panel.figure.canvas.get_renderer()
     scale = panel.figure.dpi / 100
-    places = [panel.transData.transform((row["device_peak_gib"], row["step_ms_median"])) for row in rows]
+    places = [panel.transData.transform(_place(row)) for row in rows]
     radius = MARKER_PIXELS * scale
     taken = [Bbox.from_extents(x - radius, y - radius, x + radius, y + radius) for x, y in places]
     taken.append(panel.get_legend().get_window_extent(renderer))
     frame = panel.get_window_extent(renderer)
     for row, (x, y) in sorted(zip(rows, places, strict=True), key=lambda pair: (-pair[1][1], pair[1][0])):
-        color, weight = (OURS, "bold") if row["is_ours"] else (TEXT, "normal")
+        color, weight = (_colour(row), "bold") if row["is_ours"] else (TEXT, "normal")
         text = panel.text(0, 0, row["method"], fontsize=9.5, transform=None, zorder=4, color=color, weight=weight)
         text.set_bbox({"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.6})  # over the frontier's line
         box = text.get_window_extent(renderer)

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from proof.bench.results import Run
 from proof.bench.runner import Item
+from proof.rows import PEAKS
 
 
 class Display:
@@ -54,7 +55,7 @@ def line(item: Item, run: Run, seconds: float) -> str:
     """One run in a line."""
     if run["outcome"] != "ok":
         return f"{item.label}: {run['outcome']} ({seconds:.0f} s)"
-    peak = run["device_peak_gib"]
+    peak = run.get(PEAKS[item.case.peak])
     device = "" if peak is None else f", peak {peak:.2f} GiB"
     return (
         f"{item.label}: step {run['step_ms_median']:.1f} ms{device}, host {run['host_peak_gib']:.2f} GiB "

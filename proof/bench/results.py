@@ -7,23 +7,27 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from proof.bench.budgets import Memory, NotReady
 from proof.bench.methods import Method
-from proof.bench.suite import Case, Suite, SuiteError
-from proof.rows import Row, read_rows, write_rows
+from proof.bench.suite import REFERENCE, Case, Suite, SuiteError
+from proof.rows import NOT_READY, NOT_STABLE, UNPLANNED, Row, read_rows, write_rows
+from proof.run.request import Request
 
 Run = dict[str, Any]
 """What one process has left: ``round``, ``outcome``, ``output_tail`` if it failed, else what it measured."""
 
-REFERENCE = "none"
 LARGEST = (
     "device_peak_gib", "device_reserved_gib", "device_static_gib", "host_peak_gib", "host_rss_growth_gib",
-    "host_pinned_gib", "host_booked_gib", "host_leased_gib",
+    "host_pinned_gib", "host_booked_gib", "host_leased_gib", "saved_peak_gib",
 )  # fmt: skip
 MEDIANS = ("first_step_ms", "build_ms", "wait_ms", "first_layer_forward_ms", "forward_ms", "backward_ms")
 SAME = (
     "began_cuda_early", "num_params", "tokens_per_step", "step_flops", "swapped_out_bytes", "swapped_in_bytes",
     "num_late",
 )  # fmt: skip
+
+EARLIER: Row = {"peak": "allocated", "sequence_schedule": []}
+"""What rows are that do not say it: they are older than these fields."""
 
 
 class Book:
@@ -49,22 +53,46 @@ class Book:
             return
         if not resume:
             raise SuiteError(f"--output {path} exists: continue it with --resume, or name another file")
-        flags = {(case.name, method.name): flags_of(case, method) for case in suite.cases for method in case.methods}
-        for row in read_rows(path):
+        rows = read_rows(path)
+        # What was not ready may be by now.
+        self._runs = {
+            (row["case"], row["method"]): [run for run in row["rounds"] if run["outcome"] != NOT_READY] for row in rows
+        }
+        known = {(case.name, method.name): self._named(case, method) for case in suite.cases for method in case.methods}
+        for row in rows:
             key = row["case"], row["method"]
-            expected = {field: self._common[field] for field in ("suite", "commit", "machine", "versions")}
-            for field, value in {**expected, "flags": flags.get(key)}.items():
-                if row[field] != value:
+            mine = known.get(key, {})
+            fields = ["suite", "commit", "machine", "versions", "flags", "env", "peak", "sequence_schedule"]
+            if row["outcome"] == NOT_READY:
+                fields.remove("flags")  # budgets and plans may have become known
+            for field in fields:
+                value = self._common[field] if field in self._common else mine.get(field)
+                there = row.get(field, EARLIER.get(field))
+                if there != value:
                     raise SuiteError(
-                        f"--resume: {path} has {field} {row[field]!r} for {' '.join(key)}, this run has {value!r}: "
+                        f"--resume: {path} has {field} {there!r} for {' '.join(key)}, this run has {value!r}: "
                         "rows of one file must be comparable. Name another --output."
                     )
-            self._runs[key] = row["rounds"]
 
     def is_done(self, case: Case, method: Method, number: int) -> bool:
         """Round ``number`` was run, or an earlier one has failed: it would fail again."""
         runs = self._runs.get((case.name, method.name), [])
         return any(run["round"] == number or run["outcome"] != "ok" for run in runs)
+
+    def request(self, case: Case, method: Method) -> Request:
+        """What the process of a run is told. Raises: ``NotReady``."""
+        return case.request(method, self._memory(case))
+
+    def _memory(self, case: Case) -> Memory | None:
+        """What the first unswapped run of a case took. Later ones change no budget that others had already."""
+        runs = [run for run in self._runs.get((case.name, REFERENCE), ()) if run["outcome"] == "ok"]
+        if not runs:
+            return None
+        static_gib, peak_gib = runs[0].get("device_static_gib"), runs[0].get("device_peak_gib")
+        if static_gib is not None and peak_gib is not None:
+            return Memory(static_gib, peak_gib - static_gib)
+        saved_gib = runs[0].get("saved_peak_gib")  # without a GPU a budget is of what autograd holds
+        return None if saved_gib is None else Memory(0.0, saved_gib)
 
     def add(self, case: Case, method: Method, run: Run) -> None:
         self._runs.setdefault((case.name, method.name), []).append({**run, "command": self._command})
@@ -79,7 +107,8 @@ class Book:
             for method, mine in runs.items():
                 if mine:
                     merged = merge(mine, runs[reference] if reference else None)
-                    rows.append({**self._named(case, method), **merged, "reference": reference and reference.name})
+                    named = self._named(case, method)
+                    rows.append({**named, **merged, "reference": reference and reference.name})
         return rows
 
     def _named(self, case: Case, method: Method) -> Row:
@@ -89,15 +118,19 @@ class Book:
             "method": method.name,
             "what": method.what,
             "is_ours": method.is_ours,
-            "flags": flags_of(case, method),
-            "env": method.piece.env,
+            "flags": self._flags(case, method),
+            "env": {**case.env, **method.piece.env},
             "wrap": method.piece.wrap,
+            "peak": case.peak,
+            "sequence_schedule": [list(part) for part in case.sequence_schedule],
         }
 
-
-def flags_of(case: Case, method: Method) -> str:
-    """Exactly what the trainer got."""
-    return " ".join(case.request(method).flags)
+    def _flags(self, case: Case, method: Method) -> str:
+        """Exactly what the trainer got; of what is not ready, what the suite says."""
+        try:
+            return " ".join(case.flags_of(method, self._memory(case)))
+        except NotReady:
+            return " ".join((*case.flags, *method.piece.flags))
 
 
 def _reference(runs: dict[Method, list[Run]]) -> Method | None:
@@ -109,10 +142,12 @@ def _reference(runs: dict[Method, list[Run]]) -> Method | None:
 def merge(runs: list[Run], reference: list[Run] | None) -> Row:
     """The measured part of a row, out of the rounds of one method and those of the reference.
 
-    Step times of all rounds are one sample; of memory the worst round counts. Each round's losses are compared with the
+    Step times of all rounds are one sample; of memory the worst round counts; of what was planned the first (each round
+    that searched has its own prediction), but the most re-plans. A run in which a timed step was not stable keeps its
+    figures, its outcome says what they are worth. Each round's losses are compared with the
     same round of the reference, and the reference's own with its first round: that is the noise of the machine.
     """
-    good = [run for run in runs if run["outcome"] == "ok"]
+    good = [run for run in runs if run["outcome"] in ("ok", NOT_STABLE)]
     failed = next((run for run in runs if run["outcome"] != "ok"), None)
     row: Row = {
         "outcome": failed["outcome"] if failed else "ok",
@@ -123,6 +158,8 @@ def merge(runs: list[Run], reference: list[Run] | None) -> Row:
         "step_ms_rounds": None, "tokens_per_s": None, "model_tflops_per_s": None, "losses": None, "loss_hex": None,
         **dict.fromkeys((*LARGEST, *MEDIANS, *SAME)),
         **losses_against(good, reference),
+        **UNPLANNED,
+        "stages": None,
         "rounds": runs,
     }  # fmt: skip
     if not good:
@@ -144,6 +181,10 @@ def merge(runs: list[Run], reference: list[Run] | None) -> Row:
         for field in fields:
             values = [run[field] for run in good if run.get(field) is not None]
             row[field] = pick(values) if values else None
+    found = [run["planning"] for run in good if run.get("planning")]
+    if found:
+        row.update({field: found[0][field] for field in (*UNPLANNED, "stages")})
+        row["num_replans"] = max(planning["num_replans"] for planning in found)
     return row
 
 

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from proof.bench.budgets import NotReady
 from proof.bench.methods import Method
 from proof.bench.results import Book, Run
 from proof.bench.suite import Case, Suite
+from proof.rows import NOT_READY, NOT_STABLE
 from proof.run.launch import Child, Finished
+from proof.run.request import Request
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,9 @@ def measure(
             item, start = todo[0], time.monotonic()
             if time_limit_s is not None and start - began + longest_s > time_limit_s:
                 return False
-            request = item.case.request(item.method)
-            if (package := _missing(item.method)) is not None:
-                run: Run = {"outcome": f"missing: {package}", "output_tail": f"no module named {package}"}
+            request = _request(book, item)
+            if isinstance(request, dict):
+                run: Run = request
             else:
                 if ahead is not None and ahead.request != request:  # what was foreseen has become idle
                     ahead.close()
@@ -69,7 +72,7 @@ def measure(
                     child, ahead = ahead or Child(request, on_gpu=suite.on_gpu), None
                 child.say("go")
                 with undisturbed():
-                    ahead = _next_child(suite, todo[1:])
+                    ahead = _next_child(suite, book, todo[1:])
                 run = _run(child.finish(suite.time_limit_s, suite.host_limit_gib, _Starter(child, ahead)))
                 child.close()
                 child = None
@@ -117,11 +120,21 @@ def _open_items(suite: Suite, book: Book) -> list[Item]:
     return [item for item in items(suite) if not book.is_done(item.case, item.method, item.number)]
 
 
-def _next_child(suite: Suite, todo: list[Item]) -> Child | None:
+def _request(book: Book, item: Item) -> Request | Run:
+    """What the process is told; or the run that cannot be, with the reason."""
+    if (package := _missing(item.method)) is not None:
+        return {"outcome": f"missing: {package}", "output_tail": f"no module named {package}"}
+    try:
+        return book.request(item.case, item.method)
+    except NotReady as error:
+        return {"outcome": NOT_READY, "output_tail": str(error)}
+
+
+def _next_child(suite: Suite, book: Book, todo: list[Item]) -> Child | None:
+    """The process of the next run that can be: if it waits for the one of now to tell its budget, none yet."""
     following = next((item for item in todo if _missing(item.method) is None), None)
-    if following is None:
-        return None
-    return Child(following.case.request(following.method), on_gpu=suite.on_gpu)
+    request = None if following is None else _request(book, following)
+    return Child(request, on_gpu=suite.on_gpu) if isinstance(request, Request) else None
 
 
 def _missing(method: Method) -> str | None:
@@ -131,6 +144,14 @@ def _missing(method: Method) -> str | None:
 
 
 def _run(finished: Finished) -> Run:
-    if finished.outcome == "ok":
-        return {"outcome": "ok", **finished.result}
-    return {"outcome": finished.outcome, "output_tail": finished.output_tail}
+    if finished.outcome != "ok":
+        return {"outcome": finished.outcome, "output_tail": finished.output_tail}
+    unstable = finished.result.get("unstable_steps")
+    if unstable:
+        stages = "; ".join(
+            f"{stage['stage']} {stage['first_step']} to {stage['last_step']}: {stage['note']}"
+            for stage in finished.result["planning"]["stages"]
+        )
+        said = f"steps {unstable} were timed and not stable: begin later (warm_up_auto). Stages: {stages}"
+        return {**finished.result, "outcome": NOT_STABLE, "output_tail": said}
+    return {"outcome": "ok", **finished.result}

@@ -6,19 +6,22 @@ from collections.abc import Sequence
 
 from proof.bench import losses
 from proof.bench.frontier import frontier
-from proof.rows import Row
+from proof.rows import PEAKS, Row, peak_gib
 
 LEGEND = (
-    "Step: median of all timed steps of all rounds. ×: beside `none`. Peak, reserved: the most that PyTorch's "
-    "allocator had given out, and held. − static: peak without weights, gradients and optimizer. Host: growth of the "
+    "Step: median of all timed steps of all rounds. ×: beside `none`. Allocated, reserved: the most that PyTorch's "
+    "allocator had given out, and held; peak: that of the two that counts here (without a GPU: the most that autograd "
+    "held). − static: peak without weights, gradients and optimizer. Host: growth of the "
     "process, or pinned memory, whichever is more. Losses: largest relative difference from the reference's, round by "
     "round (the reference: from its own first round); *other losses*: more than noise, and not looked into: such a "
     "method counts for nothing else. ★: nothing that was run is faster with less memory."
 )
 HEAD = (
     "method", "step ms (least–most)", "×", "first step s", "tokens/s", "TFLOP/s", "peak GiB", "− static",
-    "reserved GiB", "host GiB", "losses", "remarks",
+    "", "host GiB", "budget GiB", "losses", "remarks",
 )  # fmt: skip
+OTHER = {"allocated": "reserved", "reserved": "allocated", "saved": "reserved"}
+"""The peak that is shown beside the one that counts."""
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -43,7 +46,9 @@ def _section(rows: list[Row]) -> list[str]:
     noise = losses.loss_noise(rows)
     num_rounds = max(row["num_rounds"] for row in rows)
     lines = [f"## {rows[0]['case']}", "", f"Rounds: {num_rounds}. Reference of the losses: {rows[0]['reference']}.", ""]
-    table = [list(HEAD), *(_cells(row, none, noise, row["method"] in stars) for row in rows)]
+    other = OTHER[rows[0].get("peak") or "allocated"]
+    head = [name or f"{other} GiB" for name in HEAD]
+    table = [head, *(_cells(row, none, noise, row["method"] in stars) for row in rows)]
     # Without a GPU, and where nothing is remarkable, whole columns would be empty.
     filled = [column for column in range(len(HEAD)) if any(cells[column] for cells in table[1:])]
     table = [[cells[column] for column in filled] for cells in table]
@@ -55,7 +60,8 @@ def _cells(row: Row, none_ms: float | None, noise: float | None, is_star: bool) 
     name = f"**{row['method']}**" if row["is_ours"] else row["method"]
     if row["step_ms_median"] is None:
         return [name, row["outcome"], *[""] * (len(HEAD) - 2)]
-    peak, static = row["device_peak_gib"], row["device_static_gib"]
+    peak, static = peak_gib(row), row["device_static_gib"]
+    other = row[PEAKS[OTHER[row.get("peak") or "allocated"]]]
     remarks = (["★"] if is_star else []) + ([row["outcome"]] if row["outcome"] != "ok" else [])
     return [
         name,
@@ -65,8 +71,8 @@ def _cells(row: Row, none_ms: float | None, noise: float | None, is_star: bool) 
         f"{row['tokens_per_s']:.0f}",
         f"{row['model_tflops_per_s']:.1f}",
         *("" if value is None else f"{value:.2f}" for value in (
-            peak, None if peak is None or static is None else peak - static, row["device_reserved_gib"],
-            row["host_peak_gib"],
+            peak, None if peak is None or static is None else peak - static, other, row["host_peak_gib"],
+            row["budget_gib"],
         )),
         losses.cell(row, noise) or "",
         " ".join(remarks),
@@ -74,7 +80,7 @@ def _cells(row: Row, none_ms: float | None, noise: float | None, is_star: bool) 
 
 
 def frontier_methods(rows: Sequence[Row]) -> set[str]:
-    """The methods of one case that are on the frontier of step time and peak memory; none without a GPU."""
-    good = [row for row in losses.comparable(rows) if row["outcome"] == "ok" and row["device_peak_gib"] is not None]
-    chosen = frontier([(row["device_peak_gib"], row["step_ms_median"]) for row in good])
+    """The methods of one case on the frontier of step time and peak memory; none where no peak was measured."""
+    good = [row for row in losses.comparable(rows) if row["outcome"] == "ok" and peak_gib(row) is not None]
+    chosen = frontier([(peak_gib(row) or 0.0, row["step_ms_median"]) for row in good])
     return {good[index]["method"] for index in chosen}

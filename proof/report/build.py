@@ -17,14 +17,16 @@ import markdown  # type: ignore[import-untyped]
 
 from proof.bench import losses
 from proof.bench.suite import SuiteError, find_suite, load_suite
-from proof.report import compare, overhead, profiles, tables, text
-from proof.report.flags import OFFLOADS, RECOMPUTES, added, is_ours, means, shape
+from proof.report import compare, overhead, planner, profiles, tables, text
+from proof.report.flags import OFFLOADS, RECOMPUTES, added, is_ours, is_planned, means, shape
 from proof.report.pictures import Picture, frontier_picture, load_picture
+from proof.report.predictions import broken
 from proof.rows import Row, read_rows
 
 HERE = Path(__file__).parent
 DIAGRAM = HERE / "streams.svg"
-SUITES = ("h200-dense", "h200-long-context", "h200-moe")
+PLANNER_SUITE = "h200-planner"
+SUITES = ("h200-dense", "h200-long-context", "h200-moe", PLANNER_SUITE)
 COMMANDS = {
     **{name: f"python tools/bench.py --suite {name} --output docs/results/{name}.jsonl" for name in SUITES},
     "prove-overhead": "python tools/prove.py overhead --output docs/results/h200-overhead.jsonl",
@@ -90,6 +92,19 @@ class Case:
         return self.num_rounds > 1
 
     @property
+    def conditions(self) -> list[str]:
+        """What is special about its runs, in sentences."""
+        found = []
+        if self.rows[0].get("peak") == "reserved":
+            found.append("The peak that counts is the most that the allocator held (reserved).")
+        if schedule := self.rows[0].get("sequence_schedule"):
+            parts = [f"{num_steps} steps of {length} tokens" for num_steps, length in schedule]
+            found.append(f"The sequences' length changes: {text.listed(parts)}, over and over.")
+        if "--swap-deterministic" in self.rows[0]["flags"].split():
+            found.append("All kernels are deterministic: losses can be equal to the bit.")
+        return found
+
+    @property
     def unswapped(self) -> Row | None:
         return next((row for row in self.rows if row["method"] == "none"), None)
 
@@ -137,6 +152,10 @@ class Case:
     reserved_duels_table = property(
         lambda self: tables.duels_table(compare.duels(self.rows, compare.RESERVED), compare.RESERVED)
     )
+    counts_reserved = property(lambda self: self.rows[0].get("peak") == "reserved")
+    planned = property(lambda self: planner.points(self.rows))
+    planned_table = property(lambda self: planner.points_table(self.planned, self.rows))
+    planned_failed = property(lambda self: planner.failed(self.rows))
     losses = property(lambda self: compare.losses(self.rows))
     ladder = property(lambda self: overhead.ladder(self.rows))
 
@@ -222,7 +241,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "no_base": {
             name: [row for row in rows if row["method"] == "none"]
             for name, rows in measured.items()
-            if name not in ladders and any(is_ours(row) for row in rows)
+            if name not in ladders and any(is_ours(row) and not is_planned(row) for row in rows)
         },
         "costs": [cost for rows in measured.values() if (cost := overhead.case_cost(rows)) is not None],
         "plain": plain,
@@ -245,6 +264,10 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "link_to": lambda path: _relative(path, output),
         "t": text,
         "tables": tables,
+        "planner": planner,
+        "planner_suite": PLANNER_SUITE,
+        "num_planned": sum(len(case.planned) + len(case.planned_failed) for suite in suites for case in suite.cases),
+        "peak_of": compare.peak,
         "profiles": profiles,
         "reason": reason,
         "is_ours": is_ours,
@@ -306,8 +329,9 @@ def build(results: Path, output: Path) -> list[Path]:
 
 
 def check(results: Path, output: Path) -> list[str]:
-    """Where the report that is there and the results disagree; empty: nowhere."""
-    named, pictures = context(read_results(results), output)
+    """Where the report that is there and the results disagree, and predictions that were touched; empty: nowhere."""
+    read = read_results(results)
+    named, pictures = context(read, output)
     path, page = output / "report.md", output / "report.html"
     if not path.exists():
         return [f"{path} is not there"]
@@ -319,7 +343,8 @@ def check(results: Path, output: Path) -> list[str]:
     # A checkout may lack the page: then nobody can read a stale one.
     if not stale and page.exists() and page.read_text() != to_html(report, output):
         stale.append(f"{page} is stale")
-    return [*_differences(path.read_text(), report), *stale]
+    predictions = broken(results, [row for _, rows in read.files for row in rows])
+    return [*_differences(path.read_text(), report), *stale, *predictions]
 
 
 def _differences(there: str, expected: str) -> Sequence[str]:

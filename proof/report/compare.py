@@ -11,9 +11,10 @@ from proof.bench.frontier import frontier
 from proof.bench.losses import REPEAT, comparable
 from proof.report.flags import is_ours
 from proof.report.overhead import Rung, rung
-from proof.rows import Row
+from proof.rows import Row, peak_gib
 
-PEAK = "device_peak_gib"
+PEAK = "peak"
+"""The peak that counts for the row, whichever field that is."""
 RESERVED = "device_reserved_gib"
 PEAK_DIGITS = 2
 """Peaks are the same when they print the same."""
@@ -65,13 +66,20 @@ def cases(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def points(rows: Sequence[Row], memory: str = PEAK) -> list[Row]:
-    """Runs that worked and have a peak: what can be compared. ``memory``: the field that is the peak."""
-    return [row for row in rows if row["outcome"] == "ok" and row[memory] is not None]
+    """Runs that worked and have a peak: what can be compared. ``memory``: ``PEAK``, or the field that is the peak."""
+    return [row for row in rows if row["outcome"] == "ok" and gib(row, memory) is not None]
+
+
+def gib(row: Row, memory: str = PEAK) -> float | None:
+    """What was measured of ``memory``."""
+    return peak_gib(row) if memory == PEAK else row[memory]
 
 
 def peak(row: Row, memory: str = PEAK) -> float:
-    """As printed, in GiB."""
-    return round(float(row[memory]), PEAK_DIGITS)
+    """Of a row that has one: as printed, in GiB."""
+    found = gib(row, memory)
+    assert found is not None
+    return round(found, PEAK_DIGITS)
 
 
 def by_peak(rows: Sequence[Row], memory: str = PEAK) -> list[Row]:

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 
 from proof.rows import Row, RowError
+from proof.run.planning import plan_file, searches
 
 RECOMPUTES, OFFLOADS, KEEPS = "recomputes", "offloads", "keeps"
 """What a method does with the memory that it saves; ``KEEPS``: nothing, it saves none."""
@@ -74,8 +75,14 @@ def _words_after(row: Row, flag: str) -> str | None:
     return " ".join(itertools.takewhile(lambda word: not word.startswith("--"), rest))
 
 
+def is_planned(row: Row) -> bool:
+    """It obeys a plan, its own or one out of a file."""
+    words = tuple(shlex.split(row["flags"]))
+    return searches(words) or plan_file(words) is not None
+
+
 def is_ours(row: Row) -> bool:
-    return swapped_layers(row) is not None or recomputed_sites(row) is not None
+    return swapped_layers(row) is not None or recomputed_sites(row) is not None or is_planned(row)
 
 
 def without_swap(row: Row) -> tuple[str, ...]:

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proof.report.flags import Shape, is_ours, recomputed_sites, shape, swapped_layers, swapped_modules, without_swap
-from proof.rows import GIB, Row
+from proof.report.flags import (
+    Shape,
+    is_ours,
+    is_planned,
+    recomputed_sites,
+    shape,
+    swapped_layers,
+    swapped_modules,
+    without_swap,
+)
+from proof.rows import GIB, Row, peak_gib
 
 FREE_RATIO = 1.02
 """Up to so many times the unswapped step, swapping counts as free."""
@@ -94,9 +103,12 @@ def base_of(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def rung(row: Row, rows: Sequence[Row]) -> Rung | None:
-    """``None``: the run or its base failed or is missing, or nobody counted what was swapped."""
+    """``None``: the run or its base failed or is missing, nobody counted what was swapped, or it went by a plan.
+
+    A plan mixes all means, tensor by tensor: the arithmetic of copies alone says nothing of it.
+    """
     base = base_of(row, rows)
-    if base is None or row["outcome"] != "ok" or not row.get("swapped_out_bytes"):
+    if base is None or is_planned(row) or row["outcome"] != "ok" or not row.get("swapped_out_bytes"):
         return None
     dimensions = shape(row)
     number = dimensions.num_micro_batches
@@ -105,7 +117,7 @@ def rung(row: Row, rows: Sequence[Row]) -> Rung | None:
     out_ms = out_bytes / link["d2h_gb_s"] / 1e6 if link else None
     in_ms = in_bytes / link["h2d_gb_s"] / 1e6 if link else None
     forward_ms, first_ms = base.get("forward_ms"), base.get("first_layer_forward_ms")
-    peaks = base["device_peak_gib"], row["device_peak_gib"]
+    peaks = peak_gib(base), peak_gib(row)
     measured = None
     if out_ms is not None and in_ms is not None:
         exposed_ms = (row["step_ms_median"] - base["step_ms_median"]) / number
@@ -115,7 +127,7 @@ def rung(row: Row, rows: Sequence[Row]) -> Rung | None:
         base=base,
         shape=dimensions,
         ratio=row["step_ms_median"] / base["step_ms_median"],
-        fell_gib=None if None in peaks else peaks[0] - peaks[1],
+        fell_gib=None if peaks[0] is None or peaks[1] is None else peaks[0] - peaks[1],
         out_gib=out_bytes / GIB,
         out_ms=out_ms,
         in_ms=in_ms,

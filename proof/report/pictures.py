@@ -29,6 +29,8 @@ SHOWN = (
     "suite", "case", "method", "outcome", "step_ms_median", "step_ms_min", "step_ms_max", "device_peak_gib", "is_ours",
     "losses_equal", "loss_max_rel_diff", "reference",
 )  # fmt: skip
+SHOWN_WHERE_THERE = ("budget_gib", "peak", "device_reserved_gib")
+"""Where a row says which peak counts; older ones do not."""
 
 
 class Picture:
@@ -59,6 +61,9 @@ class Picture:
 def frontier_picture(path: Path, rows: Sequence[Row]) -> Picture:
     """Step time against peak memory for one case."""
     shown = [{field: row.get(field) for field in SHOWN} for row in rows]
+    for values, row in zip(shown, rows, strict=True):
+        if row.get("peak") is not None:
+            values.update({field: row[field] for field in SHOWN_WHERE_THERE})
     return Picture(path, shown, lambda target: draw_frontier(rows, target))
 
 

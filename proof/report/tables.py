@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proof.bench import losses
-from proof.report.compare import PEAK, RESERVED, Duel, Faster, by_peak, on_frontier
+from proof.bench.table import OTHER
+from proof.report.compare import PEAK, RESERVED, Duel, Faster, by_peak, gib, on_frontier
 from proof.report.flags import is_ours, recomputed_sites, swapped_layers, swapped_modules
 from proof.report.overhead import CaseCost, Rung
 from proof.report.text import (
@@ -19,7 +20,7 @@ from proof.report.text import (
     cell_spread,
     outcome,
 )
-from proof.rows import GIB, Row
+from proof.rows import GIB, PEAKS, Row, peak_gib
 
 COMPARED = ("losses_equal", "grad_norms_equal", "weights_sha256_equal")
 
@@ -41,7 +42,8 @@ def methods_table(rows: Sequence[Row]) -> Table:
     none_ms = next((row["step_ms_median"] for row in rows if row["method"] == "none"), None)
     noise = losses.loss_noise(rows)
     stars = on_frontier(rows)
-    head = ["method", "step ms (least–most)", "× none", "peak GiB", "− static", "reserved GiB", "host GiB", "tokens/s",
+    other = OTHER[(rows[0].get("peak") or "allocated") if rows else "allocated"]
+    head = ["method", "step ms (least–most)", "× none", "peak GiB", "− static", f"{other} GiB", "host GiB", "tokens/s",
             "losses"]  # fmt: skip
     lines = []
     for row in by_peak(rows):
@@ -49,7 +51,7 @@ def methods_table(rows: Sequence[Row]) -> Table:
         if row["step_ms_median"] is None:
             lines.append([title, outcome(row), *[ABSENT] * (len(head) - 2)])
             continue
-        peak, static = row["device_peak_gib"], row["device_static_gib"]
+        peak, static = peak_gib(row), row["device_static_gib"]
         spread = cell_spread(row) if row["outcome"] == "ok" else f"{cell_spread(row)}, then {outcome(row)}"
         lines.append([
             title,
@@ -57,7 +59,7 @@ def methods_table(rows: Sequence[Row]) -> Table:
             cell_ratio(row["step_ms_median"] / none_ms if none_ms else None),
             cell_gib(peak),
             cell_gib(None if peak is None or static is None else peak - static),
-            cell_gib(row["device_reserved_gib"]),
+            cell_gib(row[PEAKS[other]]),
             cell_gib(row["host_peak_gib"]),
             cell_number(row["tokens_per_s"]),
             losses.cell(row, noise) or ABSENT,
@@ -74,7 +76,7 @@ def duels_table(duels: Sequence[Duel], memory: str = PEAK) -> Table:
     ]  # fmt: skip
     lines = []
     for duel in duels:
-        mine = [name(duel.ours), cell_gib(duel.ours[memory]), f"{duel.ours['step_ms_median']:.1f}"]
+        mine = [name(duel.ours), cell_gib(gib(duel.ours, memory)), f"{duel.ours['step_ms_median']:.1f}"]
         if duel.peer is None or duel.ratio is None:
             lines.append([*mine, "none of the peers measured here", ABSENT, ABSENT, ABSENT])
             continue
@@ -83,7 +85,7 @@ def duels_table(duels: Sequence[Duel], memory: str = PEAK) -> Table:
             Faster.PEER: f"the peer, {duel.ratio:.2f}×",
             Faster.NEITHER: "no clear difference",
         }
-        theirs = [name(duel.peer), cell_gib(duel.peer[memory]), f"{duel.peer['step_ms_median']:.1f}"]
+        theirs = [name(duel.peer), cell_gib(gib(duel.peer, memory)), f"{duel.peer['step_ms_median']:.1f}"]
         assert duel.faster is not None
         lines.append([*mine, *theirs, words[duel.faster]])
     return Table(head, lines)
@@ -99,7 +101,7 @@ def ladder_table(steps: Sequence[Rung]) -> Table:
             str(step.base["method"]),
             cell_ratio(step.ratio),
             cell_gib(step.out_gib),
-            cell_gib(step.row["device_peak_gib"]),
+            cell_gib(peak_gib(step.row)),
             cell_gib(step.fell_gib),
             cell_number(step.row.get("num_late")),
         ]

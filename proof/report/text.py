@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from proof.rows import Row
 
 ABSENT = "–"
-NUMERIC = re.compile(r"–|yes|not compared|[-\d.,]+ ?%?(?: \([-\d.,–]+\))?")
+NUMERIC = re.compile(r"–|yes|\*\*no\*\*|not compared|[-+\d.,]+ ?%?(?: \([-\d.,–]+\))?")
 OUTCOMES = {
     "oom_device": "out of device memory",
     "oom_host": "out of host memory",
     "refused": "refused by upstream",
     "timeout": "stopped: too slow",
+    "not ready": "could not begin",
+    "not stable": "timed before its plan was stable",
 }
 
 
@@ -49,6 +51,11 @@ def cell_ratio(value: float | None) -> str:
 
 def cell_share(value: float | None) -> str:
     return ABSENT if value is None else f"{100 * value:.1f} %"
+
+
+def cell_signed_share(value: float | None) -> str:
+    """With its sign: too much, or too little."""
+    return ABSENT if value is None else f"{100 * value:+.1f} %"
 
 
 def cell_number(value: float | None) -> str:

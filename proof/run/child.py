@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from proof.run.request import Request
+from proof.run.schedule import cut, length_at
 from proof.run.stopwatch import EnoughSteps, Stopwatch
 
 PRELOADED = (
@@ -84,6 +85,8 @@ def main() -> None:
             importlib.import_module(name)
         watch = Stopwatch(request, channel, load(request.wrap) if request.wrap else None)
         _put_between(watch)
+        if request.sequence_schedule:
+            cut(pretrain_gpt_swap, lambda: length_at(request.sequence_schedule, watch.step))
         watch.began_cuda = torch.cuda.is_initialized()
         channel.tell("ready")
         channel.await_word("go")
@@ -100,7 +103,7 @@ def main() -> None:
 
 def _more_flags(request: Request, folder: str) -> list[str]:
     flags = []
-    if request.has_summary:
+    if request.has_summary or request.reads_plan:
         flags += ["--swap-summary", f"{folder}/summary.json"]
     if request.profile_step:
         flags += [

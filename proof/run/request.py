@@ -14,6 +14,8 @@ class Request:
     flags: tuple[str, ...]
     num_warm_up: int
     """Steps before the timed ones, at least 2: the run is held after the first."""
+    num_timed: int | None = None
+    """End the run after so many timed steps; ``None``: all that ``flags`` have."""
     timed_limit_s: float | None = None
     """End the run once its timed steps took so long, two at the least: the slow ones need no more."""
     env: dict[str, str] = field(default_factory=dict)
@@ -27,6 +29,14 @@ class Request:
     """Trace this step (1-based) with torch.profiler and leave it out of the timed ones; 0: none."""
     has_summary: bool = False
     """Take ``--swap-summary`` (its observer hooks every saved tensor) and the weights' hash along."""
+    reads_plan: bool = False
+    """Take from ``--swap-summary`` what was planned and the most that autograd held; the run goes on to its end."""
+    sequence_schedule: tuple[tuple[int, int], ...] = ()
+    """Steps and the length of their sequences, over and over; empty: all are as long as ``flags`` say."""
+
+    def __post_init__(self) -> None:
+        if self.reads_plan and (self.num_timed is not None or self.timed_limit_s is not None):
+            raise ValueError("reads_plan: a run that ends early writes no summary; no num_timed, no timed_limit_s")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -34,4 +44,6 @@ class Request:
     @staticmethod
     def from_json(text: str) -> Request:
         fields: dict[str, Any] = json.loads(text)
-        return Request(**{**fields, "flags": tuple(fields["flags"]), "requires": tuple(fields["requires"])})
+        fields.update({name: tuple(fields[name]) for name in ("flags", "requires")})
+        fields["sequence_schedule"] = tuple((steps, length) for steps, length in fields["sequence_schedule"])
+        return Request(**fields)

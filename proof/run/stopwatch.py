@@ -16,7 +16,9 @@ import torch
 
 from proof.machine import peak_rss_bytes, rss_bytes
 from proof.rows import GIB
+from proof.run.planning import planning, unstable_steps
 from proof.run.request import Request
+from proof.run.schedule import length_at
 
 LARGE_COPY_BYTES = 256 << 10
 LEAST_TIMED = 2
@@ -60,6 +62,11 @@ class Stopwatch:
         """The program's ``main`` begins."""
         self._start = time.perf_counter()
 
+    @property
+    def step(self) -> int:
+        """The one that runs now, from 1."""
+        return len(self._ends) + 1
+
     def before_model(self, args: Namespace, session: Any) -> None:
         self._args, self._session = args, session
         self._rss_before = rss_bytes()
@@ -99,7 +106,10 @@ class Stopwatch:
 
     def _is_enough(self) -> bool:
         warm_up, limit_s = self._request.num_warm_up, self._request.timed_limit_s
-        if limit_s is None or len(self._ends) < warm_up + LEAST_TIMED:
+        num_timed = len(self._ends) - warm_up
+        if num_timed == self._request.num_timed:
+            return True
+        if limit_s is None or num_timed < LEAST_TIMED:
             return False
         return self._ends[-1] - self._ends[warm_up - 1] > limit_s
 
@@ -111,21 +121,26 @@ class Stopwatch:
         timed_ms = steps_ms[self._request.num_warm_up - 1 :]
         if self._request.profile_step:
             timed_ms = timed_ms[:-1]
-        batch = self._args.global_batch_size
+        batch, args = self._args.global_batch_size, self._args
+        if self._request.sequence_schedule:  # the timed steps are of one length, or their times would be of no use
+            args = Namespace(**vars(args))
+            args.seq_length = length_at(self._request.sequence_schedule, len(self._ends))
         found = {
             "step_ms_median": statistics.median(timed_ms) if timed_ms else None,
             "step_ms_all": timed_ms,
             "first_step_ms": 1e3 * (self._ends[0] - self._start),
             "began_cuda_early": self.began_cuda,
             "build_ms": 1e3 * (self._built - self._start),
-            "tokens_per_step": batch * self._args.seq_length,
-            "step_flops": num_floating_point_operations(self._args, batch),
+            "tokens_per_step": batch * args.seq_length,
+            "step_flops": num_floating_point_operations(args, batch),
             "num_params": sum(p.numel() for chunk in self._chunks for p in chunk.parameters()),
             "losses": [float(loss).hex() for loss in self._losses],
             **self._memory(),
             **self._engine,
             **self._phases.medians(),
         }
+        if self._request.reads_plan:
+            found.update(self._plan(json.loads((folder / "summary.json").read_text())))
         if self._request.has_summary:
             found["weights_sha256"] = weights_sha256(self._chunks)
             summary = folder / "summary.json"
@@ -133,6 +148,15 @@ class Stopwatch:
         for trace in folder.rglob("rank-0.json.gz"):
             found.update(trace_bytes(trace))
         return found
+
+    def _plan(self, summary: dict[str, Any]) -> dict[str, Any]:
+        flags, first = self._request.flags, self._request.num_warm_up + 1
+        found, saved_bytes = planning(flags, summary), summary["saved_peak_bytes"]
+        return {
+            "planning": found,
+            "unstable_steps": unstable_steps(flags, found, first, len(self._ends)),
+            "saved_peak_gib": None if saved_bytes is None else saved_bytes / GIB,
+        }
 
     def _memory(self) -> dict[str, float | None]:
         on_gpu = torch.cuda.is_available()

@@ -7,7 +7,7 @@ from typing import Any
 
 from proof.report.build import context as context_of
 from proof.report.build import read_results, render
-from proof.rows import GIB, Row
+from proof.rows import GIB, UNPLANNED, Row
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "results"
@@ -35,7 +35,7 @@ def a_row(method: str, step_ms: float | None, peak_gib: float | None, more: str 
         "reference": "none", "num_rounds": 1, "what": f"What {method} is.", "is_ours": "--swap-layers" in more,
         "env": {}, "wrap": None, "link": LINK, "versions": {"torch": "2.11.0"},
         "machine": {"gpu": "Some GPU", "num_gpus": 1}, "commit": "0123456789", "command": "python tools/bench.py",
-        **fields,
+        **UNPLANNED, **fields,
     }  # fmt: skip
 
 

@@ -27,6 +27,7 @@ def row(method: str, step_ms: float | None, peak_gib: float | None, **changed: A
         "step_ms_min": step_ms, "step_ms_max": step_ms, "first_step_ms": 1500.0, "tokens_per_s": 1000.0,
         "model_tflops_per_s": 300.0, "device_peak_gib": peak_gib, "device_static_gib": 10.0,
         "device_reserved_gib": 95.0, "host_peak_gib": 3.0, "losses_equal": True, "loss_max_rel_diff": 0.0,
+        "budget_gib": None,
     }  # fmt: skip
     return {**good, **changed}
 

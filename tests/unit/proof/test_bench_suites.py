@@ -39,6 +39,7 @@ all = "ours --swap-layers all"
 # Megatron's own parser and config, told that this is an H200 with TransformerEngine.
 PARSE = """
 import os, sys, torch
+from argparse import ArgumentParser
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 from megatron.swap.prepare import prepare
 prepare()
@@ -50,19 +51,28 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import destroy_global_vars
 from megatron.swap.arguments import add_swap_args, swap_config
+from proof.bench.budgets import Memory
 from proof.bench.suite import find_suite, load_suite, suite_names
+memory = Memory(static_gib=59.0, activations_gib=35.0)
+options = add_swap_args(ArgumentParser()).format_help()
 num, refused = 0, []
 for name in suite_names():
     seen = set()
     for case in load_suite(find_suite(name)).cases:
         for method in case.methods:
-            if (method.name, method.text) in seen and method.name != "none":
+            if (method.name, method.text) in seen and method.name != "none" and not method.searches:
                 continue
             seen.add((method.name, method.text))
-            request = case.request(method)
+            if method.plan_file is not None:
+                continue  # a plan is of a model: tests/unit/proof/test_predictions.py
+            if method.searches and "--swap-memory-gib" not in options:
+                continue  # the flags of automatic plans are still to come
+            request = case.request(method, memory)
             destroy_global_vars()
             destroy_num_microbatches_calculator()
             sys.argv = ["pretrain_gpt_swap.py", *request.flags]
+            if method.searches:
+                sys.argv += ["--swap-memory-gib", "1"]  # what this machine has is not what the suite is for
             if "--no-rope-fusion" not in request.flags:
                 sys.argv.append("--no-rope-fusion")  # asks for TransformerEngine's kernel itself
             os.environ.update(request.env)
@@ -85,7 +95,9 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_ours_are_these_and_every_kind_of_method_is_in_one() -> None:
-    assert suite_names() == ["h200-dense", "h200-long-context", "h200-moe", "quick"]
+    assert suite_names() == [
+        "h200-dense", "h200-long-context", "h200-moe", "h200-planner", "quick", "quick-planner",
+    ]  # fmt: skip
     suites = [load_suite(find_suite(name)) for name in suite_names()]
     kinds = {
         part.split()[0]

@@ -1,0 +1,63 @@
+"""Budgets that stand in relation to what a case takes unswapped: ``static+24``, ``static+60%``."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+BUDGET = re.compile(r"static\+(?P<number>\d+(?:\.\d+)?)(?P<percent>%?)")
+FLAG = "--swap-memory-gib"
+DIGITS = 6
+
+
+class NotReady(Exception):
+    """A run cannot begin yet; the message says what is missing and where it comes from."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the unswapped run of a case took, in GiB."""
+
+    static_gib: float
+    """Weights, gradients, optimizer."""
+    activations_gib: float
+    """The most that was given out beyond them."""
+
+
+def is_relative(word: str) -> bool:
+    return word.startswith("static")
+
+
+def check(word: str) -> None:
+    """Raise ``ValueError`` unless a relative budget is one."""
+    if BUDGET.fullmatch(word) is None:
+        raise ValueError(
+            f"{FLAG} {word}: a number of GiB is expected, or 'static+24' (GiB beyond weights, gradients and "
+            "optimizer), or 'static+60%' (of the unswapped activations)"
+        )
+
+
+def resolved(flags: tuple[str, ...], memory: Memory | None, reference: str) -> tuple[str, ...]:
+    """The flags with budgets in GiB, rounded down.
+
+    Args:
+        memory: of the method ``reference``; ``None``: not measured.
+
+    Raises:
+        NotReady: a budget is relative to what was not measured.
+    """
+    return tuple(_resolved(word, memory, reference) if is_relative(word) else word for word in flags)
+
+
+def _resolved(word: str, memory: Memory | None, reference: str) -> str:
+    found = BUDGET.fullmatch(word)
+    assert found is not None, word
+    if memory is None:
+        raise NotReady(
+            f"{FLAG} {word} is relative to the method {reference!r} of this case, which was not measured: run it "
+            "first, into the same --output, or give a number of GiB"
+        )
+    more = float(found["number"])
+    budget_gib = memory.static_gib + (memory.activations_gib * more / 100 if found["percent"] else more)
+    return f"{math.floor(budget_gib * 10**DIGITS) / 10**DIGITS:.{DIGITS}f}"

@@ -1,0 +1,63 @@
+"""What a run was planned for and with, out of its summary and its plan file."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+PLAN_FLAG = "--swap-plan"
+SEARCHES = ("--swap-memory-gib", "--swap-memory-fraction")
+STABLE = "stable"
+NUMBERS = ("budget_gib", "predicted_peak_gib", "predicted_step_ms", "profile_sha256")
+
+
+def plan_file(flags: tuple[str, ...]) -> str | None:
+    """The plan that the flags load."""
+    return next((value for flag, value in itertools.pairwise(flags) if flag == PLAN_FLAG), None)
+
+
+def searches(flags: tuple[str, ...]) -> bool:
+    """Whether the run looks for its plan itself: its first steps profile and try."""
+    return any(flag in flags for flag in SEARCHES) or ("--swap-policy", "auto") in itertools.pairwise(flags)
+
+
+def planning(flags: tuple[str, ...], summary: dict[str, Any]) -> dict[str, Any] | None:
+    """What ``summary`` tells of the planning; for a plan file what that file promises. ``None``: nothing was planned.
+
+    Raises:
+        KeyError: a run that searched and does not tell what it found.
+    """
+    found: dict[str, Any] | None = summary.get("planning")
+    path = plan_file(flags)
+    if path is not None:
+        found = {"num_replans": 0, "stages": [], **(found or {}), **promised(path)}
+    if found is None and searches(flags):
+        raise KeyError("the summary of a run that searched for its plan has no 'planning'")
+    return found
+
+
+def promised(path: str | Path) -> dict[str, Any]:
+    """Budget, prediction and profile of a plan file; a plan that was written by hand has none of them."""
+    from megatron.swap.plan import load_plan
+
+    plan = load_plan(path)
+    return {
+        "budget_gib": plan.budget_gib,
+        "predicted_peak_gib": plan.predicted and plan.predicted.peak_gib,
+        "predicted_step_ms": plan.predicted and plan.predicted.step_ms,
+        "profile_sha256": plan.profile_sha256,
+    }
+
+
+def unstable_steps(flags: tuple[str, ...], found: dict[str, Any] | None, first: int, last: int) -> list[int]:
+    """Of the timed steps ``first`` to ``last`` (from 1) those in which a run was still profiling or searching."""
+    if found is None or not searches(flags):
+        return []
+    stable = {
+        step
+        for stage in found["stages"]
+        if stage["stage"] == STABLE
+        for step in range(stage["first_step"], (last if stage["last_step"] is None else stage["last_step"]) + 1)
+    }
+    return [step for step in range(first, last + 1) if step not in stable]
