@@ -337,9 +337,8 @@ class SwapSession:
         reports = _gather(report)
         if reports is None:
             return
-        summary = build_summary(self._args.num_layers, reports)
-        if self._auto is not None:
-            summary["planning"] = self._auto.summary()
+        planning = self._auto.summary() if self._auto is not None else None
+        summary = build_summary(self._args.num_layers, reports, planning)
         if self.config.summary is not None:
             try:
                 write_json(self.config.summary, summary)

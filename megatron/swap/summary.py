@@ -109,11 +109,13 @@ def _moved(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "stays"
 
 
-def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any]:
+def build_summary(
+    num_layers: int, ranks: Sequence[RankReport], planning: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The JSON summary of a run: bytes add up over the ranks, peaks and waits are those of the worst one.
 
     What is counted a step (``swapped_out_bytes``, ``num_recomputed``, ``wait_ms``, ``layers`` …) is that of the last
-    step, ``steps`` those of rank 0; everything else spans the run.
+    step, ``steps`` those of rank 0; everything else spans the run. ``planning``: of a run that plans itself.
     """
     steps = [rank.steps[-1] for rank in ranks if rank.steps]
     layers: dict[int, list[int]] = {layer: [0, 0] for layer in range(num_layers)}
@@ -153,6 +155,7 @@ def build_summary(num_layers: int, ranks: Sequence[RankReport]) -> dict[str, Any
         ],
         "losses": [step.loss.hex() for step in with_loss if step.loss is not None],
         "grad_norms": [step.grad_norm.hex() for step in with_loss if step.grad_norm is not None],
+        "planning": planning,
         "ranks": [{k: v for k, v in asdict(rank).items() if k != "steps"} for rank in ranks],
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.swap.plan import (
@@ -54,6 +54,7 @@ SITES = st.dictionaries(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(entries=st.lists(SITES, min_size=1, max_size=4), budget=st.none() | st.floats(0, 1e4), data=st.data())
 def test_a_plan_round_trips_exactly(tmp_path_factory: Any, entries: list, budget: float | None, data: Any) -> None:
     layers = data.draw(st.permutations(range(16)))
