@@ -267,8 +267,12 @@ class SavedTensors:
         if isinstance(packed, RecomputedTensor):
             assert self._recipes is not None
             self._manager.begin_backward(packed.recipe.group)
-            return packed.layout.view(self._recipes.make(packed.recipe, self._unpack_input))
-        return packed.layout.view(self._manager.fetch(packed.handle, packed.group, packed.index))
+            storage = self._recipes.make(packed.recipe, self._unpack_input)
+        else:
+            storage = self._manager.fetch(packed.handle, packed.group, packed.index)
+        if self._recorder is not None:
+            self._recorder.used(storage)
+        return packed.layout.view(storage)
 
 
 def _needs_gradient(value: Any) -> bool:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 from megatron.swap.plan import LAYER_SECTION, Plan
+from megatron.swap.sites import CHECKPOINT_PATH
 from megatron.swap.types import Action, Site
 
 
@@ -107,6 +108,8 @@ class PlanPolicy(Policy):
         return layer in self._whole
 
     def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
+        if site.path == CHECKPOINT_PATH and site.layer in self._whole:
+            return Action.SWAP if site.layer in self._swaps else Action.KEEP  # its input is all that it can swap
         named = self._sites.get(site.layer)
         return named.get(f"{site.path}/{site.ordinal}", Action.KEEP) if named else Action.KEEP
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron.swap.devices.base import Device, Mark
-from megatron.swap.recording import RECOMPUTE, WORKS, Event, LayerRun, Recording, SavedStorage, What
+from megatron.swap.recording import WORKS, Event, LayerRun, Recording, SavedStorage, What
 from megatron.swap.trace import Labelled, Ranges
 from megatron.swap.types import Site, SwapError
 
@@ -68,8 +68,8 @@ class Recorder:
         device: whose time is measured.
         ranges: tells of layers and of the engine's work.
         take_peak: most bytes in use since the last call, and bytes in use now.
-        from_use: ``take_peak`` counts memory that a storage is brought back into from its first use on, as the observer
-            does, and not from its allocation, as a device does.
+        from_use: ``take_peak`` counts memory that a storage is brought back into, or made again in, from its first use
+            on, as the observer does, and not from its allocation, as a device does.
     """
 
     def __init__(
@@ -91,9 +91,7 @@ class Recorder:
         self._of_run: dict[LayerRun, list[_Memory]] = {}
         self._inputs: dict[str, int] = {}
         self._last_forward: LayerRun | None = None
-        self._asked: set[SavedStorage] = set()
-        self._unused: dict[SavedStorage, Reference] = {}
-        self._num_recomputing = 0
+        self._unused: dict[int, tuple[SavedStorage, Reference]] = {}
 
     # ---------------------------------------------------------------- on and off
 
@@ -115,7 +113,6 @@ class Recorder:
             self._runs.clear()
             self._records.clear()
             self._of_run.clear()
-            self._asked.clear()
             self._unused.clear()
             self._last_forward = None
 
@@ -214,9 +211,7 @@ class Recorder:
     @contextmanager
     def _work(self, work: str, of: str) -> Iterator[None]:
         self._note(What.WORK_BEGIN, work=work, of=of)
-        self._num_recomputing += work == RECOMPUTE
         yield
-        self._num_recomputing -= work == RECOMPUTE
         if self.on:
             self._note(What.WORK_END, work=work, of=of)
 
@@ -271,22 +266,25 @@ class Recorder:
         record.through = tuple(dict.fromkeys(f"{one.site.path}/{one.site.ordinal}+{one.number}" for one in on_the_way))
         for one, name in zip(on_the_way, record.through, strict=False):
             if one.label not in self._records:
-                self._records[one.label] = SavedStorage(record.run, name, one.num_bytes)
+                self._records[one.label] = SavedStorage(record.run, name, one.num_bytes, is_on_the_way=True)
 
     def asked(self, record: SavedStorage) -> None:
         """Backward wants a tensor on it."""
         if self.on:
             self._note(What.ASKED, storage=record)
-            self._asked.add(record)
-            if record in self._unused and (storage := self._unused.pop(record)()) is not None:
-                self._hold_again(record, storage)
+
+    def used(self, storage: torch.UntypedStorage) -> None:
+        """Backward gets a tensor on ``storage``, or a recipe does."""
+        record, reference = self._unused.pop(storage._cdata, (None, None))
+        if self.on and record is not None and reference is not None and reference() is storage:
+            self._hold_again(record, storage)
 
     def _arrived(self, subject: Labelled, storage: torch.UntypedStorage) -> None:
         record = self._records.get(subject.label)
         if record is None:  # of before the recording
             return
-        if self._from_use and record not in self._asked and not self._num_recomputing:
-            self._unused[record] = weakref.ref(storage)
+        if self._from_use:
+            self._unused[storage._cdata] = record, weakref.ref(storage)
         else:
             self._hold_again(record, storage)
 

@@ -60,6 +60,7 @@ class SavedStorage:
         producer: the kind of kernel that makes it again to the bit; ``None``: it was not recomputed.
         made_from: what that needs of what was saved, parameters aside.
         through: names of what is made on the way, which nobody saves.
+        is_on_the_way: it is of that kind itself, and comes in backward alone.
     """
 
     run: LayerRun
@@ -70,6 +71,7 @@ class SavedStorage:
     producer: str | None = None
     made_from: tuple[SavedStorage, ...] = field(default=(), repr=False)
     through: tuple[str, ...] = ()
+    is_on_the_way: bool = False
 
 
 @dataclass(frozen=True, slots=True)

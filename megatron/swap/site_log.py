@@ -65,6 +65,8 @@ def unlike_plan(plan: Plan, seen: Mapping[Site, Seen], min_bytes: int) -> list[s
                 missing.setdefault(name, []).append(layer)
         for name, found in here.items():
             if name not in planned:
+                if LAYER_SECTION in plan.sections(layer):
+                    continue  # its input, whose name is another one when the layer does not run again
                 if found.num_bytes >= min_bytes:
                     unknown.setdefault(f"{name} ({format_bytes(found.num_bytes)})", []).append(layer)
                 continue

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from megatron.swap.autograd import RecordedTensor
 from megatron.swap.observer import Observer
+from megatron.swap.planner.timeline import Timeline
 from megatron.swap.recording import Event, Recording, SavedStorage, What
 from megatron.swap.types import ACTIVATION, NORM, SwapError
 from tests.engine import (
@@ -35,6 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "swap": {},
     "swap in small commits": {"commit_bytes": 4096},
     "recompute": {"swapped": [], "recompute": (NORM, ACTIVATION)},
+    "swap and recompute": {"recompute": (NORM, ACTIVATION)},
     "mixed": {"swapped": [0, 1, 3], "modules": ["mlp"], "recompute": (NORM,)},
 }
 F4 = TOKENS * HIDDEN * 4
@@ -60,9 +62,7 @@ def storages(recording: Recording) -> list[SavedStorage]:
 
 
 def described(storage: SavedStorage) -> tuple[object, ...]:
-    made_from = tuple((source.run.label, source.site) for source in storage.made_from)
-    what = storage.run.label, storage.site, storage.num_bytes
-    return *what, storage.is_input, storage.stays, storage.producer, made_from
+    return storage.run.label, storage.site, storage.num_bytes, storage.is_input, storage.stays
 
 
 SCHEDULES = {
@@ -93,7 +93,16 @@ class TestUnderAnyPolicy:
         num_micro_batches = len({mb for _, _, mb in steps})
         assert len(seen["keep"]) == num_micro_batches * 5 * 13
         for name, found in seen.items():
-            assert sorted(found, key=str) == sorted(seen["keep"], key=str), name
+            assert found == seen["keep"], name
+
+    def test_backward_asks_and_frees_in_the_same_order(self, schedule: str) -> None:
+        steps, chunks = steps_of(schedule)
+        moments = {}
+        for name, policy in POLICIES.items():
+            passes = Timeline(record(stack(5), steps, 1, chunks, **policy)).passes
+            moments[name] = [(one.run.label, list(one.moments)) for one in passes]
+        for name, found in moments.items():
+            assert found == moments["keep"], name
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_the_life_of_a_storage(self, schedule: str, policy: str) -> None:
@@ -215,23 +224,37 @@ def test_what_others_hold_is_told(policy: str) -> None:
     assert len(found) == 4
 
 
+RECIPES = {
+    NORM: {"attention.linear_qkv/0": ["norm1/0"], "mlp.linear_fc1/0": ["norm2/0"]},
+    ACTIVATION: {"mlp.linear_fc2/0": ["mlp/0"]},
+}
+
+
 class TestRecipes:
-    def test_they_are_known_whatever_the_policy(self) -> None:
-        for policy in POLICIES.values():
-            found = storages(record(stack(3), one_after_the_other(1), **policy))
-            made = {storage.site: [one.site for one in storage.made_from] for storage in found if storage.producer}
-            assert made == {
-                "attention.linear_qkv/0": ["norm1/0"], "mlp.linear_fc1/0": ["norm2/0"], "mlp.linear_fc2/0": ["mlp/0"],
-            }  # fmt: skip
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_they_are_known_where_storages_are_recomputed(self, policy: str) -> None:
+        found = storages(record(stack(3), one_after_the_other(1), **POLICIES[policy]))
+        made = {storage.site: [one.site for one in storage.made_from] for storage in found if storage.producer}
+        assert made == {
+            site: sources for kind in POLICIES[policy].get("recompute", ()) for site, sources in RECIPES[kind].items()
+        }
+        assert not any(storage.through for storage in found)
 
-    @pytest.mark.parametrize("policy", ["keep", "recompute"])
-    def test_each_site_is_tried_once_a_recording(self, policy: str) -> None:
-        """Also where it was tried before, at its first use: what it costs was not measured then."""
-        recording = record(stack(3), one_after_the_other(2), **POLICIES[policy])
-        tried = [event.of for event in recording.events if event.what is What.WORK_BEGIN and event.work == "trial"]
-        assert len(tried) == len(set(tried)) == 3 * 3
+    def test_trials_are_in_the_first_step_alone_one_a_site(self) -> None:
+        layers = stack(3)
+        with Engine(layers, observer=Observer(), recorded=True, swapped=[], recompute=(NORM, ACTIVATION)) as engine:
+            assert engine.recorder is not None
+            tried = []
+            for step in (1, 2):
+                engine.recorder.start(step)
+                train_step(layers, one_after_the_other(2))
+                engine.recorder.step_ended(step + 1)
+                events = engine.recorder.stop().events
+                tried.append([one.of for one in events if one.what is What.WORK_BEGIN and one.work == "trial"])
+        assert len(tried[0]) == len(set(tried[0])) == 3 * 3
+        assert tried[1] == []
 
-    def test_a_kernel_that_is_not_the_same_twice_is_no_recipe_and_no_refusal(self) -> None:
+    def test_a_kernel_that_is_not_the_same_twice_is_no_recipe(self) -> None:
         layers = stack(2)
         calls = iter(range(100))
 
@@ -239,15 +262,28 @@ class TestRecipes:
             return functional.gelu(tensor) + next(calls)
 
         layers[0].mlp.activation = drifting
-        with Engine(layers, observer=Observer(), recorded=True, swapped=[]) as engine:
-            assert engine.recorder is not None
-            engine.recorder.start(1)
-            train_step(layers, one_after_the_other(2))
-            engine.recorder.step_ended(2)
-            found = storages(engine.recorder.stop())
-            assert not engine.recipes.refused  # nobody wanted it
+        found = storages(record(layers, one_after_the_other(2), swapped=[], recompute=(ACTIVATION,)))
         activations = [storage for storage in found if storage.site == "mlp.linear_fc2/0"]
         assert {(storage.run.layer, storage.producer) for storage in activations} == {(0, None), (1, ACTIVATION)}
+
+    def test_what_is_made_from_what_comes_back_counts_it_from_then_on(self) -> None:
+        """The norm's input comes back when the norm runs again, long before its own backward asks for it."""
+        recording = record(stack(4), one_after_the_other(1), num_steps=1, recompute=(NORM,))
+        told = names(recording.events)
+        begin = told.index("BACKWARD_BEGIN layers.0 mb0")
+        order = [
+            told.index(what, begin) for what in (
+                "ASKED mlp.linear_fc1/0", "ARRIVED norm2/0", "ARRIVED mlp.linear_fc1/0", "ASKED norm2/0",
+                "FREED norm2/0",
+            )
+        ]  # fmt: skip
+        assert order == sorted(order)
+
+    def test_no_memory_is_left_to_nobody(self) -> None:
+        """All that the observer counts is a saved storage's, whatever came back for whom."""
+        for policy in POLICIES.values():
+            read = Timeline(record(stack(5), one_after_the_other(2), **policy))
+            assert {level for one in read.passes for level in one.temporaries.values()} == {0}
 
 
 class TestOnAndOff:

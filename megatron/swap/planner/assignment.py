@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.swap.plan import Plan
-from megatron.swap.planner.profile import LayerClass, Profile
+from megatron.swap.plan import LAYER_SECTION, Plan
+from megatron.swap.planner.profile import LayerClass, Profile, Section
 from megatron.swap.types import Action, UsageError
 
 
 @dataclass(frozen=True)
 class Rebuild:
-    """Something that runs in backward before ``at_ms``, and makes ``mib`` again."""
+    """Something that runs in backward before ``at_ms``, makes ``mib`` again and meanwhile holds ``peak_mib`` more."""
 
     at_ms: float
     cost_ms: float
     mib: float
+    peak_mib: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class _Part:
     frees: tuple[str, ...]
     needs: tuple[str, ...]
     cost_ms: float
+    peak_mib: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,11 @@ def scripts(profile: Profile, plan: Plan) -> dict[int, LayerScript]:
 def layer_script(
     entry: LayerClass, actions: dict[str, Action], sections: tuple[str, ...], where: str = "a layer"
 ) -> LayerScript:
-    """A layer of class ``entry`` whose sites get ``actions`` and whose ``sections`` run again."""
+    """A layer of class ``entry`` whose sites get ``actions`` and whose ``sections`` run again.
+
+    A section of sites that have no recipes of their own runs for those of them that are recomputed, named or not: that
+    is how the engine makes such sites again, but for the whole layer.
+    """
     sites = {site.site: site for site in entry.sites}
     known = {section.name: section for section in entry.sections}
     for names, there, what in ((actions, sites, "site"), (sections, known, "section")):
@@ -82,18 +88,27 @@ def layer_script(
     parts = []
     for name in sections:
         frees = tuple(site for site in known[name].frees if not sites[site].stays)
-        parts.append(_Part(frees, known[name].needs, known[name].recompute_ms))
+        parts.append(_part(known[name], frees))
         chosen.update((site, Action.RECOMPUTE) for site in frees)
     of_section = {site for part in parts for site in part.frees}
     for name, action in chosen.items():
         if action is Action.RECOMPUTE and name not in of_section:
             cost = sites[name].recompute_ms
-            if cost is None:
+            if cost is not None:
+                parts.append(_Part((name,), sites[name].recompute_needs, cost))
+                continue
+            section = next((one for one in entry.sections if name in one.frees and one.name != LAYER_SECTION), None)
+            if section is None:
                 raise UsageError(
                     f"the plan recomputes {name} in {where}, for which there is no recipe. Keep or swap it, or name "
                     f"one of the sections {', '.join(known) or '(there are none)'}."
                 )
-            parts.append(_Part((name,), sites[name].recompute_needs, cost))
+            together = [
+                site for site in section.frees
+                if chosen.get(site) is Action.RECOMPUTE and sites[site].recompute_ms is None and site not in of_section
+            ]  # fmt: skip
+            parts.append(_part(section, tuple(together)))
+            of_section.update(together)
 
     needed = {name: site.needed_at_ms for name, site in sites.items()}
     done = {name: site.done_at_ms for name, site in sites.items()}
@@ -104,7 +119,10 @@ def layer_script(
         for site in part.needs:
             needed[site] = min(needed[site], at_ms[part])
             done[site] = max(done[site], at_ms[part])
-    rebuilds = (Rebuild(at_ms[part], part.cost_ms, sum(sites[site].mib for site in part.frees)) for part in parts)
+    rebuilds = (
+        Rebuild(at_ms[part], part.cost_ms, sum(sites[site].mib for site in part.frees), part.peak_mib)
+        for part in parts
+    )
     return LayerScript(
         forward_ms=entry.forward_ms,
         backward_ms=entry.backward_ms,
@@ -114,6 +132,10 @@ def layer_script(
         temporaries=entry.temporaries,
         forward_peak_mib=entry.forward_peak_mib,
     )
+
+
+def _part(section: Section, frees: tuple[str, ...]) -> _Part:
+    return _Part(frees, section.needs, section.recompute_ms, section.peak_mib)
 
 
 def _needs_first(parts: list[_Part], where: str) -> list[_Part]:

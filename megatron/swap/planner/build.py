@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
-from megatron.swap.plan import Model
+from megatron.swap.plan import LAYER_SECTION, Model
 from megatron.swap.planner.profile import (
     Device,
     LayerClass,
@@ -186,7 +186,8 @@ def _shared_ways(layers: Sequence[int], passes: Sequence[Pass], read: Timeline) 
         if None not in needs and None not in costs:
             frees = tuple(site for site in _sites(passes) if site in sites)
             read_sites = dict.fromkeys(need for of_site in needs for need in of_site or () if need not in sites)
-            sections.append(Section(f"behind {frees[0]}", frees, tuple(read_sites), sum(cost or 0.0 for cost in costs)))
+            cost_ms, way_mib = sum(cost or 0.0 for cost in costs), max(one.way_bytes for one in passes) / MIB
+            sections.append(Section(f"behind {frees[0]}", frees, tuple(read_sites), cost_ms, way_mib))
     return tuple(sections)
 
 
@@ -218,7 +219,8 @@ def _whole_layer(passes: Sequence[Pass], sites: Sequence[SiteProfile], forward_m
     """All but the layer's input is made again, from that input; none where the input is not saved."""
     (inputs,) = {tuple(name for name, storage in one.sites.items() if storage.is_input) for one in passes[:1]}
     frees = tuple(site.site for site in sites if site.site not in inputs)
-    return (Section("layer", frees, inputs, forward_ms),) if inputs and frees else ()
+    peak_mib = max(one.forward_peak_bytes for one in passes) / MIB
+    return (Section(LAYER_SECTION, frees, inputs, forward_ms, peak_mib),) if inputs and frees else ()
 
 
 def _outside(read: Timeline, layers: Sequence[LayerClass], num_micro_batches: int, pipeline: Pipeline) -> Outside:

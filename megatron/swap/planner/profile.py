@@ -97,12 +97,16 @@ class SiteProfile:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a layer that can run again in backward as a whole, when the first of ``frees`` is needed."""
+    """A part of a layer that can run again in backward as a whole, when the first of ``frees`` is needed.
+
+    ``peak_mib``: the most that it holds meanwhile besides what it frees.
+    """
 
     name: str
     frees: tuple[str, ...]
     needs: tuple[str, ...]
     recompute_ms: float
+    peak_mib: float = 0.0
 
 
 @dataclass(frozen=True)

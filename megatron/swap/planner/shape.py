@@ -182,7 +182,8 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], input_stays: bo
         for site in sizes
     )  # fmt: skip
     peak_mib = 2 * _sizes(model).hidden / MIB
-    return LayerClass(layers, forward_ms, now, sites, _sections(model, gpu, sites), tuple(temporaries), peak_mib)
+    sections = _sections(model, gpu, sites, peak_mib)
+    return LayerClass(layers, forward_ms, now, sites, sections, tuple(temporaries), peak_mib)
 
 
 def kernel_ms(model: Model, gpu: Gpu) -> dict[str, float]:
@@ -205,15 +206,16 @@ def _recipe_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, flo
     return costs
 
 
-def _sections(model: Model, gpu: Gpu, sites: tuple[SiteProfile, ...]) -> tuple[Section, ...]:
+def _sections(model: Model, gpu: Gpu, sites: tuple[SiteProfile, ...], peak_mib: float) -> tuple[Section, ...]:
     """``qkv``: linear_qkv's output is no site (rotary embedding and a copy make three of it), so they run together."""
     times = kernel_ms(model, gpu)
     names = [site.site for site in sites]
     qkv = tuple(f"self_attention.core_attention.fused_attention/{i}" for i in range(3))
-    whole = Section("layer", tuple(names[1:]), (names[0],), sum(times.values()))
+    whole = Section("layer", tuple(names[1:]), (names[0],), sum(times.values()), peak_mib)
     if model.sequence_parallel:
         return (whole,)
-    return Section("qkv", qkv, (names[0],), times["qkv"] + times["rotary"]), whole
+    way_mib = sum(site.mib for site in sites if site.site in qkv)
+    return Section("qkv", qkv, (names[0],), times["qkv"] + times["rotary"], way_mib), whole
 
 
 def num_params(model: Model, tied: bool) -> tuple[float, float]:
@@ -317,7 +319,10 @@ def scaled(entry: LayerClass, forward: float, backward: float, mib: float = 1.0)
                     recompute_ms=None if site.recompute_ms is None else site.recompute_ms * forward)
             for site in entry.sites
         ),
-        sections=tuple(replace(part, recompute_ms=part.recompute_ms * forward) for part in entry.sections),
+        sections=tuple(
+            replace(part, recompute_ms=part.recompute_ms * forward, peak_mib=part.peak_mib * mib)
+            for part in entry.sections
+        ),
         temporaries=tuple((at * backward, size * mib) for at, size in entry.temporaries),
         forward_peak_mib=entry.forward_peak_mib * mib,
     )  # fmt: skip

@@ -295,6 +295,7 @@ class _Step:
                 self._now += rebuild.cost_ms
                 self._recompute += rebuild.cost_ms
                 self._mib += rebuild.mib
+                self._note(where, temporary_mib + rebuild.peak_mib)
             elif kind == 2:
                 begin += self._wait(group.storages.get(-1 - i))
             else:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.swap.plan import Plan, PlanClass, Predicted, SitePlan, format_layers
-from megatron.swap.planner.profile import LayerClass, Profile, sha256
+from megatron.swap.plan import LAYER_SECTION, Plan, PlanClass, Predicted, SitePlan, format_layers
+from megatron.swap.planner.profile import LayerClass, Profile, Section, sha256
 from megatron.swap.planner.program import (
     Block,
     Counts,
@@ -246,8 +246,15 @@ def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
                 cost = next(part.recompute_ms for part in entry.sections if action == f"section {part.name}")
                 action, why = "recompute", f"{action}: {cost:.2f} ms for all of it"
             sites[site.site] = SitePlan(action, round(site.mib, 3), why)  # type: ignore[arg-type]
-        classes.append(PlanClass(format_layers(layers), sites, sections))
+        named = tuple(part.name for part in entry.sections if part.name in sections and not _follows(entry, part))
+        classes.append(PlanClass(format_layers(layers), sites, named))
     return Plan(profile.model, None, None, None, tuple(classes))
+
+
+def _follows(entry: LayerClass, part: Section) -> bool:
+    """Whether it is enough to plan the sites of ``part`` as recomputed: see ``layer_script``."""
+    frees = [site for site in entry.sites if site.site in part.frees and not site.stays]
+    return part.name != LAYER_SECTION and all(site.recompute_ms is None for site in frees)
 
 
 def _recompute_most(blocks: Sequence[Block]) -> list[Counts]:

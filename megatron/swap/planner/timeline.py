@@ -33,6 +33,7 @@ class Pass:
         moments: from the beginning of backward, in order.
         temporaries: from each moment to the next, the most that was in use besides static memory and saved storages.
         forward_peak_bytes: the most in forward, above what all its saved storages take.
+        way_bytes: the most at once of what recipes make on the way to saved storages.
         was_tried: recipes were tried in its forward: the host waited for the device, and time is not what it is else.
     """
 
@@ -44,6 +45,7 @@ class Pass:
     forward_ms: float | None = None
     backward_ms: float | None = None
     forward_peak_bytes: int = 0
+    way_bytes: int = 0
     was_tried: bool = False
 
     @property
@@ -97,7 +99,7 @@ class Timeline:
         self._of: dict[LayerRun, Pass] = {}
         self._works: list[tuple[Event, list[float]]] = []
         self._paused_ms = 0.0
-        self._held_bytes = 0
+        self._held_bytes = self._way_bytes = 0
         self._forward: Pass | None = None
         self._last_forward: Pass | None = None
         self._backward: Pass | None = None
@@ -111,7 +113,7 @@ class Timeline:
             self._level(before, event)
             self._clock(event)
             self._play(event, self._now_ms(event))
-            self._held_bytes += {What.SAVED: 1, What.ARRIVED: 1, What.FREED: -1}.get(event.what, 0) * event.num_bytes
+            self._hold({What.SAVED: 1, What.ARRIVED: 1, What.FREED: -1}.get(event.what, 0) * event.num_bytes, event)
 
     # ------------------------------------------------------------------ time
 
@@ -155,6 +157,13 @@ class Timeline:
             levels[self._moment] = max(levels.get(self._moment, 0), other_bytes)
         else:
             self._between_bytes = max(self._between_bytes, other_bytes)
+
+    def _hold(self, num_bytes: int, event: Event) -> None:
+        self._held_bytes += num_bytes
+        if event.storage is not None and event.storage.is_on_the_way:
+            self._way_bytes += num_bytes
+            if self._backward is not None:
+                self._backward.way_bytes = max(self._backward.way_bytes, self._way_bytes)
 
     # ---------------------------------------------------------------- events
 

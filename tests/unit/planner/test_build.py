@@ -64,23 +64,38 @@ class Script:
 
 
 class Layer:
-    """Two sites: ``in/0`` of 10 MiB and ``out/0`` of 30, that is made from it."""
+    """Two sites: ``in/0`` of 10 MiB and ``out/0`` of 30, that is made from it (``again_ms``: and was, in so long)."""
 
-    def __init__(self, number: int, micro_batch: int = 0, scale: float = 1.0, stays: bool = False) -> None:
+    def __init__(
+        self, number: int, micro_batch: int = 0, scale: float = 1.0, stays: bool = False, again_ms: float | None = None
+    ) -> None:
         self.run = LayerRun(number, micro_batch)
+        self.again_ms = again_ms
         self.inner = SavedStorage(self.run, "in/0", int(10 * MIB * scale), is_input=True, stays=stays)
         self.outer = SavedStorage(self.run, "out/0", int(30 * MIB * scale), producer="norm", made_from=(self.inner,))
 
     def forward(self, script: Script) -> None:
         script.note(What.FORWARD_BEGIN, run=self.run)
         script.after(1).save(self.inner).after(2).blip(7).save(self.outer).after(1)
+        if self.again_ms is not None:
+            script.free(self.outer)
         script.note(What.FORWARD_END, run=self.run)
 
     def backward(self, script: Script) -> None:
         script.note(What.BACKWARD_BEGIN, run=self.run).after(1)
-        script.note(What.ASKED, storage=self.outer).after(2).use(5).free(self.outer).after(1)
+        script.note(What.ASKED, storage=self.outer)
+        if self.again_ms is not None:
+            self.make_again(script, self.again_ms)
+        script.after(2).use(5).free(self.outer).after(1)
         script.note(What.ASKED, storage=self.inner).after(2).blip(2).use(-5).free(self.inner).after(1)
         script.note(What.BACKWARD_END, run=self.run)
+
+
+    def make_again(self, script: Script, ms: float) -> None:
+        label = f"layers.{self.run.layer}/{self.outer.site} mb{self.run.micro_batch}"
+        script.note(What.WORK_BEGIN, work="recompute", of=label).after(ms).use(self.outer.num_bytes / MIB)
+        script.note(What.ARRIVED, storage=self.outer, num_bytes=self.outer.num_bytes)
+        script.note(What.WORK_END, work="recompute", of=label)
 
 
 def steps(script: Script, layers: Iterable[list[Layer]]) -> Recording:
@@ -139,7 +154,7 @@ class TestALayer:
         (entry,) = built(script.note(What.STEP).recording).layers
         assert entry.forward_peak_mib == 8
 
-    @pytest.mark.parametrize("work", ["wait", "release", "recompute", "trial", "compare", "bring_back", "swap_out"])
+    @pytest.mark.parametrize("work", ["wait", "release", "recompute", "trial", "bring_back", "swap_out"])
     def test_the_engines_work_takes_no_time(self, work: str) -> None:
         plain = built(with_forward(0).recording)
         disturbed = built(with_forward(0, (work, 5.0, "layers.0/in/0 mb0", 0.0)).recording)
@@ -162,7 +177,7 @@ class TestALayer:
         assert times(entry)["in/0"] == (1, 2, 3)
 
     def test_memory_of_a_trial_is_nobodys(self) -> None:
-        (entry,) = built(with_forward(0, ("trial", 1, "layers.0/in/0", 500), ("compare", 1, "", 500)).recording).layers
+        (entry,) = built(with_forward(0, ("trial", 1, "layers.0/in/0", 500)).recording).layers
         assert entry.forward_peak_mib == 0
 
     def test_what_is_brought_back_counts_as_saved(self) -> None:
@@ -189,7 +204,7 @@ class TestALayer:
         assert times(entry) == {"in/0": (1, 3, 3), "out/0": (3, 3, 3)}
 
     def test_passes_with_trials_tell_no_time_where_there_are_others(self) -> None:
-        script = with_forward(0, ("trial", 1.0, "layers.0/out/0", 0.0), ("compare", 1.0, "", 0.0))
+        script = with_forward(0, ("trial", 1.0, "layers.0/out/0", 0.0))
         assert built(script.recording).layers[0].forward_ms == 4
         script.events.pop()  # the step goes on with a second micro-batch
         layer = Layer(0, 1)
@@ -197,7 +212,7 @@ class TestALayer:
         script.note(What.FORWARD_END, run=layer.run)
         layer.backward(script)
         (entry,) = built(script.note(What.STEP).recording).layers
-        assert (entry.forward_ms, entry.sites[1].recompute_ms) == (0.5, 1)
+        assert (entry.forward_ms, times(entry)["in/0"][0]) == (0.5, 0.5)
 
 
 class TestClasses:
@@ -219,7 +234,7 @@ class TestClasses:
         assert [site.stays for site in entry.sites] == [True, False]
 
     def test_a_recipe_needs_a_cost_and_sources_in_its_own_layer(self) -> None:
-        recording = with_forward(0, ("trial", 1.5, "layers.0/out/0", 0.0)).recording
+        recording = steps(Script(), [[Layer(0, again_ms=1.5)]])
         (entry,) = built(recording).layers
         assert (entry.sites[1].recompute_ms, entry.sites[1].recompute_needs) == (1.5, ("in/0",))
         assert entry.sites[0].recompute_ms is None
@@ -228,7 +243,7 @@ class TestClasses:
         (entry,) = built(recording).layers
         assert (entry.sites[1].recompute_ms, entry.sites[1].recompute_needs) == (None, ())
         (entry,) = built(steps(Script(), [[Layer(0)]])).layers
-        assert entry.sites[1].recompute_ms is None  # never tried
+        assert entry.sites[1].recompute_ms is None  # never made again
 
     def test_whole_layers_run_again_from_their_input(self) -> None:
         recording = steps(Script(), [[Layer(0)]])
@@ -274,7 +289,7 @@ class TestAStep:
         assert simulate(profile, empty_plan(profile)).peak_gib * GIB == pytest.approx(STATIC + 300 * MIB)
 
     def test_a_plan_of_it_can_be_played(self) -> None:
-        profile = built(with_forward(0, ("trial", 1.5, "layers.0/out/0", 0.0)).recording)
+        profile = built(steps(Script(), [[Layer(0, again_ms=1.5)]]))
         assert simulate(profile, plan(profile, {(0,): {"out/0": "recompute"}})).recompute_ms == 1.5
 
 
