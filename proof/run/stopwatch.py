@@ -213,10 +213,15 @@ class Phases:
 
 
 def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
-    """What the engine has moved and booked, a step; nothing where nothing is swapped. Read before it is taken down."""
+    """What the engine has moved (a step; the last one of a run that plans itself) and booked.
+
+    Nothing where nothing is swapped. Read before it is taken down.
+    """
     if session._manager is None:
         return {}
     totals, tier = session._manager.counters.totals(), session._tier.stats()
+    if session._auto is not None and session._steps:  # the steps before it was stable were others
+        totals, num_steps = session._steps[-1].moved, 1
     return {
         "host_booked_gib": tier.booked_bytes / GIB,
         "host_leased_gib": tier.leased_peak_bytes / GIB,

