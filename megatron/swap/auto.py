@@ -149,6 +149,7 @@ class AutoPlan:
             self.policy.is_short = False
             self._boundaries.follow_policy()
         if stages.recording and not self._recorder.on:
+            self._device.give_back()  # what trials and first uses took tells nothing of what a step needs
             self._recorder.start(number + 1)
         if stages.stage is Stage.STABLE and stages.stage is not stage:
             self._save()

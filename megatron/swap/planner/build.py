@@ -57,16 +57,14 @@ def build_profile(
         _layer_class(numbers, [one for one in passes if one.run.layer in numbers], read, min_mib, whole_layers)
         for numbers in _classes(passes, min_mib)
     )
-    static_bytes, factor = read.static_bytes, 1.0
-    if recording.reserved_bytes is not None and read.peak_bytes > static_bytes:
-        factor = max(1.0, (recording.reserved_bytes - static_bytes) / (read.peak_bytes - static_bytes))
+    reserved_bytes = read.peak_bytes if recording.reserved_bytes is None else recording.reserved_bytes
     return Profile(
         source=source,
         model=model,
         device=device,
         link=link,
-        static_gib=static_bytes / GIB,
-        allocator_factor=factor,
+        static_gib=read.static_bytes / GIB,
+        allocator_gib=max(0, reserved_bytes - read.peak_bytes) / GIB,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,
         outside=_outside(read, layers, num_micro_batches, pipeline),

@@ -163,7 +163,8 @@ class Profile:
     Attributes:
         source: where the figures come from, for people.
         static_gib: weights, gradients, optimizer: what is held all the time.
-        allocator_factor: what the allocator takes for a byte that is allocated beyond ``static_gib``.
+        allocator_gib: what the allocator holds beyond what is in use at the peak: fragments, rounding. Much the same
+            whatever is swapped.
         host_gib: host memory that this rank may book; ``None``: as much as it needs.
     """
 
@@ -172,7 +173,7 @@ class Profile:
     device: Device
     link: Link
     static_gib: float
-    allocator_factor: float
+    allocator_gib: float
     host_gib: float | None
     num_micro_batches: int
     outside: Outside
@@ -180,9 +181,9 @@ class Profile:
     pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
-        if self.num_micro_batches < 1 or self.allocator_factor < 1:
-            raise UsageError(f"num_micro_batches {self.num_micro_batches} and allocator_factor "
-                             f"{self.allocator_factor} must both be at least 1.")  # fmt: skip
+        if self.num_micro_batches < 1 or self.allocator_gib < 0:
+            raise UsageError(f"num_micro_batches {self.num_micro_batches} must be at least 1, and allocator_gib "
+                             f"{self.allocator_gib} at least 0.")  # fmt: skip
         here = [layer for entry in self.layers for layer in entry.layers]
         if len(set(here)) != len(here):
             raise UsageError("layers: a layer stands in two classes; each may stand in one.")

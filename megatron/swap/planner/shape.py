@@ -268,7 +268,7 @@ def shape_profile(
         device=Device(gpu.name, gpu.memory_gib),
         link=Link(gpu.link_gb_s, gpu.link_gb_s, gpu.link_both_gb_s, gpu.link_both_gb_s),
         static_gib=static,
-        allocator_factor=1.0,
+        allocator_gib=0.0,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,
         outside=_outside(model, gpu, has_loss, params * OPTIMIZER_BYTES_PER_PARAM / (gpu.optimizer_gb_s * 1e6)),

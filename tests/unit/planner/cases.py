@@ -47,7 +47,7 @@ def profile(
     num_layers = 1 + max(layer for entry in layers for layer in entry.layers)
     return Profile(
         source="made up", model=model(num_layers), device=Device("none", 1.0), link=Link(gb_s, gb_s, gb_s, gb_s),
-        static_gib=0.0, allocator_factor=1.0, host_gib=host_gib, num_micro_batches=micro_batches,
+        static_gib=0.0, allocator_gib=0.0, host_gib=host_gib, num_micro_batches=micro_batches,
         outside=outside or Outside(0.0, 0.0, 0.0, 0.0, 0.0), layers=tuple(layers), pipeline=pipeline or Pipeline(),
     )  # fmt: skip
 

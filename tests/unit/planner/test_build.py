@@ -264,11 +264,10 @@ class TestAStep:
 
     def test_the_allocator(self) -> None:
         recording = steps(Script(), [[Layer(0)]])
-        peak = max(event.peak_bytes for event in recording.events) - STATIC
-        for extra, factor in ((1.25, 1.25), (0.5, 1.0)):
-            reserved = Recording(recording.events, int(STATIC + extra * peak))
-            assert built(reserved).allocator_factor == pytest.approx(factor)
-        assert built(recording).allocator_factor == 1
+        peak = max(event.peak_bytes for event in recording.events)
+        for more, held in ((3 * GIB, 3.0), (-GIB, 0.0)):
+            assert built(Recording(recording.events, peak + more)).allocator_gib == held
+        assert built(recording).allocator_gib == 0
 
     def test_a_rank_without_loss_has_no_peak_there(self) -> None:
         recording = steps(Script(), [[Layer(0), Layer(1)]])

@@ -43,7 +43,7 @@ def test_a_profile_round_trips_exactly(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("num_micro_batches",), 0, "num_micro_batches 0 and allocator_factor 1.0 must both be at least 1"),
+        (("num_micro_batches",), 0, "num_micro_batches 0 must be at least 1"),
         (("link", "d2h_gb_s"), 0, "link: d2h_gb_s: 0 is given; a link's speed must be above 0"),
         (("layers", 0, "sites", 0, "done_at_ms"), -1.0, "done_at_ms at least needed_at_ms"),
         (("layers", 0, "sites", 0, "recompute_ms"), "none", 'recompute_ms: "none" is given; it must be a finite'),
