@@ -56,7 +56,10 @@ class Book:
         rows = read_rows(path)
         # What was not ready may be by now.
         self._runs = {
-            (row["case"], row["method"]): [run for run in row["rounds"] if run["outcome"] != NOT_READY] for row in rows
+            (row["case"], row["method"]): [
+                {"link": row.get("link"), **run} for run in row["rounds"] if run["outcome"] != NOT_READY
+            ]
+            for row in rows
         }
         known = {(case.name, method.name): self._named(case, method) for case in suite.cases for method in case.methods}
         for row in rows:
@@ -95,7 +98,9 @@ class Book:
         return None if saved_gib is None else Memory(0.0, saved_gib)
 
     def add(self, case: Case, method: Method, run: Run) -> None:
-        self._runs.setdefault((case.name, method.name), []).append({**run, "command": self._command})
+        self._runs.setdefault((case.name, method.name), []).append(
+            {**run, "command": self._command, "link": self._common.get("link")}
+        )
         write_rows(self._path, self.rows())
 
     def rows(self) -> list[Row]:
@@ -108,7 +113,8 @@ class Book:
                 if mine:
                     merged = merge(mine, runs[reference] if reference else None)
                     named = self._named(case, method)
-                    rows.append({**named, **merged, "reference": reference and reference.name})
+                    link = mine[-1].get("link")  # of the machine that ran it, which need not be that of now
+                    rows.append({**named, **merged, "link": link, "reference": reference and reference.name})
         return rows
 
     def _named(self, case: Case, method: Method) -> Row:

@@ -155,9 +155,13 @@ def test_an_interruption_keeps_what_is_done_and_resume_does_the_rest(suite: Suit
     assert sum(e.startswith("start") for e in FakeChild.log) == sum(e.startswith("close") for e in FakeChild.log)
     FakeChild.interrupt_at = ""
     resumed: list[str] = []
-    measure(suite, book(suite, tmp_path, resume=True), time_limit_s=None, on_done=done_into(resumed))
+    faster = {"d2h_gb_s": 60.0, "h2d_gb_s": 61.0}
+    measure(suite, book(suite, tmp_path, resume=True, link=faster), time_limit_s=None, on_done=done_into(resumed))
     assert labels == ["none 1 ok", "full 1 ok", "tune 1 missing: torchtune"]
     assert resumed == ["ours 1 ok", "none 2 ok", "full 2 ok", "ours 2 ok"]
+    links = {row["method"]: [run["link"] for run in row["rounds"]] for row in read_rows(tmp_path / "rows.jsonl")}
+    assert links["none"] == [FACTS["link"], faster], "each run has that of the machine that it ran on"
+    assert links["ours"] == [faster, faster]
     again: list[str] = []
     measure(suite, book(suite, tmp_path, resume=True), time_limit_s=None, on_done=done_into(again))
     assert again == []
