@@ -13,7 +13,7 @@ LEGEND = (
     "allocator had given out, and held; peak: that of the two that counts here (without a GPU: the most that autograd "
     "held). − static: peak without weights, gradients and optimizer. Host: growth of the "
     "process, or pinned memory, whichever is more. Losses: largest relative difference from the reference's, round by "
-    "round (the reference: from its own first round); *other losses*: more than noise, and not looked into: such a "
+    "round (the reference: from its own first round); *other losses*: more than noise: such a "
     "method counts for nothing else. ★: nothing that was run is faster with less memory."
 )
 HEAD = (
