@@ -111,18 +111,19 @@ class Engine:
 
     Args:
         swapped: layers to swap; all by default.
-        policy: instead of the choice by ``swapped``, ``modules``, ``min_bytes`` and ``recompute``.
+        policy: instead of the choice by ``swapped``, ``modules``, ``min_bytes``, ``recompute`` and ``whole``.
         recompute: producers whose outputs are recomputed.
         whole: layers that are recomputed whole.
         chunks: how many layers each model chunk has; only the last one ends in the loss.
         recorded: hooks all layers for ``recorder``, which takes the observer's bytes for the device's memory.
+        from_use: the recorder's; off, storages come back when their memory is allocated, which the observer cannot see.
         commit_bytes: instead of the product's 16 MiB, so that copies start inside a layer.
     """
 
     def __init__(
         self,
         layers: Iterable[nn.Module],
-        swapped: Collection[int] | None = None,
+        swapped: Iterable[int] | None = None,
         *,
         device: Device | None = None,
         modules: Sequence[str] = (),
@@ -138,9 +139,12 @@ class Engine:
         recompute: Collection[str] = (),
         whole: Collection[int] = (),
         recorded: bool = False,
+        from_use: bool = True,
     ) -> None:
         layers = list(layers)
         numbers = range(len(layers))
+        if policy is not None and swapped is None:
+            swapped = filter(policy.swaps_layer, numbers)
         self.swapped = set(numbers if swapped is None else swapped)
         self.device = device if device is not None else EmulatedDevice(longest_delay_s=0.0005)
         self.pool = HostPool(limit_bytes=256 * MIB, slab_bytes=MIB, pinned=False, poison=True)
@@ -151,7 +155,7 @@ class Engine:
         self.recorder = None
         if recorded:
             assert observer is not None
-            self.recorder = Recorder(self.device, self.manager.ranges, observer.take_peak, from_use=True)
+            self.recorder = Recorder(self.device, self.manager.ranges, observer.take_peak, from_use)
         self.saved_tensors = saved_tensors = SavedTensors(
             self.manager, self.device.torch_device, observer, self.recipes, self.recorder
         )
@@ -164,7 +168,8 @@ class Engine:
             here_places = places([i in self.swapped for i in here], ends_in_loss and last)
             for layer, place in zip(here, here_places, strict=True):
                 hooked = recorded or layer in self.swapped or policy.recomputes_layer(layer)
-                again = partial(checkpoint, use_reentrant=True) if layer in whole else None
+                runs_again = layer in whole or policy.recomputes_whole(layer)
+                again = partial(checkpoint, use_reentrant=True) if runs_again else None
                 self.boundaries.append(
                     LayerBoundary(layer, layers[layer], self.manager, saved_tensors, hooked=hooked, place=place,
                                   checkpoint=again)
@@ -296,6 +301,7 @@ def train_step(
         else:
             output = outputs.pop((chunk, mb))
             torch.autograd.backward(output, gradients.pop((chunk + 1, mb), None))
+            del output  # nothing of a micro-batch outlives its backward
             gradients[chunk, mb] = inputs.pop((chunk, mb)).grad
     result.grads = [*(parameter.grad for parameter in layers.parameters()), *gradients.values()]
     return result

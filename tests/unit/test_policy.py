@@ -103,6 +103,16 @@ class TestPlanPolicy:
         assert [layer for layer in range(9) if self.policy.recomputes_layer(layer)] == [0, 1, 2]
         assert [layer for layer in range(9) if self.policy.recomputes_whole(layer)] == [3]
 
+    def test_the_input_of_a_layer_that_runs_again_is_swapped_where_it_swaps_under_any_name(self):
+        entry = PlanClass("0", {"norm/0": SitePlan("swap"), "mlp/0": SitePlan("recompute")}, ("layer",))
+        kept = PlanClass("1", {"norm/0": SitePlan("keep"), "mlp/0": SitePlan("recompute")}, ("layer",))
+        model = Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
+        policy = PlanPolicy(Plan(model, None, None, None, (entry, kept)))
+        assert policy.action(Site(0, "checkpoint", 0), 1) is Action.SWAP
+        assert policy.action(Site(1, "checkpoint", 0), 1) is Action.KEEP
+        assert self.policy.action(Site(3, "checkpoint", 0), 1) is Action.SWAP
+        assert self.policy.action(Site(0, "checkpoint", 0), 1) is Action.KEEP  # it does not run again
+
     def test_what_cannot_be_recomputed_is_swapped_where_the_layer_swaps(self):
         assert self.policy.without_recipe(Site(0, "norm", 0), 1) is Action.SWAP
         assert self.policy.without_recipe(Site(2, "norm", 0), 1) is Action.KEEP

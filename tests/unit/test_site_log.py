@@ -55,6 +55,11 @@ SWAP_MLP = PlanClass("0-3", {"mlp/0": SitePlan("swap", 2.0)})
 
 
 class TestUnlikePlan:
+    def test_the_input_of_a_layer_that_runs_again_is_known_under_its_other_name(self) -> None:
+        whole = PlanClass("0-3", {"norm/0": SitePlan("swap", 2.0), "mlp/0": SitePlan("recompute", 8.0)}, ("layer",))
+        assert unlike_plan(plan(whole), seen(site="checkpoint"), MIB) == []
+        assert unlike_plan(plan(replace(whole, sections=())), seen(site="checkpoint"), MIB) != []
+
     @pytest.mark.parametrize("mib", [2.0, 2.09, 1.91])
     def test_a_run_that_is_what_was_planned_says_nothing(self, mib: float) -> None:
         assert unlike_plan(plan(SWAP_MLP), seen(mib=mib), MIB) == []

@@ -131,11 +131,11 @@ class _Step:
         for number, chunk in enumerate(chunks):
             ends_in_loss = profile.has_loss and number == len(chunks) - 1
             self._place.update(zip(chunk, places([plan.swaps_layer(n) for n in chunk], ends_in_loss), strict=True))
-        # The manager has learned the largest group in a first step, in which only the very last layer stayed.
-        self._window_mib = max(
-            (script.swapped_mib for layer, script in self._scripts.items() if not self._place[layer].is_tail(0)),
-            default=0.0,
-        )
+        # The manager learns the largest group in the first forward: as soon as it knows one, it keeps the tail.
+        self._window_mib = 0.0
+        for layer in (layer for chunk in chunks for layer in chunk):
+            if not self._place[layer].is_tail(1 if self._window_mib else 0):
+                self._window_mib = max(self._window_mib, self._scripts[layer].swapped_mib)
         self._window_groups = 1 if self._window_mib else 0
         self._lends_mib = {layer: self._lent_by(layer) for layer in self._scripts}
         self._lent_after = {
@@ -199,6 +199,7 @@ class _Step:
         for index, (at_ms, mib, action) in enumerate(script.saves):
             self._now = begin + waited + at_ms
             self._mib += mib
+            self._note(where)  # it is there before it is saved: what makes room for it goes only then
             if action is Action.RECOMPUTE:
                 recomputed_mib += mib
             elif action is Action.KEEP or keeps_all:
@@ -214,7 +215,6 @@ class _Step:
                     self._commit(pending)
                     pending_mib = 0.0
                     waited += self._release(layer)
-            self._note(where)
         group.to_fetch = list(group.storages.values())
         self._now = begin + waited + script.forward_ms
         self._note(where, script.forward_peak_mib)

@@ -99,6 +99,7 @@ class Timeline:
         self._of: dict[LayerRun, Pass] = {}
         self._works: list[tuple[Event, list[float]]] = []
         self._paused_ms = 0.0
+        self._held: dict[SavedStorage, int] = {}
         self._held_bytes = self._way_bytes = 0
         self._forward: Pass | None = None
         self._last_forward: Pass | None = None
@@ -113,7 +114,7 @@ class Timeline:
             self._level(before, event)
             self._clock(event)
             self._play(event, self._now_ms(event))
-            self._hold({What.SAVED: 1, What.ARRIVED: 1, What.FREED: -1}.get(event.what, 0) * event.num_bytes, event)
+            self._hold_or_drop(event)
 
     # ------------------------------------------------------------------ time
 
@@ -158,12 +159,29 @@ class Timeline:
         else:
             self._between_bytes = max(self._between_bytes, other_bytes)
 
-    def _hold(self, num_bytes: int, event: Event) -> None:
-        self._held_bytes += num_bytes
-        if event.storage is not None and event.storage.is_on_the_way:
-            self._way_bytes += num_bytes
+    def _hold_or_drop(self, event: Event) -> None:
+        storage = event.storage
+        if storage is not None and event.what is What.FREED:
+            self._drop(storage)
+        elif storage is not None and event.what in (What.SAVED, What.ARRIVED):
+            self._held[storage] = event.num_bytes
+            self._held_bytes += event.num_bytes
+            self._way_bytes += event.num_bytes * storage.is_on_the_way
             if self._backward is not None:
                 self._backward.way_bytes = max(self._backward.way_bytes, self._way_bytes)
+        elif event.what is What.FORWARD_BEGIN:
+            for storage in [one for one in self._held if one.stays and not self._is_wanted(one)]:
+                self._drop(storage)  # it belongs to others alone
+
+    def _is_wanted(self, storage: SavedStorage) -> bool:
+        """Whether its layer's backward is still to come, or not over."""
+        one = self._of.get(storage.run)
+        return one is not None and one.sites.get(storage.site) is storage and not one.is_whole
+
+    def _drop(self, storage: SavedStorage) -> None:
+        num_bytes = self._held.pop(storage, 0)
+        self._held_bytes -= num_bytes
+        self._way_bytes -= num_bytes * storage.is_on_the_way
 
     # ---------------------------------------------------------------- events
 

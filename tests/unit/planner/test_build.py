@@ -85,17 +85,19 @@ class Layer:
         script.note(What.BACKWARD_BEGIN, run=self.run).after(1)
         script.note(What.ASKED, storage=self.outer)
         if self.again_ms is not None:
-            self.make_again(script, self.again_ms)
+            again(script, self.outer, self.again_ms)
         script.after(2).use(5).free(self.outer).after(1)
         script.note(What.ASKED, storage=self.inner).after(2).blip(2).use(-5).free(self.inner).after(1)
         script.note(What.BACKWARD_END, run=self.run)
 
 
-    def make_again(self, script: Script, ms: float) -> None:
-        label = f"layers.{self.run.layer}/{self.outer.site} mb{self.run.micro_batch}"
-        script.note(What.WORK_BEGIN, work="recompute", of=label).after(ms).use(self.outer.num_bytes / MIB)
-        script.note(What.ARRIVED, storage=self.outer, num_bytes=self.outer.num_bytes)
-        script.note(What.WORK_END, work="recompute", of=label)
+
+def again(script: Script, storage: SavedStorage, ms: float) -> None:
+    """It is recomputed."""
+    label = f"layers.{storage.run.layer}/{storage.site} mb{storage.run.micro_batch}"
+    script.note(What.WORK_BEGIN, work="recompute", of=label).after(ms).use(storage.num_bytes / MIB)
+    script.note(What.ARRIVED, storage=storage, num_bytes=storage.num_bytes)
+    script.note(What.WORK_END, work="recompute", of=label)
 
 
 def steps(script: Script, layers: Iterable[list[Layer]]) -> Recording:
@@ -194,6 +196,37 @@ class TestALayer:
         profile = built(script.note(What.STEP).recording)
         assert profile.of_layer(1).temporaries == ()
         assert profile.of_layer(0).temporaries == ((1, 5), (4, 7), (6, 0))
+
+    def test_what_others_hold_beyond_the_backward_is_theirs(self) -> None:
+        """So it is on top of what the next micro-batch saves."""
+        script, first, second = Script(), Layer(0, stays=True), Layer(0, 1)
+        first.forward(script.note(What.STEP))
+        script.note(What.BACKWARD_BEGIN, run=first.run).free(first.outer).after(1)
+        second.forward(script.note(What.BACKWARD_END, run=first.run))
+        script.free(first.inner)
+        second.backward(script)
+        (entry,) = built(script.note(What.STEP).recording, 2).layers
+        assert entry.forward_peak_mib == 10
+
+    def test_what_is_made_on_the_way_is_the_sections(self) -> None:
+        """Two sites of 30 MiB, both made from 40 MiB that nobody saves, which take 4 ms."""
+        script, layer = Script(), Layer(0)
+        way = SavedStorage(layer.run, "out/0+1", 40 * MIB, is_on_the_way=True)
+        other = SavedStorage(layer.run, "out/1", 30 * MIB, producer="norm", made_from=(layer.inner,))
+        layer.outer.through = other.through = (way.site,)
+        script.note(What.STEP).note(What.FORWARD_BEGIN, run=layer.run).save(layer.inner).save(layer.outer).save(other)
+        script.free(layer.outer).free(other).note(What.FORWARD_END, run=layer.run)
+        script.note(What.BACKWARD_BEGIN, run=layer.run).after(1)
+        for one, ms in ((layer.outer, 1), (other, 2)):
+            script.note(What.ASKED, storage=one)
+            if one is layer.outer:
+                again(script, way, 4)
+            again(script, one, ms)
+        script.free(way).after(1).free(layer.outer).free(other).after(1).free(layer.inner)
+        (entry,) = built(script.note(What.BACKWARD_END, run=layer.run).note(What.STEP).recording).layers
+        assert entry.sections == (Section("behind out/0", ("out/0", "out/1"), ("in/0",), 7, 40),)
+        assert [site.recompute_ms for site in entry.sites] == [None] * 3
+        assert entry.temporaries == ()
 
     def test_what_was_never_asked_for_is_held_to_the_end(self) -> None:
         script, layer = Script(), Layer(0)

@@ -41,11 +41,18 @@ class TestByHand:
         assert told.host_gib == told.out_stall_ms == told.in_stall_ms == 0
 
     def test_a_hidden_layer_costs_memory_only_on_the_host(self) -> None:
-        of = profile([ONE])
+        of = profile([ONE], outside=Outside(0, 0, 0, 0, 200 / 1024))
         told = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
         assert told.step_ms == pytest.approx(4 * 6)
-        assert told.peak_gib == gib(300)
+        assert told.peak_gib == gib(300 + 200)
         assert told.host_gib == gib(100)
+
+    def test_what_the_last_layer_lent_goes_when_its_own_tensor_is_there(self) -> None:
+        """The kernel has made it before anybody knows that it is saved."""
+        of = profile([ONE])
+        told = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
+        assert (told.peak_gib, told.peak_at) == (gib(400), "forward of layer 3, micro-batch 0")
+        assert told.timeline[3][1] == gib(300)
 
     def test_a_slow_link_stops_compute_where_the_peak_is(self) -> None:
         of = profile([ONE], gb_s=GB_S / 20)  # 20 ms for 100 MiB
@@ -57,7 +64,7 @@ class TestByHand:
         assert told.out_stall_ms == pytest.approx(14)
         assert told.in_stall_ms == pytest.approx(11)
         assert told.step_ms == pytest.approx(24 + 25)
-        assert told.peak_gib == gib(300)
+        assert told.timeline[3][1] == gib(300)
 
     def test_speed_does_not_change_the_peak(self) -> None:
         slow, fast = (profile([ONE], gb_s=GB_S * speed) for speed in (0.01, 10))
@@ -85,6 +92,25 @@ class TestByHand:
         told = simulate(of, plan(of, {(0, 1): {}}, l0=("mlp",)))
         assert told.recompute_ms == pytest.approx(3.0)
         assert told.peak_gib == gib(20 + 1024)
+
+    def test_what_a_section_holds_meanwhile_counts(self) -> None:
+        sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 1.0, 2.0))
+        entry = LayerClass((0,), 2.0, 4.0, sites, (Section("behind", ("a/0",), ("in/0",), 1.5, peak_mib=60),))
+        told = simulate(profile([entry]), plan(profile([entry]), {(0,): {}}, l0=("behind",)))
+        assert (told.peak_gib, told.peak_at) == (gib(10 + 100 + 60), "backward of layer 0, micro-batch 0")
+
+    def test_sites_of_a_section_run_together_without_being_told(self) -> None:
+        """As the engine makes them again: the cost of one is that of all."""
+        sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 2.0, 3.0), site("b/0", 40, 1.5, 1.0, 2.0))
+        section = Section("behind a/0", ("a/0", "b/0"), ("in/0",), 1.5, 60)
+        entry = LayerClass((0,), 2.0, 4.0, sites, (section, Section("layer", ("a/0", "b/0"), ("in/0",), 9.0)))
+        both = layer_script(entry, {"a/0": Action.RECOMPUTE, "b/0": Action.RECOMPUTE}, ())
+        assert both == layer_script(entry, {}, ("behind a/0",))
+        assert [(one.at_ms, one.cost_ms, one.mib, one.peak_mib) for one in both.rebuilds] == [(1.0, 1.5, 140, 60)]
+        alone = layer_script(entry, {"a/0": Action.RECOMPUTE}, ())
+        assert [(one.at_ms, one.cost_ms, one.mib, one.peak_mib) for one in alone.rebuilds] == [(2.0, 1.5, 100, 60)]
+        with pytest.raises(UsageError, match="there is no recipe"):
+            layer_script(replace(entry, sections=entry.sections[1:]), {"a/0": Action.RECOMPUTE}, ())
 
     def test_what_a_recipe_reads_is_waited_for(self) -> None:
         sites = (

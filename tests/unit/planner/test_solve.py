@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.swap.plan import parse_layers
+from megatron.swap.plan import LAYER_SECTION, parse_layers
 from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.profile import LayerClass, Profile
+from megatron.swap.planner.profile import LayerClass, Outside, Profile, Section
 from megatron.swap.planner.program import Program, bound_windows
 from megatron.swap.planner.shape import shape_profile
 from megatron.swap.planner.simulate import simulate
@@ -100,14 +101,14 @@ def test_more_memory_is_never_slower(seed: int) -> None:
 
 
 def six_layers(host_gib: float | None = None) -> Profile:
-    """Each saves 100 MiB in a forward of 2 ms, which is what copying takes; recomputing it takes 1 ms."""
+    """Each saves 100 MiB in a forward of 2 ms, as copying takes; recomputing it takes 1 ms. The loss takes as much."""
     entry = LayerClass(tuple(range(6)), 2.0, 4.0, (site("a/0", 50, 0.5, 2, 3, recompute_ms=0.5),
                                                    site("b/0", 50, 1.5, 0, 1, recompute_ms=0.5)))  # fmt: skip
-    return profile([entry], host_gib=host_gib)
+    return profile([entry], host_gib=host_gib, outside=Outside(0, 0, 0, 0, 100 / 1024))
 
 
 def test_host_memory_is_a_budget_too() -> None:
-    budget = 400 / 1024
+    budget = 500 / 1024
     free, bound = solve(six_layers(), budget), solve(six_layers(host_gib=100 / 1024), budget)
     assert free.prediction.recompute_ms == 0
     assert free.prediction.host_gib == pytest.approx(200 / 1024)
@@ -117,7 +118,7 @@ def test_host_memory_is_a_budget_too() -> None:
 
 
 def test_the_earliest_layers_swap() -> None:
-    solution = solve(six_layers(), 400 / 1024)
+    solution = solve(six_layers(), 500 / 1024)
     swapped = [entry for entry in solution.plan.classes if "swap" in {s.action for s in entry.sites.values()}]
     assert [parse_layers(entry.layers) for entry in swapped] == [(0, 1)]
     assert solution.prediction.step_ms == simulate(six_layers(), empty_plan(six_layers())).step_ms
@@ -145,6 +146,18 @@ def test_a_section_is_written_into_the_plan() -> None:
         stays = {one.site for one in of.layers[0].sites if one.stays}
         actions = plan.sites(layer)
         assert all(actions[name] is Action.RECOMPUTE for name in freed - stays)
+
+
+def test_a_section_of_sites_without_recipes_is_planned_by_its_sites() -> None:
+    """So training can carry it out: it knows no section but the whole layer."""
+    sites = (site("in/0", 10, 0.1, 3, 4), site("a/0", 100, 1, 2, 3), site("b/0", 40, 1.5, 1, 2))
+    behind = Section("behind a/0", ("a/0", "b/0"), ("in/0",), 0.5)
+    for section, named in ((behind, ()), (replace(behind, name=LAYER_SECTION), (LAYER_SECTION,))):
+        of = profile([LayerClass((0, 1, 2, 3), 2, 4, sites, (section,))])
+        plan = solve(of, smallest_budget(of)).plan
+        again = [layer for layer in range(4) if Action.RECOMPUTE in plan.sites(layer).values()]
+        assert again
+        assert {plan.sections(layer) for layer in again} == {named}
 
 
 @pytest.mark.parametrize(("rank", "chunks"), [(0, 1), (1, 1), (3, 1), (0, 2), (3, 2)])
