@@ -1,4 +1,4 @@
-"""The trainer, recorded: a policy by name or by plan file, a profile of two steps at the end."""
+"""The trainer, recorded under the policy that a flag names: a profile of two steps at the end."""
 
 # ruff: noqa: E402
 
@@ -20,43 +20,40 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.swap.arguments import add_swap_args
 from megatron.swap.attention import sdpa_layer_spec
 from megatron.swap.config import SwapConfig
-from megatron.swap.plan import Model, Plan, load_plan
 from megatron.swap.planner.build import build_profile
+from megatron.swap.planner.flags import model_of
 from megatron.swap.planner.profile import Device, Link, Pipeline, save_profile
 from megatron.swap.policy import Policy
 from megatron.swap.session import SwapSession
-from megatron.swap.types import Action, Site
+from megatron.swap.switch import SafePolicy
+from megatron.swap.types import MIB, PRODUCERS, Action, Site
 from pretrain_gpt_swap import forward_step, provide_datasets
 
-WHAT = {"keep": Action.KEEP, "swap": Action.SWAP, "recompute": Action.RECOMPUTE}
+WHAT = {"keep": Action.KEEP, "swap": Action.SWAP}
 FIRST, LAST = 2, 3
 """Steps that are recorded."""
 
 
 class Hooked(Policy):
-    """All layers are hooked; ``what`` happens to every site, or what ``plan`` says."""
+    """All layers are hooked, and ``what`` happens to every site."""
 
-    def __init__(self, what: Action | None, plan: Plan | None) -> None:
-        self._what, self._plan = what, plan
+    def __init__(self, what: Action) -> None:
+        self._what = what
 
     def swaps_layer(self, layer: int) -> bool:
-        return self._plan.swaps_layer(layer) if self._plan is not None else self._what is Action.SWAP
+        return self._what is Action.SWAP
 
     def recomputes_layer(self, layer: int) -> bool:
         return True
 
     def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
-        if self._plan is not None:
-            return self._plan.action(site)
-        assert self._what is not None
         return self._what
 
 
 class RecordingSession(SwapSession):
     def __init__(self, args: Namespace, config: SwapConfig) -> None:
         super().__init__(args, config)
-        what = WHAT.get(args.record_policy)
-        self._policy = Hooked(what, None if what is not None else load_plan(args.record_policy))  # type: ignore[assignment]
+        self._policy = policy_of(args.record_policy, int(config.min_mib * MIB))
 
     def _on_iteration(self, iteration: int, *others: Any) -> None:
         super()._on_iteration(iteration, *others)
@@ -75,21 +72,18 @@ class RecordingSession(SwapSession):
                 Device("cpu", 1.0),
                 num_micro_batches=args.global_batch_size // args.micro_batch_size // args.data_parallel_size,
                 source="recorded",
+                min_mib=self.config.min_mib,
                 pipeline=Pipeline(size, rank, (tuple(range(rank * deep, rank * deep + deep)),)),
             )
             save_profile(profile, f"profile-{rank}.json")
 
 
-def model_of(args: Namespace) -> Model:
-    return Model(
-        args.num_layers, args.hidden_size, args.ffn_hidden_size, args.num_attention_heads, args.num_attention_heads,
-        args.seq_length, args.micro_batch_size, args.padded_vocab_size, "local", "fp32", args.swiglu,
-        args.num_experts, pipeline_parallel=args.pipeline_model_parallel_size,
-    )  # fmt: skip
+def policy_of(name: str, min_bytes: int) -> Policy:
+    return SafePolicy(min_bytes, PRODUCERS) if name == "safe" else Hooked(WHAT[name])
 
 
 def add_args(parser: Any) -> Any:
-    parser.add_argument("--record-policy", required=True)
+    parser.add_argument("--record-policy", required=True, choices=[*WHAT, "safe"])
     return add_swap_args(parser)
 
 

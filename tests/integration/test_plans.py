@@ -28,8 +28,6 @@ from tests.integration.test_training import LLAMA, MOE
 HIDDEN_BYTES = 64 * 2 * 64 * 4
 """Sequence 64, micro-batch 2, width 64, fp32."""
 HIDDEN_MIB = HIDDEN_BYTES / 2**20
-LOG_SUM_EXP_BYTES = 64 * 2 * 4 * 4
-"""A number for each token and head."""
 NORMS = ("self_attention.linear_qkv/0", "mlp.linear_fc1/0")
 FC1_OUTPUT, ACTIVATION_OUTPUT = "mlp/0", "mlp.linear_fc2/0"
 
@@ -136,7 +134,7 @@ def test_what_is_written_is_what_was_done(trainer: Trainer) -> None:
 
 
 def test_a_plan_that_is_not_for_this_run_is_told_and_trains_to_the_bit(trainer: Trainer, tmp_path: Path) -> None:
-    odd = PlanClass("0-3", {"mlp/7": swap(), FC1_OUTPUT: swap(0.1), "self_attention.core_attention/3": AGAIN,
+    odd = PlanClass("0-3", {"mlp/7": swap(), FC1_OUTPUT: swap(0.1), "self_attention.core_attention/4": AGAIN,
                             "input_layernorm/0": KEEP})  # fmt: skip
     run = by_plan(trainer, tmp_path, "", plan_for("", odd))
     assert_same_training(trainer.unswapped(), run)
@@ -145,11 +143,11 @@ def test_a_plan_that_is_not_for_this_run_is_told_and_trains_to_the_bit(trainer: 
     assert ("swap: --swap-plan: layers 0-3: of another size than planned, so what the plan predicts does not hold: "
             "mlp/0 (0.12 MiB, planned 0.10 MiB)") in told  # fmt: skip
     assert any(line.startswith("swap: --swap-plan: layers 0-3: saved, but not in the plan, so kept: ") for line in told)
-    assert any("not recomputed: layers.0/self_attention.core_attention/3 and 3 more" in line for line in told)
+    assert any("not recomputed: layers.0/self_attention.core_attention/4 and 3 more" in line for line in told)
     assert len(told) == 4, told
     # It was to be recomputed and cannot be: swapped, since the layer swaps.
     first = run.summary["layers"][0]["swapped_out_bytes"]
-    assert first == 2 * (4 * HIDDEN_BYTES + LOG_SUM_EXP_BYTES)
+    assert first == 2 * (4 + 1) * HIDDEN_BYTES
 
 
 def test_experts(trainer: Trainer, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from megatron.swap.autograd import RecordedTensor
 from megatron.swap.observer import Observer
 from megatron.swap.planner.timeline import Timeline
 from megatron.swap.recording import Event, Recording, SavedStorage, What
-from megatron.swap.types import ACTIVATION, NORM, SwapError
+from megatron.swap.types import ACTIVATION, NORM, PRODUCERS, SwapError
 from tests.engine import (
     HIDDEN,
     TOKENS,
@@ -30,6 +30,7 @@ from tests.engine import (
     stack,
     train_step,
 )
+from tests.unit.test_recipe_chains import Rotary, telling
 
 POLICIES: dict[str, dict[str, Any]] = {
     "keep": {"swapped": []},
@@ -63,6 +64,34 @@ def storages(recording: Recording) -> list[SavedStorage]:
 
 def described(storage: SavedStorage) -> tuple[object, ...]:
     return storage.run.label, storage.site, storage.num_bytes, storage.is_input, storage.stays
+
+
+def lives_of(recording: Recording) -> dict[SavedStorage, list[What]]:
+    """What happened to each storage, in order: none comes twice, goes twice, or is forgotten."""
+    held: dict[SavedStorage, int] = {}
+    lives: dict[SavedStorage, list[What]] = {}
+    for event in recording.events:
+        if event.storage is not None:
+            lives.setdefault(event.storage, []).append(event.what)
+        if event.storage is not None and event.what in (What.SAVED, What.ARRIVED):
+            assert not held.get(event.storage), f"{event.storage.site} came twice"
+            held[event.storage] = event.num_bytes
+        elif event.storage is not None and event.what is What.FREED:
+            assert held.pop(event.storage) == event.num_bytes
+    # The input of the first layer of a chunk is the schedule's.
+    assert all(storage.stays and storage.is_input for storage in held)
+    for storage, life in lives.items():
+        if storage.is_on_the_way:
+            assert life == [What.ARRIVED, What.FREED]
+            continue
+        assert life[0] is What.SAVED
+        assert What.ASKED in life, storage.site
+        if not storage.stays:
+            assert life[-1] is What.FREED, storage.site
+            in_forward = life[: life.index(What.ASKED)].count(What.FREED)
+            # What has left comes back: a copy before it is asked for, a kernel's output behind that.
+            assert life.count(What.FREED) == 1 + in_forward == 1 + life.count(What.ARRIVED), storage.site
+    return lives
 
 
 SCHEDULES = {
@@ -107,27 +136,8 @@ class TestUnderAnyPolicy:
     @pytest.mark.parametrize("policy", POLICIES)
     def test_the_life_of_a_storage(self, schedule: str, policy: str) -> None:
         steps, chunks = steps_of(schedule)
-        recording = record(stack(5), steps, num_steps=1, chunks=chunks, **POLICIES[policy])
-        held: dict[SavedStorage, int] = {}
-        lives: dict[SavedStorage, list[What]] = {}
-        for event in recording.events:
-            if event.storage is not None:
-                lives.setdefault(event.storage, []).append(event.what)
-            if event.storage is not None and event.what in (What.SAVED, What.ARRIVED):
-                assert not held.get(event.storage), f"{event.storage.site} came twice"
-                held[event.storage] = event.num_bytes
-            elif event.storage is not None and event.what is What.FREED:
-                assert held.pop(event.storage) == event.num_bytes
-        # The input of the first layer of a chunk is the schedule's.
-        assert all(storage.stays and storage.is_input for storage in held)
-        for storage, life in lives.items():
-            assert life[0] is What.SAVED
-            assert What.ASKED in life, storage.site
-            if not storage.stays:
-                assert life[-1] is What.FREED, storage.site
-                in_forward = life[: life.index(What.ASKED)].count(What.FREED)
-                # What has left comes back: a copy before it is asked for, a kernel's output behind that.
-                assert life.count(What.FREED) == 1 + in_forward == 1 + life.count(What.ARRIVED), storage.site
+        lives = lives_of(record(stack(5), steps, num_steps=1, chunks=chunks, **POLICIES[policy]))
+        assert len(lives) == len({mb for _, _, mb in steps}) * 5 * 13
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_not_a_bit_changes(self, schedule: str, policy: str) -> None:
@@ -284,6 +294,41 @@ class TestRecipes:
         for policy in POLICIES.values():
             read = Timeline(record(stack(5), one_after_the_other(2), **policy))
             assert {level for one in read.passes for level in one.temporaries.values()} == {0}
+
+
+    @pytest.mark.parametrize("swapped", [[], [0, 1, 2]], ids=["keep", "swap"])
+    def test_what_is_made_on_the_way_comes_and_goes_in_backward(self, swapped: list[int]) -> None:
+        layers = stack(3, lambda: Rotary(True))
+        with Engine(layers, observer=Observer(), recorded=True, swapped=swapped, recompute=PRODUCERS) as engine:
+            assert engine.recorder is not None
+            telling(engine, layers)
+            train_step(layers, one_after_the_other(2))
+            engine.recorder.start(1)
+            train_step(layers, one_after_the_other(2))
+            engine.recorder.step_ended(2)
+            lives = lives_of(engine.recorder.stop())
+        assert sum(storage.is_on_the_way for storage in lives) == 3 * 2
+        assert {storage.num_bytes for storage in lives if storage.is_on_the_way} == {3 * F4}
+        for storage in lives:
+            parts = storage.site.startswith("attention/") and not storage.is_on_the_way
+            assert storage.through == (("attention/0+1",) if parts else ())
+
+
+class TestWholeLayers:
+    @pytest.mark.parametrize("policy", ["keep", "swap", "swap and recompute"])
+    def test_their_inputs_are_all_that_they_save(self, policy: str) -> None:
+        layers = stack(5)
+        plain = train_step(copy.deepcopy(layers), one_after_the_other(2))
+        recording = record(layers, one_after_the_other(2), 1, whole=[1, 3], **POLICIES[policy])
+        assert train_step(layers, one_after_the_other(2)).same_as(plain)
+        found = [storage for storage in lives_of(recording) if storage.run.layer in (1, 3)]
+        assert [(one.run.label, one.site, one.num_bytes) for one in found] == [
+            (f"layers.{layer} mb{mb}", "checkpoint/0", F4) for mb in (0, 1) for layer in (1, 3)
+        ]
+        again = [one.of for one in recording.events if one.what is What.WORK_BEGIN and one.work == "recompute"]
+        assert [of for of in again if "/" not in of] == [
+            f"layers.{layer} mb{mb}" for mb in (0, 1) for layer in (3, 1)
+        ]
 
 
 class TestOnAndOff:

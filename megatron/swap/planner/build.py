@@ -18,6 +18,7 @@ from megatron.swap.planner.profile import (
 )
 from megatron.swap.planner.timeline import Moment, Pass, Timeline
 from megatron.swap.recording import Recording, What
+from megatron.swap.sites import CHECKPOINT_PATH
 from megatron.swap.types import GIB, MIB, SwapError
 
 SAME_SIZE = 0.01
@@ -47,7 +48,8 @@ def build_profile(
         whole_layers: the engine can run whole layers again: each gets a section ``layer``.
 
     Raises:
-        SwapError: the recording has no whole pass of a layer, or a layer whose saved tensors were not seen.
+        SwapError: the recording has no forward of a layer with its backward, or a layer whose saved tensors were not
+            seen: not hooked, or recomputed as a whole.
     """
     read = Timeline(recording)
     passes = [one for one in read.passes if one.is_whole]
@@ -83,6 +85,11 @@ def _classes(passes: Sequence[Pass], min_mib: float) -> list[tuple[int, ...]]:
         sites = _sites(mine)
         if not sites:
             raise SwapError(f"layer {layer}: nothing that it saves was seen. Hook all layers while recording.")
+        if any(site.startswith(f"{CHECKPOINT_PATH}/") for site in sites):
+            raise SwapError(
+                f"layer {layer} was recomputed as a whole, so what it saves was not seen: record under a policy that "
+                "recomputes single sites."
+            )
         sizes = {site: _smallest_and_largest(mine, site) for site in sites}
         kind = tuple((site, _stays(mine, site, min_mib), _needs(mine, site)) for site in sites)
         for numbers, other_kind, other_sizes in classes:

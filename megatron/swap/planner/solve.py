@@ -245,7 +245,7 @@ def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
             elif action.startswith("section"):
                 cost = next(part.recompute_ms for part in entry.sections if action == f"section {part.name}")
                 action, why = "recompute", f"{action}: {cost:.2f} ms for all of it"
-            sites[site.site] = SitePlan(action, round(site.mib, 3), why)  # type: ignore[arg-type]
+            sites[site.site] = SitePlan(action, round(site.mib, 6), why)  # type: ignore[arg-type]
         named = tuple(part.name for part in entry.sections if part.name in sections and not _follows(entry, part))
         classes.append(PlanClass(format_layers(layers), sites, named))
     return Plan(profile.model, None, None, None, tuple(classes))

@@ -325,6 +325,13 @@ class TestAStep:
         assert simulate(profile, plan(profile, {(0,): {"out/0": "recompute"}})).recompute_ms == 1.5
 
 
+def test_a_layer_that_was_recomputed_as_a_whole_is_refused() -> None:
+    layer = Layer(3)
+    layer.inner.site = "checkpoint/0"
+    with pytest.raises(SwapError, match=r"layer 3 was recomputed as a whole, .* recomputes single sites\."):
+        built(steps(Script(), [[layer]]))
+
+
 def test_a_recording_of_nothing_is_refused() -> None:
     script = Script().note(What.STEP).note(What.STEP)
     with pytest.raises(SwapError, match="record whole training steps"):
