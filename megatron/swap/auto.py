@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,11 +28,18 @@ from megatron.swap.planner.solve import Infeasible, solve
 from megatron.swap.policy import PlanPolicy
 from megatron.swap.ranks import Ranks
 from megatron.swap.recorder import Recorder
-from megatron.swap.stages import DRIFT, Stage, Stages, Step
+from megatron.swap.stages import DRIFT, Stage, Stages, Step, Workload
 from megatron.swap.step_clock import StepClock
 from megatron.swap.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.tiers.base import Tier
 from megatron.swap.types import GIB, MIB, format_bytes
+
+
+class _Measured(NamedTuple):
+    """Of a workload, on this rank: while it was recorded."""
+
+    profile: Profile
+    footprint: Footprint
 
 
 class AutoPlan:
@@ -66,9 +73,8 @@ class AutoPlan:
         self._budget_gib = config.budget_gib(device_gib)
         self._say = say
         self._link: Link | None = None
-        self._profile: Profile | None = None
         self._recorded = Footprint(())
-        self._num_forwards = 0
+        self._num_micro_batches = 0
         self._undo: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------------ set-up
@@ -81,12 +87,14 @@ class AutoPlan:
         recorder: Recorder,
         footprint: FootprintMeter,
         pipeline_rank: int,
+        num_micro_batches: Callable[[], int],
         host_bytes: int,
         take_peak: Callable[[], tuple[int, int]],
     ) -> None:
         """The model is built and its boundaries stand: the first step follows the plan that holds least.
 
         Args:
+            num_micro_batches: of the step that runs.
             host_bytes: what this rank may book.
             take_peak: bytes held at most since the last call, and now; where the device cannot tell what it reserves.
         """
@@ -96,6 +104,7 @@ class AutoPlan:
         self._recorder = recorder
         self._footprint = footprint
         self._pipeline_rank = pipeline_rank
+        self._get_num_micro_batches = num_micro_batches
         self._host_gib = host_bytes / GIB
         self._take_peak = take_peak
         self._ranks = Ranks()
@@ -111,12 +120,15 @@ class AutoPlan:
 
     def _chunk_begins(self, *_: object) -> None:
         if torch.is_grad_enabled():
-            self._num_forwards += 1
             self._clock.begin()
             self._footprint.begin_chunk()
+            self._num_micro_batches = self._get_num_micro_batches()
+            expected = self._stages.expected
+            if expected is not None and self._num_micro_batches > expected.num_micro_batches:
+                self._is_larger()  # a pipeline may hold more of them at once
 
     def _is_larger(self) -> None:
-        """In mid-forward: more is saved than is planned for. The rest of the step keeps as little as it can."""
+        """In a forward: more is saved than is planned for. The rest of the step keeps as little as it can."""
         self.policy.is_short = True
 
     def close(self) -> None:
@@ -133,32 +145,35 @@ class AutoPlan:
             Infeasible: no plan fits the budget.
         """
         stages, before, stage = self._stages, self._stages.plan, self._stages.stage
-        footprint = self._footprint.take().filled_from(self._recorded)
+        footprint = self._footprint.take()
+        if stages.expected is not None:
+            footprint = footprint.filled_from(stages.expected.measured.footprint)
+        elif stages.recording:
+            self._recorded = self._recorded.or_more(footprint)
         ms = self._clock.end(wait=stage is not Stage.STABLE)
-        step = Step(number, ms, self._peak_gib(), footprint.num_tensors, footprint.num_bytes / MIB)
-        self._num_micro_batches = self._num_forwards // max(1, len(self._boundaries.chunks()))
-        self._num_forwards = 0
-        if stages.plan is None:
-            self._recorded = footprint
+        saved_mib = footprint.num_bytes / MIB
+        step = Step(number, ms, self._peak_gib(), footprint.num_tensors, saved_mib, self._num_micro_batches)
         stages.step_ended(self._ranks.worst(step))
         if self._recorder.on and not stages.recording:
             self._recorder.abandon()
         if stages.plan is not before:
-            self._follow(stages.plan, footprint)
+            self._follow(stages.plan)
         elif self.policy.is_short:
             self.policy.is_short = False
             self._boundaries.follow_policy()
         if stages.recording and not self._recorder.on:
+            self._recorded = Footprint(())
             self._device.give_back()  # what trials and first uses took tells nothing of what a step needs
             self._recorder.start(number + 1)
         if stages.stage is Stage.STABLE and stages.stage is not stage:
             self._save()
 
-    def _follow(self, plan: Plan | None, footprint: Footprint) -> None:
+    def _follow(self, plan: Plan | None) -> None:
         """The next step follows ``plan``; what the allocator holds for the last one goes back."""
         self.policy.follow(self._safe if plan is None else PlanPolicy(plan))
         self._boundaries.follow_policy()
-        self._footprint.expect(None if plan is None else footprint, 1 + DRIFT, self._is_larger)
+        expected = self._stages.expected
+        self._footprint.expect(None if expected is None else expected.measured.footprint, 1 + DRIFT, self._is_larger)
         self._clock.forget()
         self._device.give_back()
 
@@ -171,32 +186,32 @@ class AutoPlan:
 
     # -------------------------------------------------------------------- plans
 
-    def _make_plans(self, budget_gib: float) -> list[Plan]:
-        """The best plans of the whole model, the same on all ranks.
+    def _make_plans(self, workload: Workload, budget_gib: float) -> list[Plan]:
+        """The best plans of the whole model for ``workload``, the same on all ranks.
 
         Raises:
             Infeasible: some stage has none.
         """
         if self._recorder.on:
-            self._profile = self._build_profile()
-        assert self._profile is not None
-        of_ranks = self._ranks.gather((self._pipeline_rank, self._profile))
+            workload.measured = _Measured(self._build_profile(), self._recorded)
+        profile: Profile = workload.measured.profile
+        of_ranks = self._ranks.gather((self._pipeline_rank, profile))
         leaders: dict[int, int] = {}
-        for rank, (stage, profile) in enumerate(of_ranks):
-            if stage not in leaders or profile.num_mib > of_ranks[leaders[stage]][1].num_mib:
+        for rank, (stage, one) in enumerate(of_ranks):
+            if stage not in leaders or one.num_mib > of_ranks[leaders[stage]][1].num_mib:
                 leaders[stage] = rank
         self._leaders = set(leaders.values())
-        mine: list[Plan] | Infeasible = []
+        mine: list[Plan] | tuple[str, float] = []
         if leaders[self._pipeline_rank] == self._ranks.rank:
             try:
-                mine = list(solve(self._profile, budget_gib, self._config.max_candidates).plans)
+                mine = list(solve(profile, budget_gib, self._config.max_candidates).plans)
             except Infeasible as error:
-                mine = error
+                mine = str(error), error.smallest_gib  # such an exception cannot be sent
         answers = self._ranks.gather(mine)
         of_stages: list[list[Plan]] = []
         for answer in (answers[leaders[stage]] for stage in sorted(leaders)):
-            if isinstance(answer, Infeasible):
-                raise answer
+            if isinstance(answer, tuple):
+                raise Infeasible(*answer)
             of_stages.append(answer)
         most = max(len(plans) for plans in of_stages)
         return [merged([plans[min(i, len(plans) - 1)] for plans in of_stages]) for i in range(most)]
@@ -205,6 +220,8 @@ class AutoPlan:
         recording = self._recorder.stop()
         if self._link is None:
             self._link = slowest_link(self._device, measure_link(self._device, self._tier))
+        saving = {entry.layer for entry in self._recorded.layers if entry.num_tensors}  # frozen ones may save nothing
+        chunks = tuple(tuple(layer for layer in chunk if layer in saving) for chunk in self._boundaries.chunks())
         return build_profile(
             recording,
             self._model,
@@ -213,18 +230,20 @@ class AutoPlan:
             num_micro_batches=self._num_micro_batches,
             source=f"measured in {recording.num_steps} steps of a run with budget {self._budget_gib:g} GiB",
             host_gib=self._host_gib,
-            pipeline=Pipeline(self._model.pipeline_parallel, self._pipeline_rank, self._boundaries.chunks()),
+            pipeline=Pipeline(self._model.pipeline_parallel, self._pipeline_rank, chunks),
             min_mib=self._config.min_mib,
             whole_layers=True,
         )
 
     def _save(self) -> None:
         """Plan and profile are written as soon as the plan stands: the plan once, the profile of each stage once."""
-        plan, profile, config = self._stages.plan, self._profile, self._config
+        workload, config = self._stages.expected, self._config
+        assert workload is not None
+        plan, profile = workload.best, workload.measured.profile
         try:
             if config.save_plan is not None and plan is not None and self._ranks.rank == 0:
                 save_plan(plan, _folder_made(Path(config.save_plan)))
-            if config.save_profile is not None and profile is not None and self._ranks.rank in self._leaders:
+            if config.save_profile is not None and self._ranks.rank in self._leaders:
                 path = Path(config.save_profile)
                 if len(self._leaders) > 1:
                     path = path.with_name(f"{path.stem}.stage-{self._pipeline_rank}{path.suffix}")

@@ -350,14 +350,14 @@ class LayerBoundary:
         manager = self._manager
         with manager.ranges.forward(self.layer):
             group = manager.begin_forward(self.layer, self._place)
+            hidden = kwargs.get("hidden_states", args[0] if args else None)
             if manager.ranges.on:
-                hidden = kwargs.get("hidden_states", args[0] if args else None)
                 _tell_end_of_backward(manager.ranges, group, hidden)
                 self._saved_tensors.called_with(group, hidden)
+            self._saved_tensors.footprint.begin_layer(hidden.nbytes if isinstance(hidden, torch.Tensor) else 0)
             with self._saved_tensors_context(group):
                 result = self._run(group, args, kwargs)
-            if self._checkpoint is None:
-                self._saved_tensors.footprint.end_layer(self.layer)
+            self._saved_tensors.footprint.end_layer(self.layer, whole=self._checkpoint is not None)
             manager.end_forward(group)
         mark = lambda hidden: _Leave.apply(hidden, lambda: manager.begin_backward(group))  # noqa: E731
         if isinstance(result, tuple):
@@ -389,7 +389,6 @@ class LayerBoundary:
     def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:
         # Read anew each time: Megatron moves parameters into its buffers after the model is built.
         constants = frozenset(tensor.untyped_storage()._cdata for tensor in self._constants)
-        self._saved_tensors.footprint.begin_layer()
         names = self._names
         if self._checkpoint is not None:
             ordinals = count()

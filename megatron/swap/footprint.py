@@ -1,74 +1,76 @@
-"""What a step saved, layer by layer, in two numbers each: cheap enough to count always, enough to see a change."""
+"""What a step saved, layer by layer, in a few numbers each: cheap enough to count always, enough to see a change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Change:
-    """From one step to another.
+class LayerFootprint(NamedTuple):
+    """A layer's: what it saved, each the most of all its micro-batches.
 
     Attributes:
-        sites: layers came or went, or a layer saves another number of tensors.
-        layer: whose bytes changed most, of the layers that both have; ``None``: none did.
-        ratio: its bytes now to those before.
+        num_tensors, num_bytes: 0 of a layer that is recomputed whole: what it would save is not seen.
+        input_bytes: of the hidden states that it was called with.
     """
 
-    sites: bool
-    layer: int | None = None
-    ratio: float = 1.0
-
-    def exceeds(self, share: float) -> bool:
-        """Whether sites changed, or a layer's bytes by more than ``share`` of what they were."""
-        return self.sites or abs(self.ratio - 1) > share
+    layer: int
+    num_tensors: int
+    num_bytes: int
+    input_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """A step's: ``layers`` has (layer, tensors, bytes), each the most of all its micro-batches.
+    """A step's.
 
-    Bytes are those of the storages, counted for every tensor that was saved on them. Equal whatever the policy did, and
-    hashable.
+    Bytes are those of the storages, counted for every tensor that was saved on them. Equal whatever the policy did, but
+    for layers that are recomputed whole, and hashable.
     """
 
-    layers: tuple[tuple[int, int, int], ...]
+    layers: tuple[LayerFootprint, ...]
 
     @property
     def num_bytes(self) -> int:
         """Of all layers."""
-        return sum(num_bytes for _, _, num_bytes in self.layers)
+        return sum(entry.num_bytes for entry in self.layers)
 
     @property
     def num_tensors(self) -> int:
         """Of all layers."""
-        return sum(num_tensors for _, num_tensors, _ in self.layers)
+        return sum(entry.num_tensors for entry in self.layers)
 
-    def filled_from(self, other: Footprint) -> Footprint:
-        """With the layers of ``other`` that it has not: those that were recomputed whole saved nothing to count."""
-        layers = {entry[0]: entry for entry in (*other.layers, *self.layers)}
+    def filled_from(self, measured: Footprint) -> Footprint:
+        """With what ``measured`` has of the layers that were recomputed whole, in proportion to their inputs."""
+        known = {entry.layer: entry for entry in measured.layers}
+        return Footprint(tuple(_filled(entry, known.get(entry.layer, entry)) for entry in self.layers))
+
+    def or_more(self, other: Footprint) -> Footprint:
+        """Of each layer the most of both."""
+        layers = {entry.layer: entry for entry in self.layers}
+        for entry in other.layers:
+            layers[entry.layer] = _most(layers.get(entry.layer, entry), entry)
         return Footprint(tuple(layers[layer] for layer in sorted(layers)))
 
-    def change_from(self, earlier: Footprint) -> Change:
-        """What is different from ``earlier``."""
-        before = {layer: (num_tensors, num_bytes) for layer, num_tensors, num_bytes in earlier.layers}
-        now = {layer: (num_tensors, num_bytes) for layer, num_tensors, num_bytes in self.layers}
-        sites = before.keys() != now.keys() or any(before[layer][0] != now[layer][0] for layer in before)
-        ratios = {
-            layer: now[layer][1] / before[layer][1]
-            for layer in before.keys() & now.keys() if before[layer][1] and before[layer][1] != now[layer][1]
-        }  # fmt: skip
-        largest = max(sorted(ratios), key=lambda layer: abs(ratios[layer] - 1), default=None)
-        return Change(sites) if largest is None else Change(sites, largest, ratios[largest])
+
+def _most(one: LayerFootprint, other: LayerFootprint) -> LayerFootprint:
+    return LayerFootprint(*map(max, one, other))
+
+
+def _filled(entry: LayerFootprint, measured: LayerFootprint) -> LayerFootprint:
+    if entry.num_tensors or not measured.input_bytes:
+        return entry
+    num_bytes = measured.num_bytes * entry.input_bytes // measured.input_bytes
+    return LayerFootprint(entry.layer, measured.num_tensors, num_bytes, entry.input_bytes)
 
 
 class FootprintMeter:
     """Counts the footprint of the step that runs."""
 
     def __init__(self) -> None:
-        self._num_tensors = self._num_bytes = 0
-        self._layers: dict[int, tuple[int, int]] = {}
+        self._num_tensors = self._num_bytes = self._input_bytes = 0
+        self._layers: dict[int, LayerFootprint] = {}
         self._limits: dict[int, float] = {}
         self._above_bytes = 0.0
         self._exceeded: Callable[[], None] | None = None
@@ -79,31 +81,34 @@ class FootprintMeter:
         It is told in mid-forward, right after each layer up to which that is so. ``None``: no more.
         """
         layers = () if footprint is None else footprint.layers
-        self._limits = {layer: factor * num_bytes for layer, _, num_bytes in layers}
+        self._limits = {entry.layer: factor * entry.num_bytes for entry in layers}
         self._exceeded = exceeded
 
     def begin_chunk(self) -> None:
         """A forward of a model chunk begins."""
         self._above_bytes = 0.0
 
-    def begin_layer(self) -> None:
-        """A layer's forward begins; one that broke off before counts for nothing."""
+    def begin_layer(self, input_bytes: int = 0) -> None:
+        """A layer's forward begins, with hidden states of ``input_bytes``; one that broke off counts for nothing."""
         self._num_tensors = self._num_bytes = 0
+        self._input_bytes = input_bytes
 
     def add(self, num_bytes: int) -> None:
         """The layer saved a tensor, on a storage of ``num_bytes``."""
         self._num_tensors += 1
         self._num_bytes += num_bytes
 
-    def end_layer(self, layer: int) -> None:
-        """``layer``'s forward is over."""
-        num_tensors, num_bytes = self._layers.get(layer, (0, 0))
-        self._layers[layer] = max(num_tensors, self._num_tensors), max(num_bytes, self._num_bytes)
-        self._above_bytes += self._num_bytes - self._limits.get(layer, self._num_bytes)
+    def end_layer(self, layer: int, whole: bool = False) -> None:
+        """``layer``'s forward is over. ``whole``: it runs again as a whole, so that what it saves was not seen."""
+        saved = (0, 0) if whole else (self._num_tensors, self._num_bytes)
+        entry = LayerFootprint(layer, *saved, self._input_bytes)
+        self._layers[layer] = _most(self._layers.get(layer, entry), entry)
+        if not whole:
+            self._above_bytes += self._num_bytes - self._limits.get(layer, self._num_bytes)
         if self._exceeded is not None and self._above_bytes > 0:
             self._exceeded()
 
     def take(self) -> Footprint:
         """The footprint since the last call: of a step, at its end."""
         layers, self._layers = self._layers, {}
-        return Footprint(tuple((layer, *layers[layer]) for layer in sorted(layers)))
+        return Footprint(tuple(layers[layer] for layer in sorted(layers)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.attention import CrossAttentionSubmodules, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -128,6 +129,11 @@ class Boundaries:
         self._layers.clear()
         self._chunks.clear()
         self._segments.clear()
+
+
+def num_micro_batches() -> int:
+    """Of the training step that runs."""
+    return int(get_num_microbatches())
 
 
 def pipeline_rank() -> int:

@@ -31,11 +31,13 @@ class Ranks:
         """``step`` as the worst rank saw it."""
         if self.number == 1:
             return step
-        figures = [UNKNOWN_MS if step.ms is None else step.ms, step.peak_gib, step.num_tensors, step.saved_mib]
+        ms = UNKNOWN_MS if step.ms is None else step.ms
+        figures = [ms, step.peak_gib, step.num_tensors, step.saved_mib, step.num_micro_batches]
         most = torch.tensor(figures, dtype=torch.float64)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self._group)
-        ms, *others = most.tolist()
-        return Step(step.number, None if ms == UNKNOWN_MS else ms, *others)
+        ms, peak_gib, num_tensors, saved_mib, num_micro_batches = most.tolist()
+        known_ms = None if ms == UNKNOWN_MS else ms
+        return Step(step.number, known_ms, peak_gib, num_tensors, saved_mib, int(num_micro_batches))
 
     def gather[T](self, item: T) -> list[T]:
         """``item`` of every rank, by rank."""

@@ -23,7 +23,7 @@ from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.host_memory import HostMemoryError, check_host_request, safe_host_bytes
 from megatron.swap.host_pool import HostPool
-from megatron.swap.layer import Boundaries, least_saved_bytes, pipeline_rank
+from megatron.swap.layer import Boundaries, least_saved_bytes, num_micro_batches, pipeline_rank
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
 from megatron.swap.plan_run import PlanRun
@@ -179,7 +179,7 @@ class SwapSession:
         if self._auto is not None:
             self._auto.begin(
                 self._boundaries, self._device, self._tier, self._recorder, saved_tensors.footprint,
-                pipeline_rank(), self._host_limit_bytes, self._take_peak,
+                pipeline_rank(), num_micro_batches, self._host_limit_bytes, self._take_peak,
             )  # fmt: skip
         if config.log_level != "quiet" and self._args.rank == 0:
             booked_bytes = self._tier.stats().booked_bytes

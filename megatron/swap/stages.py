@@ -14,22 +14,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from megatron.swap.plan import Plan
-from megatron.swap.types import GIB, format_bytes
+from megatron.swap.types import GIB, UsageError, format_bytes
 
 DRIFT = 0.05
 """Sizes and times that differ by more than this share are not those that were planned for."""
 RECORDED_STEPS = 2
+MAX_RECORDED_STEPS = 16
+"""So many are recorded while none is as large as the step for which it was begun: lengths may change every step."""
 SETTLING_STEPS = 1
 """After a switch the engine learns the order and sizes of what it moves: such a step is not judged."""
 PATIENCE_SMALLER = 3
 """Steps in a row with less to save before the plan follows: a plan for more fits, and lengths may alternate. Doubled
-each time that something new has to be measured for it."""
+each time that something new has to be measured for it, or that more comes back soon."""
+SOON = 4
+"""Times that patience, in steps."""
 PATIENCE_SLOWER = 20
 """Steps in a row that took too long before all is measured again; doubled each time that this changed nothing."""
 MAX_TIGHTENINGS = 3
-"""How often the solver gets a smaller budget because measured peaks were above the real one."""
+"""How often a workload gets a smaller budget because measured peaks were above the real one."""
 
 
 class Stage(Enum):
@@ -46,6 +51,7 @@ class Step:
         ms: ``None`` where it is not known yet.
         peak_gib: most memory that the device had to hold in it.
         num_tensors, saved_mib: what the largest micro-batch saved.
+        num_micro_batches: that the step had.
     """
 
     number: int
@@ -53,20 +59,33 @@ class Step:
     peak_gib: float
     num_tensors: float
     saved_mib: float
+    num_micro_batches: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Workload:
-    """Steps that save alike, and the plan for them."""
+    """Steps that save alike, and the plan for them.
+
+    Attributes:
+        measured: what whoever makes the plans has measured of it; nothing to the stages.
+        spare_gib: the solver gets so much less than the budget, because measured peaks were above it ...
+        num_tightened: ... so many times.
+    """
 
     num_tensors: float
     saved_mib: float
+    num_micro_batches: int
     best: Plan | None = None
     best_ms: float | None = None
+    measured: Any = None
+    spare_gib: float = 0.0
+    num_tightened: int = 0
 
     def has_sites_of(self, step: Step) -> bool:
-        """Whether the same tensors are saved, but for experts that get no token, say."""
-        return abs(step.num_tensors - self.num_tensors) <= DRIFT * self.num_tensors
+        """Whether the same tensors are saved, but for experts that get no token, say; and as often: a pipeline holds
+        more micro-batches at once where there are more."""
+        is_as_many = step.num_micro_batches == self.num_micro_batches
+        return is_as_many and abs(step.num_tensors - self.num_tensors) <= DRIFT * self.num_tensors
 
     def is_like(self, step: Step) -> bool:
         return self.has_sites_of(step) and abs(step.saved_mib - self.saved_mib) <= DRIFT * self.saved_mib
@@ -90,8 +109,8 @@ class Stages:
 
     Args:
         budget_gib: most memory that the device may hold.
-        make_plans: at most so many plans for what was recorded since the last call of it or of ``record``, the best
-            first, that the cost model puts below the given GiB. Called on all ranks alike. Raises ``Infeasible``.
+        make_plans: plans for a workload, the best first, that the cost model puts below the given GiB. The first time
+            that workload has just been recorded. Called on all ranks alike. Raises ``Infeasible``, a ``UsageError``.
         max_candidates: plans that are tried.
         say: told of every change of stage, for people.
         keeps_time: steps that have become slower mean something.
@@ -106,7 +125,7 @@ class Stages:
     def __init__(
         self,
         budget_gib: float,
-        make_plans: Callable[[float], Sequence[Plan]],
+        make_plans: Callable[[Workload, float], Sequence[Plan]],
         max_candidates: int,
         say: Callable[[str], None],
         keeps_time: bool = True,
@@ -129,8 +148,8 @@ class Stages:
         self._keeps_time = keeps_time
         self._patience_smaller = PATIENCE_SMALLER
         self._patience_slower = PATIENCE_SLOWER
-        self._spare_gib = 0.0
-        self._num_tightened = 0
+        self._reach_mib = 0.0
+        self._smaller_at: int | None = None
 
     @property
     def expected(self) -> Workload | None:
@@ -158,15 +177,20 @@ class Stages:
     def _profile(self, step: Step) -> None:
         if self._num_in_stage <= SETTLING_STEPS:
             self.recording = True
+            over_gib = step.peak_gib - self._budget_gib
+            if over_gib > 0:
+                self._say(f"while it is measured, the peak is {format_bytes(over_gib * GIB)} above the budget")
             return
         if self._current is not None and not self._current.has_sites_of(step):
-            self._begin_profile(step, "other tensors were saved while they were recorded")
+            self._begin_profile(step, "steps changed while they were recorded")
             return
-        before = self._current or Workload(0.0, 0.0)
+        before = self._current or Workload(0.0, 0.0, step.num_micro_batches)
         self._current = Workload(
-            max(step.num_tensors, before.num_tensors), max(step.saved_mib, before.saved_mib)
+            max(step.num_tensors, before.num_tensors), max(step.saved_mib, before.saved_mib), step.num_micro_batches
         )
-        if self._num_in_stage >= SETTLING_STEPS + RECORDED_STEPS:
+        num_recorded = self._num_in_stage - SETTLING_STEPS
+        is_reached = self._current.saved_mib >= (1 - DRIFT) * self._reach_mib or num_recorded >= MAX_RECORDED_STEPS
+        if num_recorded >= RECORDED_STEPS and is_reached:
             self.recording = False
             self._begin_search(step)
 
@@ -174,13 +198,15 @@ class Stages:
         self.plan = None
         self.recording = False
         self._current = None
+        self._reach_mib = step.saved_mib
         self._enter(step.number + 1, Stage.PROFILE, why)
 
     # ------------------------------------------------------------------- search
 
     def _begin_search(self, step: Step) -> None:
         assert self._current is not None
-        self._candidates = list(self._make_plans(self._budget_gib - self._spare_gib))[: self._max_candidates]
+        plans = self._make_plans(self._current, self._budget_gib - self._current.spare_gib)
+        self._candidates = list(plans)[: self._max_candidates]
         self._tried = []
         if len(self._candidates) == 1 and not moves(self._candidates[0]):
             self._settle(step, self._candidates[0], None, "the budget is above the need: nothing is swapped")
@@ -206,7 +232,7 @@ class Stages:
             best = min(fitting, key=lambda tried: tried.ms)
             self._settle(step, best.plan, best.ms, _described(best, self._tried.index(best) + 1, len(self._tried)))
         else:
-            self._tighten(step, min(tried.peak_gib for tried in self._tried))
+            self._tighten(step, min(self._tried, key=lambda tried: tried.peak_gib))
 
     def _settle(self, step: Step, plan: Plan, ms: float | None, note: str) -> None:
         assert self._current is not None
@@ -217,18 +243,29 @@ class Stages:
         self._num_smaller = self._num_slower = 0
         self._enter(step.number + 1, Stage.STABLE, note)
 
-    def _tighten(self, step: Step, peak_gib: float) -> None:
-        """A measured peak is above the budget: the solver gets less than that, by as much."""
-        over_gib = peak_gib - self._budget_gib
-        self._num_tightened += 1
-        self._spare_gib += over_gib
-        if self._num_tightened > MAX_TIGHTENINGS:
-            assert self.plan is not None
-            self._settle(step, self.plan, None, f"the peak stays {format_bytes(over_gib * GIB)} above the budget")
-            return
-        self._say(f"the peak was {format_bytes(over_gib * GIB)} above the budget: planned again with so much to spare")
-        self.num_replans += 1
-        self._begin_search(step)
+    def _tighten(self, step: Step, lowest: Tried) -> None:
+        """Even the lowest measured peak is above the budget: the solver gets less, by what it was wrong or more.
+
+        Where that leads to nothing training goes on by this plan: it runs, and ending it would lose what was trained.
+        """
+        current = self._current
+        assert current is not None
+        over_gib = lowest.peak_gib - self._budget_gib
+        wrong_gib = over_gib if lowest.plan.predicted is None else lowest.peak_gib - lowest.plan.predicted.peak_gib
+        over = format_bytes(over_gib * GIB)
+        current.num_tightened += 1
+        if current.num_tightened <= MAX_TIGHTENINGS:
+            current.spare_gib = max(current.spare_gib + over_gib, wrong_gib)
+            spare = format_bytes(current.spare_gib * GIB)
+            self._say(f"the peak was {over} above the budget: planned again with {spare} to spare")
+            self.num_replans += 1
+            try:
+                self._begin_search(step)
+                return
+            except UsageError:
+                current.num_tightened = MAX_TIGHTENINGS + 1
+        note = f"no plan was found that does better: the peak stays {over} above the budget"
+        self._settle(step, lowest.plan, None, note)
 
     # ------------------------------------------------------------------- stable
 
@@ -240,8 +277,9 @@ class Stages:
             return
         if not current.is_like(step) or self._num_in_stage <= SETTLING_STEPS:
             return
-        if step.peak_gib > self._budget_gib and self._num_tightened <= MAX_TIGHTENINGS:
-            self._tighten(step, step.peak_gib)
+        if step.peak_gib > self._budget_gib and current.num_tightened <= MAX_TIGHTENINGS:
+            assert self.plan is not None
+            self._tighten(step, Tried(self.plan, step.ms or 0.0, step.peak_gib))
             return
         if current.best_ms is None:
             current.best_ms = step.ms
@@ -268,8 +306,15 @@ class Stages:
         assert self._current is not None
         before, self._num_smaller = self._current, 0
         self.num_replans += 1
-        what = f"{before.saved_mib:,.0f} MiB a micro-batch became {step.saved_mib:,.0f}"
-        if not before.has_sites_of(step):
+        if before.covers(step):
+            self._smaller_at = step.number
+        elif self._smaller_at is not None and step.number - self._smaller_at <= SOON * self._patience_smaller:
+            self._patience_smaller *= 2
+            self._smaller_at = None
+        what = f"micro-batches save {step.saved_mib:,.1f} MiB each, not {before.saved_mib:,.1f}"
+        if step.num_micro_batches != before.num_micro_batches:
+            what = f"steps have {step.num_micro_batches} micro-batches, not {before.num_micro_batches}"
+        elif not before.has_sites_of(step):
             what = "other tensors are saved than before"
         known = next((one for one in self._workloads if one.is_like(step)), None)
         if known is not None and known.best is not None:

@@ -101,6 +101,8 @@ def layer_table(summary: dict[str, Any]) -> str:
         for layers, (out, back) in rows
     ]
     if not any(out for _, (out, _) in rows):
+        if summary.get("planning") is not None:
+            return " swap: the last step swapped nothing: its plan keeps everything or makes it again"
         return " swap: nothing was swapped: no saved tensor is as large as --swap-min-mib, or all layers are the tail"
     return table(shown, ("layers", "number", "out a step, each", "in a step, each", "out a step, together"))
 

@@ -17,6 +17,7 @@ STEPS = "--train-iters 12 --lr-decay-iters 12"
 FUSED_LLAMA = f"{WITH_FUSION} {LLAMA}"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 VARYING = Path(__file__).with_name("varying_script.py")
+FREEZING = Path(__file__).with_name("freezing_script.py")
 PEAK_WITHIN = 0.05
 """Less, never more: where RAM plays the device, what is prefetched counts from its first use."""
 
@@ -111,6 +112,45 @@ def test_a_budget_that_cannot_be_met_says_the_smallest(trainer: Trainer) -> None
     assert found, run.error
     smallest_gib = float(found[1]) / 1024
     budgeted(trainer, "", 1.02 * smallest_gib / unswapped_gib(trainer, ""))
+
+
+def test_all_ranks_end_with_that_message(trainer: Trainer) -> None:
+    run = trainer.failing(f"{STEPS} {SWAP_SMALL} --swap-memory-gib 0.0005 {recorded('torch')}", ranks=2)
+    assert len(re.findall(r"^error: no plan stays below 0\.51 MiB", run.output, flags=re.MULTILINE)) == 2, run.tail
+
+
+def test_more_micro_batches_in_a_pipeline(trainer: Trainer) -> None:
+    """One at first, so that a stage never holds two at once; four from step 13 on."""
+    flags = (
+        "^--global-batch-size ^--num-attention-heads ^4 --num-attention-heads 4 --pipeline-model-parallel-size 2 "
+        "--step-batch-size-schedule '0:2 1536:8' --train-iters 26 --lr-decay-iters 26"
+    )
+    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", ranks=2)
+    budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", ranks=2)
+    assert_same_training(plain, run)
+    assert "steps have 4 micro-batches, not 1" in run.output
+    assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
+
+
+def test_frozen_layers_save_nothing_and_have_no_plan(trainer: Trainer) -> None:
+    flags = f"--frozen-layers 3 {STEPS}"
+    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=FREEZING)
+    budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", program=FREEZING)
+    assert (run.summary["losses"], run.summary["grad_norms"]) == (plain.summary["losses"], plain.summary["grad_norms"])
+    assert stages(run) == ["profile", "search", "stable"]
+    assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
+
+
+def test_a_length_that_alternates_is_planned_for_at_its_largest(trainer: Trainer) -> None:
+    """The last step that is recorded is a short one; the long ones are none that exceed the plan."""
+    flags = f"{STEPS} --lengths 1:32 1:64"
+    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=VARYING)
+    budget_gib = 0.8 * plain.summary["saved_peak_bytes"] / GIB
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", program=VARYING)
+    assert_same_training(plain, run)
+    assert_peak_as_predicted(run)
 
 
 def test_another_sequence_length_is_planned_anew_and_known_the_next_time(trainer: Trainer, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.swap.footprint import Change, Footprint, FootprintMeter
+from megatron.swap.footprint import Footprint, FootprintMeter, LayerFootprint
 from megatron.swap.observer import Observer
 from megatron.swap.types import ACTIVATION, NORM
 from tests.engine import Engine, one_after_the_other, stack, train_step
@@ -17,7 +17,7 @@ def test_the_largest_micro_batch_counts() -> None:
         for size in sizes:
             meter.add(size)
         meter.end_layer(layer)
-    assert meter.take() == Footprint(((0, 2, 40), (1, 1, 5)))
+    assert meter.take() == Footprint((LayerFootprint(0, 2, 40), LayerFootprint(1, 1, 5)))
     assert meter.take() == Footprint(())
 
 
@@ -28,25 +28,43 @@ def test_a_layer_that_broke_off_counts_for_nothing() -> None:
     meter.begin_layer()
     meter.add(1)
     meter.end_layer(3)
-    assert meter.take() == Footprint(((3, 1, 1),))
+    assert meter.take() == Footprint((LayerFootprint(3, 1, 1),))
 
 
-BEFORE = Footprint(((0, 3, 100), (1, 3, 100)))
+def test_what_a_layer_saves_that_runs_again_is_known_by_its_input() -> None:
+    measured = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 4, 60, 10)))
+    meter = FootprintMeter()
+    meter.begin_layer(20)
+    meter.end_layer(0, whole=True)
+    meter.begin_layer(20)
+    meter.add(130)
+    meter.end_layer(1)
+    footprint = meter.take().filled_from(measured)
+    assert footprint == Footprint((LayerFootprint(0, 3, 200, 20), LayerFootprint(1, 1, 130, 20)))
 
 
-@pytest.mark.parametrize(
-    ("now", "change", "exceeds"),
-    [
-        (BEFORE, Change(False), False),
-        (Footprint(((0, 3, 104), (1, 3, 98))), Change(False, 0, 1.04), False),
-        (Footprint(((0, 3, 104), (1, 3, 90))), Change(False, 1, 0.9), True),
-        (Footprint(((0, 4, 100), (1, 3, 100))), Change(True), True),
-        (Footprint(((0, 3, 100), (2, 3, 100))), Change(True), True),
-    ],
-)
-def test_changes(now: Footprint, change: Change, exceeds: bool) -> None:
-    assert now.change_from(BEFORE) == change
-    assert change.exceeds(0.05) is exceeds
+def test_the_most_of_several_steps() -> None:
+    one = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 3, 50, 5)))
+    other = Footprint((LayerFootprint(0, 2, 200, 20), LayerFootprint(2, 1, 1, 1)))
+    most = Footprint((LayerFootprint(0, 3, 200, 20), LayerFootprint(1, 3, 50, 5), LayerFootprint(2, 1, 1, 1)))
+    assert one.or_more(other) == other.or_more(one) == most
+
+
+@pytest.mark.parametrize(("sizes", "told_after"), [((104, 106), None), ((106, 100), 0), ((100, 111), 1)])
+def test_more_than_is_expected_is_told_after_the_layer_that_exceeds_it(
+    sizes: tuple[int, int], told_after: int | None
+) -> None:
+    meter, told = FootprintMeter(), []
+    running = -1
+    meter.expect(
+        Footprint((LayerFootprint(0, 1, 100), LayerFootprint(1, 1, 100))), 1.05, lambda: told.append(running)
+    )
+    meter.begin_chunk()
+    for running, num_bytes in enumerate(sizes):
+        meter.begin_layer()
+        meter.add(num_bytes)
+        meter.end_layer(running)
+    assert (told[0] if told else None) == told_after
 
 
 def test_it_is_the_same_whatever_happens_to_what_is_saved() -> None:
@@ -58,4 +76,10 @@ def test_it_is_the_same_whatever_happens_to_what_is_saved() -> None:
                 train_step(layers, one_after_the_other(2))
                 seen.add(engine.saved_tensors.footprint.take())
     (footprint,) = seen
-    assert [layer for layer, _, _ in footprint.layers] == [0, 1, 2]
+    assert [entry.layer for entry in footprint.layers] == [0, 1, 2]
+    layers = stack(3)
+    with Engine(layers, whole=[1]) as engine:
+        train_step(layers, one_after_the_other(2))
+        taken = engine.saved_tensors.footprint.take()
+    assert taken.layers[1] == LayerFootprint(1, 0, 0, footprint.layers[1].input_bytes)
+    assert taken.filled_from(footprint) == footprint

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import pytest
 
 from megatron.swap.plan import Plan, PlanClass, Predicted, SitePlan
-from megatron.swap.stages import PATIENCE_SLOWER, PATIENCE_SMALLER, RECORDED_STEPS, SETTLING_STEPS, Stage, Stages, Step
+from megatron.swap.stages import (
+    PATIENCE_SLOWER,
+    PATIENCE_SMALLER,
+    RECORDED_STEPS,
+    SETTLING_STEPS,
+    Stage,
+    Stages,
+    Step,
+    Workload,
+)
 from megatron.swap.types import UsageError
 from tests.unit.planner.cases import model
 
@@ -26,13 +35,16 @@ class Run:
         self.ms = {id(plan): value for plan, value in zip(plans, ms, strict=True)}
         self.peaks = {id(plan): value for plan, value in zip(plans, peaks, strict=True)}
         self.budgets: list[float] = []
+        self.asked: list[Workload] = []
         self.said: list[str] = []
         self.recorded: list[int] = []
         self.number = 0
         self.num_tensors, self.saved_mib = 100.0, 1000.0
+        self.num_micro_batches = 2
         self.stages = Stages(BUDGET_GIB, self.make_plans, 3, self.said.append)
 
-    def make_plans(self, budget_gib: float) -> Sequence[Plan]:
+    def make_plans(self, workload: Workload, budget_gib: float) -> Sequence[Plan]:
+        self.asked.append(workload)
         self.budgets.append(budget_gib)
         return self.plans
 
@@ -45,7 +57,8 @@ class Run:
                 self.recorded.append(self.number)
             plan = self.stages.plan
             ms, peak = (200.0, 5.0) if plan is None else (self.ms[id(plan)], self.peaks[id(plan)])
-            self.stages.step_ended(Step(self.number, ms * slower, peak, self.num_tensors, self.saved_mib))
+            saved = self.num_tensors, self.saved_mib, self.num_micro_batches
+            self.stages.step_ended(Step(self.number, ms * slower, peak, *saved))
         return seen
 
 
@@ -82,22 +95,44 @@ class TestFirstPlan:
         assert until_stable(run) == SETTLING_STEPS + RECORDED_STEPS
         assert "above the need" in run.said[-1]
 
-    def test_if_all_are_above_the_budget_the_solver_gets_less(self) -> None:
+    def test_if_all_are_above_the_budget_the_solver_gets_less_by_what_it_was_wrong(self) -> None:
         run = three(peaks=(10.5, 10.25, 11.0))
         run.steps(9)
-        assert run.budgets == [10.0, 9.75]
+        assert run.budgets == [10.0, 8.75]  # 9.0 GiB were predicted
         run.peaks = dict.fromkeys(run.peaks, 9.9)
         until_stable(run)
         assert run.stages.num_replans == 1
 
-    def test_what_cannot_be_tightened_any_more_is_said(self) -> None:
-        run = three(peaks=(10.5, 10.5, 10.5))
+    def test_what_cannot_be_tightened_any_more_is_said_and_the_lowest_peak_kept(self) -> None:
+        run = three(peaks=(10.5, 10.25, 10.5))
         until_stable(run)
-        assert run.budgets == [10.0, 9.5, 9.0, 8.5]
-        assert "stays 512 MiB above the budget" in run.said[-1]
+        assert run.budgets == [10.0, 8.75, 8.5, 8.25]
+        assert run.stages.plan is run.plans[1]
+        assert "stays 256 MiB above the budget" in run.said[-1]
+
+    def test_training_goes_on_above_the_budget_where_the_solver_finds_nothing_with_less(self) -> None:
+        run = three(peaks=(10.5, 10.25, 10.5))
+
+        def fits_once(workload: Workload, budget_gib: float) -> Sequence[Plan]:
+            if run.budgets:
+                raise UsageError(f"no plan stays below {budget_gib}")
+            return run.make_plans(workload, budget_gib)
+
+        run.stages._make_plans = fits_once
+        until_stable(run)
+        assert run.stages.plan is run.plans[1]
+        assert "stays 256 MiB above the budget" in run.said[-1]
+        num_said = len(run.said)
+        assert set(run.steps(10)) == {Stage.STABLE}
+        assert len(run.said) == num_said
+
+    def test_a_peak_above_the_budget_while_measuring_is_said(self) -> None:
+        run = three()
+        run.stages.step_ended(Step(1, 200.0, 10.5, 100.0, 1000.0, 2))
+        assert run.said == ["while it is measured, the peak is 512 MiB above the budget"]
 
     def test_no_plan_is_an_error_that_reaches_the_user(self) -> None:
-        def none_fits(budget_gib: float) -> Sequence[Plan]:
+        def none_fits(workload: Workload, budget_gib: float) -> Sequence[Plan]:
             raise UsageError(f"no plan stays below {budget_gib}")
 
         run = three()
@@ -154,6 +189,36 @@ class TestChange:
             run.steps(1)
         assert run.stages.num_replans == 0
 
+    @pytest.mark.parametrize(
+        "lengths", [[4, 3, 2, 1], [1, 4], [1] * 9 + [4], [2] * 4 + [4] * 4, [4] + [1] * 5, [2, 4, 4, 2, 1]]
+    )
+    def test_sizes_that_change_all_the_time_come_to_rest(self, lengths: Sequence[int]) -> None:
+        """Whatever the period: in the end only the largest is planned for."""
+        run = three()
+        for _ in range(30):
+            for length in lengths:
+                run.saved_mib = 1000.0 * length
+                run.steps(1)
+        num_replans, num_said = run.stages.num_replans, len(run.said)
+        assert num_replans <= 10
+        for _ in range(10):
+            for length in lengths:
+                run.saved_mib = 1000.0 * length
+                run.steps(1)
+                assert run.stages.stage is Stage.STABLE
+        assert (run.stages.num_replans, len(run.said)) == (num_replans, num_said)
+        assert run.stages.expected is not None
+        assert run.stages.expected.saved_mib == 4000.0
+
+    def test_long_phases_get_their_plans_each_time(self) -> None:
+        run = three()
+        for phase in range(12):
+            run.saved_mib = (1000.0, 4000.0)[phase % 2]
+            run.steps(50)
+            assert run.stages.expected is not None
+            assert run.stages.expected.saved_mib == run.saved_mib
+        assert run.stages.num_replans == 11
+
     def test_other_sites_are_another_workload(self) -> None:
         run = three()
         until_stable(run)
@@ -188,7 +253,29 @@ class TestChange:
         run.peaks[id(run.stages.plan)] = 10.2
         run.steps(1)
         assert run.stages.stage is Stage.SEARCH
-        assert run.budgets == [10.0, pytest.approx(9.8)]
+        assert run.budgets == [10.0, pytest.approx(8.8)]
+
+    def test_what_is_planned_again_is_the_workload_that_runs(self) -> None:
+        run = three()
+        until_stable(run)
+        run.saved_mib = 2000.0
+        run.steps(1)
+        until_stable(run)
+        run.saved_mib = 1000.0
+        run.steps(PATIENCE_SMALLER + 2)
+        assert run.stages.plan is not None
+        run.peaks[id(run.stages.plan)] = 10.2
+        run.steps(1)
+        assert [one.saved_mib for one in run.asked] == [1000.0, 2000.0, 1000.0]
+        assert run.asked[2] is run.asked[0]
+
+    def test_more_micro_batches_are_another_workload(self) -> None:
+        run = three()
+        until_stable(run)
+        run.num_micro_batches = 4
+        run.steps(1)
+        assert run.stages.stage is Stage.PROFILE
+        assert "steps have 4 micro-batches, not 2" in run.said[-1]
 
     def test_slow_steps_are_waited_out_then_measured_again_and_less_often_each_time(self) -> None:
         run = three()
@@ -210,5 +297,5 @@ class TestChange:
         until_stable(run)
         for _ in range(50):
             run.number += 1
-            run.stages.step_ended(Step(run.number, None, 9.0, 100.0, 1000.0))
+            run.stages.step_ended(Step(run.number, None, 9.0, 100.0, 1000.0, 2))
         assert run.stages.num_replans == 0

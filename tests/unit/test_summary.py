@@ -121,6 +121,13 @@ def test_the_table_at_the_end_joins_layers_with_equal_figures():
     assert rows[0][-2:] == ["2.00", "MiB"]
 
 
+def test_a_plan_that_swaps_nothing_is_no_matter_of_sizes():
+    layers = [{"layer": 0, "swapped_out_bytes": 0, "swapped_in_bytes": 0}]
+    assert "--swap-min-mib" in layer_table({"layers": layers, "planning": None})
+    assert "plan" in layer_table({"layers": layers, "planning": {}})
+    assert "--swap-min-mib" not in layer_table({"layers": layers, "planning": {}})
+
+
 def test_the_table_at_the_start_names_layers_tail_and_memory():
     text = start_table(SwapConfig(layers=frozenset(range(24))), 24, 512 * MIB, 4096 * MIB)
     for word in ("0-23 of 24", "all modules", "22-23", "512 MiB", "4.00 GiB"):
