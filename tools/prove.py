@@ -48,6 +48,11 @@ SUMMARY_FIELDS = (
     "swapped_out_bytes", "swapped_in_bytes", "swapped_layers", "wait_ms", "num_late", "stayed_bytes", "losses",
     "grad_norms",
 )  # fmt: skip
+SETTINGS = (
+    "--swap-layers none",
+    "--swap-layers all",
+    "--swap-layers 0-3 --swap-recompute norm activation rotary linear --swap-verify",
+)
 NULL_WHERE_FAILED = (
     "step_ms_median", "step_ms_all", "first_step_ms", "device_peak_gib", "device_static_gib", "device_reserved_gib",
     "host_peak_gib", "tokens_per_s", "num_params", "loss_hex", "losses_equal",
@@ -102,7 +107,7 @@ def measured(result: dict[str, Any]) -> Row:
 
 
 def equality(prover: Prover) -> list[Row]:
-    """Deterministic mode: unswapped twice, then swapped; losses, gradient norms, weights."""
+    """Deterministic mode: unswapped, then each of the settings; losses, gradient norms, weights."""
     rows: list[Row] = []
     options = prover.options
     for spec in options.spec:
@@ -110,7 +115,7 @@ def equality(prover: Prover) -> list[Row]:
             f"{spec_flags(spec)} {SHAPES[options.case[0]]} {COMMON} {device_flags(prover.on_gpu)} "
             f"--global-batch-size 8 --train-iters {options.steps} --swap-deterministic"
         )
-        rows += compare(prover, spec, flags, ["none", "none", "all"])
+        rows += compare(prover, spec, flags, ["--swap-layers none", *options.settings])
     return rows
 
 
@@ -123,16 +128,16 @@ def ranks(prover: Prover) -> list[Row]:
             f"{spec_flags(options.spec[0])} {SHAPES[options.shape]} {COMMON} {device_flags(prover.on_gpu)} "
             f"{RANKS[case]} --global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
         )
-        rows += compare(prover, case, flags, ["none", "all"], num_ranks=2)
+        rows += compare(prover, case, flags, ["--swap-layers none", "--swap-layers all"], num_ranks=2)
     return rows
 
 
 def compare(prover: Prover, case: str, flags: str, settings: list[str], num_ranks: int = 1) -> list[Row]:
-    """The same training with each setting of ``--swap-layers``, compared with the first."""
+    """The same training with each of the settings, flags of ours, compared with the first."""
     rows: list[Row] = []
-    for layers in settings:
-        given = f"{flags} --swap-layers {layers} {prover.options.extra}"
-        row = prover.run(f"swap-layers {layers}", given, num_ranks=num_ranks)
+    for setting in settings:
+        given = f"{flags} {setting} {prover.options.extra}"
+        row = prover.run(setting.removeprefix("--"), given, num_ranks=num_ranks)
         row["case"] = case
         for key in ("losses", "grad_norms", "weights_sha256"):
             row[f"{key}_equal"] = bool(row.get(key)) and row.get(key) == (rows or [row])[0].get(key)
@@ -217,6 +222,9 @@ def main() -> None:
     parser.add_argument("--spec", nargs="+", default=["transformer_engine"], help="layer specs")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--micro-batches", type=int, default=4, help="overhead: micro-batches a step")
+    parser.add_argument(
+        "--settings", nargs="+", default=SETTINGS, help="equality: what is compared, each the flags of one run"
+    )
     parser.add_argument("--extra", default="", help="more flags for every run")
     parser.add_argument("--output", required=True, help="JSON lines, one row a run; appended")
     options = parser.parse_args()

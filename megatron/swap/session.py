@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.swap import accumulators
 from megatron.swap.arguments import device_memory_gib, recompute_kinds, swap_config
 from megatron.swap.auto import AutoPlan
 from megatron.swap.autograd import SavedTensors
@@ -85,6 +86,7 @@ class SwapSession:
         self._recorder: Recorder | None = None
         self._num_told = 0
         self._observed: list[nn.Module] = []
+        self._accumulators: list[Any] = []
         self._unwatch: list[Callable[[], None]] = []
         self._patches: AppliedPatches | None = None
         self._pre_wrap_hooks: list[Any] = []
@@ -143,6 +145,7 @@ class SwapSession:
             assert self._boundaries is not None
             assert self._recorder is not None
             for chunk in chunks:
+                self._accumulators += accumulators.made_here(chunk)
                 self._unwatch.append(self._recorder.watch(chunk))
                 self._boundaries.install(
                     chunk, self.config.modules, ends_in_loss=bool(getattr(chunk, "post_process", True))

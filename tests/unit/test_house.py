@@ -44,7 +44,7 @@ LAYERS: list[set[str]] = [
     {"native"},
     {"checksum"},
     {"trace"},
-    {"plan", "config", "types", "sites", "records", "recording", "footprint"},
+    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators"},
 ]
 MEGATRON_EDGE = LAYERS[2]
 PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE
