@@ -19,7 +19,7 @@ from megatron.swap.planner.program import (
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.types import GIB, UsageError, format_bytes
 
-MAX_ROUNDS = 6
+MAX_ROUNDS = 8
 """How often the program is corrected by what the simulator says."""
 SHARES = (1.0, 0.6, 0.3, 0.0)
 """Of the windows: what is brought back early takes memory too, so that less swapping may fit where more does not."""
@@ -63,14 +63,15 @@ Assignment = tuple[tuple[tuple[int, ...], LayerClass, tuple[tuple[str, str], ...
 
 
 def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
-    """Plan ``profile`` within ``budget_gib``.
+    """Plan ``profile`` within ``budget_gib``, less what is in doubt of the allocator.
 
     Raises:
         Infeasible: nothing fits; says the smallest budget that does, and what would lower it.
     """
     search = _Search(profile)
-    bound = search.run(budget_gib)
-    fitting = search.fitting(budget_gib)
+    room_gib = budget_gib - profile.doubt_gib
+    bound = search.run(room_gib)
+    fitting = search.fitting(room_gib)
     if not fitting:
         raise _infeasible(profile, budget_gib)
     bound = min(bound, fitting[0][1].step_ms)
@@ -87,7 +88,8 @@ def curve(profile: Profile, num_points: int = 24) -> list[Solution]:
 
     Never slower with more memory: what fits a smaller budget fits a larger one.
     """
-    smallest, most = smallest_budget(profile), simulate(profile, empty_plan(profile)).peak_gib
+    smallest = smallest_budget(profile)
+    most = simulate(profile, empty_plan(profile)).peak_gib + profile.doubt_gib
     points: list[Solution] = []
     for i in range(num_points):
         budget_gib = smallest + (most - smallest) * i / (num_points - 1) + TIGHTER_GIB
@@ -105,7 +107,7 @@ def smallest_budget(profile: Profile) -> float:
     """The smallest budget (GiB) for which a plan was found."""
     search = _Search(profile)
     search.judge_least()
-    return min(prediction.peak_gib for _, prediction in search.fitting(float("inf")))
+    return min(prediction.peak_gib for _, prediction in search.fitting(float("inf"))) + profile.doubt_gib
 
 
 def _predicted(prediction: Prediction, bound_ms: float) -> Predicted:
@@ -155,13 +157,18 @@ class _Search:
         return first.bound_ms
 
     def _refine(self, budget_gib: float, windows: Windows) -> None:
-        """Solve, simulate, correct the program where it was too hopeful, again."""
+        """Solve, simulate, correct the program where it was too hopeful, again.
+
+        Where copies stall more than it thought its windows shrink, at first by that much, which is too much where the
+        order of things changes with them; then it goes half the way back.
+        """
         profile, room_gib, host_gib = self._profile, budget_gib, self._profile.host_gib
+        too_wide: Windows | None = None
+        wide_enough: Windows | None = None
         for _ in range(MAX_ROUNDS):
             answer = self._program.solve(room_gib, host_gib, windows)
             if answer is None:
                 return
-            num_before = len(self._found)
             judged = self._judge(answer.counts)
             least = min(judged, key=lambda prediction: prediction.peak_gib)
             over_gib = least.peak_gib - budget_gib
@@ -174,9 +181,18 @@ class _Search:
             best = min(judged, key=lambda prediction: prediction.step_ms)
             out_more = best.out_stall_ms / factor - answer.out_exposed_ms
             in_more = best.in_stall_ms / factor - answer.in_exposed_ms
-            if max(out_more, in_more) < NEAR_MS or len(self._found) == num_before:
+            if max(out_more, in_more) < NEAR_MS:
+                wide_enough = windows
+            else:
+                too_wide = windows
+            if too_wide is None:
                 return
-            windows = Windows(_narrower(windows.out_ms, out_more), _narrower(windows.in_ms, in_more))
+            if wide_enough is None:
+                windows = Windows(_narrower(windows.out_ms, out_more), _narrower(windows.in_ms, in_more))
+            else:
+                windows = Windows(
+                    _middle(too_wide.out_ms, wide_enough.out_ms), _middle(too_wide.in_ms, wide_enough.in_ms)
+                )
 
     def judge_least(self) -> None:
         """Simulate plans that keep as little as they can."""
@@ -202,6 +218,10 @@ def _part(window_ms: float | None, share: float) -> float | None:
 
 def _narrower(window_ms: float | None, by_ms: float) -> float | None:
     return None if window_ms is None else window_ms - max(0.0, by_ms)
+
+
+def _middle(wide_ms: float | None, narrow_ms: float | None) -> float | None:
+    return None if wide_ms is None or narrow_ms is None else (wide_ms + narrow_ms) / 2
 
 
 def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], recompute_last: bool) -> Assignment:

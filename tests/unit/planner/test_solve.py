@@ -64,6 +64,22 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     assert solution.prediction.host_gib <= host + 1e-6
 
 
+def test_what_is_in_doubt_of_the_allocator_is_not_planned_for() -> None:
+    """Half of what it held beyond what was in use; the smallest budget that is told has it on top."""
+    of = replace(random_profile(7, most_layers=5), allocator_gib=0.5)
+    smallest = smallest_budget(of)
+    kept = simulate(of, empty_plan(of)).peak_gib
+    assert smallest < kept + 0.25
+    for budget in (smallest + 1e-6, (smallest + kept + 0.25) / 2, kept + 0.24):
+        solution = solve(of, budget)
+        assert solution.plan.budget_gib == budget
+        assert all(one.peak_gib <= budget - 0.25 for one in solution.predictions)
+    assert solve(of, kept + 0.25 + 1e-9).prediction.peak_gib == kept
+    with pytest.raises(Infeasible) as refusal:
+        solve(of, smallest - 0.01)
+    assert refusal.value.smallest_gib == smallest
+
+
 @given(seed=st.integers(1000, 3000), more=st.floats(0, 1))
 @settings(max_examples=25, deadline=None)
 def test_what_is_promised_is_what_the_plan_does(seed: int, more: float) -> None:
