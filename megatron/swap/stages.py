@@ -21,7 +21,8 @@ from megatron.swap.types import GIB, UsageError, format_bytes
 
 DRIFT = 0.05
 """Sizes and times that differ by more than this share are not those that were planned for."""
-RECORDED_STEPS = 2
+RECORDED_STEPS = 3
+"""The allocator begins the first one empty: it takes longer than steps do. Times are medians."""
 MAX_RECORDED_STEPS = 16
 """So many are recorded while none is as large as the step for which it was begun: lengths may change every step."""
 SETTLING_STEPS = 1

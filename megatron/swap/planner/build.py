@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from statistics import fmean, median
+from statistics import median
 
 from megatron.swap.plan import LAYER_SECTION, Model
 from megatron.swap.planner.profile import (
@@ -40,8 +40,9 @@ def build_profile(
 ) -> Profile:
     """What the recorded steps would have been without swapping and recomputing.
 
-    Times are means, sizes and memory the most that was seen. Whatever the policy did while recording, the engine's own
-    work is taken out: waits, copies, recipes, trials.
+    Times are medians: the first step after the allocator gave its memory back is slow, and any step may be. Sizes and
+    memory are the most that was seen. Whatever the policy did while recording, the engine's own work is taken out:
+    waits, copies, recipes, trials.
 
     Args:
         min_mib: smaller sites stay.
@@ -136,21 +137,21 @@ def _layer_class(
     layers: tuple[int, ...], passes: Sequence[Pass], read: Timeline, min_mib: float, whole_layers: bool
 ) -> LayerClass:
     timed = [one for one in passes if not one.was_tried] or passes
-    forward_ms = fmean(one.forward_ms or 0.0 for one in timed)
-    backward_ms = fmean(one.backward_ms or 0.0 for one in timed)
+    forward_ms = median(one.forward_ms or 0.0 for one in timed)
+    backward_ms = median(one.backward_ms or 0.0 for one in timed)
     sections = _shared_ways(layers, passes, read)
     in_section = {site for section in sections for site in section.frees}
     sites = []
     for name in _sites(passes):
-        needed_ms = min(_mean_moment(timed, (What.ASKED, name), backward_ms), backward_ms)
-        done_ms = min(_mean_moment(timed, (What.FREED, name), backward_ms), backward_ms)
+        needed_ms = min(_median_moment(timed, (What.ASKED, name), backward_ms), backward_ms)
+        done_ms = min(_median_moment(timed, (What.FREED, name), backward_ms), backward_ms)
         needs = None if name in in_section else _needs(passes, name)
         cost_ms = _cost_ms(layers, name, read)
         sites.append(
             SiteProfile(
                 site=name,
                 mib=_smallest_and_largest(passes, name)[1] / MIB,
-                saved_at_ms=_mean([one.saved_at[name] for one in timed if name in one.saved_at]),
+                saved_at_ms=_median([one.saved_at[name] for one in timed if name in one.saved_at]),
                 needed_at_ms=needed_ms,
                 done_at_ms=max(needed_ms, done_ms),
                 recompute_ms=None if needs is None else cost_ms,
@@ -202,8 +203,8 @@ def _cost_ms(layers: Sequence[int], name: str, read: Timeline) -> float | None:
     return max(0.0, median(costs)) if costs else None
 
 
-def _mean_moment(passes: Iterable[Pass], moment: Moment, otherwise: float) -> float:
-    return fmean([one.moments[moment] for one in passes if moment in one.moments] or [otherwise])
+def _median_moment(passes: Iterable[Pass], moment: Moment, otherwise: float) -> float:
+    return median([one.moments[moment] for one in passes if moment in one.moments] or [otherwise])
 
 
 def _temporaries(
@@ -211,7 +212,7 @@ def _temporaries(
 ) -> tuple[tuple[float, float], ...]:
     """The most at each moment of backward; what does not change the level is left out."""
     moments = dict.fromkeys(moment for one in passes for moment in one.moments)
-    at_ms = {moment: min(_mean_moment(timed, moment, backward_ms), backward_ms) for moment in moments}
+    at_ms = {moment: min(_median_moment(timed, moment, backward_ms), backward_ms) for moment in moments}
     levels: list[tuple[float, float]] = []
     for moment in sorted(moments, key=lambda moment: at_ms[moment]):
         mib = max(one.temporaries.get(moment, 0) for one in passes) / MIB
@@ -240,16 +241,16 @@ def _outside(read: Timeline, layers: Sequence[LayerClass], num_micro_batches: in
     layer_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in layers)
     forward_ms = backward_ms = 0.0
     if has_loss or pipeline.rank == 0:
-        forward_ms = _mean([ms for one in steps for ms in one.forward_ms.get(chunk, ())])
+        forward_ms = _median([ms for one in steps for ms in one.forward_ms.get(chunk, ())])
     if has_loss:
-        backward_ms = _mean([ms for one in steps for ms in one.loss_ms])
+        backward_ms = _median([ms for one in steps for ms in one.loss_ms])
     if pipeline.size == 1:
-        backward_ms += _mean([ms for one in steps for ms in one.between_ms])
-        rest_ms = _mean([one.step_ms for one in steps])
+        backward_ms += _median([ms for one in steps for ms in one.between_ms])
+        rest_ms = _median([one.step_ms for one in steps])
         rest_ms -= num_micro_batches * (forward_ms + backward_ms + layer_ms)
     else:
         waited_ms = pipeline.rank * sum(len(entry.layers) * entry.backward_ms for entry in layers)
-        rest_ms = _mean([one.after_ms for one in steps]) - waited_ms / max(1, len(pipeline.chunks))
+        rest_ms = _median([one.after_ms for one in steps]) - waited_ms / max(1, len(pipeline.chunks))
     kept_bytes = [kept for one in read.steps for kept in one.kept_bytes.get(chunk, ())]
     loss_bytes = [peak for one in read.steps for peak in one.loss_peak_bytes] if has_loss else []
     return Outside(
@@ -261,5 +262,5 @@ def _outside(read: Timeline, layers: Sequence[LayerClass], num_micro_batches: in
     )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else 0.0
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
