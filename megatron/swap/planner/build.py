@@ -125,11 +125,15 @@ def _stays(passes: Sequence[Pass], site: str, min_mib: float) -> bool:
 
 
 def _needs(passes: Sequence[Pass], site: str) -> tuple[str, ...] | None:
-    """The sites that its recipe reads; ``None``: there is no recipe, or it reads what another layer has saved."""
+    """The sites of its own layer that its recipe reads, beside what is there anyway (tables that all layers share).
+
+    ``None``: there is no recipe, or it reads what another layer has saved and may not keep.
+    """
     found = [one.sites[site] for one in passes if site in one.sites]
-    if any(storage.producer is None or {need.run for need in storage.made_from} - {storage.run} for storage in found):
+    foreign = (need for storage in found for need in storage.made_from if need.run != storage.run)
+    if any(storage.producer is None for storage in found) or not all(need.stays for need in foreign):
         return None
-    needs = {tuple(need.site for need in storage.made_from) for storage in found}
+    needs = {tuple(need.site for need in storage.made_from if need.run == storage.run) for storage in found}
     return needs.pop() if len(needs) == 1 else None
 
 
@@ -140,12 +144,13 @@ def _layer_class(
     forward_ms = median(one.forward_ms or 0.0 for one in timed)
     backward_ms = median(one.backward_ms or 0.0 for one in timed)
     sections = _shared_ways(layers, passes, read)
-    in_section = {site for section in sections for site in section.frees}
+    # Alone each of these costs what all of them do: what its own recipe took is not what it takes to get there.
+    shared = {site for one in passes for site, storage in one.sites.items() if storage.through}
     sites = []
     for name in _sites(passes):
         needed_ms = min(_median_moment(timed, (What.ASKED, name), backward_ms), backward_ms)
         done_ms = min(_median_moment(timed, (What.FREED, name), backward_ms), backward_ms)
-        needs = None if name in in_section else _needs(passes, name)
+        needs = None if name in shared else _needs(passes, name)
         cost_ms = _cost_ms(layers, name, read)
         sites.append(
             SiteProfile(
