@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron.swap.planner.profile import load_profile
 from megatron.swap.types import GIB
 from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MOE
@@ -133,14 +134,22 @@ def test_more_micro_batches_in_a_pipeline(trainer: Trainer) -> None:
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
 
 
-def test_frozen_layers_save_nothing_and_have_no_plan(trainer: Trainer) -> None:
-    flags = f"--frozen-layers 3 {STEPS}"
+@pytest.mark.parametrize("num_frozen", [0, 3])
+def test_frozen_layers_save_nothing_and_the_first_trained_one_never_runs_whole(
+    trainer: Trainer, num_frozen: int
+) -> None:
+    """Its input needs no gradient: made again from that, its weights would get none."""
+    flags = f"--frozen-layers {num_frozen} {STEPS}"
     plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=FREEZING)
     budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
-    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", program=FREEZING)
+    flags += f" {SWAP_SMALL} --swap-memory-gib {budget_gib} --swap-save-profile profile.json"
+    run = trainer.run(f"{flags} {recorded('torch')}", program=FREEZING)
     assert (run.summary["losses"], run.summary["grad_norms"]) == (plain.summary["losses"], plain.summary["grad_norms"])
     assert stages(run) == ["profile", "search", "stable"]
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
+    profile = load_profile(run.directory / "profile.json")
+    sections = {layer: [part.name for part in entry.sections] for entry in profile.layers for layer in entry.layers}
+    assert sections == {num_frozen: [], **{layer: ["layer"] for layer in range(num_frozen + 1, 8)}}
 
 
 def test_a_length_that_alternates_is_planned_for_at_its_largest(trainer: Trainer) -> None:
