@@ -209,10 +209,14 @@ class AutoPlan:
                 mine = str(error), error.smallest_gib  # such an exception cannot be sent
         answers = self._ranks.gather(mine)
         of_stages: list[list[Plan]] = []
+        refusals: list[tuple[str, float]] = []
         for answer in (answers[leaders[stage]] for stage in sorted(leaders)):
             if isinstance(answer, tuple):
-                raise Infeasible(*answer)
-            of_stages.append(answer)
+                refusals.append(answer)
+            else:
+                of_stages.append(answer)
+        if refusals:
+            raise Infeasible(*max(refusals, key=lambda refusal: refusal[1]))  # enough for one is enough for all
         most = max(len(plans) for plans in of_stages)
         return [merged([plans[min(i, len(plans) - 1)] for plans in of_stages]) for i in range(most)]
 
