@@ -340,6 +340,8 @@ class SwapSession:
         self.close()
         if self._plan_run is not None:
             self._plan_run.save()
+        if self._auto is not None:
+            self._auto.finish()
         reports = _gather(report)
         if reports is None:
             return

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.swap.planner.profile import load_profile
+from megatron.swap.plan import load_plan
+from megatron.swap.planner.profile import load_profile, sha256
 from megatron.swap.types import GIB
 from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MOE
@@ -101,6 +102,30 @@ def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) ->
     assert_same_training(found, again)
     moved = ("swapped_out_bytes", "swapped_in_bytes", "recomputed_bytes", "num_recomputed")
     assert [again.summary[name] for name in moved] == [found.summary[name] for name in moved]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "written", "line"),
+    [
+        (2, False, "--swap-save-plan and --swap-save-profile: not written"),
+        (3, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
+        (4, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
+        (9, True, None),
+    ],
+)
+def test_training_that_ends_before_a_plan_stands_says_so(
+    trainer: Trainer, num_steps: int, written: bool, line: str | None
+) -> None:
+    budget_gib = 0.6 * trainer.unswapped(STEPS).summary["saved_peak_bytes"] / GIB
+    flags = f"--train-iters {num_steps} --lr-decay-iters 12 {SWAP_SMALL} --swap-memory-gib {budget_gib}"
+    run = trainer.run(f"{flags} --swap-save-plan plan.json --swap-save-profile profile.json")
+    told = [text for text in run.output.splitlines() if "training ended before a plan stood" in text]
+    begin = " swap: training ended before a plan stood, which takes up to 9 steps"
+    assert told == ([] if line is None else [f"{begin}; {line}"])
+    assert [(run.directory / name).exists() for name in ("plan.json", "profile.json")] == [written, written]
+    if written:
+        profile = load_profile(run.directory / "profile.json")
+        assert load_plan(run.directory / "plan.json").profile_sha256 == sha256(profile)
 
 
 def test_a_budget_that_cannot_be_met_says_the_smallest(trainer: Trainer) -> None:
