@@ -37,13 +37,12 @@ def _build(original: type[torch.autograd.Function]) -> type[torch.autograd.Funct
     class LinearWithItsWeight(original):  # type: ignore[misc,valid-type]
         @staticmethod
         def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, *others: Any) -> Any:
-            ctx.weight = weight
+            ctx.weight = weight if isinstance(weight, torch.nn.Parameter) else None
             return original.forward(ctx, inputs, weight, *others)
 
         @staticmethod
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-            is_parameter = isinstance(ctx.weight, torch.nn.Parameter)
-            return original.backward(_WithWeight(ctx) if is_parameter else ctx, grad_output)
+            return original.backward(ctx if ctx.weight is None else _WithWeight(ctx), grad_output)
 
     return LinearWithItsWeight
 
