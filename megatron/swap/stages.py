@@ -157,6 +157,15 @@ class Stages:
         """What the plan in force was made for."""
         return self._current if self.plan is not None else None
 
+    @property
+    def num_steps_needed(self) -> int:
+        """Steps until a plan stands, at most, where steps stay as they are and the first plans fit."""
+        return SETTLING_STEPS + RECORDED_STEPS + self._max_candidates * (SETTLING_STEPS + 1)
+
+    @property
+    def has_been_stable(self) -> bool:
+        return any(stage is Stage.STABLE for _, stage, _ in self.history)
+
     def step_ended(self, step: Step) -> None:
         """Decide about the next step.
 

@@ -78,6 +78,14 @@ def three(ms: Sequence[float] = (110.0, 105.0, 120.0), peaks: Sequence[float] = 
 
 
 class TestFirstPlan:
+    @pytest.mark.parametrize("most", [1, 3])
+    def test_takes_so_many_steps(self, most: int) -> None:
+        run = three()
+        run.stages = Stages(BUDGET_GIB, run.make_plans, most, run.said.append)
+        assert not run.stages.has_been_stable
+        assert until_stable(run) == run.stages.num_steps_needed
+        assert run.stages.has_been_stable
+
     def test_profile_then_search_then_the_fastest(self) -> None:
         run = three()
         seen = run.steps(PROFILED + 3 * (SETTLING_STEPS + 1) + 1)

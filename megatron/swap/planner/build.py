@@ -92,7 +92,9 @@ def _classes(passes: Sequence[Pass], min_mib: float) -> list[tuple[int, ...]]:
                 "recomputes single sites."
             )
         sizes = {site: _smallest_and_largest(mine, site) for site in sites}
-        kind = tuple((site, _stays(mine, site, min_mib), _needs(mine, site)) for site in sites)
+        kind = tuple(
+            (site, _stays(mine, site, min_mib), _needs(mine, site), _is_input(mine, site)) for site in sites
+        )
         for numbers, other_kind, other_sizes in classes:
             if kind == other_kind and all(_alike(sizes[site], other_sizes[site]) for site in sites):
                 numbers.append(layer)
@@ -122,6 +124,10 @@ def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
 def _stays(passes: Sequence[Pass], site: str, min_mib: float) -> bool:
     found = [one.sites[site] for one in passes if site in one.sites]
     return any(storage.stays for storage in found) or max(storage.num_bytes for storage in found) < min_mib * MIB
+
+
+def _is_input(passes: Sequence[Pass], site: str) -> bool:
+    return all(one.sites[site].is_input for one in passes if site in one.sites)
 
 
 def _needs(passes: Sequence[Pass], site: str) -> tuple[str, ...] | None:
@@ -227,8 +233,8 @@ def _temporaries(
 
 
 def _whole_layer(passes: Sequence[Pass], sites: Sequence[SiteProfile], forward_ms: float) -> tuple[Section, ...]:
-    """All but the layer's input is made again, from that input; none where the input is not saved."""
-    (inputs,) = {tuple(name for name, storage in one.sites.items() if storage.is_input) for one in passes[:1]}
+    """All but the layer's input is made again, from that input; none where it is not saved, or no gradient needed."""
+    inputs = tuple(site.site for site in sites if _is_input(passes, site.site))
     frees = tuple(site.site for site in sites if site.site not in inputs)
     peak_mib = max(one.forward_peak_bytes for one in passes) / MIB
     return (Section(LAYER_SECTION, frees, inputs, forward_ms, peak_mib),) if inputs and frees else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, Context
 
 from megatron.swap.plan import LAYER_SECTION, Plan, PlanClass, Predicted, SitePlan, format_layers
 from megatron.swap.planner.profile import LayerClass, Profile, Section, sha256
@@ -17,7 +18,7 @@ from megatron.swap.planner.program import (
     step_factor,
 )
 from megatron.swap.planner.simulate import Prediction, simulate
-from megatron.swap.types import GIB, UsageError, format_bytes
+from megatron.swap.types import UsageError
 
 MAX_ROUNDS = 8
 """How often the program is corrected by what the simulator says."""
@@ -298,8 +299,13 @@ def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
         hints.append(f"fewer bytes of weights and optimizer ({profile.static_gib:.2f} GiB): "
                      "--use-distributed-optimizer, more pipeline stages")  # fmt: skip
     return Infeasible(
-        f"no plan stays below {format_bytes(budget_gib * GIB)}: the smallest budget that was found feasible is "
-        f"{format_bytes(smallest * GIB)}. "
+        f"no plan stays below {budget_gib:.10g} GiB: the smallest budget that was found feasible is "
+        f"{_rounded_up(smallest)} GiB. "
         f"Give at least that, or lower it by {'; '.join(hints)}.",
         smallest,
     )
+
+
+def _rounded_up(gib: float) -> str:
+    """To five digits: whoever gives what is written here gives enough."""
+    return format(Context(prec=5, rounding=ROUND_CEILING).create_decimal_from_float(gib), "f")

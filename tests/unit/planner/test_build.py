@@ -291,6 +291,12 @@ class TestClasses:
         assert built(recording).layers[0].sections == ()
         assert built(recording, whole_layers=True).layers[0].sections == (Section("layer", ("out/0",), ("in/0",), 4),)
 
+    def test_a_layer_that_cannot_run_again_from_its_input_stands_alone(self) -> None:
+        layers = [Layer(number) for number in range(3)]
+        layers[0].inner.is_input = False
+        profile = built(steps(Script(), [layers]), whole_layers=True)
+        assert [(entry.layers, len(entry.sections)) for entry in profile.layers] == [((0,), 0), ((1, 2), 1)]
+
 
 class TestAStep:
     def test_around_the_layers(self) -> None:

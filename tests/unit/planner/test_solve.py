@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -143,7 +144,7 @@ def test_the_earliest_layers_swap() -> None:
 def test_no_feasible_plan_says_what_would_be() -> None:
     entry = LayerClass(tuple(range(4)), 2.0, 4.0, (site("a/0", 100, 1, 2, 3), site("b/0", 100, 1.5, 0, 1, stays=True)))
     of = profile([entry], host_gib=0.1)
-    with pytest.raises(Infeasible, match=r"smallest budget that was found feasible is \d+ MiB") as refusal:
+    with pytest.raises(Infeasible, match=r"^no plan stays below 0\.2 GiB: .* found feasible is 0\.\d+ GiB") as refusal:
         solve(of, 0.2)
     assert "more host memory" in str(refusal.value)
     assert "--seq-length" in str(refusal.value)
@@ -151,6 +152,19 @@ def test_no_feasible_plan_says_what_would_be() -> None:
     assert solve(of, smallest).prediction.peak_gib <= smallest
     with pytest.raises(Infeasible):
         solve(of, smallest - 0.01)
+
+
+@pytest.mark.parametrize("seed", range(600, 620))
+def test_the_smallest_budget_as_it_is_written_is_enough(seed: int) -> None:
+    """Rounded, but never down; and found again where nothing is to spare."""
+    of = random_profile(seed)
+    with pytest.raises(Infeasible) as refusal:
+        solve(of, 0.5 * smallest_budget(of))
+    written = re.search(r"found feasible is ([\d.]+) GiB", str(refusal.value))
+    assert written, refusal.value
+    assert refusal.value.smallest_gib <= float(written[1]) <= 1.0001 * refusal.value.smallest_gib
+    assert solve(of, float(written[1])).prediction.peak_gib <= float(written[1])
+    assert solve(of, refusal.value.smallest_gib).prediction.peak_gib <= refusal.value.smallest_gib
 
 
 def test_a_section_is_written_into_the_plan() -> None:
