@@ -20,11 +20,11 @@ from megatron.swap.planner.program import (
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.types import UsageError
 
-MAX_ROUNDS = 8
+MAX_ROUNDS = 10
 """How often the program is corrected by what the simulator says."""
 SHARES = (1.0, 0.6, 0.3, 0.0)
 """Of the windows: what is brought back early takes memory too, so that less swapping may fit where more does not."""
-NEAR_BOUND = 1.005
+NEAR_BOUND = 1.001
 """Close enough to the lower bound to stop."""
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
@@ -164,6 +164,7 @@ class _Search:
         order of things changes with them; then it goes half the way back.
         """
         profile, room_gib, host_gib = self._profile, budget_gib, self._profile.host_gib
+        tighter_gib = TIGHTER_GIB
         too_wide: Windows | None = None
         wide_enough: Windows | None = None
         for _ in range(MAX_ROUNDS):
@@ -175,7 +176,9 @@ class _Search:
             over_gib = least.peak_gib - budget_gib
             host_over_gib = least.host_gib - profile.host_gib if profile.host_gib is not None else 0.0
             if over_gib > 0 or host_over_gib > NEAR_GIB:
-                room_gib -= max(0.0, over_gib) + TIGHTER_GIB
+                # What is over may not be in the program at all (backward's gradients): then ever larger steps.
+                room_gib -= max(0.0, over_gib) + tighter_gib
+                tighter_gib *= 8
                 host_gib = None if host_gib is None else host_gib - max(0.0, host_over_gib)
                 continue
             factor = step_factor(profile)
