@@ -259,7 +259,10 @@ def _outside(
     else:
         waited_ms = pipeline.rank * sum(len(entry.layers) * entry.backward_ms for entry in layers)
         rest_ms = _mean([one.after_ms for one in steps]) - waited_ms / max(1, len(pipeline.chunks))
-    kept_bytes = [kept for one in read.steps for kept in one.kept_bytes.get(chunk, ())]
+    # Where there is no loss a chunk's forward finds what is kept for other micro-batches, whose backward is to come.
+    kept_bytes = [
+        end if has_loss else max(0, end - begin) for one in read.steps for begin, end in one.kept_bytes.get(chunk, ())
+    ]
     loss_bytes = [peak for one in read.steps for peak in one.loss_peak_bytes] if has_loss else []
     return Outside(
         forward_ms=max(0.0, forward_ms),

@@ -332,6 +332,20 @@ class TestAStep:
         outside = built(recording, pipeline=Pipeline(2, 1, ((0, 1),))).outside
         assert outside == Outside(3, 2, 0, 0, 50 / 1024)  # 13 ms, but 14 are what the rank before it takes
 
+    def test_what_is_kept_outside_counts_once_a_micro_batch(self) -> None:
+        """The second forward of a first stage finds what the first one has left."""
+        script, layers = Script().note(What.STEP), [Layer(0), Layer(0, 1)]
+        for layer in layers:
+            layer.forward(script.note(What.CHUNK_BEGIN).use(64))
+            script.note(What.CHUNK_END)
+        for layer in layers:
+            layer.backward(script)
+            script.use(-64)
+        recording = script.note(What.STEP).recording
+        for rank, kept_mib in ((0, 64), (1, 128)):
+            outside = built(recording, 2, pipeline=Pipeline(2, rank, ((0,),))).outside
+            assert outside.kept_gib == kept_mib / 1024
+
     def test_the_optimizers_memory_comes_behind_the_last_layer(self) -> None:
         script = Script()
         script.note(What.STEP)
