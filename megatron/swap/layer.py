@@ -60,6 +60,7 @@ class Boundaries:
         self._layers: list[LayerBoundary] = []
         self._chunks: list[tuple[list[LayerBoundary], bool]] = []
         self._segments: dict[TransformerBlock, SegmentInputs] = {}
+        self._unhook: list[Callable[[], None]] = []
         self._outside: dict[nn.Module, SiteNames] = {}
 
     def install(self, chunk: nn.Module, modules: Sequence[str], *, ends_in_loss: bool) -> None:
@@ -102,6 +103,14 @@ class Boundaries:
                 )
             self._layers += boundaries
             self._chunks.append((boundaries, ends_in_loss))
+        if ends_in_loss and (output := output_layer(chunk)) is not None:
+            self._unhook.append(output.register_forward_hook(self._logits_made).remove)
+
+    def _logits_made(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        logits = output[0] if isinstance(output, tuple) else output
+        if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
+            # Cross entropy makes a copy of them in single precision, unless that is what they are.
+            self._manager.logits_made(logits.nbytes if logits.element_size() < 4 else 0)
 
     def around_layers(self, chunk: nn.Module) -> AbstractContextManager[Any]:
         """The context for the forward of ``chunk``: what it saves outside its layers is recorded, if anything is."""
@@ -132,6 +141,8 @@ class Boundaries:
 
     def remove(self) -> None:
         """Give all layers their own forward back."""
+        while self._unhook:
+            self._unhook.pop()()
         for boundary in self._layers:
             boundary.remove()
         for names in self._outside.values():
@@ -142,6 +153,11 @@ class Boundaries:
         self._layers.clear()
         self._chunks.clear()
         self._segments.clear()
+
+
+def output_layer(chunk: nn.Module) -> nn.Module | None:
+    """The layer that makes the logits; ``None``: the chunk has none."""
+    return next((module for name, module in chunk.named_modules() if name.split(".")[-1] == "output_layer"), None)
 
 
 def num_micro_batches() -> int:

@@ -24,7 +24,7 @@ import torch
 
 from megatron.swap.checksum import checksum
 from megatron.swap.devices.base import Device, Event, Stream
-from megatron.swap.group import Group, Run
+from megatron.swap.group import Group
 from megatron.swap.handle import Handle, Orphans, State, alias_of
 from megatron.swap.order import BackwardOrder
 from megatron.swap.recording import BRING_BACK
@@ -92,6 +92,7 @@ class SwapManager:
         self._kept_bytes: dict[int, int] = {}
         self._kept_after_bytes: dict[int, int] = {}
         self._unclaimed_bytes = 0
+        self._logits_bytes = 0
         self._stays: Counter[Site] = Counter()
         self._orphans: Orphans = deque()
         self._reads: deque[tuple[int, Event]] = deque()
@@ -163,7 +164,7 @@ class SwapManager:
         self._kept_bytes[group.key.layer] = group.kept_bytes
         group.run.kept.append((group.key.layer, group.kept_bytes))
         if group.place.num_after == 0:
-            self._learn_kept(group.run)
+            self._learn_kept(group)
         if group.num_bytes:
             self.counters.layers[group.key.layer].num_groups += 1
         self._release()
@@ -171,10 +172,20 @@ class SwapManager:
         if group.place.num_after == 0 and not group.place.ends_in_loss:
             self._prefetch()  # a pipeline stage goes on with a backward, or with a forward that gives time for one
 
-    def _learn_kept(self, run: Run) -> None:
+    def logits_made(self, num_bytes: int) -> None:
+        """The output layer has run behind a chunk's last layer: now the loss needs the memory, all of it.
+
+        Until then the logits' copy in single precision was not there, so of its memory ``num_bytes`` were lent, like
+        what layers keep: copies out have the matrix product of the output layer to end.
+        """
+        self.ranges.logits(num_bytes)
+        self._logits_bytes = num_bytes
+        self._release_above(0)
+
+    def _learn_kept(self, group: Group) -> None:
         """A chunk's forward is through: what its layers kept is what they will lend next time."""
-        kept_after_bytes = 0
-        for layer, kept_bytes in reversed(run.kept):
+        kept_after_bytes = self._logits_bytes if group.place.ends_in_loss else 0
+        for layer, kept_bytes in reversed(group.run.kept):
             self._kept_after_bytes[layer] = kept_after_bytes
             kept_after_bytes += kept_bytes
 
@@ -213,14 +224,17 @@ class SwapManager:
 
         Early in forward more may wait than later: what layers keep on the device they have yet to claim, so that is
         lent to the copies until then, storage by storage, and the compute stream does not stand still for it. How much
-        it is was learned when the chunk ran last. A chunk that ends in the loss has nothing to lend at its end: there
-        the peak is.
+        it is was learned when the chunk ran last. A chunk that ends in the loss has little to lend at its end: the
+        peak is near.
         """
         assert self._place is not None
         assert self._layer is not None
         allowed_bytes = self._kept_after_bytes.get(self._layer, 0) + self._unclaimed_bytes
         if not self._place.ends_in_loss:
             allowed_bytes += self.window_bytes
+        self._release_above(allowed_bytes)
+
+    def _release_above(self, allowed_bytes: int) -> None:
         while self._leaving_bytes > allowed_bytes:
             handle = self._leaving[0]
             gone_wrong = handle.changed()

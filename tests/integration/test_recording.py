@@ -105,6 +105,8 @@ def test_what_is_saved_outside_the_layers_has_a_name(
         is_first, is_last = rank == 0, rank == ranks - 1
         expected = {**((tokens | mask) if is_first else {}), **((norm | loss) if is_last else {})}
         assert {one.site: one.mib * MIB for one in outside.sites} == expected
+        assert outside.logits_gib * GIB == (TOKENS * VOCABULARY * 2 if is_last and bytes_each == 2 else 0)
+        assert (outside.logits_ms > 0) == is_last
         batch_bytes = 8 * TOKENS if is_first else 0  # between steps the data loader may hold as much
         assert 0 <= sum(expected.values()) - outside.kept_gib * GIB <= batch_bytes
         held = {one.site for one in outside.sites if one.stays == "held"}
@@ -159,7 +161,7 @@ def test_a_plan_made_from_a_recording_holds_what_was_predicted(
         measured, predicted = run.summary["saved_peak_bytes"], solution.prediction.peak_gib * GIB
         if solution.prediction.peak_at.startswith("at the loss"):
             assert predicted - measured <= ANGLES_BYTES
-        assert 0.97 * predicted <= measured <= predicted <= share * everything * GIB
+        assert 0.96 * predicted <= measured <= predicted <= share * everything * GIB
         seen.update(action for layer in solution.plan.layers() for action in solution.plan.sites(layer).values())
     assert seen == set(Action)
 

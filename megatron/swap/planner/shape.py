@@ -306,6 +306,8 @@ def _outside(
             optimizer_ms=optimizer_ms,
             kept_gib=(2 * size.sharded + 4 * logits) / GIB,
             peak_gib=(2 * size.sharded + 6 * logits) / GIB,
+            logits_ms=flops,
+            logits_gib=2 * logits / GIB,
         )
     if has_input:
         sites.insert(0, OutsideSite("embedding.word_embeddings/0", 8 * size.tokens / MIB, layers_ms + loss_ms, "held"))
@@ -333,6 +335,8 @@ def outside_scaled(outside: Outside, forward: float, backward: float, mib: float
         backward_ms=outside.backward_ms * backward,
         kept_gib=outside.kept_gib * mib,
         peak_gib=outside.peak_gib * mib,
+        logits_ms=outside.logits_ms * forward,
+        logits_gib=outside.logits_gib * mib,
         sites=tuple(replace(site, mib=site.mib * mib, idle_ms=site.idle_ms * backward) for site in outside.sites),
     )
 

@@ -139,7 +139,7 @@ class _Step:
         self._window_groups = 1 if self._window_mib else 0
         self._lends_mib = {layer: self._lent_by(layer) for layer in self._scripts}
         self._lent_after = {
-            layer: sum(self._lends_mib[after] for after in chunk[i + 1 :])
+            layer: sum(self._lends_mib[after] for after in chunk[i + 1 :]) + self._lent_by_loss(layer)
             for chunk in chunks for i, layer in enumerate(chunk)
         }
         units = schedule(num_micro_batches, size, rank, len(chunks))
@@ -165,6 +165,10 @@ class _Step:
             if action is Action.KEEP or (tail and action is Action.SWAP)
         )
 
+    def _lent_by_loss(self, layer: int) -> float:
+        """The logits, until they are there; behind layers of the chunk that makes them."""
+        return self._profile.outside.logits_gib * MIB_PER_GIB if self._place[layer].ends_in_loss else 0.0
+
     # ------------------------------------------------------------------ forward
 
     def _forward(self, unit: Unit, chunk: tuple[int, ...]) -> None:
@@ -175,7 +179,10 @@ class _Step:
         for layer in chunk:
             self._forward_layer(layer, unit.micro_batch, run)
         if self._profile.has_loss and unit.chunk == len(self._profile.chunks) - 1:
-            self._now += outside.forward_ms
+            self._now += outside.logits_ms
+            self._note(f"at the logits, micro-batch {unit.micro_batch}", outside.logits_gib * MIB_PER_GIB)
+            self._release_above(0.0)
+            self._now += outside.forward_ms - outside.logits_ms
             self._note(f"at the loss, micro-batch {unit.micro_batch}", outside.peak_gib * MIB_PER_GIB)
         if unit.chunk == self._outside_chunk:
             self._mib += outside.kept_gib * MIB_PER_GIB
@@ -199,7 +206,8 @@ class _Step:
         for index, (at_ms, mib, action) in enumerate(script.saves):
             self._now = begin + waited + at_ms
             self._mib += mib
-            self._note(where)  # it is there before it is saved: what makes room for it goes only then
+            # It is there before it is saved, beside what the kernels need besides: what makes room goes only then.
+            self._note(where, script.forward_peak_mib)
             if action is Action.RECOMPUTE:
                 recomputed_mib += mib
             elif action is Action.KEEP or keeps_all:
@@ -242,6 +250,9 @@ class _Step:
         allowed = self._lent_after[layer] + self._unclaimed_mib
         if not self._place[layer].ends_in_loss:
             allowed += self._window_mib
+        return self._release_above(allowed)
+
+    def _release_above(self, allowed: float) -> float:
         waited = 0.0
         while self._leaving_mib > allowed + 1e-6 and self._leaving[0].group is not self._youngest:
             storage = self._leaving.popleft()

@@ -59,6 +59,8 @@ def compared(file: str) -> Iterator[Compared]:
         if static:
             profile = replace(profile, static_gib=static)
         profile = with_mlp_section(profile)
+        # Measured before the loss lent its logits.
+        profile = replace(profile, outside=replace(profile.outside, logits_ms=0.0, logits_gib=0.0))
         link = row["link"]
         profile = replace(profile, link=Link(link["d2h_gb_s"], link["h2d_gb_s"], 49.0, 49.0))
         none = next((one for one in rows if one["case"] == row["case"] and one["method"] == "none"), None)
