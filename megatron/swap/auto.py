@@ -20,11 +20,11 @@ from megatron.swap.config import SwapConfig
 from megatron.swap.devices.base import Device
 from megatron.swap.footprint import Footprint, FootprintMeter
 from megatron.swap.layer import Boundaries
-from megatron.swap.plan import Model, Plan, merged, save_plan
+from megatron.swap.plan import Infeasible, Model, Plan, merged, save_plan
 from megatron.swap.planner import profile as profiles
 from megatron.swap.planner.build import build_profile
 from megatron.swap.planner.profile import Link, Pipeline, Profile, save_profile
-from megatron.swap.planner.solve import Infeasible, solve
+from megatron.swap.planner.solve import solve
 from megatron.swap.policy import PlanPolicy
 from megatron.swap.ranks import Ranks
 from megatron.swap.recorder import Recorder
@@ -142,7 +142,7 @@ class AutoPlan:
         """Step ``number`` is over on this rank, and for its recorder: measure it, agree, decide, switch.
 
         Raises:
-            Infeasible: no plan fits the budget.
+            Infeasible: no plan fits the budget, and none was made before.
         """
         stages, before, stage = self._stages, self._stages.plan, self._stages.stage
         footprint = self._footprint.take()
@@ -190,7 +190,7 @@ class AutoPlan:
         """The best plans of the whole model for ``workload``, the same on all ranks.
 
         Raises:
-            Infeasible: some stage has none.
+            Infeasible: some stage has none; the smallest budget is that of all stages.
         """
         if self._recorder.on:
             workload.measured = _Measured(self._build_profile(), self._recorded)
@@ -209,10 +209,14 @@ class AutoPlan:
                 mine = str(error), error.smallest_gib  # such an exception cannot be sent
         answers = self._ranks.gather(mine)
         of_stages: list[list[Plan]] = []
+        failed: list[tuple[str, float]] = []
         for answer in (answers[leaders[stage]] for stage in sorted(leaders)):
             if isinstance(answer, tuple):
-                raise Infeasible(*answer)
-            of_stages.append(answer)
+                failed.append(answer)
+            else:
+                of_stages.append(answer)
+        if failed:
+            raise Infeasible(*max(failed, key=lambda refusal: refusal[1]))
         most = max(len(plans) for plans in of_stages)
         return [merged([plans[min(i, len(plans) - 1)] for plans in of_stages]) for i in range(most)]
 
@@ -264,6 +268,7 @@ class AutoPlan:
             "predicted_step_ms": None if predicted is None else predicted.step_ms,
             "profile_sha256": None if plan is None else plan.profile_sha256,
             "num_replans": stages.num_replans,
+            "num_infeasible": stages.num_infeasible,
             "stages": [
                 {"stage": stage.value, "first_step": first, "last_step": last, "note": note}
                 for (first, stage, note), last in zip_longest(stages.history, ends)

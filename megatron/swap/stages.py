@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatron.swap.plan import Plan
-from megatron.swap.types import GIB, UsageError, format_bytes
+from megatron.swap.plan import Infeasible, Plan
+from megatron.swap.types import GIB, format_bytes
 
 DRIFT = 0.05
 """Sizes and times that differ by more than this share are not those that were planned for."""
@@ -35,6 +35,8 @@ PATIENCE_SLOWER = 20
 """Steps in a row that took too long before all is measured again; doubled each time that this changed nothing."""
 MAX_TIGHTENINGS = 3
 """How often a workload gets a smaller budget because measured peaks were above the real one."""
+ROUNDED = 1.001
+"""The smallest budget for which a plan was found, times this, is surely enough for one."""
 
 
 class Stage(Enum):
@@ -110,7 +112,7 @@ class Stages:
     Args:
         budget_gib: most memory that the device may hold.
         make_plans: plans for a workload, the best first, that the cost model puts below the given GiB. The first time
-            that workload has just been recorded. Called on all ranks alike. Raises ``Infeasible``, a ``UsageError``.
+            that workload has just been recorded. Called on all ranks alike. Raises ``Infeasible``.
         max_candidates: plans that are tried.
         say: told of every change of stage, for people.
         keeps_time: steps that have become slower mean something.
@@ -119,6 +121,7 @@ class Stages:
         plan: what the next step follows; ``None``: the safe plan, which holds as little as it can.
         recording: whether the next step is recorded.
         num_replans: times that another plan was made or taken up after the first.
+        num_infeasible: workloads for which no plan was found that stays below the budget.
         history: ``(first step, stage, note)``.
     """
 
@@ -133,7 +136,7 @@ class Stages:
         self.stage = Stage.PROFILE
         self.plan: Plan | None = None
         self.recording = False
-        self.num_replans = 0
+        self.num_replans = self.num_infeasible = 0
         self.history: list[tuple[int, Stage, str]] = []
         self._budget_gib = budget_gib
         self._make_plans = make_plans
@@ -160,7 +163,7 @@ class Stages:
         """Decide about the next step.
 
         Raises:
-            Infeasible: no plan fits the budget.
+            Infeasible: no plan fits the budget, and none was made before.
         """
         if not self.history:
             self.history.append((step.number, Stage.PROFILE, "the plan that holds least"))
@@ -192,7 +195,7 @@ class Stages:
         is_reached = self._current.saved_mib >= (1 - DRIFT) * self._reach_mib or num_recorded >= MAX_RECORDED_STEPS
         if num_recorded >= RECORDED_STEPS and is_reached:
             self.recording = False
-            self._begin_search(step)
+            self._begin_search(step, self._plans_of(self._current))
 
     def _begin_profile(self, step: Step, why: str) -> None:
         self.plan = None
@@ -203,9 +206,21 @@ class Stages:
 
     # ------------------------------------------------------------------- search
 
-    def _begin_search(self, step: Step) -> None:
-        assert self._current is not None
-        plans = self._make_plans(self._current, self._budget_gib - self._current.spare_gib)
+    def _plans_of(self, recorded: Workload) -> Sequence[Plan]:
+        """Where none fits: those that hold least, unless it is the first to be planned. Ending would lose what was
+        trained."""
+        try:
+            return self._make_plans(recorded, self._budget_gib)
+        except Infeasible as error:
+            if self.num_replans == 0:
+                raise
+            self.num_infeasible += 1
+            recorded.num_tightened = MAX_TIGHTENINGS + 1  # less than the least there is not
+            smallest = format_bytes(error.smallest_gib * GIB)
+            self._say(f"no plan keeps such steps below the budget ({smallest} would do): by those that hold least")
+            return self._make_plans(recorded, ROUNDED * error.smallest_gib)
+
+    def _begin_search(self, step: Step, plans: Sequence[Plan]) -> None:
         self._candidates = list(plans)[: self._max_candidates]
         self._tried = []
         if len(self._candidates) == 1 and not moves(self._candidates[0]):
@@ -260,10 +275,12 @@ class Stages:
             self._say(f"the peak was {over} above the budget: planned again with {spare} to spare")
             self.num_replans += 1
             try:
-                self._begin_search(step)
-                return
-            except UsageError:
+                plans = self._make_plans(current, self._budget_gib - current.spare_gib)
+            except Infeasible:
                 current.num_tightened = MAX_TIGHTENINGS + 1
+            else:
+                self._begin_search(step, plans)
+                return
         note = f"no plan was found that does better: the peak stays {over} above the budget"
         self._settle(step, lowest.plan, None, note)
 

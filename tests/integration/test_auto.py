@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.swap.types import GIB
+from megatron.swap.types import GIB, MIB
 from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MOE
 
@@ -167,3 +167,19 @@ def test_another_sequence_length_is_planned_anew_and_known_the_next_time(trainer
     assert stages(run).count("profile") == 2
     assert "its plan is known" in run.output
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
+
+
+def test_a_length_that_no_plan_fits_is_trained_above_the_budget_and_the_next_one_below(trainer: Trainer) -> None:
+    flags = "--train-iters 38 --lr-decay-iters 38 --lengths 12:32 14:64 12:32"
+    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=VARYING)
+    budget_gib = 0.7 * MIB / GIB  # 64 need 0.82
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", program=VARYING)
+    assert_same_training(plain, run)
+    planning = run.summary["planning"]
+    assert planning["num_infeasible"] == 1
+    found = re.search(r"no plan keeps such steps below the budget \(([\d.]+) MiB would do\)", run.output)
+    assert found, run.tail
+    assert float(found[1]) * MIB / GIB > budget_gib
+    assert stages(run) == ["profile", "search", "stable"] * 2 + ["stable"]
+    assert re.search(rf"predicted [\d.]+ ms and {re.escape(found[1])} MiB", planning["stages"][5]["note"])
+    assert planning["predicted_peak_gib"] <= budget_gib

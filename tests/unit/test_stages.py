@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.swap.plan import Plan, PlanClass, Predicted, SitePlan
+from megatron.swap.plan import Infeasible, Plan, PlanClass, Predicted, SitePlan
 from megatron.swap.stages import (
     PATIENCE_SLOWER,
     PATIENCE_SMALLER,
@@ -17,7 +17,6 @@ from megatron.swap.stages import (
     Step,
     Workload,
 )
-from megatron.swap.types import UsageError
 from tests.unit.planner.cases import model
 
 BUDGET_GIB = 10.0
@@ -115,7 +114,7 @@ class TestFirstPlan:
 
         def fits_once(workload: Workload, budget_gib: float) -> Sequence[Plan]:
             if run.budgets:
-                raise UsageError(f"no plan stays below {budget_gib}")
+                raise Infeasible(f"no plan stays below {budget_gib}", 9.5)
             return run.make_plans(workload, budget_gib)
 
         run.stages._make_plans = fits_once
@@ -133,11 +132,11 @@ class TestFirstPlan:
 
     def test_no_plan_is_an_error_that_reaches_the_user(self) -> None:
         def none_fits(workload: Workload, budget_gib: float) -> Sequence[Plan]:
-            raise UsageError(f"no plan stays below {budget_gib}")
+            raise Infeasible(f"no plan stays below {budget_gib}", 12.0)
 
         run = three()
         run.stages._make_plans = none_fits
-        with pytest.raises(UsageError, match=r"no plan stays below 10\.0"):
+        with pytest.raises(Infeasible, match=r"no plan stays below 10\.0"):
             run.steps(4)
 
     def test_other_tensors_while_recording_begin_it_anew(self) -> None:
@@ -156,6 +155,64 @@ class TestFirstPlan:
         assert run.stages.stage is Stage.SEARCH
         assert run.stages.expected is not None
         assert run.stages.expected.saved_mib == 1300.0
+
+
+class TestNothingFits:
+    """A workload of 4000 MiB needs 12 GiB; one of 1000 has its plans."""
+
+    def run(self) -> Run:
+        run = three()
+        least = a_plan("least")
+        run.ms[id(least)], run.peaks[id(least)] = 300.0, 12.0
+
+        def make_plans(workload: Workload, budget_gib: float) -> Sequence[Plan]:
+            plans = run.make_plans(workload, budget_gib)
+            if workload.saved_mib < 4000.0:
+                return plans
+            if budget_gib < 12.0:
+                raise Infeasible(f"no plan stays below {budget_gib}", 12.0)
+            return [least]
+
+        run.stages._make_plans = make_plans
+        until_stable(run)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        until_stable(run)
+        return run
+
+    def test_training_goes_on_by_the_plans_that_hold_least(self) -> None:
+        run = self.run()
+        assert run.budgets == [10.0, 10.0, pytest.approx(12.0, rel=0.002)]
+        assert run.stages.plan is not None
+        assert run.peaks[id(run.stages.plan)] == 12.0
+        assert run.stages.num_infeasible == 1
+        assert [line for line in run.said if "12.00 GiB would do" in line]
+        assert "stays 2.00 GiB above the budget" in run.said[-1]
+
+    def test_that_is_said_once_and_nothing_is_tried_again(self) -> None:
+        run = self.run()
+        num_said, plan = len(run.said), run.stages.plan
+        assert set(run.steps(50)) == {Stage.STABLE}
+        assert run.stages.plan is plan
+        assert (len(run.said), len(run.budgets)) == (num_said, 3)
+
+    def test_workloads_that_fit_have_their_plans_and_it_is_known_the_next_time(self) -> None:
+        run = self.run()
+        least = run.stages.plan
+        run.saved_mib = 1000.0
+        run.steps(PATIENCE_SMALLER)
+        assert run.stages.stage is Stage.STABLE
+        assert run.stages.plan in run.plans
+        run.steps(20)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        assert run.stages.stage is Stage.STABLE
+        assert run.stages.plan is least
+        run.saved_mib = 2000.0
+        run.steps(PATIENCE_SMALLER)
+        until_stable(run)
+        assert run.stages.plan in run.plans
+        assert run.stages.num_infeasible == 1
 
 
 class TestChange:

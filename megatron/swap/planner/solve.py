@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.swap.plan import LAYER_SECTION, Plan, PlanClass, Predicted, SitePlan, format_layers
+from megatron.swap.plan import LAYER_SECTION, Infeasible, Plan, PlanClass, Predicted, SitePlan, format_layers
 from megatron.swap.planner.profile import LayerClass, Profile, Section, sha256
 from megatron.swap.planner.program import (
     Block,
@@ -17,7 +17,7 @@ from megatron.swap.planner.program import (
     step_factor,
 )
 from megatron.swap.planner.simulate import Prediction, simulate
-from megatron.swap.types import GIB, UsageError, format_bytes
+from megatron.swap.types import GIB, format_bytes
 
 MAX_ROUNDS = 6
 """How often the program is corrected by what the simulator says."""
@@ -28,14 +28,6 @@ NEAR_BOUND = 1.005
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
 TIGHTER_GIB = 1e-4
-
-
-class Infeasible(UsageError):
-    """No plan fits. ``smallest_gib``: the smallest budget for which one was found."""
-
-    def __init__(self, message: str, smallest_gib: float) -> None:
-        super().__init__(message)
-        self.smallest_gib = smallest_gib
 
 
 @dataclass(frozen=True)
