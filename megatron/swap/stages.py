@@ -182,7 +182,11 @@ class Stages:
             self.recording = True
             over_gib = step.peak_gib - self._budget_gib
             if over_gib > 0:
-                self._say(f"while it is measured, the peak is {format_bytes(over_gib * GIB)} above the budget")
+                over = format_bytes(over_gib * GIB)
+                self._say(
+                    f"the peak is {over} above the budget while steps are measured: a plan below it follows, or the "
+                    "smallest budget that would do"
+                )
             return
         if self._current is not None and not self._current.has_sites_of(step):
             self._begin_profile(step, "steps changed while they were recorded")
@@ -226,8 +230,12 @@ class Stages:
         if len(self._candidates) == 1 and not moves(self._candidates[0]):
             self._settle(step, self._candidates[0], None, "the budget is above the need: nothing is swapped")
             return
+        note = f"plans to try: {len(self._candidates)}"
+        peaks = [plan.predicted.peak_gib for plan in self._candidates if plan.predicted is not None]
+        if peaks:
+            note += f" (predicted to hold {format_bytes(max(peaks) * GIB)} at most)"
         self.plan = self._candidates.pop(0)
-        self._enter(step.number + 1, Stage.SEARCH, f"plans to try: {len(self._candidates) + 1}")
+        self._enter(step.number + 1, Stage.SEARCH, note)
 
     def _search(self, step: Step) -> None:
         assert self._current is not None

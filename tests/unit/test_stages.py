@@ -125,10 +125,14 @@ class TestFirstPlan:
         assert set(run.steps(10)) == {Stage.STABLE}
         assert len(run.said) == num_said
 
-    def test_a_peak_above_the_budget_while_measuring_is_said(self) -> None:
+    def test_a_peak_above_the_budget_while_measuring_is_said_and_what_follows(self) -> None:
         run = three()
         run.stages.step_ended(Step(1, 200.0, 10.5, 100.0, 1000.0, 2))
-        assert run.said == ["while it is measured, the peak is 512 MiB above the budget"]
+        (line,) = run.said
+        assert line.startswith("the peak is 512 MiB above the budget while steps are measured: a plan below it follows")
+        run.number = 1
+        run.steps(RECORDED_STEPS)
+        assert run.said[1:] == ["search from step 4: plans to try: 3 (predicted to hold 9.00 GiB at most)"]
 
     def test_no_plan_is_an_error_that_reaches_the_user(self) -> None:
         def none_fits(workload: Workload, budget_gib: float) -> Sequence[Plan]:
