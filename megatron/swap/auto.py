@@ -75,6 +75,8 @@ class AutoPlan:
         self._link: Link | None = None
         self._recorded = Footprint(())
         self._num_micro_batches = 0
+        self._evaluates = False
+        self._reserved_bytes = 0
         self._undo: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------------ set-up
@@ -116,16 +118,28 @@ class AutoPlan:
 
     def watch(self, chunk: nn.Module) -> None:
         """``chunk`` is one of the model's on this rank."""
-        self._undo.append(chunk.register_forward_pre_hook(self._chunk_begins).remove)
+        # First of all hooks: what an evaluation leaves goes before the step is timed or recorded.
+        self._undo.append(chunk.register_forward_pre_hook(self._chunk_begins, prepend=True).remove)
 
     def _chunk_begins(self, *_: object) -> None:
-        if torch.is_grad_enabled():
-            self._clock.begin()
-            self._footprint.begin_chunk()
-            self._num_micro_batches = self._get_num_micro_batches()
-            expected = self._stages.expected
-            if expected is not None and self._num_micro_batches > expected.num_micro_batches:
-                self._is_larger()  # a pipeline may hold more of them at once
+        if not torch.is_grad_enabled():
+            self._evaluates = True
+            return
+        if self._evaluates:
+            self._evaluates = False
+            self._evaluation_is_over()
+        self._clock.begin()
+        self._footprint.begin_chunk()
+        self._num_micro_batches = self._get_num_micro_batches()
+        expected = self._stages.expected
+        if expected is not None and self._num_micro_batches > expected.num_micro_batches:
+            self._is_larger()  # a pipeline may hold more of them at once
+
+    def _evaluation_is_over(self) -> None:
+        """What it held at most is not the next step's, nor what the allocator reserved for it beyond that of steps."""
+        self._take_peak()
+        if (self._device.reserved_bytes() or 0) > self._reserved_bytes:
+            self._device.give_back()
 
     def _is_larger(self) -> None:
         """In a forward: more is saved than is planned for. The rest of the step keeps as little as it can."""
@@ -167,6 +181,7 @@ class AutoPlan:
             self._recorder.start(number + 1)
         if stages.stage is Stage.STABLE and stages.stage is not stage:
             self._save()
+        self._reserved_bytes = self._device.reserved_bytes() or 0
 
     def _follow(self, plan: Plan | None) -> None:
         """The next step follows ``plan``; what the allocator holds for the last one goes back."""

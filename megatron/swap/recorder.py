@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron.swap.devices.base import Device, Mark
-from megatron.swap.recording import WORKS, Event, LayerRun, Recording, SavedStorage, What
+from megatron.swap.recording import EVALUATION, WORKS, Event, LayerRun, Recording, SavedStorage, What
 from megatron.swap.trace import Labelled, Ranges
 from megatron.swap.types import Site, SwapError
 
@@ -91,6 +91,7 @@ class Recorder:
         self._of_run: dict[LayerRun, list[_Memory]] = {}
         self._inputs: dict[str, int] = {}
         self._last_forward: LayerRun | None = None
+        self._evaluates = False
         self._unused: dict[int, tuple[SavedStorage, Reference]] = {}
 
     # ---------------------------------------------------------------- on and off
@@ -157,7 +158,15 @@ class Recorder:
 
         def told(what: What) -> Callable[..., None]:
             def hook(*_: object) -> None:
-                if self.on and torch.is_grad_enabled():
+                if not self.on:
+                    return
+                evaluates = not torch.is_grad_enabled()
+                if evaluates != self._evaluates:
+                    self._evaluates = evaluates
+                    if not evaluates:
+                        self._take_peak()  # that was the evaluation's
+                    self._note(What.WORK_BEGIN if evaluates else What.WORK_END, work=EVALUATION)
+                if not evaluates:
                     self._note(what, chunk=number)
                     self._last_forward = None
 

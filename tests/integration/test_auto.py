@@ -143,6 +143,16 @@ def test_frozen_layers_save_nothing_and_have_no_plan(trainer: Trainer) -> None:
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
 
 
+def test_evaluations_between_steps_change_nothing(trainer: Trainer) -> None:
+    """One while steps are recorded, one while plans are tried, one later."""
+    plain = budgeted(trainer, "", 0.6)
+    run = budgeted(trainer, "--eval-iters 1 --eval-interval 2", 0.6)
+    assert run.output.count("validation loss at iteration") >= 3
+    for name in ("num_replans", "predicted_peak_gib"):
+        assert run.summary["planning"][name] == plain.summary["planning"][name]
+    assert run.summary["losses"] == plain.summary["losses"]
+
+
 def test_a_length_that_alternates_is_planned_for_at_its_largest(trainer: Trainer) -> None:
     """The last step that is recorded is a short one; the long ones are none that exceed the plan."""
     flags = f"{STEPS} --lengths 1:32 1:64"
