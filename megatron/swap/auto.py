@@ -75,7 +75,7 @@ class AutoPlan:
         self._link: Link | None = None
         self._recorded = Footprint(())
         self._num_micro_batches = 0
-        self._evaluates = False
+        self._evaluates = True  # building the model leaves as much
         self._reserved_bytes = 0
         self._undo: list[Callable[[], None]] = []
 
@@ -175,6 +175,7 @@ class AutoPlan:
         elif self.policy.is_short:
             self.policy.is_short = False
             self._boundaries.follow_policy()
+            self._device.give_back()
         if stages.recording and not self._recorder.on:
             self._recorded = Footprint(())
             self._device.give_back()  # what trials and first uses took tells nothing of what a step needs

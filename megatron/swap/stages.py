@@ -12,7 +12,7 @@ told the same figures (``auto.py`` merges them), so they decide the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -23,7 +23,8 @@ DRIFT = 0.05
 """Sizes and times that differ by more than this share are not those that were planned for."""
 RECORDED_STEPS = 2
 MAX_RECORDED_STEPS = 16
-"""So many are recorded while none is as large as the step for which it was begun: lengths may change every step."""
+"""So many are recorded while none is as large as the step for which it was begun: lengths may change every step. Steps
+that come more rarely are not planned for: what they would keep is swapped."""
 SETTLING_STEPS = 1
 """After a switch the engine learns the order and sizes of what it moves: such a step is not judged."""
 PATIENCE_SMALLER = 3
@@ -31,6 +32,8 @@ PATIENCE_SMALLER = 3
 each time that something new has to be measured for it, or that more comes back soon."""
 SOON = 4
 """Times that patience, in steps."""
+PATIENCE_RARE = 1
+"""Larger steps close to each other before they are planned for; doubled each time that none came while recording."""
 PATIENCE_SLOWER = 20
 """Steps in a row that took too long before all is measured again; doubled each time that this changed nothing."""
 MAX_TIGHTENINGS = 3
@@ -151,7 +154,9 @@ class Stages:
         self._keeps_time = keeps_time
         self._patience_smaller = PATIENCE_SMALLER
         self._patience_slower = PATIENCE_SLOWER
-        self._reach_mib = 0.0
+        self._reach_mib = self._rare_mib = 0.0
+        self._num_rare = self._rare_at = 0
+        self._patience_rare = PATIENCE_RARE
         self._smaller_at: int | None = None
 
     @property
@@ -196,9 +201,18 @@ class Stages:
             max(step.num_tensors, before.num_tensors), max(step.saved_mib, before.saved_mib), step.num_micro_batches
         )
         num_recorded = self._num_in_stage - SETTLING_STEPS
-        is_reached = self._current.saved_mib >= (1 - DRIFT) * self._reach_mib or num_recorded >= MAX_RECORDED_STEPS
-        if num_recorded >= RECORDED_STEPS and is_reached:
-            self.recording = False
+        is_reached = self._reach_mib <= (1 + DRIFT) * self._current.saved_mib
+        if num_recorded < (RECORDED_STEPS if is_reached else MAX_RECORDED_STEPS):
+            return
+        self.recording = False
+        known = None
+        if not is_reached:
+            self._rare_mib, self._num_rare = max(self._rare_mib, self._reach_mib), 0
+            self._patience_rare *= 2
+            known = self._known(replace(step, saved_mib=self._current.saved_mib))
+        if known is not None:
+            self._take_up(step, known, f"micro-batches that save {self._reach_mib:,.1f} MiB are too rare to plan for")
+        else:
             self._begin_search(step, self._plans_of(self._current))
 
     def _begin_profile(self, step: Step, why: str) -> None:
@@ -323,8 +337,19 @@ class Stages:
         if self._current.is_like(step):
             self._num_smaller = 0
             return False
+        if not self._current.covers(step):
+            return not self._is_rare(step)
         self._num_smaller += 1
-        return not self._current.covers(step) or self._num_smaller >= self._patience_smaller
+        return self._num_smaller >= self._patience_smaller
+
+    def _is_rare(self, step: Step) -> bool:
+        """Whether steps as large were waited for in vain, and there are not many now."""
+        assert self._current is not None
+        if not self._current.has_sites_of(step) or step.saved_mib > (1 + DRIFT) * self._rare_mib:
+            return False
+        is_far = step.number - self._rare_at > MAX_RECORDED_STEPS
+        self._num_rare, self._rare_at = (0 if is_far else self._num_rare) + 1, step.number
+        return self._num_rare < self._patience_rare
 
     def _follow_change(self, step: Step) -> None:
         """Another workload: its plan, if there is one, else it is measured."""
@@ -341,14 +366,23 @@ class Stages:
             what = f"steps have {step.num_micro_batches} micro-batches, not {before.num_micro_batches}"
         elif not before.has_sites_of(step):
             what = "other tensors are saved than before"
-        known = next((one for one in self._workloads if one.is_like(step)), None)
-        if known is not None and known.best is not None:
-            self._current = known
-            self._settle(step, known.best, known.best_ms, f"{what}: its plan is known")
-        else:
-            if before.covers(step):
-                self._patience_smaller *= 2
-            self._begin_profile(step, what)
+        known = self._known(step)
+        if known is not None:
+            self._take_up(step, known, what)
+            return
+        if before.covers(step):
+            self._patience_smaller *= 2
+        self._begin_profile(step, what)
+
+    def _known(self, step: Step) -> Workload | None:
+        """The workload with a plan that is nearest to ``step``."""
+        alike = [one for one in self._workloads if one.is_like(step)]
+        return min(alike, key=lambda one: abs(one.saved_mib - step.saved_mib), default=None)
+
+    def _take_up(self, step: Step, known: Workload, why: str) -> None:
+        assert known.best is not None
+        self._current = known
+        self._settle(step, known.best, known.best_ms, f"{why}: the plan is known")
 
     def _enter(self, number: int, stage: Stage, note: str) -> None:
         self.stage = stage

@@ -55,15 +55,21 @@ class Training:
         self.auto = AutoPlan(config, model(8), 80.0, (), lambda line: None)
         unused: Any = None
         recorder: Any = SimpleNamespace(on=False)
-        self.auto.begin(unused, device, unused, recorder, FootprintMeter(), 0, lambda: 1, GIB, device.taken)
+        self.num_followed = 0
+        boundaries: Any = SimpleNamespace(follow_policy=self.follow_policy)
+        self.auto.begin(boundaries, device, unused, recorder, FootprintMeter(), 0, lambda: 1, GIB, device.taken)
         monkeypatch.setattr(self.auto._stages, "step_ended", self.steps.append)
         self.auto.watch(self.chunk)
 
-    def step(self, gib: float) -> float:
+    def follow_policy(self) -> None:
+        self.num_followed += 1
+
+    def step(self, gib: float, is_short: bool = False) -> float:
         """The peak that it is judged by."""
         for _ in range(2):
             self.chunk(torch.ones(2))
             self.device.use(gib)
+        self.auto.policy.is_short = is_short
         self.auto.step_ended(len(self.steps) + 1)
         return self.steps[-1].peak_gib
 
@@ -97,3 +103,17 @@ def test_what_an_evaluation_did_not_take_is_not_given_back(monkeypatch: pytest.M
     training.step(10.0)
     training.step(10.0)
     assert training.device.num_given_back == 1
+
+
+def test_what_building_the_model_took_is_not_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CachingDevice()
+    device.use(20.0)
+    assert Training(device, monkeypatch).step(10.0) == 10.0
+
+
+def test_what_a_step_took_that_was_larger_than_planned_is_not_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(CachingDevice(), monkeypatch)
+    assert training.step(14.0, is_short=True) == 14.0
+    assert not training.auto.policy.is_short
+    assert training.num_followed == 1
+    assert training.step(10.0) == 10.0

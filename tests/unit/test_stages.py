@@ -234,7 +234,7 @@ class TestChange:
         assert set(seen) == {Stage.STABLE}
         assert run.stages.stage is Stage.STABLE
         assert run.stages.plan is first
-        assert "its plan is known" in run.said[-1]
+        assert "the plan is known" in run.said[-1]
         run.saved_mib = 2000.0
         run.steps(1)
         assert run.stages.stage is Stage.STABLE
@@ -270,6 +270,64 @@ class TestChange:
         assert (run.stages.num_replans, len(run.said)) == (num_replans, num_said)
         assert run.stages.expected is not None
         assert run.stages.expected.saved_mib == 4000.0
+
+    @pytest.mark.parametrize(
+        "lengths", [[1] * 18 + [4], [1] * 49 + [4], [1] * 60 + [4, 4], [1] * 40 + [3] + [1] * 40 + [4]]
+    )
+    def test_sizes_that_come_rarely_are_not_planned_for(self, lengths: Sequence[int]) -> None:
+        """Waiting for one while recording would cost more than it gives, each time anew."""
+        run = three()
+        for _ in range(5):
+            for length in lengths:
+                run.saved_mib = 1000.0 * length
+                run.steps(1)
+        num_replans = run.stages.num_replans
+        assert num_replans <= 2
+        assert any("too rare to plan for: the plan is known" in line for line in run.said)
+        for _ in range(5):
+            for length in lengths:
+                run.saved_mib = 1000.0 * length
+                assert run.steps(1) == [Stage.STABLE]
+        assert run.stages.num_replans == num_replans
+        assert run.stages.expected is run.asked[0]
+
+    def test_what_was_rare_is_planned_for_when_it_comes_often(self) -> None:
+        run = three()
+        until_stable(run)
+        for _ in range(3):
+            run.saved_mib = 4000.0
+            run.steps(1)
+            run.saved_mib = 1000.0
+            run.steps(30)
+        assert run.stages.num_replans == 1
+        run.saved_mib = 4000.0
+        run.steps(15)
+        assert run.stages.stage is Stage.STABLE
+        assert run.stages.expected is not None
+        assert run.stages.expected.saved_mib == 4000.0
+
+    def test_larger_than_what_is_rare_is_measured_at_once(self) -> None:
+        run = three()
+        until_stable(run)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        run.saved_mib = 1000.0
+        run.steps(30)
+        run.saved_mib = 5000.0
+        run.steps(1)
+        assert run.stages.stage is Stage.PROFILE
+
+    def test_of_two_plans_that_are_known_the_nearer_is_taken(self) -> None:
+        run = three()
+        for saved_mib in (1000.0, 1060.0, 4000.0):
+            run.saved_mib = saved_mib
+            run.steps(1)
+            until_stable(run)
+        run.saved_mib = 1045.0  # like both
+        run.steps(PATIENCE_SMALLER)
+        assert run.stages.stage is Stage.STABLE
+        assert run.stages.expected is not None
+        assert run.stages.expected.saved_mib == 1060.0
 
     def test_long_phases_get_their_plans_each_time(self) -> None:
         run = three()
