@@ -345,7 +345,8 @@ class Stages:
     def _is_rare(self, step: Step) -> bool:
         """Whether steps as large were waited for in vain, and there are not many now."""
         assert self._current is not None
-        if not self._current.has_sites_of(step) or step.saved_mib > (1 + DRIFT) * self._rare_mib:
+        is_within = self._current.has_sites_of(step) and step.saved_mib <= (1 + DRIFT) * self._rare_mib
+        if not is_within or self._known(step) is not None:
             return False
         is_far = step.number - self._rare_at > MAX_RECORDED_STEPS
         self._num_rare, self._rare_at = (0 if is_far else self._num_rare) + 1, step.number

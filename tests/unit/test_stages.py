@@ -317,6 +317,21 @@ class TestChange:
         run.steps(1)
         assert run.stages.stage is Stage.PROFILE
 
+    def test_what_has_a_plan_is_not_rare(self) -> None:
+        run = three()
+        for saved_mib in (1000.0, 2000.0):
+            run.saved_mib = saved_mib
+            run.steps(1)
+            until_stable(run)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        run.saved_mib = 1000.0
+        run.steps(30)
+        run.saved_mib = 2000.0
+        run.steps(1)
+        assert run.stages.expected is not None
+        assert run.stages.expected.saved_mib == 2000.0
+
     def test_of_two_plans_that_are_known_the_nearer_is_taken(self) -> None:
         run = three()
         for saved_mib in (1000.0, 1060.0, 4000.0):
