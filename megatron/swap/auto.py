@@ -24,6 +24,7 @@ from megatron.swap.plan import Infeasible, Model, Plan, merged, save_plan
 from megatron.swap.planner import profile as profiles
 from megatron.swap.planner.build import build_profile
 from megatron.swap.planner.profile import Link, Pipeline, Profile, save_profile
+from megatron.swap.planner.schedule import most_telling
 from megatron.swap.planner.solve import solve
 from megatron.swap.policy import PlanPolicy
 from megatron.swap.ranks import Ranks
@@ -71,6 +72,7 @@ class AutoPlan:
         self._model = model
         self._device_gib = device_gib
         self._budget_gib = config.budget_gib(device_gib)
+        self._most_telling = most_telling(model.pipeline_parallel)
         self._say = say
         self._link: Link | None = None
         self._recorded = Footprint(())
@@ -112,8 +114,9 @@ class AutoPlan:
         self._ranks = Ranks()
         self._clock = StepClock(device)
         self._stages = Stages(
-            self._budget_gib, self._make_plans, self._config.max_candidates, self._say, device.keeps_time
-        )
+            self._budget_gib, self._make_plans, self._config.max_candidates, self._say, device.keeps_time,
+            self._most_telling,
+        )  # fmt: skip
         self._say(f"at most {format_bytes(self._budget_gib * GIB)} of device memory; the first steps are measured")
 
     def watch(self, chunk: nn.Module) -> None:
@@ -132,7 +135,7 @@ class AutoPlan:
         self._footprint.begin_chunk()
         self._num_micro_batches = self._get_num_micro_batches()
         expected = self._stages.expected
-        if expected is not None and self._num_micro_batches > expected.num_micro_batches:
+        if expected is not None and min(self._num_micro_batches, self._most_telling) > expected.num_micro_batches:
             self._is_larger()  # a pipeline may hold more of them at once
 
     def _evaluation_is_over(self) -> None:

@@ -11,6 +11,7 @@ told the same figures (``auto.py`` merges them), so they decide the same.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -119,6 +120,7 @@ class Stages:
         max_candidates: plans that are tried.
         say: told of every change of stage, for people.
         keeps_time: steps that have become slower mean something.
+        most_telling: steps with so many micro-batches hold as much as those with more.
 
     Attributes:
         plan: what the next step follows; ``None``: the safe plan, which holds as little as it can.
@@ -135,6 +137,7 @@ class Stages:
         max_candidates: int,
         say: Callable[[str], None],
         keeps_time: bool = True,
+        most_telling: int = sys.maxsize,
     ) -> None:
         self.stage = Stage.PROFILE
         self.plan: Plan | None = None
@@ -152,6 +155,7 @@ class Stages:
         self._num_in_stage = 0
         self._num_smaller = self._num_slower = 0
         self._keeps_time = keeps_time
+        self._most_telling = most_telling
         self._patience_smaller = PATIENCE_SMALLER
         self._patience_slower = PATIENCE_SLOWER
         self._reach_mib = self._rare_mib = 0.0
@@ -377,8 +381,15 @@ class Stages:
 
     def _known(self, step: Step) -> Workload | None:
         """The workload with a plan that is nearest to ``step``."""
-        alike = [one for one in self._workloads if one.is_like(step)]
+        alike = [one for one in (self._with_number_of(step, one) for one in self._workloads) if one.is_like(step)]
         return min(alike, key=lambda one: abs(one.saved_mib - step.saved_mib), default=None)
+
+    def _with_number_of(self, step: Step, workload: Workload) -> Workload:
+        """``workload`` with the micro-batches of ``step``, if that changes nothing but the time."""
+        numbers = {step.num_micro_batches, workload.num_micro_batches}
+        if len(numbers) == 1 or min(numbers) < self._most_telling:
+            return workload
+        return replace(workload, num_micro_batches=step.num_micro_batches, best_ms=None)
 
     def _take_up(self, step: Step, known: Workload, why: str) -> None:
         assert known.best is not None

@@ -133,6 +133,19 @@ def test_more_micro_batches_in_a_pipeline(trainer: Trainer) -> None:
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
 
 
+def test_more_micro_batches_without_a_pipeline_keep_the_plan(trainer: Trainer) -> None:
+    """Two at first, four from step 9 on: one after the other, they hold no more."""
+    schedule = "--step-batch-size-schedule '0:4 2048:8' --train-iters 14 --lr-decay-iters 14"
+    flags = f"^--global-batch-size ^--num-attention-heads ^4 --num-attention-heads 4 {schedule}"
+    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}")
+    budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}")
+    assert_same_training(plain, run)
+    assert "steps have 4 micro-batches, not 2: the plan is known" in run.output
+    assert stages(run) == ["profile", "search", "stable", "stable"]
+    assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
+
+
 def test_frozen_layers_save_nothing_and_have_no_plan(trainer: Trainer) -> None:
     flags = f"--frozen-layers 3 {STEPS}"
     plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=FREEZING)

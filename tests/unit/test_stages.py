@@ -411,6 +411,29 @@ class TestChange:
         assert run.stages.stage is Stage.PROFILE
         assert "steps have 4 micro-batches, not 2" in run.said[-1]
 
+    def test_more_micro_batches_that_hold_no_more_keep_the_plan(self) -> None:
+        run = three()
+        run.stages = Stages(BUDGET_GIB, run.make_plans, 3, run.said.append, most_telling=4)
+        run.num_micro_batches = 4
+        until_stable(run)
+        plan = run.stages.plan
+        for number, slower in ((8, 2.0), (64, 16.0), (4, 1.0)):
+            run.num_micro_batches = number
+            run.steps(2 * PATIENCE_SLOWER, slower)
+            assert run.stages.stage is Stage.STABLE
+            assert run.stages.plan is plan
+            assert run.stages.expected is not None
+            assert run.stages.expected.num_micro_batches == number
+        assert (len(run.asked), run.stages.num_replans) == (1, 3)
+        run.num_micro_batches = 3
+        run.steps(1)
+        assert run.stages.stage is Stage.PROFILE
+        until_stable(run)
+        run.num_micro_batches = 6
+        run.saved_mib = 2000.0
+        run.steps(1)
+        assert run.stages.stage is Stage.PROFILE
+
     def test_slow_steps_are_waited_out_then_measured_again_and_less_often_each_time(self) -> None:
         run = three()
         until_stable(run)
