@@ -73,12 +73,15 @@ class Workload:
     """Steps that save alike, and the plan for them.
 
     Attributes:
+        fewest_tensors, most_tensors: that steps saved while it was recorded.
+        saved_mib: most that one of them saved.
         measured: what whoever makes the plans has measured of it; nothing to the stages.
         spare_gib: the solver gets so much less than the budget, because measured peaks were above it ...
         num_tightened: ... so many times.
     """
 
-    num_tensors: float
+    fewest_tensors: float
+    most_tensors: float
     saved_mib: float
     num_micro_batches: int
     best: Plan | None = None
@@ -87,11 +90,17 @@ class Workload:
     spare_gib: float = 0.0
     num_tightened: int = 0
 
+    def include(self, step: Step) -> None:
+        """It was recorded as well."""
+        self.fewest_tensors = min(self.fewest_tensors, step.num_tensors)
+        self.most_tensors = max(self.most_tensors, step.num_tensors)
+        self.saved_mib = max(self.saved_mib, step.saved_mib)
+
     def has_sites_of(self, step: Step) -> bool:
         """Whether the same tensors are saved, but for experts that get no token, say; and as often: a pipeline holds
         more micro-batches at once where there are more."""
         is_as_many = step.num_micro_batches == self.num_micro_batches
-        return is_as_many and abs(step.num_tensors - self.num_tensors) <= DRIFT * self.num_tensors
+        return is_as_many and (1 - DRIFT) * self.fewest_tensors <= step.num_tensors <= (1 + DRIFT) * self.most_tensors
 
     def is_like(self, step: Step) -> bool:
         return self.has_sites_of(step) and abs(step.saved_mib - self.saved_mib) <= DRIFT * self.saved_mib
@@ -197,13 +206,12 @@ class Stages:
                     "smallest budget that would do"
                 )
             return
-        if self._current is not None and not self._current.has_sites_of(step):
-            self._begin_profile(step, "steps changed while they were recorded")
+        if self._current is None:
+            self._current = Workload(step.num_tensors, step.num_tensors, step.saved_mib, step.num_micro_batches)
+        elif self._current.num_micro_batches != step.num_micro_batches:
+            self._begin_profile(step, "the number of micro-batches changed while steps were recorded")
             return
-        before = self._current or Workload(0.0, 0.0, step.num_micro_batches)
-        self._current = Workload(
-            max(step.num_tensors, before.num_tensors), max(step.saved_mib, before.saved_mib), step.num_micro_batches
-        )
+        self._current.include(step)
         num_recorded = self._num_in_stage - SETTLING_STEPS
         is_reached = self._reach_mib <= (1 + DRIFT) * self._current.saved_mib
         if num_recorded < (RECORDED_STEPS if is_reached else MAX_RECORDED_STEPS):

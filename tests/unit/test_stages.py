@@ -143,13 +143,22 @@ class TestFirstPlan:
         with pytest.raises(Infeasible, match=r"no plan stays below 10\.0"):
             run.steps(4)
 
-    def test_other_tensors_while_recording_begin_it_anew(self) -> None:
+    def test_other_micro_batches_while_recording_begin_it_anew(self) -> None:
         run = three()
         run.steps(2)
-        run.num_tensors = 120.0
+        run.num_micro_batches = 4
         run.steps(1)
         assert run.stages.stage is Stage.PROFILE
         assert until_stable(run) == 3 + 3 + 6
+
+    def test_tensors_that_change_all_the_time_are_planned_for_at_once(self) -> None:
+        """Experts that get no token, say: what is recorded has the sites of all."""
+        run = three()
+        for number in range(60):
+            run.num_tensors = (100.0, 120.0, 90.0)[number % 3]
+            run.steps(1)
+        assert run.stages.stage is Stage.STABLE
+        assert (len(run.asked), run.stages.num_replans) == (1, 0)
 
     def test_sizes_that_vary_are_planned_for_at_their_largest(self) -> None:
         run = three()
