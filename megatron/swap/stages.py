@@ -36,7 +36,7 @@ SOON = 4
 PATIENCE_RARE = 1
 """Larger steps close to each other before they are planned for; doubled each time that none came while recording."""
 PATIENCE_SLOWER = 20
-"""Steps in a row that took too long before all is measured again; doubled each time that this changed nothing."""
+"""Steps in a row that took too long before all is measured again; doubled each time."""
 MAX_TIGHTENINGS = 3
 """How often a workload gets a smaller budget because measured peaks were above the real one."""
 ROUNDED = 1.001

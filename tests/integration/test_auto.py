@@ -206,3 +206,15 @@ def test_a_length_that_no_plan_fits_is_trained_above_the_budget_and_the_next_one
     assert stages(run) == ["profile", "search", "stable"] * 2 + ["stable"]
     assert re.search(rf"predicted [\d.]+ ms and {re.escape(found[1])} MiB", planning["stages"][5]["note"])
     assert planning["predicted_peak_gib"] <= budget_gib
+
+
+def test_a_length_that_comes_rarely_is_trained_by_the_plan_before(trainer: Trainer) -> None:
+    """At step 13 it is waited for in vain; at step 36 it holds as little as it can."""
+    flags = "--train-iters 40 --lr-decay-iters 40 --lengths 12:32 1:64 22:32 1:64 4:32"
+    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=VARYING)
+    budget_gib = 0.45 * plain.summary["saved_peak_bytes"] / GIB
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", program=VARYING)
+    assert_same_training(plain, run)
+    assert "too rare to plan for: the plan is known" in run.output
+    assert stages(run) == ["profile", "search", "stable", "profile", "stable"]
+    assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
