@@ -93,6 +93,8 @@ class Prover:
 def measured(result: dict[str, Any]) -> Row:
     """The fields of a row out of what the process has left and the engine's own summary."""
     summary = result.pop("summary")
+    for key in ("planning", "unstable_steps"):  # of the planner's suites
+        del result[key]
     return {
         **result,
         "tokens_per_s": result["tokens_per_step"] / result["step_ms_median"] * 1e3,

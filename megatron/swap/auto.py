@@ -228,14 +228,14 @@ class AutoPlan:
                 mine = str(error), error.smallest_gib  # such an exception cannot be sent
         answers = self._ranks.gather(mine)
         of_stages: list[list[Plan]] = []
-        failed: list[tuple[str, float]] = []
+        refusals: list[tuple[str, float]] = []
         for answer in (answers[leaders[stage]] for stage in sorted(leaders)):
             if isinstance(answer, tuple):
-                failed.append(answer)
+                refusals.append(answer)
             else:
                 of_stages.append(answer)
-        if failed:
-            raise Infeasible(*max(failed, key=lambda refusal: refusal[1]))
+        if refusals:
+            raise Infeasible(*max(refusals, key=lambda refusal: refusal[1]))  # enough for one is enough for all
         most = max(len(plans) for plans in of_stages)
         return [merged([plans[min(i, len(plans) - 1)] for plans in of_stages]) for i in range(most)]
 
@@ -258,11 +258,26 @@ class AutoPlan:
             whole_layers=True,
         )
 
+    def finish(self) -> None:
+        """Training is over. Where no plan stands, say so, and write what there is."""
+        stages, config = self._stages, self._config
+        if stages.has_been_stable:
+            return
+        files = {"--swap-save-plan": config.save_plan, "--swap-save-profile": config.save_profile}
+        flags = " and ".join(flag for flag, path in files.items() if path is not None)
+        line = f"training ended before a plan stood, which takes up to {stages.num_steps_needed} steps"
+        if stages.expected is not None:
+            self._save()
+            line += f"; {flags}: written of a plan that was not compared with others" if flags else ""
+        elif flags:
+            line += f"; {flags}: not written"
+        self._say(line)
+
     def _save(self) -> None:
         """Plan and profile are written as soon as the plan stands: the plan once, the profile of each stage once."""
         workload, config = self._stages.expected, self._config
         assert workload is not None
-        plan, profile = workload.best, workload.measured.profile
+        plan, profile = self._stages.plan, workload.measured.profile
         try:
             if config.save_plan is not None and plan is not None and self._ranks.rank == 0:
                 save_plan(plan, _folder_made(Path(config.save_plan)))

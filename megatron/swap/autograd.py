@@ -380,6 +380,8 @@ class LayerBoundary:
 
         # What needs no gradient (masks, tables of angles) is there anyway.
         function, tensors = of_tensors_alone(run, args, kwargs, _needs_gradient)
+        if not tensors and not any(parameter.requires_grad for parameter in self._module.parameters()):
+            return self._inner(*args, **kwargs)  # a frozen layer before all that is trained saves nothing
         if not tensors:
             raise UsageError(
                 f"layer {self.layer} is to be recomputed whole, but its input needs no gradient (frozen embeddings?): "

@@ -20,7 +20,9 @@ from megatron.swap.tiers.base import Slot, Tier
 from megatron.swap.types import MIB, SwapError
 
 COPY_BYTES = 128 * MIB
-"""Long enough that the launch of a copy does not count, short enough for a fraction of a second in all."""
+NUM_COPIES = 4
+"""One after the other, as a layer's are: together long enough that launching and looking do not count (a tenth with one
+copy), short enough for a fraction of a second in all."""
 
 REPETITIONS = 3
 
@@ -53,7 +55,7 @@ def measure_link(device: Device, tier: Tier, num_bytes: int = COPY_BYTES) -> Lin
         ends.free()
 
     def gb_s(directions: Directions, which: str) -> float:
-        return num_bytes / median(times[which] for times in seconds[directions]) / 1e9
+        return NUM_COPIES * num_bytes / median(times[which] for times in seconds[directions]) / 1e9
 
     return Link(gb_s(OUT, "out"), gb_s(IN, "in"), gb_s(BOTH, "out"), gb_s(BOTH, "in"))
 
@@ -87,7 +89,7 @@ class _Ends:
         self.seconds(BOTH)
 
     def seconds(self, directions: Directions) -> dict[str, float]:
-        """How long a copy in each of ``directions`` takes when they begin together."""
+        """How long ``NUM_COPIES`` in each of ``directions`` take when they begin together."""
         compute = self._device.current_stream()
         ready = self._device.record(compute)  # a buffer may be recycled memory
         began = time.perf_counter()
@@ -96,7 +98,8 @@ class _Ends:
             stream = self._streams[direction]
             self._device.wait(stream, ready)
             copy = self._tier.write if direction == "out" else self._tier.read
-            copy(self._device, stream, self._slots[direction], self._buffers[direction])
+            for _ in range(NUM_COPIES):
+                copy(self._device, stream, self._slots[direction], self._buffers[direction])
             waiting[direction] = self._device.record(stream)
         taken: dict[str, float] = {}
         while len(taken) < len(waiting):

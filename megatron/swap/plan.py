@@ -24,7 +24,7 @@ LAYER_SECTION = "layer"
 
 
 class Infeasible(UsageError):
-    """No plan fits. ``smallest_gib``: the smallest budget for which one was found."""
+    """No plan fits. ``smallest_gib``: the smallest budget for which one was found, rounded up so that it is enough."""
 
     def __init__(self, message: str, smallest_gib: float) -> None:
         super().__init__(message)

@@ -239,7 +239,7 @@ class Recorder:
 
     def called_with(self, label: str, hidden: Any) -> None:
         """The hidden states that the layer's run ``label`` begins with."""
-        if self.on and isinstance(hidden, torch.Tensor):
+        if self.on and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             self._inputs[label] = hidden.untyped_storage()._cdata
 
     def saved(self, site: Site, label: str, tensor: torch.Tensor) -> SavedStorage:

@@ -57,7 +57,8 @@ class SavedStorage:
     Attributes:
         run, site: where it was saved first; ``site`` is ``path/ordinal``.
         num_bytes: its size.
-        is_input: it is the hidden states that the layer was called with.
+        is_input: it is the hidden states that the layer was called with, and they need a gradient: the layer could run
+            again as a whole, from them.
         stays: others hold it as well, or have emptied it: nothing that we do frees it.
         producer: the kind of kernel that makes it again to the bit; ``None``: it was not recomputed.
         made_from: what that needs of what was saved, parameters aside.

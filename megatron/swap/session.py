@@ -51,6 +51,7 @@ from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY, format_bytes
 from patches import (
     checkpointed_forward,
     fused_activations,
+    linear_weight_gradients,
     registry,
     rotary,
     te_normalization,
@@ -116,6 +117,8 @@ class SwapSession:
         if not config.acts and config.summary is None and config.profile is None:
             return session
         patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
+        if args.gradient_accumulation_fusion:
+            patches.append(linear_weight_gradients.PATCH)
         with_te = args.transformer_impl == "transformer_engine"
         if ACTIVATION in session._kinds:
             patches += fused_activations.fused_activations_patches(functools.partial(session._watched, ACTIVATION))
@@ -337,6 +340,8 @@ class SwapSession:
         self.close()
         if self._plan_run is not None:
             self._plan_run.save()
+        if self._auto is not None:
+            self._auto.finish()
         reports = _gather(report)
         if reports is None:
             return

@@ -22,7 +22,8 @@ from megatron.swap.types import GIB, format_bytes
 
 DRIFT = 0.05
 """Sizes and times that differ by more than this share are not those that were planned for."""
-RECORDED_STEPS = 2
+RECORDED_STEPS = 3
+"""The allocator begins the first one empty: it takes longer than steps do. Times are medians."""
 MAX_RECORDED_STEPS = 16
 """So many are recorded while none is as large as the step for which it was begun: lengths may change every step. Steps
 that come more rarely are not planned for: what they would keep is swapped."""
@@ -39,8 +40,6 @@ PATIENCE_SLOWER = 20
 """Steps in a row that took too long before all is measured again; doubled each time."""
 MAX_TIGHTENINGS = 3
 """How often a workload gets a smaller budget because measured peaks were above the real one."""
-ROUNDED = 1.001
-"""The smallest budget for which a plan was found, times this, is surely enough for one."""
 
 
 class Stage(Enum):
@@ -177,6 +176,15 @@ class Stages:
         """What the plan in force was made for."""
         return self._current if self.plan is not None else None
 
+    @property
+    def num_steps_needed(self) -> int:
+        """Steps until a plan stands, at most, where steps stay as they are and the first plans fit."""
+        return SETTLING_STEPS + RECORDED_STEPS + self._max_candidates * (SETTLING_STEPS + 1)
+
+    @property
+    def has_been_stable(self) -> bool:
+        return any(stage is Stage.STABLE for _, stage, _ in self.history)
+
     def step_ended(self, step: Step) -> None:
         """Decide about the next step.
 
@@ -246,9 +254,9 @@ class Stages:
                 raise
             self.num_infeasible += 1
             recorded.num_tightened = MAX_TIGHTENINGS + 1  # less than the least there is not
-            smallest = format_bytes(error.smallest_gib * GIB)
+            smallest = f"{error.smallest_gib:.10g} GiB"
             self._say(f"no plan keeps such steps below the budget ({smallest} would do): by those that hold least")
-            return self._make_plans(recorded, ROUNDED * error.smallest_gib)
+            return self._make_plans(recorded, error.smallest_gib)
 
     def _begin_search(self, step: Step, plans: Sequence[Plan]) -> None:
         self._candidates = list(plans)[: self._max_candidates]

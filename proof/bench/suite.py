@@ -67,10 +67,9 @@ class Case:
     def request(self, method: Method, memory: Memory | None = None) -> Request:
         """What its process is told. Raises: as ``flags_of``."""
         num_warm_up = self.num_warm_up_auto if method.searches else self.num_warm_up
-        reads_plan = method.searches or method.plan_file is not None or self.peak == "saved"
         num_steps = num_warm_up + self.num_timed
         # The losses of all others are compared with the reference's: it goes as far as the longest of them.
-        goes_on = reads_plan or (method.name == REFERENCE and num_steps < self.num_steps)
+        goes_on = method.name == REFERENCE and num_steps < self.num_steps
         return Request(
             flags=self.flags_of(method, memory),
             num_warm_up=num_warm_up,
@@ -80,7 +79,7 @@ class Case:
             wrap=method.piece.wrap,
             requires=method.piece.requires,
             has_phases=method.runs_layers_once,
-            reads_plan=reads_plan,
+            observes=self.peak == "saved",
             sequence_schedule=self.sequence_schedule,
         )
 

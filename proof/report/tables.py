@@ -179,7 +179,7 @@ def equal_runs(rows: Sequence[Row]) -> list[EqualRun]:
 
 def equality_table(runs: Sequence[EqualRun]) -> Table:
     """Reference and compared runs, case by case."""
-    head = ["case", "ranks", "steps", "`--swap-layers`", "out GiB a step", "losses", "gradient norms", "final weights"]
+    head = ["case", "ranks", "steps", "flags", "out GiB a step", "losses", "gradient norms", "final weights"]
     lines = []
     for run in runs:
         row = run.row
@@ -188,7 +188,7 @@ def equality_table(runs: Sequence[EqualRun]) -> Table:
             str(row["case"]),
             str(row.get("num_ranks") or 1),
             str(len(row.get("losses") or ()) or ABSENT),
-            f"`{swapped_layers(row) or 'none'}`",
+            f"`--{row['method']}`",
             cell_gib(row["swapped_out_bytes"] / GIB if row.get("swapped_out_bytes") else None),
             *verdicts,
         ])  # fmt: skip

@@ -103,7 +103,7 @@ def main() -> None:
 
 def _more_flags(request: Request, folder: str) -> list[str]:
     flags = []
-    if request.has_summary or request.reads_plan:
+    if request.has_summary or request.observes:
         flags += ["--swap-summary", f"{folder}/summary.json"]
     if request.profile_step:
         flags += [

@@ -1,4 +1,4 @@
-"""What a run was planned for and with, out of its summary and its plan file."""
+"""What a run was planned for and with: what its session tells, and its plan file."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ def searches(flags: tuple[str, ...]) -> bool:
     return any(flag in flags for flag in SEARCHES) or ("--swap-policy", "auto") in itertools.pairwise(flags)
 
 
-def planning(flags: tuple[str, ...], summary: dict[str, Any]) -> dict[str, Any] | None:
-    """What ``summary`` tells of the planning; for a plan file what that file promises. ``None``: nothing was planned.
+def planning(flags: tuple[str, ...], found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What the session tells of the planning; for a plan file what that file promises. ``None``: nothing was planned.
 
     Raises:
-        KeyError: a run that searched and does not tell what it found.
+        ValueError: a run that searched and does not tell what it found.
     """
-    found: dict[str, Any] | None = summary.get("planning")
     path = plan_file(flags)
     if path is not None:
         found = {"num_replans": 0, "stages": [], **(found or {}), **promised(path)}
     if found is None and searches(flags):
-        raise KeyError("the summary of a run that searched for its plan has no 'planning'")
+        raise ValueError("the session of a run that searched for its plan tells nothing of it")
     return found
 
 

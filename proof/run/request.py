@@ -29,14 +29,10 @@ class Request:
     """Trace this step (1-based) with torch.profiler and leave it out of the timed ones; 0: none."""
     has_summary: bool = False
     """Take ``--swap-summary`` (its observer hooks every saved tensor) and the weights' hash along."""
-    reads_plan: bool = False
-    """Take from ``--swap-summary`` what was planned and the most that autograd held; the run goes on to its end."""
+    observes: bool = False
+    """Count what autograd holds, the only memory that a CPU has (``--swap-summary``, whose hooks take host time)."""
     sequence_schedule: tuple[tuple[int, int], ...] = ()
     """Steps and the length of their sequences, over and over; empty: all are as long as ``flags`` say."""
-
-    def __post_init__(self) -> None:
-        if self.reads_plan and (self.num_timed is not None or self.timed_limit_s is not None):
-            raise ValueError("reads_plan: a run that ends early writes no summary; no num_timed, no timed_limit_s")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -138,9 +138,8 @@ class Stopwatch:
             **self._memory(),
             **self._engine,
             **self._phases.medians(),
+            **self._plan(),
         }
-        if self._request.reads_plan:
-            found.update(self._plan(json.loads((folder / "summary.json").read_text())))
         if self._request.has_summary:
             found["weights_sha256"] = weights_sha256(self._chunks)
             summary = folder / "summary.json"
@@ -149,13 +148,14 @@ class Stopwatch:
             found.update(trace_bytes(trace))
         return found
 
-    def _plan(self, summary: dict[str, Any]) -> dict[str, Any]:
+    def _plan(self) -> dict[str, Any]:
         flags, first = self._request.flags, self._request.num_warm_up + 1
-        found, saved_bytes = planning(flags, summary), summary["saved_peak_bytes"]
+        auto, observer = self._session._auto, self._session._observer
+        found = planning(flags, None if auto is None else auto.summary())
         return {
             "planning": found,
             "unstable_steps": unstable_steps(flags, found, first, len(self._ends)),
-            "saved_peak_gib": None if saved_bytes is None else saved_bytes / GIB,
+            "saved_peak_gib": None if observer is None else observer.peak_bytes / GIB,
         }
 
     def _memory(self) -> dict[str, float | None]:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron.swap.types import GIB, MIB
+from megatron.swap.plan import load_plan
+from megatron.swap.planner.profile import load_profile, sha256
+from megatron.swap.types import GIB, MIB, format_bytes
 from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MOE
 
@@ -35,10 +37,6 @@ def budgeted(trainer: Trainer, flags: str, share: float, *, ranks: int = 1, more
     assert planning["budget_gib"] == pytest.approx(budget_gib)
     assert planning["predicted_peak_gib"] <= budget_gib
     return run
-
-
-def unswapped_gib(trainer: Trainer, flags: str) -> float:
-    return trainer.unswapped(f"{flags} {STEPS}").summary["saved_peak_bytes"] / GIB
 
 
 def stages(run: Run) -> list[str]:
@@ -106,17 +104,55 @@ def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) ->
     assert [again.summary[name] for name in moved] == [found.summary[name] for name in moved]
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "written", "line"),
+    [
+        (2, False, "--swap-save-plan and --swap-save-profile: not written"),
+        (3, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
+        (4, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
+        (9, True, None),
+    ],
+)
+def test_training_that_ends_before_a_plan_stands_says_so(
+    trainer: Trainer, num_steps: int, written: bool, line: str | None
+) -> None:
+    budget_gib = 0.6 * trainer.unswapped(STEPS).summary["saved_peak_bytes"] / GIB
+    flags = f"--train-iters {num_steps} --lr-decay-iters 12 {SWAP_SMALL} --swap-memory-gib {budget_gib}"
+    run = trainer.run(f"{flags} --swap-save-plan plan.json --swap-save-profile profile.json")
+    told = [text for text in run.output.splitlines() if "training ended before a plan stood" in text]
+    begin = " swap: training ended before a plan stood, which takes up to 9 steps"
+    assert told == ([] if line is None else [f"{begin}; {line}"])
+    assert [(run.directory / name).exists() for name in ("plan.json", "profile.json")] == [written, written]
+    if written:
+        profile = load_profile(run.directory / "profile.json")
+        assert load_plan(run.directory / "plan.json").profile_sha256 == sha256(profile)
+
+
 def test_a_budget_that_cannot_be_met_says_the_smallest(trainer: Trainer) -> None:
-    run = trainer.failing(f"{STEPS} {SWAP_SMALL} --swap-memory-gib 0.0005 {recorded('torch')}")
-    found = re.search(r"no plan stays below 0\.51 MiB: .* found feasible is ([\d.]+) MiB", run.error)
-    assert found, run.error
-    smallest_gib = float(found[1]) / 1024
-    budgeted(trainer, "", 1.02 * smallest_gib / unswapped_gib(trainer, ""))
+    """And that, as it is written, is enough."""
+    plain = trainer.unswapped(STEPS)
+    refused = trainer.failing(f"{STEPS} {SWAP_SMALL} --swap-memory-gib 0.0005 {recorded('torch')}")
+    found = re.search(r"no plan stays below 0\.0005 GiB: .* found feasible is ([\d.]+) GiB", refused.error)
+    assert found, refused.error
+    run = trainer.run(f"{STEPS} {SWAP_SMALL} --swap-memory-gib {found[1]} {recorded('torch')}")
+    assert_same_training(plain, run)
+    assert run.summary["planning"]["predicted_peak_gib"] <= float(found[1])
+    assert "above the budget: planned again" not in run.output
 
 
 def test_all_ranks_end_with_that_message(trainer: Trainer) -> None:
     run = trainer.failing(f"{STEPS} {SWAP_SMALL} --swap-memory-gib 0.0005 {recorded('torch')}", ranks=2)
-    assert len(re.findall(r"^error: no plan stays below 0\.51 MiB", run.output, flags=re.MULTILINE)) == 2, run.tail
+    assert len(re.findall(r"^error: no plan stays below 0\.0005 GiB", run.output, flags=re.MULTILINE)) == 2, run.tail
+
+
+@pytest.mark.parametrize("num_first", [2, 6])
+def test_the_stage_that_needs_most_says_the_smallest(trainer: Trainer, num_first: int) -> None:
+    flags = (f"--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers {num_first} --global-batch-size 8 "
+             f"{STEPS} {SWAP_SMALL} {recorded('torch')}")  # fmt: skip
+    refused = trainer.failing(f"{flags} --swap-memory-gib 0.00005", ranks=2)
+    found = re.search(r"found feasible is ([\d.]+) GiB", refused.error)
+    assert found, refused.tail
+    trainer.run(f"{flags} --swap-memory-gib {found[1]}", ranks=2)
 
 
 def test_more_micro_batches_in_a_pipeline(trainer: Trainer) -> None:
@@ -146,14 +182,22 @@ def test_more_micro_batches_without_a_pipeline_keep_the_plan(trainer: Trainer) -
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
 
 
-def test_frozen_layers_save_nothing_and_have_no_plan(trainer: Trainer) -> None:
-    flags = f"--frozen-layers 3 {STEPS}"
+@pytest.mark.parametrize("num_frozen", [0, 3])
+def test_frozen_layers_save_nothing_and_the_first_trained_one_never_runs_whole(
+    trainer: Trainer, num_frozen: int
+) -> None:
+    """Its input needs no gradient: made again from that, its weights would get none."""
+    flags = f"--frozen-layers {num_frozen} {STEPS}"
     plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=FREEZING)
     budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
-    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", program=FREEZING)
+    flags += f" {SWAP_SMALL} --swap-memory-gib {budget_gib} --swap-save-profile profile.json"
+    run = trainer.run(f"{flags} {recorded('torch')}", program=FREEZING)
     assert (run.summary["losses"], run.summary["grad_norms"]) == (plain.summary["losses"], plain.summary["grad_norms"])
     assert stages(run) == ["profile", "search", "stable"]
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
+    profile = load_profile(run.directory / "profile.json")
+    sections = {layer: [part.name for part in entry.sections] for entry in profile.layers for layer in entry.layers}
+    assert sections == {num_frozen: [], **{layer: ["layer"] for layer in range(num_frozen + 1, 8)}}
 
 
 def test_evaluations_between_steps_change_nothing(trainer: Trainer) -> None:
@@ -200,11 +244,12 @@ def test_a_length_that_no_plan_fits_is_trained_above_the_budget_and_the_next_one
     assert_same_training(plain, run)
     planning = run.summary["planning"]
     assert planning["num_infeasible"] == 1
-    found = re.search(r"no plan keeps such steps below the budget \(([\d.]+) MiB would do\)", run.output)
+    found = re.search(r"no plan keeps such steps below the budget \(([\d.]+) GiB would do\)", run.output)
     assert found, run.tail
-    assert float(found[1]) * MIB / GIB > budget_gib
+    assert float(found[1]) > budget_gib
     assert stages(run) == ["profile", "search", "stable"] * 2 + ["stable"]
-    assert re.search(rf"predicted [\d.]+ ms and {re.escape(found[1])} MiB", planning["stages"][5]["note"])
+    predicted = format_bytes(float(found[1]) * GIB)
+    assert re.search(rf"predicted [\d.]+ ms and {re.escape(predicted)}\)", planning["stages"][5]["note"])
     assert planning["predicted_peak_gib"] <= budget_gib
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.swap.plan import Plan, PlanClass, SitePlan, load_plan, save_plan
+from megatron.swap.plan import LAYER_SECTION, Plan, PlanClass, SitePlan, load_plan, save_plan
 from megatron.swap.planner.flags import read_flags
 from megatron.swap.types import Action, Site
 from tests.integration.harness import (
@@ -29,6 +29,7 @@ HIDDEN_BYTES = 64 * 2 * 64 * 4
 """Sequence 64, micro-batch 2, width 64, fp32."""
 HIDDEN_MIB = HIDDEN_BYTES / 2**20
 NORMS = ("self_attention.linear_qkv/0", "mlp.linear_fc1/0")
+BF16_DROPOUT = "--bf16 --attention-dropout 0.1 --hidden-dropout 0.1"
 FC1_OUTPUT, ACTIVATION_OUTPUT = "mlp/0", "mlp.linear_fc2/0"
 
 
@@ -63,7 +64,7 @@ MIXED = (
     ("flags", "ranks"),
     [
         pytest.param("", 1, id="fp32"),
-        pytest.param("--bf16 --attention-dropout 0.1 --hidden-dropout 0.1", 1, id="bf16-dropout"),
+        pytest.param(BF16_DROPOUT, 1, id="bf16-dropout"),
         pytest.param(f"{WITH_FUSION} {LLAMA}", 1, id="llama"),
         pytest.param("--tensor-model-parallel-size 2", 2, id="tp2"),
         pytest.param("--pipeline-model-parallel-size 2 --global-batch-size 8", 2, id="pp2"),
@@ -155,6 +156,36 @@ def test_experts(trainer: Trainer, tmp_path: Path) -> None:
     run = by_plan(trainer, tmp_path, MOE, plan)
     assert_same_training(trainer.unswapped(MOE), run)
     assert_swaps_to_the_end(run)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        pytest.param("", 1, id="fp32"),
+        pytest.param(BF16_DROPOUT, 1, id="bf16-dropout"),
+        pytest.param(f"{WITH_FUSION} {LLAMA}", 1, id="llama"),
+        pytest.param("--tensor-model-parallel-size 2", 2, id="tp2"),
+        pytest.param("--pipeline-model-parallel-size 2 --global-batch-size 8", 2, id="pp2"),
+    ],
+)
+def test_whole_layers_run_again(trainer: Trainer, tmp_path: Path, flags: str, ranks: int) -> None:
+    plain = trainer.unswapped(flags, ranks=ranks)
+    run = by_plan(trainer, tmp_path, flags, plan_for(flags, PlanClass("0-7", {}, (LAYER_SECTION,))), ranks=ranks)
+    assert_same_training(plain, run)
+    assert run.summary["saved_peak_bytes"] < plain.summary["saved_peak_bytes"] / 2
+    assert run.summary["swapped_out_bytes"] == 0
+    assert "--swap-plan: " not in run.output
+
+
+def test_of_a_whole_layer_that_swaps_the_input_goes(trainer: Trainer, tmp_path: Path) -> None:
+    """By formula, in two micro-batches; the first layer's input is held by others."""
+    whole = PlanClass("0-5", {FC1_OUTPUT: swap()}, (LAYER_SECTION,))
+    alone = by_plan(trainer, tmp_path, "", plan_for("", replace(whole, sites={})))
+    run = by_plan(trainer, tmp_path, "", plan_for("", whole), more="--swap-verify")
+    assert_same_training(trainer.unswapped(), run)
+    assert_swaps_to_the_end(run)
+    assert [layer["swapped_out_bytes"] for layer in run.summary["layers"]] == [0, *5 * [2 * HIDDEN_BYTES], 0, 0]
+    assert run.summary["saved_peak_bytes"] < alone.summary["saved_peak_bytes"]
 
 
 def test_a_plan_that_keeps_everything_moves_nothing(trainer: Trainer, tmp_path: Path) -> None:

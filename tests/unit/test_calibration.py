@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.swap import calibration
-from megatron.swap.calibration import REPETITIONS, measure_link, slowest_link
+from megatron.swap.calibration import NUM_COPIES, REPETITIONS, measure_link, slowest_link
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.host_memory import HostMemoryError
 from megatron.swap.host_pool import HostPool
@@ -50,9 +50,9 @@ def pool() -> Iterator[HostPool]:
 def test_every_pattern_moves_its_bytes_and_everything_is_given_back(pool: HostPool) -> None:
     device = CountedDevice()
     link = measure_link(device, HostTier(pool), NUM_BYTES)
-    out, back = ("DtoH", NUM_BYTES), ("HtoD", NUM_BYTES)
-    first_use = [out, back]
-    assert device.copies == first_use + REPETITIONS * [out] + REPETITIONS * [back] + REPETITIONS * [out, back]
+    out, back = NUM_COPIES * [("DtoH", NUM_BYTES)], NUM_COPIES * [("HtoD", NUM_BYTES)]
+    first_use = out + back
+    assert device.copies == first_use + REPETITIONS * out + REPETITIONS * back + REPETITIONS * (out + back)
     assert all(speed > 0 for speed in vars(link).values())
     assert pool.stats.leased_bytes == 0
     assert pool.stats.booked_bytes <= 8 * MIB
@@ -71,7 +71,7 @@ def test_the_figures_are_bytes_by_the_median_of_times(pool: HostPool, monkeypatc
 
     monkeypatch.setattr(calibration._Ends, "take", lambda self: None)
     monkeypatch.setattr(calibration._Ends, "seconds", seconds)
-    link = measure_link(EmulatedDevice(), HostTier(pool), 10**9)
+    link = measure_link(EmulatedDevice(), HostTier(pool), 10**9 // NUM_COPIES)
     medians = [median(times) for times in told.values()]
     assert link == Link(1 / medians[0], 1 / (2 * medians[1]), 1 / medians[2], 1 / (2 * medians[2]))
 

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from patches import checkpointed_forward, compile_helpers, fused_activations, quiet, train, training_log
+from patches import (
+    checkpointed_forward,
+    compile_helpers,
+    fused_activations,
+    linear_weight_gradients,
+    quiet,
+    train,
+    training_log,
+)
 from patches.cpu import CPU_PATCHES
 from patches.registry import UNCHECKED_VARIABLE, Patch, PatchError, apply, source_hash, verify
 
@@ -124,6 +132,7 @@ ALL = (
     training_log.training_log_patch(lambda **news: None),
     checkpointed_forward.checkpointed_forward_patch(lambda block: nullcontext()),
     *fused_activations.fused_activations_patches(lambda function: function),
+    linear_weight_gradients.PATCH,
     *quiet.QUIET_PATCHES,
     *CPU_PATCHES,
 )

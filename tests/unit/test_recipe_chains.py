@@ -295,6 +295,22 @@ class TestWholeLayers:
         with Engine(layers, whole=[0]), pytest.raises(UsageError, match="layer 0 is to be recomputed whole"):
             forward(layers, batch())
 
+    def test_a_frozen_layer_whose_input_needs_no_gradient_just_runs(self) -> None:
+        def frozen() -> nn.ModuleList:
+            layers = stack(3)
+            layers[0].requires_grad_(False)
+            return layers
+
+        def loss_and_gradients(layers: nn.ModuleList) -> list[torch.Tensor]:
+            loss = loss_of(forward(layers, batch()))
+            loss.backward()
+            return [loss.detach(), *(p.grad for p in layers[1:].parameters())]  # type: ignore[list-item]
+
+        plain, layers = loss_and_gradients(frozen()), frozen()
+        with Engine(layers, whole=[0, 2]):
+            found = loss_and_gradients(layers)
+        assert all(torch.equal(one, two) for one, two in zip(plain, found, strict=True))
+
     def test_evaluation_runs_it_once(self) -> None:
         layers = stack(2)
         plain = copy.deepcopy(layers)

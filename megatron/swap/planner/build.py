@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from statistics import fmean, median
+from statistics import median
 
 from megatron.swap.plan import LAYER_SECTION, Model
 from megatron.swap.planner.profile import (
@@ -40,8 +40,9 @@ def build_profile(
 ) -> Profile:
     """What the recorded steps would have been without swapping and recomputing.
 
-    Times are means, sizes and memory the most that was seen. Whatever the policy did while recording, the engine's own
-    work is taken out: waits, copies, recipes, trials.
+    Times are medians: the first step after the allocator gave its memory back is slow, and any step may be. Sizes and
+    memory are the most that was seen. Whatever the policy did while recording, the engine's own work is taken out:
+    waits, copies, recipes, trials.
 
     Args:
         min_mib: smaller sites stay.
@@ -91,7 +92,9 @@ def _classes(passes: Sequence[Pass], min_mib: float) -> list[tuple[int, ...]]:
                 "recomputes single sites."
             )
         sizes = {site: _smallest_and_largest(mine, site) for site in sites}
-        kind = tuple((site, _stays(mine, site, min_mib), _needs(mine, site)) for site in sites)
+        kind = tuple(
+            (site, _stays(mine, site, min_mib), _needs(mine, site), _is_input(mine, site)) for site in sites
+        )
         for numbers, other_kind, other_sizes in classes:
             if kind == other_kind and all(_alike(sizes[site], other_sizes[site]) for site in sites):
                 numbers.append(layer)
@@ -123,12 +126,20 @@ def _stays(passes: Sequence[Pass], site: str, min_mib: float) -> bool:
     return any(storage.stays for storage in found) or max(storage.num_bytes for storage in found) < min_mib * MIB
 
 
+def _is_input(passes: Sequence[Pass], site: str) -> bool:
+    return all(one.sites[site].is_input for one in passes if site in one.sites)
+
+
 def _needs(passes: Sequence[Pass], site: str) -> tuple[str, ...] | None:
-    """The sites that its recipe reads; ``None``: there is no recipe, or it reads what another layer has saved."""
+    """The sites of its own layer that its recipe reads, beside what is there anyway (tables that all layers share).
+
+    ``None``: there is no recipe, or it reads what another layer has saved and may not keep.
+    """
     found = [one.sites[site] for one in passes if site in one.sites]
-    if any(storage.producer is None or {need.run for need in storage.made_from} - {storage.run} for storage in found):
+    foreign = (need for storage in found for need in storage.made_from if need.run != storage.run)
+    if any(storage.producer is None for storage in found) or not all(need.stays for need in foreign):
         return None
-    needs = {tuple(need.site for need in storage.made_from) for storage in found}
+    needs = {tuple(need.site for need in storage.made_from if need.run == storage.run) for storage in found}
     return needs.pop() if len(needs) == 1 else None
 
 
@@ -136,21 +147,22 @@ def _layer_class(
     layers: tuple[int, ...], passes: Sequence[Pass], read: Timeline, min_mib: float, whole_layers: bool
 ) -> LayerClass:
     timed = [one for one in passes if not one.was_tried] or passes
-    forward_ms = fmean(one.forward_ms or 0.0 for one in timed)
-    backward_ms = fmean(one.backward_ms or 0.0 for one in timed)
+    forward_ms = median(one.forward_ms or 0.0 for one in timed)
+    backward_ms = median(one.backward_ms or 0.0 for one in timed)
     sections = _shared_ways(layers, passes, read)
-    in_section = {site for section in sections for site in section.frees}
+    # Alone each of these costs what all of them do: what its own recipe took is not what it takes to get there.
+    shared = {site for one in passes for site, storage in one.sites.items() if storage.through}
     sites = []
     for name in _sites(passes):
-        needed_ms = min(_mean_moment(timed, (What.ASKED, name), backward_ms), backward_ms)
-        done_ms = min(_mean_moment(timed, (What.FREED, name), backward_ms), backward_ms)
-        needs = None if name in in_section else _needs(passes, name)
+        needed_ms = min(_median_moment(timed, (What.ASKED, name), backward_ms), backward_ms)
+        done_ms = min(_median_moment(timed, (What.FREED, name), backward_ms), backward_ms)
+        needs = None if name in shared else _needs(passes, name)
         cost_ms = _cost_ms(layers, name, read)
         sites.append(
             SiteProfile(
                 site=name,
                 mib=_smallest_and_largest(passes, name)[1] / MIB,
-                saved_at_ms=_mean([one.saved_at[name] for one in timed if name in one.saved_at]),
+                saved_at_ms=_median([one.saved_at[name] for one in timed if name in one.saved_at]),
                 needed_at_ms=needed_ms,
                 done_at_ms=max(needed_ms, done_ms),
                 recompute_ms=None if needs is None else cost_ms,
@@ -202,8 +214,8 @@ def _cost_ms(layers: Sequence[int], name: str, read: Timeline) -> float | None:
     return max(0.0, median(costs)) if costs else None
 
 
-def _mean_moment(passes: Iterable[Pass], moment: Moment, otherwise: float) -> float:
-    return fmean([one.moments[moment] for one in passes if moment in one.moments] or [otherwise])
+def _median_moment(passes: Iterable[Pass], moment: Moment, otherwise: float) -> float:
+    return median([one.moments[moment] for one in passes if moment in one.moments] or [otherwise])
 
 
 def _temporaries(
@@ -211,7 +223,7 @@ def _temporaries(
 ) -> tuple[tuple[float, float], ...]:
     """The most at each moment of backward; what does not change the level is left out."""
     moments = dict.fromkeys(moment for one in passes for moment in one.moments)
-    at_ms = {moment: min(_mean_moment(timed, moment, backward_ms), backward_ms) for moment in moments}
+    at_ms = {moment: min(_median_moment(timed, moment, backward_ms), backward_ms) for moment in moments}
     levels: list[tuple[float, float]] = []
     for moment in sorted(moments, key=lambda moment: at_ms[moment]):
         mib = max(one.temporaries.get(moment, 0) for one in passes) / MIB
@@ -221,8 +233,8 @@ def _temporaries(
 
 
 def _whole_layer(passes: Sequence[Pass], sites: Sequence[SiteProfile], forward_ms: float) -> tuple[Section, ...]:
-    """All but the layer's input is made again, from that input; none where the input is not saved."""
-    (inputs,) = {tuple(name for name, storage in one.sites.items() if storage.is_input) for one in passes[:1]}
+    """All but the layer's input is made again, from that input; none where it is not saved, or no gradient needed."""
+    inputs = tuple(site.site for site in sites if _is_input(passes, site.site))
     frees = tuple(site.site for site in sites if site.site not in inputs)
     peak_mib = max(one.forward_peak_bytes for one in passes) / MIB
     return (Section(LAYER_SECTION, frees, inputs, forward_ms, peak_mib),) if inputs and frees else ()
@@ -240,16 +252,16 @@ def _outside(read: Timeline, layers: Sequence[LayerClass], num_micro_batches: in
     layer_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in layers)
     forward_ms = backward_ms = 0.0
     if has_loss or pipeline.rank == 0:
-        forward_ms = _mean([ms for one in steps for ms in one.forward_ms.get(chunk, ())])
+        forward_ms = _median([ms for one in steps for ms in one.forward_ms.get(chunk, ())])
     if has_loss:
-        backward_ms = _mean([ms for one in steps for ms in one.loss_ms])
+        backward_ms = _median([ms for one in steps for ms in one.loss_ms])
     if pipeline.size == 1:
-        backward_ms += _mean([ms for one in steps for ms in one.between_ms])
-        rest_ms = _mean([one.step_ms for one in steps])
+        backward_ms += _median([ms for one in steps for ms in one.between_ms])
+        rest_ms = _median([one.step_ms for one in steps])
         rest_ms -= num_micro_batches * (forward_ms + backward_ms + layer_ms)
     else:
         waited_ms = pipeline.rank * sum(len(entry.layers) * entry.backward_ms for entry in layers)
-        rest_ms = _mean([one.after_ms for one in steps]) - waited_ms / max(1, len(pipeline.chunks))
+        rest_ms = _median([one.after_ms for one in steps]) - waited_ms / max(1, len(pipeline.chunks))
     kept_bytes = [kept for one in read.steps for kept in one.kept_bytes.get(chunk, ())]
     loss_bytes = [peak for one in read.steps for peak in one.loss_peak_bytes] if has_loss else []
     return Outside(
@@ -261,5 +273,5 @@ def _outside(read: Timeline, layers: Sequence[LayerClass], num_micro_batches: in
     )
 
 
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else 0.0
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0

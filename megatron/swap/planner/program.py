@@ -81,6 +81,14 @@ def bound_windows(profile: Profile) -> Windows:
     )
 
 
+def _begin_ms(profile: Profile, block: Block) -> float:
+    """From the beginning of its chunk's layers until the block saves something."""
+    chunk = profile.chunks[block.chunk]
+    before = chunk[: chunk.index(block.layers[0])]
+    saved = (site.saved_at_ms for site in block.entry.sites)
+    return sum(profile.of_layer(layer).forward_ms for layer in before) + min(saved, default=0.0)
+
+
 def search_windows(profile: Profile) -> Windows:
     """Where the search begins: in a pipeline copies have all of a micro-batch's time."""
     if profile.pipeline.size == 1:
@@ -157,6 +165,19 @@ class Program:
         self._small = self._row()
         self._count()
         self._live = _live_moments(profile)
+        self._later = self._later_columns()
+
+    def _later_columns(self) -> list[tuple[float, np.ndarray]]:
+        """From so many ms after the first tensor of a forward on: the columns of blocks that begin then or later.
+
+        What they save cannot be copied out before: a link that the first layers leave idle has that much less time.
+        """
+        begins = [_begin_ms(self._profile, block) for block in self.blocks]
+        if self._profile.pipeline.size > 1:
+            begins = [0.0] * len(self.blocks)  # the copies of one micro-batch hide behind others
+        of_block = np.array([begins[number] for number, _, _ in self.columns] + 3 * [np.inf])
+        first = min(begins)
+        return [(begin - first, (of_block >= begin).astype(float)) for begin in sorted(set(begins))]
 
     def _row(self) -> np.ndarray:
         return np.zeros(self._num + 3)
@@ -209,14 +230,15 @@ class Program:
                     if kind == "swap":
                         row[i] = live[self.blocks[number].chunk] * self._swapped[i]
                 at_most(row, host_gib * MIB_PER_GIB)
-        for column, window, speed, also in (
-            (self._out, windows.out_ms, profile.out_ms_per_mib, 0.0),
-            (self._in, windows.in_ms, profile.in_ms_per_mib, 1.0),
-        ):
-            if window is not None:
-                row = self._swapped * speed - also * self._recompute
-                row[column] = -1
-                at_most(row, window)
+        if windows.out_ms is not None:
+            for late_ms, later in self._later:
+                row = self._swapped * later * profile.out_ms_per_mib
+                row[self._out] = -1
+                at_most(row, windows.out_ms - late_ms)
+        if windows.in_ms is not None:
+            row = self._swapped * profile.in_ms_per_mib - self._recompute
+            row[self._in] = -1
+            at_most(row, windows.in_ms)
         factor = step_factor(profile)
         exposed = self._row()
         exposed[[self._out, self._in]] = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from decimal import ROUND_CEILING, Context
 
 from megatron.swap.plan import LAYER_SECTION, Infeasible, Plan, PlanClass, Predicted, SitePlan, format_layers
 from megatron.swap.planner.profile import LayerClass, Profile, Section, sha256
@@ -17,13 +18,12 @@ from megatron.swap.planner.program import (
     step_factor,
 )
 from megatron.swap.planner.simulate import Prediction, simulate
-from megatron.swap.types import GIB, format_bytes
 
-MAX_ROUNDS = 6
+MAX_ROUNDS = 10
 """How often the program is corrected by what the simulator says."""
 SHARES = (1.0, 0.6, 0.3, 0.0)
 """Of the windows: what is brought back early takes memory too, so that less swapping may fit where more does not."""
-NEAR_BOUND = 1.005
+NEAR_BOUND = 1.001
 """Close enough to the lower bound to stop."""
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
@@ -55,14 +55,15 @@ Assignment = tuple[tuple[tuple[int, ...], LayerClass, tuple[tuple[str, str], ...
 
 
 def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
-    """Plan ``profile`` within ``budget_gib``.
+    """Plan ``profile`` within ``budget_gib``, less what is in doubt of the allocator.
 
     Raises:
         Infeasible: nothing fits; says the smallest budget that does, and what would lower it.
     """
     search = _Search(profile)
-    bound = search.run(budget_gib)
-    fitting = search.fitting(budget_gib)
+    room_gib = budget_gib - profile.doubt_gib
+    bound = search.run(room_gib)
+    fitting = search.fitting(room_gib)
     if not fitting:
         raise _infeasible(profile, budget_gib)
     bound = min(bound, fitting[0][1].step_ms)
@@ -79,7 +80,8 @@ def curve(profile: Profile, num_points: int = 24) -> list[Solution]:
 
     Never slower with more memory: what fits a smaller budget fits a larger one.
     """
-    smallest, most = smallest_budget(profile), simulate(profile, empty_plan(profile)).peak_gib
+    smallest = smallest_budget(profile)
+    most = simulate(profile, empty_plan(profile)).peak_gib + profile.doubt_gib
     points: list[Solution] = []
     for i in range(num_points):
         budget_gib = smallest + (most - smallest) * i / (num_points - 1) + TIGHTER_GIB
@@ -97,7 +99,7 @@ def smallest_budget(profile: Profile) -> float:
     """The smallest budget (GiB) for which a plan was found."""
     search = _Search(profile)
     search.judge_least()
-    return min(prediction.peak_gib for _, prediction in search.fitting(float("inf")))
+    return min(prediction.peak_gib for _, prediction in search.fitting(float("inf"))) + profile.doubt_gib
 
 
 def _predicted(prediction: Prediction, bound_ms: float) -> Predicted:
@@ -147,28 +149,45 @@ class _Search:
         return first.bound_ms
 
     def _refine(self, budget_gib: float, windows: Windows) -> None:
-        """Solve, simulate, correct the program where it was too hopeful, again."""
+        """Solve, simulate, correct the program where it was too hopeful, again.
+
+        Where copies stall more than it thought its windows shrink, at first by that much, which is too much where the
+        order of things changes with them; then it goes half the way back.
+        """
         profile, room_gib, host_gib = self._profile, budget_gib, self._profile.host_gib
+        tighter_gib = TIGHTER_GIB
+        too_wide: Windows | None = None
+        wide_enough: Windows | None = None
         for _ in range(MAX_ROUNDS):
             answer = self._program.solve(room_gib, host_gib, windows)
             if answer is None:
                 return
-            num_before = len(self._found)
             judged = self._judge(answer.counts)
             least = min(judged, key=lambda prediction: prediction.peak_gib)
             over_gib = least.peak_gib - budget_gib
             host_over_gib = least.host_gib - profile.host_gib if profile.host_gib is not None else 0.0
             if over_gib > 0 or host_over_gib > NEAR_GIB:
-                room_gib -= max(0.0, over_gib) + TIGHTER_GIB
+                # What is over may not be in the program at all (backward's gradients): then ever larger steps.
+                room_gib -= max(0.0, over_gib) + tighter_gib
+                tighter_gib *= 8
                 host_gib = None if host_gib is None else host_gib - max(0.0, host_over_gib)
                 continue
             factor = step_factor(profile)
             best = min(judged, key=lambda prediction: prediction.step_ms)
             out_more = best.out_stall_ms / factor - answer.out_exposed_ms
             in_more = best.in_stall_ms / factor - answer.in_exposed_ms
-            if max(out_more, in_more) < NEAR_MS or len(self._found) == num_before:
+            if max(out_more, in_more) < NEAR_MS:
+                wide_enough = windows
+            else:
+                too_wide = windows
+            if too_wide is None:
                 return
-            windows = Windows(_narrower(windows.out_ms, out_more), _narrower(windows.in_ms, in_more))
+            if wide_enough is None:
+                windows = Windows(_narrower(windows.out_ms, out_more), _narrower(windows.in_ms, in_more))
+            else:
+                windows = Windows(
+                    _middle(too_wide.out_ms, wide_enough.out_ms), _middle(too_wide.in_ms, wide_enough.in_ms)
+                )
 
     def judge_least(self) -> None:
         """Simulate plans that keep as little as they can."""
@@ -194,6 +213,10 @@ def _part(window_ms: float | None, share: float) -> float | None:
 
 def _narrower(window_ms: float | None, by_ms: float) -> float | None:
     return None if window_ms is None else window_ms - max(0.0, by_ms)
+
+
+def _middle(wide_ms: float | None, narrow_ms: float | None) -> float | None:
+    return None if wide_ms is None or narrow_ms is None else (wide_ms + narrow_ms) / 2
 
 
 def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], recompute_last: bool) -> Assignment:
@@ -270,8 +293,13 @@ def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
         hints.append(f"fewer bytes of weights and optimizer ({profile.static_gib:.2f} GiB): "
                      "--use-distributed-optimizer, more pipeline stages")  # fmt: skip
     return Infeasible(
-        f"no plan stays below {format_bytes(budget_gib * GIB)}: the smallest budget that was found feasible is "
-        f"{format_bytes(smallest * GIB)}. "
+        f"no plan stays below {budget_gib:.10g} GiB: the smallest budget that was found feasible is "
+        f"{_rounded_up(smallest)} GiB. "
         f"Give at least that, or lower it by {'; '.join(hints)}.",
-        smallest,
+        float(_rounded_up(smallest)),
     )
+
+
+def _rounded_up(gib: float) -> str:
+    """To five digits: whoever gives what is written here gives enough."""
+    return format(Context(prec=5, rounding=ROUND_CEILING).create_decimal_from_float(gib), "f")

@@ -132,7 +132,8 @@ def all_choices(of: Profile) -> Iterator[dict[int, Choice]]:
 
 def linear_cost(of: Profile, choices: dict[int, Choice]) -> tuple[float, float, float]:
     """Step time (ms), peak and host memory (GiB) of one plan in the linear model, written down from its definition."""
-    recompute = swapped = kept = 0.0
+    recompute = kept = 0.0
+    swapped_of = dict.fromkeys(of.layers, 0.0)
     for layer, (sections, actions) in choices.items():
         entry = of.of_layer(layer)
         recompute += sum(part.recompute_ms for part in entry.sections
@@ -140,13 +141,19 @@ def linear_cost(of: Profile, choices: dict[int, Choice]) -> tuple[float, float, 
         for one in entry.sites:
             action = "keep" if one.stays else actions.get(one.site, "section")
             kept += one.mib * (action == "keep")
-            swapped += one.mib * (action == "swap")
+            swapped_of[entry] += one.mib * (action == "swap")
             recompute += (one.recompute_ms or 0.0) * (action == "recompute")
     forward = sum(len(entry.layers) * entry.forward_ms for entry in of.layers)
     backward = sum(len(entry.layers) * entry.backward_ms for entry in of.layers)
-    begin = min(one.saved_at_ms for one in of.of_layer(0).sites)
+    before = {entry: sum(of.of_layer(layer).forward_ms for layer in range(entry.layers[0])) for entry in of.layers}
+    begin = {entry: before[entry] + min(one.saved_at_ms for one in entry.sites) for entry in of.layers}
+    out_exposed = 0.0
+    for start in begin.values():  # what is saved from then on has only the rest of forward
+        later = sum(mib for entry, mib in swapped_of.items() if begin[entry] >= start)
+        out_exposed = max(out_exposed, later * of.out_ms_per_mib - (forward - start))
+    swapped = sum(swapped_of.values())
     each = of.outside.forward_ms + of.outside.backward_ms + forward + backward + recompute
-    each += max(0.0, swapped * of.out_ms_per_mib - (forward - begin))
+    each += out_exposed
     each += max(0.0, swapped * of.in_ms_per_mib - backward - recompute)
     step = of.num_micro_batches * each + of.outside.optimizer_ms
     return step, of.static_gib + kept / 1024 + of.outside.peak_gib, swapped / 1024

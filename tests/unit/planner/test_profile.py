@@ -231,7 +231,7 @@ class TestCommandLine:
     def test_errors_are_one_line(self, tmp_path: Path) -> None:
         done = self.run("--gpu", "h200", "--memory-gib", "50", "--", *FLAGS.split())
         assert done.returncode == 1
-        assert done.stderr.startswith("error: no plan stays below 50.00 GiB: the smallest budget that was found")
+        assert done.stderr.startswith("error: no plan stays below 50 GiB: the smallest budget that was found")
         assert done.stderr.count("\n") == 1
         missing = self.run("--profile", str(tmp_path / "none.json"))
         assert missing.stderr == (f"error: {tmp_path / 'none.json'}: cannot be read (No such file or directory). Give "

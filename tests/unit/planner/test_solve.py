@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,22 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     assert solution.prediction.step_ms >= min(fitting) - 1e-6
     assert solution.prediction.peak_gib <= budget
     assert solution.prediction.host_gib <= host + 1e-6
+
+
+def test_what_is_in_doubt_of_the_allocator_is_not_planned_for() -> None:
+    """As much again as it held beyond what was in use; the smallest budget that is told has it on top."""
+    of = replace(random_profile(7, most_layers=5), allocator_gib=0.25)
+    smallest = smallest_budget(of)
+    kept = simulate(of, empty_plan(of)).peak_gib
+    assert smallest < kept + 0.25
+    for budget in (smallest + 1e-6, (smallest + kept + 0.25) / 2, kept + 0.24):
+        solution = solve(of, budget)
+        assert solution.plan.budget_gib == budget
+        assert all(one.peak_gib <= budget - 0.25 for one in solution.predictions)
+    assert solve(of, kept + 0.25 + 1e-9).prediction.peak_gib == kept
+    with pytest.raises(Infeasible) as refusal:
+        solve(of, smallest - 0.01)
+    assert smallest <= refusal.value.smallest_gib <= 1.0001 * smallest
 
 
 @given(seed=st.integers(1000, 3000), more=st.floats(0, 1))
@@ -127,7 +144,7 @@ def test_the_earliest_layers_swap() -> None:
 def test_no_feasible_plan_says_what_would_be() -> None:
     entry = LayerClass(tuple(range(4)), 2.0, 4.0, (site("a/0", 100, 1, 2, 3), site("b/0", 100, 1.5, 0, 1, stays=True)))
     of = profile([entry], host_gib=0.1)
-    with pytest.raises(Infeasible, match=r"smallest budget that was found feasible is \d+ MiB") as refusal:
+    with pytest.raises(Infeasible, match=r"^no plan stays below 0\.2 GiB: .* found feasible is 0\.\d+ GiB") as refusal:
         solve(of, 0.2)
     assert "more host memory" in str(refusal.value)
     assert "--seq-length" in str(refusal.value)
@@ -135,6 +152,19 @@ def test_no_feasible_plan_says_what_would_be() -> None:
     assert solve(of, smallest).prediction.peak_gib <= smallest
     with pytest.raises(Infeasible):
         solve(of, smallest - 0.01)
+
+
+@pytest.mark.parametrize("seed", range(600, 620))
+def test_the_smallest_budget_as_it_is_written_is_enough(seed: int) -> None:
+    """Rounded, but never down; and found again where nothing is to spare."""
+    of = random_profile(seed)
+    with pytest.raises(Infeasible) as refusal:
+        solve(of, 0.5 * smallest_budget(of))
+    written = re.search(r"found feasible is ([\d.]+) GiB", str(refusal.value))
+    assert written, refusal.value
+    assert refusal.value.smallest_gib <= float(written[1]) <= 1.0001 * refusal.value.smallest_gib
+    assert solve(of, float(written[1])).prediction.peak_gib <= float(written[1])
+    assert solve(of, refusal.value.smallest_gib).prediction.peak_gib <= refusal.value.smallest_gib
 
 
 def test_a_section_is_written_into_the_plan() -> None:

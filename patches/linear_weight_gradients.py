@@ -1,0 +1,57 @@
+"""Give backward the weight itself where linear layers add its gradient to ``main_grad`` themselves.
+
+With ``--gradient-accumulation-fusion`` Megatron's linear layers look at attributes of the weight that they have saved,
+and set one: its gradient has been added. Behind saved-tensor hooks autograd hands a bare tensor on the same memory to
+backward instead of the parameter, whatever the hooks return: it has no attributes. No gradient comes out then, and
+with ``--overlap-grad-reduce`` Megatron stops. TransformerEngine's modules keep a reference to the parameter themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from patches.registry import Patch
+
+
+class _WithWeight:
+    """The context of a backward, whose saved weight is the parameter that forward was called with."""
+
+    def __init__(self, ctx: Any) -> None:
+        object.__setattr__(self, "_ctx", ctx)
+
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, _ = self._ctx.saved_tensors
+        return inputs, self._ctx.weight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
+
+
+def _build(original: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    class LinearWithItsWeight(original):  # type: ignore[misc,valid-type]
+        @staticmethod
+        def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, *others: Any) -> Any:
+            ctx.weight = weight if isinstance(weight, torch.nn.Parameter) else None
+            return original.forward(ctx, inputs, weight, *others)
+
+        @staticmethod
+        def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+            return original.backward(ctx if ctx.weight is None else _WithWeight(ctx), grad_output)
+
+    return LinearWithItsWeight
+
+
+PATCH = Patch(
+    module="megatron.core.tensor_parallel.layers",
+    attribute="LinearWithGradAccumulationAndAsyncCommunication",
+    build=_build,
+    reason="reads and sets attributes of its saved weight; behind saved-tensor hooks that is a bare tensor",
+    written_for="megatron-core 0.19.2",
+    source_sha256="9ffc0bd1a94437d4df8f32e6d9e68ceb63baead65e91dbefcc419d14ba4005a6",
+)
