@@ -27,7 +27,7 @@ from megatron.swap.planner.profile import Profile, load_profile, save_profile
 from megatron.swap.planner.shape import shape_profile
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import Solution, curve, empty_plan, solve
-from megatron.swap.planner.table import plan_heading, plan_table, prediction_text
+from megatron.swap.planner.table import outside_table, plan_heading, plan_table, prediction_text
 from megatron.swap.planner.what_if import with_link, with_tokens
 from megatron.swap.types import UsageError
 
@@ -65,7 +65,8 @@ def plan(options: argparse.Namespace) -> None:
     budget_gib = profile.device.memory_gib if options.memory_gib is None else options.memory_gib
     unswapped = simulate(profile, empty_plan(profile))
     solution = solve(profile, budget_gib)
-    print(plan_table(solution.plan), end="\n\n")
+    for table in filter(None, (plan_table(solution.plan), outside_table(profile))):
+        print(table, end="\n\n")
     print(prediction_text(profile, solution.prediction, unswapped, solution.lower_bound_ms))
     if options.save:
         save_plan(solution.plan, options.save)

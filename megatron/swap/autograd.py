@@ -20,8 +20,8 @@ from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Hooks, Observer
 from megatron.swap.recipes import Packing, Recipe, Recipes
 from megatron.swap.recorder import Recorder
-from megatron.swap.recording import SavedStorage
-from megatron.swap.sites import CHECKPOINT_PATH, SiteNames
+from megatron.swap.recording import OutsideStorage, SavedStorage
+from megatron.swap.sites import CHECKPOINT_PATH, LOSS_PATH, MODEL_PATH, SiteNames
 from megatron.swap.trace import Ranges
 from megatron.swap.types import Action, Place, Site, UsageError
 
@@ -96,7 +96,7 @@ class RecordedTensor:
     """What autograd keeps while a recorder is on: what it would keep without, and the recorder's record."""
 
     packed: Packed
-    record: SavedStorage
+    record: SavedStorage | OutsideStorage
 
 
 def kept(tensor: torch.Tensor) -> Alias | torch.Tensor:
@@ -237,6 +237,29 @@ class SavedTensors:
 
         return self._enter(Hooks(pack, self.unpack))
 
+    @property
+    def recording(self) -> bool:
+        """Whether what a forward saves now is recorded."""
+        return self._recorder is not None and self._recorder.on and torch.is_grad_enabled()
+
+    def outside(self, names: SiteNames) -> AbstractContextManager[Any]:
+        """A context around the forward of a chunk, while recording: what its layers do not save is noted, and stays."""
+        recorder = self._recorder
+        assert recorder is not None
+        names.begin()
+        own = [tensor for module in names.modules for tensor in (*module.parameters(False), *module.buffers(False))]
+        constants = {tensor.untyped_storage()._cdata for tensor in own}
+
+        def pack(tensor: torch.Tensor) -> Packed | RecordedTensor:
+            packed = kept(tensor)
+            if stays_by_nature(tensor, self._device) or tensor.untyped_storage()._cdata in constants:
+                return packed
+            site = names.next_site(LOSS_PATH if recorder.behind_layers else MODEL_PATH)
+            record = recorder.saved_outside(site, tensor)
+            return packed if record is None else RecordedTensor(packed, record)
+
+        return self._enter(Hooks(pack, self.unpack))
+
     def untouched(self, *, observed: bool = True) -> AbstractContextManager[Any]:
         """A context in which everything stays, whatever hooks stand around it."""
         return self._enter(Hooks(kept, self.unpack), observed)
@@ -313,7 +336,7 @@ class LayerBoundary:
     ) -> None:
         self.layer = layer
         self._checkpoint = checkpoint
-        self._module = module
+        self.module = module
         self._manager = manager
         self._saved_tensors = saved_tensors
         self._place = place
@@ -332,7 +355,7 @@ class LayerBoundary:
         """Give the layer its own forward back."""
         if self._names is not None:
             self._names.remove()
-        del self._module.forward
+        del self.module.forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward():
@@ -380,7 +403,7 @@ class LayerBoundary:
 
         # What needs no gradient (masks, tables of angles) is there anyway.
         function, tensors = of_tensors_alone(run, args, kwargs, _needs_gradient)
-        if not tensors and not any(parameter.requires_grad for parameter in self._module.parameters()):
+        if not tensors and not any(parameter.requires_grad for parameter in self.module.parameters()):
             return self._inner(*args, **kwargs)  # a frozen layer before all that is trained saves nothing
         if not tensors:
             raise UsageError(

@@ -24,7 +24,7 @@ from megatron.swap.group import Group
 from megatron.swap.manager import SwapManager
 from megatron.swap.policy import Policy, matches
 from megatron.swap.producers import Producers
-from megatron.swap.sites import CHECKPOINT_PATH, OWN_PATH
+from megatron.swap.sites import CHECKPOINT_PATH, OUTSIDE, OWN_PATH, SiteNames
 from megatron.swap.types import ACTIVATION, LINEAR, MIB, NORM, ROTARY, Place, Site, UsageError, places
 
 
@@ -60,6 +60,7 @@ class Boundaries:
         self._layers: list[LayerBoundary] = []
         self._chunks: list[tuple[list[LayerBoundary], bool]] = []
         self._segments: dict[TransformerBlock, SegmentInputs] = {}
+        self._outside: dict[nn.Module, SiteNames] = {}
 
     def install(self, chunk: nn.Module, modules: Sequence[str], *, ends_in_loss: bool) -> None:
         """Put boundaries around all layers of ``chunk``, one stage of the model.
@@ -102,6 +103,15 @@ class Boundaries:
             self._layers += boundaries
             self._chunks.append((boundaries, ends_in_loss))
 
+    def around_layers(self, chunk: nn.Module) -> AbstractContextManager[Any]:
+        """The context for the forward of ``chunk``: what it saves outside its layers is recorded, if anything is."""
+        if not self._saved_tensors.recording:
+            return nullcontext()
+        if chunk not in self._outside:
+            layers = [boundary.module for boundary in self._layers]
+            self._outside[chunk] = SiteNames(OUTSIDE, chunk, without=layers)
+        return self._saved_tensors.outside(self._outside[chunk])
+
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """The layers of each model chunk of this rank."""
         return tuple(tuple(boundary.layer for boundary in boundaries) for boundaries, _ in self._chunks)
@@ -124,8 +134,11 @@ class Boundaries:
         """Give all layers their own forward back."""
         for boundary in self._layers:
             boundary.remove()
+        for names in self._outside.values():
+            names.remove()
         if self._producers is not None:
             self._producers.remove()
+        self._outside.clear()
         self._layers.clear()
         self._chunks.clear()
         self._segments.clear()

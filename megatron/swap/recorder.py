@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from megatron.swap.devices.base import Device, Mark
-from megatron.swap.recording import EVALUATION, WORKS, Event, LayerRun, Recording, SavedStorage, What
+from megatron.swap.lives import Life, Lives, Reference
+from megatron.swap.outside import OutsideRecorder
+from megatron.swap.recording import EVALUATION, WORKS, Event, LayerRun, OutsideStorage, Recording, SavedStorage, What
 from megatron.swap.trace import Labelled, Ranges
 from megatron.swap.types import Site, SwapError
-
-Reference = weakref.ref[torch.UntypedStorage]
 
 
 class Recomputable(Labelled, Protocol):
@@ -39,24 +39,6 @@ class _Note(NamedTuple):
     peak_bytes: int
     now_bytes: int
     details: dict[str, Any]
-
-
-class _Memory:
-    """Device memory that holds a storage's bytes, while it lives."""
-
-    __slots__ = ("num_aliases", "num_bytes", "record", "reference")
-
-    def __init__(self, record: SavedStorage, reference: Reference, num_bytes: int) -> None:
-        self.record = record
-        self.reference = reference
-        self.num_bytes = num_bytes
-        self.num_aliases = 0
-
-    def held_elsewhere(self) -> bool:
-        """Whether anybody but the graph refers to it."""
-        storage = self.reference()
-        ours = 1 + self.num_aliases  # the storage's Python object, and a tensor for each that was saved
-        return storage is not None and torch._C._storage_Use_Count(storage._cdata) > ours
 
 
 class Recorder:
@@ -81,14 +63,17 @@ class Recorder:
         self._ranges = ranges
         self._take_peak = take_peak
         self._num_chunks = 0
+        self._chunk = 0
+        self._outside = OutsideRecorder(device)
+        self._lives: Lives[SavedStorage] = Lives(self._freed)
         self._forget()
 
     def _forget(self) -> None:
         self._notes: list[_Note] = []
         self._runs: dict[str, LayerRun] = {}
         self._records: dict[str, SavedStorage] = {}
-        self._memory: dict[int, _Memory] = {}
-        self._of_run: dict[LayerRun, list[_Memory]] = {}
+        self._lives.forget()
+        self._of_run: dict[LayerRun, list[Life[SavedStorage]]] = {}
         self._inputs: dict[str, int] = {}
         self._last_forward: LayerRun | None = None
         self._evaluates = False
@@ -136,14 +121,16 @@ class Recorder:
             Event(note.what, note.mark.elapsed_ms_since(first), note.peak_bytes, note.now_bytes, **note.details)
             for note in notes
         )
+        outside = self._outside.take(first)
         self._forget()
-        return Recording(events, self._device.reserved_bytes())
+        return Recording(events, self._device.reserved_bytes(), outside)
 
     def abandon(self) -> None:
         """Training has failed, or is over: hear no more, and wait for nothing."""
         if self.on:
             self.on = False
             self._ranges.stop(self)
+            self._outside.forget()
         self._forget()
 
     def _note(self, what: What, **details: Any) -> None:
@@ -169,6 +156,8 @@ class Recorder:
                 if not evaluates:
                     self._note(what, chunk=number)
                     self._last_forward = None
+                    self._chunk = number
+                    self._outside.forward_ended()
 
             return hook
 
@@ -245,7 +234,7 @@ class Recorder:
     def saved(self, site: Site, label: str, tensor: torch.Tensor) -> SavedStorage:
         """Autograd saves ``tensor`` at ``site`` in the run ``label``: its storage's record."""
         storage = tensor.untyped_storage()
-        memory = self._live(storage)
+        memory = self._lives.get(storage)
         if memory is not None:
             self._records[f"{site} {_micro_batch(label)}"] = memory.record
             return memory.record
@@ -254,22 +243,22 @@ class Recorder:
         record = SavedStorage(run, f"{site.path}/{site.ordinal}", storage.nbytes(), is_input)
         self._records[f"{site} {_micro_batch(label)}"] = record
         self._note(What.SAVED, storage=record, num_bytes=record.num_bytes)
-        self._of_run.setdefault(run, []).append(self._follow(record, storage))
+        self._of_run.setdefault(run, []).append(self._lives.follow(record, storage))
         return record
 
     def aliased(self, tensor: torch.Tensor) -> None:
         """One more tensor on the storage of ``tensor`` stands in the graph."""
-        if self.on and (memory := self._live(tensor.untyped_storage())) is not None:
+        if self.on and (memory := self._lives.get(tensor.untyped_storage())) is not None:
             memory.num_aliases += 1
 
     def recomputed(
         self, recipe: Recomputable, producer: str, inputs: Sequence[torch.Tensor], on_the_way: Sequence[Recomputable]
     ) -> None:
         """What was saved last, or a moment ago, is not held but made again from ``inputs``."""
-        if not self.on or (storage := recipe.output()) is None or (memory := self._live(storage)) is None:
+        if not self.on or (storage := recipe.output()) is None or (memory := self._lives.get(storage)) is None:
             return
         record = memory.record
-        found = [self._live(tensor.untyped_storage()) for tensor in inputs]
+        found = [self._lives.get(tensor.untyped_storage()) for tensor in inputs]
         record.producer = producer
         record.made_from = tuple(dict.fromkeys(one.record for one in found if one is not None))
         record.through = tuple(dict.fromkeys(f"{one.site.path}/{one.site.ordinal}+{one.number}" for one in on_the_way))
@@ -277,9 +266,22 @@ class Recorder:
             if one.label not in self._records:
                 self._records[one.label] = SavedStorage(record.run, name, one.num_bytes, is_on_the_way=True)
 
-    def asked(self, record: SavedStorage) -> None:
+    @property
+    def behind_layers(self) -> bool:
+        """Whether a layer of the chunk whose forward runs is through."""
+        return self._last_forward is not None
+
+    def saved_outside(self, site: Site, tensor: torch.Tensor) -> OutsideStorage | None:
+        """The chunk saves ``tensor`` outside its layers: its storage's record; ``None``: it has one of a layer."""
+        if self._lives.get(tensor.untyped_storage()) is not None:
+            return None
+        return self._outside.saved(self._chunk, site, tensor)
+
+    def asked(self, record: SavedStorage | OutsideStorage) -> None:
         """Backward wants a tensor on it."""
-        if self.on:
+        if isinstance(record, OutsideStorage):
+            self._outside.asked(record)
+        elif self.on:
             self._note(What.ASKED, storage=record)
 
     def used(self, storage: torch.UntypedStorage) -> None:
@@ -299,25 +301,11 @@ class Recorder:
 
     def _hold_again(self, record: SavedStorage, storage: torch.UntypedStorage) -> None:
         self._note(What.ARRIVED, storage=record, num_bytes=storage.nbytes())
-        self._follow(record, storage)
+        self._lives.follow(record, storage)
 
-    def _live(self, storage: torch.UntypedStorage) -> _Memory | None:
-        memory = self._memory.get(storage._cdata)
-        return memory if memory is not None and memory.reference() is storage else None
-
-    def _follow(self, record: SavedStorage, storage: torch.UntypedStorage) -> _Memory:
-        """Note when ``storage`` is freed. The reference dies with the storage itself, not with its Python object."""
-        address = storage._cdata
-        memories = self._memory  # those of this recording
-
-        def freed(reference: Reference) -> None:
-            if self.on and memories is self._memory:
-                self._note(What.FREED, storage=record, num_bytes=memory.num_bytes)
-            if memories.get(address) is memory:
-                del memories[address]
-
-        memory = memories[address] = _Memory(record, weakref.ref(storage, freed), storage.nbytes())
-        return memory
+    def _freed(self, life: Life[SavedStorage]) -> None:
+        if self.on:
+            self._note(What.FREED, storage=life.record, num_bytes=life.num_bytes)
 
 
 def _run(label: str) -> LayerRun:

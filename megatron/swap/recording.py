@@ -77,6 +77,25 @@ class SavedStorage:
     is_on_the_way: bool = False
 
 
+@dataclass(eq=False, slots=True)
+class OutsideStorage:
+    """A storage that autograd saved outside the layers.
+
+    Attributes:
+        chunk, site: where it was saved first; ``site`` is ``path/ordinal``.
+        num_bytes: its size.
+        stays: others held it as well (frames of the chunk, the batch) when something behind it was saved for the last
+            time, or at the chunk's end.
+        at_ms: when it was SAVED, first ASKED and FREED, as of an event.
+    """
+
+    chunk: int
+    site: str
+    num_bytes: int
+    stays: bool = False
+    at_ms: dict[What, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """Something that happened.
@@ -110,10 +129,12 @@ class Recording:
 
     Attributes:
         reserved_bytes: what the allocator held at the end, in use or not; ``None`` where that has no meaning.
+        outside: what was saved outside the layers, in order.
     """
 
     events: tuple[Event, ...]
     reserved_bytes: int | None = None
+    outside: tuple[OutsideStorage, ...] = ()
 
     @property
     def num_steps(self) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +86,7 @@ class SwapSession:
         self._recipes: Recipes | None = None
         self._recorder: Recorder | None = None
         self._num_told = 0
-        self._observed: list[nn.Module] = []
+        self._surrounded: list[nn.Module] = []
         self._accumulators: list[Any] = []
         self._unwatch: list[Callable[[], None]] = []
         self._patches: AppliedPatches | None = None
@@ -139,9 +139,8 @@ class SwapSession:
     def attach(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
         """Put the boundaries around the layers of this rank's model chunks; they are returned as they came."""
         for chunk in chunks:
-            if self._observer is not None:
-                _observe(chunk, self._observer)
-                self._observed.append(chunk)
+            if self.config.acts or self._observer is not None:
+                self._surround(chunk)
         if self.config.acts:
             if self._manager is None:
                 self._build()
@@ -156,6 +155,21 @@ class SwapSession:
                 if self._auto is not None:
                     self._auto.watch(chunk)
         return chunks
+
+    def _surround(self, chunk: nn.Module) -> None:
+        """Count everything that autograd saves in this chunk; record what it saves outside its layers."""
+        inner = chunk.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                if self._observer is not None:
+                    stack.enter_context(self._observer.context(chunk))
+                if self._boundaries is not None:
+                    stack.enter_context(self._boundaries.around_layers(chunk))
+                return inner(*args, **kwargs)
+
+        chunk.forward = forward  # type: ignore[method-assign]
+        self._surrounded.append(chunk)
 
     def _build(self) -> None:
         # Not before now: the device of this rank is chosen, and CUDA started, when Megatron initializes.
@@ -406,26 +420,15 @@ class SwapSession:
         if self._boundaries is not None:
             self._boundaries.remove()
             self._boundaries = None
-        for chunk in self._observed:
+        for chunk in self._surrounded:
             del chunk.forward
-        self._observed.clear()
+        self._surrounded.clear()
 
 
 def _policy(config: SwapConfig) -> Policy:
     if config.plan is not None:
         return PlanPolicy(config.plan)
     return ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB), config.recompute)
-
-
-def _observe(chunk: nn.Module, observer: Observer) -> None:
-    """Count everything that autograd saves in this chunk, inside and outside its layers."""
-    inner = chunk.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with observer.context(chunk):
-            return inner(*args, **kwargs)
-
-    chunk.forward = forward  # type: ignore[method-assign]
 
 
 def _is_last_rank() -> bool:

@@ -11,7 +11,7 @@ from megatron.swap.plan import Plan, save_plan
 from megatron.swap.planner.profile import LayerClass, Link, Profile, load_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, smallest_budget, solve
-from megatron.swap.types import GIB, PRODUCERS, Action
+from megatron.swap.types import GIB, MIB, PRODUCERS, Action
 from tests.integration.harness import ROOT, SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MOE
 
@@ -42,7 +42,7 @@ def shape(profile: Profile) -> object:
             entry.forward_peak_mib,
         )
         for entry in profile.layers
-    ], profile.outside.kept_gib, profile.outside.peak_gib
+    ], profile.outside.kept_gib, profile.outside.peak_gib, [(one.site, one.mib) for one in profile.outside.sites]
 
 
 def recipes(entry: LayerClass) -> dict[str, tuple[str, ...]]:
@@ -75,6 +75,43 @@ def test_the_profile_does_not_depend_on_the_policy(
             assert known == {num_recipes if policy == "safe" else 0}
     assert shapes[1] == shapes[0]
     assert shapes[2] == shapes[0]
+
+
+TOKENS, HIDDEN, VOCABULARY = 2 * 64, 64, 256
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "bytes_each"),
+    [
+        pytest.param("", 1, 4, id="gpt"),
+        pytest.param("--hidden-dropout 0.1 --bf16", 1, 2, id="bf16-dropout"),
+        pytest.param("--pipeline-model-parallel-size 2 --global-batch-size 8 --hidden-dropout 0.1", 2, 4, id="stages"),
+    ],
+)
+def test_what_is_saved_outside_the_layers_has_a_name(
+    trainer: Trainer, flags: str, ranks: int, bytes_each: int
+) -> None:
+    """The sizes from the model's shape; together they are what was held there, the batch's token numbers aside."""
+    run = recorded_run(trainer, flags, ranks=ranks)
+    assert_same_training(trainer.unswapped(f"{flags} {STEPS}", ranks=ranks), run)
+    hidden = TOKENS * HIDDEN * bytes_each
+    tokens = {"embedding.word_embeddings/0": 8 * TOKENS}
+    mask = {"embedding.embedding_dropout/0": hidden} if "dropout" in flags else {}  # on a CPU as wide as its input
+    norm = {f"decoder.final_layernorm/{i}": size for i, size in enumerate((hidden, *2 * [TOKENS * bytes_each]))}
+    # Cross entropy is in fp32; it saves softmax, a mask and the labels as it looks them up.
+    loss = {"output_layer/0": hidden, "loss/0": 4 * TOKENS * VOCABULARY, "loss/1": TOKENS, "loss/2": 8 * TOKENS}
+    for rank in range(ranks):
+        outside = load_profile(run.directory / f"profile-{rank}.json").outside
+        is_first, is_last = rank == 0, rank == ranks - 1
+        expected = {**((tokens | mask) if is_first else {}), **((norm | loss) if is_last else {})}
+        assert {one.site: one.mib * MIB for one in outside.sites} == expected
+        batch_bytes = 8 * TOKENS if is_first else 0  # between steps the data loader may hold as much
+        assert 0 <= sum(expected.values()) - outside.kept_gib * GIB <= batch_bytes
+        held = {one.site for one in outside.sites if one.stays == "held"}
+        assert held == {*(["output_layer/0"] if is_last else [])}  # by the model's own frames, while it has the logits
+        idle = {one.site: one.idle_ms for one in outside.sites}
+        if is_first and is_last:
+            assert idle["embedding.word_embeddings/0"] > 4 * idle["decoder.final_layernorm/0"] > 4 * idle["loss/0"]
 
 
 def test_what_is_made_from_what(trainer: Trainer) -> None:

@@ -40,11 +40,12 @@ LAYERS: list[set[str]] = [
     {"host_pool"},
     {"host_memory"},
     {"recorder", "step_clock"},
+    {"outside"},
     {"devices"},
     {"native"},
     {"checksum"},
     {"trace"},
-    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators"},
+    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives"},
 ]
 MEGATRON_EDGE = LAYERS[2]
 PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE

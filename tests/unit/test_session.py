@@ -41,7 +41,7 @@ def test_a_closed_session_leaves_nothing_and_another_can_be_installed(flags: str
         chunk = nn.Linear(2, 2)
         for hook in model_config.pre_wrap_hooks:
             hook([chunk])
-        assert ("forward" in vars(chunk)) == ("summary" in flags)
+        assert "forward" in vars(chunk)
         session.close()
         session.close()
         assert patched() == before

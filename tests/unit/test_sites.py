@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.swap.sites import OWN_PATH, SiteNames
+from megatron.swap.sites import LOSS_PATH, OUTSIDE, OWN_PATH, SiteNames
 from megatron.swap.types import Site
 from tests.engine import Layer, batch
 
@@ -104,6 +104,14 @@ def test_an_exception_leaves_no_module_on_the_stack(caught_inside: bool):
             saved_in(layer, names, hidden)
     layer.part[0].fail = False
     assert saved_in(layer, names, hidden) == before == ["layers.0/part.0/0", "layers.0/layer/0"]
+
+
+def test_what_is_left_out_is_not_followed():
+    layer = Layer()
+    names = SiteNames(OUTSIDE, layer, without=[layer.mlp, layer.attention])
+    assert names.modules == [layer, layer.norm1, layer.norm2]
+    assert [module for module in layer.modules() if module._forward_hooks] == [layer.norm1, layer.norm2]
+    assert str(names.next_site(LOSS_PATH)) == "layers.-1/loss/0"
 
 
 def test_remove_takes_all_hooks_off():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import Literal
 
 from megatron.swap.plan import LAYER_SECTION, Model
 from megatron.swap.planner.profile import (
@@ -11,13 +12,14 @@ from megatron.swap.planner.profile import (
     LayerClass,
     Link,
     Outside,
+    OutsideSite,
     Pipeline,
     Profile,
     Section,
     SiteProfile,
 )
 from megatron.swap.planner.timeline import Moment, Pass, Timeline
-from megatron.swap.recording import Recording, What
+from megatron.swap.recording import OutsideStorage, Recording, What
 from megatron.swap.sites import CHECKPOINT_PATH
 from megatron.swap.types import GIB, MIB, SwapError
 
@@ -70,7 +72,7 @@ def build_profile(
         allocator_gib=max(0, reserved_bytes - read.peak_bytes) / GIB,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,
-        outside=_outside(read, layers, num_micro_batches, pipeline),
+        outside=_outside(read, layers, num_micro_batches, pipeline, recording.outside, min_mib),
         layers=layers,
         pipeline=pipeline,
     )
@@ -240,7 +242,14 @@ def _whole_layer(passes: Sequence[Pass], sites: Sequence[SiteProfile], forward_m
     return (Section(LAYER_SECTION, frees, inputs, forward_ms, peak_mib),) if inputs and frees else ()
 
 
-def _outside(read: Timeline, layers: Sequence[LayerClass], num_micro_batches: int, pipeline: Pipeline) -> Outside:
+def _outside(
+    read: Timeline,
+    layers: Sequence[LayerClass],
+    num_micro_batches: int,
+    pipeline: Pipeline,
+    saved: Sequence[OutsideStorage],
+    min_mib: float,
+) -> Outside:
     """Of the chunk that ends in the loss; on a rank without, of the first one.
 
     Without a pipeline the optimizer's time is what is left of the step. In one, where ranks wait for each other, it is
@@ -262,7 +271,10 @@ def _outside(read: Timeline, layers: Sequence[LayerClass], num_micro_batches: in
     else:
         waited_ms = pipeline.rank * sum(len(entry.layers) * entry.backward_ms for entry in layers)
         rest_ms = _median([one.after_ms for one in steps]) - waited_ms / max(1, len(pipeline.chunks))
-    kept_bytes = [kept for one in read.steps for kept in one.kept_bytes.get(chunk, ())]
+    # Where there is no loss a chunk's forward finds what is kept for other micro-batches, whose backward is to come.
+    kept_bytes = [
+        end if has_loss else max(0, end - begin) for one in read.steps for begin, end in one.kept_bytes.get(chunk, ())
+    ]
     loss_bytes = [peak for one in read.steps for peak in one.loss_peak_bytes] if has_loss else []
     return Outside(
         forward_ms=max(0.0, forward_ms),
@@ -270,7 +282,24 @@ def _outside(read: Timeline, layers: Sequence[LayerClass], num_micro_batches: in
         optimizer_ms=max(0.0, rest_ms),
         kept_gib=max(kept_bytes, default=0) / GIB,
         peak_gib=max(loss_bytes, default=0) / GIB,
+        sites=_outside_sites([one for one in saved if one.chunk == chunk], min_mib),
     )
+
+
+def _outside_sites(saved: Sequence[OutsideStorage], min_mib: float) -> tuple[OutsideSite, ...]:
+    """The largest and the least idle that were seen; the engine's own work is in that time. What backward never asks
+    for is idle until it is freed; what it has not come to is left out."""
+    found: dict[str, list[OutsideStorage]] = {}
+    for one in saved:
+        if one.at_ms.keys() & {What.ASKED, What.FREED}:
+            found.setdefault(one.site, []).append(one)
+    sites = []
+    for name, ones in found.items():
+        mib = max(one.num_bytes for one in ones) / MIB
+        idle_ms = min(one.at_ms.get(What.ASKED, one.at_ms.get(What.FREED, 0.0)) - one.at_ms[What.SAVED] for one in ones)
+        stays: Literal["held", "small"] | None = "held" if any(one.stays for one in ones) else None
+        sites.append(OutsideSite(name, mib, max(0.0, idle_ms), "small" if mib < min_mib else stays))
+    return tuple(sites)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron.swap import records
 from megatron.swap.plan import Model
@@ -45,6 +46,22 @@ class Link:
 
 
 @dataclass(frozen=True)
+class OutsideSite:
+    """A storage that autograd saves outside the layers. It is kept.
+
+    Attributes:
+        site: ``path/ordinal``; in no submodule ``model/…`` before the layers, ``loss/…`` behind them.
+        idle_ms: from when it is saved to its first use in backward.
+        stays: ``held``: others hold it, too, until forward ends at least (the model's frames, the batch); ``small``.
+    """
+
+    site: str
+    mib: float
+    idle_ms: float
+    stays: Literal["held", "small"] | None = None
+
+
+@dataclass(frozen=True)
 class Outside:
     """What is not in a layer.
 
@@ -53,6 +70,7 @@ class Outside:
         optimizer_ms: the rest of the step, once.
         kept_gib: saved outside layers, from a micro-batch's forward to its backward.
         peak_gib: the most that is there around the loss (saved or not), above what the layers hold.
+        sites: what is saved, by name; for people: plans are made with ``kept_gib``.
     """
 
     forward_ms: float
@@ -60,6 +78,12 @@ class Outside:
     optimizer_ms: float
     kept_gib: float
     peak_gib: float
+    sites: tuple[OutsideSite, ...] = ()
+
+    def __post_init__(self) -> None:
+        for site in self.sites:
+            if site.mib < 0 or site.idle_ms < 0:
+                raise UsageError(f"sites: {site.site}: sizes and times must be 0 or more; given are {site}.")
 
 
 @dataclass(frozen=True)

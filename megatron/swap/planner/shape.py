@@ -15,6 +15,7 @@ from megatron.swap.planner.profile import (
     LayerClass,
     Link,
     Outside,
+    OutsideSite,
     Pipeline,
     Profile,
     Section,
@@ -262,6 +263,8 @@ def shape_profile(
     ends = of_ends if stages == 1 else of_ends / 2 * (has_input + has_loss)
     params = (of_layer * len(here) + ends) / tensor
     static = params * (6 + (STATIC_BYTES_PER_PARAM - 6) / optimizer_shards) / GIB + WORKSPACE_GIB
+    layers_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in classes)
+    optimizer_ms = params * OPTIMIZER_BYTES_PER_PARAM / (gpu.optimizer_gb_s * 1e6)
     return Profile(
         source=f"arithmetic; {gpu.source}",
         model=model,
@@ -271,26 +274,42 @@ def shape_profile(
         allocator_gib=0.0,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,
-        outside=_outside(model, gpu, has_loss, params * OPTIMIZER_BYTES_PER_PARAM / (gpu.optimizer_gb_s * 1e6)),
+        outside=_outside(model, gpu, has_input, has_loss, layers_ms, optimizer_ms),
         layers=tuple(classes),
         pipeline=Pipeline(stages, pipeline_rank, chunks),
     )
 
 
-def _outside(model: Model, gpu: Gpu, has_loss: bool, optimizer_ms: float) -> Outside:
-    """Final norm, logits and cross entropy: bf16 logits become fp32, which are exponentiated in place."""
-    if not has_loss:
-        return Outside(0.0, 0.0, optimizer_ms, 0.0, 0.0)
-    size = _sizes(model)
-    logits = size.tokens * model.padded_vocab_size / model.tensor_parallel
-    flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
-    return Outside(
-        forward_ms=flops + 32 * logits / (gpu.memory_gb_s * 1e6),
-        backward_ms=2 * flops + 16 * logits / (gpu.memory_gb_s * 1e6),
-        optimizer_ms=optimizer_ms,
-        kept_gib=(2 * size.sharded + 4 * logits) / GIB,
-        peak_gib=(2 * size.sharded + 6 * logits) / GIB,
-    )
+def _outside(
+    model: Model, gpu: Gpu, has_input: bool, has_loss: bool, layers_ms: float, optimizer_ms: float
+) -> Outside:
+    """Final norm, logits and cross entropy: bf16 logits become fp32, which are exponentiated in place.
+
+    The embedding saves token numbers, which the batch holds anyway. The model's frames hold the final norm's output,
+    which the output layer saves, until forward ends; the bf16 logits as well, but those nobody saves.
+    """
+    size, sites, loss_ms = _sizes(model), [], 0.0
+    outside = Outside(0.0, 0.0, optimizer_ms, 0.0, 0.0)
+    if has_loss:
+        logits = size.tokens * model.padded_vocab_size / model.tensor_parallel
+        flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
+        entropy_ms, gradient_ms = 32 * logits / (gpu.memory_gb_s * 1e6), 16 * logits / (gpu.memory_gb_s * 1e6)
+        loss_ms = 3 * flops + entropy_ms + gradient_ms
+        sites = [
+            OutsideSite("decoder.final_layernorm/0", size.sharded / MIB, loss_ms),
+            OutsideSite("output_layer/0", size.sharded / MIB, entropy_ms + gradient_ms, "held"),
+            OutsideSite("loss/0", 4 * logits / MIB, 0.0),
+        ]
+        outside = Outside(
+            forward_ms=flops + entropy_ms,
+            backward_ms=2 * flops + gradient_ms,
+            optimizer_ms=optimizer_ms,
+            kept_gib=(2 * size.sharded + 4 * logits) / GIB,
+            peak_gib=(2 * size.sharded + 6 * logits) / GIB,
+        )
+    if has_input:
+        sites.insert(0, OutsideSite("embedding.word_embeddings/0", 8 * size.tokens / MIB, layers_ms + loss_ms, "held"))
+    return replace(outside, sites=tuple(sites))
 
 
 def with_times(profile: Profile, forward_ms: float, backward_ms: float, step_ms: float) -> Profile:
@@ -301,10 +320,21 @@ def with_times(profile: Profile, forward_ms: float, backward_ms: float, step_ms:
     rest = max(0.0, step_ms - profile.num_micro_batches * (forward_ms + backward_ms))
     return replace(
         profile,
-        outside=replace(outside, forward_ms=outside.forward_ms * forward, backward_ms=outside.backward_ms * backward,
-                        optimizer_ms=rest),
+        outside=replace(outside_scaled(outside, forward, backward), optimizer_ms=rest),
         layers=tuple(scaled(entry, forward, backward) for entry in layers),
-    )  # fmt: skip
+    )
+
+
+def outside_scaled(outside: Outside, forward: float, backward: float, mib: float = 1.0) -> Outside:
+    """What is not in a layer, as ``scaled``. How long sites are idle goes with backward."""
+    return replace(
+        outside,
+        forward_ms=outside.forward_ms * forward,
+        backward_ms=outside.backward_ms * backward,
+        kept_gib=outside.kept_gib * mib,
+        peak_gib=outside.peak_gib * mib,
+        sites=tuple(replace(site, mib=site.mib * mib, idle_ms=site.idle_ms * backward) for site in outside.sites),
+    )
 
 
 def scaled(entry: LayerClass, forward: float, backward: float, mib: float = 1.0) -> LayerClass:

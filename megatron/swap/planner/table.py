@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron.swap.plan import Plan
-from megatron.swap.planner.profile import Profile
+from megatron.swap.planner.profile import OutsideSite, Profile
 from megatron.swap.planner.simulate import Prediction
 
 
@@ -32,7 +32,7 @@ def plan_table(plan: Plan) -> str:
     for entry in plan.classes:
         label = entry.layers
         for site, planned in entry.sites.items():
-            size = "" if planned.mib is None else f"{planned.mib:,.0f}" if planned.mib >= 10 else f"{planned.mib:.2f}"
+            size = "" if planned.mib is None else _size(planned.mib)
             rows.append((label, site, size, planned.action, planned.why or ""))
             label = ""
         for section in entry.sections:
@@ -41,6 +41,22 @@ def plan_table(plan: Plan) -> str:
         if label:
             rows.append((label, "(no sites)", "", "keep", ""))
     return "\n".join(_aligned(rows, numbers=2))
+
+
+def outside_table(profile: Profile) -> str:
+    """Site, MiB, action and why, of what is saved outside the layers; nothing where no site is known."""
+    rows = [("outside the layers", "MiB", "action", "why")]
+    rows += [(site.site, _size(site.mib), "keep", _why_kept(site, profile)) for site in profile.outside.sites]
+    return "\n".join(_aligned(rows, numbers=1)) if profile.outside.sites else ""
+
+
+def _why_kept(site: OutsideSite, profile: Profile) -> str:
+    link_ms = site.mib * (profile.out_ms_per_mib + profile.in_ms_per_mib)
+    if site.stays:
+        return "too small to move" if site.stays == "small" else "others hold it until forward ends"
+    if site.idle_ms < link_ms:
+        return f"wanted again after {site.idle_ms:.2f} ms: there and back takes {link_ms:.2f} ms on the link"
+    return f"idle for {site.idle_ms:.2f} ms, but only what layers save is moved"
 
 
 def prediction_text(profile: Profile, prediction: Prediction, unswapped: Prediction, lower_bound_ms: float) -> str:
@@ -56,6 +72,10 @@ def prediction_text(profile: Profile, prediction: Prediction, unswapped: Predict
         ("host", f"{prediction.host_gib:.2f} GiB", "pinned"),
         ("profile", "", profile.source),
     ], numbers=1))  # fmt: skip
+
+
+def _size(mib: float) -> str:
+    return f"{mib:,.0f}" if mib >= 10 else f"{mib:.2f}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], numbers: int | None) -> Iterator[str]:

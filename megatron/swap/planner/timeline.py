@@ -60,7 +60,7 @@ class Around:
 
     Attributes:
         forward_ms: of each chunk, without its layers.
-        kept_bytes: saved outside layers, at the end of each chunk's forward.
+        kept_bytes: held outside layers, at the beginning and at the end of each chunk's forward.
         loss_ms, loss_peak_bytes: from a chunk's end to its own backward; most in use besides what layers have saved.
         between_ms: from a backward's end to the next forward.
         after_ms: from the last backward to the step's end.
@@ -69,7 +69,7 @@ class Around:
     """
 
     forward_ms: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    kept_bytes: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    kept_bytes: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     loss_ms: list[float] = field(default_factory=list)
     loss_peak_bytes: list[int] = field(default_factory=list)
     between_ms: list[float] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Timeline:
         self._step_ms: float | None = None
         self._backward_end_ms: float | None = None
         self._chunk_end_ms: float | None = None
-        self._saved_bytes = self._top_bytes = self._between_bytes = 0
+        self._saved_bytes = self._top_bytes = self._between_bytes = self._kept_before_bytes = 0
         for before, event in zip((events[0], *events), events, strict=False):
             self._level(before, event)
             self._clock(event)
@@ -160,6 +160,9 @@ class Timeline:
         else:
             self._between_bytes = max(self._between_bytes, other_bytes)
 
+    def _kept_bytes(self, event: Event) -> int:
+        return max(0, event.now_bytes - self.static_bytes - self._held_bytes)
+
     def _hold_or_drop(self, event: Event) -> None:
         storage = event.storage
         if storage is not None and event.what is What.FREED:
@@ -195,10 +198,10 @@ class Timeline:
                     self._around.between_ms.append(now_ms - self._backward_end_ms)
                 self._backward = self._backward_end_ms = None
                 self._chunk_ms, self._layers_ms = now_ms, 0.0
+                self._kept_before_bytes = self._kept_bytes(event)
             case What.CHUNK_END:
                 self._around.forward_ms[event.chunk].append(now_ms - self._chunk_ms - self._layers_ms)
-                kept_bytes = event.now_bytes - self.static_bytes - self._held_bytes
-                self._around.kept_bytes[event.chunk].append(max(0, kept_bytes))
+                self._around.kept_bytes[event.chunk].append((self._kept_before_bytes, self._kept_bytes(event)))
                 self._chunk_end_ms = now_ms
             case What.FORWARD_BEGIN:
                 assert event.run is not None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatron.swap.planner.gpus import GPUS, Gpu
 from megatron.swap.planner.profile import Link, Profile
-from megatron.swap.planner.shape import layer_class, scaled
+from megatron.swap.planner.shape import layer_class, outside_scaled, scaled
 from megatron.swap.types import UsageError
 
 
@@ -32,15 +32,13 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
     tokens = new.seq_length * new.micro_batch_size / (old.seq_length * old.micro_batch_size)
     gpu = next((gpu for gpu in GPUS.values() if gpu.name == profile.device.name), GPUS["h200"])
     forward, backward = _ratios(profile, gpu, new.seq_length, new.micro_batch_size)
-    outside = profile.outside
     return replace(
         profile,
         source=f"{profile.source}; scaled to sequences of {new.seq_length}, micro-batches of {new.micro_batch_size}",
         model=new,
         layers=tuple(scaled(entry, forward, backward, tokens) for entry in profile.layers),
-        outside=replace(outside, forward_ms=outside.forward_ms * tokens, backward_ms=outside.backward_ms * tokens,
-                        kept_gib=outside.kept_gib * tokens, peak_gib=outside.peak_gib * tokens),
-    )  # fmt: skip
+        outside=outside_scaled(profile.outside, tokens, tokens, tokens),
+    )
 
 
 def _ratios(profile: Profile, gpu: Gpu, seq_length: int, micro_batch_size: int) -> tuple[float, float]:

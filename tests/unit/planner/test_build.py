@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from megatron.swap.planner.build import build_profile
-from megatron.swap.planner.profile import Device, LayerClass, Link, Outside, Pipeline, Profile, Section
+from megatron.swap.planner.profile import Device, LayerClass, Link, Outside, OutsideSite, Pipeline, Profile, Section
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
-from megatron.swap.recording import EVALUATION, Event, LayerRun, Recording, SavedStorage, What
+from megatron.swap.recording import EVALUATION, Event, LayerRun, OutsideStorage, Recording, SavedStorage, What
 from megatron.swap.types import GIB, MIB, SwapError
 from tests.unit.planner.cases import model, plan
 
@@ -323,6 +324,28 @@ class TestAStep:
         assert played.step_ms == pytest.approx(recording.events[-1].at_ms)
         assert played.peak_gib * GIB == pytest.approx(max(event.peak_bytes for event in recording.events))
 
+    def test_sites_outside_the_layers(self) -> None:
+        """Of the chunk with the loss: the most bytes, the least time until backward wants them; held once is held."""
+
+        def one(site: str, mib: float, *at_ms: float, chunk: int = 0, stays: bool = False) -> OutsideStorage:
+            times = dict(zip((What.SAVED, What.ASKED, What.FREED), at_ms, strict=False))
+            return OutsideStorage(chunk, site, int(mib * MIB), stays, times)
+
+        unasked = OutsideStorage(0, "unasked/0", 2 * MIB, at_ms={What.SAVED: 1.0, What.FREED: 4.0})
+        saved = (
+            one("early/0", 8, 1, 30, 31, stays=True), one("loss/0", 40, 9, 10, 12), one("loss/1", 0.5, 9, 10, 12),
+            unasked, one("early/0", 9, 40, 60, 61), one("loss/0", 30, 48, 52, 53), one("loss/0", 90, 70),
+            one("x/0", 7, 70), one("other/0", 5, 1, 2, 3, chunk=1),
+        )  # fmt: skip
+        events = steps(Script(), [[Layer(0)]]).events
+        plain, named = built(Recording(events), min_mib=1), built(Recording(events, outside=saved), min_mib=1)
+        assert named.outside.sites == (
+            OutsideSite("early/0", 9, 20, "held"), OutsideSite("loss/0", 40, 1), OutsideSite("loss/1", 0.5, 1, "small"),
+            OutsideSite("unasked/0", 2, 3),
+        )  # fmt: skip
+        assert replace(named, outside=replace(named.outside, sites=())) == plain
+        assert simulate(named, empty_plan(named)) == simulate(plain, empty_plan(plain))
+
     def test_the_allocator(self) -> None:
         recording = steps(Script(), [[Layer(0)]])
         peak = max(event.peak_bytes for event in recording.events)
@@ -336,6 +359,20 @@ class TestAStep:
         assert outside == Outside(3, 0, 13, 0, 0)
         outside = built(recording, pipeline=Pipeline(2, 1, ((0, 1),))).outside
         assert outside == Outside(3, 2, 0, 0, 50 / 1024)  # 13 ms, but 14 are what the rank before it takes
+
+    def test_what_is_kept_outside_counts_once_a_micro_batch(self) -> None:
+        """The second forward of a first stage finds what the first one has left."""
+        script, layers = Script().note(What.STEP), [Layer(0), Layer(0, 1)]
+        for layer in layers:
+            layer.forward(script.note(What.CHUNK_BEGIN).use(64))
+            script.note(What.CHUNK_END)
+        for layer in layers:
+            layer.backward(script)
+            script.use(-64)
+        recording = script.note(What.STEP).recording
+        for rank, kept_mib in ((0, 64), (1, 128)):
+            outside = built(recording, 2, pipeline=Pipeline(2, rank, ((0,),))).outside
+            assert outside.kept_gib == kept_mib / 1024
 
     def test_the_optimizers_memory_comes_behind_the_last_layer(self) -> None:
         script = Script()

@@ -15,12 +15,22 @@ import pytest
 from megatron.swap.plan import PlanClass, SitePlan, load_plan, save_plan
 from megatron.swap.planner.flags import model_of, read_flags
 from megatron.swap.planner.gpus import GPUS, find_gpu
-from megatron.swap.planner.profile import LayerClass, Pipeline, Section, load_profile, save_profile, sha256
+from megatron.swap.planner.profile import (
+    LayerClass,
+    Outside,
+    OutsideSite,
+    Pipeline,
+    Section,
+    load_profile,
+    save_profile,
+    sha256,
+)
 from megatron.swap.planner.shape import RECIPES, shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
+from megatron.swap.planner.table import outside_table
 from megatron.swap.planner.what_if import with_link, with_tokens
-from megatron.swap.types import UsageError
+from megatron.swap.types import GIB, MIB, UsageError
 from tests.unit.planner.cases import model, profile, random_profile, site
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -47,6 +57,7 @@ def test_a_profile_round_trips_exactly(seed: int, tmp_path: Path) -> None:
         (("link", "d2h_gb_s"), 0, "link: d2h_gb_s: 0 is given; a link's speed must be above 0"),
         (("layers", 0, "sites", 0, "done_at_ms"), -1.0, "done_at_ms at least needed_at_ms"),
         (("layers", 0, "sites", 0, "recompute_ms"), "none", 'recompute_ms: "none" is given; it must be a finite'),
+        (("outside", "sites"), [{"site": "loss/0", "mib": -1.0, "idle_ms": 0.0}], "loss/0: sizes and times must be 0"),
         (("pipeline", "rank"), 3, "rank 3 of 1: must be 0 to size - 1"),
         (("pipeline", "chunks"), [[7]], "must hold the layers of this rank"),
     ],
@@ -106,6 +117,23 @@ class TestShapes:
         assert (training.num_micro_batches, training.tied, training.optimizer_shards) == (1, False, 2)
         short = "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --seq-length 8 --micro-batch-size 1"
         assert read_flags(f"{short} --swiglu".split()).model.ffn_hidden_size == 10880
+
+    def test_what_is_saved_outside_the_layers_is_what_is_kept_there(self) -> None:
+        shape = read_flags(FLAGS.split()).model
+        outside = shape_profile(shape, find_gpu("h200"), 2).outside
+        tokens = 4 * 4096
+        sizes = {one.site: one.mib * MIB for one in outside.sites}
+        assert sizes == {
+            "embedding.word_embeddings/0": 8 * tokens, "decoder.final_layernorm/0": 2 * tokens * 4096,
+            "output_layer/0": 2 * tokens * 4096, "loss/0": 4 * tokens * 32000,
+        }  # fmt: skip
+        assert sum(list(sizes.values())[1:]) == outside.kept_gib * GIB
+        for rank, ends in ((0, ["embedding.word_embeddings/0"]), (1, []), (3, list(sizes)[1:])):
+            stage = shape_profile(replace(shape, pipeline_parallel=4), find_gpu("h200"), 2, pipeline_rank=rank)
+            assert [one.site for one in stage.outside.sites] == ends
+        twice = with_tokens(shape_profile(shape, find_gpu("h200"), 2), seq_length=8192).outside
+        for one, other in zip(outside.sites, twice.sites, strict=True):
+            assert (other.site, other.mib, other.idle_ms) == (one.site, 2 * one.mib, 2 * one.idle_ms)
 
     def test_parallelism_divides(self) -> None:
         whole = shape_profile(read_flags(FLAGS.split()).model, find_gpu("h200"), 2)
@@ -184,6 +212,30 @@ class TestWhatIf:
         assert simulate(of, empty_plan(of)).peak_gib == pytest.approx(2 / 1024)
 
 
+def test_a_profile_without_sites_outside_the_layers_is_read(tmp_path: Path) -> None:
+    """Of before they were recorded."""
+    of = random_profile(3)
+    save_profile(of, tmp_path / "profile.json")
+    text = json.loads((tmp_path / "profile.json").read_text())
+    del text["outside"]["sites"]
+    (tmp_path / "profile.json").write_text(json.dumps(text))
+    assert load_profile(tmp_path / "profile.json") == of
+    assert outside_table(of) == ""
+
+
+def test_the_table_says_why_sites_outside_the_layers_are_kept() -> None:
+    sites = (OutsideSite("mask/0", 100, 500), OutsideSite("norm/0", 100, 1.5), OutsideSite("ids/0", 100, 500, "held"),
+             OutsideSite("scale/0", 0.25, 500, "small"))  # fmt: skip
+    of = profile([LayerClass((0,), 1, 2, (site("a/0", 1, 0, 0),))], outside=Outside(0, 0, 0, 0, 0, sites))
+    rows = [line.split(maxsplit=3) for line in outside_table(of).splitlines()[1:]]
+    assert rows == [
+        ["mask/0", "100", "keep", "idle for 500.00 ms, but only what layers save is moved"],
+        ["norm/0", "100", "keep", "wanted again after 1.50 ms: there and back takes 2.00 ms on the link"],
+        ["ids/0", "100", "keep", "others hold it until forward ends"],
+        ["scale/0", "0.25", "keep", "too small to move"],
+    ]
+
+
 class TestCommandLine:
     def run(self, *arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run([sys.executable, "tools/plan.py", *arguments], cwd=ROOT, capture_output=True, text=True)
@@ -200,6 +252,7 @@ class TestCommandLine:
         for entry in plan.classes:
             assert any(line.startswith(entry.layers + " ") for line in done.stdout.splitlines())
         assert f"{plan.predicted.peak_gib:.2f} GiB" in done.stdout
+        assert outside_table(load_profile(profile_path)) in done.stdout
         again = self.run("--profile", str(profile_path), "--memory-gib", "83")
         assert again.stdout == done.stdout
         slower = self.run("--profile", str(profile_path), "--memory-gib", "83", "--link-gb-s", "5")
