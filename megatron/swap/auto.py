@@ -20,11 +20,12 @@ from megatron.swap.config import SwapConfig
 from megatron.swap.devices.base import Device
 from megatron.swap.footprint import Footprint, FootprintMeter
 from megatron.swap.layer import Boundaries
-from megatron.swap.plan import Model, Plan, merged, save_plan
+from megatron.swap.plan import Infeasible, Model, Plan, merged, save_plan
 from megatron.swap.planner import profile as profiles
 from megatron.swap.planner.build import build_profile
 from megatron.swap.planner.profile import Link, Pipeline, Profile, save_profile
-from megatron.swap.planner.solve import Infeasible, solve
+from megatron.swap.planner.schedule import most_telling
+from megatron.swap.planner.solve import solve
 from megatron.swap.policy import PlanPolicy
 from megatron.swap.ranks import Ranks
 from megatron.swap.recorder import Recorder
@@ -71,10 +72,13 @@ class AutoPlan:
         self._model = model
         self._device_gib = device_gib
         self._budget_gib = config.budget_gib(device_gib)
+        self._most_telling = most_telling(model.pipeline_parallel)
         self._say = say
         self._link: Link | None = None
         self._recorded = Footprint(())
         self._num_micro_batches = 0
+        self._evaluates = True  # building the model leaves as much
+        self._reserved_bytes = 0
         self._undo: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------------ set-up
@@ -110,22 +114,35 @@ class AutoPlan:
         self._ranks = Ranks()
         self._clock = StepClock(device)
         self._stages = Stages(
-            self._budget_gib, self._make_plans, self._config.max_candidates, self._say, device.keeps_time
-        )
+            self._budget_gib, self._make_plans, self._config.max_candidates, self._say, device.keeps_time,
+            self._most_telling,
+        )  # fmt: skip
         self._say(f"at most {format_bytes(self._budget_gib * GIB)} of device memory; the first steps are measured")
 
     def watch(self, chunk: nn.Module) -> None:
         """``chunk`` is one of the model's on this rank."""
-        self._undo.append(chunk.register_forward_pre_hook(self._chunk_begins).remove)
+        # First of all hooks: what an evaluation leaves goes before the step is timed or recorded.
+        self._undo.append(chunk.register_forward_pre_hook(self._chunk_begins, prepend=True).remove)
 
     def _chunk_begins(self, *_: object) -> None:
-        if torch.is_grad_enabled():
-            self._clock.begin()
-            self._footprint.begin_chunk()
-            self._num_micro_batches = self._get_num_micro_batches()
-            expected = self._stages.expected
-            if expected is not None and self._num_micro_batches > expected.num_micro_batches:
-                self._is_larger()  # a pipeline may hold more of them at once
+        if not torch.is_grad_enabled():
+            self._evaluates = True
+            return
+        if self._evaluates:
+            self._evaluates = False
+            self._evaluation_is_over()
+        self._clock.begin()
+        self._footprint.begin_chunk()
+        self._num_micro_batches = self._get_num_micro_batches()
+        expected = self._stages.expected
+        if expected is not None and min(self._num_micro_batches, self._most_telling) > expected.num_micro_batches:
+            self._is_larger()  # a pipeline may hold more of them at once
+
+    def _evaluation_is_over(self) -> None:
+        """What it held at most is not the next step's, nor what the allocator reserved for it beyond that of steps."""
+        self._take_peak()
+        if (self._device.reserved_bytes() or 0) > self._reserved_bytes:
+            self._device.give_back()
 
     def _is_larger(self) -> None:
         """In a forward: more is saved than is planned for. The rest of the step keeps as little as it can."""
@@ -142,7 +159,7 @@ class AutoPlan:
         """Step ``number`` is over on this rank, and for its recorder: measure it, agree, decide, switch.
 
         Raises:
-            Infeasible: no plan fits the budget.
+            Infeasible: no plan fits the budget, and none was made before.
         """
         stages, before, stage = self._stages, self._stages.plan, self._stages.stage
         footprint = self._footprint.take()
@@ -161,12 +178,14 @@ class AutoPlan:
         elif self.policy.is_short:
             self.policy.is_short = False
             self._boundaries.follow_policy()
+            self._device.give_back()
         if stages.recording and not self._recorder.on:
             self._recorded = Footprint(())
             self._device.give_back()  # what trials and first uses took tells nothing of what a step needs
             self._recorder.start(number + 1)
         if stages.stage is Stage.STABLE and stages.stage is not stage:
             self._save()
+        self._reserved_bytes = self._device.reserved_bytes() or 0
 
     def _follow(self, plan: Plan | None) -> None:
         """The next step follows ``plan``; what the allocator holds for the last one goes back."""
@@ -190,7 +209,7 @@ class AutoPlan:
         """The best plans of the whole model for ``workload``, the same on all ranks.
 
         Raises:
-            Infeasible: some stage has none.
+            Infeasible: some stage has none; the smallest budget is that of all stages.
         """
         if self._recorder.on:
             workload.measured = _Measured(self._build_profile(), self._recorded)
@@ -283,6 +302,7 @@ class AutoPlan:
             "predicted_step_ms": None if predicted is None else predicted.step_ms,
             "profile_sha256": None if plan is None else plan.profile_sha256,
             "num_replans": stages.num_replans,
+            "num_infeasible": stages.num_infeasible,
             "stages": [
                 {"stage": stage.value, "first_step": first, "last_step": last, "note": note}
                 for (first, stage, note), last in zip_longest(stages.history, ends)

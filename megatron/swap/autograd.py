@@ -377,7 +377,8 @@ class LayerBoundary:
             if manager.ranges.on:
                 _tell_end_of_backward(manager.ranges, group, hidden)
                 self._saved_tensors.called_with(group, hidden)
-            self._saved_tensors.footprint.begin_layer(hidden.nbytes if isinstance(hidden, torch.Tensor) else 0)
+            input_bytes = hidden.nbytes if isinstance(hidden, torch.Tensor) else 0
+            self._saved_tensors.footprint.begin_layer(self.layer, input_bytes)
             with self._saved_tensors_context(group):
                 result = self._run(group, args, kwargs)
             self._saved_tensors.footprint.end_layer(self.layer, whole=self._checkpoint is not None)

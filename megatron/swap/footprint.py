@@ -72,26 +72,31 @@ class FootprintMeter:
         self._num_tensors = self._num_bytes = self._input_bytes = 0
         self._layers: dict[int, LayerFootprint] = {}
         self._limits: dict[int, float] = {}
+        self._input_limits: dict[int, float] = {}
         self._above_bytes = 0.0
         self._exceeded: Callable[[], None] | None = None
 
     def expect(self, footprint: Footprint | None, factor: float, exceeded: Callable[[], None]) -> None:
         """From now on tell ``exceeded`` where a chunk saves more than ``factor`` times what ``footprint`` has.
 
-        It is told in mid-forward, right after each layer up to which that is so. ``None``: no more.
+        It is told in mid-forward, right after each layer up to which that is so; and before each layer whose input
+        alone is so much larger, when nothing of it is saved yet. ``None``: no more.
         """
         layers = () if footprint is None else footprint.layers
         self._limits = {entry.layer: factor * entry.num_bytes for entry in layers}
+        self._input_limits = {entry.layer: factor * entry.input_bytes for entry in layers}
         self._exceeded = exceeded
 
     def begin_chunk(self) -> None:
         """A forward of a model chunk begins."""
         self._above_bytes = 0.0
 
-    def begin_layer(self, input_bytes: int = 0) -> None:
-        """A layer's forward begins, with hidden states of ``input_bytes``; one that broke off counts for nothing."""
+    def begin_layer(self, layer: int, input_bytes: int = 0) -> None:
+        """``layer``'s forward begins, with hidden states of ``input_bytes``; one that broke off counts for nothing."""
         self._num_tensors = self._num_bytes = 0
         self._input_bytes = input_bytes
+        if self._exceeded is not None and input_bytes > self._input_limits.get(layer, input_bytes):
+            self._exceeded()
 
     def add(self, num_bytes: int) -> None:
         """The layer saved a tensor, on a storage of ``num_bytes``."""

@@ -23,6 +23,14 @@ LAYER_SECTION = "layer"
 """The section that is a whole layer: the one that training can run again."""
 
 
+class Infeasible(UsageError):
+    """No plan fits. ``smallest_gib``: the smallest budget for which one was found, rounded up so that it is enough."""
+
+    def __init__(self, message: str, smallest_gib: float) -> None:
+        super().__init__(message)
+        self.smallest_gib = smallest_gib
+
+
 @dataclass(frozen=True)
 class Model:
     """What a plan was made for: sites and sizes follow from it. Counts are those of the whole model."""

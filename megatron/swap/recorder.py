@@ -17,7 +17,7 @@ from torch import nn
 from megatron.swap.devices.base import Device, Mark
 from megatron.swap.lives import Life, Lives, Reference
 from megatron.swap.outside import OutsideRecorder
-from megatron.swap.recording import WORKS, Event, LayerRun, OutsideStorage, Recording, SavedStorage, What
+from megatron.swap.recording import EVALUATION, WORKS, Event, LayerRun, OutsideStorage, Recording, SavedStorage, What
 from megatron.swap.trace import Labelled, Ranges
 from megatron.swap.types import Site, SwapError
 
@@ -76,6 +76,7 @@ class Recorder:
         self._of_run: dict[LayerRun, list[Life[SavedStorage]]] = {}
         self._inputs: dict[str, int] = {}
         self._last_forward: LayerRun | None = None
+        self._evaluates = False
         self._unused: dict[int, tuple[SavedStorage, Reference]] = {}
 
     # ---------------------------------------------------------------- on and off
@@ -144,7 +145,15 @@ class Recorder:
 
         def told(what: What) -> Callable[..., None]:
             def hook(*_: object) -> None:
-                if self.on and torch.is_grad_enabled():
+                if not self.on:
+                    return
+                evaluates = not torch.is_grad_enabled()
+                if evaluates != self._evaluates:
+                    self._evaluates = evaluates
+                    if not evaluates:
+                        self._take_peak()  # that was the evaluation's
+                    self._note(What.WORK_BEGIN if evaluates else What.WORK_END, work=EVALUATION)
+                if not evaluates:
                     self._note(what, chunk=number)
                     self._last_forward = None
                     self._chunk = number

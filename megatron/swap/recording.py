@@ -8,6 +8,8 @@ from enum import Enum, auto
 TRIAL, BRING_BACK, RECOMPUTE = "trial", "bring_back", "recompute"
 WORKS = frozenset({"wait", "release", "swap_out", "swap_in", "prefetch", TRIAL, BRING_BACK, RECOMPUTE})
 """What the engine does while a layer runs and the layer alone would not: names of its ranges."""
+EVALUATION = "evaluation"
+"""Forwards without gradients, between steps: told as work, since neither their time nor their memory is a step's."""
 
 
 class What(Enum):
@@ -27,7 +29,7 @@ class What(Enum):
     """A layer over one micro-batch."""
     WORK_BEGIN = auto()
     WORK_END = auto()
-    """The engine's own; nested."""
+    """The engine's own, nested; or an evaluation."""
     SAVED = auto()
     """Autograd saves a storage for the first time."""
     ASKED = auto()
@@ -107,7 +109,8 @@ class Event:
         run: of a layer's beginnings and ends.
         storage, num_bytes: of SAVED, ASKED, ARRIVED, FREED: which, and how much memory comes or goes; of LOGITS how
             much they take.
-        work, of: of WORK_BEGIN and WORK_END: which of ``WORKS``, and on what (``layers.3/mlp/0 mb0``).
+        work, of: of WORK_BEGIN and WORK_END: which of ``WORKS``, and on what (``layers.3/mlp/0 mb0``); or
+            ``EVALUATION``.
         chunk: of CHUNK_BEGIN and CHUNK_END, in the order in which the model has them.
     """
 

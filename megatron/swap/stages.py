@@ -11,20 +11,22 @@ told the same figures (``auto.py`` merges them), so they decide the same.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from megatron.swap.plan import Plan
-from megatron.swap.types import GIB, UsageError, format_bytes
+from megatron.swap.plan import Infeasible, Plan
+from megatron.swap.types import GIB, format_bytes
 
 DRIFT = 0.05
 """Sizes and times that differ by more than this share are not those that were planned for."""
 RECORDED_STEPS = 3
 """The allocator begins the first one empty: it takes longer than steps do. Times are medians."""
 MAX_RECORDED_STEPS = 16
-"""So many are recorded while none is as large as the step for which it was begun: lengths may change every step."""
+"""So many are recorded while none is as large as the step for which it was begun: lengths may change every step. Steps
+that come more rarely are not planned for: what they would keep is swapped."""
 SETTLING_STEPS = 1
 """After a switch the engine learns the order and sizes of what it moves: such a step is not judged."""
 PATIENCE_SMALLER = 3
@@ -32,8 +34,10 @@ PATIENCE_SMALLER = 3
 each time that something new has to be measured for it, or that more comes back soon."""
 SOON = 4
 """Times that patience, in steps."""
+PATIENCE_RARE = 1
+"""Larger steps close to each other before they are planned for; doubled each time that none came while recording."""
 PATIENCE_SLOWER = 20
-"""Steps in a row that took too long before all is measured again; doubled each time that this changed nothing."""
+"""Steps in a row that took too long before all is measured again; doubled each time."""
 MAX_TIGHTENINGS = 3
 """How often a workload gets a smaller budget because measured peaks were above the real one."""
 
@@ -68,12 +72,15 @@ class Workload:
     """Steps that save alike, and the plan for them.
 
     Attributes:
+        fewest_tensors, most_tensors: that steps saved while it was recorded.
+        saved_mib: most that one of them saved.
         measured: what whoever makes the plans has measured of it; nothing to the stages.
         spare_gib: the solver gets so much less than the budget, because measured peaks were above it ...
         num_tightened: ... so many times.
     """
 
-    num_tensors: float
+    fewest_tensors: float
+    most_tensors: float
     saved_mib: float
     num_micro_batches: int
     best: Plan | None = None
@@ -82,11 +89,17 @@ class Workload:
     spare_gib: float = 0.0
     num_tightened: int = 0
 
+    def include(self, step: Step) -> None:
+        """It was recorded as well."""
+        self.fewest_tensors = min(self.fewest_tensors, step.num_tensors)
+        self.most_tensors = max(self.most_tensors, step.num_tensors)
+        self.saved_mib = max(self.saved_mib, step.saved_mib)
+
     def has_sites_of(self, step: Step) -> bool:
         """Whether the same tensors are saved, but for experts that get no token, say; and as often: a pipeline holds
         more micro-batches at once where there are more."""
         is_as_many = step.num_micro_batches == self.num_micro_batches
-        return is_as_many and abs(step.num_tensors - self.num_tensors) <= DRIFT * self.num_tensors
+        return is_as_many and (1 - DRIFT) * self.fewest_tensors <= step.num_tensors <= (1 + DRIFT) * self.most_tensors
 
     def is_like(self, step: Step) -> bool:
         return self.has_sites_of(step) and abs(step.saved_mib - self.saved_mib) <= DRIFT * self.saved_mib
@@ -111,15 +124,17 @@ class Stages:
     Args:
         budget_gib: most memory that the device may hold.
         make_plans: plans for a workload, the best first, that the cost model puts below the given GiB. The first time
-            that workload has just been recorded. Called on all ranks alike. Raises ``Infeasible``, a ``UsageError``.
+            that workload has just been recorded. Called on all ranks alike. Raises ``Infeasible``.
         max_candidates: plans that are tried.
         say: told of every change of stage, for people.
         keeps_time: steps that have become slower mean something.
+        most_telling: steps with so many micro-batches hold as much as those with more.
 
     Attributes:
         plan: what the next step follows; ``None``: the safe plan, which holds as little as it can.
         recording: whether the next step is recorded.
         num_replans: times that another plan was made or taken up after the first.
+        num_infeasible: workloads for which no plan was found that stays below the budget.
         history: ``(first step, stage, note)``.
     """
 
@@ -130,11 +145,12 @@ class Stages:
         max_candidates: int,
         say: Callable[[str], None],
         keeps_time: bool = True,
+        most_telling: int = sys.maxsize,
     ) -> None:
         self.stage = Stage.PROFILE
         self.plan: Plan | None = None
         self.recording = False
-        self.num_replans = 0
+        self.num_replans = self.num_infeasible = 0
         self.history: list[tuple[int, Stage, str]] = []
         self._budget_gib = budget_gib
         self._make_plans = make_plans
@@ -147,9 +163,12 @@ class Stages:
         self._num_in_stage = 0
         self._num_smaller = self._num_slower = 0
         self._keeps_time = keeps_time
+        self._most_telling = most_telling
         self._patience_smaller = PATIENCE_SMALLER
         self._patience_slower = PATIENCE_SLOWER
-        self._reach_mib = 0.0
+        self._reach_mib = self._rare_mib = 0.0
+        self._num_rare = self._rare_at = 0
+        self._patience_rare = PATIENCE_RARE
         self._smaller_at: int | None = None
 
     @property
@@ -170,7 +189,7 @@ class Stages:
         """Decide about the next step.
 
         Raises:
-            Infeasible: no plan fits the budget.
+            Infeasible: no plan fits the budget, and none was made before.
         """
         if not self.history:
             self.history.append((step.number, Stage.PROFILE, "the plan that holds least"))
@@ -189,20 +208,32 @@ class Stages:
             self.recording = True
             over_gib = step.peak_gib - self._budget_gib
             if over_gib > 0:
-                self._say(f"while it is measured, the peak is {format_bytes(over_gib * GIB)} above the budget")
+                over = format_bytes(over_gib * GIB)
+                self._say(
+                    f"the peak is {over} above the budget while steps are measured: a plan below it follows, or the "
+                    "smallest budget that would do"
+                )
             return
-        if self._current is not None and not self._current.has_sites_of(step):
-            self._begin_profile(step, "steps changed while they were recorded")
+        if self._current is None:
+            self._current = Workload(step.num_tensors, step.num_tensors, step.saved_mib, step.num_micro_batches)
+        elif self._current.num_micro_batches != step.num_micro_batches:
+            self._begin_profile(step, "the number of micro-batches changed while steps were recorded")
             return
-        before = self._current or Workload(0.0, 0.0, step.num_micro_batches)
-        self._current = Workload(
-            max(step.num_tensors, before.num_tensors), max(step.saved_mib, before.saved_mib), step.num_micro_batches
-        )
+        self._current.include(step)
         num_recorded = self._num_in_stage - SETTLING_STEPS
-        is_reached = self._current.saved_mib >= (1 - DRIFT) * self._reach_mib or num_recorded >= MAX_RECORDED_STEPS
-        if num_recorded >= RECORDED_STEPS and is_reached:
-            self.recording = False
-            self._begin_search(step)
+        is_reached = self._reach_mib <= (1 + DRIFT) * self._current.saved_mib
+        if num_recorded < (RECORDED_STEPS if is_reached else MAX_RECORDED_STEPS):
+            return
+        self.recording = False
+        known = None
+        if not is_reached:
+            self._rare_mib, self._num_rare = max(self._rare_mib, self._reach_mib), 0
+            self._patience_rare *= 2
+            known = self._known(replace(step, saved_mib=self._current.saved_mib))
+        if known is not None:
+            self._take_up(step, known, f"micro-batches that save {self._reach_mib:,.1f} MiB are too rare to plan for")
+        else:
+            self._begin_search(step, self._plans_of(self._current))
 
     def _begin_profile(self, step: Step, why: str) -> None:
         self.plan = None
@@ -213,16 +244,32 @@ class Stages:
 
     # ------------------------------------------------------------------- search
 
-    def _begin_search(self, step: Step) -> None:
-        assert self._current is not None
-        plans = self._make_plans(self._current, self._budget_gib - self._current.spare_gib)
+    def _plans_of(self, recorded: Workload) -> Sequence[Plan]:
+        """Where none fits: those that hold least, unless it is the first to be planned. Ending would lose what was
+        trained."""
+        try:
+            return self._make_plans(recorded, self._budget_gib)
+        except Infeasible as error:
+            if self.num_replans == 0:
+                raise
+            self.num_infeasible += 1
+            recorded.num_tightened = MAX_TIGHTENINGS + 1  # less than the least there is not
+            smallest = f"{error.smallest_gib:.10g} GiB"
+            self._say(f"no plan keeps such steps below the budget ({smallest} would do): by those that hold least")
+            return self._make_plans(recorded, error.smallest_gib)
+
+    def _begin_search(self, step: Step, plans: Sequence[Plan]) -> None:
         self._candidates = list(plans)[: self._max_candidates]
         self._tried = []
         if len(self._candidates) == 1 and not moves(self._candidates[0]):
             self._settle(step, self._candidates[0], None, "the budget is above the need: nothing is swapped")
             return
+        note = f"plans to try: {len(self._candidates)}"
+        peaks = [plan.predicted.peak_gib for plan in self._candidates if plan.predicted is not None]
+        if peaks:
+            note += f" (predicted to hold {format_bytes(max(peaks) * GIB)} at most)"
         self.plan = self._candidates.pop(0)
-        self._enter(step.number + 1, Stage.SEARCH, f"plans to try: {len(self._candidates) + 1}")
+        self._enter(step.number + 1, Stage.SEARCH, note)
 
     def _search(self, step: Step) -> None:
         assert self._current is not None
@@ -270,10 +317,12 @@ class Stages:
             self._say(f"the peak was {over} above the budget: planned again with {spare} to spare")
             self.num_replans += 1
             try:
-                self._begin_search(step)
-                return
-            except UsageError:
+                plans = self._make_plans(current, self._budget_gib - current.spare_gib)
+            except Infeasible:
                 current.num_tightened = MAX_TIGHTENINGS + 1
+            else:
+                self._begin_search(step, plans)
+                return
         note = f"no plan was found that does better: the peak stays {over} above the budget"
         self._settle(step, lowest.plan, None, note)
 
@@ -308,8 +357,20 @@ class Stages:
         if self._current.is_like(step):
             self._num_smaller = 0
             return False
+        if not self._current.covers(step):
+            return not self._is_rare(step)
         self._num_smaller += 1
-        return not self._current.covers(step) or self._num_smaller >= self._patience_smaller
+        return self._num_smaller >= self._patience_smaller
+
+    def _is_rare(self, step: Step) -> bool:
+        """Whether steps as large were waited for in vain, and there are not many now."""
+        assert self._current is not None
+        is_within = self._current.has_sites_of(step) and step.saved_mib <= (1 + DRIFT) * self._rare_mib
+        if not is_within or self._known(step) is not None:
+            return False
+        is_far = step.number - self._rare_at > MAX_RECORDED_STEPS
+        self._num_rare, self._rare_at = (0 if is_far else self._num_rare) + 1, step.number
+        return self._num_rare < self._patience_rare
 
     def _follow_change(self, step: Step) -> None:
         """Another workload: its plan, if there is one, else it is measured."""
@@ -326,14 +387,30 @@ class Stages:
             what = f"steps have {step.num_micro_batches} micro-batches, not {before.num_micro_batches}"
         elif not before.has_sites_of(step):
             what = "other tensors are saved than before"
-        known = next((one for one in self._workloads if one.is_like(step)), None)
-        if known is not None and known.best is not None:
-            self._current = known
-            self._settle(step, known.best, known.best_ms, f"{what}: its plan is known")
-        else:
-            if before.covers(step):
-                self._patience_smaller *= 2
-            self._begin_profile(step, what)
+        known = self._known(step)
+        if known is not None:
+            self._take_up(step, known, what)
+            return
+        if before.covers(step):
+            self._patience_smaller *= 2
+        self._begin_profile(step, what)
+
+    def _known(self, step: Step) -> Workload | None:
+        """The workload with a plan that is nearest to ``step``."""
+        alike = [one for one in (self._with_number_of(step, one) for one in self._workloads) if one.is_like(step)]
+        return min(alike, key=lambda one: abs(one.saved_mib - step.saved_mib), default=None)
+
+    def _with_number_of(self, step: Step, workload: Workload) -> Workload:
+        """``workload`` with the micro-batches of ``step``, if that changes nothing but the time."""
+        numbers = {step.num_micro_batches, workload.num_micro_batches}
+        if len(numbers) == 1 or min(numbers) < self._most_telling:
+            return workload
+        return replace(workload, num_micro_batches=step.num_micro_batches, best_ms=None)
+
+    def _take_up(self, step: Step, known: Workload, why: str) -> None:
+        assert known.best is not None
+        self._current = known
+        self._settle(step, known.best, known.best_ms, f"{why}: the plan is known")
 
     def _enter(self, number: int, stage: Stage, note: str) -> None:
         self.stage = stage

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.swap.plan import load_plan
 from megatron.swap.planner.profile import load_profile, sha256
-from megatron.swap.types import GIB
+from megatron.swap.types import GIB, MIB, format_bytes
 from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MOE
 
@@ -107,10 +107,10 @@ def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) ->
 @pytest.mark.parametrize(
     ("num_steps", "written", "line"),
     [
-        (2, False, "--swap-save-plan and --swap-save-profile: not written"),
-        (3, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
+        (3, False, "--swap-save-plan and --swap-save-profile: not written"),
         (4, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
-        (9, True, None),
+        (5, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
+        (10, True, None),
     ],
 )
 def test_training_that_ends_before_a_plan_stands_says_so(
@@ -120,7 +120,7 @@ def test_training_that_ends_before_a_plan_stands_says_so(
     flags = f"--train-iters {num_steps} --lr-decay-iters 12 {SWAP_SMALL} --swap-memory-gib {budget_gib}"
     run = trainer.run(f"{flags} --swap-save-plan plan.json --swap-save-profile profile.json")
     told = [text for text in run.output.splitlines() if "training ended before a plan stood" in text]
-    begin = " swap: training ended before a plan stood, which takes up to 9 steps"
+    begin = " swap: training ended before a plan stood, which takes up to 10 steps"
     assert told == ([] if line is None else [f"{begin}; {line}"])
     assert [(run.directory / name).exists() for name in ("plan.json", "profile.json")] == [written, written]
     if written:
@@ -169,6 +169,19 @@ def test_more_micro_batches_in_a_pipeline(trainer: Trainer) -> None:
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
 
 
+def test_more_micro_batches_without_a_pipeline_keep_the_plan(trainer: Trainer) -> None:
+    """Two at first, four from step 9 on: one after the other, they hold no more."""
+    schedule = "--step-batch-size-schedule '0:4 2048:8' --train-iters 14 --lr-decay-iters 14"
+    flags = f"^--global-batch-size ^--num-attention-heads ^4 --num-attention-heads 4 {schedule}"
+    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}")
+    budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}")
+    assert_same_training(plain, run)
+    assert "steps have 4 micro-batches, not 2: the plan is known" in run.output
+    assert stages(run) == ["profile", "search", "stable", "stable"]
+    assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
+
+
 @pytest.mark.parametrize("num_frozen", [0, 3])
 def test_frozen_layers_save_nothing_and_the_first_trained_one_never_runs_whole(
     trainer: Trainer, num_frozen: int
@@ -185,6 +198,16 @@ def test_frozen_layers_save_nothing_and_the_first_trained_one_never_runs_whole(
     profile = load_profile(run.directory / "profile.json")
     sections = {layer: [part.name for part in entry.sections] for entry in profile.layers for layer in entry.layers}
     assert sections == {num_frozen: [], **{layer: ["layer"] for layer in range(num_frozen + 1, 8)}}
+
+
+def test_evaluations_between_steps_change_nothing(trainer: Trainer) -> None:
+    """One while steps are recorded, one while plans are tried, one later."""
+    plain = budgeted(trainer, "", 0.6)
+    run = budgeted(trainer, "--eval-iters 1 --eval-interval 2", 0.6)
+    assert run.output.count("validation loss at iteration") >= 3
+    for name in ("num_replans", "predicted_peak_gib"):
+        assert run.summary["planning"][name] == plain.summary["planning"][name]
+    assert run.summary["losses"] == plain.summary["losses"]
 
 
 def test_a_length_that_alternates_is_planned_for_at_its_largest(trainer: Trainer) -> None:
@@ -209,5 +232,34 @@ def test_another_sequence_length_is_planned_anew_and_known_the_next_time(trainer
     # Longer at step 13 (measured), shorter at 23 (known, after three steps), longer at 35 (known, at once).
     assert planning["num_replans"] == 3
     assert stages(run).count("profile") == 2
-    assert "its plan is known" in run.output
+    assert "the plan is known" in run.output
+    assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
+
+
+def test_a_length_that_no_plan_fits_is_trained_above_the_budget_and_the_next_one_below(trainer: Trainer) -> None:
+    flags = "--train-iters 38 --lr-decay-iters 38 --lengths 12:32 14:64 12:32"
+    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=VARYING)
+    budget_gib = 0.7 * MIB / GIB  # 64 need 0.82
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", program=VARYING)
+    assert_same_training(plain, run)
+    planning = run.summary["planning"]
+    assert planning["num_infeasible"] == 1
+    found = re.search(r"no plan keeps such steps below the budget \(([\d.]+) GiB would do\)", run.output)
+    assert found, run.tail
+    assert float(found[1]) > budget_gib
+    assert stages(run) == ["profile", "search", "stable"] * 2 + ["stable"]
+    predicted = format_bytes(float(found[1]) * GIB)
+    assert re.search(rf"predicted [\d.]+ ms and {re.escape(predicted)}\)", planning["stages"][5]["note"])
+    assert planning["predicted_peak_gib"] <= budget_gib
+
+
+def test_a_length_that_comes_rarely_is_trained_by_the_plan_before(trainer: Trainer) -> None:
+    """At step 13 it is waited for in vain; at step 36 it holds as little as it can."""
+    flags = "--train-iters 40 --lr-decay-iters 40 --lengths 12:32 1:64 22:32 1:64 4:32"
+    plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=VARYING)
+    budget_gib = 0.45 * plain.summary["saved_peak_bytes"] / GIB
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}", program=VARYING)
+    assert_same_training(plain, run)
+    assert "too rare to plan for: the plan is known" in run.output
+    assert stages(run) == ["profile", "search", "stable", "profile", "stable"]
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB

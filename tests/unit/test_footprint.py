@@ -6,14 +6,16 @@ import pytest
 
 from megatron.swap.footprint import Footprint, FootprintMeter, LayerFootprint
 from megatron.swap.observer import Observer
+from megatron.swap.policy import ManualPolicy
+from megatron.swap.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.types import ACTIVATION, NORM
-from tests.engine import Engine, one_after_the_other, stack, train_step
+from tests.engine import TOKENS, Engine, batch, forward, loss_of, one_after_the_other, stack, train_step
 
 
 def test_the_largest_micro_batch_counts() -> None:
     meter = FootprintMeter()
     for layer, sizes in ((0, [10, 20]), (1, [5]), (0, [10, 30]), (1, [])):
-        meter.begin_layer()
+        meter.begin_layer(layer)
         for size in sizes:
             meter.add(size)
         meter.end_layer(layer)
@@ -23,9 +25,9 @@ def test_the_largest_micro_batch_counts() -> None:
 
 def test_a_layer_that_broke_off_counts_for_nothing() -> None:
     meter = FootprintMeter()
-    meter.begin_layer()
+    meter.begin_layer(2)
     meter.add(1000)
-    meter.begin_layer()
+    meter.begin_layer(3)
     meter.add(1)
     meter.end_layer(3)
     assert meter.take() == Footprint((LayerFootprint(3, 1, 1),))
@@ -34,9 +36,9 @@ def test_a_layer_that_broke_off_counts_for_nothing() -> None:
 def test_what_a_layer_saves_that_runs_again_is_known_by_its_input() -> None:
     measured = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 4, 60, 10)))
     meter = FootprintMeter()
-    meter.begin_layer(20)
+    meter.begin_layer(0, 20)
     meter.end_layer(0, whole=True)
-    meter.begin_layer(20)
+    meter.begin_layer(1, 20)
     meter.add(130)
     meter.end_layer(1)
     footprint = meter.take().filled_from(measured)
@@ -61,10 +63,38 @@ def test_more_than_is_expected_is_told_after_the_layer_that_exceeds_it(
     )
     meter.begin_chunk()
     for running, num_bytes in enumerate(sizes):
-        meter.begin_layer()
+        meter.begin_layer(running)
         meter.add(num_bytes)
         meter.end_layer(running)
     assert (told[0] if told else None) == told_after
+
+
+def test_a_larger_input_is_told_before_anything_of_the_layer_is_saved() -> None:
+    meter, told = FootprintMeter(), []
+    meter.expect(Footprint((LayerFootprint(0, 1, 1000, 100),)), 1.05, lambda: told.append(True))
+    meter.begin_layer(0, 105)
+    meter.begin_layer(1, 9999)  # nothing is expected of it
+    assert not told
+    meter.begin_layer(0, 106)
+    assert told
+
+
+def test_a_longer_step_keeps_no_more_than_one_that_was_known_to_be_longer() -> None:
+    def peak_bytes(known: bool) -> int:
+        layers, observer = stack(4), Observer()
+        policy = SwitchingPolicy(SafePolicy(1024, ()), 1024)
+        with Engine(layers, observer=observer, policy=policy) as engine:
+            policy.follow(ManualPolicy((), (), 1024))
+            meter = engine.saved_tensors.footprint
+            for tokens in (TOKENS, 2 * TOKENS):
+                meter.begin_chunk()
+                policy.is_short = known
+                loss_of(forward(layers, batch(tokens=tokens))).backward()
+                meter.expect(meter.take(), 1.05, lambda: setattr(policy, "is_short", True))
+                peak, _ = observer.take_peak()
+        return peak
+
+    assert peak_bytes(known=False) == peak_bytes(known=True)
 
 
 def test_it_is_the_same_whatever_happens_to_what_is_saved() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from megatron.swap.autograd import RecordedTensor
-from megatron.swap.observer import Observer
+from megatron.swap.observer import PLAIN, Observer
 from megatron.swap.planner.timeline import Timeline
 from megatron.swap.recording import Event, Recording, SavedStorage, What
 from megatron.swap.types import ACTIVATION, NORM, PRODUCERS, SwapError
@@ -388,6 +388,28 @@ class TestOnAndOff:
             chunks[0](torch.ones(4))
             engine.recorder.step_ended(2)
             events = engine.recorder.stop().events
-        assert [(event.what.name, event.chunk) for event in events[1:-1]] == [
+        told = [event for event in events[1:-1] if event.what in (What.CHUNK_BEGIN, What.CHUNK_END)]
+        assert [(event.what.name, event.chunk) for event in told] == [
             ("CHUNK_BEGIN", 0), ("CHUNK_END", 0), ("CHUNK_BEGIN", 1), ("CHUNK_END", 1),
         ]  # fmt: skip
+
+    def test_an_evaluation_is_told_as_a_whole_without_its_memory(self) -> None:
+        observer = Observer()
+        with Engine(stack(1), observer=observer, recorded=True) as engine:
+            assert engine.recorder is not None
+            chunks = [nn.Linear(4, 4), nn.Linear(4, 4)]
+            for chunk in chunks:
+                engine.recorder.watch(chunk)
+            engine.recorder.start(1)
+            for evaluates in (False, True, True, False):
+                for chunk in chunks:
+                    with torch.set_grad_enabled(not evaluates):
+                        chunk(torch.ones(4))
+                if evaluates:
+                    observer.around(PLAIN).pack(torch.ones(1 << 20))
+            engine.recorder.step_ended(2)
+            recording = engine.recorder.stop()
+        names = [event.what.name for event in recording.events[1:-1]]
+        step = ["CHUNK_BEGIN", "CHUNK_END"] * 2
+        assert names == [*step, "WORK_BEGIN", "WORK_END", *step]
+        assert Timeline(recording).peak_bytes < 1 << 20

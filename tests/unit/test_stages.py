@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.swap.plan import Plan, PlanClass, Predicted, SitePlan
+from megatron.swap.plan import Infeasible, Plan, PlanClass, Predicted, SitePlan
 from megatron.swap.stages import (
     PATIENCE_SLOWER,
     PATIENCE_SMALLER,
@@ -17,7 +17,6 @@ from megatron.swap.stages import (
     Step,
     Workload,
 )
-from megatron.swap.types import UsageError
 from tests.unit.planner.cases import model
 
 BUDGET_GIB = 10.0
@@ -126,7 +125,7 @@ class TestFirstPlan:
 
         def fits_once(workload: Workload, budget_gib: float) -> Sequence[Plan]:
             if run.budgets:
-                raise UsageError(f"no plan stays below {budget_gib}")
+                raise Infeasible(f"no plan stays below {budget_gib}", 9.5)
             return run.make_plans(workload, budget_gib)
 
         run.stages._make_plans = fits_once
@@ -137,27 +136,41 @@ class TestFirstPlan:
         assert set(run.steps(10)) == {Stage.STABLE}
         assert len(run.said) == num_said
 
-    def test_a_peak_above_the_budget_while_measuring_is_said(self) -> None:
+    def test_a_peak_above_the_budget_while_measuring_is_said_and_what_follows(self) -> None:
         run = three()
         run.stages.step_ended(Step(1, 200.0, 10.5, 100.0, 1000.0, 2))
-        assert run.said == ["while it is measured, the peak is 512 MiB above the budget"]
+        (line,) = run.said
+        assert line.startswith("the peak is 512 MiB above the budget while steps are measured: a plan below it follows")
+        run.number = 1
+        run.steps(RECORDED_STEPS)
+        (line,) = run.said[1:]
+        assert line.endswith("plans to try: 3 (predicted to hold 9.00 GiB at most)")
 
     def test_no_plan_is_an_error_that_reaches_the_user(self) -> None:
         def none_fits(workload: Workload, budget_gib: float) -> Sequence[Plan]:
-            raise UsageError(f"no plan stays below {budget_gib}")
+            raise Infeasible(f"no plan stays below {budget_gib}", 12.0)
 
         run = three()
         run.stages._make_plans = none_fits
-        with pytest.raises(UsageError, match=r"no plan stays below 10\.0"):
+        with pytest.raises(Infeasible, match=r"no plan stays below 10\.0"):
             run.steps(4)
 
-    def test_other_tensors_while_recording_begin_it_anew(self) -> None:
+    def test_other_micro_batches_while_recording_begin_it_anew(self) -> None:
         run = three()
         run.steps(2)
-        run.num_tensors = 120.0
+        run.num_micro_batches = 4
         run.steps(1)
         assert run.stages.stage is Stage.PROFILE
         assert until_stable(run) == 3 + PROFILED + 6
+
+    def test_tensors_that_change_all_the_time_are_planned_for_at_once(self) -> None:
+        """Experts that get no token, say: what is recorded has the sites of all."""
+        run = three()
+        for number in range(60):
+            run.num_tensors = (100.0, 120.0, 90.0)[number % 3]
+            run.steps(1)
+        assert run.stages.stage is Stage.STABLE
+        assert (len(run.asked), run.stages.num_replans) == (1, 0)
 
     def test_sizes_that_vary_are_planned_for_at_their_largest(self) -> None:
         run = three()
@@ -167,6 +180,64 @@ class TestFirstPlan:
         assert run.stages.stage is Stage.SEARCH
         assert run.stages.expected is not None
         assert run.stages.expected.saved_mib == 1300.0
+
+
+class TestNothingFits:
+    """A workload of 4000 MiB needs 12 GiB; one of 1000 has its plans."""
+
+    def run(self) -> Run:
+        run = three()
+        least = a_plan("least")
+        run.ms[id(least)], run.peaks[id(least)] = 300.0, 12.0
+
+        def make_plans(workload: Workload, budget_gib: float) -> Sequence[Plan]:
+            plans = run.make_plans(workload, budget_gib)
+            if workload.saved_mib < 4000.0:
+                return plans
+            if budget_gib < 12.0:
+                raise Infeasible(f"no plan stays below {budget_gib}", 12.0)
+            return [least]
+
+        run.stages._make_plans = make_plans
+        until_stable(run)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        until_stable(run)
+        return run
+
+    def test_training_goes_on_by_the_plans_that_hold_least(self) -> None:
+        run = self.run()
+        assert run.budgets == [10.0, 10.0, 12.0]
+        assert run.stages.plan is not None
+        assert run.peaks[id(run.stages.plan)] == 12.0
+        assert run.stages.num_infeasible == 1
+        assert [line for line in run.said if "(12 GiB would do)" in line]
+        assert "stays 2.00 GiB above the budget" in run.said[-1]
+
+    def test_that_is_said_once_and_nothing_is_tried_again(self) -> None:
+        run = self.run()
+        num_said, plan = len(run.said), run.stages.plan
+        assert set(run.steps(50)) == {Stage.STABLE}
+        assert run.stages.plan is plan
+        assert (len(run.said), len(run.budgets)) == (num_said, 3)
+
+    def test_workloads_that_fit_have_their_plans_and_it_is_known_the_next_time(self) -> None:
+        run = self.run()
+        least = run.stages.plan
+        run.saved_mib = 1000.0
+        run.steps(PATIENCE_SMALLER)
+        assert run.stages.stage is Stage.STABLE
+        assert run.stages.plan in run.plans
+        run.steps(20)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        assert run.stages.stage is Stage.STABLE
+        assert run.stages.plan is least
+        run.saved_mib = 2000.0
+        run.steps(PATIENCE_SMALLER)
+        until_stable(run)
+        assert run.stages.plan in run.plans
+        assert run.stages.num_infeasible == 1
 
 
 class TestChange:
@@ -184,7 +255,7 @@ class TestChange:
         assert set(seen) == {Stage.STABLE}
         assert run.stages.stage is Stage.STABLE
         assert run.stages.plan is first
-        assert "its plan is known" in run.said[-1]
+        assert "the plan is known" in run.said[-1]
         run.saved_mib = 2000.0
         run.steps(1)
         assert run.stages.stage is Stage.STABLE
@@ -220,6 +291,79 @@ class TestChange:
         assert (run.stages.num_replans, len(run.said)) == (num_replans, num_said)
         assert run.stages.expected is not None
         assert run.stages.expected.saved_mib == 4000.0
+
+    @pytest.mark.parametrize(
+        "lengths", [[1] * 18 + [4], [1] * 49 + [4], [1] * 60 + [4, 4], [1] * 40 + [3] + [1] * 40 + [4]]
+    )
+    def test_sizes_that_come_rarely_are_not_planned_for(self, lengths: Sequence[int]) -> None:
+        """Waiting for one while recording would cost more than it gives, each time anew."""
+        run = three()
+        for _ in range(5):
+            for length in lengths:
+                run.saved_mib = 1000.0 * length
+                run.steps(1)
+        num_replans = run.stages.num_replans
+        assert num_replans <= 2
+        assert any("too rare to plan for: the plan is known" in line for line in run.said)
+        for _ in range(5):
+            for length in lengths:
+                run.saved_mib = 1000.0 * length
+                assert run.steps(1) == [Stage.STABLE]
+        assert run.stages.num_replans == num_replans
+        assert run.stages.expected is run.asked[0]
+
+    def test_what_was_rare_is_planned_for_when_it_comes_often(self) -> None:
+        run = three()
+        until_stable(run)
+        for _ in range(3):
+            run.saved_mib = 4000.0
+            run.steps(1)
+            run.saved_mib = 1000.0
+            run.steps(30)
+        assert run.stages.num_replans == 1
+        run.saved_mib = 4000.0
+        run.steps(15)
+        assert run.stages.stage is Stage.STABLE
+        assert run.stages.expected is not None
+        assert run.stages.expected.saved_mib == 4000.0
+
+    def test_larger_than_what_is_rare_is_measured_at_once(self) -> None:
+        run = three()
+        until_stable(run)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        run.saved_mib = 1000.0
+        run.steps(30)
+        run.saved_mib = 5000.0
+        run.steps(1)
+        assert run.stages.stage is Stage.PROFILE
+
+    def test_what_has_a_plan_is_not_rare(self) -> None:
+        run = three()
+        for saved_mib in (1000.0, 2000.0):
+            run.saved_mib = saved_mib
+            run.steps(1)
+            until_stable(run)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        run.saved_mib = 1000.0
+        run.steps(30)
+        run.saved_mib = 2000.0
+        run.steps(1)
+        assert run.stages.expected is not None
+        assert run.stages.expected.saved_mib == 2000.0
+
+    def test_of_two_plans_that_are_known_the_nearer_is_taken(self) -> None:
+        run = three()
+        for saved_mib in (1000.0, 1060.0, 4000.0):
+            run.saved_mib = saved_mib
+            run.steps(1)
+            until_stable(run)
+        run.saved_mib = 1045.0  # like both
+        run.steps(PATIENCE_SMALLER)
+        assert run.stages.stage is Stage.STABLE
+        assert run.stages.expected is not None
+        assert run.stages.expected.saved_mib == 1060.0
 
     def test_long_phases_get_their_plans_each_time(self) -> None:
         run = three()
@@ -287,6 +431,29 @@ class TestChange:
         run.steps(1)
         assert run.stages.stage is Stage.PROFILE
         assert "steps have 4 micro-batches, not 2" in run.said[-1]
+
+    def test_more_micro_batches_that_hold_no_more_keep_the_plan(self) -> None:
+        run = three()
+        run.stages = Stages(BUDGET_GIB, run.make_plans, 3, run.said.append, most_telling=4)
+        run.num_micro_batches = 4
+        until_stable(run)
+        plan = run.stages.plan
+        for number, slower in ((8, 2.0), (64, 16.0), (4, 1.0)):
+            run.num_micro_batches = number
+            run.steps(2 * PATIENCE_SLOWER, slower)
+            assert run.stages.stage is Stage.STABLE
+            assert run.stages.plan is plan
+            assert run.stages.expected is not None
+            assert run.stages.expected.num_micro_batches == number
+        assert (len(run.asked), run.stages.num_replans) == (1, 3)
+        run.num_micro_batches = 3
+        run.steps(1)
+        assert run.stages.stage is Stage.PROFILE
+        until_stable(run)
+        run.num_micro_batches = 6
+        run.saved_mib = 2000.0
+        run.steps(1)
+        assert run.stages.stage is Stage.PROFILE
 
     def test_slow_steps_are_waited_out_then_measured_again_and_less_often_each_time(self) -> None:
         run = three()

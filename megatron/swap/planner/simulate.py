@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megatron.swap.plan import Plan
 from megatron.swap.planner.assignment import LayerScript, scripts
 from megatron.swap.planner.profile import Profile
-from megatron.swap.planner.schedule import Unit, schedule
+from megatron.swap.planner.schedule import Unit, most_telling, schedule
 from megatron.swap.types import Action, Place, places
 
 MIB_PER_GIB = 1024.0
@@ -47,7 +47,7 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
     added as (size - 1) / virtual stages of a micro-batch's time.
     """
     size, total = profile.pipeline.size, profile.num_micro_batches
-    played = min(total, 2 if size == 1 else 3 * size)
+    played = min(total, most_telling(size))
     step = _Step(profile, plan, played)
     times = step.times
     if size == 1:

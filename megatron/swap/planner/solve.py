@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Context
 
-from megatron.swap.plan import LAYER_SECTION, Plan, PlanClass, Predicted, SitePlan, format_layers
+from megatron.swap.plan import LAYER_SECTION, Infeasible, Plan, PlanClass, Predicted, SitePlan, format_layers
 from megatron.swap.planner.profile import LayerClass, Profile, Section, sha256
 from megatron.swap.planner.program import (
     Block,
@@ -18,7 +18,6 @@ from megatron.swap.planner.program import (
     step_factor,
 )
 from megatron.swap.planner.simulate import Prediction, simulate
-from megatron.swap.types import UsageError
 
 MAX_ROUNDS = 10
 """How often the program is corrected by what the simulator says."""
@@ -29,14 +28,6 @@ NEAR_BOUND = 1.001
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
 TIGHTER_GIB = 1e-4
-
-
-class Infeasible(UsageError):
-    """No plan fits. ``smallest_gib``: the smallest budget for which one was found."""
-
-    def __init__(self, message: str, smallest_gib: float) -> None:
-        super().__init__(message)
-        self.smallest_gib = smallest_gib
 
 
 @dataclass(frozen=True)
@@ -305,7 +296,7 @@ def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
         f"no plan stays below {budget_gib:.10g} GiB: the smallest budget that was found feasible is "
         f"{_rounded_up(smallest)} GiB. "
         f"Give at least that, or lower it by {'; '.join(hints)}.",
-        smallest,
+        float(_rounded_up(smallest)),
     )
 
 

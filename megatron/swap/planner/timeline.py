@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron.swap.recording import (
     BRING_BACK,
+    EVALUATION,
     RECOMPUTE,
     TRIAL,
     Event,
@@ -16,8 +17,8 @@ from megatron.swap.recording import (
     What,
 )
 
-HIDDEN = frozenset({TRIAL, BRING_BACK})
-"""Work whose memory is no layer's: there while recording only, or counted as what arrived."""
+HIDDEN = frozenset({TRIAL, BRING_BACK, EVALUATION})
+"""Work whose memory is no layer's: there while recording only, or counted as what arrived, or no step's."""
 
 Moment = tuple[What, str]
 """Of a backward: it begins or ends, or a site is asked for or freed. What follows the end, before the next layer or

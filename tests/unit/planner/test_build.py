@@ -11,7 +11,7 @@ from megatron.swap.planner.build import build_profile
 from megatron.swap.planner.profile import Device, LayerClass, Link, Outside, OutsideSite, Pipeline, Profile, Section
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
-from megatron.swap.recording import Event, LayerRun, OutsideStorage, Recording, SavedStorage, What
+from megatron.swap.recording import EVALUATION, Event, LayerRun, OutsideStorage, Recording, SavedStorage, What
 from megatron.swap.types import GIB, MIB, SwapError
 from tests.unit.planner.cases import model, plan
 
@@ -182,6 +182,20 @@ class TestALayer:
     def test_memory_of_a_trial_is_nobodys(self) -> None:
         (entry,) = built(with_forward(0, ("trial", 1, "layers.0/in/0", 500)).recording).layers
         assert entry.forward_peak_mib == 0
+
+    def test_an_evaluation_before_a_step_is_no_part_of_it(self) -> None:
+        def profile(*evaluations_ms: float) -> Profile:
+            script, layer = Script(), Layer(0)
+            script.note(What.STEP).after(1)
+            for ms in evaluations_ms:
+                script.work(EVALUATION, ms)
+            layer.forward(script.note(What.CHUNK_BEGIN).after(3))
+            script.note(What.CHUNK_END)
+            layer.backward(script)
+            return built(script.after(9).note(What.STEP).recording)
+
+        assert profile().outside.optimizer_ms == 10
+        assert profile(1000.0) == profile()
 
     def test_what_is_brought_back_counts_as_saved(self) -> None:
         script, first, last = Script(), Layer(0, stays=True), Layer(1)

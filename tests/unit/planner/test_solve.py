@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.swap.plan import LAYER_SECTION, parse_layers
+from megatron.swap.plan import LAYER_SECTION, Infeasible, parse_layers
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import LayerClass, Outside, Profile, Section
 from megatron.swap.planner.program import Program, bound_windows
 from megatron.swap.planner.shape import shape_profile
 from megatron.swap.planner.simulate import simulate
-from megatron.swap.planner.solve import Infeasible, curve, empty_plan, smallest_budget, solve
+from megatron.swap.planner.solve import curve, empty_plan, smallest_budget, solve
 from megatron.swap.types import Action
 from tests.unit.planner.cases import all_choices, linear_cost, model, profile, random_profile, site, to_plan
 
@@ -78,7 +78,7 @@ def test_what_is_in_doubt_of_the_allocator_is_not_planned_for() -> None:
     assert solve(of, kept + 0.25 + 1e-9).prediction.peak_gib == kept
     with pytest.raises(Infeasible) as refusal:
         solve(of, smallest - 0.01)
-    assert refusal.value.smallest_gib == smallest
+    assert smallest <= refusal.value.smallest_gib <= 1.0001 * smallest
 
 
 @given(seed=st.integers(1000, 3000), more=st.floats(0, 1))

@@ -1,0 +1,119 @@
+"""What a run that plans itself measures of its steps, on a device whose memory is made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.swap.auto import AutoPlan
+from megatron.swap.config import SwapConfig
+from megatron.swap.footprint import FootprintMeter
+from megatron.swap.stages import Step
+from megatron.swap.types import GIB
+from tests.lazy_device import LazyDevice
+from tests.unit.planner.cases import model
+
+
+class CachingDevice(LazyDevice):
+    """Its allocator keeps what it has reserved until it is told to give back what nobody uses."""
+
+    def __init__(self, reserves: bool = True) -> None:
+        super().__init__()
+        self.reserves = reserves
+        self.reserved_gib = self.peak_gib = 0.0
+        self.num_given_back = 0
+
+    def use(self, gib: float) -> None:
+        """So much, for a while."""
+        self.reserved_gib = max(self.reserved_gib, gib)
+        self.peak_gib = max(self.peak_gib, gib)
+
+    def reserved_bytes(self) -> int | None:  # type: ignore[override]
+        return int(self.reserved_gib * GIB) if self.reserves else None
+
+    def give_back(self) -> None:
+        self.num_given_back += 1
+        self.reserved_gib = 0.0
+
+    def taken(self) -> tuple[int, int]:
+        peak_gib, self.peak_gib = self.peak_gib, 0.0
+        return int(peak_gib * GIB), 0
+
+
+class Training:
+    """Steps of a run, which hold what the test says."""
+
+    def __init__(self, device: CachingDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = device
+        self.chunk = nn.Linear(2, 2)
+        self.steps: list[Step] = []
+        config = SwapConfig(frozenset(), auto=True, memory_gib=12.0)
+        self.auto = AutoPlan(config, model(8), 80.0, (), lambda line: None)
+        unused: Any = None
+        recorder: Any = SimpleNamespace(on=False)
+        self.num_followed = 0
+        boundaries: Any = SimpleNamespace(follow_policy=self.follow_policy)
+        self.auto.begin(boundaries, device, unused, recorder, FootprintMeter(), 0, lambda: 1, GIB, device.taken)
+        monkeypatch.setattr(self.auto._stages, "step_ended", self.steps.append)
+        self.auto.watch(self.chunk)
+
+    def follow_policy(self) -> None:
+        self.num_followed += 1
+
+    def step(self, gib: float, is_short: bool = False) -> float:
+        """The peak that it is judged by."""
+        for _ in range(2):
+            self.chunk(torch.ones(2))
+            self.device.use(gib)
+        self.auto.policy.is_short = is_short
+        self.auto.step_ended(len(self.steps) + 1)
+        return self.steps[-1].peak_gib
+
+    def evaluate(self, gib: float) -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                self.chunk(torch.ones(2))
+                self.device.use(gib)
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+def test_what_an_evaluation_takes_is_not_the_next_steps(reserves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(CachingDevice(reserves), monkeypatch)
+    assert training.step(10.0) == 10.0
+    training.evaluate(14.0)
+    assert training.step(10.0) == 10.0
+    training.evaluate(14.0)
+    training.evaluate(9.0)
+    assert training.step(11.0) == 11.0
+    assert training.step(12.0) == 12.0
+
+
+def test_what_an_evaluation_did_not_take_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step would have to reserve it anew."""
+    training = Training(CachingDevice(), monkeypatch)
+    training.step(10.0)
+    training.evaluate(10.0)
+    training.step(10.0)
+    assert training.device.num_given_back == 0
+    training.evaluate(10.5)
+    training.step(10.0)
+    training.step(10.0)
+    assert training.device.num_given_back == 1
+
+
+def test_what_building_the_model_took_is_not_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CachingDevice()
+    device.use(20.0)
+    assert Training(device, monkeypatch).step(10.0) == 10.0
+
+
+def test_what_a_step_took_that_was_larger_than_planned_is_not_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(CachingDevice(), monkeypatch)
+    assert training.step(14.0, is_short=True) == 14.0
+    assert not training.auto.policy.is_short
+    assert training.num_followed == 1
+    assert training.step(10.0) == 10.0
