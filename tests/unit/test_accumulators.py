@@ -35,6 +35,7 @@ def test_frozen_and_shared_parameters() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_memory_of_gradients_is_free_at_once() -> None:
     """Hooks put on the nodes on another stream, as Megatron does: what goes between streams is freed late."""
 
