@@ -172,7 +172,7 @@ class Engine:
                 again = partial(checkpoint, use_reentrant=True) if runs_again else None
                 self.boundaries.append(
                     LayerBoundary(layer, layers[layer], self.manager, saved_tensors, hooked=hooked, place=place,
-                                  checkpoint=again)
+                                  checkpoint=again, is_idle=lambda: policy.is_idle)
                 )  # fmt: skip
             first += size
         self._commit_bytes, manager_module.COMMIT_BYTES = manager_module.COMMIT_BYTES, commit_bytes

@@ -29,7 +29,7 @@ from megatron.swap.planner.solve import solve
 from megatron.swap.policy import PlanPolicy
 from megatron.swap.ranks import Ranks
 from megatron.swap.recorder import Recorder
-from megatron.swap.stages import DRIFT, Stage, Stages, Step, Workload
+from megatron.swap.stages import DRIFT, Stage, Stages, Step, Workload, moves
 from megatron.swap.step_clock import StepClock
 from megatron.swap.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.tiers.base import Tier
@@ -189,7 +189,7 @@ class AutoPlan:
 
     def _follow(self, plan: Plan | None) -> None:
         """The next step follows ``plan``; what the allocator holds for the last one goes back."""
-        self.policy.follow(self._safe if plan is None else PlanPolicy(plan))
+        self.policy.follow(self._safe if plan is None else PlanPolicy(plan), plan is not None and not moves(plan))
         self._boundaries.follow_policy()
         expected = self._stages.expected
         self._footprint.expect(None if expected is None else expected.measured.footprint, 1 + DRIFT, self._is_larger)

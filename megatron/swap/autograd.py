@@ -320,6 +320,7 @@ class LayerBoundary:
         on_run_without_grad: told of the layer's number when it runs without gradients.
         checkpoint: for a layer that runs again as a whole: calls a function with tensors, and once more in backward,
             with the same random numbers; it saves those tensors alone. ``None``: the layer runs once.
+        is_idle: whether nothing is to be done in this forward: then the layer runs as if we were not there.
     """
 
     def __init__(
@@ -333,8 +334,10 @@ class LayerBoundary:
         place: Place,
         on_run_without_grad: Callable[[int], None] | None = None,
         checkpoint: Callable[..., Any] | None = None,
+        is_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         self.layer = layer
+        self._is_idle = is_idle
         self._checkpoint = checkpoint
         self.module = module
         self._manager = manager
@@ -370,18 +373,21 @@ class LayerBoundary:
             # Megatron computes bias, dropout and residual with gradients even here; what that saves dies at once.
             with self._manager.ranges.forward(self.layer), self._saved_tensors.untouched():
                 return self._inner(*args, **kwargs)
-        manager = self._manager
+        manager, footprint = self._manager, self._saved_tensors.footprint
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        footprint.begin_layer(self.layer, hidden.nbytes if isinstance(hidden, torch.Tensor) else 0)
+        if self._is_idle() and not manager.ranges.on:  # asked now: a larger input may just have changed that
+            result = self._inner(*args, **kwargs)
+            footprint.end_layer(self.layer, unseen=True)
+            return result
         with manager.ranges.forward(self.layer):
             group = manager.begin_forward(self.layer, self._place)
-            hidden = kwargs.get("hidden_states", args[0] if args else None)
             if manager.ranges.on:
                 _tell_end_of_backward(manager.ranges, group, hidden)
                 self._saved_tensors.called_with(group, hidden)
-            input_bytes = hidden.nbytes if isinstance(hidden, torch.Tensor) else 0
-            self._saved_tensors.footprint.begin_layer(self.layer, input_bytes)
             with self._saved_tensors_context(group):
                 result = self._run(group, args, kwargs)
-            self._saved_tensors.footprint.end_layer(self.layer, whole=self._checkpoint is not None)
+            footprint.end_layer(self.layer, unseen=self._checkpoint is not None)
             manager.end_forward(group)
         mark = lambda hidden: _Leave.apply(hidden, lambda: manager.begin_backward(group))  # noqa: E731
         if isinstance(result, tuple):

@@ -11,7 +11,7 @@ class LayerFootprint(NamedTuple):
     """A layer's: what it saved, each the most of all its micro-batches.
 
     Attributes:
-        num_tensors, num_bytes: 0 of a layer that is recomputed whole: what it would save is not seen.
+        num_tensors, num_bytes: 0 of a layer that is recomputed whole, or has no hooks: what it saves is not seen.
         input_bytes: of the hidden states that it was called with.
     """
 
@@ -26,7 +26,7 @@ class Footprint:
     """A step's.
 
     Bytes are those of the storages, counted for every tensor that was saved on them. Equal whatever the policy did, but
-    for layers that are recomputed whole, and hashable.
+    for layers that were not seen, and hashable.
     """
 
     layers: tuple[LayerFootprint, ...]
@@ -42,7 +42,7 @@ class Footprint:
         return sum(entry.num_tensors for entry in self.layers)
 
     def filled_from(self, measured: Footprint) -> Footprint:
-        """With what ``measured`` has of the layers that were recomputed whole, in proportion to their inputs."""
+        """With what ``measured`` has of the layers that were not seen, in proportion to their inputs."""
         known = {entry.layer: entry for entry in measured.layers}
         return Footprint(tuple(_filled(entry, known.get(entry.layer, entry)) for entry in self.layers))
 
@@ -103,12 +103,12 @@ class FootprintMeter:
         self._num_tensors += 1
         self._num_bytes += num_bytes
 
-    def end_layer(self, layer: int, whole: bool = False) -> None:
-        """``layer``'s forward is over. ``whole``: it runs again as a whole, so that what it saves was not seen."""
-        saved = (0, 0) if whole else (self._num_tensors, self._num_bytes)
+    def end_layer(self, layer: int, unseen: bool = False) -> None:
+        """``layer``'s forward is over. ``unseen``: it runs again as a whole, or ran without hooks."""
+        saved = (0, 0) if unseen else (self._num_tensors, self._num_bytes)
         entry = LayerFootprint(layer, *saved, self._input_bytes)
         self._layers[layer] = _most(self._layers.get(layer, entry), entry)
-        if not whole:
+        if not unseen:
             self._above_bytes += self._num_bytes - self._limits.get(layer, self._num_bytes)
         if self._exceeded is not None and self._above_bytes > 0:
             self._exceeded()

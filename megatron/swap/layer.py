@@ -99,6 +99,7 @@ class Boundaries:
                         place=place,
                         on_run_without_grad=segments.on_run if segments else None,
                         checkpoint=_checkpoint if whole else None,
+                        is_idle=lambda: self._policy.is_idle,
                     )
                 )
             self._layers += boundaries

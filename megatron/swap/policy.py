@@ -25,6 +25,11 @@ class Policy(ABC):
         """Whether all of ``layer`` runs again in backward; of its input ``action`` is asked (path ``checkpoint``)."""
         return False
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything stays in the forward to come, so that layers may run without hooks."""
+        return False
+
     @abstractmethod
     def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
         """What to do with the storage (of ``num_bytes``) that was saved at ``site``.

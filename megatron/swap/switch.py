@@ -47,12 +47,18 @@ class SwitchingPolicy(Policy):
     def __init__(self, first: Policy, min_bytes: int) -> None:
         self._inner = first
         self._min_bytes = min_bytes
+        self._keeps_all = False
         self.is_short = False
 
-    def follow(self, policy: Policy) -> None:
-        """From the next forward on answer as ``policy``."""
+    def follow(self, policy: Policy, keeps_all: bool = False) -> None:
+        """From the next forward on answer as ``policy``. ``keeps_all``: it moves nothing and recomputes nothing."""
         self._inner = policy
+        self._keeps_all = keeps_all
         self.is_short = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self._keeps_all and not self.is_short
 
     def swaps_layer(self, layer: int) -> bool:
         return self._inner.swaps_layer(layer)

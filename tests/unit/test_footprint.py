@@ -37,7 +37,7 @@ def test_what_a_layer_saves_that_runs_again_is_known_by_its_input() -> None:
     measured = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 4, 60, 10)))
     meter = FootprintMeter()
     meter.begin_layer(0, 20)
-    meter.end_layer(0, whole=True)
+    meter.end_layer(0, unseen=True)
     meter.begin_layer(1, 20)
     meter.add(130)
     meter.end_layer(1)
@@ -113,3 +113,29 @@ def test_it_is_the_same_whatever_happens_to_what_is_saved() -> None:
         taken = engine.saved_tensors.footprint.take()
     assert taken.layers[1] == LayerFootprint(1, 0, 0, footprint.layers[1].input_bytes)
     assert taken.filled_from(footprint) == footprint
+
+
+def test_where_all_is_kept_layers_run_without_hooks_until_an_input_is_larger() -> None:
+    layers = stack(3)
+    policy = SwitchingPolicy(SafePolicy(1024, ()), 1024)
+    with Engine(layers, policy=policy) as engine:
+        footprint = engine.saved_tensors.footprint
+        train_step(layers, one_after_the_other(2))
+        measured = footprint.take()
+        policy.follow(ManualPolicy([], [], 1024, ()), keeps_all=True)
+        footprint.expect(measured, 1.05, lambda: setattr(policy, "is_short", True))
+        before = engine.counters.out_bytes
+        output = forward(layers, batch().requires_grad_())
+        assert "Leave" not in output.grad_fn.name()  # type: ignore[union-attr]
+        loss_of(output).backward()
+        assert footprint.take().filled_from(measured) == measured
+        assert policy.is_idle
+
+        output = forward(layers, batch(tokens=2 * TOKENS).requires_grad_())
+        assert not policy.is_idle
+        assert "Leave" in output.grad_fn.name()  # type: ignore[union-attr]
+        loss_of(output).backward()
+        assert engine.counters.out_bytes > before
+        taken = footprint.take()
+        assert [entry.num_tensors for entry in taken.layers] == [entry.num_tensors for entry in measured.layers]
+        assert taken.num_bytes > 1.5 * measured.num_bytes
