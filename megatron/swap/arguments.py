@@ -332,19 +332,19 @@ def _asked(args: argparse.Namespace, config: SwapConfig) -> tuple[str, str]:
 
 
 def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:
-    excluded = {
-        f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers}": args.cpu_offloading_num_layers > 0,
-        "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
-        f"--cuda-graph-impl {args.cuda_graph_impl}": args.cuda_graph_impl != "none",
-    }
+    same = "both would take the same tensors"
+    graph = "a captured layer replays without telling anybody what it saves"
+    shards = "such weights are known by their Python attributes, which backward does not see behind saved-tensor hooks"
+    excluded = [
+        (args.cpu_offloading_num_layers > 0, f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers}", same),
+        (args.fine_grained_activation_offloading, "--fine-grained-activation-offloading", same),
+        (args.cuda_graph_impl != "none", f"--cuda-graph-impl {args.cuda_graph_impl}", graph),
+        (args.gtp_weight_remat_size > 1, "--tensor-parallel-num-weight-shards", shards),
+        (args.expert_gtp_weight_remat_size > 1, "--expert-tensor-parallel-num-weight-shards", shards),
+    ]
     ours, without = _asked(args, config)
-    for flag, given in excluded.items():
+    for given, flag, why in excluded:
         if given:
-            why = (
-                "a captured layer replays without telling anybody what it saves"
-                if "graph" in flag
-                else "both would take the same tensors"
-            )
             raise UsageError(
                 f"{ours} cannot be combined with {flag}: {why}. Drop {flag}, or {without}."
             )

@@ -29,7 +29,8 @@ def parsed(flags: str, **theirs: object) -> argparse.Namespace:
         bias_swiglu_fusion=True, use_te_activation_func=False, add_bias_linear=True, recompute_granularity=None,
         recompute_method=None, recompute_modules=None, fp8=None, fp4=None, use_megatron_fsdp=False,
         use_torch_fsdp2=False, cpu_offloading_num_layers=0,
-        fine_grained_activation_offloading=False, cuda_graph_impl="none",
+        fine_grained_activation_offloading=False, cuda_graph_impl="none", gtp_weight_remat_size=1,
+        expert_gtp_weight_remat_size=1,
     )  # fmt: skip
     vars(args).update(theirs)
     return args
@@ -101,6 +102,8 @@ def test_what_does_not(folder: Path, flags: str, message: str) -> None:
     ("theirs", "flag"),
     [
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards"),
+        ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"cpu_offloading_num_layers": 2}, "--cpu-offloading-num-layers 2"),
         ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
         ({"recompute_granularity": "full", "recompute_method": "block"}, "--recompute-granularity"),
