@@ -189,6 +189,9 @@ class LazyDevice(Device):
     def reserved_bytes(self) -> None:
         return None
 
+    def peak_reserved_bytes(self) -> None:
+        return None
+
     def give_back(self) -> None:
         pass
 

@@ -160,12 +160,15 @@ class Stopwatch:
 
     def _memory(self) -> dict[str, float | None]:
         on_gpu = torch.cuda.is_available()
+        device = self._session._device  # a run that plans itself resets torch's own peaks
         rss_growth = max(0, peak_rss_bytes() - self._rss_before)
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if on_gpu else 0
         booked = self._engine.get("host_booked_gib", 0.0) * GIB
         return {
-            "device_peak_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
-            "device_reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else None,
+            "device_peak_gib": (device.peak_bytes() if device else torch.cuda.max_memory_allocated()) / GIB
+            if on_gpu else None,
+            "device_reserved_gib": (device.peak_reserved_bytes() if device else torch.cuda.max_memory_reserved()) / GIB
+            if on_gpu else None,
             # The optimizer's state exists from the end of the first step on.
             "device_static_gib": min(self._allocated) / GIB if on_gpu else None,
             "host_peak_gib": max(rss_growth, pinned, booked) / GIB,

@@ -247,7 +247,7 @@ class TestMeasuring:
 
     def test_peaks_between_two_looks_leave_the_peak_of_the_run(self, device: Device):
         if device.take_peak() is None:
-            assert device.peak_bytes() is device.reserved_bytes() is None
+            assert device.peak_bytes() is device.reserved_bytes() is device.peak_reserved_bytes() is None
             return
         there = device.allocate(64 * MIB)
         del there
@@ -256,6 +256,7 @@ class TestMeasuring:
         again, _ = device.take_peak()  # type: ignore[misc]
         assert again < peak
         assert device.peak_bytes() >= peak  # type: ignore[operator]
+        assert device.peak_reserved_bytes() >= device.peak_bytes()  # type: ignore[operator]
         assert device.reserved_bytes() >= now  # type: ignore[operator]
 
 

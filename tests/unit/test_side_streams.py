@@ -80,6 +80,9 @@ class Recorder(Device):
     def reserved_bytes(self) -> None:
         return None
 
+    def peak_reserved_bytes(self) -> None:
+        return None
+
     def give_back(self) -> None:
         pass
 

@@ -99,6 +99,10 @@ class Device(ABC):
         """Memory that the allocator holds now, in use or not; ``None`` where that has no meaning."""
 
     @abstractmethod
+    def peak_reserved_bytes(self) -> int | None:
+        """Most that the allocator has held in the run, whatever ``take_peak`` forgets; ``None`` as above."""
+
+    @abstractmethod
     def give_back(self) -> None:
         """Let the allocator give back memory that it holds and nobody uses. May take long."""
 

@@ -41,7 +41,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.torch_device)
         self._streams: list[torch.cuda.Stream] = []
-        self._peak_bytes = 0
+        self._peak_bytes = self._peak_reserved_bytes = 0
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.torch_device)
@@ -101,11 +101,15 @@ class CudaDevice(Device):
     def take_peak(self) -> tuple[int, int]:
         found = self._statistics("allocated_bytes")
         self._peak_bytes = max(self._peak_bytes, found["peak"])
+        self._peak_reserved_bytes = self.peak_reserved_bytes()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         return found["peak"], found["current"]
 
     def reserved_bytes(self) -> int:
         return self._statistics("reserved_bytes")["current"]
+
+    def peak_reserved_bytes(self) -> int:
+        return max(self._peak_reserved_bytes, self._statistics("reserved_bytes")["peak"])
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()

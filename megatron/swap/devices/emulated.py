@@ -215,6 +215,9 @@ class EmulatedDevice(Device):
     def reserved_bytes(self) -> None:
         return None
 
+    def peak_reserved_bytes(self) -> None:
+        return None
+
     def give_back(self) -> None:
         pass
 
