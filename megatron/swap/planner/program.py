@@ -22,7 +22,7 @@ UNIT = 1000.0
 SWAPPED_MIB_COST = 1e-7
 """Milliseconds: between equally fast plans the one that copies less, in the earliest and fewest layers."""
 TOUCHED_LAYER_COST = 1e-5
-MAX_NODES = 3000
+MAX_NODES = 300
 """Bounds the search; what is not proven by then shows in the lower bound."""
 
 

@@ -19,7 +19,7 @@ from megatron.swap.planner.program import (
 )
 from megatron.swap.planner.simulate import Prediction, simulate
 
-MAX_ROUNDS = 10
+MAX_ROUNDS = 7
 """How often the program is corrected by what the simulator says."""
 SHARES = (1.0, 0.6, 0.3, 0.0)
 """Of the windows: what is brought back early takes memory too, so that less swapping may fit where more does not."""
