@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -16,12 +17,9 @@ def made_here(module: nn.Module) -> list[Any]:
     passed on the device; and the host, far ahead, allocates new memory meanwhile: as much as all the weight gradients
     of a micro-batch.
 
-    A parameter refers to its node weakly: whoever wants it to be this one keeps the list until Megatron has it.
+    A parameter refers to its node weakly: whoever wants it to be this one keeps the list. A parameter that is moved or
+    converted afterwards gets another node.
     """
-    nodes = []
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            view = parameter.expand_as(parameter)
-            assert view.grad_fn is not None
-            nodes.append(view.grad_fn.next_functions[0][0])
-    return nodes
+    with torch.enable_grad():
+        views = [parameter.expand_as(parameter) for parameter in module.parameters() if parameter.requires_grad]
+    return [view.grad_fn.next_functions[0][0] for view in views if view.grad_fn is not None]

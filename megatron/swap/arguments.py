@@ -309,8 +309,6 @@ def _check_linear(args: argparse.Namespace, ours: str, modules: Sequence[str]) -
             args.sequence_parallel and args.tensor_model_parallel_size > 1,
             "a linear layer gathers its input from all ranks, which would have to do so at the same moment again",
         ),
-        "--use-megatron-fsdp": (args.use_megatron_fsdp, "its weights are not there again when backward needs them"),
-        "--use-torch-fsdp2": (args.use_torch_fsdp2, "its weights are not there again when backward needs them"),
         "--recompute-modules layernorm": ("layernorm" in modules, "Megatron frees the norm's output that it reads"),
     }
     for flag, (given, why) in excluded.items():
@@ -335,11 +333,14 @@ def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:
     same = "both would take the same tensors"
     graph = "a captured layer replays without telling anybody what it saves"
     shards = "such weights are known by their Python attributes, which backward does not see behind saved-tensor hooks"
+    fsdp = "its weights come and go, and would pass for activations"
     excluded = [
         (args.cpu_offloading_num_layers > 0, f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers}", same),
         (args.fine_grained_activation_offloading, "--fine-grained-activation-offloading", same),
         (args.cuda_graph_impl != "none", f"--cuda-graph-impl {args.cuda_graph_impl}", graph),
         (args.gtp_weight_remat_size > 1, "--tensor-parallel-num-weight-shards", shards),
+        (args.use_megatron_fsdp, "--use-megatron-fsdp", fsdp),
+        (args.use_torch_fsdp2, "--use-torch-fsdp2", fsdp),
         (args.expert_gtp_weight_remat_size > 1, "--expert-tensor-parallel-num-weight-shards", shards),
     ]
     ours, without = _asked(args, config)

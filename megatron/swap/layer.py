@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import nn
 
-from megatron.swap.autograd import LayerBoundary, SavedTensors
+from megatron.swap.autograd import LayerBoundary, SavedTensors, in_backward
 from megatron.swap.group import Group
 from megatron.swap.manager import SwapManager
 from megatron.swap.policy import Policy, matches
@@ -109,7 +109,7 @@ class Boundaries:
 
     def _logits_made(self, module: nn.Module, inputs: Any, output: Any) -> None:
         logits = output[0] if isinstance(output, tuple) else output
-        if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
+        if torch.is_grad_enabled() and not in_backward() and isinstance(logits, torch.Tensor):
             # Cross entropy makes a copy of them in single precision, unless that is what they are.
             self._manager.logits_made(logits.nbytes if logits.element_size() < 4 else 0)
 

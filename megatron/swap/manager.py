@@ -180,6 +180,7 @@ class SwapManager:
         """
         self.ranges.logits(num_bytes)
         self._logits_bytes = num_bytes
+        self._youngest = None  # the last layer's own frames are gone: what others hold now they go on holding
         self._release_above(0)
 
     def _learn_kept(self, group: Group) -> None:
@@ -444,6 +445,7 @@ class SwapManager:
         self._largest_group_bytes = 0
         self._kept_bytes.clear()
         self._kept_after_bytes.clear()
+        self._logits_bytes = 0
         self._stays.clear()
 
     def _bury_orphans(self) -> None:

@@ -410,6 +410,7 @@ class SwapSession:
             self._auto.close()
         if self._recorder is not None:
             self._recorder.abandon()
+        self._accumulators.clear()
         while self._unwatch:
             self._unwatch.pop()()
         if self._patches is not None:

@@ -160,7 +160,7 @@ class Stages:
         self._current: Workload | None = None
         self._candidates: list[Plan] = []
         self._tried: list[Tried] = []
-        self._num_in_stage = 0
+        self._num_in_stage = self._num_micro_batches = 0
         self._num_smaller = self._num_slower = 0
         self._keeps_time = keeps_time
         self._most_telling = most_telling
@@ -193,6 +193,11 @@ class Stages:
         """
         if not self.history:
             self.history.append((step.number, Stage.PROFILE, "the plan that holds least"))
+        if step.num_micro_batches != self._num_micro_batches:
+            self._num_micro_batches = step.num_micro_batches
+            for workload in (*self._workloads, *([self._current] if self._current is not None else [])):
+                workload.best_ms = None  # steps take another time now
+        step = replace(step, num_micro_batches=min(step.num_micro_batches, self._most_telling))
         self._num_in_stage += 1
         if self.stage is Stage.PROFILE:
             self._profile(step)
@@ -397,15 +402,8 @@ class Stages:
 
     def _known(self, step: Step) -> Workload | None:
         """The workload with a plan that is nearest to ``step``."""
-        alike = [one for one in (self._with_number_of(step, one) for one in self._workloads) if one.is_like(step)]
+        alike = [one for one in self._workloads if one.is_like(step)]
         return min(alike, key=lambda one: abs(one.saved_mib - step.saved_mib), default=None)
-
-    def _with_number_of(self, step: Step, workload: Workload) -> Workload:
-        """``workload`` with the micro-batches of ``step``, if that changes nothing but the time."""
-        numbers = {step.num_micro_batches, workload.num_micro_batches}
-        if len(numbers) == 1 or min(numbers) < self._most_telling:
-            return workload
-        return replace(workload, num_micro_batches=step.num_micro_batches, best_ms=None)
 
     def _take_up(self, step: Step, known: Workload, why: str) -> None:
         assert known.best is not None

@@ -103,6 +103,8 @@ def test_what_does_not(folder: Path, flags: str, message: str) -> None:
     [
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
         ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
         ({"cpu_offloading_num_layers": 2}, "--cpu-offloading-num-layers 2"),
         ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),

@@ -108,8 +108,6 @@ def test_a_kind_that_cannot_be_recomputed_is_named():
         ({"fp8": "hybrid"}, ["--fp8-format hybrid", "scaling factors", "Drop linear"]),
         ({"fp4": "e2m1"}, ["--fp4-format e2m1", "scaling factors"]),
         ({"sequence_parallel": True, "tensor_model_parallel_size": 2}, ["--sequence-parallel", "from all ranks"]),
-        ({"use_megatron_fsdp": True}, ["--use-megatron-fsdp", "weights"]),
-        ({"use_torch_fsdp2": True}, ["--use-torch-fsdp2", "weights"]),
         ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, ["--recompute-modules layernorm"]),
         ({}, []),
         ({"sequence_parallel": True}, []),
@@ -118,7 +116,7 @@ def test_a_kind_that_cannot_be_recomputed_is_named():
 def test_what_a_linear_layer_that_runs_again_would_disturb(changes: dict, words: list[str]):
     args = SimpleNamespace(**{
         "fp8": None, "fp4": None, "sequence_parallel": False, "tensor_model_parallel_size": 1, "swiglu": False,
-        "use_megatron_fsdp": False, "use_torch_fsdp2": False, "recompute_granularity": None, "recompute_modules": None,
+        "recompute_granularity": None, "recompute_modules": None,
         "recompute_method": None, **changes,
     })  # fmt: skip
     if words:

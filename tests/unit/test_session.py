@@ -22,6 +22,7 @@ def arguments(*flags: str) -> argparse.Namespace:
         add_bias_linear=True, recompute_granularity="selective", recompute_modules=["core_attn"], fp8=None,
         cpu_offloading_num_layers=0, fine_grained_activation_offloading=False, cuda_graph_impl="none",
         gradient_accumulation_fusion=True, gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1,
+        use_megatron_fsdp=False, use_torch_fsdp2=False,
     )
     return args
 

@@ -444,8 +444,11 @@ class TestChange:
             assert run.stages.stage is Stage.STABLE
             assert run.stages.plan is plan
             assert run.stages.expected is not None
-            assert run.stages.expected.num_micro_batches == number
-        assert (len(run.asked), run.stages.num_replans) == (1, 3)
+        num_said = len(run.said)
+        for number in 20 * [5, 9]:
+            run.num_micro_batches = number
+            run.steps(1, number / 4)
+        assert (len(run.asked), run.stages.num_replans, len(run.said)) == (1, 0, num_said)
         run.num_micro_batches = 3
         run.steps(1)
         assert run.stages.stage is Stage.PROFILE
@@ -454,6 +457,14 @@ class TestChange:
         run.saved_mib = 2000.0
         run.steps(1)
         assert run.stages.stage is Stage.PROFILE
+
+    def test_batches_that_grow_while_steps_are_recorded_are_recorded_together(self) -> None:
+        run = three()
+        run.stages = Stages(BUDGET_GIB, run.make_plans, 3, run.said.append, most_telling=2)
+        for number in range(3, 3 + PROFILED):
+            run.num_micro_batches = number
+            run.steps(1)
+        assert run.stages.stage is Stage.SEARCH
 
     def test_slow_steps_are_waited_out_then_measured_again_and_less_often_each_time(self) -> None:
         run = three()

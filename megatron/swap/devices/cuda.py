@@ -99,9 +99,10 @@ class CudaDevice(Device):
         return self._statistics("allocated_bytes")["current"]
 
     def take_peak(self) -> tuple[int, int]:
-        found = self._statistics("allocated_bytes")
+        statistics = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        found = statistics["allocated_bytes"]["all"]
         self._peak_bytes = max(self._peak_bytes, found["peak"])
-        self._peak_reserved_bytes = self.peak_reserved_bytes()
+        self._peak_reserved_bytes = max(self._peak_reserved_bytes, statistics["reserved_bytes"]["all"]["peak"])
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         return found["peak"], found["current"]
 

@@ -176,7 +176,7 @@ class Program:
         if self._profile.pipeline.size > 1:
             begins = [0.0] * len(self.blocks)  # the copies of one micro-batch hide behind others
         of_block = np.array([begins[number] for number, _, _ in self.columns] + 3 * [np.inf])
-        first = min(begins)
+        first = min(begins, default=0.0)
         return [(begin - first, (of_block >= begin).astype(float)) for begin in sorted(set(begins))]
 
     def _row(self) -> np.ndarray:
@@ -234,7 +234,7 @@ class Program:
             for late_ms, later in self._later:
                 row = self._swapped * later * profile.out_ms_per_mib
                 row[self._out] = -1
-                at_most(row, windows.out_ms - late_ms)
+                at_most(row, max(0.0, windows.out_ms - late_ms))  # a search may narrow windows to nothing
         if windows.in_ms is not None:
             row = self._swapped * profile.in_ms_per_mib - self._recompute
             row[self._in] = -1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.swap.plan import LAYER_SECTION, Infeasible, parse_layers
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import LayerClass, Outside, Profile, Section
-from megatron.swap.planner.program import Program, bound_windows
+from megatron.swap.planner.program import Program, Windows, bound_windows
 from megatron.swap.planner.shape import shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import curve, empty_plan, smallest_budget, solve
@@ -63,6 +63,16 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     assert solution.prediction.step_ms >= min(fitting) - 1e-6
     assert solution.prediction.peak_gib <= budget
     assert solution.prediction.host_gib <= host + 1e-6
+
+
+def test_a_window_that_is_narrowed_to_nothing_costs_nothing_where_nothing_is_swapped() -> None:
+    """Of a later block there is less of it than of the first, but not less than none."""
+    early = LayerClass((0,), 4.0, 8.0, (site("a/0", 10, 0.0, 7.0),))
+    late = LayerClass((1, 2, 3), 4.0, 8.0, (site("a/0", 20, 0.0, 7.0),))
+    of = profile([early, late])
+    answer = Program(of).solve(1000.0, None, Windows(0.0, 0.0))
+    assert answer is not None
+    assert (answer.out_exposed_ms, answer.step_ms) == (pytest.approx(0), pytest.approx(48))
 
 
 def test_what_is_in_doubt_of_the_allocator_is_not_planned_for() -> None:
