@@ -121,6 +121,9 @@ except SwapError as error:
 assert pool.stats.leased_bytes == 0
 device.close()
 torch.distributed.barrier()  # the ranks are in step: nobody waits in vain
+torch.distributed.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may end the process otherwise
 """
 
 

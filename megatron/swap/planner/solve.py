@@ -193,7 +193,8 @@ class _Search:
         """Simulate plans that keep as little as they can."""
         blocks = self._program.blocks
         answer = self._program.solve(None, self._profile.host_gib, search_windows(self._profile), least_memory=True)
-        for counts in (self._nothing, answer.counts if answer else self._nothing, _recompute_most(blocks)):
+        found = answer.counts if answer else self._nothing
+        for counts in (self._nothing, found, _recompute_most(blocks), _recompute_most(blocks, swap_inputs=True)):
             self._judge(counts)
 
     def _judge(self, counts: Sequence[Counts], orders: tuple[bool, ...] = (True, False)) -> list[Prediction]:
@@ -272,12 +273,15 @@ def _follows(entry: LayerClass, part: Section) -> bool:
     return part.name != LAYER_SECTION and all(site.recompute_ms is None for site in frees)
 
 
-def _recompute_most(blocks: Sequence[Block]) -> list[Counts]:
-    """Everything that a section frees runs again, the rest is kept: no prefetched tensors beside the loss."""
+def _recompute_most(blocks: Sequence[Block], swap_inputs: bool = False) -> list[Counts]:
+    """Everything that a section frees runs again; what it is made from is kept, or swapped: that takes a window for
+    tensors that come back beside the loss."""
     most = []
     for block in blocks:
         widest = max(block.sections, key=lambda part: sum(site.mib for site in block.freed(part)), default=None)
-        most.append(Counts({widest.name: len(block.layers)} if widest else {}, {}, {}))
+        inputs = [site.site for site in block.entry.sites if widest and site.site in widest.needs and not site.stays]
+        swapped = dict.fromkeys(inputs, block.num_swappable) if swap_inputs else {}
+        most.append(Counts({widest.name: len(block.layers)} if widest else {}, {}, swapped))
     return most
 
 
