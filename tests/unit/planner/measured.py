@@ -1,4 +1,4 @@
-"""Predicted beside measured: ``python -m tests.unit.planner.measured`` prints the table of docs/planner.md."""
+"""Predicted beside measured: ``python -m tests.unit.planner.measured`` prints the tables of docs/planner.md."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import Link, Profile, Section
 from megatron.swap.planner.shape import kernel_ms, layer_class, shape_profile, with_times
 from megatron.swap.planner.simulate import Prediction, simulate
+from megatron.swap.planner.solve import empty_plan, solve
 from megatron.swap.policy import matches
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
@@ -134,5 +135,21 @@ def table() -> Iterator[str]:
                 )
 
 
+def promises() -> Iterator[str]:
+    """What plans of the measured unswapped run promise at some budgets, by allocated memory. Rows of Markdown."""
+    rows = [json.loads(line) for line in (RESULTS / "h200-dense.jsonl").read_text().splitlines()]
+    row = next(one for one in rows if (one["case"], one["method"]) == ("L16-h4096", "none"))
+    link = Link(row["link"]["d2h_gb_s"], row["link"]["h2d_gb_s"], 49.0, 49.0)
+    profile = replace(profile_of("h200-dense.jsonl", "L16-h4096"), static_gib=row["device_static_gib"], link=link)
+    unswapped = simulate(profile, empty_plan(profile)).step_ms
+    for more_gib in (24, 17, 12, 9.5, 8, 6, 4):
+        solution = solve(profile, profile.static_gib + more_gib, 1)
+        told = solution.prediction
+        yield (
+            f"| {more_gib} GiB | {solution.lower_bound_ms / unswapped:.4f} | {told.step_ms / unswapped:.4f} | "
+            f"{told.out_stall_ms + told.in_stall_ms:.0f} ms, {told.recompute_ms:.0f} ms | {told.host_gib:.1f} |"
+        )
+
+
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join([*table(), "", *promises()]))

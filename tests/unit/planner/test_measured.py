@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.planner.measured import FILES, RESULTS, compared
+from tests.unit.planner.measured import FILES, RESULTS, compared, promises
 
 PEAK_WITHIN = 0.03
 STEP_WITHIN = 0.05
@@ -44,3 +44,8 @@ def test_waits_are_seen_where_they_were() -> None:
                 elif one.row["wait_ms"] < 1:
                     assert stalls < 1, (one.file, one.case, one.method)
     assert seen
+
+
+def test_the_document_promises_what_the_planner_does() -> None:
+    document = (RESULTS.parent / "planner.md").read_text()
+    assert [line for line in promises() if line not in document] == []
