@@ -206,7 +206,7 @@ class _Step:
         for index, (at_ms, mib, action) in enumerate(script.saves):
             self._now = begin + waited + at_ms
             self._mib += mib
-            # It is there before it is saved, beside what the kernels need besides: what makes room goes only then.
+            # It is there before it is saved, as is what the kernels need besides: what makes room goes only then.
             self._note(where, script.forward_peak_mib)
             if action is Action.RECOMPUTE:
                 recomputed_mib += mib
