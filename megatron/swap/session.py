@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.swap import accumulators
+from megatron.swap import accumulators, cross_entropy
 from megatron.swap.arguments import device_memory_gib, recompute_kinds, swap_config
 from megatron.swap.auto import AutoPlan
 from megatron.swap.autograd import SavedTensors
@@ -52,6 +52,7 @@ from patches import (
     checkpointed_forward,
     fused_activations,
     linear_weight_gradients,
+    main_params,
     registry,
     rotary,
     te_normalization,
@@ -59,6 +60,7 @@ from patches import (
     train,
     training_log,
 )
+from patches.cross_entropy import cross_entropy_patch
 from patches.registry import AppliedPatches
 
 
@@ -117,6 +119,8 @@ class SwapSession:
         if not config.acts and config.summary is None and config.profile is None:
             return session
         patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
+        if config.acts:
+            patches += [cross_entropy_patch(cross_entropy.in_parts), *main_params.PATCHES]
         if args.gradient_accumulation_fusion:
             patches.append(linear_weight_gradients.PATCH)
         with_te = args.transformer_impl == "transformer_engine"

@@ -27,6 +27,11 @@ LINEAR = "linear"
 PRODUCERS = (NORM, ACTIVATION, ROTARY, LINEAR)
 """Kinds of kernels whose outputs can be recomputed."""
 
+FEW_LAYERS = 8
+"""In chunks with fewer layers memory is lent storage by storage: ``Place.lends_own``."""
+LOSS_ROWS = 1024
+"""Tokens whose cross entropy is computed at once: see ``cross_entropy.py``."""
+
 
 class Action(Enum):
     """What a policy answers for a site."""
@@ -62,12 +67,24 @@ class Place:
         tail_run: how many layers at the very end of the chunk are to be swapped, without a gap.
         ends_in_loss: whether the chunk ends in the loss, so that its last layer is the first of backward.
         swapped: whether it is to be swapped itself.
+        num_layers: of the chunk.
     """
 
     num_after: int
     tail_run: int
     ends_in_loss: bool
     swapped: bool = True
+    num_layers: int = 1
+
+    @property
+    def lends_own(self) -> bool:
+        """Whether what the layer keeps is lent while it runs, until each storage of it is there; else until it begins.
+
+        Copies gain a layer's time by it, much where there are few layers. But memory that comes back in the middle of a
+        layer comes back too late for what the layer asks for next, and the allocator's fragments grow by half a GiB to
+        a whole one.
+        """
+        return self.num_layers < FEW_LAYERS
 
     def num_tail(self, window_groups: int) -> int:
         """Layers of the tail that stay after all: they would be called back at once.
@@ -83,7 +100,8 @@ class Place:
 def places(swapped: list[bool], ends_in_loss: bool) -> list[Place]:
     """The place of each layer of a chunk; ``swapped`` says for each whether it is to be swapped."""
     tail_run = next((i for i, flag in enumerate(reversed(swapped)) if not flag), len(swapped))
-    return [Place(len(swapped) - 1 - i, tail_run, ends_in_loss, flag) for i, flag in enumerate(swapped)]
+    last = len(swapped) - 1
+    return [Place(last - i, tail_run, ends_in_loss, flag, len(swapped)) for i, flag in enumerate(swapped)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ LAYERS: list[set[str]] = [
     {"native"},
     {"checksum"},
     {"trace"},
-    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives"},
+    {"cross_entropy"},
+    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives", "loss_kernels"},
 ]
 MEGATRON_EDGE = LAYERS[2]
 PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE

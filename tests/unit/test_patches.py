@@ -17,6 +17,7 @@ from patches import (
     compile_helpers,
     fused_activations,
     linear_weight_gradients,
+    main_params,
     quiet,
     train,
     training_log,
@@ -194,3 +195,22 @@ def test_quiet_drops_only_what_it_knows(capsys: pytest.CaptureFixture[str]) -> N
     assert len(lines) == 2
     assert lines[0].startswith("[exiting")
     assert lines[1].startswith(" [now] iteration")
+
+
+def test_main_parameters_are_copied_once() -> None:
+    """No clone of a parameter in 16 bits before it is copied in single precision; every other clone is one."""
+    parameter = torch.nn.Parameter(torch.randn(8, dtype=torch.bfloat16))
+    made: list[torch.Tensor] = []
+
+    def as_megatron_does() -> tuple[torch.Tensor, torch.Tensor]:
+        made.append(parameter.detach().clone())
+        return made[0].float(), torch.ones(2).clone()
+
+    main, other = main_params._build(as_megatron_does)()
+    assert made[0].data_ptr() == parameter.data_ptr()
+    assert main.data_ptr() != parameter.data_ptr()
+    assert main.dtype is torch.float32
+    assert torch.equal(main, parameter.float())
+    assert torch.equal(other, torch.ones(2))
+    clone = parameter.detach().clone()
+    assert clone.data_ptr() != parameter.data_ptr()
