@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import nn
 
-from megatron.swap.autograd import LayerBoundary, SavedTensors, in_backward
+from megatron.swap.autograd import LayerBoundary, SavedTensors
 from megatron.swap.group import Group
 from megatron.swap.manager import SwapManager
 from megatron.swap.policy import Policy, matches
@@ -60,7 +60,6 @@ class Boundaries:
         self._layers: list[LayerBoundary] = []
         self._chunks: list[tuple[list[LayerBoundary], bool]] = []
         self._segments: dict[TransformerBlock, SegmentInputs] = {}
-        self._unhook: list[Callable[[], None]] = []
         self._outside: dict[nn.Module, SiteNames] = {}
 
     def install(self, chunk: nn.Module, modules: Sequence[str], *, ends_in_loss: bool) -> None:
@@ -104,14 +103,6 @@ class Boundaries:
                 )
             self._layers += boundaries
             self._chunks.append((boundaries, ends_in_loss))
-        if ends_in_loss and (output := output_layer(chunk)) is not None:
-            self._unhook.append(output.register_forward_hook(self._logits_made).remove)
-
-    def _logits_made(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        logits = output[0] if isinstance(output, tuple) else output
-        if torch.is_grad_enabled() and not in_backward() and isinstance(logits, torch.Tensor):
-            # Cross entropy makes a copy of them in single precision, unless that is what they are.
-            self._manager.logits_made(logits.nbytes if logits.element_size() < 4 else 0)
 
     def around_layers(self, chunk: nn.Module) -> AbstractContextManager[Any]:
         """The context for the forward of ``chunk``: what it saves outside its layers is recorded, if anything is."""
@@ -126,14 +117,18 @@ class Boundaries:
         """The layers of each model chunk of this rank."""
         return tuple(tuple(boundary.layer for boundary in boundaries) for boundaries, _ in self._chunks)
 
-    def follow_policy(self) -> None:
-        """The policy answers otherwise from the next forward on. Between steps; its layers must all be hooked."""
+    def follow_policy(self, window_bytes: int | None) -> None:
+        """The policy answers otherwise from the next forward on. Between steps; its layers must all be hooked.
+
+        Args:
+            window_bytes: the manager's.
+        """
         for boundaries, ends_in_loss in self._chunks:
             swapped = [self._policy.swaps_layer(boundary.layer) for boundary in boundaries]
             for boundary, place in zip(boundaries, places(swapped, ends_in_loss), strict=True):
                 whole = self._policy.recomputes_whole(boundary.layer)
                 boundary.stand_at(place, _checkpoint if whole else None)
-        self._manager.forget_sizes()
+        self._manager.follow(window_bytes)
 
     def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
         """The context for a block's forward with full recomputation."""
@@ -142,8 +137,6 @@ class Boundaries:
 
     def remove(self) -> None:
         """Give all layers their own forward back."""
-        while self._unhook:
-            self._unhook.pop()()
         for boundary in self._layers:
             boundary.remove()
         for names in self._outside.values():
@@ -154,11 +147,6 @@ class Boundaries:
         self._layers.clear()
         self._chunks.clear()
         self._segments.clear()
-
-
-def output_layer(chunk: nn.Module) -> nn.Module | None:
-    """The layer that makes the logits; ``None``: the chunk has none."""
-    return next((module for name, module in chunk.named_modules() if name.split(".")[-1] == "output_layer"), None)
 
 
 def num_micro_batches() -> int:

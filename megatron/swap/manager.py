@@ -24,7 +24,7 @@ import torch
 
 from megatron.swap.checksum import checksum
 from megatron.swap.devices.base import Device, Event, Stream
-from megatron.swap.group import Group
+from megatron.swap.group import Group, Run
 from megatron.swap.handle import Handle, Orphans, State, alias_of
 from megatron.swap.order import BackwardOrder
 from megatron.swap.recording import BRING_BACK
@@ -92,7 +92,6 @@ class SwapManager:
         self._kept_bytes: dict[int, int] = {}
         self._kept_after_bytes: dict[int, int] = {}
         self._unclaimed_bytes = 0
-        self._logits_bytes = 0
         self._stays: Counter[Site] = Counter()
         self._orphans: Orphans = deque()
         self._reads: deque[tuple[int, Event]] = deque()
@@ -110,7 +109,7 @@ class SwapManager:
         if self.ranges.on:
             group.micro_batch = self.ranges.micro_batch(layer)
         self._claimed.clear()
-        self._unclaimed_bytes = self._kept_bytes.get(layer, 0)
+        self._unclaimed_bytes = self._kept_bytes.get(layer, 0) if place.lends_own else 0
         self._release()
         return group
 
@@ -164,7 +163,7 @@ class SwapManager:
         self._kept_bytes[group.key.layer] = group.kept_bytes
         group.run.kept.append((group.key.layer, group.kept_bytes))
         if group.place.num_after == 0:
-            self._learn_kept(group)
+            self._learn_kept(group.run)
         if group.num_bytes:
             self.counters.layers[group.key.layer].num_groups += 1
         self._release()
@@ -172,21 +171,10 @@ class SwapManager:
         if group.place.num_after == 0 and not group.place.ends_in_loss:
             self._prefetch()  # a pipeline stage goes on with a backward, or with a forward that gives time for one
 
-    def logits_made(self, num_bytes: int) -> None:
-        """The output layer has run behind a chunk's last layer: now the loss needs the memory, all of it.
-
-        Until then the logits' copy in single precision was not there, so of its memory ``num_bytes`` were lent, like
-        what layers keep: copies out have the matrix product of the output layer to end.
-        """
-        self.ranges.logits(num_bytes)
-        self._logits_bytes = num_bytes
-        self._youngest = None  # the last layer's own frames are gone: what others hold now they go on holding
-        self._release_above(0)
-
-    def _learn_kept(self, group: Group) -> None:
+    def _learn_kept(self, run: Run) -> None:
         """A chunk's forward is through: what its layers kept is what they will lend next time."""
-        kept_after_bytes = self._logits_bytes if group.place.ends_in_loss else 0
-        for layer, kept_bytes in reversed(group.run.kept):
+        kept_after_bytes = 0
+        for layer, kept_bytes in reversed(run.kept):
             self._kept_after_bytes[layer] = kept_after_bytes
             kept_after_bytes += kept_bytes
 
@@ -224,18 +212,15 @@ class SwapManager:
         """Drop the oldest storages that were copied out until no more than the window is left.
 
         Early in forward more may wait than later: what layers keep on the device they have yet to claim, so that is
-        lent to the copies until then, storage by storage, and the compute stream does not stand still for it. How much
-        it is was learned when the chunk ran last. A chunk that ends in the loss has little to lend at its end: the
-        peak is near.
+        lent to the copies until then (``Place.lends_own``), and the compute stream does not stand still for it. How
+        much it is was learned when the chunk ran last. A chunk that ends in the loss has nothing to lend at its end:
+        there the peak is.
         """
         assert self._place is not None
         assert self._layer is not None
         allowed_bytes = self._kept_after_bytes.get(self._layer, 0) + self._unclaimed_bytes
         if not self._place.ends_in_loss:
             allowed_bytes += self.window_bytes
-        self._release_above(allowed_bytes)
-
-    def _release_above(self, allowed_bytes: int) -> None:
         while self._leaving_bytes > allowed_bytes:
             handle = self._leaving[0]
             gone_wrong = handle.changed()
@@ -437,15 +422,15 @@ class SwapManager:
         """Most bytes in flight ahead of their use."""
         return self._window_bytes if self._window_bytes is not None else self._largest_group_bytes
 
-    def forget_sizes(self) -> None:
-        """Another policy holds from the next forward on: what was learned of the last one's sizes is no longer true.
+    def follow(self, window_bytes: int | None) -> None:
+        """Another policy holds from the next forward on, with its window: what was learned of sizes is no longer true.
 
         Between steps: no group may be on its way.
         """
+        self._window_bytes = window_bytes
         self._largest_group_bytes = 0
         self._kept_bytes.clear()
         self._kept_after_bytes.clear()
-        self._logits_bytes = 0
         self._stays.clear()
 
     def _bury_orphans(self) -> None:

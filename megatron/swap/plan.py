@@ -102,6 +102,8 @@ class Predicted:
 class Plan:
     """Which action for which site of which layer.
 
+    ``prefetch_gib``: most that is brought back ahead of its layer's backward; ``None``: what the largest layer swaps.
+
     Raises:
         UsageError: two classes name the same layer, or one that the model has not.
     """
@@ -111,9 +113,12 @@ class Plan:
     profile_sha256: str | None
     predicted: Predicted | None
     classes: tuple[PlanClass, ...]
+    prefetch_gib: float | None = None
     _of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.prefetch_gib is not None and not self.prefetch_gib > 0:
+            raise UsageError(f"prefetch_gib: {self.prefetch_gib} is given; it must be above 0, or null.")
         for entry in self.classes:
             for layer in parse_layers(entry.layers):
                 if layer >= self.model.num_layers:
@@ -202,6 +207,7 @@ class _File:
     profile_sha256: str | None
     predicted: Predicted | None
     classes: tuple[PlanClass, ...]
+    prefetch_gib: float | None = None
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -219,7 +225,7 @@ def load_plan(path: str | Path) -> Plan:
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan; ``load_plan`` gives an equal one back."""
-    file = _File(plan.model, plan.budget_gib, plan.profile_sha256, plan.predicted, plan.classes)
+    file = _File(plan.model, plan.budget_gib, plan.profile_sha256, plan.predicted, plan.classes, plan.prefetch_gib)
     records.save(file, path, FORMAT, VERSION)
 
 

@@ -20,8 +20,6 @@ class What(Enum):
     CHUNK_BEGIN = auto()
     CHUNK_END = auto()
     """Forward of a model chunk, with what stands around its layers."""
-    LOGITS = auto()
-    """The output layer has run, behind the last layer."""
     FORWARD_BEGIN = auto()
     FORWARD_END = auto()
     BACKWARD_BEGIN = auto()
@@ -107,8 +105,7 @@ class Event:
         peak_bytes: the most that was allocated since the event before.
         now_bytes: allocated now.
         run: of a layer's beginnings and ends.
-        storage, num_bytes: of SAVED, ASKED, ARRIVED, FREED: which, and how much memory comes or goes; of LOGITS how
-            much they take.
+        storage, num_bytes: of SAVED, ASKED, ARRIVED, FREED: which, and how much memory comes or goes.
         work, of: of WORK_BEGIN and WORK_END: which of ``WORKS``, and on what (``layers.3/mlp/0 mb0``); or
             ``EVALUATION``.
         chunk: of CHUNK_BEGIN and CHUNK_END, in the order in which the model has them.

@@ -101,7 +101,7 @@ def plan_of_run(model: Model, seen: Mapping[Site, Seen], plan: Plan | None) -> P
     for layer, sites in sorted(of_layer.items()):
         alike.setdefault((tuple(sites.items()), plan.sections(layer) if plan else ()), []).append(layer)
     classes = (PlanClass(format_layers(layers), dict(sites), sections) for (sites, sections), layers in alike.items())
-    return Plan(model, None, None, None, tuple(classes))
+    return Plan(model, None, None, None, tuple(classes), plan.prefetch_gib if plan else None)
 
 
 def merged(logs: Iterable[Mapping[Site, Seen]]) -> dict[Site, Seen]:

@@ -258,11 +258,6 @@ class Ranges:
         """Any other name; what is emulated says so by one."""
         return self._named(name)
 
-    def logits(self, num_bytes: int) -> None:
-        """A mark where the output layer has run: ``logits 1048576000``."""
-        with self._named(f"logits {num_bytes}"):
-            pass
-
     def memory(self) -> None:
         """A mark of the device memory that is allocated now: ``memory 123456789``."""
         for listener in self._listeners:

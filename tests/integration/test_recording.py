@@ -98,15 +98,18 @@ def test_what_is_saved_outside_the_layers_has_a_name(
     tokens = {"embedding.word_embeddings/0": 8 * TOKENS}
     mask = {"embedding.embedding_dropout/0": hidden} if "dropout" in flags else {}  # on a CPU as wide as its input
     norm = {f"decoder.final_layernorm/{i}": size for i, size in enumerate((hidden, *2 * [TOKENS * bytes_each]))}
-    # Cross entropy is in fp32; it saves softmax, a mask and the labels as it looks them up.
-    loss = {"output_layer/0": hidden, "loss/0": 4 * TOKENS * VOCABULARY, "loss/1": TOKENS, "loss/2": 8 * TOKENS}
+    # Cross entropy is in fp32; it saves softmax, a mask and the labels as it looks them up. Of 16-bit logits it saves
+    # those, each token's maximum and sum, the labels and a mask.
+    if bytes_each == 4:
+        of_loss = [4 * TOKENS * VOCABULARY, TOKENS, 8 * TOKENS]
+    else:
+        of_loss = [2 * TOKENS * VOCABULARY, 4 * TOKENS, 4 * TOKENS, 8 * TOKENS, TOKENS]
+    loss = {"output_layer/0": hidden, **{f"loss/{i}": size for i, size in enumerate(of_loss)}}
     for rank in range(ranks):
         outside = load_profile(run.directory / f"profile-{rank}.json").outside
         is_first, is_last = rank == 0, rank == ranks - 1
         expected = {**((tokens | mask) if is_first else {}), **((norm | loss) if is_last else {})}
         assert {one.site: one.mib * MIB for one in outside.sites} == expected
-        assert outside.logits_gib * GIB == (TOKENS * VOCABULARY * 2 if is_last and bytes_each == 2 else 0)
-        assert (outside.logits_ms > 0) == is_last
         batch_bytes = 8 * TOKENS if is_first else 0  # between steps the data loader may hold as much
         assert 0 <= sum(expected.values()) - outside.kept_gib * GIB <= batch_bytes
         held = {one.site for one in outside.sites if one.stays == "held"}
@@ -145,12 +148,16 @@ def test_what_is_made_from_what(trainer: Trainer) -> None:
 def test_a_plan_made_from_a_recording_holds_what_was_predicted(
     trainer: Trainer, tmp_path: Path, flags: str, shares: tuple[float, ...]
 ) -> None:
-    """Over a link so slow that it pays to recompute. At the loss nothing differs but a table that recipes read."""
+    """Over a link so slow that it pays to recompute. At the loss nothing differs but a table that recipes read.
+
+    Of 16-bit logits Megatron saves a copy in single precision, and we themselves and two numbers for each token.
+    """
     plain = trainer.unswapped(f"{flags} {STEPS}")
     profile = load_profile(recorded_run(trainer, flags).directory / "profile-0.json")
     profile = replace(profile, link=Link(0.05, 0.05, 0.05, 0.05))
     everything = simulate(profile, empty_plan(profile)).peak_gib
-    assert 0 <= everything * GIB - plain.summary["saved_peak_bytes"] <= ANGLES_BYTES
+    less_bytes = (2 * VOCABULARY - 8) * TOKENS if "--bf16" in flags else 0
+    assert 0 <= everything * GIB + less_bytes - plain.summary["saved_peak_bytes"] <= ANGLES_BYTES
     seen: set[Action] = set()
     for share in shares:
         solution = solve(profile, share * everything)
@@ -161,7 +168,7 @@ def test_a_plan_made_from_a_recording_holds_what_was_predicted(
         measured, predicted = run.summary["saved_peak_bytes"], solution.prediction.peak_gib * GIB
         if solution.prediction.peak_at.startswith("at the loss"):
             assert predicted - measured <= ANGLES_BYTES
-        assert 0.96 * predicted <= measured <= predicted <= share * everything * GIB
+        assert 0.97 * predicted <= measured <= predicted <= share * everything * GIB
         seen.update(action for layer in solution.plan.layers() for action in solution.plan.sites(layer).values())
     assert seen == set(Action)
 

@@ -61,7 +61,7 @@ class Training:
         monkeypatch.setattr(self.auto._stages, "step_ended", self.steps.append)
         self.auto.watch(self.chunk)
 
-    def follow_policy(self) -> None:
+    def follow_policy(self, window_bytes: int | None) -> None:
         self.num_followed += 1
 
     def step(self, gib: float, is_short: bool = False) -> float:

@@ -461,21 +461,6 @@ class TestWindow:
             assert engine.manager._leaving_bytes == 0
             del loss
 
-    def test_the_loss_lends_its_logits_until_they_are_there(self):
-        """The newest copies may still be under way behind the last layer; once there are logits none is."""
-        layers = stack(6)
-        with Engine(layers, range(5), device=LazyDevice()) as engine:
-            manager = engine.manager
-            for lent_bytes in (0, 0, 5 * KIB, 200 * KIB):
-                for _ in range(3):  # it is learned at the end of the next forward, and lent in the one after that
-                    loss = loss_of(forward(layers, batch()))
-                    leaving_bytes = manager._leaving_bytes
-                    manager.logits_made(lent_bytes)
-                    assert manager._leaving_bytes == 0
-                    loss.backward()
-                assert leaving_bytes <= lent_bytes
-                assert (leaving_bytes > 0) == (lent_bytes > 100 * KIB), "a storage goes as a whole"
-
     def test_a_storage_that_a_staying_layer_saves_twice_claims_its_memory_once_and_anew_in_the_next(self):
         layers = stack(6)
         with Engine(layers, range(3), device=LazyDevice()) as engine:

@@ -50,14 +50,17 @@ MAKES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def run(make: Callable[[], nn.Module], policy: Policy, steps: Sequence[Step] = TWO) -> tuple[Recording, Result]:
+def run(
+    make: Callable[[], nn.Module], policy: Policy, steps: Sequence[Step] = TWO, window_bytes: int | None = None
+) -> tuple[Recording, Result]:
     """Two recorded steps behind two others; what comes back counts from its allocation, as on a device."""
     layers, observer = stack(NUM_LAYERS, make), Observer()
     observer.context(layers)  # parameters do not count
     in_pipeline = steps != TWO
     with Engine(
-        layers, observer=observer, policy=policy, recorded=True, from_use=False, ends_in_loss=not in_pipeline
-    ) as engine:
+        layers, observer=observer, policy=policy, recorded=True, from_use=False, ends_in_loss=not in_pipeline,
+        window_bytes=window_bytes,
+    ) as engine:  # fmt: skip
         assert engine.recorder is not None
         if isinstance(layers[0], Rotary):
             telling(engine, layers)
@@ -144,7 +147,8 @@ def carried_out(profile: Profile, plan: Plan, make: str, steps: Sequence[Step]) 
 
     In forward what is recomputed is predicted to stay until the layer's end; some of it is gone before.
     """
-    recording, result = run(MAKES[make], PlanPolicy(plan), steps)
+    window_bytes = None if plan.prefetch_gib is None else int(plan.prefetch_gib * GIB)
+    recording, result = run(MAKES[make], PlanPolicy(plan), steps, window_bytes)
     assert result.same_as(train_step(stack(NUM_LAYERS, MAKES[make]), steps))
     prediction = simulate(profile, plan)
     over_bytes = (prediction.peak_gib - profile.static_gib) * GIB - device_peak_bytes(recording)

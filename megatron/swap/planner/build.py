@@ -275,8 +275,6 @@ def _outside(
     kept_bytes = [
         end if has_loss else max(0, end - begin) for one in read.steps for begin, end in one.kept_bytes.get(chunk, ())
     ]
-    logits_ms = _median([ms for one in steps for ms in one.logits_ms]) if has_loss else 0.0
-    logits_bytes = [size for one in read.steps for size in one.logits_bytes] if has_loss else []
     loss_bytes = [peak for one in read.steps for peak in one.loss_peak_bytes] if has_loss else []
     return Outside(
         forward_ms=max(0.0, forward_ms),
@@ -284,8 +282,6 @@ def _outside(
         optimizer_ms=max(0.0, rest_ms),
         kept_gib=max(kept_bytes, default=0) / GIB,
         peak_gib=max(loss_bytes, default=0) / GIB,
-        logits_ms=min(max(0.0, logits_ms), max(0.0, forward_ms)),
-        logits_gib=min(max(logits_bytes, default=0), max(loss_bytes, default=0)) / GIB,
         sites=_outside_sites([one for one in saved if one.chunk == chunk], min_mib),
     )
 

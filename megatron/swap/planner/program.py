@@ -68,7 +68,7 @@ class Windows:
 def bound_windows(profile: Profile) -> Windows:
     """Windows that no execution exceeds: with them the optimum is a bound.
 
-    Without a pipeline forward ends in the logits, where every copy out is over, and copies in begin with backward. In a
+    Without a pipeline forward ends in the loss, where every copy out is over, and copies in begin with backward. In a
     pipeline copies of one micro-batch hide behind others, and backward may overtake a copy: nothing is assumed.
     """
     if profile.pipeline.size > 1:
@@ -76,7 +76,7 @@ def bound_windows(profile: Profile) -> Windows:
     first = profile.of_layer(profile.chunks[0][0])
     begin = min((site.saved_at_ms for site in first.sites), default=0.0)
     return Windows(
-        sum(len(entry.layers) * entry.forward_ms for entry in profile.layers) - begin + profile.outside.logits_ms,
+        sum(len(entry.layers) * entry.forward_ms for entry in profile.layers) - begin,
         sum(len(entry.layers) * entry.backward_ms for entry in profile.layers),
     )
 

@@ -21,7 +21,7 @@ from megatron.swap.planner.profile import (
     Section,
     SiteProfile,
 )
-from megatron.swap.types import GIB, MIB, UsageError
+from megatron.swap.types import GIB, LOSS_ROWS, MIB, UsageError
 
 BYTES = 2
 """Of bf16."""
@@ -283,31 +283,30 @@ def shape_profile(
 def _outside(
     model: Model, gpu: Gpu, has_input: bool, has_loss: bool, layers_ms: float, optimizer_ms: float
 ) -> Outside:
-    """Final norm, logits and cross entropy: bf16 logits become fp32, which are exponentiated in place.
+    """Final norm, logits and cross entropy, which keeps the logits and works on parts (``cross_entropy.py``).
 
     The embedding saves token numbers, which the batch holds anyway. The model's frames hold the final norm's output,
-    which the output layer saves, until forward ends; the bf16 logits as well, but those nobody saves.
+    which the output layer saves, and the logits until forward ends.
     """
     size, sites, loss_ms = _sizes(model), [], 0.0
     outside = Outside(0.0, 0.0, optimizer_ms, 0.0, 0.0)
     if has_loss:
         logits = size.tokens * model.padded_vocab_size / model.tensor_parallel
         flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
-        entropy_ms, gradient_ms = 32 * logits / (gpu.memory_gb_s * 1e6), 16 * logits / (gpu.memory_gb_s * 1e6)
+        part = 4 * logits / max(1, size.tokens // LOSS_ROWS)
+        entropy_ms, gradient_ms = 20 * logits / (gpu.memory_gb_s * 1e6), 28 * logits / (gpu.memory_gb_s * 1e6)
         loss_ms = 3 * flops + entropy_ms + gradient_ms
         sites = [
             OutsideSite("decoder.final_layernorm/0", size.sharded / MIB, loss_ms),
             OutsideSite("output_layer/0", size.sharded / MIB, entropy_ms + gradient_ms, "held"),
-            OutsideSite("loss/0", 4 * logits / MIB, 0.0),
+            OutsideSite("loss/0", 2 * logits / MIB, 0.0, "held"),
         ]
         outside = Outside(
             forward_ms=flops + entropy_ms,
             backward_ms=2 * flops + gradient_ms,
             optimizer_ms=optimizer_ms,
-            kept_gib=(2 * size.sharded + 4 * logits) / GIB,
-            peak_gib=(2 * size.sharded + 6 * logits) / GIB,
-            logits_ms=flops,
-            logits_gib=2 * logits / GIB,
+            kept_gib=(2 * size.sharded + 2 * logits) / GIB,
+            peak_gib=(2 * size.sharded + 2 * logits + part) / GIB,
         )
     if has_input:
         sites.insert(0, OutsideSite("embedding.word_embeddings/0", 8 * size.tokens / MIB, layers_ms + loss_ms, "held"))
@@ -335,8 +334,6 @@ def outside_scaled(outside: Outside, forward: float, backward: float, mib: float
         backward_ms=outside.backward_ms * backward,
         kept_gib=outside.kept_gib * mib,
         peak_gib=outside.peak_gib * mib,
-        logits_ms=outside.logits_ms * forward,
-        logits_gib=outside.logits_gib * mib,
         sites=tuple(replace(site, mib=site.mib * mib, idle_ms=site.idle_ms * backward) for site in outside.sites),
     )
 

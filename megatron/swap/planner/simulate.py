@@ -106,6 +106,13 @@ class _Group:
     """Last one first, as ``Group.in_backward_order``; those that were asked for are gone from it."""
 
 
+def _window_groups(plan: Plan, largest_mib: float) -> int:
+    """``SwapManager._window_groups``."""
+    if not largest_mib:
+        return 0
+    return 1 if plan.prefetch_gib is None else int(plan.prefetch_gib * MIB_PER_GIB / largest_mib)
+
+
 class _Step:
     """Plays ``num_micro_batches``; the fields without underscore are the result."""
 
@@ -132,14 +139,15 @@ class _Step:
             ends_in_loss = profile.has_loss and number == len(chunks) - 1
             self._place.update(zip(chunk, places([plan.swaps_layer(n) for n in chunk], ends_in_loss), strict=True))
         # The manager learns the largest group in the first forward: as soon as it knows one, it keeps the tail.
-        self._window_mib = 0.0
+        largest_mib = 0.0
         for layer in (layer for chunk in chunks for layer in chunk):
-            if not self._place[layer].is_tail(1 if self._window_mib else 0):
-                self._window_mib = max(self._window_mib, self._scripts[layer].swapped_mib)
-        self._window_groups = 1 if self._window_mib else 0
+            if not self._place[layer].is_tail(_window_groups(plan, largest_mib)):
+                largest_mib = max(largest_mib, self._scripts[layer].swapped_mib)
+        self._window_groups = _window_groups(plan, largest_mib)
+        self._window_mib = largest_mib if plan.prefetch_gib is None else plan.prefetch_gib * MIB_PER_GIB
         self._lends_mib = {layer: self._lent_by(layer) for layer in self._scripts}
         self._lent_after = {
-            layer: sum(self._lends_mib[after] for after in chunk[i + 1 :]) + self._lent_by_loss(layer)
+            layer: sum(self._lends_mib[after] for after in chunk[i + 1 :])
             for chunk in chunks for i, layer in enumerate(chunk)
         }
         units = schedule(num_micro_batches, size, rank, len(chunks))
@@ -165,10 +173,6 @@ class _Step:
             if action is Action.KEEP or (tail and action is Action.SWAP)
         )
 
-    def _lent_by_loss(self, layer: int) -> float:
-        """The logits, until they are there; behind layers of the chunk that makes them."""
-        return self._profile.outside.logits_gib * MIB_PER_GIB if self._place[layer].ends_in_loss else 0.0
-
     # ------------------------------------------------------------------ forward
 
     def _forward(self, unit: Unit, chunk: tuple[int, ...]) -> None:
@@ -179,10 +183,7 @@ class _Step:
         for layer in chunk:
             self._forward_layer(layer, unit.micro_batch, run)
         if self._profile.has_loss and unit.chunk == len(self._profile.chunks) - 1:
-            self._now += outside.logits_ms
-            self._note(f"at the logits, micro-batch {unit.micro_batch}", outside.logits_gib * MIB_PER_GIB)
-            self._release_above(0.0)
-            self._now += outside.forward_ms - outside.logits_ms
+            self._now += outside.forward_ms
             self._note(f"at the loss, micro-batch {unit.micro_batch}", outside.peak_gib * MIB_PER_GIB)
         if unit.chunk == self._outside_chunk:
             self._mib += outside.kept_gib * MIB_PER_GIB
@@ -199,7 +200,7 @@ class _Step:
         group = self._youngest = _Group(place, run, self._lends_mib[layer])
         self._groups[layer, micro_batch] = group
         keeps_all = place.is_tail(self._window_groups)
-        self._unclaimed_mib = group.lends_mib
+        self._unclaimed_mib = group.lends_mib if place.lends_own else 0.0
         waited += self._release(layer)
         pending: list[_Storage] = []
         pending_mib = recomputed_mib = 0.0
@@ -250,9 +251,6 @@ class _Step:
         allowed = self._lent_after[layer] + self._unclaimed_mib
         if not self._place[layer].ends_in_loss:
             allowed += self._window_mib
-        return self._release_above(allowed)
-
-    def _release_above(self, allowed: float) -> float:
         waited = 0.0
         while self._leaving_mib > allowed + 1e-6 and self._leaving[0].group is not self._youngest:
             storage = self._leaving.popleft()

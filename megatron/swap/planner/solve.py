@@ -117,16 +117,21 @@ class _Search:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._program = Program(profile)
-        self._found: dict[Assignment, tuple[Plan, Prediction]] = {}
+        self._found: dict[Assignment, list[tuple[Plan, Prediction]]] = {}
         self._nothing = [Counts({}, {}, {}) for _ in self._program.blocks]
 
     def fitting(self, budget_gib: float) -> list[tuple[Plan, Prediction]]:
-        """Those within device and host memory, the fastest first; of equal ones, that which moves least."""
+        """Those within device and host memory, each with its best window, the fastest first; of equal ones, that which
+        moves least."""
         host_gib = self._profile.host_gib
-        fitting = [
-            pair for pair in self._found.values()
-            if pair[1].peak_gib <= budget_gib and (host_gib is None or pair[1].host_gib <= host_gib + NEAR_GIB)
-        ]  # fmt: skip
+        fitting = []
+        for found in self._found.values():
+            within = [
+                pair for pair in found
+                if pair[1].peak_gib <= budget_gib and (host_gib is None or pair[1].host_gib <= host_gib + NEAR_GIB)
+            ]  # fmt: skip
+            if within:
+                fitting.append(min(within, key=lambda pair: round(pair[1].step_ms, 3)))
         return sorted(fitting, key=lambda pair: (round(pair[1].step_ms, 3), pair[1].host_gib))
 
     def run(self, budget_gib: float) -> float:
@@ -203,8 +208,9 @@ class _Search:
             assignment = _arrange(self._program.blocks, counts, recompute_last)
             if assignment not in self._found:
                 plan = _to_plan(self._profile, assignment)
-                self._found[assignment] = plan, simulate(self._profile, plan)
-            judged.append(self._found[assignment][1])
+                plans = [plan, *_with_half_a_window(self._profile, plan)]
+                self._found[assignment] = [(one, simulate(self._profile, one)) for one in plans]
+            judged += [prediction for _, prediction in self._found[assignment]]
         return judged
 
 
@@ -265,6 +271,17 @@ def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
         named = tuple(part.name for part in entry.sections if part.name in sections and not _follows(entry, part))
         classes.append(PlanClass(format_layers(layers), sites, named))
     return Plan(profile.model, None, None, None, tuple(classes))
+
+
+def _with_half_a_window(profile: Profile, plan: Plan) -> list[Plan]:
+    """The same plan, with half of the largest layer brought back ahead of its use instead of all: enough for a link
+    that has time in backward. Not in a pipeline, where the next backward may be of another chunk."""
+    swapped = [
+        sum(site.mib or 0.0 for site in entry.sites.values() if site.action == "swap") for entry in plan.classes
+    ]  # fmt: skip
+    if profile.pipeline.size > 1 or not any(swapped):
+        return []
+    return [replace(plan, prefetch_gib=round(max(swapped) / 2048, 6))]
 
 
 def _follows(entry: LayerClass, part: Section) -> bool:

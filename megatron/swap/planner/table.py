@@ -40,6 +40,9 @@ def plan_table(plan: Plan) -> str:
             label = ""
         if label:
             rows.append((label, "(no sites)", "", "keep", ""))
+    if plan.prefetch_gib is not None:
+        size = _size(plan.prefetch_gib * 1024)
+        rows.append(("all", "(prefetch window)", size, "", "most that comes back ahead of its layer's backward"))
     return "\n".join(_aligned(rows, numbers=2))
 
 

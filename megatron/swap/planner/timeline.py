@@ -61,7 +61,6 @@ class Around:
     Attributes:
         forward_ms: of each chunk, without its layers.
         kept_bytes: held outside layers, at the beginning and at the end of each chunk's forward.
-        logits_ms, logits_bytes: from the last layer's end until the output layer has run, and what the logits take.
         loss_ms, loss_peak_bytes: from a chunk's end to its own backward; most in use besides what layers have saved.
         between_ms: from a backward's end to the next forward.
         after_ms: from the last backward to the step's end.
@@ -71,8 +70,6 @@ class Around:
 
     forward_ms: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     kept_bytes: defaultdict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
-    logits_ms: list[float] = field(default_factory=list)
-    logits_bytes: list[int] = field(default_factory=list)
     loss_ms: list[float] = field(default_factory=list)
     loss_peak_bytes: list[int] = field(default_factory=list)
     between_ms: list[float] = field(default_factory=list)
@@ -110,7 +107,6 @@ class Timeline:
         self._backward: Pass | None = None
         self._moment: Moment = (What.BACKWARD_BEGIN, "")
         self._begin_ms = self._chunk_ms = self._layers_ms = 0.0
-        self._forward_end_ms: float | None = None
         self._step_ms: float | None = None
         self._backward_end_ms: float | None = None
         self._chunk_end_ms: float | None = None
@@ -207,11 +203,6 @@ class Timeline:
                 self._around.forward_ms[event.chunk].append(now_ms - self._chunk_ms - self._layers_ms)
                 self._around.kept_bytes[event.chunk].append((self._kept_before_bytes, self._kept_bytes(event)))
                 self._chunk_end_ms = now_ms
-            case What.LOGITS:
-                if self._forward_end_ms is not None:
-                    self._around.logits_ms.append(now_ms - self._forward_end_ms)
-                    self._around.logits_bytes.append(event.num_bytes)
-                    self._forward_end_ms = None
             case What.FORWARD_BEGIN:
                 assert event.run is not None
                 self._forward = self._of[event.run] = Pass(event.run)
@@ -251,7 +242,6 @@ class Timeline:
         one = self._forward
         assert one is not None
         one.forward_ms = now_ms - self._begin_ms
-        self._forward_end_ms = now_ms
         one.forward_peak_bytes = max(0, self._top_bytes - self._saved_bytes)
         self._layers_ms += one.forward_ms
         self._forward, self._last_forward = None, one

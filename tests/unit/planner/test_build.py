@@ -223,16 +223,6 @@ class TestALayer:
         (entry,) = built(script.note(What.STEP).recording, 2).layers
         assert entry.forward_peak_mib == 10
 
-    def test_the_logits_are_there_before_the_loss(self) -> None:
-        """Only the first time that the output layer runs counts: the others predict tokens further away."""
-        script, layer = Script(), Layer(0)
-        layer.forward(script.note(What.STEP).note(What.CHUNK_BEGIN).after(3))
-        script.after(1.5).note(What.LOGITS, num_bytes=20 * MIB).after(2).note(What.LOGITS, num_bytes=21 * MIB)
-        layer.backward(script.after(0.5).blip(50).note(What.CHUNK_END))
-        outside = built(script.note(What.STEP).recording).outside
-        assert (outside.forward_ms, outside.logits_ms) == (7, 1.5)
-        assert (outside.logits_gib, outside.peak_gib) == (20 / 1024, 50 / 1024)
-
     @pytest.mark.parametrize("table_stays", [None, True, False], ids=["alone", "beside a table", "what may go"])
     def test_what_is_made_on_the_way_is_the_sections(self, table_stays: bool | None) -> None:
         """Two sites of 30 MiB, both made from 40 MiB that nobody saves, which take 4 ms.

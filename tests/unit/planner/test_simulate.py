@@ -66,18 +66,6 @@ class TestByHand:
         assert told.step_ms == pytest.approx(24 + 25)
         assert told.timeline[3][1] == gib(300)
 
-    def test_the_loss_lends_its_logits_until_they_are_there(self) -> None:
-        """The copy out of the test above, which ends at 21 ms: compute waits at 12 instead of at 7."""
-        outside = Outside(6.0, 0.0, 0.0, 0.0, 1.0, logits_ms=4.0, logits_gib=100 / 1024)
-        of = profile([ONE], gb_s=GB_S / 20, outside=outside)
-        what = {(0,): {"a/0": "swap"}}
-        told = simulate(of, plan(of, what))
-        assert told.out_stall_ms == pytest.approx(9)
-        assert told.timeline[3][1] == gib(400)
-        assert (told.peak_gib, told.peak_at) == (gib(300 + 1024), "at the loss, micro-batch 0")
-        smaller = replace(of, outside=replace(of.outside, logits_gib=99 / 1024))
-        assert simulate(smaller, plan(smaller, what)).out_stall_ms == pytest.approx(14), "a storage is lent for or not"
-
     def test_speed_does_not_change_the_peak(self) -> None:
         slow, fast = (profile([ONE], gb_s=GB_S * speed) for speed in (0.01, 10))
         for layers in ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3)):
@@ -262,8 +250,6 @@ class Played:
             self._manager.end_forward(groups[layer])
             del tensor, frame
             self.levels.append(self._level())
-        self._manager.logits_made(int(self._of.outside.logits_gib * 1024 * KIB))
-        assert not self._manager._leaving
         for layer in reversed(range(len(self._places))):
             self._manager.begin_backward(groups[layer])
             while self._saved[layer]:
@@ -293,16 +279,14 @@ def test_the_simulator_holds_what_the_manager_holds(seed: int, monkeypatch: pyte
     """At every layer boundary of forward and backward, for layers that swap all, nothing, or a part."""
     monkeypatch.setattr(manager_module, "COMMIT_BYTES", 16 * KIB)
     source = random.Random(seed)
-    num_layers, num_sites = source.randint(2, 7), source.randint(1, 4)
+    num_layers, num_sites = source.randint(2, 10), source.randint(1, 4)
     entry = random_class(source, tuple(range(num_layers)), num_sites)
     # Backward asks for what was saved last first, and is through with it at once: as the manager is played here.
     sites = tuple(
         site(one.site, one.mib, one.saved_at_ms, num_sites - i, num_sites - i + 0.5)  # nothing is held by others
         for i, one in enumerate(entry.sites)
     )
-    logits_gib = source.choice([0.0, 0.1, 0.4])
-    outside = Outside(1.0, 1.0, 0.0, 0.0, logits_gib, logits_ms=0.5, logits_gib=logits_gib)
-    of = profile([replace(entry, sites=sites, sections=(), backward_ms=num_sites + 1.0)], outside=outside)
+    of = profile([replace(entry, sites=sites, sections=(), backward_ms=num_sites + 1.0)])
     style = source.choice(["all or nothing", "a part", "anything"])
     part = [source.random() < 0.5 for _ in sites]
     classes = {}
