@@ -286,7 +286,7 @@ def _outside(
     """Final norm, logits and cross entropy, which keeps the logits and works on parts (``cross_entropy.py``).
 
     The embedding saves token numbers, which the batch holds anyway. The model's frames hold the final norm's output,
-    which the output layer saves, and the logits until forward ends.
+    which the output layer saves, until forward ends.
     """
     size, sites, loss_ms = _sizes(model), [], 0.0
     outside = Outside(0.0, 0.0, optimizer_ms, 0.0, 0.0)
@@ -299,7 +299,7 @@ def _outside(
         sites = [
             OutsideSite("decoder.final_layernorm/0", size.sharded / MIB, loss_ms),
             OutsideSite("output_layer/0", size.sharded / MIB, entropy_ms + gradient_ms, "held"),
-            OutsideSite("loss/0", 2 * logits / MIB, 0.0, "held"),
+            OutsideSite("loss/0", 2 * logits / MIB, 0.0),
         ]
         outside = Outside(
             forward_ms=flops + entropy_ms,
