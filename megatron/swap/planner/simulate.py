@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 
 from megatron.swap.plan import Plan
 from megatron.swap.planner.assignment import LayerScript, scripts
@@ -144,7 +145,8 @@ class _Step:
             if not self._place[layer].is_tail(_window_groups(plan, largest_mib)):
                 largest_mib = max(largest_mib, self._scripts[layer].swapped_mib)
         self._window_groups = _window_groups(plan, largest_mib)
-        self._window_mib = largest_mib if plan.prefetch_gib is None else plan.prefetch_gib * MIB_PER_GIB
+        self._chosen_window_mib = inf if plan.prefetch_gib is None else plan.prefetch_gib * MIB_PER_GIB
+        self._window_mib = largest_mib if plan.prefetch_gib is None else self._chosen_window_mib
         self._lends_mib = {layer: self._lent_by(layer) for layer in self._scripts}
         self._lent_after = {
             layer: sum(self._lends_mib[after] for after in chunk[i + 1 :])
@@ -366,7 +368,7 @@ class _Step:
             allowed = max(0.0, allowed - kept_between_mib)
         if self._current is not None and self._current.run is group.run:
             allowed += max(0.0, group.run.kept_over_mib - self._current.mib)
-        return allowed
+        return min(allowed, 2 * self._chosen_window_mib)
 
     def _note(self, where: str, more_mib: float = 0.0) -> None:
         if self._mib + more_mib > self.peak_mib + 1e-6:

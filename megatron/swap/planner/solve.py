@@ -17,12 +17,17 @@ from megatron.swap.planner.program import (
     search_windows,
     step_factor,
 )
-from megatron.swap.planner.simulate import Prediction, simulate
+from megatron.swap.planner.simulate import MIB_PER_GIB, Prediction, simulate
 
 MAX_ROUNDS = 7
 """How often the program is corrected by what the simulator says."""
-SHARES = (1.0, 0.6, 0.3, 0.0)
-"""Of the windows: what is brought back early takes memory too, so that less swapping may fit where more does not."""
+PASSES: tuple[tuple[float, tuple[float, ...]], ...] = ((1.0, ()), (1.0, (1.0, 0.5)), (0.3, ()), (0.0, ()))
+"""Shares of the program's windows: what is brought back early takes memory too, so that less swapping may fit where
+more does not. With each the prefetch windows that are chosen, in largest layers; none: the engine's own.
+
+A chosen window lets no more than twice itself come ahead: that helps where memory is short in backward, and hurts where
+the link is busy then. Not in a pipeline, where the next backward may be of another chunk.
+"""
 NEAR_BOUND = 1.001
 """Close enough to the lower bound to stop."""
 NEAR_MS = 0.05
@@ -68,11 +73,16 @@ def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
         raise _infeasible(profile, budget_gib)
     bound = min(bound, fitting[0][1].step_ms)
     name = sha256(profile)
+    best: list[tuple[Plan, Prediction]] = []
+    for plan, prediction in fitting:
+        # Of plans that differ in their window alone one is enough.
+        if len(best) < max_plans and all(plan.classes != other.classes for other, _ in best):
+            best.append((plan, prediction))
     plans = tuple(
         replace(plan, budget_gib=budget_gib, profile_sha256=name, predicted=_predicted(prediction, bound))
-        for plan, prediction in fitting[:max_plans]
+        for plan, prediction in best
     )
-    return Solution(plans, tuple(prediction for _, prediction in fitting[:max_plans]), bound)
+    return Solution(plans, tuple(prediction for _, prediction in best), bound)
 
 
 def curve(profile: Profile, num_points: int = 24) -> list[Solution]:
@@ -117,22 +127,18 @@ class _Search:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._program = Program(profile)
-        self._found: dict[Assignment, list[tuple[Plan, Prediction]]] = {}
+        self._found: dict[tuple[Assignment, float | None], tuple[Plan, Prediction]] = {}
+        self._window_shares: tuple[float, ...] = ()
         self._nothing = [Counts({}, {}, {}) for _ in self._program.blocks]
 
     def fitting(self, budget_gib: float) -> list[tuple[Plan, Prediction]]:
-        """Those within device and host memory, each with its best window, the fastest first; of equal ones, that which
-        moves least."""
+        """Those within device and host memory, the fastest first; of equal ones that which moves least, or holds least."""
         host_gib = self._profile.host_gib
-        fitting = []
-        for found in self._found.values():
-            within = [
-                pair for pair in found
-                if pair[1].peak_gib <= budget_gib and (host_gib is None or pair[1].host_gib <= host_gib + NEAR_GIB)
-            ]  # fmt: skip
-            if within:
-                fitting.append(min(within, key=lambda pair: round(pair[1].step_ms, 3)))
-        return sorted(fitting, key=lambda pair: (round(pair[1].step_ms, 3), pair[1].host_gib))
+        fitting = [
+            pair for pair in self._found.values()
+            if pair[1].peak_gib <= budget_gib and (host_gib is None or pair[1].host_gib <= host_gib + NEAR_GIB)
+        ]  # fmt: skip
+        return sorted(fitting, key=lambda pair: (round(pair[1].step_ms, 3), pair[1].host_gib, pair[1].peak_gib))
 
     def run(self, budget_gib: float) -> float:
         """Simulate plans for ``budget_gib``. Returns the lower bound in ms (infinite where nothing can fit)."""
@@ -144,8 +150,11 @@ class _Search:
         if first is None:
             return float("inf")
         windows = search_windows(profile)
-        for share in SHARES:
-            self._refine(budget_gib, Windows(_part(windows.out_ms, share), _part(windows.in_ms, share)))
+        for share, window_shares in PASSES:
+            if not window_shares or profile.pipeline.size == 1:
+                self._window_shares = window_shares
+                self._refine(budget_gib, Windows(_part(windows.out_ms, share), _part(windows.in_ms, share)))
+                self._window_shares = ()
             fitting = self.fitting(budget_gib)
             if fitting and fitting[0][1].step_ms <= NEAR_BOUND * first.bound_ms:
                 break
@@ -206,11 +215,13 @@ class _Search:
         judged = []
         for recompute_last in orders:
             assignment = _arrange(self._program.blocks, counts, recompute_last)
-            if assignment not in self._found:
-                plan = _to_plan(self._profile, assignment)
-                plans = [plan, *_with_half_a_window(self._profile, plan)]
-                self._found[assignment] = [(one, simulate(self._profile, one)) for one in plans]
-            judged += [prediction for _, prediction in self._found[assignment]]
+            for share in self._window_shares or (None,):
+                if (assignment, share) not in self._found:
+                    plan = _to_plan(self._profile, assignment)
+                    if share is not None:
+                        plan = replace(plan, prefetch_gib=_window_gib(plan, share))
+                    self._found[assignment, share] = plan, simulate(self._profile, plan)
+                judged.append(self._found[assignment, share][1])
         return judged
 
 
@@ -273,15 +284,12 @@ def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
     return Plan(profile.model, None, None, None, tuple(classes))
 
 
-def _with_half_a_window(profile: Profile, plan: Plan) -> list[Plan]:
-    """The same plan, with half of the largest layer brought back ahead of its use instead of all: enough for a link
-    that has time in backward. Not in a pipeline, where the next backward may be of another chunk."""
+def _window_gib(plan: Plan, share: float) -> float | None:
+    """``share`` of what the largest layer swaps; ``None`` where none does."""
     swapped = [
         sum(site.mib or 0.0 for site in entry.sites.values() if site.action == "swap") for entry in plan.classes
     ]  # fmt: skip
-    if profile.pipeline.size > 1 or not any(swapped):
-        return []
-    return [replace(plan, prefetch_gib=round(max(swapped) / 2048, 6))]
+    return round(share * max(swapped, default=0.0) / MIB_PER_GIB, 6) or None
 
 
 def _follows(entry: LayerClass, part: Section) -> bool:
