@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from proof.bench.budgets import Memory, NotReady, resolved
+from proof.bench.losses import REPEAT
 from proof.bench.methods import Method, MethodError, parse_method
 from proof.machine import ROOT
 from proof.rows import PEAKS
@@ -68,8 +69,9 @@ class Case:
         """What its process is told. Raises: as ``flags_of``."""
         num_warm_up = self.num_warm_up_auto if method.searches else self.num_warm_up
         num_steps = num_warm_up + self.num_timed
-        # The losses of all others are compared with the reference's: it goes as far as the longest of them.
-        goes_on = method.name == REFERENCE and num_steps < self.num_steps
+        # The losses of all others are compared with the reference's, by the noise of its repeat: these two go as far as
+        # the longest of them, since noise grows with every step.
+        goes_on = method.name in (REFERENCE, REPEAT) and num_steps < self.num_steps
         return Request(
             flags=self.flags_of(method, memory),
             num_warm_up=num_warm_up,

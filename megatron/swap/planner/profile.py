@@ -220,9 +220,9 @@ class Profile:
     def doubt_gib(self) -> float:
         """Of a budget nobody plans for this: another plan's fragments may be so much more than those that were seen.
 
-        On one H200 0.6 GiB were seen under the plan that holds least, and 0.2 to 1.4 GiB under nine others.
+        On one H200 0.6 GiB were seen under the plan that holds least, and 0.2 to 1.7 GiB under others (docs/log.md).
         """
-        return self.allocator_gib * 4 / 3
+        return 2 * self.allocator_gib
 
     @property
     def chunks(self) -> tuple[tuple[int, ...], ...]:

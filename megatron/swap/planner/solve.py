@@ -132,7 +132,7 @@ class _Search:
         self._nothing = [Counts({}, {}, {}) for _ in self._program.blocks]
 
     def fitting(self, budget_gib: float) -> list[tuple[Plan, Prediction]]:
-        """Those within device and host memory, the fastest first; of equal ones that which moves least, or holds least."""
+        """Those within device and host memory, the fastest first; of equal ones that which moves or holds least."""
         host_gib = self._profile.host_gib
         fitting = [
             pair for pair in self._found.values()
