@@ -160,3 +160,9 @@ def test_the_kinds_that_have_to_tell(folder: Path) -> None:
     assert unfused == tuple(kind for kind in PRODUCERS if kind != "activation")
     save_plan(replace(PLAN, classes=(PlanClass("2", {"mlp/0": SitePlan("swap")}),)), "plan.json")
     assert kinds("--swap-plan plan.json") == ()
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("", 0.75), ("--swap-prefetch-gib 2", 2.0)])
+def test_the_window_is_the_plans_unless_the_user_says_another(folder: Path, flags: str, expected: float) -> None:
+    save_plan(replace(PLAN, prefetch_gib=0.75), "plan.json")
+    assert swap_config(parsed(f"--swap-plan plan.json {flags}")).prefetch_gib == expected

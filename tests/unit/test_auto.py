@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from megatron.swap.auto import AutoPlan
 from megatron.swap.config import SwapConfig
 from megatron.swap.footprint import FootprintMeter
+from megatron.swap.plan import Plan
 from megatron.swap.stages import Step
 from megatron.swap.types import GIB
 from tests.lazy_device import LazyDevice
@@ -56,6 +58,7 @@ class Training:
         unused: Any = None
         recorder: Any = SimpleNamespace(on=False)
         self.num_followed = 0
+        self.windows: list[int | None] = []
         boundaries: Any = SimpleNamespace(follow_policy=self.follow_policy)
         self.auto.begin(boundaries, device, unused, recorder, FootprintMeter(), 0, lambda: 1, GIB, device.taken)
         monkeypatch.setattr(self.auto._stages, "step_ended", self.steps.append)
@@ -63,6 +66,7 @@ class Training:
 
     def follow_policy(self, window_bytes: int | None) -> None:
         self.num_followed += 1
+        self.windows.append(window_bytes)
 
     def step(self, gib: float, is_short: bool = False) -> float:
         """The peak that it is judged by."""
@@ -103,6 +107,17 @@ def test_what_an_evaluation_did_not_take_is_not_given_back(monkeypatch: pytest.M
     training.step(10.0)
     training.step(10.0)
     assert training.device.num_given_back == 1
+
+
+@pytest.mark.parametrize(("users", "plans", "expected"), [(None, None, None), (None, 0.75, 0.75), (2.0, 0.75, 2.0)])
+def test_a_plans_window_is_followed_unless_the_user_chose_one(
+    users: float | None, plans: float | None, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(CachingDevice(), monkeypatch)
+    training.auto._config = replace(training.auto._config, prefetch_gib=users)
+    training.auto._stages.plan = Plan(model(8), None, None, None, (), plans)
+    training.step(10.0, is_short=True)
+    assert training.windows == [None if expected is None else int(expected * GIB)]
 
 
 def test_what_building_the_model_took_is_not_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def test_a_plan_round_trips_exactly(tmp_path_factory: Any, entries: list, budget
         PlanClass(format_layers(layers[i * size : (i + 1) * size]), sites, data.draw(st.sampled_from([(), ("mlp",)])))
         for i, sites in enumerate(entries)
     )
-    plan = replace(PLAN, budget_gib=budget, classes=classes)
+    plan = replace(PLAN, budget_gib=budget, classes=classes, prefetch_gib=data.draw(st.none() | st.floats(1e-6, 1e3)))
     path = written(tmp_path_factory.mktemp("plan"), plan=plan)
     assert load_plan(path) == plan
     first = path.read_text()
@@ -162,3 +162,14 @@ def test_a_plan_for_another_model_is_refused_with_every_difference() -> None:
 @given(st.sets(st.integers(0, 200), min_size=1))
 def test_layers_round_trip(layers: set[int]) -> None:
     assert parse_layers(format_layers(sorted(layers))) == tuple(sorted(layers))
+
+
+@pytest.mark.parametrize("given", [0, -1.5])
+def test_a_window_of_nothing_is_refused(tmp_path: Path, given: float) -> None:
+    path = written(tmp_path, lambda value: value.update(prefetch_gib=given))
+    with pytest.raises(UsageError, match=rf"plan.json: prefetch_gib: {given} is given; it must be above 0"):
+        load_plan(path)
+
+
+def test_a_plan_from_before_windows_has_the_engines(tmp_path: Path) -> None:
+    assert load_plan(written(tmp_path, lambda value: value.pop("prefetch_gib"))).prefetch_gib is None

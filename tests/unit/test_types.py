@@ -62,3 +62,8 @@ class TestPlaces:
         here = places([True, False, True, True], ends_in_loss=True)
         assert [place.num_after for place in here] == [3, 2, 1, 0]
         assert [place.is_tail(9) for place in here] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("num_layers", "lends"), [(1, True), (7, True), (8, False), (96, False)])
+def test_layers_of_deep_chunks_lend_nothing_while_they_run(num_layers: int, lends: bool) -> None:
+    assert {place.lends_own for place in places([False] * num_layers, ends_in_loss=True)} == {lends}
