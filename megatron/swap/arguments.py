@@ -107,15 +107,11 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
     """
     auto = _wants_auto(args)
     _check_one_way(args, auto)
-    plan = None if args.swap_plan is None else _plan(args)
-    prefetch_gib = args.swap_prefetch_gib
-    if prefetch_gib is None and plan is not None:
-        prefetch_gib = plan.prefetch_gib
     config = SwapConfig(
         layers=parse_layers(args.swap_layers, args.num_layers),
         modules=tuple(args.swap_modules),
         recompute=tuple(dict.fromkeys(args.swap_recompute)),
-        plan=plan,
+        plan=None if args.swap_plan is None else _plan(args),
         auto=auto,
         memory_gib=args.swap_memory_gib,
         memory_fraction=args.swap_memory_fraction,
@@ -125,7 +121,7 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         min_mib=args.swap_min_mib,
         host_gib=args.swap_host_gib,
         host_unchecked=args.swap_host_unchecked,
-        prefetch_gib=prefetch_gib,
+        prefetch_gib=args.swap_prefetch_gib,
         verify=args.swap_verify,
         summary=args.swap_summary,
         profile=args.swap_profile,

@@ -177,7 +177,7 @@ class AutoPlan:
             self._follow(stages.plan)
         elif self.policy.is_short:
             self.policy.is_short = False
-            self._boundaries.follow_policy(self._window_bytes(stages.plan))
+            self._boundaries.follow_policy(self._config.window_bytes(stages.plan))
             self._device.give_back()
         if stages.recording and not self._recorder.on:
             self._recorded = Footprint(())
@@ -190,18 +190,11 @@ class AutoPlan:
     def _follow(self, plan: Plan | None) -> None:
         """The next step follows ``plan``; what the allocator holds for the last one goes back."""
         self.policy.follow(self._safe if plan is None else PlanPolicy(plan), plan is not None and not moves(plan))
-        self._boundaries.follow_policy(self._window_bytes(plan))
+        self._boundaries.follow_policy(self._config.window_bytes(plan))
         expected = self._stages.expected
         self._footprint.expect(None if expected is None else expected.measured.footprint, 1 + DRIFT, self._is_larger)
         self._clock.forget()
         self._device.give_back()
-
-    def _window_bytes(self, plan: Plan | None) -> int | None:
-        """The user's, else the plan's."""
-        gib = self._config.prefetch_gib
-        if gib is None and plan is not None:
-            gib = plan.prefetch_gib
-        return None if gib is None else int(gib * GIB)
 
     def _peak_gib(self) -> float:
         """Most that the device had to hold: what its allocator has reserved, since it gives nothing back in a step."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.swap.plan import Plan
-from megatron.swap.types import PRODUCERS, UsageError
+from megatron.swap.types import GIB, PRODUCERS, UsageError
 
 LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
 LOG_LEVELS = ("quiet", "info", "debug")
@@ -74,6 +74,13 @@ class SwapConfig:
     def acts(self) -> bool:
         """Whether anything happens to what autograd saves."""
         return bool(self.layers or self.recompute or self.plan is not None or self.auto)
+
+    def window_bytes(self, plan: Plan | None) -> int | None:
+        """Most that comes back ahead of its use: the user's choice, else that of ``plan``; ``None``: the engine's."""
+        gib = self.prefetch_gib
+        if gib is None and plan is not None:
+            gib = plan.prefetch_gib
+        return None if gib is None else int(gib * GIB)
 
     def budget_gib(self, device_gib: float) -> float:
         """Most device memory in GiB that a step may take, on a device that has ``device_gib``.

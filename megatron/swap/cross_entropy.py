@@ -19,7 +19,7 @@ from megatron.swap import loss_kernels
 from megatron.swap.types import LOSS_ROWS
 
 OURS = 2
-"""What refers to the logits' storage in backward unless others hold them: the saved alias, and its Python object."""
+"""What refers to the logits' storage in backward unless another tensor does: the saved alias, and its Python object."""
 
 Function = Callable[..., torch.Tensor]
 
@@ -47,7 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:
         rows = logits.view(-1, logits.size(-1))
         first_word = torch.distributed.get_rank(group) * rows.size(-1)
-        word = target.reshape(-1) - first_word
+        word = target.reshape(-1).long() - first_word  # the kernels take no other integers
         elsewhere = (word < 0) | (word >= rows.size(-1))
         word.masked_fill_(elsewhere, 0)
 

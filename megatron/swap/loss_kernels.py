@@ -1,7 +1,8 @@
 """What cross entropy does with each logit, in one pass over them: CUDA, compiled by torch when first used.
 
 ``cross_entropy.py`` does the same in passes of torch's own kernels where this does not apply. Both are equal to the
-bit: the same operations on each element in the same order, ``expf`` and division as torch compiles them.
+bit: the same operations on each element in the same order, ``expf`` and division as torch compiles them. What torch
+needs for compiling (NVRTC, which comes with it, and a CUDA toolkit's headers) may be missing: a warning says so.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _compiled(device: torch.device) -> Kernels | None:
     try:
         with torch.cuda.device(device):
             made = [torch.cuda._compile_kernel(SOURCE, name) for name in Kernels._fields]
-    except (AttributeError, OSError, RuntimeError) as error:
+    except (AttributeError, ImportError, OSError, RuntimeError) as error:
         warnings.warn(f"the loss takes torch's own kernels, which are slower: {error}", stacklevel=2)
         return None
     return Kernels(*(functools.partial(_launch, kernel) for kernel in made))

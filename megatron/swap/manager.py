@@ -397,7 +397,7 @@ class SwapManager:
             allowed_bytes = max(0, allowed_bytes - kept_between_bytes)
         if current is not None and current.run is group.run:
             allowed_bytes += max(0, group.run.over_bytes - current.num_bytes)
-        # Who chooses a window has time for copies in backward: memory that falls leaves room for fragments.
+        # A window that is chosen is to save memory: it falls through backward, and leaves room for fragments.
         return allowed_bytes if self._window_bytes is None else min(allowed_bytes, 2 * self._window_bytes)
 
     def _check(self, handle: Handle) -> None:

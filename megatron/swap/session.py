@@ -184,7 +184,7 @@ class SwapSession:
         pool = HostPool(limit_bytes=self._host_limit_bytes, pinned=on_gpu)
         pool.book(self._least_bytes())
         self._tier = HostTier(pool)
-        window_bytes = None if config.prefetch_gib is None else int(config.prefetch_gib * GIB)
+        window_bytes = config.window_bytes(config.plan)
         self._manager = SwapManager(
             self._device, self._tier, self._policy.without_recipe, window_bytes, config.verify, self._ranges
         )

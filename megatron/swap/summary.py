@@ -184,9 +184,10 @@ def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_by
     layers = config.layers if plan is None else frozenset(filter(plan.swaps_layer, plan.layers()))
     last = places([layer in layers for layer in range(num_layers)], ends_in_loss=True)[-1]
     tail = range(num_layers - last.num_tail(window_groups=1), num_layers)
-    window = "as large as one layer" if config.prefetch_gib is None else f"{config.prefetch_gib:g} GiB"
+    window_bytes = config.window_bytes(plan)
+    window = "as large as one layer" if window_bytes is None else format_bytes(window_bytes)
     modules = " ".join(config.modules) or ("all modules" if plan is None else "the sites that the plan names")
-    stay = layer_ranges(tail) if config.prefetch_gib is None else f"{num_layers - 1} and what fits the prefetch window"
+    stay = layer_ranges(tail) if window_bytes is None else f"{num_layers - 1} and what fits the prefetch window"
     rows = [
         ("swapped", f"layers {layer_ranges(layers)} of {num_layers}: {modules}"),
         ("of these stay", f"{stay}: backward wants them first" if tail else "none"),

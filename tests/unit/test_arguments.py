@@ -10,7 +10,7 @@ import pytest
 
 from megatron.swap.arguments import add_swap_args, device_memory_gib, recompute_kinds, swap_config
 from megatron.swap.plan import Model, Plan, PlanClass, SitePlan, save_plan
-from megatron.swap.types import PRODUCERS, UsageError
+from megatron.swap.types import GIB, PRODUCERS, UsageError
 
 MODEL = Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
 PLAN = Plan(MODEL, None, None, None, (PlanClass("0-1", {"mlp/0": SitePlan("swap"), "norm/0": SitePlan("recompute")}),))
@@ -165,4 +165,5 @@ def test_the_kinds_that_have_to_tell(folder: Path) -> None:
 @pytest.mark.parametrize(("flags", "expected"), [("", 0.75), ("--swap-prefetch-gib 2", 2.0)])
 def test_the_window_is_the_plans_unless_the_user_says_another(folder: Path, flags: str, expected: float) -> None:
     save_plan(replace(PLAN, prefetch_gib=0.75), "plan.json")
-    assert swap_config(parsed(f"--swap-plan plan.json {flags}")).prefetch_gib == expected
+    config = swap_config(parsed(f"--swap-plan plan.json {flags}"))
+    assert config.window_bytes(config.plan) == expected * GIB

@@ -133,7 +133,7 @@ def test_the_table_at_the_start_names_layers_tail_and_memory():
     for word in ("0-23 of 24", "all modules", "22-23", "512 MiB", "4.00 GiB"):
         assert word in text
     narrow = start_table(SwapConfig(layers=frozenset({0, 1}), modules=("mlp",), prefetch_gib=2), 24, 0, MIB)
-    for word in ("0-1 of 24", "mlp", "none", "2 GiB"):
+    for word in ("0-1 of 24", "mlp", "none", "2.00 GiB"):
         assert word in narrow
     model = Model(24, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
     classes = (

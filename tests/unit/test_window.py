@@ -74,6 +74,17 @@ class TestWindow:
                 train_step(layers, one_after_the_other(2))
         assert (max(seen) > 2 * group_bytes) is not is_chosen
 
+    def test_another_policy_brings_its_window(self):
+        layers = stack(4)
+        with Engine(layers, device=LazyDevice()) as engine:
+            for window_bytes in (5 * KIB, None, 7 * KIB):
+                train_step(layers, one_after_the_other(1))
+                engine.manager.follow(window_bytes)
+                assert engine.manager.window_bytes == (window_bytes or 0)  # nothing is known of sizes any more
+            engine.manager.follow(None)
+            train_step(layers, one_after_the_other(1))
+            assert engine.manager.window_bytes == engine.manager._largest_group_bytes > 7 * KIB
+
     def test_a_forward_that_ends_in_the_loss_leaves_nothing_waiting_for_release(self):
         layers = stack(6)
         with Engine(layers, device=LazyDevice()) as engine:

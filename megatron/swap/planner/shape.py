@@ -294,7 +294,7 @@ def _outside(
         logits = size.tokens * model.padded_vocab_size / model.tensor_parallel
         flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
         part = 4 * logits / max(1, size.tokens // LOSS_ROWS)
-        entropy_ms, gradient_ms = 20 * logits / (gpu.memory_gb_s * 1e6), 28 * logits / (gpu.memory_gb_s * 1e6)
+        entropy_ms, gradient_ms = 12 * logits / (gpu.memory_gb_s * 1e6), 4 * logits / (gpu.memory_gb_s * 1e6)
         loss_ms = 3 * flops + entropy_ms + gradient_ms
         sites = [
             OutsideSite("decoder.final_layernorm/0", size.sharded / MIB, loss_ms),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Context
+from math import ceil
 
 from megatron.swap.plan import LAYER_SECTION, Infeasible, Plan, PlanClass, Predicted, SitePlan, format_layers
 from megatron.swap.planner.profile import LayerClass, Profile, Section, sha256
@@ -42,7 +43,7 @@ TIGHTER_GIB = 1e-4
 class Solution:
     """Plans that fit, the fastest first, each with its prediction.
 
-    ``lower_bound_ms``: no plan within the budget takes less in this model.
+    ``lower_bound_ms``: no plan within the budget, less what is left free of it, takes less in this model.
     """
 
     plans: tuple[Plan, ...]
@@ -70,8 +71,8 @@ def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
     """
     search = _Search(profile)
     keeps_all = search.kept().peak_gib <= budget_gib - profile.doubt_gib
-    for doubts in (1,) if keeps_all else DOUBTS:
-        room_gib = budget_gib - doubts * profile.doubt_gib
+    rooms = (budget_gib - doubts * profile.doubt_gib for doubts in ((1,) if keeps_all else DOUBTS))
+    for room_gib in dict.fromkeys(rooms):
         bound = search.run(room_gib)
         fitting = search.fitting(room_gib)
         if fitting:
@@ -135,7 +136,6 @@ class _Search:
         self._profile = profile
         self._program = Program(profile)
         self._found: dict[tuple[Assignment, float | None], tuple[Plan, Prediction]] = {}
-        self._window_shares: tuple[float, ...] = ()
         self._nothing = [Counts({}, {}, {}) for _ in self._program.blocks]
 
     def fitting(self, budget_gib: float) -> list[tuple[Plan, Prediction]]:
@@ -163,9 +163,8 @@ class _Search:
         windows = search_windows(profile)
         for share, window_shares in PASSES:
             if not window_shares or profile.pipeline.size == 1:
-                self._window_shares = window_shares
-                self._refine(budget_gib, Windows(_part(windows.out_ms, share), _part(windows.in_ms, share)))
-                self._window_shares = ()
+                part = Windows(_part(windows.out_ms, share), _part(windows.in_ms, share))
+                self._refine(budget_gib, part, window_shares)
             fitting = self.fitting(budget_gib)
             if fitting and fitting[0][1].step_ms <= NEAR_BOUND * first.bound_ms:
                 break
@@ -173,7 +172,7 @@ class _Search:
             self.judge_least()
         return first.bound_ms
 
-    def _refine(self, budget_gib: float, windows: Windows) -> None:
+    def _refine(self, budget_gib: float, windows: Windows, window_shares: tuple[float, ...]) -> None:
         """Solve, simulate, correct the program where it was too hopeful, again.
 
         Where copies stall more than it thought its windows shrink, at first by that much, which is too much where the
@@ -187,7 +186,7 @@ class _Search:
             answer = self._program.solve(room_gib, host_gib, windows)
             if answer is None:
                 return
-            judged = self._judge(answer.counts)
+            judged = self._judge(answer.counts, window_shares=window_shares)
             least = min(judged, key=lambda prediction: prediction.peak_gib)
             over_gib = least.peak_gib - budget_gib
             host_over_gib = least.host_gib - profile.host_gib if profile.host_gib is not None else 0.0
@@ -222,11 +221,16 @@ class _Search:
         for counts in (self._nothing, found, _recompute_most(blocks), _recompute_most(blocks, swap_inputs=True)):
             self._judge(counts)
 
-    def _judge(self, counts: Sequence[Counts], orders: tuple[bool, ...] = (True, False)) -> list[Prediction]:
+    def _judge(
+        self,
+        counts: Sequence[Counts],
+        orders: tuple[bool, ...] = (True, False),
+        window_shares: tuple[float, ...] = (),
+    ) -> list[Prediction]:
         judged = []
         for recompute_last in orders:
             assignment = _arrange(self._program.blocks, counts, recompute_last)
-            for share in self._window_shares or (None,):
+            for share in window_shares or (None,):
                 if (assignment, share) not in self._found:
                     plan = _to_plan(self._profile, assignment)
                     if share is not None:
@@ -300,7 +304,8 @@ def _window_gib(plan: Plan, share: float) -> float | None:
     swapped = [
         sum(site.mib or 0.0 for site in entry.sites.values() if site.action == "swap") for entry in plan.classes
     ]  # fmt: skip
-    return round(share * max(swapped, default=0.0) / MIB_PER_GIB, 6) or None
+    # Up: one largest layer is to count as one.
+    return ceil(share * max(swapped, default=0.0) / MIB_PER_GIB * 1e6) / 1e6 or None
 
 
 def _follows(entry: LayerClass, part: Section) -> bool:
