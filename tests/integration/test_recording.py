@@ -168,7 +168,9 @@ def test_a_plan_made_from_a_recording_holds_what_was_predicted(
         measured, predicted = run.summary["saved_peak_bytes"], solution.prediction.peak_gib * GIB
         if solution.prediction.peak_at.startswith("at the loss"):
             assert predicted - measured <= ANGLES_BYTES
-        assert 0.97 * predicted <= measured <= predicted <= share * everything * GIB
+        # In forward what is recomputed counts until its layer ends; some of it is gone before.
+        least = 0.96 if solution.prediction.peak_at.startswith("forward") else 0.97
+        assert least * predicted <= measured <= predicted <= share * everything * GIB, solution.prediction.peak_at
         seen.update(action for layer in solution.plan.layers() for action in solution.plan.sites(layer).values())
     assert seen == set(Action)
 
