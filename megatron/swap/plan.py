@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -117,8 +118,8 @@ class Plan:
     _of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.prefetch_gib is not None and not self.prefetch_gib > 0:
-            raise UsageError(f"prefetch_gib: {self.prefetch_gib} is given; it must be above 0, or null.")
+        if self.prefetch_gib is not None and not 0 < self.prefetch_gib < inf:
+            raise UsageError(f"prefetch_gib: {self.prefetch_gib} is given; it must be above 0 and finite, or null.")
         for entry in self.classes:
             for layer in parse_layers(entry.layers):
                 if layer >= self.model.num_layers:

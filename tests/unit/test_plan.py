@@ -164,10 +164,15 @@ def test_layers_round_trip(layers: set[int]) -> None:
     assert parse_layers(format_layers(sorted(layers))) == tuple(sorted(layers))
 
 
-@pytest.mark.parametrize("given", [0, -1.5])
-def test_a_window_of_nothing_is_refused(tmp_path: Path, given: float) -> None:
-    path = written(tmp_path, lambda value: value.update(prefetch_gib=given))
-    with pytest.raises(UsageError, match=rf"plan.json: prefetch_gib: {given} is given; it must be above 0"):
+@pytest.mark.parametrize("given", [0, -1.5, float("inf")])
+def test_a_window_that_is_none_is_refused(given: float) -> None:
+    with pytest.raises(UsageError, match=rf"prefetch_gib: {given} is given; it must be above 0 and finite"):
+        replace(PLAN, prefetch_gib=given)
+
+
+def test_a_file_with_such_a_window_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path, lambda value: value.update(prefetch_gib=0))
+    with pytest.raises(UsageError, match=r"plan.json: prefetch_gib: 0 is given"):
         load_plan(path)
 
 
