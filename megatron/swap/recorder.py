@@ -32,10 +32,11 @@ class Recomputable(Labelled, Protocol):
 
 
 class _Note(NamedTuple):
-    """An event whose time is still a mark."""
+    """An event whose time is still a mark, and another behind what it took to note it."""
 
     what: What
     mark: Mark
+    noted: Mark
     peak_bytes: int
     now_bytes: int
     details: dict[str, Any]
@@ -118,9 +119,12 @@ class Recorder:
             notes.pop()
         first = notes[0].mark
         events = tuple(
-            Event(note.what, note.mark.elapsed_ms_since(first), note.peak_bytes, note.now_bytes, **note.details)
+            Event(
+                note.what, note.mark.elapsed_ms_since(first), note.peak_bytes, note.now_bytes,
+                noting_ms=note.noted.elapsed_ms_since(note.mark), **note.details,
+            )
             for note in notes
-        )
+        )  # fmt: skip
         outside = self._outside.take(first)
         self._forget()
         return Recording(events, self._device.reserved_bytes(), outside)
@@ -135,7 +139,9 @@ class Recorder:
 
     def _note(self, what: What, **details: Any) -> None:
         mark = self._device.mark()
-        self._notes.append(_Note(what, mark, *self._take_peak(), details))
+        peak_bytes, now_bytes = self._take_peak()
+        # Where the host is what takes time (experts wait for counts of tokens) the device stands still meanwhile.
+        self._notes.append(_Note(what, mark, self._device.mark(), peak_bytes, now_bytes, details))
 
     # ------------------------------------------------- what runs: layers, chunks, the engine
 

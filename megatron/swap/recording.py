@@ -109,6 +109,7 @@ class Event:
         work, of: of WORK_BEGIN and WORK_END: which of ``WORKS``, and on what (``layers.3/mlp/0 mb0``); or
             ``EVALUATION``.
         chunk: of CHUNK_BEGIN and CHUNK_END, in the order in which the model has them.
+        noting_ms: behind ``at_ms``, and the recorder's own.
     """
 
     what: What
@@ -121,6 +122,7 @@ class Event:
     work: str = ""
     of: str = ""
     chunk: int = 0
+    noting_ms: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -116,11 +116,12 @@ class Timeline:
             self._clock(event)
             self._play(event, self._now_ms(event))
             self._hold_or_drop(event)
+            self._pause(event.noting_ms)
 
     # ------------------------------------------------------------------ time
 
     def _now_ms(self, event: Event) -> float:
-        """On a clock that stands still while the engine works."""
+        """On a clock that stands still while the engine works, or the recorder notes something."""
         return (self._works[0][0].at_ms if self._works else event.at_ms) - self._paused_ms
 
     def _clock(self, event: Event) -> None:
@@ -136,10 +137,14 @@ class Timeline:
             if event.work == RECOMPUTE:
                 layer, _, site = event.of.split()[0].partition("/")
                 self.costs[int(layer.removeprefix("layers.")), site].append(elapsed_ms - nested_ms[0])
-            if self._works:
-                self._works[-1][1][0] += elapsed_ms
-            else:
-                self._paused_ms += elapsed_ms
+            self._pause(elapsed_ms)
+
+    def _pause(self, ms: float) -> None:
+        """So long something ran that is no part of what stands around it."""
+        if self._works:
+            self._works[-1][1][0] += ms
+        else:
+            self._paused_ms += ms
 
     # ---------------------------------------------------------------- memory
 

@@ -19,13 +19,13 @@ STATIC = 1000 * MIB
 
 
 class Script:
-    """Writes a recording: ``wait`` lets time pass, ``hold`` and ``drop`` change what is allocated."""
+    """Writes a recording: ``after`` lets time pass, ``use`` changes what is allocated, ``note`` takes ``noting_ms``."""
 
-    def __init__(self) -> None:
+    def __init__(self, noting_ms: float = 0.0) -> None:
         self.events: list[Event] = []
         self.now_ms = 0.0
+        self.noting_ms = noting_ms
         self.bytes = self._peak = STATIC
-        self.work_ms = 0.0
 
     def after(self, ms: float) -> Script:
         self.now_ms += ms
@@ -42,9 +42,10 @@ class Script:
         return self.use(mib).use(-mib)
 
     def note(self, what: What, **details: object) -> Script:
-        self.events.append(Event(what, self.now_ms, self._peak, self.bytes, **details))  # type: ignore[arg-type]
+        event = Event(what, self.now_ms, self._peak, self.bytes, noting_ms=self.noting_ms, **details)  # type: ignore[arg-type]
+        self.events.append(event)
         self._peak = self.bytes
-        return self
+        return self.after(self.noting_ms)
 
     def save(self, storage: SavedStorage) -> Script:
         self.use(storage.num_bytes / MIB)
@@ -164,6 +165,13 @@ class TestALayer:
         assert times(disturbed.layers[0]) == times(plain.layers[0])
         assert disturbed.layers[0].forward_ms == plain.layers[0].forward_ms == 4
         assert disturbed.outside.optimizer_ms == plain.outside.optimizer_ms == 0
+
+    def test_the_recorder_takes_no_time(self) -> None:
+        def recorded(noting_ms: float) -> Recording:
+            script = Script(noting_ms)
+            return steps(script, [[Layer(0, again_ms=0.5), Layer(1, again_ms=0.5)], [Layer(0, 1), Layer(1, 1)]])
+
+        assert built(recorded(0.25)) == built(recorded(0.0))
 
     def test_nested_work_counts_once_and_a_recipe_costs_what_it_has_not_waited(self) -> None:
         script, layer = Script(), Layer(0)
