@@ -76,10 +76,15 @@ class SwapConfig:
         return bool(self.layers or self.recompute or self.plan is not None or self.auto)
 
     def window_bytes(self, plan: Plan | None) -> int | None:
-        """Most that comes back ahead of its use: the user's choice, else that of ``plan``; ``None``: the engine's."""
+        """Most that comes back ahead of its use: the user's choice, else that of ``plan``; ``None``: the engine's.
+
+        Nothing while a run that plans itself is measured: what counts then is memory, not time.
+        """
         gib = self.prefetch_gib
         if gib is None and plan is not None:
             gib = plan.prefetch_gib
+        elif gib is None and self.auto:
+            gib = 0.0
         return None if gib is None else int(gib * GIB)
 
     def budget_gib(self, device_gib: float) -> float:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from megatron.swap.arguments import _check_recompute
 from megatron.swap.config import SwapConfig, parse_layers
-from megatron.swap.types import UsageError
+from megatron.swap.plan import Plan
+from megatron.swap.types import GIB, UsageError
+from tests.unit.planner.cases import model
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,23 @@ def test_bounds_are_allowed_and_nothing_changes_afterwards():
     config = SwapConfig(layers=frozenset({1}), min_mib=0, host_gib=0.1, prefetch_gib=0.1, cpu_delay_ms=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.min_mib = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("auto", "users", "plans", "window_gib"),
+    [
+        (False, None, None, None),  # the engine's own
+        (False, 2.0, None, 2.0),
+        (True, None, None, 0.0),  # while steps are measured
+        (True, 2.0, None, 2.0),
+        (True, None, 0.5, 0.5),
+        (True, 2.0, 0.5, 2.0),
+    ],
+)
+def test_whose_window_counts(auto: bool, users: float | None, plans: float | None, window_gib: float | None):
+    config = SwapConfig(layers=frozenset(), prefetch_gib=users, memory_gib=80.0 if auto else None, auto=auto)
+    plan = None if plans is None else Plan(model(8), None, None, None, (), plans)
+    assert config.window_bytes(plan) == (None if window_gib is None else window_gib * GIB)
 
 
 def test_a_kind_that_cannot_be_recomputed_is_named():

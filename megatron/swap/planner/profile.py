@@ -13,10 +13,13 @@ from typing import Literal
 
 from megatron.swap import records
 from megatron.swap.plan import Model
-from megatron.swap.types import UsageError
+from megatron.swap.types import GIB, MIB, UsageError
 
 FORMAT = "megatron-swap profile"
 VERSION = 1
+
+MOST_FRAGMENTS = 2.25
+"""Most that the allocator held beyond what was in use, in largest tensors: on one H200 up to 2.0 (docs/log.md)."""
 
 MS_PER_MIB = 2**20 / 1e6
 """Milliseconds that a MiB takes at 1 GB/s."""
@@ -187,8 +190,8 @@ class Profile:
     Attributes:
         source: where the figures come from, for people.
         static_gib: weights, gradients, optimizer: what is held all the time.
-        allocator_gib: what the allocator holds beyond what is in use at the peak: fragments, rounding. Something like
-            it whatever is swapped: see ``doubt_gib``.
+        allocator_gib: what the allocator held beyond what was in use at the peak while this was measured; 0 where
+            there was none.
         host_gib: host memory that this rank may book; ``None``: as much as it needs.
     """
 
@@ -217,9 +220,21 @@ class Profile:
             raise UsageError(f"pipeline: rank {self.pipeline.rank} of {self.pipeline.size}: must be 0 to size - 1.")
 
     @property
+    def fragments_gib(self) -> float:
+        """What the allocator is expected to hold beyond what is in use under any plan: holes as large as the largest
+        tensor, or what it held while it was measured."""
+        return max(self.allocator_gib, self._largest_gib) if self.allocator_gib else 0.0
+
+    @property
     def doubt_gib(self) -> float:
-        """Of a budget at least this is planned for by nobody: other plans may have more fragments than were seen."""
-        return self.allocator_gib * 2 / 3
+        """It may be so much more: fragments differ from plan to plan (``MOST_FRAGMENTS``)."""
+        expected_gib = self.fragments_gib
+        return max(MOST_FRAGMENTS * self._largest_gib - expected_gib, expected_gib / 2) if expected_gib else 0.0
+
+    @property
+    def _largest_gib(self) -> float:
+        """The largest tensor that a layer saves."""
+        return max((site.mib * MIB / GIB for entry in self.layers for site in entry.sites), default=0.0)
 
     @property
     def chunks(self) -> tuple[tuple[int, ...], ...]:

@@ -222,7 +222,7 @@ class Program:
             if budget_gib is not None:
                 row = row.copy()
                 row[self._peak] = 0
-                room = (budget_gib - profile.static_gib - profile.allocator_gib) * MIB_PER_GIB
+                room = (budget_gib - profile.static_gib - profile.fragments_gib) * MIB_PER_GIB
                 at_most(row, room - full - at_loss)
             if host_gib is not None:
                 row = self._row()

@@ -63,7 +63,7 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
         now + (total - played) * more for now, more in zip(times, each, strict=True)
     )
     return Prediction(
-        peak_gib=profile.static_gib + profile.allocator_gib + step.peak_mib / MIB_PER_GIB,
+        peak_gib=profile.static_gib + profile.fragments_gib + step.peak_mib / MIB_PER_GIB,
         peak_at=step.peak_at,
         step_ms=elapsed + profile.outside.optimizer_ms + (size - 1) / len(profile.chunks) * each[0],
         out_stall_ms=out_stall,

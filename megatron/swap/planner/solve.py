@@ -22,16 +22,15 @@ from megatron.swap.planner.simulate import MIB_PER_GIB, Prediction, simulate
 
 MAX_ROUNDS = 7
 """How often the program is corrected by what the simulator says."""
-PASSES: tuple[tuple[float, tuple[float, ...]], ...] = ((1.0, ()), (1.0, (1.0, 0.5)), (0.3, ()), (0.0, ()))
+PASSES: tuple[tuple[float, tuple[float, ...]], ...] = ((1.0, ()), (1.0, (1.0, 0.5)), (1.0, (0.25,)), (0.3, ()), (0.0, ()))
 """Shares of the program's windows: what is brought back early takes memory too, so that less swapping may fit where
 more does not. With each the prefetch windows that are chosen, in largest layers; none: the engine's own.
 
 A chosen window lets no more than twice itself come ahead: that helps where memory is short in backward, and hurts where
 the link is busy then. Not in a pipeline, where the next backward may be of another chunk.
 """
-DOUBTS = (3, 2, 1)
-"""Times what is in doubt of the allocator. On one H200 it held 0.6 GiB beyond use under the plan that holds least, and
-up to 2.3 GiB under others, most where copies in and backward's temporaries share what is free (docs/log.md)."""
+DOUBTS = (1.0, 2 / 3, 1 / 3)
+"""Shares of what is in doubt of the allocator that are left free."""
 NEAR_BOUND = 1.001
 """Close enough to the lower bound to stop."""
 NEAR_MS = 0.05
@@ -70,8 +69,8 @@ def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
         Infeasible: nothing fits; says the smallest budget that does, and what would lower it.
     """
     search = _Search(profile)
-    keeps_all = search.kept().peak_gib <= budget_gib - profile.doubt_gib
-    rooms = (budget_gib - doubts * profile.doubt_gib for doubts in ((1,) if keeps_all else DOUBTS))
+    keeps_all = search.kept().peak_gib <= budget_gib - DOUBTS[-1] * profile.doubt_gib
+    rooms = (budget_gib - share * profile.doubt_gib for share in (DOUBTS[-1:] if keeps_all else DOUBTS))
     for room_gib in dict.fromkeys(rooms):
         bound = search.run(room_gib)
         fitting = search.fitting(room_gib)
@@ -99,7 +98,7 @@ def curve(profile: Profile, num_points: int = 24) -> list[Solution]:
     Never slower with more memory: what fits a smaller budget fits a larger one.
     """
     smallest = smallest_budget(profile)
-    most = simulate(profile, empty_plan(profile)).peak_gib + profile.doubt_gib
+    most = simulate(profile, empty_plan(profile)).peak_gib + DOUBTS[-1] * profile.doubt_gib
     points: list[Solution] = []
     for i in range(num_points):
         budget_gib = smallest + (most - smallest) * i / (num_points - 1) + TIGHTER_GIB
@@ -117,7 +116,7 @@ def smallest_budget(profile: Profile) -> float:
     """The smallest budget (GiB) for which a plan was found."""
     search = _Search(profile)
     search.judge_least()
-    return min(prediction.peak_gib for _, prediction in search.fitting(float("inf"))) + profile.doubt_gib
+    return min(prediction.peak_gib for _, prediction in search.fitting(float("inf"))) + DOUBTS[-1] * profile.doubt_gib
 
 
 def _predicted(prediction: Prediction, bound_ms: float) -> Predicted:

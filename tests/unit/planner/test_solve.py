@@ -76,19 +76,30 @@ def test_a_window_that_is_narrowed_to_nothing_costs_nothing_where_nothing_is_swa
 
 
 def test_what_is_in_doubt_of_the_allocator_is_not_planned_for() -> None:
-    """Two thirds of what it held beyond what was in use; the smallest budget that is told has it on top."""
-    of = replace(random_profile(7, most_layers=5), allocator_gib=0.375)
-    smallest = smallest_budget(of)
+    """Holes as large as the largest tensor are expected, one and a quarter more left free: a third of it where nothing
+    else fits. The smallest budget that is told has that on top."""
+    of = replace(random_profile(7, most_layers=5), allocator_gib=1e-3)
+    largest_gib = max(one.mib for entry in of.layers for one in entry.sites) / 1024
+    least_gib = 1.25 * largest_gib / 3
     kept = simulate(of, empty_plan(of)).peak_gib
-    assert smallest < kept + 0.25
-    for budget in (smallest + 1e-6, (smallest + kept + 0.25) / 2, kept + 0.24):
+    assert kept == pytest.approx(simulate(replace(of, allocator_gib=0.0), empty_plan(of)).peak_gib + largest_gib)
+    smallest = smallest_budget(of)
+    assert smallest < kept + least_gib
+    for budget in (smallest + 1e-6, (smallest + kept + least_gib) / 2, kept + 0.99 * least_gib):
         solution = solve(of, budget)
         assert solution.plan.budget_gib == budget
-        assert all(one.peak_gib <= budget - 0.25 for one in solution.predictions)
-    assert solve(of, kept + 0.25 + 1e-9).prediction.peak_gib == kept
+        assert all(one.peak_gib <= budget - least_gib + 1e-9 for one in solution.predictions)
+    assert solve(of, kept + least_gib + 1e-9).prediction.peak_gib == kept
     with pytest.raises(Infeasible) as refusal:
-        solve(of, smallest - 0.01)
+        solve(of, smallest - 0.01 * largest_gib)
     assert smallest <= refusal.value.smallest_gib <= 1.0001 * smallest
+
+
+@pytest.mark.parametrize(("allocator_gib", "expected_gib", "doubt_gib"), [(0.0, 0, 0), (0.5, 1, 1.25), (2.0, 2, 1.0)])
+def test_what_is_expected_of_the_allocator(allocator_gib: float, expected_gib: float, doubt_gib: float) -> None:
+    entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 1024, 0.0, 7.0), site("b/0", 10, 0.0, 7.0)))
+    of = replace(profile([entry]), allocator_gib=allocator_gib)
+    assert (of.fragments_gib, of.doubt_gib) == (expected_gib, doubt_gib)
 
 
 @given(seed=st.integers(1000, 3000), more=st.floats(0, 1))
