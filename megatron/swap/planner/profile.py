@@ -19,7 +19,8 @@ FORMAT = "megatron-swap profile"
 VERSION = 1
 
 MOST_FRAGMENTS = 2.25
-"""Most that the allocator held beyond what was in use, in largest tensors: on one H200 up to 2.0 (docs/log.md)."""
+"""Most that the allocator is taken to hold beyond what is in use, in largest tensors: on one H200 up to 2.0 were seen
+(docs/log.md)."""
 
 MS_PER_MIB = 2**20 / 1e6
 """Milliseconds that a MiB takes at 1 GB/s."""
@@ -233,8 +234,11 @@ class Profile:
 
     @property
     def _largest_gib(self) -> float:
-        """The largest tensor that a layer saves."""
-        return max((site.mib * MIB / GIB for entry in self.layers for site in entry.sites), default=0.0)
+        """The largest tensor that a layer saves, or a fifth of what its backward takes besides: the workspace of
+        deterministic attention is larger than any tensor."""
+        saved = (site.mib for entry in self.layers for site in entry.sites)
+        besides = (mib / 5 for entry in self.layers for _, mib in entry.temporaries)
+        return max((*saved, *besides), default=0.0) * MIB / GIB
 
     @property
     def chunks(self) -> tuple[tuple[int, ...], ...]:

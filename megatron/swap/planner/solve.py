@@ -22,7 +22,13 @@ from megatron.swap.planner.simulate import MIB_PER_GIB, Prediction, simulate
 
 MAX_ROUNDS = 7
 """How often the program is corrected by what the simulator says."""
-PASSES: tuple[tuple[float, tuple[float, ...]], ...] = ((1.0, ()), (1.0, (1.0, 0.5)), (1.0, (0.25,)), (0.3, ()), (0.0, ()))
+PASSES: tuple[tuple[float, tuple[float, ...]], ...] = (
+    (1.0, ()),
+    (1.0, (1.0, 0.5)),
+    (1.0, (0.25,)),
+    (0.3, ()),
+    (0.0, ()),
+)
 """Shares of the program's windows: what is brought back early takes memory too, so that less swapping may fit where
 more does not. With each the prefetch windows that are chosen, in largest layers; none: the engine's own.
 
