@@ -68,6 +68,9 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Write what was done with each saved tensor as a plan file.")
     add("--swap-save-profile", default=None, metavar="FILE",
         help="Write the profile that --swap-policy auto has measured, for tools/plan.py.")
+    add("--swap-optimizer", type=float, default=0.0, metavar="PART",
+        help="Part of the optimizer's state, 0 to 1, that rests in host memory and passes through the GPU in buckets "
+        "while the optimizer steps. Default: 0.")
     add("--swap-min-mib", type=float, default=1.0, metavar="MIB",
         help="Storages smaller than this stay on the device. Default: 1.")
     add("--swap-host-gib", type=float, default=None, metavar="GIB",
@@ -118,6 +121,7 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         max_candidates=args.swap_max_candidates,
         save_plan=args.swap_save_plan,
         save_profile=args.swap_save_profile,
+        optimizer=args.swap_optimizer,
         min_mib=args.swap_min_mib,
         host_gib=args.swap_host_gib,
         host_unchecked=args.swap_host_unchecked,
@@ -139,6 +143,8 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
     if config.acts:
         _check_combination(args, config)
         _check_recompute(args, config)
+    if config.optimizer:
+        _check_optimizer(args, config)
     return config
 
 
@@ -315,6 +321,34 @@ def _check_linear(args: argparse.Namespace, ours: str, modules: Sequence[str]) -
         if given:
             raise UsageError(f"{ours} cannot be combined with {flag}: {why}. Drop {LINEAR} from --swap-recompute, or "
                              f"{flag}.")  # fmt: skip
+
+
+def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
+    """What looks at the optimizer's state while it rests, or keeps it in a way of its own."""
+    same = "both would take the same state"
+    reads = "it reads the main parameters between steps, when they rest"
+    quantized = "it makes the model's weights of all main parameters at once"
+    scaled = "a slice of such state has another scale than the whole"
+    sharded = "it keeps state in buffers of its own"
+    excluded = [
+        (args.optimizer_cpu_offload, "--optimizer-cpu-offload", same),
+        (args.optimizer_cuda_graph, "--optimizer-cuda-graph", "a captured step cannot be taken apart"),
+        (args.log_params_norm, "--log-params-norm", reads),
+        (args.async_save, "--async-save", "it would write state to disk while the next step changes it"),
+        (args.fp8_param_gather, "--fp8-param-gather", quantized),
+        (args.fp4_param_gather, "--fp4-param-gather", quantized),
+        (args.use_megatron_fsdp, "--use-megatron-fsdp", sharded),
+        (args.use_torch_fsdp2, "--use-torch-fsdp2", sharded),
+        (args.exp_avg_dtype != torch.float32, "--exp-avg-dtype below fp32", scaled),
+        (args.exp_avg_sq_dtype != torch.float32, "--exp-avg-sq-dtype below fp32", scaled),
+        (args.main_params_dtype != torch.float32, "--main-params-dtype below fp32", scaled),
+    ]
+    for given, flag, why in excluded:
+        if given:
+            raise UsageError(
+                f"--swap-optimizer {config.optimizer:g} cannot be combined with {flag}: {why}. Drop {flag}, or "
+                "--swap-optimizer."
+            )
 
 
 def _asked(args: argparse.Namespace, config: SwapConfig) -> tuple[str, str]:

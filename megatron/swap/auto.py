@@ -92,14 +92,14 @@ class AutoPlan:
         footprint: FootprintMeter,
         pipeline_rank: int,
         num_micro_batches: Callable[[], int],
-        host_bytes: int,
+        host_bytes: Callable[[], int],
         take_peak: Callable[[], tuple[int, int]],
     ) -> None:
         """The model is built and its boundaries stand: the first step follows the plan that holds least.
 
         Args:
             num_micro_batches: of the step that runs.
-            host_bytes: what this rank may book.
+            host_bytes: what this rank may book for activations.
             take_peak: bytes held at most since the last call, and now; where the device cannot tell what it reserves.
         """
         self._boundaries = boundaries
@@ -109,7 +109,7 @@ class AutoPlan:
         self._footprint = footprint
         self._pipeline_rank = pipeline_rank
         self._get_num_micro_batches = num_micro_batches
-        self._host_gib = host_bytes / GIB
+        self._host_bytes = host_bytes
         self._take_peak = take_peak
         self._ranks = Ranks()
         self._clock = StepClock(device)
@@ -252,7 +252,7 @@ class AutoPlan:
             profiles.Device(self._device.name, self._device_gib),
             num_micro_batches=self._num_micro_batches,
             source=f"measured in {recording.num_steps} steps of a run with budget {self._budget_gib:g} GiB",
-            host_gib=self._host_gib,
+            host_gib=self._host_bytes() / GIB,
             pipeline=Pipeline(self._model.pipeline_parallel, self._pipeline_rank, chunks),
             min_mib=self._config.min_mib,
             whole_layers=True,

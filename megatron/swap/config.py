@@ -47,6 +47,8 @@ class SwapConfig:
     """Where the plan goes that was carried out."""
     save_profile: str | None = None
     """Where the profile goes that the plan was made from."""
+    optimizer: float = 0.0
+    """Part of the optimizer's state that rests in host memory between steps."""
     min_mib: float = 1.0
     """Storages below this size stay on the device as they are."""
     host_gib: float | None = None
@@ -106,6 +108,7 @@ class SwapConfig:
                 _check_writable(flag, Path(path))
         for kind in self.recompute:
             _require(kind in PRODUCERS, "--swap-recompute", kind, " or ".join(PRODUCERS))
+        _require(0 <= self.optimizer <= 1, "--swap-optimizer", self.optimizer, "0 to 1, a part of its state")
         _require(0 <= self.min_mib < math.inf, "--swap-min-mib", self.min_mib, "a number of MiB, 0 or more")
         if self.host_gib is not None:
             _require(0 < self.host_gib < math.inf, "--swap-host-gib", self.host_gib, "a number of GiB above 0")

@@ -27,6 +27,7 @@ from megatron.swap.host_pool import HostPool
 from megatron.swap.layer import Boundaries, least_saved_bytes, num_micro_batches, pipeline_rank
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
+from megatron.swap.optimizer import OptimizerSwap
 from megatron.swap.plan_run import PlanRun
 from megatron.swap.planner.flags import model_of
 from megatron.swap.policy import ManualPolicy, PlanPolicy, Policy
@@ -51,6 +52,7 @@ from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY, format_bytes
 from patches import (
     checkpointed_forward,
     fused_activations,
+    get_megatron_optimizer,
     linear_weight_gradients,
     main_params,
     registry,
@@ -87,6 +89,8 @@ class SwapSession:
         self._boundaries: Boundaries | None = None
         self._recipes: Recipes | None = None
         self._recorder: Recorder | None = None
+        self._pool: HostPool | None = None
+        self._optimizer: OptimizerSwap | None = None
         self._num_told = 0
         self._surrounded: list[nn.Module] = []
         self._accumulators: list[Any] = []
@@ -116,11 +120,15 @@ class SwapSession:
         """
         config = swap_config(args)
         session = cls(args, config)
-        if not config.acts and config.summary is None and config.profile is None:
+        if not config.acts and not config.optimizer and config.summary is None and config.profile is None:
             return session
         patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
         if config.acts:
-            patches += [cross_entropy_patch(cross_entropy.in_parts), *main_params.PATCHES]
+            patches.append(cross_entropy_patch(cross_entropy.in_parts))
+        if config.acts or config.optimizer:
+            patches += main_params.main_params_patches(session._main_param_is_born if config.optimizer else None)
+        if config.optimizer:
+            patches.append(get_megatron_optimizer.get_megatron_optimizer_patch(session._optimizer_is_built))
         if args.gradient_accumulation_fusion:
             patches.append(linear_weight_gradients.PATCH)
         with_te = args.transformer_impl == "transformer_engine"
@@ -175,14 +183,38 @@ class SwapSession:
         chunk.forward = forward  # type: ignore[method-assign]
         self._surrounded.append(chunk)
 
-    def _build(self) -> None:
+    def _device_of_rank(self) -> Device:
         # Not before now: the device of this rank is chosen, and CUDA started, when Megatron initializes.
-        config = self.config
-        on_gpu = torch.cuda.is_available()
-        delay_s = config.cpu_delay_ms / 1e3
-        self._device = CudaDevice() if on_gpu else EmulatedDevice(delay_s, self._args.rank, self._ranges)
-        pool = HostPool(limit_bytes=self._host_limit_bytes, pinned=on_gpu)
-        pool.book(self._least_bytes())
+        if self._device is None:
+            delay_s = self.config.cpu_delay_ms / 1e3
+            on_gpu = torch.cuda.is_available()
+            self._device = CudaDevice() if on_gpu else EmulatedDevice(delay_s, self._args.rank, self._ranges)
+        return self._device
+
+    def _optimizer_swap(self) -> OptimizerSwap:
+        if self._optimizer is None:
+            limit_bytes = self._host_limit_bytes - self._least_bytes()
+            min_bytes = int(self.config.min_mib * MIB)
+            self._optimizer = OptimizerSwap(self.config.optimizer, self._device_of_rank(), limit_bytes, min_bytes)
+        return self._optimizer
+
+    def _main_param_is_born(self, param: torch.Tensor) -> None:
+        self._optimizer_swap().born(param)
+
+    def _optimizer_is_built(self, optimizer: Any) -> None:
+        swap = self._optimizer_swap()
+        swap.attach(optimizer)
+        if self._pool is not None:
+            self._pool.limit_bytes -= swap.booked_bytes
+            self._pool.book(self._least_bytes())
+        self._say(swap.told())
+
+    def _build(self) -> None:
+        config, on_gpu = self.config, torch.cuda.is_available()
+        self._device = self._device_of_rank()
+        self._pool = pool = HostPool(limit_bytes=self._host_limit_bytes, pinned=on_gpu)
+        if not config.optimizer:  # else it comes first: its size is known, and it does not grow
+            pool.book(self._least_bytes())
         self._tier = HostTier(pool)
         window_bytes = config.window_bytes(config.plan)
         self._manager = SwapManager(
@@ -203,7 +235,7 @@ class SwapSession:
         if self._auto is not None:
             self._auto.begin(
                 self._boundaries, self._device, self._tier, self._recorder, saved_tensors.footprint,
-                pipeline_rank(), num_micro_batches, self._host_limit_bytes, self._take_peak,
+                pipeline_rank(), num_micro_batches, lambda: pool.limit_bytes, self._take_peak,
             )  # fmt: skip
         if config.log_level != "quiet" and self._args.rank == 0:
             booked_bytes = self._tier.stats().booked_bytes
@@ -231,7 +263,7 @@ class SwapSession:
     def _host_limit(self) -> int:
         """Bytes that this rank may book; refuses what cannot work."""
         config = self.config
-        if not self._swaps:
+        if not self._swaps and not config.optimizer:
             return MIB  # nothing is swapped; a pool just may not be empty
         budget = safe_host_bytes(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         limit_bytes, limited_by = budget.safe_bytes, budget.reason
@@ -383,6 +415,8 @@ class SwapSession:
             host_leased_peak_bytes=0,
             stayed_bytes=0,
         )
+        if self._optimizer is not None:
+            self._optimizer.report_to(report)
         if self._manager is not None and self._tier is not None:
             stats, counters = self._tier.stats(), self._manager.counters
             report.host_booked_bytes = stats.booked_bytes
@@ -403,6 +437,9 @@ class SwapSession:
 
         The end of training does it. A script calls it where training was installed and never began.
         """
+        if self._optimizer is not None:
+            self._optimizer.close()
+            self._optimizer = None
         self._uninstall()
         if self._manager is not None and self._tier is not None:
             self._manager.drain()
@@ -410,6 +447,8 @@ class SwapSession:
             self._manager = self._tier = None
 
     def _uninstall(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.remove()
         if self._auto is not None:
             self._auto.close()
         if self._recorder is not None:

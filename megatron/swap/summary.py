@@ -36,6 +36,11 @@ class RankReport:
     host_booked_bytes: int
     host_leased_peak_bytes: int
     stayed_bytes: int
+    optimizer_host_bytes: int = 0
+    """Taken for optimizer state, beside what is booked for activations."""
+    optimizer_out_bytes: int = 0
+    optimizer_in_bytes: int = 0
+    """Of it, copied in the whole run."""
     swapped_layers: list[int] = field(default_factory=list)
     recompute_refused: list[str] = field(default_factory=list)
     """``site: reason`` of what should have been recomputed and was not."""
@@ -137,6 +142,9 @@ def build_summary(
         "wait_ms": max((step.moved.wait_ms for step in steps), default=0.0),
         "host_booked_bytes": sum(rank.host_booked_bytes for rank in ranks),
         "host_leased_peak_bytes": sum(rank.host_leased_peak_bytes for rank in ranks),
+        "optimizer_host_bytes": sum(rank.optimizer_host_bytes for rank in ranks),
+        "optimizer_out_bytes": sum(rank.optimizer_out_bytes for rank in ranks),
+        "optimizer_in_bytes": sum(rank.optimizer_in_bytes for rank in ranks),
         "device_peak_bytes": _largest(rank.device_peak_bytes for rank in ranks),
         "saved_peak_bytes": _largest(rank.saved_peak_bytes for rank in ranks),
         "num_late": sum(step.moved.num_late for step in steps),

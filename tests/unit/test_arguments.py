@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.swap.arguments import add_swap_args, device_memory_gib, recompute_kinds, swap_config
 from megatron.swap.plan import Model, Plan, PlanClass, SitePlan, save_plan
@@ -30,7 +31,9 @@ def parsed(flags: str, **theirs: object) -> argparse.Namespace:
         recompute_method=None, recompute_modules=None, fp8=None, fp4=None, use_megatron_fsdp=False,
         use_torch_fsdp2=False, cpu_offloading_num_layers=0,
         fine_grained_activation_offloading=False, cuda_graph_impl="none", gtp_weight_remat_size=1,
-        expert_gtp_weight_remat_size=1,
+        expert_gtp_weight_remat_size=1, optimizer_cpu_offload=False, optimizer_cuda_graph=False, log_params_norm=False,
+        async_save=False, fp8_param_gather=False, fp4_param_gather=False, exp_avg_dtype=torch.float32,
+        exp_avg_sq_dtype=torch.float32, main_params_dtype=torch.float32,
     )  # fmt: skip
     vars(args).update(theirs)
     return args
@@ -89,6 +92,9 @@ def test_what_goes_together(folder: Path, flags: str, fields: dict) -> None:
         ("--swap-layers 0 --swap-save-plan plan.json/new", "plan.json is none"),
         ("--swap-layers 0 --swap-save-profile p.json", "only the planner measures a profile"),
         ("--swap-plan none.json", "none.json: cannot be read (No such file or directory)"),
+        ("--swap-optimizer 1.5", "--swap-optimizer 1.5: must be 0 to 1, a part of its state"),
+        ("--swap-optimizer -0.1", "--swap-optimizer -0.1: must be 0 to 1"),
+        ("--swap-optimizer nan", "--swap-optimizer nan: must be 0 to 1"),
     ],
 )  # fmt: skip
 def test_what_does_not(folder: Path, flags: str, message: str) -> None:
@@ -167,3 +173,26 @@ def test_the_window_is_the_plans_unless_the_user_says_another(folder: Path, flag
     save_plan(replace(PLAN, prefetch_gib=0.75), "plan.json")
     config = swap_config(parsed(f"--swap-plan plan.json {flags}"))
     assert config.window_bytes(config.plan) == expected * GIB
+
+
+@pytest.mark.parametrize(
+    ("theirs", "flag"),
+    [
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
+        ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph"),
+        ({"log_params_norm": True}, "--log-params-norm"),
+        ({"async_save": True}, "--async-save"),
+        ({"fp8_param_gather": True}, "--fp8-param-gather"),
+        ({"fp4_param_gather": True}, "--fp4-param-gather"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"exp_avg_dtype": torch.bfloat16}, "--exp-avg-dtype below fp32"),
+        ({"exp_avg_sq_dtype": torch.float16}, "--exp-avg-sq-dtype below fp32"),
+        ({"main_params_dtype": torch.float16}, "--main-params-dtype below fp32"),
+    ],
+)
+def test_what_of_megatrons_does_not_go_with_optimizer_state_that_rests(theirs: dict, flag: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        swap_config(parsed("--swap-optimizer 0.5", **theirs))
+    assert str(refusal.value).startswith(f"--swap-optimizer 0.5 cannot be combined with {flag}: ")
+    assert swap_config(parsed("", **theirs)).optimizer == 0

@@ -60,7 +60,7 @@ class Training:
         self.num_followed = 0
         self.windows: list[int | None] = []
         boundaries: Any = SimpleNamespace(follow_policy=self.follow_policy)
-        self.auto.begin(boundaries, device, unused, recorder, FootprintMeter(), 0, lambda: 1, GIB, device.taken)
+        self.auto.begin(boundaries, device, unused, recorder, FootprintMeter(), 0, lambda: 1, lambda: GIB, device.taken)
         monkeypatch.setattr(self.auto._stages, "step_ended", self.steps.append)
         self.auto.watch(self.chunk)
 

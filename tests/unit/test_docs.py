@@ -44,6 +44,7 @@ FLAGS = {
     "--swap-memory-gib",
     "--swap-min-mib",
     "--swap-modules",
+    "--swap-optimizer",
     "--swap-plan",
     "--swap-policy",
     "--swap-prefetch-gib",

@@ -32,12 +32,12 @@ LAYERS: list[set[str]] = [
     {"switch"},
     {"policy", "site_log"},
     {"recipes", "made"},
-    {"manager"},
-    {"order"},
+    {"manager", "state_swap"},
+    {"order", "state_mover"},
     {"group"},
     {"handle"},
     {"tiers"},
-    {"host_pool"},
+    {"host_pool", "host_arena"},
     {"host_memory"},
     {"recorder", "step_clock"},
     {"outside"},
@@ -46,7 +46,8 @@ LAYERS: list[set[str]] = [
     {"checksum"},
     {"trace"},
     {"cross_entropy"},
-    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives", "loss_kernels"},
+    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives", "loss_kernels",
+     "resting"},
 ]
 MEGATRON_EDGE = LAYERS[2]
 PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE

@@ -16,6 +16,7 @@ from patches import (
     checkpointed_forward,
     compile_helpers,
     fused_activations,
+    get_megatron_optimizer,
     linear_weight_gradients,
     main_params,
     quiet,
@@ -134,6 +135,8 @@ ALL = (
     checkpointed_forward.checkpointed_forward_patch(lambda block: nullcontext()),
     *fused_activations.fused_activations_patches(lambda function: function),
     linear_weight_gradients.PATCH,
+    *main_params.main_params_patches(lambda param: None),
+    get_megatron_optimizer.get_megatron_optimizer_patch(lambda optimizer: None),
     *quiet.QUIET_PATCHES,
     *CPU_PATCHES,
 )
@@ -206,7 +209,9 @@ def test_main_parameters_are_copied_once() -> None:
         made.append(parameter.detach().clone())
         return made[0].float(), torch.ones(2).clone()
 
-    main, other = main_params._build(as_megatron_does)()
+    born: list[torch.Tensor] = []
+    main, other = main_params._build(as_megatron_does, born.append)()
+    assert born == [main]
     assert made[0].data_ptr() == parameter.data_ptr()
     assert main.data_ptr() != parameter.data_ptr()
     assert main.dtype is torch.float32

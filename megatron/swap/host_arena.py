@@ -1,0 +1,70 @@
+"""Host memory for what stays as long as training does: each piece contiguous, taken once, given back at the end."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.swap.host_memory import (
+    PAGE_BYTES,
+    HostMemoryError,
+    HostRegion,
+    PinStrategy,
+    gpu_numa_node,
+    prepare_regions,
+)
+from megatron.swap.types import MIB, format_bytes
+
+
+class HostArena:
+    """Memory for optimizer state. Unlike ``HostPool`` it never splits a piece, so that each is one tensor.
+
+    Args:
+        limit_bytes: most that is taken.
+        pinned: registered with CUDA for the current device, and near it.
+        region_bytes: smaller pieces share a mapping of so many bytes; each larger one has its own.
+    """
+
+    def __init__(self, *, limit_bytes: int, pinned: bool, region_bytes: int = 64 * MIB) -> None:
+        self.limit_bytes = limit_bytes
+        self.booked_bytes = 0
+        self._region_bytes = region_bytes
+        self._device = torch.cuda.current_device() if pinned else None
+        self._numa_node = gpu_numa_node(self._device) if self._device is not None else None
+        self._strategy = PinStrategy(touch="pages" if pinned else "none")
+        self._regions: list[HostRegion] = []
+        self._free: torch.Tensor | None = None
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """``num_bytes`` (uint8) at the beginning of a page.
+
+        Raises:
+            HostMemoryError: the limit or the machine does not allow it; nothing has changed then.
+        """
+        paged_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        if paged_bytes >= self._region_bytes:
+            return self._book(paged_bytes)[:num_bytes]
+        if self._free is None or self._free.numel() < paged_bytes:
+            self._free = self._book(min(self._region_bytes, max(paged_bytes, self.limit_bytes - self.booked_bytes)))
+        taken, self._free = self._free[:num_bytes], self._free[paged_bytes:]
+        return taken
+
+    def _book(self, num_bytes: int) -> torch.Tensor:
+        if self.booked_bytes + num_bytes > self.limit_bytes:
+            raise HostMemoryError(
+                f"optimizer state takes {format_bytes(num_bytes)} more of host memory: "
+                f"{format_bytes(self.booked_bytes)} are taken, the limit is {format_bytes(self.limit_bytes)}. "
+                "Raise --swap-host-gib, or lower --swap-optimizer."
+            )
+        (region,), _ = prepare_regions(
+            [num_bytes], strategy=self._strategy, device=self._device, numa_node=self._numa_node
+        )
+        self._regions.append(region)
+        self.booked_bytes += num_bytes
+        return region.tensor
+
+    def close(self) -> None:
+        """Registered no longer; a mapping goes when the last tensor on it does. Every copy must be over."""
+        for region in self._regions:
+            region.unregister()
+        self._regions.clear()
+        self._free = None

@@ -1,0 +1,196 @@
+"""Puts ``StateSwap`` into Megatron's optimizers, and takes it out again.
+
+Gradients, their norm, clipping and loss scaling stay Megatron's: they look at gradients alone, which do not rest. Ours
+are the inner optimizer's step, and the copy of new main parameters to those of the model, which happens while the main
+ones are on the device. Before a checkpoint is saved or loaded what rests is shown as tensors in host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+
+from megatron.swap.devices.base import Device
+from megatron.swap.host_arena import HostArena
+from megatron.swap.resting import Member
+from megatron.swap.state_mover import StateMover
+from megatron.swap.state_swap import StateSwap
+from megatron.swap.summary import RankReport
+from megatron.swap.types import format_bytes
+
+ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
+"""Optimizers, by the name of their class, that look at each element alone: they may step slices of parameters."""
+BUCKET_BYTES = 256 << 20
+"""Of a bucket on the device. Copies of this size run at the link's full speed; three buckets are there at once."""
+SAVES = ("state_dict", "sharded_state_dict", "save_parameter_state")
+LOADS = ("load_state_dict", "load_parameter_state", "reload_model_params")
+"""Methods of a Megatron optimizer that read everything, or replace it."""
+
+
+class OptimizerSwap:
+    """The optimizer state of one rank.
+
+    Args:
+        share: of all bytes, those that rest in host memory; 0 to 1.
+        device: whose optimizer it is.
+        limit_bytes: most host memory that is taken.
+        min_bytes: smaller parameters stay.
+    """
+
+    def __init__(self, share: float, device: Device, limit_bytes: int, min_bytes: int) -> None:
+        self._share = share
+        self._device = device
+        self._arena = HostArena(limit_bytes=limit_bytes, pinned=device.torch_device.type == "cuda")
+        self._mover = StateMover(device, self._arena)
+        self._min_bytes = min_bytes
+        self._swaps: list[StateSwap] = []
+        self._seen_bytes = self._resting_bytes = 0
+        self._born: dict[torch.Tensor, Member] = {}
+        self._seen: set[torch.Tensor] = set()
+        self._undo: list[Callable[[], None]] = []
+
+    def born(self, main_param: torch.Tensor) -> None:
+        """Megatron has just made ``main_param``: it rests at once, or all of them would not fit the device."""
+        self._seen.add(main_param)
+        if self._rests(main_param):
+            self._born[main_param] = self._mover.born(main_param)
+
+    def _rests(self, param: torch.Tensor) -> bool:
+        """As evenly spread over the parameters as the share goes, whatever is still to come."""
+        self._seen_bytes += param.nbytes
+        if param.nbytes < self._min_bytes or self._resting_bytes + param.nbytes > self._share * self._seen_bytes:
+            return False
+        self._resting_bytes += param.nbytes
+        return True
+
+    def attach(self, optimizer: Any) -> None:
+        """The optimizer is built. From now on its state rests.
+
+        Args:
+            optimizer: a ``MegatronOptimizer``.
+        """
+        for one in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+            inner = one.optimizer
+            if inner is not None and not getattr(one, "is_stub_optimizer", False):
+                self._attach(one, inner)
+
+    def _attach(self, optimizer: Any, inner: torch.optim.Optimizer) -> None:
+        def on_updated(param: torch.Tensor, start: int, stop: int, values: torch.Tensor) -> None:
+            target = model_values(param)
+            if target is not None:
+                target[start:stop].copy_(values.view(-1))
+
+        model_values = _model_values(optimizer)
+        swap = StateSwap(
+            inner, self._mover, self._born, lambda param: param not in self._seen and self._rests(param),
+            BUCKET_BYTES, type(inner).__name__ in ELEMENTWISE, on_updated,
+        )  # fmt: skip
+        if not swap.num_resting:
+            return
+        self._swaps.append(swap)
+        self._replace(inner, "step", lambda _: swap.step)
+        self._replace(optimizer, "prepare_grads", lambda prepare: _after(swap.hide, prepare))
+        if hasattr(optimizer, "_copy_main_params_to_model_params"):
+            # Done bucket by bucket; what comes next would copy what rests again.
+            self._replace(optimizer, "_copy_main_params_to_model_params", lambda _: lambda: None)
+        for name in SAVES:
+            self._replace(optimizer, name, lambda save: _after(swap.show, save))
+        for name in LOADS:
+            self._replace(optimizer, name, lambda load: _around(swap.show, load, swap.loaded))
+
+    def _replace(self, owner: Any, name: str, build: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name, None)
+        if original is None:
+            return
+        setattr(owner, name, build(original))
+        self._undo.append(functools.partial(delattr, owner, name))
+
+    @property
+    def booked_bytes(self) -> int:
+        """Host memory that was taken."""
+        return self._arena.booked_bytes
+
+    def told(self) -> str:
+        """What rests, in a line."""
+        num_resting = sum(swap.num_resting for swap in self._swaps)
+        return f"optimizer state of {num_resting} parameters rests in {format_bytes(self.booked_bytes)} of host memory"
+
+    def report_to(self, report: RankReport) -> None:
+        """What a summary tells."""
+        report.optimizer_host_bytes = self.booked_bytes
+        report.optimizer_out_bytes, report.optimizer_in_bytes = self._mover.out_bytes, self._mover.in_bytes
+
+    def remove(self) -> None:
+        """Give Megatron's optimizers their own methods back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def close(self) -> None:
+        """Training is over. What rests stays in host memory, in tensors that a last checkpoint can be made of."""
+        for swap in self._swaps:
+            swap.show()
+        self.remove()
+        self._device.synchronize()
+        self._arena.close()
+
+
+def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(then)
+    def run(*arguments: Any, **options: Any) -> Any:
+        first()
+        return then(*arguments, **options)
+
+    return run
+
+
+def _around(first: Callable[[], None], then: Callable[..., Any], last: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(then)
+    def run(*arguments: Any, **options: Any) -> Any:
+        first()
+        try:
+            return then(*arguments, **options)
+        finally:
+            last()
+
+    return run
+
+
+def _model_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """Where new values of a main parameter go: to as many of the model's, flat. ``None``: it is the model's own."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        for mains, models in zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True):
+            pairs += zip(mains, models, strict=True)
+        of_model = dict(pairs)
+
+        def values(main: torch.Tensor) -> torch.Tensor | None:
+            model = of_model.get(main)
+            return None if model is None else model.detach().view(-1)
+
+        return values
+    if isinstance(optimizer, DistributedOptimizer):
+        groups = (
+            (optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups),
+            (optimizer.shard_fp32_groups, optimizer.model_fp32_groups),
+        )
+        for main_groups, model_groups in groups:
+            for mains, models in zip(main_groups, model_groups, strict=True):
+                pairs += ((main, model) for main, model in zip(mains, models, strict=True) if main is not None)
+        of_shard = dict(pairs)
+
+        def shard_values(main: torch.Tensor) -> torch.Tensor | None:
+            model = of_shard.get(main)
+            if model is None:
+                return None
+            place = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+            buffer, _, bucket = optimizer.model_param_gbuf_map[model]
+            values: torch.Tensor = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
+            return values[place.start : place.end]
+
+        return shard_values
+    return lambda _: None

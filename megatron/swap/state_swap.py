@@ -1,0 +1,269 @@
+"""Steps an optimizer whose state rests in host memory: it passes through the device in buckets.
+
+The optimizer is the one that trains without us: for each bucket it is handed slices of its parameters and of their
+state, as if they were parameters of their own, and steps those. Update rules that look at each element alone come out
+equal to the bit; for others a bucket holds whole tensors.
+
+What overlaps: the next buckets come in while compute steps one, and the last one goes out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from megatron.swap.resting import MAIN, Home, Member, Piece
+from megatron.swap.state_mover import Bucket, StateMover, as_bytes
+from megatron.swap.types import SwapError, UsageError
+
+NUM_BUFFERS = 3
+"""One comes in, one is stepped, one goes out."""
+
+Updated = Callable[[torch.Tensor, int, int, torch.Tensor], None]
+"""A parameter, and the elements of it (from, to) whose new values are in a tensor on the device."""
+
+
+class StateSwap:
+    """Swaps the state of one optimizer: ``step`` here takes the place of its own.
+
+    Args:
+        optimizer: complete, with all of its parameters.
+        mover: copies.
+        born: parameters that rest already, with their members.
+        rests: whether the state of another parameter is to rest.
+        bucket_bytes: most bytes of a bucket on the device; three of them are there at once.
+        is_elementwise: whether the optimizer may step slices of its parameters.
+        on_updated: told of new values while they are on the device, the parameters' that do not rest included.
+
+    Raises:
+        UsageError: a group has tensors for settings: each bucket would change them.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mover: StateMover,
+        born: dict[torch.Tensor, Member],
+        rests: Callable[[torch.Tensor], bool],
+        bucket_bytes: int,
+        is_elementwise: bool,
+        on_updated: Updated = lambda *_: None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._inner_step = optimizer.step
+        self._mover = mover
+        self._bucket_bytes = bucket_bytes
+        self._is_elementwise = is_elementwise
+        self._on_updated = on_updated
+        self._members: dict[torch.Tensor, Member] = {}
+        self._shown = False
+        for number, group in enumerate(optimizer.param_groups):
+            tensors = [name for name, value in group.items() if isinstance(value, torch.Tensor)]
+            if tensors:
+                raise UsageError(
+                    f"--swap-optimizer: the optimizer keeps {', '.join(tensors)} in tensors (CUDA graphs?), and would "
+                    "advance them once a bucket. Leave --optimizer-cuda-graph out."
+                )
+            for param in group["params"]:
+                if param in born:
+                    self._members[param] = born[param]
+                    born[param].group = number
+                elif rests(param):
+                    self._members[param] = Member(param, number)
+        if is_elementwise:
+            for member in self._members.values():  # room for all, or an error before training
+                for name, dtype in self._state_of_one(member).items():
+                    mover.home(member, name, dtype)
+
+    def _state_of_one(self, member: Member) -> dict[str, torch.dtype]:
+        """What the optimizer keeps for each element of a parameter like this: one of ours is stepped."""
+        one = torch.zeros(2, dtype=member.param.dtype, device=member.param.device)
+        one.grad = one.decoupled_grad = torch.zeros_like(one)  # type: ignore[attr-defined]
+        self._step_of([[one] if i == member.group else [] for i in range(len(self._optimizer.param_groups))])
+        state = self._optimizer.state.pop(one, {})
+        return {name: value.dtype for name, value in state.items() if _is_as_large(value, one)}
+
+    @property
+    def num_resting(self) -> int:
+        """Parameters whose state rests."""
+        return len(self._members)
+
+    # ------------------------------------------------------------------ stepping
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """What ``optimizer.step`` does, for all of its parameters."""
+        if closure is not None:
+            raise SwapError("an optimizer whose state is swapped takes no closure: it would run once a bucket.")
+        self.hide()
+        groups = self._optimizer.param_groups
+        coming = self._buckets()
+        loaded: deque[Bucket] = deque()
+        self._load_ahead(coming, loaded)  # before what stays is stepped: the link works meanwhile
+        stays = [[param for param in group["params"] if param not in self._members] for group in groups]
+        advanced = self._step_of(stays)
+        for params in stays:
+            for param in params:
+                self._on_updated(param, 0, param.numel(), param.detach())
+        while loaded:
+            advanced = self._step_bucket(loaded.popleft())
+            self._load_ahead(coming, loaded)
+        self._mover.release(0)
+        for group, values in zip(groups, advanced, strict=True):
+            group.update(values)
+
+    def _buckets(self) -> Iterator[list[Piece]]:
+        """Pieces that have a gradient, as many at once as a buffer holds."""
+        bucket: list[Piece] = []
+        bucket_bytes = 0
+        for member in self._members.values():
+            if _gradient(member.param) is None:
+                continue
+            for piece in self._pieces(member):
+                piece_bytes = (piece.stop - piece.start) * member.element_bytes
+                if bucket and bucket_bytes + piece_bytes > self._bucket_bytes:
+                    yield bucket
+                    bucket, bucket_bytes = [], 0
+                bucket.append(piece)
+                bucket_bytes += piece_bytes
+        if bucket:
+            yield bucket
+
+    def _pieces(self, member: Member) -> list[Piece]:
+        num_elements = member.param.numel()
+        if not member.pieces:
+            longest = num_elements
+            if self._is_elementwise and member.homes:
+                longest = max(1, self._bucket_bytes // member.element_bytes)
+            num_pieces = math.ceil(num_elements / longest)
+            bounds = [num_elements * i // num_pieces for i in range(num_pieces + 1)]
+            member.pieces = [Piece(member, start, stop) for start, stop in pairwise(bounds)]
+        return member.pieces
+
+    def _load_ahead(self, coming: Iterator[list[Piece]], loaded: deque[Bucket]) -> None:
+        while len(loaded) + 1 < NUM_BUFFERS and (pieces := next(coming, None)) is not None:
+            self._mover.release(NUM_BUFFERS - 1 - len(loaded))
+            loaded.append(self._mover.bring_in(pieces))
+
+    def _step_bucket(self, bucket: Bucket) -> list[dict[str, Any]]:
+        """Step it and send it home. Returns the settings of each group as the step has left them."""
+        self._mover.arrive(bucket)
+        state = self._optimizer.state
+        params: list[list[torch.Tensor]] = [[] for _ in self._optimizer.param_groups]
+        pieces: list[tuple[Piece, torch.Tensor]] = []
+        for piece, tensors in bucket.tensors.items():
+            member = piece.member
+            values = tensors.pop(MAIN) if MAIN in tensors else piece.part(member.param)
+            param = values if self._is_elementwise else values.view(member.param.shape)
+            _give_gradient(param, piece, member.param)
+            if piece.has_state:
+                state[param] = {name: tensor.view(param.shape) for name, tensor in tensors.items()} | piece.state
+            params[member.group].append(param)
+            pieces.append((piece, param))
+        advanced = self._step_of(params)
+        moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for piece, param in pieces:
+            member = piece.member
+            self._on_updated(member.param, piece.start, piece.stop, param)
+            piece.has_state, piece.state = True, {}
+            large = {MAIN: param} if MAIN in member.homes else {}
+            for name, value in state.pop(param, {}).items():
+                if _is_as_large(value, param):
+                    large[name] = value
+                else:
+                    piece.state[name] = value
+            for name, value in large.items():
+                moves.append((piece.room(self._mover.home(member, name, value.dtype)), as_bytes(value)))
+            self._tell_state(member)
+        self._mover.take_out(moves, [bucket.buffer])
+        return advanced
+
+    def _step_of(self, params: Sequence[list[torch.Tensor]]) -> list[dict[str, Any]]:
+        """One call of the optimizer's own step: every group as it was, with these parameters alone.
+
+        A group without any takes part: its counter of steps goes on (TransformerEngine's is in the group).
+        """
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**group, "params": mine} for group, mine in zip(groups, params, strict=True)]
+        try:
+            self._inner_step()
+            return [
+                {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+            ]
+        finally:
+            optimizer.param_groups = groups
+
+    def _tell_state(self, member: Member) -> None:
+        """The optimizer's state has an entry for the parameter itself, as without us."""
+        state = {name: home.tensor for name, home in member.homes.items() if name != MAIN}
+        self._optimizer.state[member.param] = state | member.pieces[0].state
+
+    # --------------------------------------------------------------- checkpoints
+
+    def show(self) -> None:
+        """Everything that rests is a tensor in host memory, until the next step: to be read, or to be loaded into."""
+        self._mover.synchronize()
+        for home in self._homes():
+            home.show()
+        self._shown = True
+
+    def hide(self) -> None:
+        """Host memory is ours again."""
+        if self._shown:
+            for home in self._homes():
+                home.hide()
+        self._shown = False
+
+    def loaded(self) -> None:
+        """The optimizer's state was replaced (``load_state_dict``): what is as large as its parameter goes home."""
+        for member in self._members.values():
+            state = self._optimizer.state.get(member.param, {})
+            small = {}
+            for name, value in state.items():
+                if _is_as_large(value, member.param):
+                    home = self._mover.home(member, name, value.dtype)
+                    if value is not home.tensor:
+                        home.show()
+                        home.tensor.copy_(value)
+                else:
+                    small[name] = value
+            if state:
+                for piece in self._pieces(member):
+                    piece.has_state = True
+                    piece.state = {
+                        name: value.clone() if isinstance(value, torch.Tensor) else value
+                        for name, value in small.items()
+                    }
+                self._tell_state(member)
+        self.show()
+
+    def _homes(self) -> Iterator[Home]:
+        for member in self._members.values():
+            yield from member.homes.values()
+
+
+def _is_as_large(value: Any, param: torch.Tensor) -> bool:
+    """Whether ``value``, of a parameter's state, has a number for each of its elements."""
+    return isinstance(value, torch.Tensor) and value.shape == param.shape
+
+
+def _gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """Megatron's precision-aware optimizer gives it another name, since it has another type."""
+    decoupled: torch.Tensor | None = vars(param).get("decoupled_grad")
+    return param.grad if decoupled is None else decoupled
+
+
+def _give_gradient(param: torch.Tensor, piece: Piece, of: torch.Tensor) -> None:
+    gradient = _gradient(of)
+    assert gradient is not None
+    part = piece.part(gradient).view(param.shape)
+    if of.grad is None:
+        param.decoupled_grad = part  # type: ignore[attr-defined]
+    else:
+        param.grad = part

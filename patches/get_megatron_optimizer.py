@@ -1,0 +1,31 @@
+"""Hand over the optimizer as soon as it is built, before a checkpoint is loaded into it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from patches.registry import Patch
+
+
+def get_megatron_optimizer_patch(on_built: Callable[[Any], None]) -> Patch:
+    """``on_built`` gets the ``MegatronOptimizer``."""
+
+    def build(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def get_megatron_optimizer(*arguments: Any, **options: Any) -> Any:
+            optimizer = original(*arguments, **options)
+            on_built(optimizer)
+            return optimizer
+
+        return get_megatron_optimizer
+
+    return Patch(
+        module="megatron.training.training",
+        attribute="get_megatron_optimizer",
+        build=build,
+        reason="no hook runs between the optimizer's construction and the loading of its checkpoint",
+        written_for="megatron-core 0.19.2",
+        source_sha256="b473223298c434306e3e9f6f047d7e63e3b0feb5dbb38796cc938fd2f68b4aaf",
+    )

@@ -1,0 +1,62 @@
+"""Optimizer state that rests in host memory, through the real trainer: equal to the bit, also from a checkpoint on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, assert_same_training, recorded
+
+STEPS = "--train-iters 50 --lr-decay-iters 50"
+BF16 = "--bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"
+DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+def swapped(trainer: Trainer, flags: str, part: float, *, ranks: int = 1, saved: str = "torch") -> Run:
+    """Compared with the same run without swapping."""
+    plain = trainer.unswapped(flags, ranks=ranks, saved=saved)
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-optimizer {part} {recorded(saved)}", ranks=ranks)
+    assert_same_training(plain, run)
+    assert "optimizer state of" in run.output
+    summary = run.summary
+    # All of it comes and goes in each step; in the first there are no moments to come yet, and loss scaling skips some.
+    moved = summary["optimizer_in_bytes"] / summary["optimizer_host_bytes"]
+    assert len(summary["losses"]) / 3 < moved < len(summary["losses"])
+    return run
+
+
+@pytest.mark.parametrize("part", [1.0, 0.5])
+@pytest.mark.parametrize("flags", ["", BF16, "--fp16 --initial-loss-scale 4294967296 --loss-scale-window 4"])
+def test_fifty_steps_are_equal_to_the_bit(trainer: Trainer, flags: str, part: float) -> None:
+    swapped(trainer, f"{flags} {STEPS}", part)
+
+
+@pytest.mark.parametrize("flags", ["--optimizer sgd", "--clip-grad 0"])
+def test_other_rules(trainer: Trainer, flags: str) -> None:
+    swapped(trainer, f"{BF16} {flags}", 1.0)
+
+
+@pytest.mark.parametrize("flags", [BF16, f"{BF16} {DISTRIBUTED}", DISTRIBUTED])
+def test_two_ranks(trainer: Trainer, flags: str) -> None:
+    swapped(trainer, f"{flags} {STEPS}", 1.0, ranks=2)
+
+
+def test_together_with_activations(trainer: Trainer) -> None:
+    plain = trainer.unswapped(BF16)
+    run = trainer.run(f"{BF16} {SWAP_SMALL} --swap-layers all --swap-optimizer 0.7 {recorded('torch')}")
+    assert_same_training(plain, run)
+
+
+@pytest.mark.parametrize("saved", ["torch", "torch_dist"])
+@pytest.mark.parametrize(("first", "then"), [("1", "0"), ("0", "1"), ("0.5", "1")])
+def test_a_checkpoint_goes_on_with_another_part(trainer: Trainer, saved: str, first: str, then: str) -> None:
+    """Four steps, and four more from there: as eight at once."""
+    flags = f"{BF16} --train-iters 8 --lr-decay-iters 8"
+    plain = trainer.unswapped(flags, saved=saved)
+    begun = trainer.run(
+        f"{flags} {SWAP_SMALL} --swap-optimizer {first} --exit-interval 4 {recorded(saved)}", check=False
+    )
+    went_on = trainer.run(
+        f"{flags} {SWAP_SMALL} --swap-optimizer {then} {recorded(saved)} --load {begun.directory}/checkpoint"
+    )
+    assert went_on.summary["losses"] == plain.summary["losses"][4:]
+    assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")

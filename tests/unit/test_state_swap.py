@@ -1,0 +1,265 @@
+"""Optimizers whose state rests: as the same optimizer without us, to the bit; waits that are missing show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.host_arena import HostArena
+from megatron.swap.host_memory import HostMemoryError
+from megatron.swap.resting import MAIN, Home
+from megatron.swap.state_mover import StateMover
+from megatron.swap.state_swap import StateSwap
+from megatron.swap.types import KIB, MIB, SwapError, UsageError
+
+SHAPES = ((64, 33), (7,), (1000,), (128, 65))
+Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+class CountsInGroup(torch.optim.Optimizer):
+    """As TransformerEngine's: counts steps in the group, also in one without parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                state = self.state[param]
+                state.setdefault("seen", torch.zeros_like(param))
+                gradient = param.grad if param.grad is not None else param.decoupled_grad
+                state["seen"] += gradient
+                param -= group["lr"] * state["seen"] / group["step"]
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adam": lambda params: torch.optim.Adam(
+        [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.1}], lr=0.01, amsgrad=True
+    ),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01),
+    "counts": lambda params: CountsInGroup([{"params": params[:1]}, {"params": []}, {"params": params[1:]}]),
+    "whole": lambda params: torch.optim.Adafactor(params, lr=0.01),
+}
+
+
+class Training:
+    """A few parameters and their copies in bf16, as Megatron's; gradients are made up.
+
+    Args:
+        rests: of which parameters state rests; ``None``: nothing is swapped.
+        is_born: they rest themselves.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        rests: Callable[[torch.Tensor], bool] | None = None,
+        *,
+        is_born: bool = True,
+        is_elementwise: bool = True,
+        bucket_bytes: int = 4 * KIB,
+        limit_bytes: int = MIB,
+    ) -> None:
+        numbers = torch.Generator().manual_seed(1)
+        self.params = [torch.randn(shape, generator=numbers) for shape in SHAPES]
+        self.model = [param.bfloat16() for param in self.params]
+        self.optimizer = make(self.params)
+        self.numbers = torch.Generator().manual_seed(2)
+        self.device = EmulatedDevice(0.002)
+        self.swap: StateSwap | None = None
+        if rests is not None:
+            self.mover = StateMover(
+                self.device, HostArena(limit_bytes=limit_bytes, pinned=False, region_bytes=64 * KIB)
+            )
+            born = {param: self.mover.born(param) for param in self.params if is_born and rests(param)}
+            self.swap = StateSwap(
+                self.optimizer, self.mover, born, rests, bucket_bytes, is_elementwise, self._copy_to_model
+            )
+
+    def _copy_to_model(self, param: torch.Tensor, start: int, stop: int, values: torch.Tensor) -> None:
+        number = next(i for i, mine in enumerate(self.params) if mine is param)
+        self.model[number].view(-1)[start:stop].copy_(values.view(-1))
+
+    def steps(self, num_steps: int, without_gradient: int | None = None) -> Training:
+        for _ in range(num_steps):
+            for i, param in enumerate(self.params):
+                gradient = torch.randn(param.shape, generator=self.numbers)
+                param.grad = None if i == without_gradient else gradient
+            if self.swap is not None:
+                self.swap.step()
+            else:
+                self.optimizer.step()
+                for model, param in zip(self.model, self.params, strict=True):
+                    model.copy_(param)
+        return self
+
+    def all(self) -> list[Any]:
+        """Parameters, their copies, state and settings, in an order of their own."""
+        if self.swap is not None:
+            self.swap.show()
+        state = [self.optimizer.state.get(param, {}) for param in self.params]
+        settings = [
+            {name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups
+        ]
+        values = [value for entry in state for _, value in sorted(entry.items())]
+        return [*self.params, *self.model, *values, sorted(sorted(entry) for entry in state), settings]
+
+
+def same(one: list[Any], two: list[Any]) -> bool:
+    return len(one) == len(two) and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, two, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("is_born", [True, False])
+@pytest.mark.parametrize("large_alone", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [4 * KIB, MIB])
+def test_as_the_optimizer_alone(name: str, is_born: bool, large_alone: bool, bucket_bytes: int) -> None:
+    make = OPTIMIZERS[name]
+    swapped = Training(
+        make, lambda param: param.numel() > 999 or not large_alone, is_born=is_born, bucket_bytes=bucket_bytes,
+        is_elementwise=name != "whole",
+    )  # fmt: skip
+    assert same(swapped.steps(6).all(), Training(make).steps(6).all())
+
+
+def test_slices_are_no_longer_than_a_bucket() -> None:
+    training = Training(OPTIMIZERS["adamw"], lambda _: True).steps(2)
+    assert training.swap is not None
+    for member in training.swap._members.values():
+        sizes = [(piece.stop - piece.start) * member.element_bytes for piece in member.pieces]
+        assert member.element_bytes == 12
+        assert max(sizes) <= 4 * KIB
+        assert sum(sizes) == 12 * member.param.numel()
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_a_parameter_without_a_gradient_is_left_alone(name: str) -> None:
+    def run(training: Training) -> list[Any]:
+        return training.steps(2).steps(2, without_gradient=3).steps(1).all()
+
+    assert same(run(Training(OPTIMIZERS[name], lambda _: True)), run(Training(OPTIMIZERS[name])))
+
+
+@pytest.mark.parametrize("method", ["arrive", "release"])
+def test_a_wait_that_is_missing_shows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Released memory is poisoned, and copies take their time."""
+    right = Training(OPTIMIZERS["adamw"]).steps(5).all()
+    training = Training(OPTIMIZERS["adamw"], lambda _: True).steps(1)
+    with_wait = getattr(training.mover, method)
+
+    def without_wait(*arguments: Any) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(training.device, "wait", lambda stream, event: None)
+            with_wait(*arguments)
+
+    monkeypatch.setattr(training.mover, method, without_wait)
+    assert not same(training.steps(4).all(), right)
+
+
+def test_what_rests_reads_as_nothing_and_cannot_be_written() -> None:
+    training = Training(OPTIMIZERS["adamw"], lambda _: True).steps(1)
+    param, state = training.params[0], training.optimizer.state[training.params[0]]
+    for tensor in (param, state["exp_avg"]):
+        assert tensor.shape == SHAPES[0]
+        assert tensor.isnan().all()
+        assert tensor.untyped_storage().nbytes() == 4
+        with pytest.raises(RuntimeError, match="single memory location"):
+            tensor.copy_(torch.zeros(SHAPES[0]))
+    assert training.swap is not None
+    training.swap.show()
+    assert not param.isnan().any()
+    assert float(state["step"]) == 1
+    training.swap.hide()
+    assert param.isnan().all()
+    assert Home(torch.zeros(3, dtype=torch.int16), torch.zeros(6, dtype=torch.uint8)).dtype == torch.int16
+
+
+def test_what_is_loaded_goes_home() -> None:
+    """As ``load_state_dict`` does it: state is replaced, main parameters are written to."""
+    source = Training(OPTIMIZERS["adamw"]).steps(3)
+    target = Training(OPTIMIZERS["adamw"], lambda _: True)
+    assert target.swap is not None
+    target.swap.show()
+    target.optimizer.load_state_dict(source.optimizer.state_dict())
+    for mine, theirs in zip(target.params, source.params, strict=True):
+        mine.copy_(theirs)
+    target.swap.loaded()
+    target.numbers.set_state(source.numbers.get_state())
+    assert same(target.steps(3).all(), source.steps(3).all())
+
+
+def test_a_failing_step_leaves_the_groups_as_they_were() -> None:
+    training = Training(OPTIMIZERS["adamw"], lambda _: True)
+    groups = training.optimizer.param_groups
+    assert training.swap is not None
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    training.swap._inner_step = fails
+    with pytest.raises(ValueError, match="no"):
+        training.steps(1)
+    assert training.optimizer.param_groups is groups
+
+
+def test_no_closure() -> None:
+    training = Training(OPTIMIZERS["adamw"], lambda _: True)
+    assert training.swap is not None
+    with pytest.raises(SwapError, match="once a bucket"):
+        training.swap.step(lambda: 1.0)  # type: ignore[arg-type]
+
+
+def test_settings_in_tensors_are_refused() -> None:
+    with pytest.raises(UsageError, match="lr in tensors"):
+        Training(lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.01)), lambda _: True)
+
+
+def test_there_is_room_for_all_or_an_error_before_the_first_step() -> None:
+    num_bytes = 12 * sum(torch.Size(shape).numel() for shape in SHAPES)
+    assert num_bytes > 64 * KIB
+    with pytest.raises(HostMemoryError, match="--swap-optimizer"):
+        Training(OPTIMIZERS["adamw"], lambda _: True, limit_bytes=num_bytes - 4 * KIB)
+
+
+class TestArena:
+    def test_a_piece_is_contiguous_and_nobody_elses(self) -> None:
+        arena = HostArena(limit_bytes=MIB, pinned=False, region_bytes=64 * KIB)
+        pieces = [arena.take(num_bytes) for num_bytes in (1, 5000, 70_000, 64 * KIB, 3)]
+        for number, piece in enumerate(pieces):
+            assert piece.data_ptr() % 4096 == 0
+            piece.fill_(number)
+        for number, piece in enumerate(pieces):
+            assert bool((piece == number).all())
+        assert arena.booked_bytes == 64 * KIB + 72 * KIB + 64 * KIB
+
+    def test_the_limit(self) -> None:
+        arena = HostArena(limit_bytes=100 * KIB, pinned=False, region_bytes=64 * KIB)
+        arena.take(1)
+        with pytest.raises(HostMemoryError, match=r"64.0 KiB are taken, the limit is 100.0 KiB"):
+            arena.take(65 * KIB)
+        arena.take(30 * KIB)
+        arena.take(36 * KIB)  # in a smaller mapping
+        assert arena.booked_bytes == 100 * KIB
+
+    def test_what_is_taken_outlives_it(self) -> None:
+        arena = HostArena(limit_bytes=MIB, pinned=False)
+        piece = arena.take(10)
+        piece.fill_(7)
+        arena.close()
+        assert piece.tolist() == [7] * 10
+
+
+def test_the_name_of_main_values_is_no_optimizers() -> None:
+    for name, make in OPTIMIZERS.items():
+        training = Training(make).steps(1)
+        assert not any(MAIN in state for state in training.optimizer.state.values()), name
