@@ -15,7 +15,7 @@ from proof.run.planning import PLAN_FLAG, SEARCHES, plan_file, searches
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-OUR_CHOICES = ("--swap-layers", PLAN_FLAG, *SEARCHES, "--swap-policy")
+OUR_CHOICES = ("--swap-layers", PLAN_FLAG, *SEARCHES, "--swap-policy", "--swap-optimizer")
 """One of them says what is swapped."""
 NUM_LAYERS_WORDS = ("all-but-one", "half")
 
@@ -105,6 +105,21 @@ def _layer_offload(arguments: list[str], num_layers: int) -> Piece:
     return Piece(flags=("--cpu-offloading-num-layers", str(number)))
 
 
+def _optimizer_cpu_offload(arguments: list[str], num_layers: int) -> Piece:
+    part, *overlap = arguments or [""]
+    try:
+        is_part = 0 < float(part) <= 1
+    except ValueError:
+        is_part = False
+    if not is_part or overlap not in ([], ["overlap"]):
+        raise MethodError(
+            "optimizer-cpu-offload takes a part of the optimizer's state, above 0 and at most 1, and perhaps the word "
+            f"overlap; given: {shlex.join(arguments) or 'nothing'}"
+        )
+    overlapped = ("--overlap-cpu-optimizer-d2h-h2d",) if overlap else ()
+    return Piece(flags=("--optimizer-cpu-offload", "--optimizer-offload-fraction", part, *overlapped))
+
+
 def _wrapped(name: str, *requires: str) -> Callable[[list[str], int], Piece]:
     """Functions of ``peers.py`` take no arguments."""
 
@@ -141,6 +156,9 @@ KINDS: dict[str, Kind] = {
     "layer-offload": Kind(
         "TransformerEngine's CPU offloading moves what whole layers save (Megatron's --cpu-offloading-num-layers).",
         _layer_offload, needs_te=True,
+    ),
+    "optimizer-cpu-offload": Kind(
+        "Megatron's optimizer offload: a part of the parameters is stepped by the CPU.", _optimizer_cpu_offload,
     ),
     "save-on-cpu": Kind(
         "torch.autograd.graph.save_on_cpu(pin_memory=True) around the decoder: every saved tensor, synchronously.",

@@ -96,7 +96,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_ours_are_these_and_every_kind_of_method_is_in_one() -> None:
     assert suite_names() == [
-        "h200-dense", "h200-long-context", "h200-moe", "h200-planner", "quick", "quick-planner",
+        "h200-dense", "h200-long-context", "h200-moe", "h200-optimizer", "h200-planner", "quick", "quick-planner",
     ]  # fmt: skip
     suites = [load_suite(find_suite(name)) for name in suite_names()]
     kinds = {
@@ -192,6 +192,12 @@ def parsed(text: str, **changed: object) -> Method:
         ("layer-offload half", "--cpu-offloading-num-layers 3"),
         ("layer-offload 2", "--cpu-offloading-num-layers 2"),
         ("save-on-cpu", ""),
+        ("optimizer-cpu-offload 0.5", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
+        (
+            "optimizer-cpu-offload 1 overlap",
+            "--optimizer-cpu-offload --optimizer-offload-fraction 1 --overlap-cpu-optimizer-d2h-h2d",
+        ),
+        ("ours --swap-optimizer 0.5", "--swap-optimizer 0.5"),
         (
             "ours --swap-layers 0-3 --swap-modules mlp + selective-recompute mlp",
             "--swap-layers 0-3 --swap-modules mlp --recompute-granularity selective --recompute-modules mlp",
@@ -218,6 +224,10 @@ def test_what_methods_need() -> None:
         ("selective-recompute mpl", {}, "out of core_attn, mlp.*given: mpl"),
         ("selective-recompute", {}, "given: none"),
         ("layer-offload most", {}, "a number of layers, or all-but-one or half"),
+        ("optimizer-cpu-offload", {}, "a part of the optimizer's state, above 0 and at most 1.*given: nothing"),
+        ("optimizer-cpu-offload half", {}, "given: half"),
+        ("optimizer-cpu-offload 0", {}, "given: 0"),
+        ("optimizer-cpu-offload 0.5 often", {}, "given: 0.5 often"),
         ("none --swap-layers all", {}, "none takes no arguments"),
         ("ours", {}, "ours takes --swap-layers"),
         ("ours --swap-layers all --recompute-granularity full", {}, "added as a part of its own"),
