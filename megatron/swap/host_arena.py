@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron.swap.host_memory import (
@@ -35,32 +37,42 @@ class HostArena:
         self._free: torch.Tensor | None = None
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """``num_bytes`` (uint8) at the beginning of a page.
+        """``num_bytes`` (uint8) at the beginning of a page. Raises: as ``take_all``."""
+        return self.take_all([num_bytes])[0]
+
+    def take_all(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Pieces of these sizes in bytes: at once they are made ready faster than one by one.
 
         Raises:
-            HostMemoryError: the limit or the machine does not allow it; nothing has changed then.
+            HostMemoryError: the limit or the machine does not allow it.
         """
-        paged_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-        if paged_bytes >= self._region_bytes:
-            return self._book(paged_bytes)[:num_bytes]
-        if self._free is None or self._free.numel() < paged_bytes:
-            self._free = self._book(min(self._region_bytes, max(paged_bytes, self.limit_bytes - self.booked_bytes)))
-        taken, self._free = self._free[:num_bytes], self._free[paged_bytes:]
+        large = [_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._region_bytes]
+        regions = iter(self._book(large))
+        return [
+            (next(regions) if num_bytes >= self._region_bytes else self._cut(_paged(num_bytes)))[:num_bytes]
+            for num_bytes in sizes
+        ]
+
+    def _cut(self, num_bytes: int) -> torch.Tensor:
+        """Out of a mapping that is shared."""
+        if self._free is None or self._free.numel() < num_bytes:
+            left_bytes = self.limit_bytes - self.booked_bytes
+            (self._free,) = self._book([max(num_bytes, min(self._region_bytes, left_bytes))])
+        taken, self._free = self._free[:num_bytes], self._free[num_bytes:]
         return taken
 
-    def _book(self, num_bytes: int) -> torch.Tensor:
+    def _book(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        num_bytes = sum(sizes)
         if self.booked_bytes + num_bytes > self.limit_bytes:
             raise HostMemoryError(
                 f"optimizer state takes {format_bytes(num_bytes)} more of host memory: "
                 f"{format_bytes(self.booked_bytes)} are taken, the limit is {format_bytes(self.limit_bytes)}. "
                 "Raise --swap-host-gib, or lower --swap-optimizer."
             )
-        (region,), _ = prepare_regions(
-            [num_bytes], strategy=self._strategy, device=self._device, numa_node=self._numa_node
-        )
-        self._regions.append(region)
+        regions, _ = prepare_regions(sizes, strategy=self._strategy, device=self._device, numa_node=self._numa_node)
+        self._regions += regions
         self.booked_bytes += num_bytes
-        return region.tensor
+        return [region.tensor for region in regions]
 
     def close(self) -> None:
         """Registered no longer; a mapping goes when the last tensor on it does. Every copy must be over."""
@@ -68,3 +80,7 @@ class HostArena:
             region.unregister()
         self._regions.clear()
         self._free = None
+
+
+def _paged(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -62,12 +62,15 @@ class StateMover:
 
     def home(self, member: Member, name: str, dtype: torch.dtype) -> Home:
         """Where ``name`` of ``member`` rests; made when it is asked for first."""
-        home = member.homes.get(name)
-        if home is None:
-            param = member.param
-            room = self._arena.take(param.numel() * dtype.itemsize)
-            home = member.homes[name] = Home(param if name == MAIN else nothing(param, dtype), room)
-        return home
+        if name not in member.homes:
+            self.make_homes([(member, name, dtype)])
+        return member.homes[name]
+
+    def make_homes(self, wanted: Sequence[tuple[Member, str, torch.dtype]]) -> None:
+        """Room for each name, of its type, for as many elements as the member has."""
+        rooms = self._arena.take_all([member.param.numel() * dtype.itemsize for member, _, dtype in wanted])
+        for (member, name, dtype), room in zip(wanted, rooms, strict=True):
+            member.homes[name] = Home(member.param if name == MAIN else nothing(member.param, dtype), room)
 
     def bring_in(self, pieces: Sequence[Piece]) -> Bucket:
         """Enqueue the copies of all that is at home of ``pieces``."""

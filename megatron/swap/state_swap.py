@@ -75,10 +75,9 @@ class StateSwap:
                     born[param].group = number
                 elif rests(param):
                     self._members[param] = Member(param, number)
-        if is_elementwise:
-            for member in self._members.values():  # room for all, or an error before training
-                for name, dtype in self._state_of_one(member).items():
-                    mover.home(member, name, dtype)
+        if is_elementwise:  # room for all, or an error before training
+            members = self._members.values()
+            mover.make_homes([(member, *kept) for member in members for kept in self._state_of_one(member).items()])
 
     def _state_of_one(self, member: Member) -> dict[str, torch.dtype]:
         """What the optimizer keeps for each element of a parameter like this: one of ours is stepped."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.host_arena import HostArena
 from megatron.swap.host_memory import HostMemoryError
@@ -67,17 +68,18 @@ class Training:
         is_elementwise: bool = True,
         bucket_bytes: int = 4 * KIB,
         limit_bytes: int = MIB,
+        on: str = "cpu",
     ) -> None:
         numbers = torch.Generator().manual_seed(1)
-        self.params = [torch.randn(shape, generator=numbers) for shape in SHAPES]
+        self.params = [torch.randn(shape, generator=numbers).to(on) for shape in SHAPES]
         self.model = [param.bfloat16() for param in self.params]
         self.optimizer = make(self.params)
         self.numbers = torch.Generator().manual_seed(2)
-        self.device = EmulatedDevice(0.002)
+        self.device = CudaDevice() if on == "cuda" else EmulatedDevice(0.002)
         self.swap: StateSwap | None = None
         if rests is not None:
             self.mover = StateMover(
-                self.device, HostArena(limit_bytes=limit_bytes, pinned=False, region_bytes=64 * KIB)
+                self.device, HostArena(limit_bytes=limit_bytes, pinned=on == "cuda", region_bytes=64 * KIB)
             )
             born = {param: self.mover.born(param) for param in self.params if is_born and rests(param)}
             self.swap = StateSwap(
@@ -90,8 +92,10 @@ class Training:
 
     def steps(self, num_steps: int, without_gradient: int | None = None) -> Training:
         for _ in range(num_steps):
+            if self.swap is not None:
+                self.swap.hide()  # as long as it is shown it is on the host, where a gradient is not
             for i, param in enumerate(self.params):
-                gradient = torch.randn(param.shape, generator=self.numbers)
+                gradient = torch.randn(param.shape, generator=self.numbers).to(self.device.torch_device)
                 param.grad = None if i == without_gradient else gradient
             if self.swap is not None:
                 self.swap.step()
@@ -115,7 +119,7 @@ class Training:
 
 def same(one: list[Any], two: list[Any]) -> bool:
     return len(one) == len(two) and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, two, strict=True)
+        torch.equal(a.cpu(), b.cpu()) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, two, strict=True)
     )
 
 
@@ -130,6 +134,18 @@ def test_as_the_optimizer_alone(name: str, is_born: bool, large_alone: bool, buc
         is_elementwise=name != "whole",
     )  # fmt: skip
     assert same(swapped.steps(6).all(), Training(make).steps(6).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("is_born", [True, False])
+def test_as_the_optimizer_alone_on_a_gpu(name: str, is_born: bool) -> None:
+    make, is_elementwise = OPTIMIZERS[name], name != "whole"
+    swapped = Training(make, lambda _: True, is_born=is_born, is_elementwise=is_elementwise, on="cuda")
+    alone = Training(make, on="cuda")
+    for _ in range(3):  # shown, and hidden again, in between
+        assert same(swapped.steps(3).all(), alone.steps(3).all())
 
 
 def test_slices_are_no_longer_than_a_bucket() -> None:
