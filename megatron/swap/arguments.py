@@ -328,13 +328,15 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
     same = "both would take the same state"
     reads = "it reads the main parameters between steps, when they rest"
     quantized = "it makes the model's weights of all main parameters at once"
-    scaled = "a slice of such state has another scale than the whole"
+    scaled = "such state may have one scale for a whole parameter, which is stepped in slices"
     sharded = "it keeps state in buffers of its own"
     excluded = [
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", same),
         (args.optimizer_cuda_graph, "--optimizer-cuda-graph", "a captured step cannot be taken apart"),
         (args.log_params_norm, "--log-params-norm", reads),
-        (args.async_save, "--async-save", "it would write state to disk while the next step changes it"),
+        (args.async_save, "--async-save", "its writer, another process, does not see that memory"),
+        (args.qk_clip, "--qk-clip", "it writes to main parameters between steps, when they rest"),
+        (args.rl_offload_optimizer_during_inference, "--rl-offload-optimizer-during-inference", same),
         (args.fp8_param_gather, "--fp8-param-gather", quantized),
         (args.fp4_param_gather, "--fp4-param-gather", quantized),
         (args.use_megatron_fsdp, "--use-megatron-fsdp", sharded),

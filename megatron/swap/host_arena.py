@@ -49,15 +49,16 @@ class HostArena:
         large = [_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._region_bytes]
         regions = iter(self._book(large))
         return [
-            (next(regions) if num_bytes >= self._region_bytes else self._cut(_paged(num_bytes)))[:num_bytes]
+            _alone((next(regions) if num_bytes >= self._region_bytes else self._cut(_paged(num_bytes)))[:num_bytes])
             for num_bytes in sizes
         ]
 
     def _cut(self, num_bytes: int) -> torch.Tensor:
         """Out of a mapping that is shared."""
         if self._free is None or self._free.numel() < num_bytes:
-            left_bytes = self.limit_bytes - self.booked_bytes
-            (self._free,) = self._book([max(num_bytes, min(self._region_bytes, left_bytes))])
+            # Near the limit no more than is needed: somebody else may want the rest.
+            has_room = self.limit_bytes - self.booked_bytes >= 2 * self._region_bytes
+            (self._free,) = self._book([self._region_bytes if has_room else num_bytes])
         taken, self._free = self._free[:num_bytes], self._free[num_bytes:]
         return taken
 
@@ -80,6 +81,12 @@ class HostArena:
             region.unregister()
         self._regions.clear()
         self._free = None
+
+
+def _alone(piece: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own: ``torch.save`` writes whole storages."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(piece.numpy())
 
 
 def _paged(num_bytes: int) -> int:

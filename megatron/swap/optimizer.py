@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from megatron.swap.devices.base import Device
 from megatron.swap.host_arena import HostArena
@@ -21,15 +21,15 @@ from megatron.swap.resting import Member
 from megatron.swap.state_mover import StateMover
 from megatron.swap.state_swap import StateSwap
 from megatron.swap.summary import RankReport
-from megatron.swap.types import format_bytes
+from megatron.swap.types import UsageError, format_bytes
 
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
 """Optimizers, by the name of their class, that look at each element alone: they may step slices of parameters."""
 BUCKET_BYTES = 256 << 20
 """Of a bucket on the device. Copies of this size run at the link's full speed; three buckets are there at once."""
-SAVES = ("state_dict", "sharded_state_dict", "save_parameter_state")
-LOADS = ("load_state_dict", "load_parameter_state", "reload_model_params")
-"""Methods of a Megatron optimizer that read everything, or replace it."""
+SAVES = ("state_dict", "save_parameter_state", "get_parameter_state_dp_zero")
+LOADS = ("load_parameter_state", "load_parameter_state_from_dp_zero", "reload_model_params")
+"""Methods of a Megatron optimizer that read everything, or replace it; a chained one calls some of each directly."""
 
 
 class OptimizerSwap:
@@ -74,10 +74,11 @@ class OptimizerSwap:
         Args:
             optimizer: a ``MegatronOptimizer``.
         """
-        for one in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
-            inner = one.optimizer
-            if inner is not None and not getattr(one, "is_stub_optimizer", False):
-                self._attach(one, inner)
+        if isinstance(optimizer, ChainedOptimizer):
+            for one in optimizer.chained_optimizers:
+                self.attach(one)
+        elif optimizer.optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
+            self._attach(optimizer, optimizer.optimizer)
 
     def _attach(self, optimizer: Any, inner: torch.optim.Optimizer) -> None:
         def on_updated(param: torch.Tensor, start: int, stop: int, values: torch.Tensor) -> None:
@@ -95,13 +96,31 @@ class OptimizerSwap:
         self._swaps.append(swap)
         self._replace(inner, "step", lambda _: swap.step)
         self._replace(optimizer, "prepare_grads", lambda prepare: _after(swap.hide, prepare))
-        if hasattr(optimizer, "_copy_main_params_to_model_params"):
-            # Done bucket by bucket; what comes next would copy what rests again.
-            self._replace(optimizer, "_copy_main_params_to_model_params", lambda _: lambda: None)
+        # Done bucket by bucket; what comes next would copy what rests again.
+        self._replace(optimizer, "_copy_main_params_to_model_params", lambda _: lambda: None)
+        self._replace(optimizer, "_copy_model_params_to_main_params", lambda copy: _one_by_one(optimizer, copy))
         for name in SAVES:
             self._replace(optimizer, name, lambda save: _after(swap.show, save))
         for name in LOADS:
             self._replace(optimizer, name, lambda load: _around(swap.show, load, swap.loaded))
+
+        def make_state() -> None:
+            """Megatron makes room for what it loads on the device, unless there is some."""
+            swap.make_state()
+            if optimizer.init_state_fn is not None:
+                optimizer.init_state_fn(inner, optimizer.config)
+
+        self._replace(optimizer, "load_state_dict", lambda load: _around(make_state, load, swap.loaded))
+
+        def sharded(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def run(model: Any, is_loading: bool = False, *arguments: Any, **options: Any) -> Any:
+                (make_state if is_loading else swap.show)()
+                return original(model, is_loading, *arguments, **options)
+
+            return run
+
+        self._replace(optimizer, "sharded_state_dict", sharded)
 
     def _replace(self, owner: Any, name: str, build: Callable[[Any], Any]) -> None:
         original = getattr(owner, name, None)
@@ -118,6 +137,11 @@ class OptimizerSwap:
     def told(self) -> str:
         """What rests, in a line."""
         num_resting = sum(swap.num_resting for swap in self._swaps)
+        if not num_resting:
+            return (
+                f"--swap-optimizer {self._share:g}: nothing rests, since no parameter is as large as --swap-min-mib, "
+                "or the part is smaller than any"
+            )
         return f"optimizer state of {num_resting} parameters rests in {format_bytes(self.booked_bytes)} of host memory"
 
     def report_to(self, report: RankReport) -> None:
@@ -160,6 +184,20 @@ def _around(first: Callable[[], None], then: Callable[..., Any], last: Callable[
     return run
 
 
+def _one_by_one(optimizer: Any, copy: Callable[..., Any]) -> Callable[..., Any]:
+    """In fp16 Megatron copies all parameters by a kernel that takes no host memory; one by one come the same bits."""
+
+    @functools.wraps(copy)
+    def run(*arguments: Any, **options: Any) -> Any:
+        buffer, optimizer._dummy_overflow_buf = optimizer._dummy_overflow_buf, None
+        try:
+            return copy(*arguments, **options)
+        finally:
+            optimizer._dummy_overflow_buf = buffer
+
+    return run
+
+
 def _model_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor | None]:
     """Where new values of a main parameter go: to as many of the model's, flat. ``None``: it is the model's own."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -193,4 +231,9 @@ def _model_values(optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor | Non
             return values[place.start : place.end]
 
         return shard_values
-    return lambda _: None
+    if isinstance(optimizer, FP32Optimizer):
+        return lambda _: None
+    raise UsageError(
+        f"--swap-optimizer knows Megatron's fp32, fp16, bf16 and distributed optimizers; this run has a "
+        f"{type(optimizer).__name__}. Leave --swap-optimizer out."
+    )

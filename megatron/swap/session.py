@@ -193,7 +193,8 @@ class SwapSession:
 
     def _optimizer_swap(self) -> OptimizerSwap:
         if self._optimizer is None:
-            limit_bytes = self._host_limit_bytes - self._least_bytes()
+            least_bytes = -(-self._least_bytes() // MIB) * MIB
+            limit_bytes = max(0, self._host_limit_bytes - least_bytes)  # activations get the rest
             min_bytes = int(self.config.min_mib * MIB)
             self._optimizer = OptimizerSwap(self.config.optimizer, self._device_of_rank(), limit_bytes, min_bytes)
         return self._optimizer

@@ -1,8 +1,8 @@
 """Copies optimizer state between device and host memory: owns two copy streams, and says who waits for what.
 
 Buffers belong to the compute stream: the H2D stream waits for it before it fills one (the block may be recycled), and
-compute waits for the copy out before it hands the memory on. What a step brings in, an earlier one has taken out: the
-H2D stream waits for the last copy of that.
+compute waits for the copy out before it hands the memory on. What a step brings in, an earlier one has taken out and
+released: so the H2D stream has waited for that copy as well.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class StateMover:
         self._in_stream = device.copy_stream("in")
         self._out_stream = device.copy_stream("out")
         self._going: deque[tuple[list[torch.Tensor], Event]] = deque()
-        self._last_out: Event | None = None
         self.out_bytes = self.in_bytes = 0
 
     def born(self, param: torch.Tensor) -> Member:
@@ -88,8 +87,6 @@ class StateMover:
             targets.append(buffer[offset : offset + sources[-1].numel()])
             tensors[piece][name] = targets[-1].view(home.dtype)
         self._device.wait(self._in_stream, self._device.record(self._device.current_stream()))
-        if self._last_out is not None:
-            self._device.wait(self._in_stream, self._last_out)
         self._device.copy(self._in_stream, targets, sources)
         self.in_bytes += sum(source.numel() for source in sources)
         return Bucket(tensors, buffer, self._device.record(self._in_stream))
@@ -113,7 +110,6 @@ class StateMover:
             self._device.wait(self._device.current_stream(), event)
             for tensor in held:
                 self._device.discard(tensor.untyped_storage())
-            self._last_out = event
 
     def synchronize(self) -> None:
         """Wait for every copy: what is at home is what was stepped last."""

@@ -9,7 +9,6 @@ What overlaps: the next buckets come in while compute steps one, and the last on
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -21,6 +20,8 @@ from megatron.swap.resting import MAIN, Home, Member, Piece
 from megatron.swap.state_mover import Bucket, StateMover, as_bytes
 from megatron.swap.types import SwapError, UsageError
 
+ALIGNED = 128
+"""Elements: slices begin at a multiple, as kernels like it."""
 NUM_BUFFERS = 3
 """One comes in, one is stepped, one goes out."""
 
@@ -138,9 +139,8 @@ class StateSwap:
         if not member.pieces:
             longest = num_elements
             if self._is_elementwise and member.homes:
-                longest = max(1, self._bucket_bytes // member.element_bytes)
-            num_pieces = math.ceil(num_elements / longest)
-            bounds = [num_elements * i // num_pieces for i in range(num_pieces + 1)]
+                longest = max(self._bucket_bytes // member.element_bytes // ALIGNED, 1) * ALIGNED
+            bounds = [*range(0, num_elements, longest), num_elements]
             member.pieces = [Piece(member, start, stop) for start, stop in pairwise(bounds)]
         return member.pieces
 
@@ -219,6 +219,15 @@ class StateSwap:
                 home.hide()
         self._shown = False
 
+    def make_state(self) -> None:
+        """As ``show``, and the optimizer has state for what was never stepped: what is loaded goes there."""
+        self.show()
+        for member in self._members.values():
+            if member.param not in self._optimizer.state:
+                state = {name: home.tensor for name, home in member.homes.items() if name != MAIN}
+                if state:
+                    self._optimizer.state[member.param] = state
+
     def loaded(self) -> None:
         """The optimizer's state was replaced (``load_state_dict``): what is as large as its parameter goes home."""
         for member in self._members.values():
@@ -262,7 +271,7 @@ def _give_gradient(param: torch.Tensor, piece: Piece, of: torch.Tensor) -> None:
     gradient = _gradient(of)
     assert gradient is not None
     part = piece.part(gradient).view(param.shape)
-    if of.grad is None:
-        param.decoupled_grad = part  # type: ignore[attr-defined]
-    else:
+    if vars(of).get("decoupled_grad") is None:
         param.grad = part
+    else:
+        param.decoupled_grad = part  # type: ignore[attr-defined]

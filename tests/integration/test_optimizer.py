@@ -18,9 +18,9 @@ def swapped(trainer: Trainer, flags: str, part: float, *, ranks: int = 1, saved:
     assert_same_training(plain, run)
     assert "optimizer state of" in run.output
     summary = run.summary
-    # All of it comes and goes in each step; in the first there are no moments to come yet, and loss scaling skips some.
-    moved = summary["optimizer_in_bytes"] / summary["optimizer_host_bytes"]
-    assert len(summary["losses"]) / 3 < moved < len(summary["losses"])
+    assert summary["optimizer_host_bytes"] > 0
+    # All of it comes and goes in each step; when main parameters are born they only go, and in the first step moments.
+    assert 0.5 < summary["optimizer_in_bytes"] / summary["optimizer_out_bytes"] < 1
     return run
 
 
@@ -60,3 +60,22 @@ def test_a_checkpoint_goes_on_with_another_part(trainer: Trainer, saved: str, fi
     )
     assert went_on.summary["losses"] == plain.summary["losses"][4:]
     assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
+
+
+EXPERTS = (
+    "--bf16 --swiglu --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 "
+    "--moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+)
+
+
+@pytest.mark.parametrize("saved", ["torch", "torch_dist"])
+@pytest.mark.parametrize("flags", [EXPERTS, f"{EXPERTS} --use-distributed-optimizer"])
+def test_a_checkpoint_in_the_middle_of_training_of_several_optimizers(trainer: Trainer, flags: str, saved: str) -> None:
+    """Experts have an optimizer of their own. What rests is written as it is, not as what stands there meanwhile."""
+    flags = f"{flags} --train-iters 4 --exit-interval 2 {recorded(saved)}"
+    plain = trainer.run(flags, ranks=2)
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-optimizer 1", ranks=2)
+    assert_same_checkpoints(plain.directory / "checkpoint", run.directory / "checkpoint")
+    files = [[path for path in (one.directory / "checkpoint").rglob("*") if path.is_file()] for one in (plain, run)]
+    sizes = [sum(path.stat().st_size for path in paths) for paths in files]
+    assert 0 < sizes[1] < 1.05 * sizes[0], "whole mappings were written"

@@ -32,8 +32,9 @@ def parsed(flags: str, **theirs: object) -> argparse.Namespace:
         use_torch_fsdp2=False, cpu_offloading_num_layers=0,
         fine_grained_activation_offloading=False, cuda_graph_impl="none", gtp_weight_remat_size=1,
         expert_gtp_weight_remat_size=1, optimizer_cpu_offload=False, optimizer_cuda_graph=False, log_params_norm=False,
-        async_save=False, fp8_param_gather=False, fp4_param_gather=False, exp_avg_dtype=torch.float32,
-        exp_avg_sq_dtype=torch.float32, main_params_dtype=torch.float32,
+        async_save=False, qk_clip=False, rl_offload_optimizer_during_inference=False, fp8_param_gather=False,
+        fp4_param_gather=False, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
+        main_params_dtype=torch.float32,
     )  # fmt: skip
     vars(args).update(theirs)
     return args
@@ -182,6 +183,8 @@ def test_the_window_is_the_plans_unless_the_user_says_another(folder: Path, flag
         ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph"),
         ({"log_params_norm": True}, "--log-params-norm"),
         ({"async_save": True}, "--async-save"),
+        ({"qk_clip": True}, "--qk-clip"),
+        ({"rl_offload_optimizer_during_inference": True}, "--rl-offload-optimizer-during-inference"),
         ({"fp8_param_gather": True}, "--fp8-param-gather"),
         ({"fp4_param_gather": True}, "--fp4-param-gather"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
