@@ -6,6 +6,9 @@
     python tools/plan.py --show plan.json
     python tools/plan.py --gpu h200 --memory-gib 80 -- --num-layers 32 --hidden-size 4096 … your training flags
 
+With --gpu it also tells where every byte is: weights, gradients, optimizer state (--swap-optimizer among the training
+flags puts a part of it into host memory), activations.
+
 A profile is what training has measured (--swap-save-profile) or what this program made of a shape (--save-profile).
 Prints each class of layers, the predicted peak and step time, and how fast any plan could be. Exit status: 0, or 1
 where no plan fits or a file is wrong.
@@ -21,13 +24,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.swap.plan import load_plan, save_plan
-from megatron.swap.planner.flags import read_flags
+from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import GPUS, find_gpu
 from megatron.swap.planner.profile import Profile, load_profile, save_profile
-from megatron.swap.planner.shape import shape_profile
+from megatron.swap.planner.shape import params_of_rank, shape_profile
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import Solution, curve, empty_plan, solve
-from megatron.swap.planner.table import outside_table, plan_heading, plan_table, prediction_text
+from megatron.swap.planner.table import memory_table, outside_table, plan_heading, plan_table, prediction_text
 from megatron.swap.planner.what_if import with_link, with_tokens
 from megatron.swap.types import UsageError
 
@@ -61,12 +64,16 @@ def plan(options: argparse.Namespace) -> None:
         shown = load_plan(options.show)
         print(plan_heading(shown), plan_table(shown), sep="\n\n")
         return
-    profile = find_profile(options)
+    training = None if options.profile else read_flags(options.flags, options.num_gpus)
+    profile = find_profile(options, training)
     budget_gib = profile.device.memory_gib if options.memory_gib is None else options.memory_gib
     unswapped = simulate(profile, empty_plan(profile))
     solution = solve(profile, budget_gib)
     for table in filter(None, (plan_table(solution.plan), outside_table(profile))):
         print(table, end="\n\n")
+    if training is not None:
+        num_params = params_of_rank(profile.model, training.tied, options.pipeline_rank)
+        print(memory_table(training.states, num_params, profile, solution.prediction), end="\n\n")
     print(prediction_text(profile, solution.prediction, unswapped, solution.lower_bound_ms))
     if options.save:
         save_plan(solution.plan, options.save)
@@ -76,23 +83,32 @@ def plan(options: argparse.Namespace) -> None:
         draw(curve(profile), unswapped, profile, options.curve)
 
 
-def find_profile(options: argparse.Namespace) -> Profile:
-    """The profile that the options name, with their what-ifs."""
-    if options.profile:
+def find_profile(options: argparse.Namespace, training: Training | None) -> Profile:
+    """The profile that the options name, or that is made of training flags, with their what-ifs."""
+    host_gib = options.host_gib
+    if training is None:
         if options.flags:
             raise UsageError(f"{options.flags[0]}: training flags go with --gpu; a profile knows its model.")
         profile = load_profile(options.profile)
     else:
-        training = read_flags(options.flags, options.num_gpus)
         profile = shape_profile(
             training.model, find_gpu(options.gpu), training.num_micro_batches, tied=training.tied,
-            optimizer_shards=training.optimizer_shards, pipeline_rank=options.pipeline_rank,
+            states=training.states, pipeline_rank=options.pipeline_rank,
         )  # fmt: skip
+        if host_gib is not None:
+            num_params = params_of_rank(training.model, training.tied, options.pipeline_rank)
+            resting_gib = training.states.host_gib(num_params)
+            if resting_gib > host_gib:
+                raise UsageError(
+                    f"--host-gib {host_gib:g}: the optimizer's state that rests takes {resting_gib:.2f} GiB. Lower "
+                    "--swap-optimizer among the training flags."
+                )
+            host_gib -= resting_gib
     if options.link_gb_s is not None:
         profile = with_link(profile, options.link_gb_s)
     if options.seq_length is not None or options.micro_batch_size is not None:
         profile = with_tokens(profile, options.seq_length, options.micro_batch_size)
-    return replace(profile, host_gib=options.host_gib) if options.host_gib is not None else profile
+    return replace(profile, host_gib=host_gib) if host_gib is not None else profile
 
 
 def draw(points: list[Solution], unswapped: Prediction, profile: Profile, path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.swap.plan import Model
+from megatron.swap.planner.states import States
 from megatron.swap.types import UsageError
 
 
@@ -17,7 +18,7 @@ class Training:
     model: Model
     num_micro_batches: int
     tied: bool
-    optimizer_shards: int
+    states: States
 
 
 def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
@@ -47,8 +48,16 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     if known.num_layers_per_virtual_pipeline_stage:
         virtual = known.num_layers // pipeline // known.num_layers_per_virtual_pipeline_stage
     known.virtual_pipeline_model_parallel_size = virtual
-    shards = data * context if known.use_distributed_optimizer else 1
-    return Training(model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, shards)
+    is_aware = known.use_precision_aware_optimizer
+    if not 0 <= known.swap_optimizer <= 1:
+        raise UsageError(f"--swap-optimizer {known.swap_optimizer:g}: must be 0 to 1, a part of its state.")
+    states = States(
+        gradient_bytes=2 if is_aware and known.main_grads_dtype == "bf16" else 4,
+        state_bytes=10 if is_aware else 12,
+        shards=data * context if known.use_distributed_optimizer else 1,
+        resting=known.swap_optimizer,
+    )
+    return Training(model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states)
 
 
 def model_of(args: argparse.Namespace) -> Model:
@@ -109,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, default=32000)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--swap-optimizer", type=float, default=0.0)
+    parser.add_argument("--main-grads-dtype", default="fp32")
     for name in ("group-query-attention", "swiglu", "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer",
-                 "untie-embeddings-and-output-weights"):  # fmt: skip
+                 "use-precision-aware-optimizer", "untie-embeddings-and-output-weights"):  # fmt: skip
         parser.add_argument(f"--{name}", action="store_true")
     return parser

@@ -21,14 +21,13 @@ from megatron.swap.planner.profile import (
     Section,
     SiteProfile,
 )
+from megatron.swap.planner.states import States
 from megatron.swap.types import GIB, LOSS_ROWS, MIB, UsageError
 
 BYTES = 2
 """Of bf16."""
 WORKSPACE_GIB = 0.096
 """What libraries hold besides weights and optimizer, measured."""
-STATIC_BYTES_PER_PARAM = 18
-"""bf16 weight, fp32 gradient, fp32 weight, two moments."""
 OPTIMIZER_BYTES_PER_PARAM = 38
 """What a step of Adam, the gradient norm and clearing gradients read and write."""
 
@@ -228,19 +227,28 @@ def num_params(model: Model, tied: bool) -> tuple[float, float]:
     return attention + mlp + 2 * wide, wide * model.padded_vocab_size * (1 if tied else 2) + wide
 
 
+def params_of_rank(model: Model, tied: bool, pipeline_rank: int = 0) -> float:
+    """Parameters of one rank of a pipeline stage."""
+    stages = model.pipeline_parallel
+    of_layer, of_ends = num_params(model, tied)
+    has_ends = (pipeline_rank == 0) + (pipeline_rank == stages - 1)
+    ends = of_ends if stages == 1 else of_ends / 2 * has_ends
+    return (of_layer * (model.num_layers // stages) + ends) / model.tensor_parallel
+
+
 def shape_profile(
     model: Model,
     gpu: Gpu,
     num_micro_batches: int,
     *,
     tied: bool = False,
-    optimizer_shards: int = 1,
+    states: States = States(),  # noqa: B008
     pipeline_rank: int = 0,
     host_gib: float | None = None,
 ) -> Profile:
     """What a step of ``model`` takes on ``gpu``, by arithmetic.
 
-    ``optimizer_shards``: ranks that share the optimizer's state (1 without the distributed optimizer).
+    ``states``: how weights, gradients and optimizer state are kept.
     """
     stages, virtual = model.pipeline_parallel, model.num_virtual_stages
     if model.num_layers % (stages * virtual):
@@ -258,19 +266,16 @@ def shape_profile(
         classes.append(layer_class(model, gpu, inner))
 
     has_input, has_loss = pipeline_rank == 0, pipeline_rank == stages - 1
-    tensor = model.tensor_parallel
-    of_layer, of_ends = num_params(model, tied)
-    ends = of_ends if stages == 1 else of_ends / 2 * (has_input + has_loss)
-    params = (of_layer * len(here) + ends) / tensor
-    static = params * (6 + (STATIC_BYTES_PER_PARAM - 6) / optimizer_shards) / GIB + WORKSPACE_GIB
+    params = params_of_rank(model, tied, pipeline_rank)
     layers_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in classes)
     optimizer_ms = params * OPTIMIZER_BYTES_PER_PARAM / (gpu.optimizer_gb_s * 1e6)
+    optimizer_ms += states.swap_ms(params, gpu.link_both_gb_s)
     return Profile(
         source=f"arithmetic; {gpu.source}",
         model=model,
         device=Device(gpu.name, gpu.memory_gib),
         link=Link(gpu.link_gb_s, gpu.link_gb_s, gpu.link_both_gb_s, gpu.link_both_gb_s),
-        static_gib=static,
+        static_gib=states.device_gib(params) + WORKSPACE_GIB,
         allocator_gib=0.0,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from megatron.swap.plan import Plan
 from megatron.swap.planner.profile import OutsideSite, Profile
 from megatron.swap.planner.simulate import Prediction
+from megatron.swap.planner.states import BUCKETS_GIB, States
 
 
 def plan_heading(plan: Plan) -> str:
@@ -62,6 +63,31 @@ def _why_kept(site: OutsideSite, profile: Profile) -> str:
     return f"idle for {site.idle_ms:.2f} ms, but only what layers save is moved"
 
 
+def memory_table(states: States, num_params: float, profile: Profile, prediction: Prediction) -> str:
+    """Where every byte is when the device holds most, and what rests in host memory meanwhile."""
+    states_gib = states.device_gib(num_params)
+    activations_gib = prediction.peak_gib - profile.static_gib - profile.fragments_gib
+    on_host_gib = states.host_gib(num_params)
+    rows = [
+        ("weights", states.weights_gib(num_params), 0.0, f"{num_params / 1e9:.2f} billion on this rank"),
+        ("gradients", states.gradients_gib(num_params), 0.0, ""),
+        ("optimizer", states.state_gib(num_params) - on_host_gib, on_host_gib, _resting(states)),
+        ("libraries", profile.static_gib - states_gib, 0.0, "workspaces"),
+        ("activations", activations_gib, prediction.host_gib, f"with temporaries, {prediction.peak_at}"),
+        ("fragments", profile.fragments_gib, 0.0, "" if profile.fragments_gib else "not known without a measurement"),
+        ("together", prediction.peak_gib, on_host_gib + prediction.host_gib, ""),
+    ]
+    table = [("memory", "device GiB", "host GiB", "")]
+    table += [(name, f"{device:.2f}", f"{host:.2f}", why) for name, device, host, why in rows]
+    return "\n".join(_aligned(table, numbers=(1, 2)))
+
+
+def _resting(states: States) -> str:
+    if not states.resting:
+        return ""
+    return f"{states.resting:.0%} of it rests; its step takes {BUCKETS_GIB:g} GiB of buckets, once activations are gone"
+
+
 def prediction_text(profile: Profile, prediction: Prediction, unswapped: Prediction, lower_bound_ms: float) -> str:
     """Peak, step time and what they are made of."""
     bound = f"no plan is below {lower_bound_ms:,.1f} ms in this model"
@@ -81,12 +107,13 @@ def _size(mib: float) -> str:
     return f"{mib:,.0f}" if mib >= 10 else f"{mib:.2f}"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]], numbers: int | None) -> Iterator[str]:
-    """Lines of columns; the one at ``numbers``, if any, is set to the right."""
+def _aligned(rows: Sequence[tuple[str, ...]], numbers: int | tuple[int, ...] | None) -> Iterator[str]:
+    """Lines of columns; those at ``numbers``, if any, are set to the right."""
+    right = (numbers,) if isinstance(numbers, int) else numbers or ()
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [
-            cell.rjust(width) if i == numbers else cell.ljust(width)
+            cell.rjust(width) if i in right else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield "  ".join(cells).rstrip()

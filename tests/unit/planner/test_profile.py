@@ -25,9 +25,10 @@ from megatron.swap.planner.profile import (
     save_profile,
     sha256,
 )
-from megatron.swap.planner.shape import RECIPES, shape_profile
+from megatron.swap.planner.shape import RECIPES, WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
+from megatron.swap.planner.states import States
 from megatron.swap.planner.table import outside_table
 from megatron.swap.planner.what_if import with_link, with_tokens
 from megatron.swap.types import GIB, MIB, UsageError
@@ -83,6 +84,11 @@ def test_sections_nest_or_stand_apart() -> None:
         LayerClass((0,), 1, 2, sites, (Section("x", ("d/0",), (), 1),))
 
 
+def _device_bytes(states: States) -> float:
+    """Of a parameter."""
+    return 2 + states.gradient_bytes + states.state_bytes * (1 - states.resting) / states.shards
+
+
 class TestShapes:
     def test_sizes_are_those_of_traces(self) -> None:
         of = shape_profile(read_flags(FLAGS.split()).model, find_gpu("h200"), 2)
@@ -109,12 +115,38 @@ class TestShapes:
         assert [part.name for part in sharded.sections] == ["layer"]
         assert next(one for one in sharded.sites if one.site == "mlp/0").recompute_ms is None
 
+    @pytest.mark.parametrize(
+        ("flags", "states"),
+        [
+            ("", States()),
+            ("--swap-optimizer 0.25", States(resting=0.25)),
+            ("--use-distributed-optimizer --use-precision-aware-optimizer", States(state_bytes=10)),
+            ("--use-precision-aware-optimizer --main-grads-dtype bf16", States(gradient_bytes=2, state_bytes=10)),
+            ("--main-grads-dtype bf16", States()),  # Megatron refuses it
+        ],
+    )
+    def test_how_optimizer_state_is_kept(self, flags: str, states: States) -> None:
+        training = read_flags(f"{FLAGS} {flags}".split())
+        assert training.states == states
+        kept = shape_profile(training.model, find_gpu("h200"), 2, tied=training.tied, states=states)
+        params = params_of_rank(training.model, training.tied)
+        assert kept.static_gib == pytest.approx(params * _device_bytes(states) / GIB + WORKSPACE_GIB)
+        without = shape_profile(training.model, find_gpu("h200"), 2, tied=training.tied)
+        more_ms = kept.outside.optimizer_ms - without.outside.optimizer_ms
+        assert more_ms == pytest.approx(states.resting * states.state_bytes * params / 49e6)
+
+    def test_what_rests_is_somewhere(self) -> None:
+        states = States(gradient_bytes=2, state_bytes=10, shards=4, resting=0.3)
+        everything_gib = 1e9 * (2 + 2 + 10 / 4) / GIB
+        assert states.device_gib(1e9) + states.host_gib(1e9) == pytest.approx(everything_gib)
+        assert states.host_gib(1e9) == pytest.approx(0.3 * states.state_gib(1e9))
+
     def test_flags_mean_what_they_mean_to_megatron(self) -> None:
         training = read_flags(f"{FLAGS} --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
                               "--group-query-attention --num-query-groups 8".split(), num_gpus=4)  # fmt: skip
         shape = training.model
         assert (shape.padded_vocab_size, shape.num_query_groups, shape.sequence_parallel) == (32000, 8, True)
-        assert (training.num_micro_batches, training.tied, training.optimizer_shards) == (1, False, 2)
+        assert (training.num_micro_batches, training.tied, training.states) == (1, False, States(shards=2))
         short = "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --seq-length 8 --micro-batch-size 1"
         assert read_flags(f"{short} --swiglu".split()).model.ffn_hidden_size == 10880
 
@@ -254,10 +286,44 @@ class TestCommandLine:
         assert f"{plan.predicted.peak_gib:.2f} GiB" in done.stdout
         assert outside_table(load_profile(profile_path)) in done.stdout
         again = self.run("--profile", str(profile_path), "--memory-gib", "83")
-        assert again.stdout == done.stdout
+        tables = done.stdout.split("\n\n")
+        assert again.stdout == "\n\n".join(table for table in tables if not table.startswith("memory "))
         slower = self.run("--profile", str(profile_path), "--memory-gib", "83", "--link-gb-s", "5")
         assert slower.returncode == 0
         assert slower.stdout != done.stdout
+
+    def test_where_every_byte_is(self) -> None:
+        flags = [*FLAGS.split(), "--swap-optimizer", "0.4"]
+        done = self.run("--gpu", "h200", "--host-gib", "60", "--", *flags)
+        assert done.returncode == 0, done.stderr
+        (table,) = (table for table in done.stdout.split("\n\n") if table.startswith("memory "))
+        rows = {line.split()[0]: [float(word) for word in line.split()[1:3]] for line in table.splitlines()[1:]}
+        training = read_flags(flags)
+        params = params_of_rank(training.model, training.tied)
+        state_gib = 12 * params / GIB
+        assert rows["weights"] == pytest.approx([2 * params / GIB, 0], abs=0.01)
+        assert rows["optimizer"] == pytest.approx([0.6 * state_gib, 0.4 * state_gib], abs=0.01)
+        for column in (0, 1):
+            assert rows["together"][column] == pytest.approx(
+                sum(row[column] for name, row in rows.items() if name != "together"), abs=0.04
+            )
+        assert "40% of it rests" in table
+        refused = self.run("--gpu", "h200", "--host-gib", "10", "--", *flags)
+        assert refused.stderr == (
+            f"error: --host-gib 10: the optimizer's state that rests takes {0.4 * state_gib:.2f} GiB. Lower "
+            "--swap-optimizer among the training flags.\n"
+        )
+
+    def test_the_table_of_the_document(self) -> None:
+        flags = (
+            "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+            "--group-query-attention --num-query-groups 8 --seq-length 8192 --micro-batch-size 1 "
+            "--global-batch-size 16 --vocab-size 128256 --swiglu --bf16 --untie-embeddings-and-output-weights "
+            "--swap-optimizer 0.5 --use-distributed-optimizer --use-precision-aware-optimizer"
+        )
+        done = self.run("--gpu", "h200", "--", *flags.split())
+        (table,) = (table for table in done.stdout.split("\n\n") if table.startswith("memory "))
+        assert table in (ROOT / "docs" / "planner.md").read_text()
 
     def test_a_plan_file_is_shown(self, tmp_path: Path) -> None:
         path = tmp_path / "plan.json"

@@ -1,0 +1,55 @@
+"""What weights, gradients and the optimizer's state take, and where: held all the time, whatever activations do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.swap.types import GIB
+
+WEIGHT_BYTES = 2
+"""Of one parameter, in bf16."""
+BUCKETS_GIB = 0.75
+"""On the device while the optimizer steps state that rests: three buckets (``optimizer.py``), once activations are
+gone."""
+
+
+@dataclass(frozen=True)
+class States:
+    """How a run keeps them.
+
+    Attributes:
+        gradient_bytes: of one parameter's: in fp32, or in bf16 where the optimizer takes that.
+        state_bytes: of one parameter's main value and two moments, all in fp32; TransformerEngine's precision-aware
+            optimizer keeps of the main value only what the bf16 weight lacks.
+        shards: ranks that share the state.
+        resting: part of the state that rests in host memory (``--swap-optimizer``).
+    """
+
+    gradient_bytes: int = 4
+    state_bytes: int = 12
+    shards: int = 1
+    resting: float = 0.0
+
+    def weights_gib(self, num_params: float) -> float:
+        """Of so many parameters on a rank."""
+        return num_params * WEIGHT_BYTES / GIB
+
+    def gradients_gib(self, num_params: float) -> float:
+        return num_params * self.gradient_bytes / GIB
+
+    def state_gib(self, num_params: float) -> float:
+        """On the device and in host memory together."""
+        return num_params * self.state_bytes / self.shards / GIB
+
+    def host_gib(self, num_params: float) -> float:
+        """What rests."""
+        return self.resting * self.state_gib(num_params)
+
+    def device_gib(self, num_params: float) -> float:
+        """Weights, gradients, and the state that does not rest."""
+        stays = self.state_gib(num_params) - self.host_gib(num_params)
+        return self.weights_gib(num_params) + self.gradients_gib(num_params) + stays
+
+    def swap_ms(self, num_params: float, link_both_gb_s: float) -> float:
+        """What rests once in and once out, both directions of the link at the same time."""
+        return self.host_gib(num_params) * GIB / (link_both_gb_s * 1e6)
