@@ -142,7 +142,8 @@ class OptimizerSwap:
                 f"--swap-optimizer {self._share:g}: nothing rests, since no parameter is as large as --swap-min-mib, "
                 "or the part is smaller than any"
             )
-        return f"optimizer state of {num_resting} parameters rests in {format_bytes(self.booked_bytes)} of host memory"
+        resting_bytes = sum(swap.resting_bytes for swap in self._swaps)
+        return f"optimizer state of {num_resting} parameters rests in host memory: {format_bytes(resting_bytes)}"
 
     def report_to(self, report: RankReport) -> None:
         """What a summary tells."""

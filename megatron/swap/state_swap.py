@@ -93,6 +93,11 @@ class StateSwap:
         """Parameters whose state rests."""
         return len(self._members)
 
+    @property
+    def resting_bytes(self) -> int:
+        """What rests of them, as far as it is known: of optimizers that take whole parameters after the first step."""
+        return sum(home.room.numel() for home in self._homes())
+
     # ------------------------------------------------------------------ stepping
 
     @torch.no_grad()
