@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from patches.registry import Patch
 
 Born = Callable[[torch.Tensor], None]
+REASON = "clones each parameter before it copies it in single precision: holes between those that stay"
 
 
 class _WithoutClones(TorchFunctionMode):
@@ -72,6 +73,3 @@ def main_params_patches(on_born: Born | None = None) -> tuple[Patch, ...]:
             source_sha256="3fce9be2b6d1d143559761811d30afc63d63c6405dbead686f30996997096951",
         ),
     )
-
-
-REASON = "clones each parameter before it copies it in single precision: holes between those that stay"

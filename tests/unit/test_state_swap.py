@@ -12,10 +12,12 @@ from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.host_arena import HostArena
 from megatron.swap.host_memory import HostMemoryError
+from megatron.swap.optimizer import BUCKET_BYTES
+from megatron.swap.planner.states import BUCKETS_GIB
 from megatron.swap.resting import MAIN, Home
 from megatron.swap.state_mover import StateMover
-from megatron.swap.state_swap import StateSwap
-from megatron.swap.types import KIB, MIB, SwapError, UsageError
+from megatron.swap.state_swap import NUM_BUFFERS, StateSwap
+from megatron.swap.types import GIB, KIB, MIB, SwapError, UsageError
 
 SHAPES = ((64, 33), (7,), (1000,), (128, 65))
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -197,7 +199,20 @@ def test_what_rests_reads_as_nothing_and_cannot_be_written() -> None:
     assert float(state["step"]) == 1
     training.swap.hide()
     assert param.isnan().all()
-    assert Home(torch.zeros(3, dtype=torch.int16), torch.zeros(6, dtype=torch.uint8)).dtype == torch.int16
+
+
+def test_what_is_no_floating_point_number_rests_as_the_least() -> None:
+    """TransformerEngine's remainders of main parameters."""
+    tensor = torch.tensor([1, 2, 3], dtype=torch.int16)
+    home = Home(tensor, tensor.view(torch.uint8).clone())
+    home.hide()
+    assert tensor.tolist() == [-32768] * 3
+    home.show()
+    assert tensor.tolist() == [1, 2, 3]
+
+
+def test_the_planner_knows_what_buckets_take() -> None:
+    assert BUCKETS_GIB * GIB == BUCKET_BYTES * NUM_BUFFERS
 
 
 def test_what_is_loaded_goes_home() -> None:
