@@ -126,7 +126,7 @@ class LazyDevice(Device):
 
     def copy(
         self, stream: LazyStream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> None:
+    ) -> int:
         moves = [
             _Move(
                 weakref.ref(target.untyped_storage()),
@@ -151,6 +151,7 @@ class LazyDevice(Device):
                 self._run(move, stream.name)
 
         stream.enqueue(run)
+        return len(moves)
 
     def _run(self, move: _Move, name: str) -> None:
         place = next(i for i, queued in enumerate(self._queued) if queued is move)

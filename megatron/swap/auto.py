@@ -22,13 +22,14 @@ from megatron.swap.footprint import Footprint, FootprintMeter
 from megatron.swap.layer import Boundaries
 from megatron.swap.plan import Infeasible, Model, Plan, merged, save_plan
 from megatron.swap.planner import profile as profiles
-from megatron.swap.planner.build import build_profile
+from megatron.swap.planner.build import build_profile, with_times
 from megatron.swap.planner.profile import Link, Pipeline, Profile, save_profile
 from megatron.swap.planner.schedule import most_telling
-from megatron.swap.planner.solve import solve
+from megatron.swap.planner.solve import solve, whole_layers
 from megatron.swap.policy import PlanPolicy
 from megatron.swap.ranks import Ranks
 from megatron.swap.recorder import Recorder
+from megatron.swap.recording import Recording
 from megatron.swap.stages import DRIFT, Stage, Stages, Step, Workload, moves
 from megatron.swap.step_clock import StepClock
 from megatron.swap.switch import SafePolicy, SwitchingPolicy
@@ -76,6 +77,8 @@ class AutoPlan:
         self._say = say
         self._link: Link | None = None
         self._recorded = Footprint(())
+        self._untimed: Profile | None = None
+        self._timed: list[tuple[Step, Recording]] = []
         self._num_micro_batches = 0
         self._evaluates = True  # building the model leaves as much
         self._reserved_bytes = 0
@@ -106,6 +109,7 @@ class AutoPlan:
         self._device = device
         self._tier = tier
         self._recorder = recorder
+        self._timer = recorder.for_times()
         self._footprint = footprint
         self._pipeline_rank = pipeline_rank
         self._get_num_micro_batches = num_micro_batches
@@ -123,6 +127,7 @@ class AutoPlan:
         """``chunk`` is one of the model's on this rank."""
         # First of all hooks: what an evaluation leaves goes before the step is timed or recorded.
         self._undo.append(chunk.register_forward_pre_hook(self._chunk_begins, prepend=True).remove)
+        self._undo.append(self._timer.watch(chunk))
 
     def _chunk_begins(self, *_: object) -> None:
         if not torch.is_grad_enabled():
@@ -150,6 +155,7 @@ class AutoPlan:
 
     def close(self) -> None:
         """Take it off the model again."""
+        self._timer.abandon()
         while self._undo:
             self._undo.pop()()
 
@@ -161,19 +167,30 @@ class AutoPlan:
         Raises:
             Infeasible: no plan fits the budget, and none was made before.
         """
-        stages, before, stage = self._stages, self._stages.plan, self._stages.stage
+        stages, before, stage, was_timing = self._stages, self._stages.plan, self._stages.stage, self._stages.timing
         footprint = self._footprint.take()
         if stages.expected is not None:
             footprint = footprint.filled_from(stages.expected.measured.footprint)
+        elif was_timing:
+            footprint = footprint.filled_from(self._recorded)
         elif stages.recording:
             self._recorded = self._recorded.or_more(footprint)
         ms = self._clock.end(wait=stage is not Stage.STABLE)
         saved_mib = footprint.num_bytes / MIB
-        step = Step(number, ms, self._peak_gib(), footprint.num_tensors, saved_mib, self._num_micro_batches)
-        stages.step_ended(self._ranks.worst(step))
+        step = self._ranks.worst(
+            Step(number, ms, self._peak_gib(), footprint.num_tensors, saved_mib, self._num_micro_batches)
+        )
+        if self._timer.on:
+            self._timer.step_ended(number + 1)
+            self._timed.append((step, self._timer.stop()))
+        stages.step_ended(step)
+        if stages.timing and not was_timing:
+            self._begin_timing()
+        elif stages.timing:
+            self._timer.start(number + 1)
         if self._recorder.on and not stages.recording:
             self._recorder.abandon()
-        if stages.plan is not before:
+        if stages.plan is not before or (was_timing and not stages.timing):
             self._follow(stages.plan)
         elif self.policy.is_short:
             self.policy.is_short = False
@@ -186,6 +203,13 @@ class AutoPlan:
         if stages.stage is Stage.STABLE and stages.stage is not stage:
             self._save()
         self._reserved_bytes = self._device.reserved_bytes() or 0
+
+    def _begin_timing(self) -> None:
+        """Recorded is enough: from now on layers run as a whole, where that fits on all ranks, and nobody looks."""
+        self._untimed, self._timed = self._build_profile(), []
+        plan = whole_layers(self._untimed, self._budget_gib)
+        if None not in self._ranks.gather(plan):
+            self._follow(plan)
 
     def _follow(self, plan: Plan | None) -> None:
         """The next step follows ``plan``; what the allocator holds for the last one goes back."""
@@ -211,8 +235,10 @@ class AutoPlan:
         Raises:
             Infeasible: some stage has none; the smallest budget is that of all stages.
         """
-        if self._recorder.on:
-            workload.measured = _Measured(self._build_profile(), self._recorded)
+        if self._untimed is not None:
+            timed = [recording for step, recording in self._timed if workload.is_like(step)]
+            workload.measured = _Measured(with_times(self._untimed, timed), self._recorded)
+            self._untimed = None
         profile: Profile = workload.measured.profile
         of_ranks = self._ranks.gather((self._pipeline_rank, profile))
         leaders: dict[int, int] = {}

@@ -69,6 +69,10 @@ class Recorder:
         self._lives: Lives[SavedStorage] = Lives(self._freed)
         self._forget()
 
+    def for_times(self) -> Recorder:
+        """Another one, which hears the same and is asked about no tensor: it notes when layers run, and no memory."""
+        return Recorder(self._device, self._ranges, lambda: (0, 0))
+
     def _forget(self) -> None:
         self._notes: list[_Note] = []
         self._runs: dict[str, LayerRun] = {}

@@ -3,7 +3,8 @@
 Decisions alone, at the boundaries of steps: which plan the next step follows and whether it is recorded. All ranks are
 told the same figures (``auto.py`` merges them), so they decide the same.
 
-- *Profile*: a step to warm up and some that are recorded, under the plan that holds least. They train like any other.
+- *Profile*: a step to warm up and some that are recorded, under the plan that holds least; then some that are timed, in
+  which layers run as a whole where that fits. They train like any other.
 - *Search*: the best plans of the solver run, one after the other; the fastest that stays below the budget is kept.
 - *Stable*: nothing is recorded. Other sites or sizes, a peak above the budget, or steps that have become slower lead
   back; a workload that was planned before gets its plan at once.
@@ -22,8 +23,10 @@ from megatron.swap.types import GIB, format_bytes
 
 DRIFT = 0.05
 """Sizes and times that differ by more than this share are not those that were planned for."""
-RECORDED_STEPS = 3
-"""The allocator begins the first one empty: it takes longer than steps do. Times are medians."""
+RECORDED_STEPS = 2
+"""What is saved, and where in a layer."""
+TIMED_STEPS = 2
+"""How long that takes where nobody looks, and nothing is copied beside it."""
 MAX_RECORDED_STEPS = 16
 """So many are recorded while none is as large as the step for which it was begun: lengths may change every step. Steps
 that come more rarely are not planned for: what they would keep is swapped."""
@@ -133,6 +136,7 @@ class Stages:
     Attributes:
         plan: what the next step follows; ``None``: the safe plan, which holds as little as it can.
         recording: whether the next step is recorded.
+        timing: whether it is timed, or comes before those that are.
         num_replans: times that another plan was made or taken up after the first.
         num_infeasible: workloads for which no plan was found that stays below the budget.
         history: ``(first step, stage, note)``.
@@ -149,7 +153,7 @@ class Stages:
     ) -> None:
         self.stage = Stage.PROFILE
         self.plan: Plan | None = None
-        self.recording = False
+        self.recording = self.timing = False
         self.num_replans = self.num_infeasible = 0
         self.history: list[tuple[int, Stage, str]] = []
         self._budget_gib = budget_gib
@@ -160,7 +164,7 @@ class Stages:
         self._current: Workload | None = None
         self._candidates: list[Plan] = []
         self._tried: list[Tried] = []
-        self._num_in_stage = self._num_micro_batches = 0
+        self._num_in_stage = self._num_timed = self._num_micro_batches = 0
         self._num_smaller = self._num_slower = 0
         self._keeps_time = keeps_time
         self._most_telling = most_telling
@@ -179,7 +183,8 @@ class Stages:
     @property
     def num_steps_needed(self) -> int:
         """Steps until a plan stands, at most, where steps stay as they are and the first plans fit."""
-        return SETTLING_STEPS + RECORDED_STEPS + self._max_candidates * (SETTLING_STEPS + 1)
+        num_profiled = SETTLING_STEPS + RECORDED_STEPS + SETTLING_STEPS + TIMED_STEPS
+        return num_profiled + self._max_candidates * (SETTLING_STEPS + 1)
 
     @property
     def has_been_stable(self) -> bool:
@@ -199,7 +204,9 @@ class Stages:
                 workload.best_ms = None  # steps take another time now
         step = replace(step, num_micro_batches=min(step.num_micro_batches, self._most_telling))
         self._num_in_stage += 1
-        if self.stage is Stage.PROFILE:
+        if self.timing:
+            self._time(step)
+        elif self.stage is Stage.PROFILE:
             self._profile(step)
         elif self.stage is Stage.SEARCH:
             self._search(step)
@@ -238,6 +245,17 @@ class Stages:
         if known is not None:
             self._take_up(step, known, f"micro-batches that save {self._reach_mib:,.1f} MiB are too rare to plan for")
         else:
+            self.timing = True
+            self._num_in_stage = self._num_timed = 0
+
+    def _time(self, step: Step) -> None:
+        """Steps of another size tell nothing of the time that those take which were recorded."""
+        assert self._current is not None
+        if self._num_in_stage <= SETTLING_STEPS:
+            return
+        self._num_timed += self._current.is_like(step)
+        if self._num_timed >= TIMED_STEPS or self._num_in_stage >= SETTLING_STEPS + MAX_RECORDED_STEPS:
+            self.timing = False
             self._begin_search(step, self._plans_of(self._current))
 
     def _begin_profile(self, step: Step, why: str) -> None:

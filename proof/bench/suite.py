@@ -196,6 +196,7 @@ def _case(name: str, table: _Table, common: _Common) -> Case:
     warm_up_auto = table.take("warm_up_auto", int, default=common.warm_up_auto, least=TIMING["warm_up"])
     warm_up_auto = max(warm_up_auto, timing["warm_up"])
     schedule = _schedule(table, words)
+    env = common.env | (_env(table.table("env")) if "env" in table.content else {})
     methods = _methods(table, words, common)
     batch = micro_batches * _number(table.path, words, "--micro-batch-size")
     searches = any(method.searches for method in methods)
@@ -208,7 +209,7 @@ def _case(name: str, table: _Table, common: _Common) -> Case:
         )
     return Case(
         name, tuple(words), num_steps, timing["rounds"], timing["warm_up"], warm_up_auto, timing["timed"],
-        common.timed_limit_s, common.env, common.peak, schedule, methods,
+        common.timed_limit_s, env, common.peak, schedule, methods,
     )  # fmt: skip
 
 
@@ -218,7 +219,7 @@ def _methods(table: _Table, words: Sequence[str], common: _Common) -> tuple[Meth
     _check_names(f"{table.path}: without", left_out, list(common.methods))
     shared = {key: text for key, text in common.methods.items() if key not in left_out}
     own = table.table("methods").content if "methods" in table.content else {}
-    table.refuse_rest("methods")
+    table.refuse_rest("methods", "env")
     num_layers = _number(table.path, words, "--num-layers")
     has_te = _value(table.path, words, "--transformer-impl") == "transformer_engine"
     built = []

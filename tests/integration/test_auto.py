@@ -15,7 +15,7 @@ from megatron.swap.types import GIB, MIB, format_bytes
 from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MOE
 
-STEPS = "--train-iters 12 --lr-decay-iters 12"
+STEPS = "--train-iters 14 --lr-decay-iters 14"
 FUSED_LLAMA = f"{WITH_FUSION} {LLAMA}"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 VARYING = Path(__file__).with_name("varying_script.py")
@@ -63,7 +63,7 @@ def test_below_a_budget(trainer: Trainer, flags: str, share: float) -> None:
 def test_a_budget_above_the_need_moves_nothing(trainer: Trainer) -> None:
     run = budgeted(trainer, "", 1.5)
     assert stages(run) == ["profile", "stable"]
-    assert [step["swapped_out_bytes"] + step["recomputed_bytes"] for step in run.summary["steps"][4:]] == [0] * 8
+    assert [step["swapped_out_bytes"] + step["recomputed_bytes"] for step in run.summary["steps"][6:]] == [0] * 8
     assert "the budget is above the need" in run.output
 
 
@@ -107,20 +107,20 @@ def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) ->
 @pytest.mark.parametrize(
     ("num_steps", "written", "line"),
     [
-        (3, False, "--swap-save-plan and --swap-save-profile: not written"),
-        (4, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
-        (5, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
-        (10, True, None),
+        (5, False, "--swap-save-plan and --swap-save-profile: not written"),
+        (6, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
+        (7, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
+        (12, True, None),
     ],
 )
 def test_training_that_ends_before_a_plan_stands_says_so(
     trainer: Trainer, num_steps: int, written: bool, line: str | None
 ) -> None:
     budget_gib = 0.6 * trainer.unswapped(STEPS).summary["saved_peak_bytes"] / GIB
-    flags = f"--train-iters {num_steps} --lr-decay-iters 12 {SWAP_SMALL} --swap-memory-gib {budget_gib}"
+    flags = f"--train-iters {num_steps} --lr-decay-iters 14 {SWAP_SMALL} --swap-memory-gib {budget_gib}"
     run = trainer.run(f"{flags} --swap-save-plan plan.json --swap-save-profile profile.json")
     told = [text for text in run.output.splitlines() if "training ended before a plan stood" in text]
-    begin = " swap: training ended before a plan stood, which takes up to 10 steps"
+    begin = " swap: training ended before a plan stood, which takes up to 12 steps"
     assert told == ([] if line is None else [f"{begin}; {line}"])
     assert [(run.directory / name).exists() for name in ("plan.json", "profile.json")] == [written, written]
     if written:

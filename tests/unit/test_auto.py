@@ -14,7 +14,9 @@ from megatron.swap.auto import AutoPlan
 from megatron.swap.config import SwapConfig
 from megatron.swap.footprint import FootprintMeter
 from megatron.swap.plan import Plan
+from megatron.swap.recorder import Recorder
 from megatron.swap.stages import Step
+from megatron.swap.trace import Ranges
 from megatron.swap.types import GIB
 from tests.lazy_device import LazyDevice
 from tests.unit.planner.cases import model
@@ -56,7 +58,7 @@ class Training:
         config = SwapConfig(frozenset(), auto=True, memory_gib=12.0)
         self.auto = AutoPlan(config, model(8), 80.0, (), lambda line: None)
         unused: Any = None
-        recorder: Any = SimpleNamespace(on=False)
+        recorder = Recorder(device, Ranges(), device.taken)
         self.num_followed = 0
         self.windows: list[int | None] = []
         boundaries: Any = SimpleNamespace(follow_policy=self.follow_policy)

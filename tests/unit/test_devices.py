@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -258,6 +261,88 @@ class TestMeasuring:
         assert device.peak_bytes() >= peak  # type: ignore[operator]
         assert device.peak_reserved_bytes() >= device.peak_bytes()  # type: ignore[operator]
         assert device.reserved_bytes() >= now  # type: ignore[operator]
+
+
+    def test_large_copies_in_one_call(self, device: Device):
+        sizes = [40 * MIB, MIB, 70 * MIB + 1]
+        sources = [host_bytes(size, device, seed) for seed, size in enumerate(sizes)]
+        there, back = [device.allocate(size) for size in sizes], [host_bytes(size, device, 9) for size in sizes]
+        in_stream, out_stream = device.copy_stream("in"), device.copy_stream("out")
+        device.wait(in_stream, device.record(device.current_stream()))
+        assert device.copy(in_stream, there, sources) in (3, 6)
+        device.wait(out_stream, device.record(in_stream))
+        device.copy(out_stream, back, there)
+        arrive(device, out_stream)
+        assert all(torch.equal(one, other) for one, other in zip(back, sources, strict=True))
+
+
+class FakeStream:
+    """Remembers which work it has waited for: ``done`` counts that of each stream, its own included."""
+
+    def __init__(self, *_: object) -> None:
+        self.done: dict[FakeStream, int] = {self: 0}
+
+    def wait_stream(self, other: FakeStream) -> None:
+        for stream, number in other.done.items():
+            self.done[stream] = max(self.done.get(stream, 0), number)
+
+
+class FakeBytes:
+    """Stands for so many bytes; a copy is work of the current stream."""
+
+    current: FakeStream
+    copies: list[tuple[FakeStream, int]]
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def numel(self) -> int:
+        return self.num_bytes
+
+    def split(self, size: int) -> list[FakeBytes]:
+        return [FakeBytes(min(size, self.num_bytes - start)) for start in range(0, self.num_bytes, size)]
+
+    def copy_(self, _: FakeBytes, non_blocking: bool) -> None:
+        stream = FakeBytes.current
+        if FakeBytes.copies:
+            before, _ = FakeBytes.copies[-1]
+            assert stream.done.get(before, 0) == before.done[before], "a piece does not wait for the one before it"
+        stream.done[stream] += 1
+        FakeBytes.copies.append((stream, self.num_bytes))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_copies_on_a_gpu_take_turns(seed: int, monkeypatch: pytest.MonkeyPatch):
+    """Ordered as on one stream, and never many bytes without a break for others."""
+
+    @contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        FakeBytes.current = stream
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "made up")
+    monkeypatch.setattr(FakeBytes, "copies", [], raising=False)
+    device, sizes = CudaDevice(), random.Random(seed)
+    stream: Any = device.copy_stream("out")
+    num_bytes = num_pieces = 0
+    for _ in range(20):
+        halves = [sizes.choice([1, 3, 40, 64, 65, 200]) for _ in range(sizes.randint(1, 3))]
+        moved: list[Any] = [FakeBytes(half * MIB // 2) for half in halves]
+        num_bytes += sum(one.num_bytes for one in moved)
+        num_pieces += device.copy(stream, moved, moved)
+        last, _ = FakeBytes.copies[-1]
+        assert stream.done.get(last, 0) == last.done[last], "who waits for the stream does not wait for the last piece"
+    copies = FakeBytes.copies
+    assert (sum(size for _, size in copies), len(copies)) == (num_bytes, num_pieces)
+    assert len({stream for stream, _ in copies}) == 2
+    in_a_row, before = 0, None
+    for on_stream, size in copies:
+        in_a_row = in_a_row + size if on_stream is before else size
+        before = on_stream
+        assert in_a_row <= 32 * MIB
 
 
 class TestLazyDevice:

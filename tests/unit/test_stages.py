@@ -8,10 +8,12 @@ import pytest
 
 from megatron.swap.plan import Infeasible, Plan, PlanClass, Predicted, SitePlan
 from megatron.swap.stages import (
+    MAX_RECORDED_STEPS,
     PATIENCE_SLOWER,
     PATIENCE_SMALLER,
     RECORDED_STEPS,
     SETTLING_STEPS,
+    TIMED_STEPS,
     Stage,
     Stages,
     Step,
@@ -26,7 +28,8 @@ def a_plan(name: str, action: str = "swap") -> Plan:
     return Plan(model(8), BUDGET_GIB, None, Predicted(9.0, 100.0, 99.0, 1.0), (PlanClass("0", {f"{name}/0": SitePlan(action)}),))  # type: ignore[arg-type]  # noqa: E501
 
 
-PROFILED = SETTLING_STEPS + RECORDED_STEPS
+RECORDED = SETTLING_STEPS + RECORDED_STEPS
+PROFILED = RECORDED + SETTLING_STEPS + TIMED_STEPS
 
 
 class Run:
@@ -40,6 +43,7 @@ class Run:
         self.asked: list[Workload] = []
         self.said: list[str] = []
         self.recorded: list[int] = []
+        self.timed: list[int] = []
         self.number = 0
         self.num_tensors, self.saved_mib = 100.0, 1000.0
         self.num_micro_batches = 2
@@ -57,6 +61,8 @@ class Run:
             seen.append(self.stages.stage)
             if self.stages.recording:
                 self.recorded.append(self.number)
+            if self.stages.timing:
+                self.timed.append(self.number)
             plan = self.stages.plan
             ms, peak = (200.0, 5.0) if plan is None else (self.ms[id(plan)], self.peaks[id(plan)])
             saved = self.num_tensors, self.saved_mib, self.num_micro_batches
@@ -89,7 +95,8 @@ class TestFirstPlan:
         run = three()
         seen = run.steps(PROFILED + 3 * (SETTLING_STEPS + 1) + 1)
         assert seen == [Stage.PROFILE] * PROFILED + [Stage.SEARCH] * 6 + [Stage.STABLE]
-        assert run.recorded == [2, 3, 4]
+        assert run.recorded == [2, 3]
+        assert run.timed == [4, 5, 6]
         assert run.stages.plan is run.plans[1]
         assert run.budgets == [BUDGET_GIB]
         assert run.stages.num_replans == 0
@@ -142,7 +149,7 @@ class TestFirstPlan:
         (line,) = run.said
         assert line.startswith("the peak is 512 MiB above the budget while steps are measured: a plan below it follows")
         run.number = 1
-        run.steps(RECORDED_STEPS)
+        run.steps(PROFILED - 1)
         (line,) = run.said[1:]
         assert line.endswith("plans to try: 3 (predicted to hold 9.00 GiB at most)")
 
@@ -153,7 +160,25 @@ class TestFirstPlan:
         run = three()
         run.stages._make_plans = none_fits
         with pytest.raises(Infeasible, match=r"no plan stays below 10\.0"):
-            run.steps(4)
+            run.steps(PROFILED)
+
+    def test_steps_of_another_size_time_nothing(self) -> None:
+        run = three()
+        run.steps(RECORDED + SETTLING_STEPS)
+        run.saved_mib = 500.0
+        run.steps(5)
+        assert run.stages.timing
+        run.saved_mib = 1000.0
+        run.steps(TIMED_STEPS)
+        assert run.stages.stage is Stage.SEARCH
+
+    def test_that_none_comes_that_can_be_timed_ends_nothing(self) -> None:
+        run = three()
+        run.steps(RECORDED + SETTLING_STEPS)
+        run.saved_mib = 500.0
+        run.steps(MAX_RECORDED_STEPS)
+        assert run.stages.stage is Stage.SEARCH
+        assert len(run.asked) == 1
 
     def test_other_micro_batches_while_recording_begin_it_anew(self) -> None:
         run = three()

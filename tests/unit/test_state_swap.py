@@ -80,9 +80,8 @@ class Training:
         self.device = CudaDevice() if on == "cuda" else EmulatedDevice(0.002)
         self.swap: StateSwap | None = None
         if rests is not None:
-            self.mover = StateMover(
-                self.device, HostArena(limit_bytes=limit_bytes, pinned=on == "cuda", region_bytes=64 * KIB)
-            )
+            self.arena = HostArena(limit_bytes=limit_bytes, pinned=on == "cuda", region_bytes=64 * KIB)
+            self.mover = StateMover(self.device, self.arena)
             born = {param: self.mover.born(param) for param in self.params if is_born and rests(param)}
             self.swap = StateSwap(
                 self.optimizer, self.mover, born, rests, bucket_bytes, is_elementwise, self._copy_to_model
@@ -146,8 +145,11 @@ def test_as_the_optimizer_alone_on_a_gpu(name: str, is_born: bool) -> None:
     make, is_elementwise = OPTIMIZERS[name], name != "whole"
     swapped = Training(make, lambda _: True, is_born=is_born, is_elementwise=is_elementwise, on="cuda")
     alone = Training(make, on="cuda")
-    for _ in range(3):  # shown, and hidden again, in between
-        assert same(swapped.steps(3).all(), alone.steps(3).all())
+    try:
+        for _ in range(3):  # shown, and hidden again, in between
+            assert same(swapped.steps(3).all(), alone.steps(3).all())
+    finally:
+        swapped.arena.close()  # memory that is registered and gone is in the way of the next
 
 
 def test_slices_are_no_longer_than_a_bucket() -> None:

@@ -61,8 +61,8 @@ class Device(ABC):
         """Whether ``event`` has passed already."""
 
     @abstractmethod
-    def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Enqueue copies between equally long lists of equally long uint8 tensors.
+    def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+        """Enqueue copies between equally long lists of equally long uint8 tensors; returns in how many pieces.
 
         The caller keeps both sides alive until an event recorded after this call has passed.
         """

@@ -172,7 +172,7 @@ class EmulatedDevice(Device):
 
     def copy(
         self, stream: CopyStream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> None:
+    ) -> int:
         # Weak references and bare addresses, as a copy engine has them: nothing here keeps memory alive that the
         # manager let go of. What is gone, or was emptied by its owner (``resize_(0)``), is left out: a GPU would copy
         # whatever is there by then.
@@ -188,6 +188,7 @@ class EmulatedDevice(Device):
                         _memmove(target.address, source.address, target.num_bytes)
 
         stream.enqueue(run)
+        return len(moves)
 
     def _launched(self) -> int:
         self._num_copies += 1

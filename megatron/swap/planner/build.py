@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Literal
 
@@ -18,7 +19,7 @@ from megatron.swap.planner.profile import (
     Section,
     SiteProfile,
 )
-from megatron.swap.planner.timeline import Moment, Pass, Timeline
+from megatron.swap.planner.timeline import Around, Moment, Pass, Timeline
 from megatron.swap.recording import OutsideStorage, Recording, What
 from megatron.swap.sites import CHECKPOINT_PATH
 from megatron.swap.types import GIB, MIB, SwapError
@@ -76,6 +77,56 @@ def build_profile(
         layers=layers,
         pipeline=pipeline,
     )
+
+
+def with_times(profile: Profile, recordings: Sequence[Recording]) -> Profile:
+    """``profile`` with the times of other steps of its sizes, in which layers may run as a whole.
+
+    Where the host has to keep up (experts wait for counts of tokens) all that is done beside a layer costs time:
+    packing what it saves, copying it, recording it. A layer that runs as a whole is nearly alone. When in a layer
+    something happens is moved by as much as the layer is faster.
+    """
+    reads = [Timeline(recording) for recording in recordings]
+    passes = [one for read in reads for one in read.passes if one.is_whole]
+    costs = [read.costs for read in reads]
+    layers = []
+    for entry in profile.layers:
+        mine = [one for one in passes if one.run.layer in entry.layers]
+        again = [cost for of_site in costs for layer in entry.layers for cost in of_site.get((layer, ""), ())]
+        layers.append(_timed(entry, mine, again) if mine else entry)
+    steps = [one for read in reads for one in read.steps]
+    if not passes or not steps:
+        return profile
+    forward_ms, backward_ms, optimizer_ms = _outside_times(steps, layers, profile.num_micro_batches, profile.pipeline)
+    outside = replace(profile.outside, forward_ms=forward_ms, backward_ms=backward_ms, optimizer_ms=optimizer_ms)
+    return replace(profile, layers=tuple(layers), outside=outside)
+
+
+def _timed(entry: LayerClass, passes: Sequence[Pass], again_ms: Sequence[float]) -> LayerClass:
+    forward_ms = median(one.forward_ms or 0.0 for one in passes)
+    backward_ms = median(one.backward_ms or 0.0 for one in passes)
+    forward = forward_ms / entry.forward_ms if entry.forward_ms else 1.0
+    backward = backward_ms / entry.backward_ms if entry.backward_ms else 1.0
+    return replace(
+        entry,
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        sites=tuple(
+            replace(
+                site,
+                saved_at_ms=site.saved_at_ms * forward,
+                needed_at_ms=site.needed_at_ms * backward,
+                done_at_ms=site.done_at_ms * backward,
+            )
+            for site in entry.sites
+        ),
+        sections=tuple(
+            replace(part, recompute_ms=median(again_ms) if again_ms else forward_ms)
+            if part.name == LAYER_SECTION else part
+            for part in entry.sections
+        ),
+        temporaries=tuple((at_ms * backward, mib) for at_ms, mib in entry.temporaries),
+    )  # fmt: skip
 
 
 def _classes(passes: Sequence[Pass], min_mib: float) -> list[tuple[int, ...]]:
@@ -250,14 +301,44 @@ def _outside(
     saved: Sequence[OutsideStorage],
     min_mib: float,
 ) -> Outside:
-    """Of the chunk that ends in the loss; on a rank without, of the first one.
+    """Of the chunk that ends in the loss; on a rank without, of the first one."""
+    steps = [one for one in read.steps if not one.was_tried] or read.steps
+    has_loss = _has_loss(pipeline)
+    chunk = _chunk(steps, pipeline)
+    forward_ms, backward_ms, optimizer_ms = _outside_times(steps, layers, num_micro_batches, pipeline)
+    # Where there is no loss a chunk's forward finds what is kept for other micro-batches, whose backward is to come.
+    kept_bytes = [
+        end if has_loss else max(0, end - begin) for one in read.steps for begin, end in one.kept_bytes.get(chunk, ())
+    ]
+    loss_bytes = [peak for one in read.steps for peak in one.loss_peak_bytes] if has_loss else []
+    return Outside(
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        optimizer_ms=optimizer_ms,
+        kept_gib=max(kept_bytes, default=0) / GIB,
+        peak_gib=max(loss_bytes, default=0) / GIB,
+        sites=_outside_sites([one for one in saved if one.chunk == chunk], min_mib),
+    )
+
+
+def _has_loss(pipeline: Pipeline) -> bool:
+    return pipeline.rank == pipeline.size - 1
+
+
+def _chunk(steps: Sequence[Around], pipeline: Pipeline) -> int:
+    """That ends in the loss; on a rank without, the first."""
+    return max((chunk for one in steps for chunk in one.forward_ms), default=0) if _has_loss(pipeline) else 0
+
+
+def _outside_times(
+    steps: Sequence[Around], layers: Sequence[LayerClass], num_micro_batches: int, pipeline: Pipeline
+) -> tuple[float, float, float]:
+    """Forward and backward of what is not in a layer, and the optimizer, in ms.
 
     Without a pipeline the optimizer's time is what is left of the step. In one, where ranks wait for each other, it is
     what follows the last backward, as far as this rank has not waited for those before it.
     """
-    steps = [one for one in read.steps if not one.was_tried] or read.steps
-    has_loss = pipeline.rank == pipeline.size - 1
-    chunk = max((chunk for one in steps for chunk in one.forward_ms), default=0) if has_loss else 0
+    has_loss, chunk = _has_loss(pipeline), _chunk(steps, pipeline)
     layer_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in layers)
     forward_ms = backward_ms = 0.0
     if has_loss or pipeline.rank == 0:
@@ -271,19 +352,7 @@ def _outside(
     else:
         waited_ms = pipeline.rank * sum(len(entry.layers) * entry.backward_ms for entry in layers)
         rest_ms = _median([one.after_ms for one in steps]) - waited_ms / max(1, len(pipeline.chunks))
-    # Where there is no loss a chunk's forward finds what is kept for other micro-batches, whose backward is to come.
-    kept_bytes = [
-        end if has_loss else max(0, end - begin) for one in read.steps for begin, end in one.kept_bytes.get(chunk, ())
-    ]
-    loss_bytes = [peak for one in read.steps for peak in one.loss_peak_bytes] if has_loss else []
-    return Outside(
-        forward_ms=max(0.0, forward_ms),
-        backward_ms=max(0.0, backward_ms),
-        optimizer_ms=max(0.0, rest_ms),
-        kept_gib=max(kept_bytes, default=0) / GIB,
-        peak_gib=max(loss_bytes, default=0) / GIB,
-        sites=_outside_sites([one for one in saved if one.chunk == chunk], min_mib),
-    )
+    return max(0.0, forward_ms), max(0.0, backward_ms), max(0.0, rest_ms)
 
 
 def _outside_sites(saved: Sequence[OutsideStorage], min_mib: float) -> tuple[OutsideSite, ...]:

@@ -134,6 +134,13 @@ def empty_plan(profile: Profile) -> Plan:
     return Plan(profile.model, None, None, None, ())
 
 
+def whole_layers(profile: Profile, budget_gib: float) -> Plan | None:
+    """All layers run again as a whole, from inputs that are swapped; ``None``: that may not fit ``budget_gib``."""
+    blocks = Program(profile).blocks
+    plan = _to_plan(profile, _arrange(blocks, _recompute_most(blocks, swap_inputs=True), recompute_last=True))
+    return plan if simulate(profile, plan).peak_gib <= budget_gib - profile.doubt_gib else None
+
+
 class _Search:
     """Plans of one profile that were simulated, each once."""
 

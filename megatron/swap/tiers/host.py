@@ -24,13 +24,11 @@ class HostTier(Tier):
 
     def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> int:
         views = cast(Lease, slot).views()
-        device.copy(stream, views, source.split([view.numel() for view in views]))
-        return len(views)
+        return device.copy(stream, views, source.split([view.numel() for view in views]))
 
     def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> int:
         views = cast(Lease, slot).views()
-        device.copy(stream, target.split([view.numel() for view in views]), views)
-        return len(views)
+        return device.copy(stream, target.split([view.numel() for view in views]), views)
 
     def stats(self) -> TierStats:
         stats = self._pool.stats

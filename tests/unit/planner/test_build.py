@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.swap.planner.build import build_profile
+from megatron.swap.planner.build import build_profile, with_times
 from megatron.swap.planner.profile import Device, LayerClass, Link, Outside, OutsideSite, Pipeline, Profile, Section
 from megatron.swap.planner.simulate import simulate
-from megatron.swap.planner.solve import empty_plan
+from megatron.swap.planner.solve import empty_plan, whole_layers
 from megatron.swap.recording import EVALUATION, Event, LayerRun, OutsideStorage, Recording, SavedStorage, What
 from megatron.swap.types import GIB, MIB, SwapError
 from tests.unit.planner.cases import model, plan
@@ -396,6 +396,60 @@ class TestAStep:
     def test_a_plan_of_it_can_be_played(self) -> None:
         profile = built(steps(Script(), [[Layer(0, again_ms=1.5)]]))
         assert simulate(profile, plan(profile, {(0,): {"out/0": "recompute"}})).recompute_ms == 1.5
+
+
+def whole(num_layers: int, forward_ms: float, again_ms: float, backward_ms: float) -> Recording:
+    """As ``steps``, of layers that run again as a whole, where nobody looks at what they save."""
+    script, runs = Script(), [LayerRun(number, 0) for number in range(num_layers)]
+    script.note(What.STEP).note(What.CHUNK_BEGIN).after(3)
+    for run in runs:
+        script.note(What.FORWARD_BEGIN, run=run).after(forward_ms).note(What.FORWARD_END, run=run)
+    script.note(What.CHUNK_END).after(2)
+    for run in reversed(runs):
+        script.note(What.BACKWARD_BEGIN, run=run).work("recompute", again_ms, of=run.label)
+        script.after(backward_ms).note(What.BACKWARD_END, run=run)
+    return script.after(4 + 9).note(What.STEP).recording
+
+
+class TestTimesOfOtherSteps:
+    def test_they_replace_those_that_were_recorded(self) -> None:
+        recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
+        timed = with_times(recorded, [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5)])
+        (entry,) = timed.layers
+        assert (entry.forward_ms, entry.backward_ms) == (2, 3.5)
+        assert times(entry) == {"in/0": (0.5, 2, 3), "out/0": (1.5, 0.5, 1.5)}
+        assert entry.temporaries == ((0.5, 5), (2, 7), (3, 0))
+        assert entry.sections == (Section("layer", ("out/0",), ("in/0",), 2.5),)
+        assert [site.mib for site in entry.sites] == [10, 30]
+        assert timed.outside == recorded.outside
+
+    def test_such_a_step_is_foretold(self) -> None:
+        recording = whole(3, forward_ms=2, again_ms=2.5, backward_ms=3.5)
+        profile = with_times(built(steps(Script(), [[Layer(i) for i in range(3)]]), whole_layers=True), [recording])
+        profile = replace(profile, link=Link(1e9, 1e9, 1e9, 1e9))
+        plan = whole_layers(profile, 80.0)
+        assert plan is not None
+        assert simulate(profile, plan).step_ms == pytest.approx(recording.events[-1].at_ms, abs=1e-3)
+        assert simulate(profile, plan).recompute_ms == 3 * 2.5
+
+    def test_medians_count(self) -> None:
+        recorded = built(steps(Script(), [[Layer(0)]]), whole_layers=True)
+        timed = with_times(recorded, [whole(1, ms, 2 * ms, 3 * ms) for ms in (2, 30, 1)])
+        (entry,) = timed.layers
+        assert (entry.forward_ms, entry.backward_ms, entry.sections[0].recompute_ms) == (2, 6, 4)
+
+    def test_without_any_all_stays(self) -> None:
+        recorded = built(steps(Script(), [[Layer(0)]]))
+        assert with_times(recorded, []) == recorded
+
+    def test_whole_layers_have_to_fit(self) -> None:
+        recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
+        plan = whole_layers(recorded, 80.0)
+        assert plan is not None
+        assert {entry.sections for entry in plan.classes} == {("layer",)}
+        least_gib = simulate(recorded, plan).peak_gib + recorded.doubt_gib
+        assert whole_layers(recorded, least_gib + 1e-6) == plan
+        assert whole_layers(recorded, least_gib - 1e-6) is None
 
 
 def test_a_layer_that_was_recomputed_as_a_whole_is_refused() -> None:
