@@ -17,6 +17,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 UNCHECKED_VARIABLE = "MEGATRON_SWAP_UNCHECKED_UPSTREAM"
@@ -88,6 +89,8 @@ class AppliedPatches:
         # inherit.
         missing = object()
         own = vars(owner).get(name, missing)
+        if own is missing and isinstance(owner, ModuleType) and type(owner) is not ModuleType:
+            own = original  # torch's settings: whoever deletes one forbids to read it
         setattr(owner, name, replacement)
 
         def undo() -> None:

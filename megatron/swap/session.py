@@ -55,6 +55,7 @@ from patches import (
     get_megatron_optimizer,
     linear_weight_gradients,
     main_params,
+    recompile_limit,
     registry,
     rotary,
     te_normalization,
@@ -124,7 +125,7 @@ class SwapSession:
             return session
         patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
         if config.acts:
-            patches.append(cross_entropy_patch(cross_entropy.in_parts))
+            patches += [cross_entropy_patch(cross_entropy.in_parts), recompile_limit.PATCH]
         if config.acts or config.optimizer:
             patches += main_params.main_params_patches(session._main_param_is_born if config.optimizer else None)
         if config.optimizer:

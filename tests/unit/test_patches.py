@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 import types
@@ -20,6 +21,7 @@ from patches import (
     linear_weight_gradients,
     main_params,
     quiet,
+    recompile_limit,
     train,
     training_log,
 )
@@ -74,6 +76,15 @@ def test_apply_and_revert(upstream: Any) -> None:
     assert vars(Thing)["static"] is static
     assert "inherited" not in vars(Thing)
     applied.revert()  # nothing left to do
+
+
+@pytest.mark.parametrize(("users", "ours"), [(8, 64), (100, 100)])
+def test_torchs_own_settings_come_back(users: int, ours: int) -> None:
+    settings = importlib.import_module("torch._dynamo.config")
+    with settings.patch(recompile_limit=users):
+        with apply([recompile_limit.PATCH]):
+            assert settings.recompile_limit == ours
+        assert settings.recompile_limit == users
 
 
 def test_a_builtin_can_be_shadowed_in_one_module(upstream: Any) -> None:

@@ -54,10 +54,11 @@ class Recorder(Device):
     def has_passed(self, event: str) -> bool:
         return False
 
-    def copy(self, stream, targets, sources) -> None:
+    def copy(self, stream, targets, sources) -> int:
         self.log.append(("copy", stream, ""))
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
+        return len(targets)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)

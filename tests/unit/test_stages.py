@@ -6,80 +6,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.swap.plan import Infeasible, Plan, PlanClass, Predicted, SitePlan
+from megatron.swap.plan import Infeasible, Plan
 from megatron.swap.stages import (
     MAX_RECORDED_STEPS,
     PATIENCE_SLOWER,
     PATIENCE_SMALLER,
-    RECORDED_STEPS,
     SETTLING_STEPS,
     TIMED_STEPS,
     Stage,
     Stages,
     Step,
     Workload,
-)
-from tests.unit.planner.cases import model
-
-BUDGET_GIB = 10.0
-
-
-def a_plan(name: str, action: str = "swap") -> Plan:
-    return Plan(model(8), BUDGET_GIB, None, Predicted(9.0, 100.0, 99.0, 1.0), (PlanClass("0", {f"{name}/0": SitePlan(action)}),))  # type: ignore[arg-type]  # noqa: E501
-
-
-RECORDED = SETTLING_STEPS + RECORDED_STEPS
-PROFILED = RECORDED + SETTLING_STEPS + TIMED_STEPS
-
-
-class Run:
-    """Steps of a run: ``ms`` and ``peak_gib`` by plan, what is saved as set."""
-
-    def __init__(self, plans: Sequence[Plan], ms: Sequence[float], peaks: Sequence[float]) -> None:
-        self.plans = list(plans)
-        self.ms = {id(plan): value for plan, value in zip(plans, ms, strict=True)}
-        self.peaks = {id(plan): value for plan, value in zip(plans, peaks, strict=True)}
-        self.budgets: list[float] = []
-        self.asked: list[Workload] = []
-        self.said: list[str] = []
-        self.recorded: list[int] = []
-        self.timed: list[int] = []
-        self.number = 0
-        self.num_tensors, self.saved_mib = 100.0, 1000.0
-        self.num_micro_batches = 2
-        self.stages = Stages(BUDGET_GIB, self.make_plans, 3, self.said.append)
-
-    def make_plans(self, workload: Workload, budget_gib: float) -> Sequence[Plan]:
-        self.asked.append(workload)
-        self.budgets.append(budget_gib)
-        return self.plans
-
-    def steps(self, number: int, slower: float = 1.0) -> list[Stage]:
-        seen = []
-        for _ in range(number):
-            self.number += 1
-            seen.append(self.stages.stage)
-            if self.stages.recording:
-                self.recorded.append(self.number)
-            if self.stages.timing:
-                self.timed.append(self.number)
-            plan = self.stages.plan
-            ms, peak = (200.0, 5.0) if plan is None else (self.ms[id(plan)], self.peaks[id(plan)])
-            saved = self.num_tensors, self.saved_mib, self.num_micro_batches
-            self.stages.step_ended(Step(self.number, ms * slower, peak, *saved))
-        return seen
-
-
-def until_stable(run: Run) -> int:
-    for _ in range(40):
-        if run.stages.stage is Stage.STABLE:
-            return run.number
-        run.steps(1)
-    raise AssertionError(run.said)
-
-
-def three(ms: Sequence[float] = (110.0, 105.0, 120.0), peaks: Sequence[float] = (9.0, 9.5, 9.0)) -> Run:
-    return Run([a_plan("a"), a_plan("b"), a_plan("c")], ms, peaks)
+)  # fmt: skip
+from tests.staged_run import BUDGET_GIB, PROFILED, RECORDED, Run, a_plan, three, until_stable
 
 
 class TestFirstPlan:
@@ -162,23 +101,16 @@ class TestFirstPlan:
         with pytest.raises(Infeasible, match=r"no plan stays below 10\.0"):
             run.steps(PROFILED)
 
-    def test_steps_of_another_size_time_nothing(self) -> None:
-        run = three()
-        run.steps(RECORDED + SETTLING_STEPS)
-        run.saved_mib = 500.0
-        run.steps(5)
-        assert run.stages.timing
-        run.saved_mib = 1000.0
-        run.steps(TIMED_STEPS)
-        assert run.stages.stage is Stage.SEARCH
-
-    def test_that_none_comes_that_can_be_timed_ends_nothing(self) -> None:
-        run = three()
-        run.steps(RECORDED + SETTLING_STEPS)
-        run.saved_mib = 500.0
-        run.steps(MAX_RECORDED_STEPS)
-        assert run.stages.stage is Stage.SEARCH
-        assert len(run.asked) == 1
+    def test_steps_of_another_size_time_nothing_but_are_not_waited_out_for_ever(self) -> None:
+        for num_other, stage in ((5, Stage.PROFILE), (MAX_RECORDED_STEPS, Stage.SEARCH)):
+            run = three()
+            run.steps(RECORDED + SETTLING_STEPS)
+            run.saved_mib = 500.0
+            run.steps(num_other)
+            assert run.stages.stage is stage
+            run.saved_mib = 1000.0
+            run.steps(TIMED_STEPS)
+            assert run.stages.stage is Stage.SEARCH
 
     def test_other_micro_batches_while_recording_begin_it_anew(self) -> None:
         run = three()
