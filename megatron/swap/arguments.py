@@ -71,6 +71,11 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--swap-optimizer", type=float, default=0.0, metavar="PART",
         help="Part of the optimizer's state, 0 to 1, that rests in host memory and passes through the GPU in buckets "
         "while the optimizer steps. Default: 0.")
+    add("--swap-disk-dir", default=None, metavar="DIR",
+        help="Folder on a local disk for what of --swap-optimizer host memory has no room for. Nothing is left there "
+        "when training ends, however it ends.")
+    add("--swap-disk-gib", type=float, default=None, metavar="GIB",
+        help="Most that one rank may take there. Default: what is free, less 1 GiB, shared by the ranks of a host.")
     add("--swap-min-mib", type=float, default=1.0, metavar="MIB",
         help="Storages smaller than this stay on the device. Default: 1.")
     add("--swap-host-gib", type=float, default=None, metavar="GIB",
@@ -122,6 +127,8 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         save_plan=args.swap_save_plan,
         save_profile=args.swap_save_profile,
         optimizer=args.swap_optimizer,
+        disk_dir=args.swap_disk_dir,
+        disk_gib=args.swap_disk_gib,
         min_mib=args.swap_min_mib,
         host_gib=args.swap_host_gib,
         host_unchecked=args.swap_host_unchecked,

@@ -49,6 +49,10 @@ class SwapConfig:
     """Where the profile goes that the plan was made from."""
     optimizer: float = 0.0
     """Part of the optimizer's state that rests in host memory between steps."""
+    disk_dir: str | None = None
+    """Where optimizer state rests for which host memory has no room."""
+    disk_gib: float | None = None
+    """Most that this rank takes there; ``None``: what is free."""
     min_mib: float = 1.0
     """Storages below this size stay on the device as they are."""
     host_gib: float | None = None
@@ -109,6 +113,7 @@ class SwapConfig:
         for kind in self.recompute:
             _require(kind in PRODUCERS, "--swap-recompute", kind, " or ".join(PRODUCERS))
         _require(0 <= self.optimizer <= 1, "--swap-optimizer", self.optimizer, "0 to 1, a part of its state")
+        self._check_disk()
         _require(0 <= self.min_mib < math.inf, "--swap-min-mib", self.min_mib, "a number of MiB, 0 or more")
         if self.host_gib is not None:
             _require(0 < self.host_gib < math.inf, "--swap-host-gib", self.host_gib, "a number of GiB above 0")
@@ -124,6 +129,17 @@ class SwapConfig:
         _require(3 <= first <= last, "--swap-profile-steps", f"{first}-{last}",
                  "two steps, first and last, from 3 on (those before warm up)")  # fmt: skip
         _require(self.log_level in LOG_LEVELS, "--swap-log-level", self.log_level, " or ".join(LOG_LEVELS))
+
+    def _check_disk(self) -> None:
+        if self.disk_gib is not None:
+            _require(0 < self.disk_gib < math.inf, "--swap-disk-gib", self.disk_gib, "a number of GiB above 0")
+            _require(self.disk_dir is not None, "--swap-disk-gib", self.disk_gib, "beside --swap-disk-dir")
+        if self.disk_dir is not None:
+            folder = Path(self.disk_dir)
+            _require(folder.is_dir(), "--swap-disk-dir", folder, "a folder that is there")
+            _require(os.access(folder, os.W_OK | os.X_OK), "--swap-disk-dir", folder, "a folder that may be written to")
+            _require(self.optimizer > 0, "--swap-disk-dir", folder,
+                     "beside --swap-optimizer: nothing else goes to disk")  # fmt: skip
 
     def _check_budget(self) -> None:
         if self.memory_gib is not None:

@@ -53,6 +53,16 @@ class HostArena:
             for num_bytes in sizes
         ]
 
+    def num_that_fit(self, sizes: Sequence[int]) -> int:
+        """How many of the first of them can be taken; perhaps one less."""
+        # Small ones may begin a mapping of their own.
+        left_bytes = self.limit_bytes - self.booked_bytes - self._region_bytes
+        for number, num_bytes in enumerate(sizes):
+            left_bytes -= _paged(num_bytes)
+            if left_bytes < 0:
+                return number
+        return len(sizes)
+
     def _cut(self, num_bytes: int) -> torch.Tensor:
         """Out of a mapping that is shared."""
         if self._free is None or self._free.numel() < num_bytes:

@@ -61,6 +61,11 @@ class HostBudget:
     local_world_size: int = 1
 
 
+def local_world_size() -> int:
+    """Ranks of this host, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def safe_host_bytes(local_world_size: int, *, root: Path = Path("/")) -> HostBudget:
     """Host memory that each of the ``local_world_size`` ranks of this host can safely book.
 

@@ -8,6 +8,7 @@ ones are on the device. Before a checkpoint is saved or loaded what rests is sho
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from megatron.swap.devices.base import Device
+from megatron.swap.disk_file import DiskError, DiskFile
 from megatron.swap.host_arena import HostArena
 from megatron.swap.resting import Member
 from megatron.swap.state_mover import StateMover
 from megatron.swap.state_swap import StateSwap
 from megatron.swap.summary import RankReport
-from megatron.swap.types import UsageError, format_bytes
+from megatron.swap.types import MIB, UsageError, format_bytes
 
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
 """Optimizers, by the name of their class, that look at each element alone: they may step slices of parameters."""
@@ -40,13 +42,19 @@ class OptimizerSwap:
         device: whose optimizer it is.
         limit_bytes: most host memory that is taken.
         min_bytes: smaller parameters stay.
+        disk: where rests what host memory has no room for.
     """
 
-    def __init__(self, share: float, device: Device, limit_bytes: int, min_bytes: int) -> None:
+    def __init__(
+        self, share: float, device: Device, limit_bytes: int, min_bytes: int, disk: DiskFile | None = None
+    ) -> None:
         self._share = share
         self._device = device
+        self._disk = disk
         self._arena = HostArena(limit_bytes=limit_bytes, pinned=device.torch_device.type == "cuda")
-        self._mover = StateMover(device, self._arena)
+        # Buffers between disk and device are a part of that memory.
+        self._bucket_bytes = BUCKET_BYTES if disk is None else max(MIB, min(BUCKET_BYTES, limit_bytes // 16))
+        self._mover = StateMover(device, self._arena, disk, self._bucket_bytes)
         self._min_bytes = min_bytes
         self._swaps: list[StateSwap] = []
         self._seen_bytes = self._resting_bytes = 0
@@ -89,7 +97,7 @@ class OptimizerSwap:
         model_values = _model_values(optimizer)
         swap = StateSwap(
             inner, self._mover, self._born, lambda param: param not in self._seen and self._rests(param),
-            BUCKET_BYTES, type(inner).__name__ in ELEMENTWISE, on_updated,
+            self._bucket_bytes, type(inner).__name__ in ELEMENTWISE, on_updated,
         )  # fmt: skip
         if not swap.num_resting:
             return
@@ -142,12 +150,15 @@ class OptimizerSwap:
                 f"--swap-optimizer {self._share:g}: nothing rests, since no parameter is as large as --swap-min-mib, "
                 "or the part is smaller than any"
             )
-        resting_bytes = sum(swap.resting_bytes for swap in self._swaps)
-        return f"optimizer state of {num_resting} parameters rests in host memory: {format_bytes(resting_bytes)}"
+        disk_bytes = 0 if self._disk is None else self._disk.booked_bytes
+        host_bytes = sum(swap.resting_bytes for swap in self._swaps) - disk_bytes
+        line = f"optimizer state of {num_resting} parameters rests in host memory: {format_bytes(max(0, host_bytes))}"
+        return line if self._disk is None else f"{line}, on disk: {format_bytes(disk_bytes)}"
 
     def report_to(self, report: RankReport) -> None:
         """What a summary tells."""
         report.optimizer_host_bytes = self.booked_bytes
+        report.optimizer_disk_bytes = 0 if self._disk is None else self._disk.booked_bytes
         report.optimizer_out_bytes, report.optimizer_in_bytes = self._mover.out_bytes, self._mover.in_bytes
 
     def remove(self) -> None:
@@ -156,12 +167,17 @@ class OptimizerSwap:
             self._undo.pop()()
 
     def close(self) -> None:
-        """Training is over. What rests stays in host memory, in tensors that a last checkpoint can be made of."""
-        for swap in self._swaps:
-            swap.show()
+        """Training is over. What rests stays where it is, in tensors that a last checkpoint can be made of."""
+        try:
+            for swap in self._swaps:
+                swap.show()
+        except DiskError as error:  # it has ended training already, or nobody asks for that state any more
+            print(f" swap: {error}", file=sys.stderr, flush=True)
         self.remove()
         self._device.synchronize()
         self._arena.close()
+        if self._disk is not None:
+            self._disk.close()
 
 
 def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:

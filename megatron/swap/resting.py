@@ -1,4 +1,4 @@
-"""What of an optimizer rests in host memory, and in which pieces it comes and goes.
+"""What of an optimizer rests in host memory or on disk, and in which pieces it comes and goes.
 
 While a tensor rests its object stays where everybody has it, with all of its shape on one element of memory that is not
 a number: reading it gives NaN, copying to it is an error, and neither is an illegal access.
@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 
+from megatron.swap.disk_file import BLOCK_BYTES, DiskRoom
+
+ALIGNED = 128
+"""Elements: slices begin at a multiple, as kernels like it."""
 MAIN = "main"
 """The name of a parameter's own values among what rests of it."""
 
@@ -20,12 +24,13 @@ class Home:
 
     Args:
         tensor: the object that everybody knows.
-        room: its bytes in host memory (uint8).
+        room: its bytes in host memory (uint8), or where on disk they are.
     """
 
-    def __init__(self, tensor: torch.Tensor, room: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, room: torch.Tensor | DiskRoom) -> None:
         self.tensor = tensor
         self.room = room
+        self.num_bytes = room.num_bytes if isinstance(room, DiskRoom) else room.numel()
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
 
     def hide(self) -> None:
@@ -33,8 +38,14 @@ class Home:
         self.tensor.data = nothing(self, self.dtype)
 
     def show(self) -> None:
-        """The object *is* the host memory, until it is hidden again: a checkpoint may read it or write to it."""
-        self.tensor.data = self.room.view(self.dtype).view(self.shape)
+        """The object *is* that memory, until it is hidden again: a checkpoint may read it or write to it. What is on
+        disk comes when it is touched."""
+        data = self.room.view() if isinstance(self.room, DiskRoom) else self.room
+        self.tensor.data = data.view(self.dtype).view(self.shape)
+
+
+Span = tuple[Home, int, int]
+"""Bytes from, to of what is at home there."""
 
 
 @dataclass(eq=False)
@@ -57,6 +68,12 @@ class Member:
     def element_bytes(self) -> int:
         """Of all that rests, for one element of the parameter."""
         return sum(home.dtype.itemsize for home in self.homes.values())
+
+    @property
+    def num_aligned(self) -> int:
+        """Slices begin at a multiple of so many elements; of what is on disk at a block."""
+        is_on_disk = any(isinstance(home.room, DiskRoom) for home in self.homes.values())
+        return BLOCK_BYTES if is_on_disk else ALIGNED
 
 
 @dataclass(eq=False)
@@ -84,10 +101,10 @@ class Piece:
             return tensor.detach()
         return tensor.detach().view(-1)[self.start : self.stop]
 
-    def room(self, home: Home) -> torch.Tensor:
-        """Its bytes in host memory."""
+    def span(self, home: Home) -> Span:
+        """Its bytes at home."""
         size = home.dtype.itemsize
-        return home.room[self.start * size : self.stop * size]
+        return home, self.start * size, self.stop * size
 
 
 def nothing(like: torch.Tensor | Home, dtype: torch.dtype) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -22,7 +21,8 @@ from megatron.swap.config import SwapConfig
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.host_memory import HostMemoryError, check_host_request, safe_host_bytes
+from megatron.swap.disk_file import DiskFile
+from megatron.swap.host_memory import HostMemoryError, check_host_request, local_world_size, safe_host_bytes
 from megatron.swap.host_pool import HostPool
 from megatron.swap.layer import Boundaries, least_saved_bytes, num_micro_batches, pipeline_rank
 from megatron.swap.manager import SwapManager
@@ -84,6 +84,8 @@ class SwapSession:
         counts = config.summary is not None or (config.auto and not torch.cuda.is_available())
         self._observer = Observer() if counts else None
         self._host_limit_bytes = self._host_limit()
+        limit_bytes = None if config.disk_gib is None else int(config.disk_gib * GIB)
+        self._disk = DiskFile(config.disk_dir, limit_bytes, local_world_size()) if config.disk_dir is not None else None
         self._device: Device | None = None
         self._tier: HostTier | None = None
         self._manager: SwapManager | None = None
@@ -197,7 +199,9 @@ class SwapSession:
             least_bytes = -(-self._least_bytes() // MIB) * MIB
             limit_bytes = max(0, self._host_limit_bytes - least_bytes)  # activations get the rest
             min_bytes = int(self.config.min_mib * MIB)
-            self._optimizer = OptimizerSwap(self.config.optimizer, self._device_of_rank(), limit_bytes, min_bytes)
+            self._optimizer = OptimizerSwap(
+                self.config.optimizer, self._device_of_rank(), limit_bytes, min_bytes, self._disk
+            )
         return self._optimizer
 
     def _main_param_is_born(self, param: torch.Tensor) -> None:
@@ -267,7 +271,7 @@ class SwapSession:
         config = self.config
         if not self._swaps and not config.optimizer:
             return MIB  # nothing is swapped; a pool just may not be empty
-        budget = safe_host_bytes(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        budget = safe_host_bytes(local_world_size())
         limit_bytes, limited_by = budget.safe_bytes, budget.reason
         if config.host_gib is not None:
             limit_bytes, limited_by = int(config.host_gib * GIB), f"--swap-host-gib {config.host_gib:g}"

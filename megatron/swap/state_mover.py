@@ -1,21 +1,25 @@
-"""Copies optimizer state between device and host memory: owns two copy streams, and says who waits for what.
+"""Copies optimizer state between device, host memory and disk: owns two copy streams, and says who waits for what.
 
 Buffers belong to the compute stream: the H2D stream waits for it before it fills one (the block may be recycled), and
 compute waits for the copy out before it hands the memory on. What a step brings in, an earlier one has taken out and
-released: so the H2D stream has waited for that copy as well.
+released: so the H2D stream has waited for that copy as well. What is on disk passes through pinned buffers
+(``staging.py``): the host waits for reads before it enqueues their copies, and for nothing on the way out.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megatron.swap.devices.base import Device, Event
+from megatron.swap.disk_file import DiskFile, DiskRoom
 from megatron.swap.host_arena import HostArena
-from megatron.swap.resting import MAIN, Home, Member, Piece, nothing
+from megatron.swap.resting import MAIN, Home, Member, Piece, Span, nothing
+from megatron.swap.staging import NUM_AHEAD, Fetched, Staging
+from megatron.swap.staging import Span as DiskSpan
 
 ALIGNMENT_BYTES = 512
 """Of tensors in a buffer, as the caching allocator aligns its own."""
@@ -30,20 +34,34 @@ class Bucket:
     event: Event
 
 
+@dataclass(eq=False)
+class Coming:
+    """Pieces that are next; what of them is on disk is being read."""
+
+    pieces: Sequence[Piece]
+    fetched: Fetched | None
+
+
 class StateMover:
     """Brings pieces in and takes them out.
 
     Args:
         device: whose streams copy.
         arena: where state rests.
+        disk: where the rest of it does.
+        bucket_bytes: most that comes at once, of parameters that come in pieces.
 
     Attributes:
         out_bytes, in_bytes: copied so far.
     """
 
-    def __init__(self, device: Device, arena: HostArena) -> None:
+    def __init__(
+        self, device: Device, arena: HostArena, disk: DiskFile | None = None, bucket_bytes: int = 0
+    ) -> None:
         self._device = device
         self._arena = arena
+        self._disk = disk
+        self._staging = None if disk is None else Staging(disk, arena.take, bucket_bytes)
         self._in_stream = device.copy_stream("in")
         self._out_stream = device.copy_stream("out")
         self._going: deque[tuple[list[torch.Tensor], Event]] = deque()
@@ -53,8 +71,7 @@ class StateMover:
         """``param`` was just made, and nobody else knows its memory: from now on it rests."""
         member = Member(param, 0)
         home = self.home(member, MAIN, param.dtype)
-        source = as_bytes(param)
-        self.take_out([(home.room, source)], [])
+        self.take_out([((home, 0, home.num_bytes), as_bytes(param))], [])
         home.hide()
         self.release(0)
         return member
@@ -67,41 +84,70 @@ class StateMover:
 
     def make_homes(self, wanted: Sequence[tuple[Member, str, torch.dtype]]) -> None:
         """Room for each name, of its type, for as many elements as the member has."""
-        rooms = self._arena.take_all([member.param.numel() * dtype.itemsize for member, _, dtype in wanted])
+        sizes = [member.param.numel() * dtype.itemsize for member, _, dtype in wanted]
+        num_here = len(sizes) if self._disk is None else self._arena.num_that_fit(sizes)
+        rooms: list[torch.Tensor | DiskRoom] = [*self._arena.take_all(sizes[:num_here])]
+        if self._disk is not None:
+            rooms += self._disk.take_all(sizes[num_here:])
         for (member, name, dtype), room in zip(wanted, rooms, strict=True):
             member.homes[name] = Home(member.param if name == MAIN else nothing(member.param, dtype), room)
 
-    def bring_in(self, pieces: Sequence[Piece]) -> Bucket:
-        """Enqueue the copies of all that is at home of ``pieces``."""
-        places: list[tuple[Piece, str, Home, int]] = []
+    def ahead(self, buckets: Iterable[Sequence[Piece]]) -> Iterator[Coming]:
+        """``buckets``, while what of the next ones is on disk is read."""
+        coming: deque[Coming] = deque()
+        for pieces in buckets:
+            spans = _on_disk(piece.span(home) for piece in pieces for _, home in piece.at_home())
+            coming.append(Coming(pieces, self._staging.fetch(spans) if spans and self._staging else None))
+            if self._staging is None or len(coming) >= NUM_AHEAD:
+                yield coming.popleft()
+        yield from coming
+
+    def bring_in(self, coming: Coming) -> Bucket:
+        """Enqueue the copies of all that is at home of its pieces."""
+        places: list[tuple[Piece, str, Span, int]] = []
         end_bytes = 0
-        for piece in pieces:
+        for piece in coming.pieces:
             for name, home in piece.at_home():
-                places.append((piece, name, home, end_bytes))
-                end_bytes += -(-piece.room(home).numel() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+                span = piece.span(home)
+                places.append((piece, name, span, end_bytes))
+                end_bytes += -(-(span[2] - span[1]) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         buffer = self._device.allocate(end_bytes)
-        tensors: dict[Piece, dict[str, torch.Tensor]] = {piece: {} for piece in pieces}
+        tensors: dict[Piece, dict[str, torch.Tensor]] = {piece: {} for piece in coming.pieces}
+        read = iter(coming.fetched.arrived() if coming.fetched is not None else ())
         targets, sources = [], []
-        for piece, name, home, offset in places:
-            sources.append(piece.room(home))
-            targets.append(buffer[offset : offset + sources[-1].numel()])
+        for piece, name, (home, start, stop), offset in places:
+            sources.append(next(read) if isinstance(home.room, DiskRoom) else home.room[start:stop])
+            targets.append(buffer[offset : offset + stop - start])
             tensors[piece][name] = targets[-1].view(home.dtype)
         self._device.wait(self._in_stream, self._device.record(self._device.current_stream()))
         self._device.copy(self._in_stream, targets, sources)
         self.in_bytes += sum(source.numel() for source in sources)
-        return Bucket(tensors, buffer, self._device.record(self._in_stream))
+        bucket = Bucket(tensors, buffer, self._device.record(self._in_stream))
+        if coming.fetched is not None:
+            coming.fetched.copied(self._device, bucket.event)
+        return bucket
 
     def arrive(self, bucket: Bucket) -> None:
         """Compute waits for the copies of ``bucket``."""
         self._device.wait(self._device.current_stream(), bucket.event)
 
-    def take_out(self, moves: Sequence[tuple[torch.Tensor, torch.Tensor]], held: Sequence[torch.Tensor]) -> None:
-        """Enqueue copies to host memory (target, source; uint8). The sources and ``held`` live until ``release``."""
+    def take_out(self, moves: Sequence[tuple[Span, torch.Tensor]], held: Sequence[torch.Tensor]) -> None:
+        """Enqueue copies home of bytes (uint8). The sources and ``held`` live until ``release``."""
         sources = [source for _, source in moves]
+        spans = _on_disk(span for span, _ in moves)
+        staged, write = self._staging.stage(spans) if spans and self._staging else ([], None)
+        parts = iter(staged)
+        targets = [
+            next(parts) if isinstance(home.room, DiskRoom) else home.room[start:stop]
+            for (home, start, stop), _ in moves
+        ]
         self._device.wait(self._out_stream, self._device.record(self._device.current_stream()))
-        self._device.copy(self._out_stream, [room for room, _ in moves], sources)
+        self._device.copy(self._out_stream, targets, sources)
         self.out_bytes += sum(source.numel() for source in sources)
-        self._going.append(([*held, *sources], self._device.record(self._out_stream)))
+        event = self._device.record(self._out_stream)
+        self._going.append(([*held, *sources], event))
+        if write is not None:
+            write(self._device, event)
 
     def release(self, num_left: int) -> None:
         """Let go of what goes out, the last ``num_left`` aside: compute waits for the copies, and has the memory."""
@@ -112,9 +158,15 @@ class StateMover:
                 self._device.discard(tensor.untyped_storage())
 
     def synchronize(self) -> None:
-        """Wait for every copy: what is at home is what was stepped last."""
+        """Wait for every copy and every write: what is at home is what was stepped last. Raises ``DiskError``."""
         self.release(0)
         self._device.synchronize()
+        if self._staging is not None:
+            self._staging.synchronize()
+
+
+def _on_disk(spans: Iterable[Span]) -> list[DiskSpan]:
+    return [(home.room, start, stop) for home, start, stop in spans if isinstance(home.room, DiskRoom)]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,12 +16,10 @@ from typing import Any
 
 import torch
 
-from megatron.swap.resting import MAIN, Home, Member, Piece
-from megatron.swap.state_mover import Bucket, StateMover, as_bytes
+from megatron.swap.resting import MAIN, Home, Member, Piece, Span
+from megatron.swap.state_mover import Bucket, Coming, StateMover, as_bytes
 from megatron.swap.types import SwapError, UsageError
 
-ALIGNED = 128
-"""Elements: slices begin at a multiple, as kernels like it."""
 NUM_BUFFERS = 3
 """One comes in, one is stepped, one goes out."""
 
@@ -96,7 +94,7 @@ class StateSwap:
     @property
     def resting_bytes(self) -> int:
         """What rests of them, as far as it is known: of optimizers that take whole parameters after the first step."""
-        return sum(home.room.numel() for home in self._homes())
+        return sum(home.num_bytes for home in self._homes())
 
     # ------------------------------------------------------------------ stepping
 
@@ -107,7 +105,7 @@ class StateSwap:
             raise SwapError("an optimizer whose state is swapped takes no closure: it would run once a bucket.")
         self.hide()
         groups = self._optimizer.param_groups
-        coming = self._buckets()
+        coming = self._mover.ahead(self._buckets())
         loaded: deque[Bucket] = deque()
         self._load_ahead(coming, loaded)  # before what stays is stepped: the link works meanwhile
         stays = [[param for param in group["params"] if param not in self._members] for group in groups]
@@ -144,15 +142,16 @@ class StateSwap:
         if not member.pieces:
             longest = num_elements
             if self._is_elementwise and member.homes:
-                longest = max(self._bucket_bytes // member.element_bytes // ALIGNED, 1) * ALIGNED
+                aligned = member.num_aligned
+                longest = max(self._bucket_bytes // member.element_bytes // aligned, 1) * aligned
             bounds = [*range(0, num_elements, longest), num_elements]
             member.pieces = [Piece(member, start, stop) for start, stop in pairwise(bounds)]
         return member.pieces
 
-    def _load_ahead(self, coming: Iterator[list[Piece]], loaded: deque[Bucket]) -> None:
-        while len(loaded) + 1 < NUM_BUFFERS and (pieces := next(coming, None)) is not None:
+    def _load_ahead(self, coming: Iterator[Coming], loaded: deque[Bucket]) -> None:
+        while len(loaded) + 1 < NUM_BUFFERS and (bucket := next(coming, None)) is not None:
             self._mover.release(NUM_BUFFERS - 1 - len(loaded))
-            loaded.append(self._mover.bring_in(pieces))
+            loaded.append(self._mover.bring_in(bucket))
 
     def _step_bucket(self, bucket: Bucket) -> list[dict[str, Any]]:
         """Step it and send it home. Returns the settings of each group as the step has left them."""
@@ -170,7 +169,7 @@ class StateSwap:
             params[member.group].append(param)
             pieces.append((piece, param))
         advanced = self._step_of(params)
-        moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        moves: list[tuple[Span, torch.Tensor]] = []
         for piece, param in pieces:
             member = piece.member
             self._on_updated(member.param, piece.start, piece.stop, param)
@@ -182,7 +181,7 @@ class StateSwap:
                 else:
                     piece.state[name] = value
             for name, value in large.items():
-                moves.append((piece.room(self._mover.home(member, name, value.dtype)), as_bytes(value)))
+                moves.append((piece.span(self._mover.home(member, name, value.dtype)), as_bytes(value)))
             self._tell_state(member)
         self._mover.take_out(moves, [bucket.buffer])
         return advanced

@@ -38,6 +38,8 @@ class RankReport:
     stayed_bytes: int
     optimizer_host_bytes: int = 0
     """Taken for optimizer state, beside what is booked for activations."""
+    optimizer_disk_bytes: int = 0
+    """Taken for it on disk."""
     optimizer_out_bytes: int = 0
     optimizer_in_bytes: int = 0
     """Of it, copied in the whole run."""
@@ -143,6 +145,7 @@ def build_summary(
         "host_booked_bytes": sum(rank.host_booked_bytes for rank in ranks),
         "host_leased_peak_bytes": sum(rank.host_leased_peak_bytes for rank in ranks),
         "optimizer_host_bytes": sum(rank.optimizer_host_bytes for rank in ranks),
+        "optimizer_disk_bytes": sum(rank.optimizer_disk_bytes for rank in ranks),
         "optimizer_out_bytes": sum(rank.optimizer_out_bytes for rank in ranks),
         "optimizer_in_bytes": sum(rank.optimizer_in_bytes for rank in ranks),
         "device_peak_bytes": _largest(rank.device_peak_bytes for rank in ranks),

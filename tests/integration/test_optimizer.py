@@ -32,6 +32,21 @@ def test_fifty_steps_are_equal_to_the_bit(trainer: Trainer, flags: str, part: fl
     swapped(trainer, f"{flags} {STEPS}", part)
 
 
+ON_DISK = "--swap-disk-dir . --swap-host-gib 0.02"
+"""Host memory for the buffers between disk and device, and no more."""
+
+
+@pytest.mark.parametrize(("flags", "ranks"), [(BF16, 1), (f"{BF16} {DISTRIBUTED}", 2)])
+def test_fifty_steps_from_disk(trainer: Trainer, flags: str, ranks: int) -> None:
+    plain = trainer.unswapped(f"{flags} {STEPS}", ranks=ranks)
+    run = trainer.run(
+        f"{flags} {STEPS} --swap-min-mib 0 --swap-optimizer 1 {ON_DISK} {recorded('torch')}", ranks=ranks
+    )
+    assert_same_training(plain, run)
+    assert run.summary["optimizer_disk_bytes"] > 0
+    assert "on disk: " in run.output
+
+
 @pytest.mark.parametrize("flags", ["--optimizer sgd", "--clip-grad 0"])
 def test_other_rules(trainer: Trainer, flags: str) -> None:
     swapped(trainer, f"{BF16} {flags}", 1.0)

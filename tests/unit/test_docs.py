@@ -35,6 +35,8 @@ PAGES = (README, ARCHITECTURE, GUIDE, ROOT / "docs" / "planner.md", ROOT / "docs
 FLAGS = {
     "--swap-cpu-delay-ms",
     "--swap-deterministic",
+    "--swap-disk-dir",
+    "--swap-disk-gib",
     "--swap-host-gib",
     "--swap-host-unchecked",
     "--swap-layers",

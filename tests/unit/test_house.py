@@ -36,8 +36,8 @@ LAYERS: list[set[str]] = [
     {"order", "state_mover"},
     {"group"},
     {"handle"},
-    {"tiers"},
-    {"host_pool", "host_arena"},
+    {"tiers", "staging", "resting"},
+    {"host_pool", "host_arena", "disk_file"},
     {"host_memory"},
     {"recorder", "step_clock"},
     {"outside"},
@@ -46,8 +46,7 @@ LAYERS: list[set[str]] = [
     {"checksum"},
     {"trace"},
     {"cross_entropy"},
-    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives", "loss_kernels",
-     "resting"},
+    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives", "loss_kernels"},
 ]
 MEGATRON_EDGE = LAYERS[2]
 PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE

@@ -10,6 +10,7 @@ import torch
 
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_arena import HostArena
 from megatron.swap.host_memory import HostMemoryError
 from megatron.swap.optimizer import BUCKET_BYTES
@@ -71,6 +72,7 @@ class Training:
         bucket_bytes: int = 4 * KIB,
         limit_bytes: int = MIB,
         on: str = "cpu",
+        disk: DiskFile | None = None,
     ) -> None:
         numbers = torch.Generator().manual_seed(1)
         self.params = [torch.randn(shape, generator=numbers).to(on) for shape in SHAPES]
@@ -81,7 +83,7 @@ class Training:
         self.swap: StateSwap | None = None
         if rests is not None:
             self.arena = HostArena(limit_bytes=limit_bytes, pinned=on == "cuda", region_bytes=64 * KIB)
-            self.mover = StateMover(self.device, self.arena)
+            self.mover = StateMover(self.device, self.arena, disk, bucket_bytes)
             born = {param: self.mover.born(param) for param in self.params if is_born and rests(param)}
             self.swap = StateSwap(
                 self.optimizer, self.mover, born, rests, bucket_bytes, is_elementwise, self._copy_to_model

@@ -1,8 +1,8 @@
 """The contract between the manager and a device.
 
 A *stream* runs its work in order; an *event* marks a point in a stream; ``wait`` lets everything that is enqueued on
-a stream later wait for an event. None of the calls but ``synchronize`` makes the calling thread wait for the device
-(the emulation's compute stream *is* the calling thread, so there a wait does).
+a stream later wait for an event. None of the calls but ``finish`` and ``synchronize`` makes the calling thread wait for
+the device (the emulation's compute stream *is* the calling thread, so there a wait does).
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ class Device(ABC):
     def has_passed(self, event: Event) -> bool:
         """Whether ``event`` has passed already."""
 
+    def finish(self, event: Event) -> None:
+        """Make the calling thread wait until ``event`` has passed; any thread may."""
+        event.synchronize()
+
     @abstractmethod
     def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
         """Enqueue copies between equally long lists of equally long uint8 tensors; returns in how many pieces.
@@ -112,7 +116,7 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Make the calling thread wait until all streams are idle: the only call that does."""
+        """Make the calling thread wait until all streams are idle."""
 
     @abstractmethod
     def close(self) -> None:

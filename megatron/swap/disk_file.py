@@ -1,0 +1,198 @@
+"""A file without a name on a local disk, for what stays as long as training does.
+
+Nobody else can open it, and nothing is left of it when the process ends, however it ends. Space is taken before it is
+needed: a full disk is an error before training. Reads and writes pass by the page cache where the file system allows it
+(O_DIRECT): memory stays free, and speed is the disk's.
+
+kvikio was considered: it needs a CUDA driver at import, and its threads do what ``os.preadv`` does, which holds no GIL.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.swap.types import MIB, SwapError, UsageError, format_bytes
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 4096
+"""Of offsets, sizes and addresses: a multiple of what any disk asks for."""
+PART_BYTES = 16 * MIB
+"""What one thread reads or writes at once."""
+NUM_THREADS = 4
+"""That read, and as many that write: enough to keep one disk busy."""
+SPARE_BYTES = 1 << 30
+"""Left free on the disk where no limit is given: checkpoints may go there."""
+
+
+class DiskError(SwapError):
+    """The disk is full, or has failed: the message says which file system, and what to change."""
+
+
+@dataclass(eq=False, frozen=True)
+class DiskRoom:
+    """``num_bytes`` of a file, beginning at a block; up to the end of its last block they are nobody else's."""
+
+    file: DiskFile
+    offset: int
+    num_bytes: int
+
+    def view(self) -> torch.Tensor:
+        """The bytes themselves (uint8), as memory that is read from disk when it is touched, and written back. It is
+        mapped as long as a tensor on it lives; nothing may be read or written by ``DiskFile`` meanwhile."""
+        mapping = mmap.mmap(self.file.descriptor, padded(self.num_bytes), offset=self.offset)
+        with torch.inference_mode(False):
+            whole = torch.frombuffer(mapping, dtype=torch.uint8)
+            return torch.from_numpy(whole.numpy()[: self.num_bytes])
+
+
+class DiskFile:
+    """Room on the disk that ``folder`` is on.
+
+    Args:
+        folder: where files can be made.
+        limit_bytes: most that is taken; ``None``: what is free, less ``SPARE_BYTES``, and so many ranks share it.
+        num_ranks: of this host.
+
+    Raises:
+        UsageError: nothing can be written there, or the limit is above what is free.
+    """
+
+    def __init__(self, folder: str | Path, limit_bytes: int | None = None, num_ranks: int = 1) -> None:
+        self._folder = folder
+        try:
+            self.descriptor = _nameless(Path(folder))
+            free_bytes = shutil.disk_usage(folder).free
+        except OSError as error:
+            raise UsageError(
+                f"--swap-disk-dir {folder}: no file can be made there ({error.strerror}). Name a folder on a local "
+                "disk that this user may write to."
+            ) from error
+        shared_bytes = max(0, free_bytes - SPARE_BYTES) // num_ranks
+        self.limit_bytes = shared_bytes if limit_bytes is None else limit_bytes
+        if self.limit_bytes > free_bytes:
+            os.close(self.descriptor)
+            raise UsageError(
+                f"--swap-disk-gib: {format_bytes(self.limit_bytes)} are asked for, {format_bytes(free_bytes)} are free "
+                f"in {folder}. Lower it, or name another --swap-disk-dir."
+            )
+        self.booked_bytes = self.read_bytes = self.written_bytes = 0
+        self.is_direct = True
+        try:
+            self._direct = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_DIRECT)
+            os.preadv(self._direct, [mmap.mmap(-1, BLOCK_BYTES)], 0)
+        except OSError as error:
+            self.is_direct = False
+            self._direct = os.dup(self.descriptor)
+            logger.warning("swap: %s takes no direct I/O (%s): it goes through the page cache", folder, error.strerror)
+        self._readers = ThreadPoolExecutor(NUM_THREADS, "swap-disk-read")
+        self._writers = ThreadPoolExecutor(NUM_THREADS, "swap-disk-write")
+
+    def take_all(self, sizes: Sequence[int]) -> list[DiskRoom]:
+        """Room for so many bytes each.
+
+        Raises:
+            DiskError: above the limit, or the disk is full. Nothing was taken.
+        """
+        num_bytes = sum(map(padded, sizes))
+        if self.booked_bytes + num_bytes > self.limit_bytes:
+            raise DiskError(
+                f"optimizer state takes {format_bytes(num_bytes)} more on disk: {format_bytes(self.booked_bytes)} are "
+                f"taken in {self._folder}, the limit is {format_bytes(self.limit_bytes)}. Raise --swap-disk-gib, or "
+                "lower --swap-optimizer."
+            )
+        try:
+            if num_bytes:
+                os.posix_fallocate(self.descriptor, self.booked_bytes, num_bytes)
+        except OSError as error:
+            raise self._failed(error, f"taking {format_bytes(num_bytes)}") from error
+        rooms, offset = [], self.booked_bytes
+        for size in sizes:
+            rooms.append(DiskRoom(self, offset, size))
+            offset += padded(size)
+        self.booked_bytes = offset
+        return rooms
+
+    def read(self, room: DiskRoom, start: int, target: torch.Tensor) -> list[Future[None]]:
+        """Fill ``target`` (uint8, whole blocks at the beginning of a page) from byte ``start`` (a block's first) of
+        ``room`` on. It lives until all of the answers are there, which raise ``DiskError``."""
+        self.read_bytes += target.numel()
+        return [
+            self._readers.submit(self._move, True, part, room.offset + start + at) for at, part in _parts(target)
+        ]
+
+    def write(
+        self, room: DiskRoom, start: int, source: torch.Tensor, ready: Callable[[], object]
+    ) -> list[Future[None]]:
+        """The other way round, once ``ready`` returns: it is called in other threads, more than once."""
+        self.written_bytes += source.numel()
+
+        def write(part: memoryview, offset: int) -> None:
+            ready()
+            self._move(False, part, offset)
+
+        return [self._writers.submit(write, part, room.offset + start + at) for at, part in _parts(source)]
+
+    def _move(self, is_read: bool, memory: memoryview, offset: int) -> None:
+        """All of it: a call may do less than it was told."""
+        done = 0
+        while done < len(memory):
+            call = os.preadv if is_read else os.pwritev
+            try:
+                moved = call(self._direct, [memory[done:]], offset + done)
+            except OSError as error:
+                raise self._failed(error, "reading" if is_read else "writing") from error
+            moved -= moved % BLOCK_BYTES if self.is_direct else 0  # part of a block is done again with the rest of it
+            if moved <= 0:
+                raise self._failed(OSError(errno.EIO, os.strerror(errno.EIO)), "reading" if is_read else "writing")
+            done += moved
+
+    def _failed(self, error: OSError, what: str) -> DiskError:
+        with suppress(OSError):
+            free = f", {format_bytes(shutil.disk_usage(self._folder).free)} are free"
+            return DiskError(
+                f"--swap-disk-dir {self._folder}: {what} failed ({error.strerror}{free}). The last checkpoint is "
+                "intact: go on from it with another --swap-disk-dir, or with less optimizer state on disk "
+                "(--swap-host-gib)."
+            )
+        return DiskError(f"--swap-disk-dir {self._folder}: {what} failed ({error.strerror}).")
+
+    def close(self) -> None:
+        """No more reads and writes; those under way end first. What is mapped stays until its last tensor goes."""
+        for threads in (self._readers, self._writers):
+            threads.shutdown()
+        os.close(self._direct)
+        os.close(self.descriptor)
+
+
+def _parts(memory: torch.Tensor) -> list[tuple[int, memoryview]]:
+    view = memoryview(memory.numpy())
+    return [(at, view[at : at + PART_BYTES]) for at in range(0, len(view), PART_BYTES)]
+
+
+def padded(num_bytes: int) -> int:
+    """Up to the end of the last block."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _nameless(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    descriptor, name = tempfile.mkstemp(prefix=".swap-", dir=folder)
+    Path(name).unlink()
+    return descriptor

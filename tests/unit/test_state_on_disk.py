@@ -1,0 +1,158 @@
+"""Optimizer state of which a part, or all, rests on disk: equal to the optimizer alone, also when the disk is slow; a
+fault ends training, and memory falls."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.swap.disk_file import DiskError, DiskFile, DiskRoom
+from megatron.swap.types import KIB, MIB
+from tests.unit.test_state_swap import OPTIMIZERS, Training, same
+
+ROOT = Path(__file__).resolve().parents[2]
+BUCKET = {"bucket_bytes": 64 * KIB}
+LIMITS = {"all on disk": 950 * KIB, "a part on disk": 1030 * KIB}
+"""Of host memory, seven buckets between disk and device included."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskFile]:
+    made = DiskFile(tmp_path, 64 * MIB)
+    yield made
+    made.close()
+
+
+def on_disk(training: Training) -> int:
+    """Bytes at home there."""
+    assert training.swap is not None
+    return sum(home.num_bytes for home in training.swap._homes() if isinstance(home.room, DiskRoom))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("is_born", [True, False])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_as_the_optimizer_alone(name: str, is_born: bool, limit: str, disk: DiskFile) -> None:
+    make = OPTIMIZERS[name]
+    swapped = Training(
+        make, lambda _: True, is_born=is_born, is_elementwise=name != "whole", limit_bytes=LIMITS[limit], disk=disk,
+        **BUCKET,
+    )  # fmt: skip
+    alone = Training(make)
+    for _ in range(3):  # shown, and hidden again, in between
+        assert same(swapped.steps(3).all(), alone.steps(3).all())
+    assert swapped.swap is not None
+    if limit == "all on disk":
+        assert on_disk(swapped) == swapped.swap.resting_bytes
+    elif name == "adamw" and is_born:
+        assert 0 < on_disk(swapped) < swapped.swap.resting_bytes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_disk_changes_nothing(seed: int, disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write may still be under way when its bytes are wanted again, and reads come in any order."""
+    delays, read, write = random.Random(seed), os.preadv, os.pwritev
+
+    def slow(call: Any) -> Any:
+        def run(*arguments: Any) -> int:
+            time.sleep(delays.uniform(0, 0.004))
+            return call(*arguments)
+
+        return run
+
+    monkeypatch.setattr(os, "preadv", slow(read))
+    monkeypatch.setattr(os, "pwritev", slow(write))
+    make = OPTIMIZERS["adamw"]
+    swapped = Training(make, lambda _: True, limit_bytes=LIMITS["all on disk"], disk=disk, **BUCKET)
+    assert same(swapped.steps(4).all(), Training(make).steps(4).all())
+
+
+def test_values_are_loaded_into_it(disk: DiskFile) -> None:
+    make = OPTIMIZERS["adamw"]
+    swapped = Training(make, lambda _: True, limit_bytes=LIMITS["all on disk"], disk=disk, **BUCKET).steps(2)
+    alone = Training(make).steps(2)
+    for training in (swapped, alone):
+        if training.swap is not None:
+            training.swap.show()
+        for param in training.params:
+            param.mul_(0.5)
+            for value in training.optimizer.state[param].values():
+                value.mul_(0.25) if value.numel() > 1 else None
+        if training.swap is not None:
+            training.swap.loaded()
+    assert same(swapped.steps(2).all(), alone.steps(2).all())
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_disk_that_fails_ends_training_and_no_checkpoint_is_made_of_it(
+    call: str, disk: DiskFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_bytes = LIMITS["all on disk"]
+    swapped = Training(OPTIMIZERS["adamw"], lambda _: True, limit_bytes=limit_bytes, disk=disk, **BUCKET).steps(2)
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(DiskError, match="The last checkpoint is intact"):
+        swapped.steps(1).all()  # shows what rests, as Megatron does before it saves
+
+
+RESIDENT = """
+import ctypes, sys, torch
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.disk_file import DiskFile
+from megatron.swap.host_arena import HostArena
+from megatron.swap.state_mover import StateMover
+from megatron.swap.state_swap import StateSwap
+
+def resident():
+    ctypes.CDLL(None).malloc_trim(0)  # what is free already
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) << 10
+
+MIB = 1 << 20
+torch.set_num_threads(1)
+params = [torch.zeros(4 * MIB) for _ in range(8)]
+optimizer = torch.optim.AdamW(params, foreach=False)
+for param in params:
+    param.grad = torch.ones_like(param)
+swap = None
+if len(sys.argv) > 1:
+    arena = HostArena(limit_bytes=80 * MIB, pinned=False)
+    mover = StateMover(EmulatedDevice(), arena, DiskFile(sys.argv[1], 1 << 30), MIB)
+    born = {param: mover.born(param) for param in params}
+    swap = StateSwap(optimizer, mover, born, lambda _: True, MIB, True)
+for _ in range(2):
+    (optimizer if swap is None else swap).step()
+if swap is not None:
+    mover.synchronize()
+    print(mover._disk.booked_bytes, resident())
+else:
+    print(0, resident())
+"""
+
+
+def test_resident_memory_falls(tmp_path: Path) -> None:
+    """By at least 80 % of what is on disk."""
+
+    def run(*arguments: str) -> tuple[int, int]:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", RESIDENT, *arguments],
+            cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        moved, resident = map(int, done.stdout.split())
+        return moved, resident
+
+    _, before = run()
+    moved, after = run(str(tmp_path))
+    assert moved == 3 * 4 * 4 * 8 * MIB  # a main parameter and two moments, of 8 x 4 million
+    assert before - after >= 0.8 * moved
