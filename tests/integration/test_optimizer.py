@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, assert_same_training, recorded
 
+FAILING_DISK = Path(__file__).with_name("failing_disk_script.py")
 STEPS = "--train-iters 50 --lr-decay-iters 50"
 BF16 = "--bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -64,7 +68,9 @@ def test_together_with_activations(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("saved", ["torch", "torch_dist"])
-@pytest.mark.parametrize(("first", "then"), [("1", "0"), ("0", "1"), ("0.5", "1")])
+@pytest.mark.parametrize(
+    ("first", "then"), [("1", "0"), ("0", "1"), ("0.5", "1"), (f"1 {ON_DISK}", "0"), ("0", f"1 {ON_DISK}")]
+)
 def test_a_checkpoint_goes_on_with_another_part(trainer: Trainer, saved: str, first: str, then: str) -> None:
     """Four steps, and four more from there: as eight at once."""
     flags = f"{BF16} --train-iters 8 --lr-decay-iters 8"
@@ -75,6 +81,18 @@ def test_a_checkpoint_goes_on_with_another_part(trainer: Trainer, saved: str, fi
     went_on = trainer.run(
         f"{flags} {SWAP_SMALL} --swap-optimizer {then} {recorded(saved)} --load {begun.directory}/checkpoint"
     )
+    assert went_on.summary["losses"] == plain.summary["losses"][4:]
+    assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
+
+
+def test_a_disk_that_fails_leaves_the_last_checkpoint(trainer: Trainer) -> None:
+    flags = f"{BF16} --train-iters 8 --lr-decay-iters 8"
+    plain = trainer.unswapped(flags)
+    swapped = f"{flags} --swap-min-mib 0 --swap-optimizer 1 {ON_DISK}"
+    failed = trainer.failing(f"{swapped} {recorded('torch')} --save-interval 4", program=FAILING_DISK)
+    told = r"writing failed \(No space left on device, .* are free\)\. The last checkpoint is intact"
+    assert re.search(told, failed.output), failed.tail
+    went_on = trainer.run(f"{flags} --swap-layers none {recorded('torch')} --load {failed.directory}/checkpoint")
     assert went_on.summary["losses"] == plain.summary["losses"][4:]
     assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
 
