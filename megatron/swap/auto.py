@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,7 +237,11 @@ class AutoPlan:
             Infeasible: some stage has none; the smallest budget is that of all stages.
         """
         if self._untimed is not None:
-            timed = [recording for step, recording in self._timed if workload.is_like(step)]
+            timed = [
+                recording for step, recording in self._timed
+                if step.num_micro_batches == self._untimed.num_micro_batches
+                and workload.is_like(replace(step, num_micro_batches=workload.num_micro_batches))
+            ]  # fmt: skip
             workload.measured = _Measured(with_times(self._untimed, timed), self._recorded)
             self._untimed = None
         profile: Profile = workload.measured.profile

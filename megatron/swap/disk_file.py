@@ -15,6 +15,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -52,10 +53,8 @@ class DiskRoom:
     def view(self) -> torch.Tensor:
         """The bytes themselves (uint8), as memory that is read from disk when it is touched, and written back. It is
         mapped as long as a tensor on it lives; nothing may be read or written by ``DiskFile`` meanwhile."""
-        mapping = mmap.mmap(self.file.descriptor, padded(self.num_bytes), offset=self.offset)
         with torch.inference_mode(False):
-            whole = torch.frombuffer(mapping, dtype=torch.uint8)
-            return torch.from_numpy(whole.numpy()[: self.num_bytes])
+            return torch.frombuffer(self.file.mapping(), dtype=torch.uint8, count=self.num_bytes, offset=self.offset)
 
 
 class DiskFile:
@@ -88,7 +87,8 @@ class DiskFile:
                 f"--swap-disk-gib: {format_bytes(self.limit_bytes)} are asked for, {format_bytes(free_bytes)} are free "
                 f"in {folder}. Lower it, or name another --swap-disk-dir."
             )
-        self.booked_bytes = self.read_bytes = self.written_bytes = 0
+        self.booked_bytes = 0
+        self._mapping: weakref.ref[mmap.mmap] | None = None
         self.is_direct = True
         try:
             self._direct = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_DIRECT)
@@ -125,10 +125,17 @@ class DiskFile:
         self.booked_bytes = offset
         return rooms
 
+    def mapping(self) -> mmap.mmap:
+        """The whole file as memory: one mapping (each has a descriptor of its own), for as long as somebody uses it."""
+        mapping = self._mapping() if self._mapping is not None else None
+        if mapping is None or len(mapping) < self.booked_bytes:
+            mapping = mmap.mmap(self.descriptor, self.booked_bytes)
+            self._mapping = weakref.ref(mapping)
+        return mapping
+
     def read(self, room: DiskRoom, start: int, target: torch.Tensor) -> list[Future[None]]:
         """Fill ``target`` (uint8, whole blocks at the beginning of a page) from byte ``start`` (a block's first) of
         ``room`` on. It lives until all of the answers are there, which raise ``DiskError``."""
-        self.read_bytes += target.numel()
         return [
             self._readers.submit(self._move, True, part, room.offset + start + at) for at, part in _parts(target)
         ]
@@ -137,7 +144,6 @@ class DiskFile:
         self, room: DiskRoom, start: int, source: torch.Tensor, ready: Callable[[], object]
     ) -> list[Future[None]]:
         """The other way round, once ``ready`` returns: it is called in other threads, more than once."""
-        self.written_bytes += source.numel()
 
         def write(part: memoryview, offset: int) -> None:
             ready()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -23,13 +24,14 @@ class HostArena:
     Args:
         limit_bytes: most that is taken.
         pinned: registered with CUDA for the current device, and near it.
-        region_bytes: smaller pieces share a mapping of so many bytes; each larger one has its own.
+        region_bytes: of a mapping that small pieces share; those of a quarter of it or more have their own.
     """
 
     def __init__(self, *, limit_bytes: int, pinned: bool, region_bytes: int = 64 * MIB) -> None:
         self.limit_bytes = limit_bytes
         self.booked_bytes = 0
         self._region_bytes = region_bytes
+        self._large_bytes = region_bytes // 4
         self._device = torch.cuda.current_device() if pinned else None
         self._numa_node = gpu_numa_node(self._device) if self._device is not None else None
         self._strategy = PinStrategy(touch="pages" if pinned else "none")
@@ -46,29 +48,36 @@ class HostArena:
         Raises:
             HostMemoryError: the limit or the machine does not allow it.
         """
-        large = [_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._region_bytes]
+        large = [_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._large_bytes]
         regions = iter(self._book(large))
         return [
-            _alone((next(regions) if num_bytes >= self._region_bytes else self._cut(_paged(num_bytes)))[:num_bytes])
+            _alone((next(regions) if num_bytes >= self._large_bytes else self._cut(_paged(num_bytes)))[:num_bytes])
             for num_bytes in sizes
         ]
 
     def num_that_fit(self, sizes: Sequence[int]) -> int:
-        """How many of the first of them can be taken; perhaps one less."""
-        # Small ones may begin a mapping of their own.
-        left_bytes = self.limit_bytes - self.booked_bytes - self._region_bytes
-        for number, num_bytes in enumerate(sizes):
-            left_bytes -= _paged(num_bytes)
-            if left_bytes < 0:
-                return number
-        return len(sizes)
+        """How many of the first of them ``take_all`` can take."""
+        return bisect_left(range(1, len(sizes) + 1), True, key=lambda number: not self._fit(sizes[:number]))
+
+    def _fit(self, sizes: Sequence[int]) -> bool:
+        left_bytes = self.limit_bytes - self.booked_bytes
+        left_bytes -= sum(_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._large_bytes)
+        free_bytes = self._free.numel() if self._free is not None else 0
+        for num_bytes in map(_paged, (num_bytes for num_bytes in sizes if num_bytes < self._large_bytes)):
+            if free_bytes < num_bytes:
+                free_bytes = self._shared_bytes(left_bytes, num_bytes)
+                left_bytes -= free_bytes
+            free_bytes -= num_bytes
+        return left_bytes >= 0
+
+    def _shared_bytes(self, left_bytes: int, num_bytes: int) -> int:
+        """Of the next mapping that is shared. Near the limit no more than is needed: others may want the rest."""
+        return self._region_bytes if left_bytes >= 2 * self._region_bytes else num_bytes
 
     def _cut(self, num_bytes: int) -> torch.Tensor:
         """Out of a mapping that is shared."""
         if self._free is None or self._free.numel() < num_bytes:
-            # Near the limit no more than is needed: somebody else may want the rest.
-            has_room = self.limit_bytes - self.booked_bytes >= 2 * self._region_bytes
-            (self._free,) = self._book([self._region_bytes if has_room else num_bytes])
+            (self._free,) = self._book([self._shared_bytes(self.limit_bytes - self.booked_bytes, num_bytes)])
         taken, self._free = self._free[:num_bytes], self._free[num_bytes:]
         return taken
 

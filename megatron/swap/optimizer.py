@@ -8,7 +8,6 @@ ones are on the device. Before a checkpoint is saved or loaded what rests is sho
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from megatron.swap.devices.base import Device
-from megatron.swap.disk_file import DiskError, DiskFile
+from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_arena import HostArena
 from megatron.swap.resting import Member
 from megatron.swap.state_mover import StateMover
@@ -71,9 +70,10 @@ class OptimizerSwap:
     def _rests(self, param: torch.Tensor) -> bool:
         """As evenly spread over the parameters as the share goes, whatever is still to come."""
         self._seen_bytes += param.nbytes
-        if param.nbytes < self._min_bytes or self._resting_bytes + param.nbytes > self._share * self._seen_bytes:
+        resting_bytes = self._resting_bytes + param.nbytes
+        if param.nbytes < max(1, self._min_bytes) or resting_bytes > self._share * self._seen_bytes:
             return False
-        self._resting_bytes += param.nbytes
+        self._resting_bytes = resting_bytes
         return True
 
     def attach(self, optimizer: Any) -> None:
@@ -94,10 +94,16 @@ class OptimizerSwap:
             if target is not None:
                 target[start:stop].copy_(values.view(-1))
 
+        is_elementwise = type(inner).__name__ in ELEMENTWISE
+        if self._disk is not None and not is_elementwise:
+            raise UsageError(
+                f"--swap-disk-dir: {type(inner).__name__} steps whole parameters, which do not pass through buffers "
+                f"between disk and device. Leave --swap-disk-dir out, or take one of {', '.join(sorted(ELEMENTWISE))}."
+            )
         model_values = _model_values(optimizer)
         swap = StateSwap(
             inner, self._mover, self._born, lambda param: param not in self._seen and self._rests(param),
-            self._bucket_bytes, type(inner).__name__ in ELEMENTWISE, on_updated,
+            self._bucket_bytes, is_elementwise, on_updated,
         )  # fmt: skip
         if not swap.num_resting:
             return
@@ -152,8 +158,9 @@ class OptimizerSwap:
             )
         disk_bytes = 0 if self._disk is None else self._disk.booked_bytes
         host_bytes = sum(swap.resting_bytes for swap in self._swaps) - disk_bytes
-        line = f"optimizer state of {num_resting} parameters rests in host memory: {format_bytes(max(0, host_bytes))}"
-        return line if self._disk is None else f"{line}, on disk: {format_bytes(disk_bytes)}"
+        places = {"in host memory": host_bytes, "on disk": disk_bytes}
+        told = ", ".join(f"{place}: {format_bytes(num_bytes)}" for place, num_bytes in places.items() if num_bytes > 0)
+        return f"optimizer state of {num_resting} parameters rests {told}"
 
     def report_to(self, report: RankReport) -> None:
         """What a summary tells."""
@@ -170,14 +177,13 @@ class OptimizerSwap:
         """Training is over. What rests stays where it is, in tensors that a last checkpoint can be made of."""
         try:
             for swap in self._swaps:
-                swap.show()
-        except DiskError as error:  # it has ended training already, or nobody asks for that state any more
-            print(f" swap: {error}", file=sys.stderr, flush=True)
-        self.remove()
-        self._device.synchronize()
-        self._arena.close()
-        if self._disk is not None:
-            self._disk.close()
+                swap.show()  # a disk that fails now ends the run: the last checkpoint would be made of what is hidden
+        finally:
+            self.remove()
+            self._device.synchronize()
+            self._arena.close()
+            if self._disk is not None:
+                self._disk.close()
 
 
 def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.swap.disk_file import BLOCK_BYTES, DiskRoom
+from megatron.swap.disk_file import BLOCK_BYTES, DiskRoom, padded
 
 ALIGNED = 128
 """Elements: slices begin at a multiple, as kernels like it."""
@@ -90,6 +90,11 @@ class Piece:
     stop: int
     has_state: bool = False
     state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that rests of it, each up to the end of a block."""
+        return sum(padded((self.stop - self.start) * home.dtype.itemsize) for home in self.member.homes.values())
 
     def at_home(self) -> list[tuple[str, Home]]:
         """What has to come in for a step."""

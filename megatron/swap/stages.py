@@ -25,8 +25,8 @@ DRIFT = 0.05
 """Sizes and times that differ by more than this share are not those that were planned for."""
 RECORDED_STEPS = 2
 """What is saved, and where in a layer."""
-TIMED_STEPS = 2
-"""How long that takes where nobody looks, and nothing is copied beside it."""
+TIMED_STEPS = 3
+"""How long that takes where nobody looks, and nothing is copied beside it: the median of an odd number."""
 MAX_RECORDED_STEPS = 16
 """So many are recorded while none is as large as the step for which it was begun: lengths may change every step. Steps
 that come more rarely are not planned for: what they would keep is swapped."""

@@ -17,7 +17,7 @@ from megatron.swap.disk_file import BLOCK_BYTES, DiskFile, DiskRoom, padded
 NUM_AHEAD = 3
 """Buckets that are read before they are wanted, and as many that are still being written."""
 
-Span = tuple[DiskRoom, int, int]
+DiskSpan = tuple[DiskRoom, int, int]
 """Bytes from, to (the first of a block each, or the room's end) of a room."""
 
 
@@ -58,59 +58,69 @@ class Staging:
     Args:
         disk: where spans are.
         take: pinned host memory, for good; whole pages.
-        buffer_bytes: of a buffer. It grows where more is wanted at once.
+        buffer_bytes: most that is wanted at once, up to the ends of its blocks.
     """
 
     def __init__(self, disk: DiskFile, take: Callable[[int], torch.Tensor], buffer_bytes: int) -> None:
         self.disk = disk
-        self._take = take
-        buffer_bytes = padded(buffer_bytes + max(buffer_bytes // 64, 16 * BLOCK_BYTES))  # each span ends with its block
+        buffer_bytes = padded(buffer_bytes) + 16 * BLOCK_BYTES  # a slice of a parameter alone: its ends are not counted
         self._for_reads = [_Buffer(take(buffer_bytes)) for _ in range(NUM_AHEAD + 1)]
         self._for_writes = [_Buffer(take(buffer_bytes)) for _ in range(NUM_AHEAD)]
-        self._writes: dict[tuple[DiskRoom, int], list[Future[None]]] = {}
+        self._writes: dict[DiskRoom, list[tuple[int, int, list[Future[None]]]]] = {}
 
-    def fetch(self, spans: Sequence[Span]) -> Fetched:
+    def fetch(self, spans: Sequence[DiskSpan]) -> Fetched:
         """Begin to read ``spans``."""
         buffer, parts = self._next(self._for_reads, spans)
         reads = []
-        for (room, start, _), part in zip(spans, parts, strict=True):
-            self._written(room, start)
+        for (room, start, stop), part in zip(spans, parts, strict=True):
+            self._written(room, start, stop)
             reads += self.disk.read(room, start, part)
         buffer.busy += [read.exception for read in reads]
         return Fetched(buffer, _without_padding(spans, parts), reads)
 
-    def stage(self, spans: Sequence[Span]) -> tuple[list[torch.Tensor], Callable[[Device, Event], None]]:
+    def stage(self, spans: Sequence[DiskSpan]) -> tuple[list[torch.Tensor], Callable[[Device, Event], None]]:
         """Memory for the bytes of ``spans``, and what to call once they are on their way there: they are written when
         the event has passed. Nobody waits for that here."""
         buffer, parts = self._next(self._for_writes, spans)
 
         def write(device: Device, event: Event) -> None:
-            for (room, start, _), part in zip(spans, parts, strict=True):
-                writes = self._writes[room, start] = self.disk.write(room, start, part, lambda: device.finish(event))
+            for (room, start, stop), part in zip(spans, parts, strict=True):
+                writes = self.disk.write(room, start, part, lambda: device.finish(event))
+                self._writes.setdefault(room, []).append((start, stop, writes))
                 buffer.busy += [one.result for one in writes]
 
         return _without_padding(spans, parts), write
 
-    def _next(self, buffers: list[_Buffer], spans: Sequence[Span]) -> tuple[_Buffer, list[torch.Tensor]]:
+    def _next(self, buffers: list[_Buffer], spans: Sequence[DiskSpan]) -> tuple[_Buffer, list[torch.Tensor]]:
         buffer = buffers.pop(0)
         buffers.append(buffer)
         buffer.wait()
         sizes = [padded(stop - start) for _, start, stop in spans]
-        if sum(sizes) > buffer.memory.numel():
-            buffer.memory = self._take(sum(sizes))
+        assert sum(sizes) <= buffer.memory.numel(), "more than a bucket at once"
         return buffer, list(buffer.memory[: sum(sizes)].split(sizes))
 
-    def _written(self, room: DiskRoom, start: int) -> None:
-        for write in self._writes.pop((room, start), ()):
-            write.result()
+    def _written(self, room: DiskRoom, start: int, stop: int) -> None:
+        """Wait for the writes that are under way there."""
+        under_way = []
+        for first, last, writes in self._writes.pop(room, ()):
+            if first < stop and start < last:
+                for write in writes:
+                    write.result()
+            elif not all(write.done() and write.exception() is None for write in writes):
+                under_way.append((first, last, writes))
+        if under_way:
+            self._writes[room] = under_way
 
     def synchronize(self) -> None:
-        """Every write is over. Raises ``DiskError``."""
+        """Every write is over. Raises ``DiskError``, again each time after one has failed."""
+        for room in list(self._writes):
+            for _, _, writes in self._writes[room]:
+                for write in writes:
+                    write.result()
+            del self._writes[room]
         for buffer in (*self._for_reads, *self._for_writes):
             buffer.wait()
-        for room, start in list(self._writes):
-            self._written(room, start)
 
 
-def _without_padding(spans: Sequence[Span], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _without_padding(spans: Sequence[DiskSpan], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [part[: stop - start] for (_, start, stop), part in zip(spans, parts, strict=True)]

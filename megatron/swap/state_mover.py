@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from megatron.swap.devices.base import Device, Event
-from megatron.swap.disk_file import DiskFile, DiskRoom
+from megatron.swap.disk_file import DiskFile, DiskRoom, padded
 from megatron.swap.host_arena import HostArena
 from megatron.swap.resting import MAIN, Home, Member, Piece, Span, nothing
-from megatron.swap.staging import NUM_AHEAD, Fetched, Staging
-from megatron.swap.staging import Span as DiskSpan
+from megatron.swap.staging import NUM_AHEAD, DiskSpan, Fetched, Staging
+from megatron.swap.types import MIB
 
 ALIGNMENT_BYTES = 512
 """Of tensors in a buffer, as the caching allocator aligns its own."""
@@ -49,18 +50,19 @@ class StateMover:
         device: whose streams copy.
         arena: where state rests.
         disk: where the rest of it does.
-        bucket_bytes: most that comes at once, of parameters that come in pieces.
+        bucket_bytes: most that comes at once, what is on disk up to the ends of its blocks.
 
     Attributes:
         out_bytes, in_bytes: copied so far.
     """
 
     def __init__(
-        self, device: Device, arena: HostArena, disk: DiskFile | None = None, bucket_bytes: int = 0
+        self, device: Device, arena: HostArena, disk: DiskFile | None = None, bucket_bytes: int = 256 * MIB
     ) -> None:
         self._device = device
         self._arena = arena
         self._disk = disk
+        self._bucket_bytes = padded(bucket_bytes)
         self._staging = None if disk is None else Staging(disk, arena.take, bucket_bytes)
         self._in_stream = device.copy_stream("in")
         self._out_stream = device.copy_stream("out")
@@ -71,7 +73,9 @@ class StateMover:
         """``param`` was just made, and nobody else knows its memory: from now on it rests."""
         member = Member(param, 0)
         home = self.home(member, MAIN, param.dtype)
-        self.take_out([((home, 0, home.num_bytes), as_bytes(param))], [])
+        source = as_bytes(param)
+        bounds = [*range(0, home.num_bytes, self._bucket_bytes), home.num_bytes]
+        self.take_out([((home, start, stop), source[start:stop]) for start, stop in pairwise(bounds)], [])
         home.hide()
         self.release(0)
         return member
@@ -133,21 +137,38 @@ class StateMover:
 
     def take_out(self, moves: Sequence[tuple[Span, torch.Tensor]], held: Sequence[torch.Tensor]) -> None:
         """Enqueue copies home of bytes (uint8). The sources and ``held`` live until ``release``."""
-        sources = [source for _, source in moves]
-        spans = _on_disk(span for span, _ in moves)
-        staged, write = self._staging.stage(spans) if spans and self._staging else ([], None)
-        parts = iter(staged)
-        targets = [
-            next(parts) if isinstance(home.room, DiskRoom) else home.room[start:stop]
-            for (home, start, stop), _ in moves
-        ]
         self._device.wait(self._out_stream, self._device.record(self._device.current_stream()))
-        self._device.copy(self._out_stream, targets, sources)
+        event = None
+        for batch in self._batches(moves):
+            spans = _on_disk(span for span, _ in batch)
+            staged, write = self._staging.stage(spans) if spans and self._staging else ([], None)
+            parts = iter(staged)
+            targets = [
+                next(parts) if isinstance(home.room, DiskRoom) else home.room[start:stop]
+                for (home, start, stop), _ in batch
+            ]
+            self._device.copy(self._out_stream, targets, [source for _, source in batch])
+            event = self._device.record(self._out_stream)
+            if write is not None:
+                write(self._device, event)
+        sources = [source for _, source in moves]
         self.out_bytes += sum(source.numel() for source in sources)
-        event = self._device.record(self._out_stream)
-        self._going.append(([*held, *sources], event))
-        if write is not None:
-            write(self._device, event)
+        if event is not None:  # of the last: what is held may be a part of the same storage
+            self._going.append(([*held, *sources], event))
+
+    def _batches(self, moves: Sequence[tuple[Span, torch.Tensor]]) -> Iterator[list[tuple[Span, torch.Tensor]]]:
+        """As much at once as a buffer before the disk holds."""
+        batch: list[tuple[Span, torch.Tensor]] = []
+        batch_bytes = 0
+        for (home, start, stop), source in moves:
+            num_bytes = padded(stop - start) if isinstance(home.room, DiskRoom) else 0
+            if batch and batch_bytes + num_bytes > self._bucket_bytes:
+                yield batch
+                batch, batch_bytes = [], 0
+            batch.append(((home, start, stop), source))
+            batch_bytes += num_bytes
+        if batch:
+            yield batch
 
     def release(self, num_left: int) -> None:
         """Let go of what goes out, the last ``num_left`` aside: compute waits for the copies, and has the memory."""

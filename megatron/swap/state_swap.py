@@ -128,7 +128,7 @@ class StateSwap:
             if _gradient(member.param) is None:
                 continue
             for piece in self._pieces(member):
-                piece_bytes = (piece.stop - piece.start) * member.element_bytes
+                piece_bytes = piece.num_bytes
                 if bucket and bucket_bytes + piece_bytes > self._bucket_bytes:
                     yield bucket
                     bucket, bucket_bytes = [], 0

@@ -36,7 +36,7 @@ def test_fifty_steps_are_equal_to_the_bit(trainer: Trainer, flags: str, part: fl
     swapped(trainer, f"{flags} {STEPS}", part)
 
 
-ON_DISK = "--swap-disk-dir . --swap-host-gib 0.02"
+ON_DISK = "--swap-disk-dir . --swap-host-gib 0.008"
 """Host memory for the buffers between disk and device, and no more."""
 
 
@@ -85,11 +85,14 @@ def test_a_checkpoint_goes_on_with_another_part(trainer: Trainer, saved: str, fi
     assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
 
 
-def test_a_disk_that_fails_leaves_the_last_checkpoint(trainer: Trainer) -> None:
+@pytest.mark.parametrize("num_batches", [10, 16])
+def test_a_disk_that_fails_leaves_the_last_checkpoint(trainer: Trainer, num_batches: int) -> None:
+    """In the middle of training, or in its last step, behind which Megatron saves what there is."""
     flags = f"{BF16} --train-iters 8 --lr-decay-iters 8"
     plain = trainer.unswapped(flags)
     swapped = f"{flags} --swap-min-mib 0 --swap-optimizer 1 {ON_DISK}"
-    failed = trainer.failing(f"{swapped} {recorded('torch')} --save-interval 4", program=FAILING_DISK)
+    swapped += f" {recorded('torch')} --save-interval 4 --fails-behind {num_batches}"
+    failed = trainer.failing(swapped, program=FAILING_DISK)
     told = r"writing failed \(No space left on device, .* are free\)\. The last checkpoint is intact"
     assert re.search(told, failed.output), failed.tail
     went_on = trainer.run(f"{flags} --swap-layers none {recorded('torch')} --load {failed.directory}/checkpoint")

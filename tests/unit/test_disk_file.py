@@ -39,6 +39,10 @@ def aligned(num_bytes: int, seed: int | None = None) -> torch.Tensor:
     return memory
 
 
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def written(disk: DiskFile, room: DiskRoom, start: int, data: torch.Tensor) -> None:
     for one in disk.write(room, start, data, lambda: None):
         one.result()
@@ -78,6 +82,19 @@ def test_a_view_is_the_file(disk: DiskFile) -> None:
     assert bool((back(disk, room, 0, 2 * BLOCK_BYTES) == 7).all())
     written(disk, room, 0, data)
     assert torch.equal(room.view(), data[: 2 * BLOCK_BYTES + 100])
+
+
+def test_views_of_many_take_few_descriptors(disk: DiskFile) -> None:
+    rooms = disk.take_all([10] * 100)
+    num_open = num_descriptors()
+    views = [room.view() for room in rooms]
+    assert num_descriptors() <= num_open + 1
+    views[99].fill_(5)
+    more = disk.take_all([20])[0].view()
+    more.fill_(6)
+    assert rooms[99].view().tolist() == [5] * 10
+    del views, more
+    assert num_descriptors() == num_open
 
 
 def test_a_write_waits_until_its_bytes_are_there(disk: DiskFile) -> None:

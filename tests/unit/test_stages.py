@@ -35,7 +35,7 @@ class TestFirstPlan:
         seen = run.steps(PROFILED + 3 * (SETTLING_STEPS + 1) + 1)
         assert seen == [Stage.PROFILE] * PROFILED + [Stage.SEARCH] * 6 + [Stage.STABLE]
         assert run.recorded == [2, 3]
-        assert run.timed == [4, 5, 6]
+        assert run.timed == [4, 5, 6, 7]
         assert run.stages.plan is run.plans[1]
         assert run.budgets == [BUDGET_GIB]
         assert run.stages.num_replans == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -282,9 +283,23 @@ class TestArena:
         arena.take(1)
         with pytest.raises(HostMemoryError, match=r"64.0 KiB are taken, the limit is 0.14 MiB"):
             arena.take(77 * KIB)
-        arena.take(30 * KIB)
+        arena.take(15 * KIB)
+        arena.take(15 * KIB)
         arena.take(36 * KIB)  # near the limit no more than is needed: the rest may be somebody else's
         assert arena.booked_bytes == 100 * KIB
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_what_fits_can_be_taken_and_no_more(self, seed: int) -> None:
+        numbers = random.Random(seed)
+        sizes = [numbers.choice([1, 3000, 5000, 14_000, 17_000, 66_000]) for _ in range(40)]
+        arenas = [HostArena(limit_bytes=400 * KIB, pinned=False, region_bytes=64 * KIB) for _ in range(2)]
+        for arena in arenas:
+            arena.take_all(sizes[:3])
+        number = arenas[0].num_that_fit(sizes)
+        assert 0 < number < len(sizes)
+        arenas[0].take_all(sizes[:number])
+        with pytest.raises(HostMemoryError):
+            arenas[1].take_all(sizes[: number + 1])
 
     def test_a_piece_is_a_storage_of_its_own(self) -> None:
         """A checkpoint has whole storages."""

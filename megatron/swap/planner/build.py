@@ -99,7 +99,8 @@ def with_times(profile: Profile, recordings: Sequence[Recording]) -> Profile:
         return profile
     forward_ms, backward_ms, optimizer_ms = _outside_times(steps, layers, profile.num_micro_batches, profile.pipeline)
     outside = replace(profile.outside, forward_ms=forward_ms, backward_ms=backward_ms, optimizer_ms=optimizer_ms)
-    return replace(profile, layers=tuple(layers), outside=outside)
+    source = f"{profile.source}, timed in {len(steps)} others"
+    return replace(profile, source=source, layers=tuple(layers), outside=outside)
 
 
 def _timed(entry: LayerClass, passes: Sequence[Pass], again_ms: Sequence[float]) -> LayerClass:
