@@ -81,8 +81,14 @@ def is_planned(row: Row) -> bool:
     return searches(words) or plan_file(words) is not None
 
 
+def swaps_optimizer(row: Row) -> bool:
+    """State of its optimizer rests in host memory or on disk."""
+    return float(value(row, "--swap-optimizer") or 0) > 0
+
+
 def is_ours(row: Row) -> bool:
-    return swapped_layers(row) is not None or recomputed_sites(row) is not None or is_planned(row)
+    acts = swapped_layers(row) is not None or recomputed_sites(row) is not None or is_planned(row)
+    return acts or swaps_optimizer(row)
 
 
 def without_swap(row: Row) -> tuple[str, ...]:
@@ -114,6 +120,7 @@ def means(row: Row) -> set[str]:
     found = set()
     if "--recompute-granularity" in words or "checkpoint" in wrap:
         found.add(RECOMPUTES)
-    if "--fine-grained-activation-offloading" in words or "--cpu-offloading-num-layers" in words or wrap:
+    offloads = ("--fine-grained-activation-offloading", "--cpu-offloading-num-layers", "--optimizer-cpu-offload")
+    if any(flag in words for flag in offloads) or wrap:
         found.add(OFFLOADS)
     return found or {KEEPS}

@@ -13,6 +13,7 @@ from proof.report.flags import (
     shape,
     swapped_layers,
     swapped_modules,
+    swaps_optimizer,
     without_swap,
 )
 from proof.rows import GIB, Row, peak_gib
@@ -103,12 +104,16 @@ def base_of(row: Row, rows: Sequence[Row]) -> Row | None:
 
 
 def rung(row: Row, rows: Sequence[Row]) -> Rung | None:
-    """``None``: the run or its base failed or is missing, nobody counted what was swapped, or it went by a plan.
+    """``None``: the run or its base failed or is missing, nobody counted what was swapped, or it went by a plan, or
+    swapped optimizer state too.
 
-    A plan mixes all means, tensor by tensor: the arithmetic of copies alone says nothing of it.
+    A plan mixes all means, tensor by tensor: the arithmetic of copies alone says nothing of it, nor of what an
+    optimizer's step takes.
     """
     base = base_of(row, rows)
-    if base is None or is_planned(row) or row["outcome"] != "ok" or not row.get("swapped_out_bytes"):
+    if base is None or row["outcome"] != "ok" or not row.get("swapped_out_bytes"):
+        return None
+    if is_planned(row) or swaps_optimizer(row):
         return None
     dimensions = shape(row)
     number = dimensions.num_micro_batches

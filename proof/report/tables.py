@@ -169,11 +169,12 @@ class EqualRun:
 
 
 def equal_runs(rows: Sequence[Row]) -> list[EqualRun]:
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     found = []
     for row in rows:
-        found.append(EqualRun(row, row["case"] not in seen))
-        seen.add(row["case"])
+        compared = row["command"], row["case"]  # another command compares with a run of its own
+        found.append(EqualRun(row, compared not in seen))
+        seen.add(compared)
     return found
 
 
@@ -183,12 +184,14 @@ def equality_table(runs: Sequence[EqualRun]) -> Table:
     lines = []
     for run in runs:
         row = run.row
+        setting = f"--{row['method']}"
+        extra = row["flags"].partition(setting)[2].split()
         verdicts = ["reference"] * len(COMPARED) if run.is_reference else [_equal(row, field) for field in COMPARED]
         lines.append([
             str(row["case"]),
             str(row.get("num_ranks") or 1),
             str(len(row.get("losses") or ()) or ABSENT),
-            f"`--{row['method']}`",
+            f"`{' '.join([setting, *extra])}`",
             cell_gib(row["swapped_out_bytes"] / GIB if row.get("swapped_out_bytes") else None),
             *verdicts,
         ])  # fmt: skip

@@ -276,6 +276,25 @@ def test_the_first_run_of_a_case_is_its_reference(made: Path) -> None:
     assert "**differ**" in str(tables.equality_table([broken]))
 
 
+def test_each_command_compares_with_a_run_of_its_own(made: Path) -> None:
+    rows = read_results(made / "results").suites["prove-equality"][:3]
+    again = [{**row, "command": "another", "flags": f"{row['flags']} --bf16"} for row in rows]
+    runs = tables.equal_runs([*again, *rows])
+    assert [run.is_reference for run in runs] == [True, False, False] * 2
+    table = str(tables.equality_table(runs))
+    assert table.count("`--swap-layers all --bf16`") == table.count("`--swap-layers all`") == 1
+
+
+def test_optimizer_state_at_rest_is_ours_and_no_rung_of_the_ladder() -> None:
+    rows = suite()
+    row = next(row for row in rows if is_ours(row) and overhead.rung(row, rows) is not None)
+    assert not is_ours({**row, "flags": "--num-layers 2"})
+    assert not is_ours({**row, "flags": "--num-layers 2 --swap-optimizer 0"})
+    assert is_ours({**row, "flags": "--num-layers 2 --swap-optimizer 0.5"})
+    assert overhead.rung({**row, "flags": f"{row['flags']} --swap-optimizer 0.5"}, rows) is None
+    assert means({**row, "flags": "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"}) == {"offloads"}
+
+
 def test_numbers_stand_to_the_right() -> None:
     table = Table(["a", "b", "c"], [["x", "1.0 (0.5–2.0)", "y"], ["z", "–", "3 × GPU"]])
     assert str(table).splitlines()[1] == "| --- | ---: | --- |"
