@@ -11,8 +11,8 @@ from tests.unit.planner.cases import model
 BUDGET_GIB = 10.0
 
 
-def a_plan(name: str, action: str = "swap") -> Plan:
-    return Plan(model(8), BUDGET_GIB, None, Predicted(9.0, 100.0, 99.0, 1.0), (PlanClass("0", {f"{name}/0": SitePlan(action)}),))  # type: ignore[arg-type]  # noqa: E501
+def a_plan(name: str, action: str = "swap", peak_gib: float = 9.0) -> Plan:
+    return Plan(model(8), BUDGET_GIB, None, Predicted(peak_gib, 100.0, 99.0, 1.0), (PlanClass("0", {f"{name}/0": SitePlan(action)}),))  # type: ignore[arg-type]  # noqa: E501
 
 
 RECORDED = SETTLING_STEPS + RECORDED_STEPS

@@ -329,7 +329,7 @@ class AutoPlan:
         ends = [begin - 1 for begin in begins[1:]]
         return {
             "budget_gib": self._budget_gib,
-            "predicted_peak_gib": None if predicted is None else predicted.peak_gib,
+            "predicted_peak_gib": stages.predicted_peak_gib,
             "predicted_step_ms": None if predicted is None else predicted.step_ms,
             "profile_sha256": None if plan is None else plan.profile_sha256,
             "num_replans": stages.num_replans,

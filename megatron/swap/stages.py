@@ -137,6 +137,7 @@ class Stages:
         plan: what the next step follows; ``None``: the safe plan, which holds as little as it can.
         recording: whether the next step is recorded.
         timing: whether it is timed, or comes before those that are.
+        predicted_peak_gib: most that a plan which was followed is predicted to hold; ``None`` before the first.
         num_replans: times that another plan was made or taken up after the first.
         num_infeasible: workloads for which no plan was found that stays below the budget.
         history: ``(first step, stage, note)``.
@@ -154,6 +155,7 @@ class Stages:
         self.stage = Stage.PROFILE
         self.plan: Plan | None = None
         self.recording = self.timing = False
+        self.predicted_peak_gib: float | None = None
         self.num_replans = self.num_infeasible = 0
         self.history: list[tuple[int, Stage, str]] = []
         self._budget_gib = budget_gib
@@ -198,6 +200,8 @@ class Stages:
         """
         if not self.history:
             self.history.append((step.number, Stage.PROFILE, "the plan that holds least"))
+        if self.plan is not None and self.plan.predicted is not None:
+            self.predicted_peak_gib = max(self.predicted_peak_gib or 0.0, self.plan.predicted.peak_gib)
         if step.num_micro_batches != self._num_micro_batches:
             self._num_micro_batches = step.num_micro_batches
             for workload in (*self._workloads, *([self._current] if self._current is not None else [])):

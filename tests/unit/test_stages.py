@@ -218,6 +218,20 @@ class TestChange:
         assert run.stages.stage is Stage.STABLE
         assert run.stages.num_replans == 3
 
+    def test_the_peak_of_a_run_is_that_of_the_plan_which_held_most(self) -> None:
+        run = three()
+        assert run.stages.predicted_peak_gib is None
+        until_stable(run)
+        run.steps(1)
+        run.plans = [a_plan("d", "keep", peak_gib=7.0)]
+        run.ms[id(run.plans[0])], run.peaks[id(run.plans[0])] = 100.0, 7.0
+        run.saved_mib = 1500.0
+        run.steps(1)
+        until_stable(run)
+        run.steps(1)
+        assert run.stages.plan is run.plans[0]
+        assert run.stages.predicted_peak_gib == 9.0
+
     def test_a_single_smaller_step_changes_nothing(self) -> None:
         run = three()
         until_stable(run)
