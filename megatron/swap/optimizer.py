@@ -12,8 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import nn
 
 from megatron.swap.devices.base import Device
 from megatron.swap.disk_file import DiskFile
@@ -21,13 +24,14 @@ from megatron.swap.host_arena import HostArena
 from megatron.swap.resting import Member
 from megatron.swap.state_mover import StateMover
 from megatron.swap.state_swap import StateSwap
+from megatron.swap.step_overlap import StepOverlap
 from megatron.swap.summary import RankReport
 from megatron.swap.types import MIB, UsageError, format_bytes
 
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
 """Optimizers, by the name of their class, that look at each element alone: they may step slices of parameters."""
 BUCKET_BYTES = 256 << 20
-"""Of a bucket on the device. Copies of this size run at the link's full speed; three buckets are there at once."""
+"""Of a bucket on the device. Copies of this size run at the link's full speed."""
 SAVES = ("state_dict", "save_parameter_state", "get_parameter_state_dp_zero")
 LOADS = ("load_parameter_state", "load_parameter_state_from_dp_zero", "reload_model_params")
 """Methods of a Megatron optimizer that read everything, or replace it; a chained one calls some of each directly."""
@@ -56,6 +60,8 @@ class OptimizerSwap:
         self._mover = StateMover(device, self._arena, disk, self._bucket_bytes)
         self._min_bytes = min_bytes
         self._swaps: list[StateSwap] = []
+        self._overlap = StepOverlap(device, self._mover, self._swaps, self._bucket_bytes)
+        self._num_begun: dict[nn.Module, int] = {}
         self._seen_bytes = self._resting_bytes = 0
         self._born: dict[torch.Tensor, Member] = {}
         self._seen: set[torch.Tensor] = set()
@@ -75,6 +81,29 @@ class OptimizerSwap:
             return False
         self._resting_bytes = resting_bytes
         return True
+
+    def watch(self, chunk: nn.Module) -> None:
+        """Copies run beside the layers of this model chunk, where memory is free."""
+        for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
+            for layer in block.layers:
+                self._undo.append(layer.register_forward_pre_hook(self._layer_begins, with_kwargs=True).remove)
+
+    def _layer_begins(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if not layer.training:
+            self._overlap.drain()
+        elif torch._C._current_graph_task_id() == -1:  # else it runs again, in backward
+            num_begun = self._num_begun[layer] = self._num_begun.get(layer, 0) + 1
+            self._overlap.layer_begins(num_begun == 1)
+            hidden_states = options.get("hidden_states", arguments[0] if arguments else None)
+            is_last = num_begun == get_num_microbatches()
+            if is_last and isinstance(hidden_states, torch.Tensor) and hidden_states.requires_grad:
+                # Its gradient is the last that a layer's backward makes.
+                hidden_states.register_hook(lambda _: self._overlap.layer_is_done())
+
+    def step_ended(self) -> None:
+        """A training step is over, whether the optimizer was stepped or not."""
+        self._num_begun.clear()
+        self._overlap.step_ended()
 
     def attach(self, optimizer: Any) -> None:
         """The optimizer is built. From now on its state rests.
@@ -103,7 +132,7 @@ class OptimizerSwap:
         model_values = _model_values(optimizer)
         swap = StateSwap(
             inner, self._mover, self._born, lambda param: param not in self._seen and self._rests(param),
-            self._bucket_bytes, is_elementwise, on_updated,
+            self._bucket_bytes, is_elementwise, on_updated, self._overlap.room_in_step, self._overlap.room_in_step,
         )  # fmt: skip
         if not swap.num_resting:
             return

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
 
 from megatron.swap.config import SwapConfig
 from megatron.swap.plan import Model, save_plan
-from megatron.swap.site_log import Seen, SiteLog, merged, plan_of_run, unlike_plan
+from megatron.swap.ranks import gather
+from megatron.swap.site_log import SiteLog, merged, plan_of_run, unlike_plan
 from megatron.swap.types import MIB, Action, Site
 
 
@@ -47,7 +47,7 @@ class PlanRun:
         """Training is over on all ranks: rank 0 writes what was done, where that was asked for."""
         if self._config.save_plan is None or self._log is None:
             return
-        logs = _gather(self._log.sites)
+        logs = gather(self._log.sites)
         if logs is None:
             return
         try:
@@ -55,12 +55,3 @@ class PlanRun:
             save_plan(plan_of_run(self._model, merged(logs), self._config.plan), self._config.save_plan)
         except OSError as error:  # the last checkpoint is still to come: it matters more
             print(f" swap: --swap-save-plan was not written: {error}", file=sys.stderr, flush=True)
-
-
-def _gather(sites: dict[Site, Seen]) -> list[dict[Site, Seen]] | None:
-    """The logs of all ranks, on rank 0; ``None`` elsewhere."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return [sites]
-    logs: list[dict[Site, Seen] | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(logs, sites)
-    return [log for log in logs if log is not None] if torch.distributed.get_rank() == 0 else None

@@ -33,6 +33,7 @@ from megatron.swap.planner.flags import model_of
 from megatron.swap.policy import ManualPolicy, PlanPolicy, Policy
 from megatron.swap.producers import Producers, tell_copy, tell_norm_of_linear
 from megatron.swap.profiler import Profiler
+from megatron.swap.ranks import gather, is_last_rank
 from megatron.swap.recipes import Recipes
 from megatron.swap.recorder import Recorder
 from megatron.swap.summary import (
@@ -127,8 +128,9 @@ class SwapSession:
             return session
         patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
         if config.acts:
-            patches += [cross_entropy_patch(cross_entropy.in_parts), recompile_limit.PATCH]
+            patches.append(recompile_limit.PATCH)
         if config.acts or config.optimizer:
+            patches.append(cross_entropy_patch(cross_entropy.in_parts))
             patches += main_params.main_params_patches(session._main_param_is_born if config.optimizer else None)
         if config.optimizer:
             patches.append(get_megatron_optimizer.get_megatron_optimizer_patch(session._optimizer_is_built))
@@ -156,13 +158,16 @@ class SwapSession:
         for chunk in chunks:
             if self.config.acts or self._observer is not None:
                 self._surround(chunk)
+            if self.config.acts or self.config.optimizer:
+                self._accumulators += accumulators.made_here(chunk)
+            if self.config.optimizer:
+                self._optimizer_swap().watch(chunk)
         if self.config.acts:
             if self._manager is None:
                 self._build()
             assert self._boundaries is not None
             assert self._recorder is not None
             for chunk in chunks:
-                self._accumulators += accumulators.made_here(chunk)
                 self._unwatch.append(self._recorder.watch(chunk))
                 self._boundaries.install(
                     chunk, self.config.modules, ends_in_loss=bool(getattr(chunk, "post_process", True))
@@ -333,6 +338,8 @@ class SwapSession:
             self._recorder.step_ended(iteration + 1)
         if self._auto is not None:
             self._auto.step_ended(iteration)
+        if self._optimizer is not None:
+            self._optimizer.step_ended()
         if self._plan_run is not None:
             self._tell(self._plan_run.step_ended())
         self._tell_refused()
@@ -340,7 +347,7 @@ class SwapSession:
             return
         assert self._device is not None
         peak_bytes = self._device.peak_bytes()
-        if self.config.log_level != "quiet" and _is_last_rank():
+        if self.config.log_level != "quiet" and is_last_rank():
             print(step_line(step, peak_bytes, self._args.rank if self._args.world_size > 1 else None), flush=True)
         if writer is not None:
             writer.add_scalar("swap/out-gib", step.moved.out_bytes / GIB, iteration)
@@ -398,7 +405,7 @@ class SwapSession:
             self._plan_run.save()
         if self._auto is not None:
             self._auto.finish()
-        reports = _gather(report)
+        reports = gather(report)
         if reports is None:
             return
         planning = self._auto.summary() if self._auto is not None else None
@@ -479,18 +486,3 @@ def _policy(config: SwapConfig) -> Policy:
     if config.plan is not None:
         return PlanPolicy(config.plan)
     return ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB), config.recompute)
-
-
-def _is_last_rank() -> bool:
-    return not torch.distributed.is_initialized() or (
-        torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-    )
-
-
-def _gather(report: RankReport) -> list[RankReport] | None:
-    """The reports of all ranks, on rank 0; ``None`` elsewhere."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return [report]
-    reports: list[RankReport | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(reports, report)
-    return [r for r in reports if r is not None] if torch.distributed.get_rank() == 0 else None

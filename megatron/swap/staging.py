@@ -41,6 +41,10 @@ class Fetched:
         self._buffer = buffer
         self._reads = reads
 
+    @property
+    def has_arrived(self) -> bool:
+        return all(read.done() for read in self._reads)
+
     def arrived(self) -> list[torch.Tensor]:
         """Wait until they are there. Raises ``DiskError``."""
         for read in self._reads:

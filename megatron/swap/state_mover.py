@@ -1,8 +1,8 @@
 """Copies optimizer state between device, host memory and disk: owns two copy streams, and says who waits for what.
 
 Buffers belong to the compute stream: the H2D stream waits for it before it fills one (the block may be recycled), and
-compute waits for the copy out before it hands the memory on. What a step brings in, an earlier one has taken out and
-released: so the H2D stream has waited for that copy as well. What is on disk passes through pinned buffers
+compute waits for the copy out before it hands the memory on. What is brought in while it is still on its way home is
+released first: so the H2D stream has waited for that copy as well. What is on disk passes through pinned buffers
 (``staging.py``): the host waits for reads before it enqueues their copies, and for nothing on the way out.
 """
 
@@ -42,6 +42,17 @@ class Coming:
     pieces: Sequence[Piece]
     fetched: Fetched | None
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether nobody has to wait for the disk."""
+        return self.fetched is None or self.fetched.has_arrived
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that rests of them, also of what the optimizer makes in its first step."""
+        spans = (piece.span(home) for piece in self.pieces for home in piece.member.homes.values())
+        return sum(_aligned(stop - start) for _, start, stop in spans)
+
 
 class StateMover:
     """Brings pieces in and takes them out.
@@ -54,6 +65,8 @@ class StateMover:
 
     Attributes:
         out_bytes, in_bytes: copied so far.
+        num_ahead: buckets that may be asked for before the first of them is brought in.
+        held_bytes: device memory of what came in and was not released yet.
     """
 
     def __init__(
@@ -66,8 +79,10 @@ class StateMover:
         self._staging = None if disk is None else Staging(disk, arena.take, bucket_bytes)
         self._in_stream = device.copy_stream("in")
         self._out_stream = device.copy_stream("out")
-        self._going: deque[tuple[list[torch.Tensor], Event]] = deque()
-        self.out_bytes = self.in_bytes = 0
+        self._going: deque[tuple[list[torch.UntypedStorage], Event, Iterable[Piece]]] = deque()
+        self._going_pieces: set[Piece] = set()
+        self.num_ahead = 1 if disk is None else NUM_AHEAD
+        self.out_bytes = self.in_bytes = self.held_bytes = 0
 
     def born(self, param: torch.Tensor) -> Member:
         """``param`` was just made, and nobody else knows its memory: from now on it rests."""
@@ -75,9 +90,9 @@ class StateMover:
         home = self.home(member, MAIN, param.dtype)
         source = as_bytes(param)
         bounds = [*range(0, home.num_bytes, self._bucket_bytes), home.num_bytes]
-        self.take_out([((home, start, stop), source[start:stop]) for start, stop in pairwise(bounds)], [])
+        self.take_out([((home, start, stop), source[start:stop]) for start, stop in pairwise(bounds)])
         home.hide()
-        self.release(0)
+        self.release()
         return member
 
     def home(self, member: Member, name: str, dtype: torch.dtype) -> Home:
@@ -96,26 +111,24 @@ class StateMover:
         for (member, name, dtype), room in zip(wanted, rooms, strict=True):
             member.homes[name] = Home(member.param if name == MAIN else nothing(member.param, dtype), room)
 
-    def ahead(self, buckets: Iterable[Sequence[Piece]]) -> Iterator[Coming]:
-        """``buckets``, while what of the next ones is on disk is read."""
-        coming: deque[Coming] = deque()
-        for pieces in buckets:
-            spans = _on_disk(piece.span(home) for piece in pieces for _, home in piece.at_home())
-            coming.append(Coming(pieces, self._staging.fetch(spans) if spans and self._staging else None))
-            if self._staging is None or len(coming) >= NUM_AHEAD:
-                yield coming.popleft()
-        yield from coming
+    def fetch(self, pieces: Sequence[Piece]) -> Coming:
+        """They are next: begin to read what of them is on disk."""
+        spans = _on_disk(piece.span(home) for piece in pieces for _, home in piece.at_home())
+        return Coming(pieces, self._staging.fetch(spans) if spans and self._staging else None)
 
     def bring_in(self, coming: Coming) -> Bucket:
         """Enqueue the copies of all that is at home of its pieces."""
+        if not self._going_pieces.isdisjoint(coming.pieces):
+            self.release()
         places: list[tuple[Piece, str, Span, int]] = []
         end_bytes = 0
         for piece in coming.pieces:
             for name, home in piece.at_home():
                 span = piece.span(home)
                 places.append((piece, name, span, end_bytes))
-                end_bytes += -(-(span[2] - span[1]) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+                end_bytes += _aligned(span[2] - span[1])
         buffer = self._device.allocate(end_bytes)
+        self.held_bytes += end_bytes
         tensors: dict[Piece, dict[str, torch.Tensor]] = {piece: {} for piece in coming.pieces}
         read = iter(coming.fetched.arrived() if coming.fetched is not None else ())
         targets, sources = [], []
@@ -135,8 +148,13 @@ class StateMover:
         """Compute waits for the copies of ``bucket``."""
         self._device.wait(self._device.current_stream(), bucket.event)
 
-    def take_out(self, moves: Sequence[tuple[Span, torch.Tensor]], held: Sequence[torch.Tensor]) -> None:
-        """Enqueue copies home of bytes (uint8). The sources and ``held`` live until ``release``."""
+    def put_back(self, bucket: Bucket) -> None:
+        """It is not wanted after all."""
+        self.arrive(bucket)  # its memory is free for compute when nothing is written there any more
+        self._let_go(bucket.buffer.untyped_storage())
+
+    def take_out(self, moves: Sequence[tuple[Span, torch.Tensor]], bucket: Bucket | None = None) -> None:
+        """Enqueue copies home of bytes (uint8). The sources and the buffer of ``bucket`` live until ``release``."""
         self._device.wait(self._out_stream, self._device.record(self._device.current_stream()))
         event = None
         for batch in self._batches(moves):
@@ -151,10 +169,16 @@ class StateMover:
             event = self._device.record(self._out_stream)
             if write is not None:
                 write(self._device, event)
-        sources = [source for _, source in moves]
-        self.out_bytes += sum(source.numel() for source in sources)
-        if event is not None:  # of the last: what is held may be a part of the same storage
-            self._going.append(([*held, *sources], event))
+        self.out_bytes += sum(source.numel() for _, source in moves)
+        if event is not None:
+            held = {storage.data_ptr(): storage for storage in (source.untyped_storage() for _, source in moves)}
+            if bucket is not None:
+                held.pop(bucket.buffer.data_ptr(), None)
+            self.held_bytes += sum(storage.nbytes() for storage in held.values())
+            buffers = [] if bucket is None else [bucket.buffer.untyped_storage()]
+            pieces = [] if bucket is None else list(bucket.tensors)
+            self._going.append(([*held.values(), *buffers], event, pieces))
+            self._going_pieces.update(pieces)
 
     def _batches(self, moves: Sequence[tuple[Span, torch.Tensor]]) -> Iterator[list[tuple[Span, torch.Tensor]]]:
         """As much at once as a buffer before the disk holds."""
@@ -170,17 +194,35 @@ class StateMover:
         if batch:
             yield batch
 
-    def release(self, num_left: int) -> None:
-        """Let go of what goes out, the last ``num_left`` aside: compute waits for the copies, and has the memory."""
-        while len(self._going) > num_left:
-            held, event = self._going.popleft()
+    @property
+    def going_bytes(self) -> int:
+        """Device memory of what is on its way home."""
+        return sum(storage.nbytes() for held, _, _ in self._going for storage in held)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Device memory of what has come in and is not on its way home yet."""
+        return self.held_bytes - self.going_bytes
+
+    def release(self, most_bytes: int = 0) -> None:
+        """Let go of what goes out, the oldest first, until it holds ``most_bytes``: compute waits for the copies, and
+        has the memory."""
+        going_bytes = self.going_bytes
+        while self._going and going_bytes > most_bytes:
+            held, event, pieces = self._going.popleft()
             self._device.wait(self._device.current_stream(), event)
-            for tensor in held:
-                self._device.discard(tensor.untyped_storage())
+            self._going_pieces.difference_update(pieces)
+            for storage in held:
+                going_bytes -= storage.nbytes()
+                self._let_go(storage)
+
+    def _let_go(self, storage: torch.UntypedStorage) -> None:
+        self.held_bytes -= storage.nbytes()
+        self._device.discard(storage)
 
     def synchronize(self) -> None:
         """Wait for every copy and every write: what is at home is what was stepped last. Raises ``DiskError``."""
-        self.release(0)
+        self.release()
         self._device.synchronize()
         if self._staging is not None:
             self._staging.synchronize()
@@ -188,6 +230,10 @@ class StateMover:
 
 def _on_disk(spans: Iterable[Span]) -> list[DiskSpan]:
     return [(home.room, start, stop) for home, start, stop in spans if isinstance(home.room, DiskRoom)]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ The optimizer is the one that trains without us: for each bucket it is handed sl
 state, as if they were parameters of their own, and steps those. Update rules that look at each element alone come out
 equal to the bit; for others a bucket holds whole tensors.
 
-What overlaps: the next buckets come in while compute steps one, and the last one goes out.
+What overlaps: the next buckets come in while compute steps one, and the last ones go out. Where there is room
+(``step_overlap.py``) the first come in before the step, in the order of the one before, and the last stay behind it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.swap.state_mover import Bucket, Coming, StateMover, as_bytes
 from megatron.swap.types import SwapError, UsageError
 
 NUM_BUFFERS = 3
-"""One comes in, one is stepped, one goes out."""
+"""One comes in, one is stepped, one goes out: there is always room for so many."""
 
 Updated = Callable[[torch.Tensor, int, int, torch.Tensor], None]
 """A parameter, and the elements of it (from, to) whose new values are in a tensor on the device."""
@@ -35,9 +36,11 @@ class StateSwap:
         mover: copies.
         born: parameters that rest already, with their members.
         rests: whether the state of another parameter is to rest.
-        bucket_bytes: most bytes of a bucket on the device; three of them are there at once.
+        bucket_bytes: most bytes of a bucket on the device.
         is_elementwise: whether the optimizer may step slices of its parameters.
         on_updated: told of new values while they are on the device, the parameters' that do not rest included.
+        room_bytes: most that buckets may hold on the device in a step; three in any case.
+        left_bytes: most that those on their way home may still hold when it ends.
 
     Raises:
         UsageError: a group has tensors for settings: each bucket would change them.
@@ -52,6 +55,8 @@ class StateSwap:
         bucket_bytes: int,
         is_elementwise: bool,
         on_updated: Updated = lambda *_: None,
+        room_bytes: Callable[[], int] = lambda: 0,
+        left_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._optimizer = optimizer
         self._inner_step = optimizer.step
@@ -59,6 +64,12 @@ class StateSwap:
         self._bucket_bytes = bucket_bytes
         self._is_elementwise = is_elementwise
         self._on_updated = on_updated
+        self._room_bytes = lambda: max(room_bytes(), NUM_BUFFERS * bucket_bytes)
+        self._left_bytes = left_bytes
+        self._order: list[list[Piece]] = []
+        self._next: deque[list[Piece]] | None = None  # of a step that has begun, or is to come
+        self._coming: deque[Coming] = deque()
+        self._loaded: deque[Bucket] = deque()
         self._members: dict[torch.Tensor, Member] = {}
         self._shown = False
         for number, group in enumerate(optimizer.param_groups):
@@ -104,21 +115,66 @@ class StateSwap:
         if closure is not None:
             raise SwapError("an optimizer whose state is swapped takes no closure: it would run once a bucket.")
         self.hide()
+        order = list(self._buckets())
+        if order != self._order:
+            self.forget()
+            self._order = order
         groups = self._optimizer.param_groups
-        coming = self._mover.ahead(self._buckets())
-        loaded: deque[Bucket] = deque()
-        self._load_ahead(coming, loaded)  # before what stays is stepped: the link works meanwhile
+        try:
+            advanced = self._step_all()
+        finally:  # of a step that failed
+            self.forget()
+        self._mover.release(self._left_bytes())
+        for group, values in zip(groups, advanced, strict=True):
+            group.update(values)
+
+    def _step_all(self) -> list[dict[str, Any]]:
+        """Returns the settings of each group as the step has left them."""
+        groups = self._optimizer.param_groups
+        self._load(self._room_bytes())  # before what stays is stepped: the link works meanwhile
         stays = [[param for param in group["params"] if param not in self._members] for group in groups]
         advanced = self._step_of(stays)
         for params in stays:
             for param in params:
                 self._on_updated(param, 0, param.numel(), param.detach())
-        while loaded:
-            advanced = self._step_bucket(loaded.popleft())
-            self._load_ahead(coming, loaded)
-        self._mover.release(0)
-        for group, values in zip(groups, advanced, strict=True):
-            group.update(values)
+        while self._loaded:
+            advanced = self._step_bucket(self._loaded.popleft())
+            room_bytes = self._room_bytes()
+            self._mover.release(max(0, room_bytes - self._mover.loaded_bytes))  # a first step makes state
+            self._load(room_bytes)
+        return advanced
+
+    def load_ahead(self, room_bytes: int) -> None:
+        """Bring in the first buckets of the step to come, as far as they hold no more than that and wait for no disk.
+
+        They are those of the last step: if others have gradients then, they were brought in vain.
+        """
+        if not self._shown:
+            self._load(room_bytes, is_ahead=True)
+
+    def forget(self) -> None:
+        """What was brought in ahead is not wanted, or no longer what is at home."""
+        while self._loaded:
+            self._mover.put_back(self._loaded.popleft())
+        self._coming.clear()
+        self._next = None
+
+    def _load(self, room_bytes: int, *, is_ahead: bool = False) -> None:
+        """Bring in the next buckets, while there is room for them and for one that goes out. What goes out has to be
+        gone where they need its memory."""
+        if self._next is None:
+            self._next = deque(self._order)
+        while self._next or self._coming:
+            while self._next and len(self._coming) < self._mover.num_ahead:
+                self._coming.append(self._mover.fetch(self._next.popleft()))
+            coming = self._coming[0]
+            wanted_bytes = coming.num_bytes + self._mover.loaded_bytes
+            if wanted_bytes > room_bytes - self._bucket_bytes and (self._loaded or is_ahead):
+                return
+            if is_ahead and not coming.is_at_hand:
+                return
+            self._mover.release(max(0, room_bytes - wanted_bytes))
+            self._loaded.append(self._mover.bring_in(self._coming.popleft()))
 
     def _buckets(self) -> Iterator[list[Piece]]:
         """Pieces that have a gradient, as many at once as a buffer holds."""
@@ -147,11 +203,6 @@ class StateSwap:
             bounds = [*range(0, num_elements, longest), num_elements]
             member.pieces = [Piece(member, start, stop) for start, stop in pairwise(bounds)]
         return member.pieces
-
-    def _load_ahead(self, coming: Iterator[Coming], loaded: deque[Bucket]) -> None:
-        while len(loaded) + 1 < NUM_BUFFERS and (bucket := next(coming, None)) is not None:
-            self._mover.release(NUM_BUFFERS - 1 - len(loaded))
-            loaded.append(self._mover.bring_in(bucket))
 
     def _step_bucket(self, bucket: Bucket) -> list[dict[str, Any]]:
         """Step it and send it home. Returns the settings of each group as the step has left them."""
@@ -183,7 +234,7 @@ class StateSwap:
             for name, value in large.items():
                 moves.append((piece.span(self._mover.home(member, name, value.dtype)), as_bytes(value)))
             self._tell_state(member)
-        self._mover.take_out(moves, [bucket.buffer])
+        self._mover.take_out(moves, bucket)
         return advanced
 
     def _step_of(self, params: Sequence[list[torch.Tensor]]) -> list[dict[str, Any]]:
@@ -211,6 +262,7 @@ class StateSwap:
 
     def show(self) -> None:
         """Everything that rests is a tensor in host memory, until the next step: to be read, or to be loaded into."""
+        self.forget()
         self._mover.synchronize()
         for home in self._homes():
             home.show()

@@ -24,7 +24,8 @@ def swapped(trainer: Trainer, flags: str, part: float, *, ranks: int = 1, saved:
     summary = run.summary
     assert summary["optimizer_host_bytes"] > 0
     # All of it comes and goes in each step; when main parameters are born they only go, and in the first step moments.
-    assert 0.5 < summary["optimizer_in_bytes"] / summary["optimizer_out_bytes"] < 1
+    # What comes ahead of a step that is skipped comes in vain.
+    assert 0.5 < summary["optimizer_in_bytes"] / summary["optimizer_out_bytes"] < (1.5 if SKIPS_STEPS in flags else 1)
     return run
 
 

@@ -1,0 +1,244 @@
+"""Optimizer state around a step: it comes and goes beside layers, no peak rises for it, and nothing is stepped twice or
+from what has not arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.disk_file import DiskFile
+from megatron.swap.state_mover import StateMover
+from megatron.swap.state_swap import NUM_BUFFERS
+from megatron.swap.step_overlap import StepOverlap
+from megatron.swap.types import KIB, MIB
+from tests.unit.test_state_on_disk import LIMITS
+from tests.unit.test_state_swap import OPTIMIZERS, Training, same
+
+BUCKET_BYTES = 4 * KIB
+LAYER_BYTES = 10 * KIB
+NUM_LAYERS = 12
+
+
+class Device(EmulatedDevice):
+    """RAM plays the device, and its memory counts: what layers hold, and what the mover does."""
+
+    def __init__(self) -> None:
+        super().__init__(0.002)
+        self.layers_bytes = self.peak_of_all = 0
+        self.mover: StateMover | None = None
+
+    def allocated_bytes(self) -> int | None:  # type: ignore[override]
+        assert self.mover is not None
+        num_bytes = self.layers_bytes + self.mover.held_bytes
+        self.peak_of_all = max(self.peak_of_all, num_bytes)
+        return num_bytes
+
+
+class Model:
+    """Layers that hold memory from their forward to their backward, around the steps of ``Training``."""
+
+    def __init__(self, counts_memory: bool = True, name: str = "adamw", disk: DiskFile | None = None) -> None:
+        more = {"bucket_bytes": 64 * KIB, "limit_bytes": LIMITS["all on disk"]} if disk else {}
+        self.training = Training(OPTIMIZERS[name], lambda _: True, disk=disk, **{"bucket_bytes": BUCKET_BYTES, **more})  # type: ignore[arg-type]
+        swap, mover = self.training.swap, self.training.mover
+        assert swap is not None
+        self.swap, self.mover = swap, mover
+        self.device = Device() if counts_memory else EmulatedDevice(0.002)
+        if isinstance(self.device, Device):
+            self.device.mover = mover
+        self.overlap = StepOverlap(self.device, mover, [swap], swap._bucket_bytes)
+        swap._room_bytes = lambda: max(self.overlap.room_in_step(), NUM_BUFFERS * swap._bucket_bytes)
+        swap._left_bytes = self.overlap.room_in_step
+        self.loaded: list[int] = []  # at the end of each backward
+        self.left: list[int] = []  # at the end of each step
+
+    def run(self, layers_bytes: int = LAYER_BYTES, num_micro_batches: int = 2, *, steps: bool = True) -> None:
+        for number in range(num_micro_batches):
+            for _ in range(NUM_LAYERS):
+                self.overlap.layer_begins(number == 0)
+                self._hold(layers_bytes)
+            for _ in range(NUM_LAYERS):
+                self._hold(-layers_bytes)
+                if number == num_micro_batches - 1:
+                    self.overlap.layer_is_done()
+        self.loaded.append(self.mover.loaded_bytes)
+        if steps:
+            self.training.steps(1)
+        self.left.append(self.mover.going_bytes)
+        self.overlap.step_ended()
+
+    def _hold(self, num_bytes: int) -> None:
+        if isinstance(self.device, Device):
+            self.device.layers_bytes += num_bytes
+            self.device.allocated_bytes()
+
+
+def alone(num_steps: int, name: str = "adamw") -> list[object]:
+    return Training(OPTIMIZERS[name]).steps(num_steps).all()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskFile]:
+    made = DiskFile(tmp_path, 64 * MIB)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "whole"])
+@pytest.mark.parametrize("counts_memory", [True, False])
+def test_as_the_optimizer_alone(name: str, counts_memory: bool) -> None:
+    model = Model(counts_memory, name)
+    for _ in range(5):
+        model.run()
+    assert max(model.loaded[1:]) > 0
+    assert max(model.left) > 0
+    assert same(model.training.all(), alone(5, name))
+
+
+def test_no_peak_rises() -> None:
+    model = Model()
+    model.run()
+    assert (model.loaded, model.left) == ([0], [0])  # nothing was known yet
+    before = model.device.peak_of_all
+    for _ in range(3):
+        model.run()
+    assert model.device.peak_of_all == before == NUM_LAYERS * LAYER_BYTES
+    # All but the last layer, and a bucket that waits to go out.
+    room_bytes = (NUM_LAYERS - 1) * LAYER_BYTES
+    assert room_bytes - 3 * BUCKET_BYTES < model.loaded[-1] <= room_bytes - BUCKET_BYTES
+    assert room_bytes - 2 * BUCKET_BYTES < model.left[-1] <= room_bytes
+
+
+def test_what_megatron_allocates_before_the_step_has_room() -> None:
+    model = Model()
+    inner, extra_bytes = model.training.steps, 50 * KIB
+
+    def steps(num_steps: int) -> Training:
+        model._hold(extra_bytes)
+        try:
+            return inner(num_steps)
+        finally:
+            model._hold(-extra_bytes)
+
+    model.training.steps = steps  # type: ignore[assignment,method-assign]
+    for _ in range(4):
+        model.run()
+    assert model.device.peak_of_all == NUM_LAYERS * LAYER_BYTES
+    assert model.loaded[-1] > 0
+    assert same(model.training.all(), alone(4))
+
+
+def test_a_step_that_is_skipped_leaves_nothing() -> None:
+    model = Model()
+    model.run()
+    model.run(steps=False)
+    assert model.loaded[-1] > 0
+    assert model.mover.held_bytes == 0
+    model.run()
+    assert same(model.training.all(), alone(2))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 1, 1, 2), (0, 1, 0)])
+def test_layers_that_grow_and_shrink(sizes: tuple[int, ...]) -> None:
+    model = Model()
+    peak_bytes = 0
+    for size in sizes:
+        model.run(size * LAYER_BYTES)
+        peak_bytes = max(peak_bytes, NUM_LAYERS * size * LAYER_BYTES, (NUM_BUFFERS + 1) * BUCKET_BYTES)
+        assert model.device.peak_of_all <= peak_bytes
+    assert same(model.training.all(), alone(len(sizes)))
+
+
+def test_one_micro_batch() -> None:
+    model = Model()
+    for _ in range(4):
+        model.run(num_micro_batches=1)
+    assert model.loaded[-1] > 0
+    assert model.device.peak_of_all == NUM_LAYERS * LAYER_BYTES
+    assert same(model.training.all(), alone(4))
+
+
+def test_other_gradients_than_in_the_step_before() -> None:
+    model = Model()
+    plain = Training(OPTIMIZERS["adamw"])
+    for without in (None, 3, None, 0, 0):
+        inner = type(model.training).steps
+        model.training.steps = lambda n, w=without, f=inner: f(model.training, n, w)  # type: ignore[assignment,method-assign,misc]
+        model.run()
+        plain.steps(1, without)
+    assert same(model.training.all(), plain.all())
+
+
+def test_what_is_shown_is_what_was_stepped_last() -> None:
+    """A checkpoint right behind a step, and one with buckets that came ahead of the next."""
+    model = Model()
+    plain = Training(OPTIMIZERS["adamw"])
+    for _ in range(3):
+        model.run()
+        assert same(model.training.all(), plain.steps(1).all())
+    model.run(steps=False)
+    for _ in range(NUM_LAYERS):
+        model.overlap.layer_is_done()
+    model.training.swap.hide()  # type: ignore[union-attr]
+    for value in (*model.training.params, *plain.params):
+        assert value is not None
+    model.swap.show()
+    for training in (model.training, plain):
+        for param in training.params:
+            param.mul_(0.5)
+    model.swap.loaded()
+    model.run()
+    assert same(model.training.all(), plain.steps(1).all())
+
+
+def test_from_disk(disk: DiskFile) -> None:
+    model = Model(disk=disk)
+    for _ in range(4):
+        model.run(100 * KIB)
+    assert same(model.training.all(), alone(4))
+
+
+def test_the_disk_is_not_waited_for_in_backward(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(disk=disk)
+    model.run(100 * KIB)
+    monkeypatch.setattr("megatron.swap.staging.Fetched.has_arrived", False)
+    model.run(100 * KIB)
+    assert model.loaded[-1] == 0
+    assert same(model.training.all(), alone(2))
+
+
+def release_without_a_wait(mover: StateMover, most_bytes: int = 0) -> None:
+    while mover._going and mover.going_bytes > most_bytes:
+        held, _, pieces = mover._going.popleft()
+        mover._going_pieces.difference_update(pieces)
+        for storage in held:
+            mover._let_go(storage)
+
+
+@pytest.mark.parametrize("forgotten", ["arrive", "going home"])
+def test_a_wait_that_is_missing_shows(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.training.device._longest_delay_s = 0.02  # type: ignore[attr-defined]
+    for _ in range(2):
+        model.run()
+    nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
+    if forgotten == "arrive":
+        monkeypatch.setattr(StateMover, "arrive", nothing)
+    else:
+        monkeypatch.setattr(StateMover, "release", release_without_a_wait)
+    for _ in range(3):
+        model.run()
+    assert not same(model.training.all(), alone(5))
+
+
+def test_frees_nothing_twice() -> None:
+    model = Model()
+    for _ in range(3):
+        model.run()
+    model.swap.show()
+    assert model.mover.held_bytes == model.mover.going_bytes == 0
+    assert all(isinstance(param, torch.Tensor) and not param.isnan().any() for param in model.training.params)
