@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
 
 from megatron.swap.config import SwapConfig
 from megatron.swap.plan import Model, save_plan

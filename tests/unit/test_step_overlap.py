@@ -41,16 +41,20 @@ class Device(EmulatedDevice):
 class Model:
     """Layers that hold memory from their forward to their backward, around the steps of ``Training``."""
 
-    def __init__(self, counts_memory: bool = True, name: str = "adamw", disk: DiskFile | None = None) -> None:
-        more = {"bucket_bytes": 64 * KIB, "limit_bytes": LIMITS["all on disk"]} if disk else {}
-        self.training = Training(OPTIMIZERS[name], lambda _: True, disk=disk, **{"bucket_bytes": BUCKET_BYTES, **more})  # type: ignore[arg-type]
+    def __init__(
+        self, counts_memory: bool = True, name: str = "adamw", disk: DiskFile | None = None, on: str = "cpu"
+    ) -> None:
+        sizes = {"bucket_bytes": 64 * KIB, "limit_bytes": LIMITS["all on disk"]} if disk else {"bucket_bytes": 4 * KIB}
+        self.training = Training(OPTIMIZERS[name], lambda _: True, disk=disk, on=on, **sizes)  # type: ignore[arg-type]
         swap, mover = self.training.swap, self.training.mover
         assert swap is not None
         self.swap, self.mover = swap, mover
+        self.held: list[torch.Tensor] = []  # on a GPU
         self.device = Device() if counts_memory else EmulatedDevice(0.002)
         if isinstance(self.device, Device):
             self.device.mover = mover
-        self.overlap = StepOverlap(self.device, mover, [swap], swap._bucket_bytes)
+        device = self.device if on == "cpu" else self.training.device
+        self.overlap = StepOverlap(device, mover, [swap], swap._bucket_bytes)
         swap._room_bytes = lambda: max(self.overlap.room_in_step(), NUM_BUFFERS * swap._bucket_bytes)
         swap._left_bytes = self.overlap.room_in_step
         self.loaded: list[int] = []  # at the end of each backward
@@ -72,7 +76,12 @@ class Model:
         self.overlap.step_ended()
 
     def _hold(self, num_bytes: int) -> None:
-        if isinstance(self.device, Device):
+        if self.training.params[0].is_cuda:
+            if num_bytes > 0:
+                self.held.append(torch.full((num_bytes,), 7, dtype=torch.uint8, device="cuda"))
+            else:
+                self.held.pop()
+        elif isinstance(self.device, Device):
             self.device.layers_bytes += num_bytes
             self.device.allocated_bytes()
 
@@ -97,6 +106,18 @@ def test_as_the_optimizer_alone(name: str, counts_memory: bool) -> None:
     assert max(model.loaded[1:]) > 0
     assert max(model.left) > 0
     assert same(model.training.all(), alone(5, name))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("layers_bytes", [10 * KIB, MIB])
+def test_as_the_optimizer_alone_on_a_gpu(layers_bytes: int) -> None:
+    model = Model(on="cuda")
+    for number in range(20):
+        model.run(layers_bytes, steps=number != 7)
+    assert max(model.loaded) > 0
+    assert max(model.left) > 0
+    assert same(model.training.all(), Training(OPTIMIZERS["adamw"], on="cuda").steps(19).all())
 
 
 def test_no_peak_rises() -> None:
