@@ -29,7 +29,9 @@ from megatron.swap.planner.gpus import GPUS, find_gpu
 from megatron.swap.planner.profile import Profile, load_profile, save_profile
 from megatron.swap.planner.shape import params_of_rank, shape_profile
 from megatron.swap.planner.simulate import Prediction, simulate
-from megatron.swap.planner.solve import Solution, curve, empty_plan, solve
+from megatron.swap.planner.shares import solve_shares, with_share
+from megatron.swap.planner.solve import Solution, curve, empty_plan
+from megatron.swap.planner.states import PART_OF_HOST
 from megatron.swap.planner.table import memory_table, outside_table, plan_heading, plan_table, prediction_text
 from megatron.swap.planner.what_if import with_link, with_tokens
 from megatron.swap.types import UsageError
@@ -67,14 +69,17 @@ def plan(options: argparse.Namespace) -> None:
     training = None if options.profile else read_flags(options.flags, options.num_gpus)
     profile = find_profile(options, training)
     budget_gib = profile.device.memory_gib if options.memory_gib is None else options.memory_gib
-    unswapped = simulate(profile, empty_plan(profile))
-    solution = solve(profile, budget_gib)
+    solution = solve_shares(profile, budget_gib)
+    part = solution.plan.resting
+    planned = profile if part is None else with_share(profile, part)
+    unswapped = simulate(planned, empty_plan(planned))
     for table in filter(None, (plan_table(solution.plan), outside_table(profile))):
         print(table, end="\n\n")
     if training is not None:
         num_params = params_of_rank(profile.model, training.tied, options.pipeline_rank)
-        print(memory_table(training.states, num_params, profile, solution.prediction), end="\n\n")
-    print(prediction_text(profile, solution.prediction, unswapped, solution.lower_bound_ms))
+        states = training.states if part is None else replace(training.states, resting=part)
+        print(memory_table(states, num_params, planned, solution.prediction), end="\n\n")
+    print(prediction_text(planned, solution.prediction, unswapped, solution.lower_bound_ms))
     if options.save:
         save_plan(solution.plan, options.save)
     if options.save_profile:
@@ -91,13 +96,16 @@ def find_profile(options: argparse.Namespace, training: Training | None) -> Prof
             raise UsageError(f"{options.flags[0]}: training flags go with --gpu; a profile knows its model.")
         profile = load_profile(options.profile)
     else:
+        states = training.states
+        num_params = params_of_rank(training.model, training.tied, options.pipeline_rank)
+        if states.auto and host_gib is not None:
+            states = replace(states, resting=min(1.0, PART_OF_HOST * host_gib / states.state_gib(num_params)))
         profile = shape_profile(
             training.model, find_gpu(options.gpu), training.num_micro_batches, tied=training.tied,
-            states=training.states, pipeline_rank=options.pipeline_rank,
+            states=states, pipeline_rank=options.pipeline_rank,
         )  # fmt: skip
         if host_gib is not None:
-            num_params = params_of_rank(training.model, training.tied, options.pipeline_rank)
-            resting_gib = training.states.host_gib(num_params)
+            resting_gib = states.host_gib(num_params)
             if resting_gib > host_gib:
                 raise UsageError(
                     f"--host-gib {host_gib:g}: the optimizer's state that rests takes {resting_gib:.2f} GiB. Lower "

@@ -21,7 +21,7 @@ from megatron.swap.config import (
 from megatron.swap.host_memory import safe_host_bytes
 from megatron.swap.layer import known_modules
 from megatron.swap.plan import LAYER_SECTION, Plan, check_model, load_plan
-from megatron.swap.planner.flags import model_of
+from megatron.swap.planner.flags import model_of, parse_part
 from megatron.swap.profiler import NSYS
 from megatron.swap.types import ACTIVATION, GIB, LINEAR, NORM, PRODUCERS, UsageError
 
@@ -68,9 +68,9 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Write what was done with each saved tensor as a plan file.")
     add("--swap-save-profile", default=None, metavar="FILE",
         help="Write the profile that --swap-policy auto has measured, for tools/plan.py.")
-    add("--swap-optimizer", type=float, default=0.0, metavar="PART",
+    add("--swap-optimizer", default="0", metavar="PART",
         help="Part of the optimizer's state, 0 to 1, that rests in host memory and passes through the GPU in buckets "
-        "while the optimizer steps. Default: 0.")
+        "while the optimizer steps. auto: as much as the plan wants. Default: 0.")
     add("--swap-disk-dir", default=None, metavar="DIR",
         help="Folder on a local disk for what of --swap-optimizer host memory has no room for. Nothing is left there "
         "when training ends, however it ends.")
@@ -126,7 +126,8 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         max_candidates=args.swap_max_candidates,
         save_plan=args.swap_save_plan,
         save_profile=args.swap_save_profile,
-        optimizer=args.swap_optimizer,
+        optimizer=_part_at_rest(args),
+        optimizer_auto=args.swap_optimizer == "auto" and auto,
         disk_dir=args.swap_disk_dir,
         disk_gib=args.swap_disk_gib,
         min_mib=args.swap_min_mib,
@@ -178,6 +179,22 @@ def _can_recompute(args: argparse.Namespace, kind: str) -> bool:
     except UsageError:
         return False
     return True
+
+
+def _part_at_rest(args: argparse.Namespace) -> float:
+    """Of the optimizer's state: what the plan says, all that may where the planner decides."""
+    part = parse_part(str(args.swap_optimizer))
+    if part is not None:
+        return part
+    if _wants_auto(args):
+        return 1.0
+    plan = None if args.swap_plan is None else load_plan(args.swap_plan)
+    if plan is None or plan.resting is None:
+        raise UsageError(
+            "--swap-optimizer auto: neither a planner nor a plan says how much is to rest. Give --swap-memory-gib, a "
+            "--swap-plan that was made with --swap-optimizer auto, or a number."
+        )
+    return plan.resting
 
 
 def _wants_auto(args: argparse.Namespace) -> bool:

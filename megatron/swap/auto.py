@@ -24,9 +24,10 @@ from megatron.swap.layer import Boundaries
 from megatron.swap.plan import Infeasible, Model, Plan, merged, save_plan
 from megatron.swap.planner import profile as profiles
 from megatron.swap.planner.build import build_profile, with_times
-from megatron.swap.planner.profile import Link, Pipeline, Profile, save_profile
+from megatron.swap.planner.profile import Link, Pipeline, Profile, Resting, save_profile
 from megatron.swap.planner.schedule import most_telling
-from megatron.swap.planner.solve import solve, whole_layers
+from megatron.swap.planner.shares import solve_shares
+from megatron.swap.planner.solve import whole_layers
 from megatron.swap.policy import PlanPolicy
 from megatron.swap.ranks import Ranks
 from megatron.swap.recorder import Recorder
@@ -98,6 +99,8 @@ class AutoPlan:
         num_micro_batches: Callable[[], int],
         host_bytes: Callable[[], int],
         take_peak: Callable[[], tuple[int, int]],
+        resting: Callable[[], Resting | None],
+        let_rest: Callable[[float], None],
     ) -> None:
         """The model is built and its boundaries stand: the first step follows the plan that holds least.
 
@@ -105,6 +108,8 @@ class AutoPlan:
             num_micro_batches: of the step that runs.
             host_bytes: what this rank may book for activations.
             take_peak: bytes held at most since the last call, and now; where the device cannot tell what it reserves.
+            resting: optimizer state that may rest, and what does now; ``None``: that is not ours to decide.
+            let_rest: from now on this part of it rests.
         """
         self._boundaries = boundaries
         self._device = device
@@ -116,6 +121,8 @@ class AutoPlan:
         self._get_num_micro_batches = num_micro_batches
         self._host_bytes = host_bytes
         self._take_peak = take_peak
+        self._resting = resting
+        self._let_rest = let_rest
         self._ranks = Ranks()
         self._clock = StepClock(device)
         self._stages = Stages(
@@ -153,6 +160,11 @@ class AutoPlan:
     def _is_larger(self) -> None:
         """In a forward: more is saved than is planned for. The rest of the step keeps as little as it can."""
         self.policy.is_short = True
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the next step is recorded or timed, or settles before that: nothing else may run beside it."""
+        return self._stages.stage is Stage.PROFILE
 
     def close(self) -> None:
         """Take it off the model again."""
@@ -216,6 +228,8 @@ class AutoPlan:
         """The next step follows ``plan``; what the allocator holds for the last one goes back."""
         self.policy.follow(self._safe if plan is None else PlanPolicy(plan), plan is not None and not moves(plan))
         self._boundaries.follow_policy(self._config.window_bytes(plan))
+        if self._config.optimizer_auto:
+            self._let_rest(1.0 if plan is None or plan.resting is None else plan.resting)
         expected = self._stages.expected
         self._footprint.expect(None if expected is None else expected.measured.footprint, 1 + DRIFT, self._is_larger)
         self._clock.forget()
@@ -254,7 +268,7 @@ class AutoPlan:
         mine: list[Plan] | tuple[str, float] = []
         if leaders[self._pipeline_rank] == self._ranks.rank:
             try:
-                mine = list(solve(profile, budget_gib, self._config.max_candidates).plans)
+                mine = list(solve_shares(profile, budget_gib, self._config.max_candidates).plans)
             except Infeasible as error:
                 mine = str(error), error.smallest_gib  # such an exception cannot be sent
         answers = self._ranks.gather(mine)
@@ -276,7 +290,7 @@ class AutoPlan:
             self._link = slowest_link(self._device, measure_link(self._device, self._tier))
         saving = {entry.layer for entry in self._recorded.layers if entry.num_tensors}  # frozen ones may save nothing
         chunks = tuple(tuple(layer for layer in chunk if layer in saving) for chunk in self._boundaries.chunks())
-        return build_profile(
+        profile = build_profile(
             recording,
             self._model,
             self._link,
@@ -288,6 +302,7 @@ class AutoPlan:
             min_mib=self._config.min_mib,
             whole_layers=True,
         )
+        return replace(profile, resting=self._resting())
 
     def finish(self) -> None:
         """Training is over. Where no plan stands, say so, and write what there is."""

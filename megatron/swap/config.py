@@ -49,6 +49,8 @@ class SwapConfig:
     """Where the profile goes that the plan was made from."""
     optimizer: float = 0.0
     """Part of the optimizer's state that rests in host memory between steps."""
+    optimizer_auto: bool = False
+    """That is the most: how much rests the planner decides."""
     disk_dir: str | None = None
     """Where optimizer state rests for which host memory has no room."""
     disk_gib: float | None = None

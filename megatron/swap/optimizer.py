@@ -21,17 +21,21 @@ from torch import nn
 from megatron.swap.devices.base import Device
 from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_arena import HostArena
+from megatron.swap.planner.profile import Resting
+from megatron.swap.planner.states import PART_OF_HOST, States
 from megatron.swap.resting import Member
 from megatron.swap.state_mover import StateMover
 from megatron.swap.state_swap import StateSwap
 from megatron.swap.step_overlap import StepOverlap
 from megatron.swap.summary import RankReport
-from megatron.swap.types import MIB, UsageError, format_bytes
+from megatron.swap.types import GIB, MIB, UsageError, format_bytes
 
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
 """Optimizers, by the name of their class, that look at each element alone: they may step slices of parameters."""
 BUCKET_BYTES = 256 << 20
 """Of a bucket on the device. Copies of this size run at the link's full speed."""
+ROUNDING = 1e-9
+"""The whole is the sum of its parts."""
 SAVES = ("state_dict", "save_parameter_state", "get_parameter_state_dp_zero")
 LOADS = ("load_parameter_state", "load_parameter_state_from_dp_zero", "reload_model_params")
 """Methods of a Megatron optimizer that read everything, or replace it; a chained one calls some of each directly."""
@@ -46,12 +50,23 @@ class OptimizerSwap:
         limit_bytes: most host memory that is taken.
         min_bytes: smaller parameters stay.
         disk: where rests what host memory has no room for.
+        num_sharers: no more rests than there is room for beside activations, of state that so many ranks share;
+            ``None``: an error where there is less room.
     """
 
     def __init__(
-        self, share: float, device: Device, limit_bytes: int, min_bytes: int, disk: DiskFile | None = None
+        self,
+        share: float,
+        device: Device,
+        limit_bytes: int,
+        min_bytes: int,
+        disk: DiskFile | None = None,
+        num_sharers: int | None = None,
     ) -> None:
         self._share = share
+        self._num_sharers = num_sharers
+        self._room_bytes = PART_OF_HOST * limit_bytes + (0 if disk is None else disk.limit_bytes)
+        self._num_params = 0
         self._device = device
         self._disk = disk
         self._arena = HostArena(limit_bytes=limit_bytes, pinned=device.torch_device.type == "cuda")
@@ -77,13 +92,20 @@ class OptimizerSwap:
         """As evenly spread over the parameters as the share goes, whatever is still to come."""
         self._seen_bytes += param.nbytes
         resting_bytes = self._resting_bytes + param.nbytes
-        if param.nbytes < max(1, self._min_bytes) or resting_bytes > self._share * self._seen_bytes:
+        if param.nbytes < max(1, self._min_bytes) or resting_bytes > self._most_share * self._seen_bytes:
             return False
         self._resting_bytes = resting_bytes
         return True
 
+    @property
+    def _most_share(self) -> float:
+        if self._num_sharers is None:
+            return self._share
+        return min(self._share, self._room_bytes * self._num_sharers / (States.state_bytes * max(1, self._num_params)))
+
     def watch(self, chunk: nn.Module) -> None:
         """Copies run beside the layers of this model chunk, where memory is free."""
+        self._num_params += sum(param.numel() for param in chunk.parameters())
         for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
             for layer in block.layers:
                 self._undo.append(layer.register_forward_pre_hook(self._layer_begins, with_kwargs=True).remove)
@@ -100,10 +122,43 @@ class OptimizerSwap:
                 # Its gradient is the last that a layer's backward makes.
                 hidden_states.register_hook(lambda _: self._overlap.layer_is_done())
 
-    def step_ended(self) -> None:
-        """A training step is over, whether the optimizer was stepped or not."""
+    def step_ended(self, overlaps: bool) -> None:
+        """A training step is over, whether the optimizer was stepped or not.
+
+        Args:
+            overlaps: copies may run beside the layers of the next one.
+        """
         self._num_begun.clear()
         self._overlap.step_ended()
+        self._overlap.on = overlaps
+
+    # ------------------------------------------------------- how much of it rests
+
+    def resting(self) -> Resting:
+        """All state, as far as that is known, and the part of it that rests at most."""
+        state_bytes = sum(home.num_bytes for swap in self._swaps for one in swap.members for home in one.homes.values())
+        most = self._resting_bytes / max(1, self._seen_bytes)
+        return Resting(state_bytes / most / GIB if most else 0.0, most)
+
+    def let_rest(self, part: float) -> None:
+        """From now on ``part`` of all state rests, or as much as did at first. Between steps."""
+        resting_bytes = seen_bytes = 0.0
+        wanted = set()
+        for member in (member for swap in self._swaps for member in swap.members):
+            # As many bytes as it stands for, of those whose state never rests too.
+            seen_bytes += member.param.nbytes * self._seen_bytes / self._resting_bytes
+            if resting_bytes + member.param.nbytes <= part * seen_bytes * (1 + ROUNDING):
+                resting_bytes += member.param.nbytes
+                wanted.add(member.param)
+        for swap in self._swaps:
+            swap.let_rest(wanted.__contains__)
+
+    @property
+    def staying_bytes(self) -> int:
+        """Device memory of what could rest and does not."""
+        return sum(swap.staying_bytes for swap in self._swaps)
+
+    # ---------------------------------------------------- Megatron's optimizers
 
     def attach(self, optimizer: Any) -> None:
         """The optimizer is built. From now on its state rests.
@@ -213,6 +268,11 @@ class OptimizerSwap:
             self._arena.close()
             if self._disk is not None:
                 self._disk.close()
+
+
+def sharers(args: Any) -> int:
+    """Ranks that share the state of the same parameters."""
+    return int(args.data_parallel_size) if args.use_distributed_optimizer else 1
 
 
 def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,9 +104,10 @@ class Plan:
     """Which action for which site of which layer.
 
     ``prefetch_gib``: most that is brought back ahead of its layer's backward; ``None``: what the largest layer swaps.
+    ``resting``: part of the optimizer's state that rests in host memory; ``None``: the plan says nothing of it.
 
     Raises:
-        UsageError: two classes name the same layer, or one that the model has not.
+        UsageError: two classes name the same layer, or one that the model has not; no part.
     """
 
     model: Model
@@ -115,11 +116,14 @@ class Plan:
     predicted: Predicted | None
     classes: tuple[PlanClass, ...]
     prefetch_gib: float | None = None
+    resting: float | None = None
     _of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.prefetch_gib is not None and not 0 < self.prefetch_gib < inf:
             raise UsageError(f"prefetch_gib: {self.prefetch_gib} is given; it must be above 0 and finite, or null.")
+        if self.resting is not None and not 0 <= self.resting <= 1:
+            raise UsageError(f"resting: {self.resting} is given; it must be 0 to 1, a part of the state, or null.")
         for entry in self.classes:
             for layer in parse_layers(entry.layers):
                 if layer >= self.model.num_layers:
@@ -196,7 +200,9 @@ def merged(plans: Sequence[Plan]) -> Plan:
             max(one.host_gib for one in told),
         )
     classes = tuple(entry for plan in plans for entry in plan.classes)
-    return Plan(first.model, first.budget_gib, None if None in hashes else together, predicted, classes)
+    sha256 = None if None in hashes else together
+    parts = [plan.resting for plan in plans if plan.resting is not None]
+    return Plan(first.model, first.budget_gib, sha256, predicted, classes, resting=max(parts, default=None))
 
 
 @dataclass(frozen=True)
@@ -209,6 +215,7 @@ class _File:
     predicted: Predicted | None
     classes: tuple[PlanClass, ...]
     prefetch_gib: float | None = None
+    resting: float | None = None
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -226,7 +233,7 @@ def load_plan(path: str | Path) -> Plan:
 
 def save_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan; ``load_plan`` gives an equal one back."""
-    file = _File(plan.model, plan.budget_gib, plan.profile_sha256, plan.predicted, plan.classes, plan.prefetch_gib)
+    file = _File(**{item.name: getattr(plan, item.name) for item in dataclasses.fields(_File)})
     records.save(file, path, FORMAT, VERSION)
 
 

@@ -27,9 +27,10 @@ from megatron.swap.host_pool import HostPool
 from megatron.swap.layer import Boundaries, least_saved_bytes, num_micro_batches, pipeline_rank
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
-from megatron.swap.optimizer import OptimizerSwap
+from megatron.swap.optimizer import OptimizerSwap, sharers
 from megatron.swap.plan_run import PlanRun
 from megatron.swap.planner.flags import model_of
+from megatron.swap.planner.profile import Resting
 from megatron.swap.policy import ManualPolicy, PlanPolicy, Policy
 from megatron.swap.producers import Producers, tell_copy, tell_norm_of_linear
 from megatron.swap.profiler import Profiler
@@ -205,8 +206,9 @@ class SwapSession:
             limit_bytes = max(0, self._host_limit_bytes - least_bytes)  # activations get the rest
             min_bytes = int(self.config.min_mib * MIB)
             self._optimizer = OptimizerSwap(
-                self.config.optimizer, self._device_of_rank(), limit_bytes, min_bytes, self._disk
-            )
+                self.config.optimizer, self._device_of_rank(), limit_bytes, min_bytes, self._disk,
+                sharers(self._args) if self.config.optimizer_auto else None,
+            )  # fmt: skip
         return self._optimizer
 
     def _main_param_is_born(self, param: torch.Tensor) -> None:
@@ -246,7 +248,8 @@ class SwapSession:
         if self._auto is not None:
             self._auto.begin(
                 self._boundaries, self._device, self._tier, self._recorder, saved_tensors.footprint,
-                pipeline_rank(), num_micro_batches, lambda: pool.limit_bytes, self._take_peak,
+                pipeline_rank(), num_micro_batches, lambda: pool.limit_bytes, self._take_peak, self._resting,
+                lambda part: self._optimizer_swap().let_rest(part),
             )  # fmt: skip
         if config.log_level != "quiet" and self._args.rank == 0:
             booked_bytes = self._tier.stats().booked_bytes
@@ -269,7 +272,13 @@ class SwapSession:
         peak = self._device.take_peak() if self._device is not None else None
         if peak is None and self._observer is not None:
             peak = self._observer.take_peak()
+            if self.config.optimizer_auto:  # of what is not autograd's it is the planner's to decide
+                staying_bytes = self._optimizer_swap().staying_bytes
+                peak = peak[0] + staying_bytes, peak[1] + staying_bytes
         return peak or (0, 0)
+
+    def _resting(self) -> Resting | None:
+        return self._optimizer_swap().resting() if self.config.optimizer_auto else None
 
     def _host_limit(self) -> int:
         """Bytes that this rank may book; refuses what cannot work."""
@@ -339,7 +348,7 @@ class SwapSession:
         if self._auto is not None:
             self._auto.step_ended(iteration)
         if self._optimizer is not None:
-            self._optimizer.step_ended()
+            self._optimizer.step_ended(overlaps=self._auto is None or not self._auto.is_measuring)
         if self._plan_run is not None:
             self._tell(self._plan_run.step_ended())
         self._tell_refused()

@@ -289,7 +289,8 @@ class Stages:
         self._candidates = list(plans)[: self._max_candidates]
         self._tried = []
         if len(self._candidates) == 1 and not moves(self._candidates[0]):
-            self._settle(step, self._candidates[0], None, "the budget is above the need: nothing is swapped")
+            note = f"the budget is above the need: nothing is swapped{_at_rest(self._candidates[0])}"
+            self._settle(step, self._candidates[0], None, note)
             return
         note = f"plans to try: {len(self._candidates)}"
         peaks = [plan.predicted.peak_gib for plan in self._candidates if plan.predicted is not None]
@@ -449,7 +450,13 @@ def moves(plan: Plan) -> bool:
 def _described(tried: Tried, place: int, number: int) -> str:
     predicted = tried.plan.predicted
     text = f"plan {place} of {number}, {_figures(tried.ms, tried.peak_gib)}"
-    return text if predicted is None else f"{text} (predicted {_figures(predicted.step_ms, predicted.peak_gib)})"
+    if predicted is not None:
+        text += f" (predicted {_figures(predicted.step_ms, predicted.peak_gib)})"
+    return text + _at_rest(tried.plan)
+
+
+def _at_rest(plan: Plan) -> str:
+    return "" if plan.resting is None else f"; {plan.resting:.0%} of the optimizer's state rests"
 
 
 def _figures(ms: float, gib: float) -> str:

@@ -148,6 +148,20 @@ class StateMover:
         """Compute waits for the copies of ``bucket``."""
         self._device.wait(self._device.current_stream(), bucket.event)
 
+    def bring_whole(self, member: Member) -> dict[str, torch.Tensor]:
+        """All that is at home of ``member``, each in memory of its own; compute waits."""
+        whole: dict[str, torch.Tensor] = {}
+        for piece in member.pieces:
+            bucket = self.bring_in(self.fetch([piece]))
+            self.arrive(bucket)
+            for name, part in bucket.tensors[piece].items():
+                home = member.homes[name]
+                if name not in whole:
+                    whole[name] = self._device.allocate(home.num_bytes).view(home.dtype)
+                whole[name][piece.start : piece.stop].copy_(part)
+            self.put_back(bucket)
+        return whole
+
     def put_back(self, bucket: Bucket) -> None:
         """It is not wanted after all."""
         self.arrive(bucket)  # its memory is free for compute when nothing is written there any more

@@ -71,6 +71,7 @@ class StateSwap:
         self._coming: deque[Coming] = deque()
         self._loaded: deque[Bucket] = deque()
         self._members: dict[torch.Tensor, Member] = {}
+        self._staying: dict[torch.Tensor, Member] = {}
         self._shown = False
         for number, group in enumerate(optimizer.param_groups):
             tensors = [name for name, value in group.items() if isinstance(value, torch.Tensor)]
@@ -258,6 +259,63 @@ class StateSwap:
         state = {name: home.tensor for name, home in member.homes.items() if name != MAIN}
         self._optimizer.state[member.param] = state | member.pieces[0].state
 
+    # ----------------------------------------------------------- what may change
+
+    def let_rest(self, wanted: Callable[[torch.Tensor], bool]) -> None:
+        """From now on the state of those parameters rests that are wanted, of all whose state once did. Between steps;
+        what stays takes device memory, and keeps its place at home."""
+        self.hide()
+        self.forget()
+        for member in [*self._members.values()]:
+            if not wanted(member.param):
+                self._stay(member)
+        for member in [*self._staying.values()]:
+            if wanted(member.param):
+                self._rest(member)
+        self._mover.release()
+
+    def _stay(self, member: Member) -> None:
+        self._pieces(member)
+        for name, values in self._mover.bring_whole(member).items():
+            home = member.homes[name]
+            home.tensor.data = values.view(home.shape)
+        self._staying[member.param] = self._members.pop(member.param)
+
+    def _rest(self, member: Member) -> None:
+        state = self._optimizer.state.get(member.param, {})
+        large = {name: value for name, value in state.items() if _is_as_large(value, member.param)}
+        values = large | ({MAIN: member.param} if MAIN in member.homes else {})
+        moves = []
+        for name, value in values.items():
+            home, source = self._mover.home(member, name, value.dtype), as_bytes(value)
+            spans = (piece.span(home) for piece in member.pieces)
+            moves += [((home, start, stop), source[start:stop]) for _, start, stop in spans]
+        self._mover.take_out(moves)  # at once: slices of a tensor are one storage
+        for name in values:
+            member.homes[name].hide()
+        self._members[member.param] = self._staying.pop(member.param)
+        if state:
+            self._keep_small(member, {name: value for name, value in state.items() if name not in large})
+
+    def _keep_small(self, member: Member, small: dict[str, Any]) -> None:
+        """The optimizer has state of ``member``; this is what of it does not rest."""
+        for piece in self._pieces(member):
+            piece.has_state = True
+            piece.state = {
+                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in small.items()
+            }
+        self._tell_state(member)
+
+    @property
+    def members(self) -> list[Member]:
+        """Of all whose state rests, or did."""
+        return [*self._members.values(), *self._staying.values()]
+
+    @property
+    def staying_bytes(self) -> int:
+        """Device memory of the state that rested once, and stays now."""
+        return sum(home.num_bytes for member in self._staying.values() for home in member.homes.values())
+
     # --------------------------------------------------------------- checkpoints
 
     def show(self) -> None:
@@ -298,13 +356,7 @@ class StateSwap:
                 else:
                     small[name] = value
             if state:
-                for piece in self._pieces(member):
-                    piece.has_state = True
-                    piece.state = {
-                        name: value.clone() if isinstance(value, torch.Tensor) else value
-                        for name, value in small.items()
-                    }
-                self._tell_state(member)
+                self._keep_small(member, small)
         self.show()
 
     def _homes(self) -> Iterator[Home]:

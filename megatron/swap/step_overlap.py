@@ -23,6 +23,9 @@ class StepOverlap:
         mover: of all optimizers.
         swaps: those of the optimizers, as they are attached.
         bucket_bytes: most bytes of a bucket.
+
+    Attributes:
+        on: while it is not, copies run within the optimizer's step alone.
     """
 
     def __init__(self, device: Device, mover: StateMover, swaps: list[StateSwap], bucket_bytes: int) -> None:
@@ -33,10 +36,13 @@ class StepOverlap:
         self._level_bytes: int | None = None
         self._most_bytes = self._done_bytes = self._extra_bytes = 0
         self._is_watching = False
+        self.on = True
 
     def room_in_step(self) -> int:
         """State may hold so much now, while the optimizer steps; 0 before a step has told."""
         others_bytes = self._others_bytes()
+        if not self.on:
+            return 0
         if others_bytes is None:
             return 2 * self._bucket_bytes if self._is_watching else 0
         self._extra_bytes = max(0, others_bytes - self._done_bytes)
@@ -57,6 +63,8 @@ class StepOverlap:
     def layer_is_done(self) -> None:
         """The last backward of a layer before a step."""
         self._mover.release()
+        if not self.on:
+            return
         others_bytes = self._others_bytes()
         if others_bytes is None:
             room_bytes = min(self._mover.loaded_bytes, self._bucket_bytes) + 2 * self._bucket_bytes

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.swap.plan import load_plan
+from megatron.swap.types import GIB
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, assert_same_training, recorded
 
 FAILING_DISK = Path(__file__).with_name("failing_disk_script.py")
@@ -66,6 +68,34 @@ def test_together_with_activations(trainer: Trainer) -> None:
     plain = trainer.unswapped(BF16)
     run = trainer.run(f"{BF16} {SWAP_SMALL} --swap-layers all --swap-optimizer 0.7 {recorded('torch')}")
     assert_same_training(plain, run)
+
+
+@pytest.mark.parametrize(("flags", "ranks"), [(BF16, 1), (f"{BF16} {DISTRIBUTED}", 2)])
+@pytest.mark.parametrize(("part", "least", "most"), [(0.3, 0.5, 1.0), (1.5, 0.2, 0.8), (4.0, 0.0, 0.0)])
+def test_as_much_rests_as_the_budget_asks_for(
+    trainer: Trainer, flags: str, ranks: int, part: float, least: float, most: float
+) -> None:
+    """Budgets as parts of what activations take: where RAM plays the device state counts that could rest, too."""
+    flags += " --train-iters 16 --lr-decay-iters 16"
+    plain = trainer.unswapped(flags, ranks=ranks)
+    activations_gib = plain.summary["saved_peak_bytes"] / GIB / ranks
+    run = trainer.run(
+        f"{flags} {SWAP_SMALL} --swap-optimizer auto --swap-memory-gib {part * activations_gib} "
+        f"--swap-save-plan plan.json {recorded('torch')}",
+        ranks=ranks,
+    )
+    assert_same_training(plain, run)
+    assert run.summary["planning"]["stages"][-1]["stage"] == "stable"
+    found = load_plan(run.directory / "plan.json").resting
+    assert found is not None
+    assert least <= found <= most
+    # The plan that it leaves says how much is to rest.
+    again = trainer.run(
+        f"{flags} {SWAP_SMALL} --swap-optimizer auto --swap-plan {run.directory / 'plan.json'} {recorded('torch')}",
+        ranks=ranks,
+    )
+    assert_same_training(plain, again)
+    assert ("optimizer state of" in again.output) == (found > 0)
 
 
 @pytest.mark.parametrize("saved", ["torch", "torch_dist"])

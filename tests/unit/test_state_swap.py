@@ -189,6 +189,26 @@ def test_a_wait_that_is_missing_shows(method: str, monkeypatch: pytest.MonkeyPat
     assert not same(training.steps(4).all(), right)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("first", [0, 3])
+def test_what_rests_may_change_between_steps(name: str, first: int) -> None:
+    """Also before there is state, and behind a step in which some had no gradient."""
+    swapped = Training(OPTIMIZERS[name], lambda _: True, is_elementwise=name != "whole")
+    alone = Training(OPTIMIZERS[name])
+    choices = random.Random(first)
+    for number in range(8):
+        without = 2 if number == 4 and name != "counts" else None
+        if number >= first:
+            assert swapped.swap is not None
+            wanted = choices.sample(range(len(SHAPES)), choices.randint(0, len(SHAPES)))
+            swapped.swap.let_rest(lambda param: any(param is swapped.params[i] for i in wanted))
+            assert len(swapped.swap.members) == len(SHAPES)
+            assert swapped.swap.num_resting == len(wanted)
+        swapped.steps(1, without)
+        alone.steps(1, without)
+    assert same(swapped.all(), alone.all())
+
+
 def test_what_rests_reads_as_nothing_and_cannot_be_written() -> None:
     training = Training(OPTIMIZERS["adamw"], lambda _: True).steps(1)
     param, state = training.params[0], training.optimizer.state[training.params[0]]

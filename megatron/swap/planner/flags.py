@@ -49,15 +49,29 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         virtual = known.num_layers // pipeline // known.num_layers_per_virtual_pipeline_stage
     known.virtual_pipeline_model_parallel_size = virtual
     is_aware = known.use_precision_aware_optimizer
-    if not 0 <= known.swap_optimizer <= 1:
-        raise UsageError(f"--swap-optimizer {known.swap_optimizer:g}: must be 0 to 1, a part of its state.")
+    part = parse_part(known.swap_optimizer)
+    if part is not None and not 0 <= part <= 1:
+        raise UsageError(f"--swap-optimizer {part:g}: must be 0 to 1, a part of its state, or auto.")
     states = States(
         gradient_bytes=2 if is_aware and known.main_grads_dtype == "bf16" else 4,
         state_bytes=10 if is_aware else 12,
         shards=data * context if known.use_distributed_optimizer else 1,
-        resting=known.swap_optimizer,
+        resting=1.0 if part is None else part,
+        auto=part is None,
     )
     return Training(model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states)
+
+
+def parse_part(text: str) -> float | None:
+    """What ``--swap-optimizer`` says: a number, or ``None`` for ``auto``.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    try:
+        return None if text == "auto" else float(text)
+    except ValueError:
+        raise UsageError(f"--swap-optimizer {text}: must be 0 to 1, a part of its state, or auto.") from None
 
 
 def model_of(args: argparse.Namespace) -> Model:
@@ -118,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, default=32000)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     parser.add_argument("--transformer-impl", default="transformer_engine")
-    parser.add_argument("--swap-optimizer", type=float, default=0.0)
+    parser.add_argument("--swap-optimizer", default="0")
     parser.add_argument("--main-grads-dtype", default="fp32")
     for name in ("group-query-attention", "swiglu", "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer",
                  "use-precision-aware-optimizer", "untie-embeddings-and-output-weights"):  # fmt: skip

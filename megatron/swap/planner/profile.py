@@ -50,6 +50,23 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Resting:
+    """Optimizer state of which the planner decides how much rests in host memory.
+
+    Attributes:
+        state_gib: all of it, on this rank.
+        share: of it, 0 to 1, what rested when the profile was made. No more can.
+    """
+
+    state_gib: float
+    share: float
+
+    def __post_init__(self) -> None:
+        if self.state_gib < 0 or not 0 <= self.share <= 1:
+            raise UsageError(f"resting: {self} is given; state_gib must be 0 or more, share 0 to 1.")
+
+
+@dataclass(frozen=True)
 class OutsideSite:
     """A storage that autograd saves outside the layers. It is kept.
 
@@ -193,7 +210,8 @@ class Profile:
         static_gib: weights, gradients, optimizer: what is held all the time.
         allocator_gib: what the allocator held beyond what was in use at the peak while this was measured; 0 where
             there was none.
-        host_gib: host memory that this rank may book; ``None``: as much as it needs.
+        host_gib: host memory that this rank may book for activations; ``None``: as much as it needs.
+        resting: ``None``: what rests is not the planner's to decide.
     """
 
     source: str
@@ -207,6 +225,7 @@ class Profile:
     outside: Outside
     layers: tuple[LayerClass, ...]
     pipeline: Pipeline = Pipeline()
+    resting: Resting | None = None
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1 or self.allocator_gib < 0:

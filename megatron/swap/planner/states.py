@@ -11,6 +11,8 @@ WEIGHT_BYTES = 2
 BUCKETS_GIB = 0.75
 """On the device while the optimizer steps state that rests: three buckets (``optimizer.py``), once activations are
 gone."""
+PART_OF_HOST = 0.75
+"""Of host memory may be the state's, where the planner decides how much rests: activations need some, too."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,14 @@ class States:
             optimizer keeps of the main value only what the bf16 weight lacks.
         shards: ranks that share the state.
         resting: part of the state that rests in host memory (``--swap-optimizer``).
+        auto: that is the most; how much rests the planner decides.
     """
 
     gradient_bytes: int = 4
     state_bytes: int = 12
     shards: int = 1
     resting: float = 0.0
+    auto: bool = False
 
     def weights_gib(self, num_params: float) -> float:
         """Of so many parameters on a rank."""

@@ -1,0 +1,103 @@
+"""How much of the optimizer's state rests: no more than the budget asks for, and what takes the least time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.swap.plan import Infeasible, merged
+from megatron.swap.planner.flags import read_flags
+from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.planner.profile import Profile, load_profile, save_profile, sha256
+from megatron.swap.planner.shape import shape_profile
+from megatron.swap.planner.shares import STEPS, solve_shares, with_share
+from megatron.swap.planner.solve import solve
+from megatron.swap.types import UsageError
+
+FLAGS = """
+--num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
+--num-query-groups 8 --swiglu --seq-length 8192 --micro-batch-size 1 --global-batch-size 16 --vocab-size 128256 --bf16
+--untie-embeddings-and-output-weights --use-distributed-optimizer --use-precision-aware-optimizer
+""".split()
+
+
+def of_flags(*more: str) -> Profile:
+    training = read_flags([*FLAGS, *more])
+    return shape_profile(
+        training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied, states=training.states,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return of_flags("--swap-optimizer", "auto")
+
+
+@pytest.mark.parametrize("budget_gib", [30, 34, 38, 42, 46, 50, 60])
+def test_as_good_as_the_best_of_all_parts(profile: Profile, budget_gib: float) -> None:
+    best_ms = float("inf")
+    for step in range(STEPS + 1):
+        part = with_share(profile, step / STEPS)
+        single = replace(part, resting=None)
+        try:
+            found = solve(single, budget_gib)
+        except Infeasible:
+            continue
+        forward_ms = sum(len(entry.layers) * entry.forward_ms for entry in profile.layers)
+        home_ms = step / STEPS * profile.resting.state_gib * 1024 * profile.out_ms_per_mib  # type: ignore[union-attr]
+        window_ms = max(0.0, forward_ms - found.prediction.host_gib * 1024 * profile.out_ms_per_mib)
+        best_ms = min(best_ms, found.prediction.step_ms - min(home_ms, window_ms))
+    answer = solve_shares(profile, budget_gib)
+    assert answer.prediction.step_ms <= 1.002 * best_ms
+    assert answer.prediction.peak_gib <= budget_gib
+    assert answer.plan.predicted is not None
+    assert answer.plan.predicted.step_ms == answer.prediction.step_ms
+    assert answer.plan.profile_sha256 == sha256(profile)
+
+
+def test_the_more_memory_the_less_rests(profile: Profile) -> None:
+    parts = [solve_shares(profile, budget_gib).plan.resting for budget_gib in (25, 33, 41, 49, 80)]
+    assert parts == sorted(parts, reverse=True)  # type: ignore[type-var]
+    assert 0.5 < parts[0] <= 1.0  # type: ignore[operator]
+    assert parts[-1] == 0.0
+
+
+def test_what_stays_is_counted(profile: Profile) -> None:
+    all_gib = of_flags("--swap-optimizer", "0").static_gib
+    assert with_share(profile, 0.0).static_gib == pytest.approx(all_gib)
+    half = of_flags("--swap-optimizer", "0.5")
+    assert with_share(profile, 0.5).static_gib == pytest.approx(half.static_gib)
+
+
+def test_nothing_to_decide_without_auto(profile: Profile) -> None:
+    fixed = of_flags("--swap-optimizer", "0.5")
+    assert solve_shares(fixed, 40).plan == solve(fixed, 40).plan
+    assert solve(fixed, 40).plan.resting is None
+
+
+def test_no_part_is_enough(profile: Profile) -> None:
+    with pytest.raises(Infeasible, match="the smallest budget that was found feasible"):
+        solve_shares(profile, 15)
+
+
+def test_files(profile: Profile, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    save_profile(profile, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == profile
+    text = (tmp_path / "profile.json").read_text().replace('"share": 1.0', '"share": 1.5')
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(UsageError, match="share 0 to 1"):
+        load_profile(tmp_path / "profile.json")
+
+
+def test_of_the_stages_of_a_pipeline_the_one_that_needs_most(profile: Profile) -> None:
+    plan = solve_shares(profile, 40).plan
+    plans = [replace(plan, classes=plan.classes[i::2], resting=part) for i, part in enumerate((0.25, 0.5))]
+    assert merged(plans).resting == 0.5
+
+
+def test_flags_say_what_is_allowed() -> None:
+    with pytest.raises(UsageError, match="--swap-optimizer some: must be 0 to 1, a part of its state, or auto"):
+        of_flags("--swap-optimizer", "some")
+    with pytest.raises(UsageError, match=r"--swap-optimizer 1.5: must be 0 to 1"):
+        of_flags("--swap-optimizer", "1.5")
