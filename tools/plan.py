@@ -28,8 +28,8 @@ from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import GPUS, find_gpu
 from megatron.swap.planner.profile import Profile, load_profile, save_profile
 from megatron.swap.planner.shape import params_of_rank, shape_profile
-from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.shares import solve_shares, with_share
+from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import Solution, curve, empty_plan
 from megatron.swap.planner.states import PART_OF_HOST
 from megatron.swap.planner.table import memory_table, outside_table, plan_heading, plan_table, prediction_text

@@ -340,18 +340,23 @@ class AutoPlan:
         stages = self._stages
         plan = stages.plan
         predicted = None if plan is None else plan.predicted
-        begins = [first for first, _, _ in stages.history]
-        ends = [begin - 1 for begin in begins[1:]]
+        ends = [one.first_step - 1 for one in stages.history[1:]]
         return {
             "budget_gib": self._budget_gib,
-            "predicted_peak_gib": stages.predicted_peak_gib,
+            "predicted_peak_gib": None if predicted is None else predicted.peak_gib,
             "predicted_step_ms": None if predicted is None else predicted.step_ms,
             "profile_sha256": None if plan is None else plan.profile_sha256,
             "num_replans": stages.num_replans,
             "num_infeasible": stages.num_infeasible,
             "stages": [
-                {"stage": stage.value, "first_step": first, "last_step": last, "note": note}
-                for (first, stage, note), last in zip_longest(stages.history, ends)
+                {
+                    "stage": one.stage.value,
+                    "first_step": one.first_step,
+                    "last_step": last,
+                    "note": one.note,
+                    "predicted_peak_gib": one.predicted_peak_gib,
+                }
+                for one, last in zip_longest(stages.history, ends)
             ],
         }
 

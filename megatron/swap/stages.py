@@ -113,6 +113,16 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Entered:
+    """A stage, from a step on; ``predicted_peak_gib``: most that one of its plans is predicted to hold."""
+
+    first_step: int
+    stage: Stage
+    note: str
+    predicted_peak_gib: float | None
+
+
+@dataclass(frozen=True)
 class Tried:
     """A candidate of a search and how it did."""
 
@@ -137,10 +147,9 @@ class Stages:
         plan: what the next step follows; ``None``: the safe plan, which holds as little as it can.
         recording: whether the next step is recorded.
         timing: whether it is timed, or comes before those that are.
-        predicted_peak_gib: most that a plan which was followed is predicted to hold; ``None`` before the first.
         num_replans: times that another plan was made or taken up after the first.
         num_infeasible: workloads for which no plan was found that stays below the budget.
-        history: ``(first step, stage, note)``.
+        history: the stages that were entered.
     """
 
     def __init__(
@@ -155,9 +164,8 @@ class Stages:
         self.stage = Stage.PROFILE
         self.plan: Plan | None = None
         self.recording = self.timing = False
-        self.predicted_peak_gib: float | None = None
         self.num_replans = self.num_infeasible = 0
-        self.history: list[tuple[int, Stage, str]] = []
+        self.history: list[Entered] = []
         self._budget_gib = budget_gib
         self._make_plans = make_plans
         self._max_candidates = max_candidates
@@ -190,7 +198,7 @@ class Stages:
 
     @property
     def has_been_stable(self) -> bool:
-        return any(stage is Stage.STABLE for _, stage, _ in self.history)
+        return any(one.stage is Stage.STABLE for one in self.history)
 
     def step_ended(self, step: Step) -> None:
         """Decide about the next step.
@@ -199,9 +207,7 @@ class Stages:
             Infeasible: no plan fits the budget, and none was made before.
         """
         if not self.history:
-            self.history.append((step.number, Stage.PROFILE, "the plan that holds least"))
-        if self.plan is not None and self.plan.predicted is not None:
-            self.predicted_peak_gib = max(self.predicted_peak_gib or 0.0, self.plan.predicted.peak_gib)
+            self.history.append(Entered(step.number, Stage.PROFILE, "the plan that holds least", None))
         if step.num_micro_batches != self._num_micro_batches:
             self._num_micro_batches = step.num_micro_batches
             for workload in (*self._workloads, *([self._current] if self._current is not None else [])):
@@ -293,11 +299,11 @@ class Stages:
             self._settle(step, self._candidates[0], None, note)
             return
         note = f"plans to try: {len(self._candidates)}"
-        peaks = [plan.predicted.peak_gib for plan in self._candidates if plan.predicted is not None]
-        if peaks:
-            note += f" (predicted to hold {format_bytes(max(peaks) * GIB)} at most)"
+        peak_gib = _most_predicted(self._candidates)
+        if peak_gib is not None:
+            note += f" (predicted to hold {format_bytes(peak_gib * GIB)} at most)"
+        self._enter(step.number + 1, Stage.SEARCH, note, peak_gib)
         self.plan = self._candidates.pop(0)
-        self._enter(step.number + 1, Stage.SEARCH, note)
 
     def _search(self, step: Step) -> None:
         assert self._current is not None
@@ -326,7 +332,7 @@ class Stages:
         if self._current not in self._workloads:
             self._workloads.append(self._current)
         self._num_smaller = self._num_slower = 0
-        self._enter(step.number + 1, Stage.STABLE, note)
+        self._enter(step.number + 1, Stage.STABLE, note, _most_predicted([plan]))
 
     def _tighten(self, step: Step, lowest: Tried) -> None:
         """Even the lowest measured peak is above the budget: the solver gets less, by what it was wrong or more.
@@ -433,11 +439,15 @@ class Stages:
         self._current = known
         self._settle(step, known.best, known.best_ms, f"{why}: the plan is known")
 
-    def _enter(self, number: int, stage: Stage, note: str) -> None:
+    def _enter(self, number: int, stage: Stage, note: str, predicted_peak_gib: float | None = None) -> None:
         self.stage = stage
         self._num_in_stage = 0
-        self.history.append((number, stage, note))
+        self.history.append(Entered(number, stage, note, predicted_peak_gib))
         self._say(f"{stage.value} from step {number}: {note}")
+
+
+def _most_predicted(plans: Sequence[Plan]) -> float | None:
+    return max((plan.predicted.peak_gib for plan in plans if plan.predicted is not None), default=None)
 
 
 def moves(plan: Plan) -> bool:

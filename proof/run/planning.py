@@ -23,7 +23,8 @@ def searches(flags: tuple[str, ...]) -> bool:
 
 
 def planning(flags: tuple[str, ...], found: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What the session tells of the planning; for a plan file what that file promises. ``None``: nothing was planned.
+    """What the session tells of the planning, of the highest of its plans where it followed several; for a plan file
+    what that file promises. ``None``: nothing was planned.
 
     Raises:
         ValueError: a run that searched and does not tell what it found.
@@ -31,6 +32,10 @@ def planning(flags: tuple[str, ...], found: dict[str, Any] | None) -> dict[str, 
     path = plan_file(flags)
     if path is not None:
         found = {"num_replans": 0, "stages": [], **(found or {}), **promised(path)}
+    elif found is not None:
+        # Peaks are those of the whole run, so it is predicted to hold what the highest of its plans does.
+        peaks = [stage["predicted_peak_gib"] for stage in found["stages"]]
+        found = {**found, "predicted_peak_gib": max((gib for gib in peaks if gib is not None), default=None)}
     if found is None and searches(flags):
         raise ValueError("the session of a run that searched for its plan tells nothing of it")
     return found

@@ -218,19 +218,18 @@ class TestChange:
         assert run.stages.stage is Stage.STABLE
         assert run.stages.num_replans == 3
 
-    def test_the_peak_of_a_run_is_that_of_the_plan_which_held_most(self) -> None:
+    def test_the_history_tells_what_the_plans_of_each_stage_are_predicted_to_hold(self) -> None:
         run = three()
-        assert run.stages.predicted_peak_gib is None
         until_stable(run)
-        run.steps(1)
         run.plans = [a_plan("d", "keep", peak_gib=7.0)]
         run.ms[id(run.plans[0])], run.peaks[id(run.plans[0])] = 100.0, 7.0
         run.saved_mib = 1500.0
         run.steps(1)
         until_stable(run)
-        run.steps(1)
-        assert run.stages.plan is run.plans[0]
-        assert run.stages.predicted_peak_gib == 9.0
+        told = [(one.stage, one.predicted_peak_gib) for one in run.stages.history]
+        assert told == [
+            (Stage.PROFILE, None), (Stage.SEARCH, 9.0), (Stage.STABLE, 9.0), (Stage.PROFILE, None), (Stage.STABLE, 7.0),
+        ]  # fmt: skip
 
     def test_a_single_smaller_step_changes_nothing(self) -> None:
         run = three()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron.swap.plan import LAYER_SECTION, Plan
 from megatron.swap.planner.profile import LayerClass, Profile, Section
@@ -50,6 +51,20 @@ class LayerScript:
     @property
     def swapped_mib(self) -> float:
         return sum(mib for _, mib, action in self.saves if action is Action.SWAP)
+
+    @cached_property
+    def backward_events(self) -> tuple[tuple[float, int, int], ...]:
+        """``(at_ms, kind, number)`` in their order: of those at the same time what is done goes first (0), then the
+        level of temporaries changes (1), then recipes run (2), then saves are asked for (2, number below 0: save
+        -1 - number) and done (3).
+
+        Offsets are those of the undisturbed layer.
+        """
+        events = [(at_ms, 1, i) for i, (at_ms, _) in enumerate(self.temporaries)]
+        events += [(rebuild.at_ms, 2, i) for i, rebuild in enumerate(self.rebuilds)]
+        for i, (needed_ms, done_ms) in enumerate(self.needs):
+            events += [(needed_ms, 2, -1 - i), (max(done_ms, needed_ms), 0 if done_ms > needed_ms else 3, i)]
+        return tuple(sorted(events))
 
 
 def scripts(profile: Profile, plan: Plan) -> dict[int, LayerScript]:

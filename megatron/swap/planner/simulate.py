@@ -289,15 +289,11 @@ class _Step:
             self._claim(group.to_fetch.pop())
         self._prefetch()
 
-        # Offsets are those of the undisturbed layer: what is done goes first, then the level of temporaries changes,
-        # then recipes run, then tensors are asked for.
-        events: list[tuple[float, int, int]] = [(at, 1, i) for i, (at, _) in enumerate(script.temporaries)]
-        events += [(rebuild.at_ms, 2, i) for i, rebuild in enumerate(script.rebuilds)]
-        for i, (needed, done) in enumerate(script.needs):
-            events += [(needed, 2, -1 - i), (max(done, needed), 0 if done > needed else 3, i)]
+        storages = group.storages
         begin, temporary_mib = self._now, 0.0
-        for at_ms, kind, i in sorted(events):
-            self._now = max(self._now, begin + at_ms)
+        for at_ms, kind, i in script.backward_events:
+            if begin + at_ms > self._now:
+                self._now = begin + at_ms
             if kind == 1:
                 temporary_mib = script.temporaries[i][1]
             elif kind == 2 and i >= 0:
@@ -308,18 +304,20 @@ class _Step:
                 self._mib += rebuild.mib
                 self._note(where, temporary_mib + rebuild.peak_mib)
             elif kind == 2:
-                begin += self._wait(group.storages.get(-1 - i))
+                if -1 - i in storages:
+                    begin += self._wait(storages[-1 - i])
             else:
                 self._mib -= script.saves[i][1]
-                if (storage := group.storages.get(i)) is not None and storage.state != "stays":
-                    self._host_mib -= storage.mib
+                if i in storages and storages[i].state != "stays":
+                    self._host_mib -= storages[i].mib
                     self._prefetch()
-            self._note(where, temporary_mib)
+            if self._mib + temporary_mib > self.peak_mib:
+                self._note(where, temporary_mib)
         self._now = max(self._now, begin + script.backward_ms)
         self.timeline.append((self._now, self._mib, where))
 
-    def _wait(self, storage: _Storage | None) -> float:
-        if storage is None or storage.state != "returning":
+    def _wait(self, storage: _Storage) -> float:
+        if storage.state != "returning":
             return 0.0
         waited = max(0.0, storage.in_end_ms - self._now)
         self._now += waited

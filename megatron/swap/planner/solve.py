@@ -37,8 +37,8 @@ the link is busy then. Not in a pipeline, where the next backward may be of anot
 """
 DOUBTS = (1.0, 2 / 3, 1 / 3)
 """Shares of what is in doubt of the allocator that are left free."""
-NEAR_BOUND = 1.001
-"""Close enough to the lower bound to stop."""
+NEAR_BOUND = (1.001, 1.05)
+"""Close enough to the lower bound to stop; behind the second pass more is: what others find there is hardly better."""
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
 TIGHTER_GIB = 1e-4
@@ -173,12 +173,12 @@ class _Search:
         if first is None:
             return float("inf")
         windows = search_windows(profile)
-        for share, window_shares in PASSES:
+        for number, (share, window_shares) in enumerate(PASSES):
             if not window_shares or profile.pipeline.size == 1:
                 part = Windows(_part(windows.out_ms, share), _part(windows.in_ms, share))
                 self._refine(budget_gib, part, window_shares)
             fitting = self.fitting(budget_gib)
-            if fitting and fitting[0][1].step_ms <= NEAR_BOUND * first.bound_ms:
+            if fitting and fitting[0][1].step_ms <= NEAR_BOUND[number >= 1] * first.bound_ms:
                 break
         else:
             self.judge_least()

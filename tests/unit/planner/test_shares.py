@@ -15,11 +15,12 @@ from megatron.swap.planner.shares import STEPS, solve_shares, with_share
 from megatron.swap.planner.solve import solve
 from megatron.swap.types import UsageError
 
-FLAGS = """
---num-layers 8 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
---num-query-groups 8 --swiglu --seq-length 8192 --micro-batch-size 1 --global-batch-size 16 --vocab-size 128256 --bf16
---untie-embeddings-and-output-weights --use-distributed-optimizer --use-precision-aware-optimizer
-""".split()
+FLAGS = [
+    "--num-layers", "8", "--hidden-size", "4096", "--ffn-hidden-size", "14336", "--num-attention-heads", "32",
+    "--group-query-attention", "--num-query-groups", "8", "--swiglu", "--seq-length", "8192",
+    "--micro-batch-size", "1", "--global-batch-size", "16", "--vocab-size", "128256", "--bf16",
+    "--untie-embeddings-and-output-weights", "--use-distributed-optimizer", "--use-precision-aware-optimizer",
+]  # fmt: skip
 
 
 def of_flags(*more: str) -> Profile:

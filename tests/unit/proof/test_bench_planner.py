@@ -45,7 +45,8 @@ planned = "ours --swap-plan plans/one.json"
 """
 PLANNING = {
     "budget_gib": 4.0, "predicted_peak_gib": 3.9, "predicted_step_ms": 10.5, "profile_sha256": "beef",
-    "num_replans": 1, "stages": [{"stage": "stable", "first_step": 9, "last_step": 15, "note": "settled"}],
+    "num_replans": 1, "stages": [{"stage": "stable", "first_step": 9, "last_step": 15, "note": "settled",
+                                     "predicted_peak_gib": 3.9}],
 }  # fmt: skip
 
 

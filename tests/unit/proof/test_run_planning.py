@@ -18,16 +18,18 @@ from proof.run.stopwatch import EnoughSteps, Stopwatch
 
 AUTO = ("--lr", "1", "--swap-memory-gib", "83")
 STAGES = [
-    {"stage": "profile", "first_step": 1, "last_step": 3, "note": ""},
-    {"stage": "search", "first_step": 4, "last_step": 9, "note": ""},
-    {"stage": "stable", "first_step": 10, "last_step": 14, "note": ""},
-    {"stage": "profile", "first_step": 15, "last_step": 16, "note": "a shape changed"},
-    {"stage": "stable", "first_step": 17, "last_step": None, "note": ""},
+    {"stage": "profile", "first_step": 1, "last_step": 3, "note": "", "predicted_peak_gib": None},
+    {"stage": "search", "first_step": 4, "last_step": 9, "note": "", "predicted_peak_gib": 82.0},
+    {"stage": "stable", "first_step": 10, "last_step": 14, "note": "", "predicted_peak_gib": 81.5},
+    {"stage": "profile", "first_step": 15, "last_step": 16, "note": "a shape changed", "predicted_peak_gib": None},
+    {"stage": "stable", "first_step": 17, "last_step": None, "note": "", "predicted_peak_gib": 70.0},
 ]
 FOUND = {
-    "budget_gib": 83.0, "predicted_peak_gib": 82.0, "predicted_step_ms": 1300.0, "profile_sha256": "f00d",
+    "budget_gib": 83.0, "predicted_peak_gib": 70.0, "predicted_step_ms": 1300.0, "profile_sha256": "f00d",
     "num_replans": 1, "stages": STAGES,
 }  # fmt: skip
+OF_RUN = {**FOUND, "predicted_peak_gib": 82.0}
+"""Peaks are those of the whole run: of the highest plan that it followed."""
 
 
 def a_plan(path: Path, **changed: Any) -> Path:
@@ -48,7 +50,7 @@ def test_who_searches() -> None:
 
 
 def test_the_session_tells_what_was_planned() -> None:
-    assert planning(AUTO, FOUND) == FOUND
+    assert planning(AUTO, FOUND) == OF_RUN
     assert planning(("--swap-layers", "all"), None) is None
     with pytest.raises(ValueError, match="searched for its plan tells nothing of it"):
         planning(AUTO, None)
@@ -144,7 +146,7 @@ def test_timed_are_the_steps_after_the_search(tmp_path: Path, monkeypatch: pytes
         request = Request(flags=AUTO, num_warm_up=num_warm_up, sequence_schedule=schedule)
         found = watched(request, 20, auto)[0].result(tmp_path)
         assert len(found["step_ms_all"]) == 20 - num_warm_up
-        assert found["planning"] == FOUND
+        assert found["planning"] == OF_RUN
         assert found["unstable_steps"] == unstable
         assert found["saved_peak_gib"] is None
         assert (found["tokens_per_step"], found["step_flops"]) == (4 * 32, 4 * 32), "the length of the timed steps"
