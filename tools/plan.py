@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.swap.config import check_files
 from megatron.swap.plan import load_plan, save_plan
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import GPUS, find_gpu
@@ -34,7 +35,9 @@ from megatron.swap.planner.solve import Solution, curve, empty_plan
 from megatron.swap.planner.states import PART_OF_HOST
 from megatron.swap.planner.table import memory_table, outside_table, plan_heading, plan_table, prediction_text
 from megatron.swap.planner.what_if import with_link, with_tokens
-from megatron.swap.types import UsageError
+from megatron.swap.types import MOST, UsageError
+
+WITH_GPU = ("num_gpus", "pipeline_rank", "flags")
 
 
 def main() -> None:
@@ -52,17 +55,44 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, help="what if sequences had this length")
     parser.add_argument("--micro-batch-size", type=int, help="what if micro-batches had this size")
     parser.add_argument("--num-gpus", type=int, help="with --gpu: GPUs of the run; default: one model replica")
-    parser.add_argument("--pipeline-rank", type=int, default=0, help="with --gpu: which stage to plan")
+    parser.add_argument("--pipeline-rank", type=int, help="with --gpu: which stage to plan; default: 0")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="with --gpu: the training command's flags")
     options = parser.parse_args()
     try:
+        check(options)
         plan(options)
-    except UsageError as error:
+    except (UsageError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
+def check(options: argparse.Namespace) -> None:
+    """Before anything is planned: options that nobody would heed, numbers that are none, files that cannot be written.
+
+    Raises:
+        UsageError: names the option.
+    """
+    source = next(name for name in ("show", "profile", "gpu") if getattr(options, name) is not None)
+    unheeded = {"show": vars(options).keys() - {"show"}, "profile": WITH_GPU, "gpu": ()}[source]
+    for name, given in vars(options).items():
+        if name in unheeded and given not in (None, []):
+            what = given[0] if name == "flags" else f"{_flag(name)} {given}"
+            why = "prints a plan file and plans nothing" if source == "show" else "knows its model and its stage"
+            raise UsageError(f"{what}: does not go with --{source}, which {why}. Leave it out, or plan with --gpu.")
+    for name, least in (("memory_gib", "above 0"), ("link_gb_s", "above 0"), ("host_gib", "0 or more")):
+        given = getattr(options, name)
+        if given is not None and not (0 <= given <= MOST and (given or name == "host_gib")):
+            raise UsageError(f"{_flag(name)} {given:g}: must be a number {least}, at most {MOST:g}.")
+    if options.curve is not None:
+        check_picture(options.curve)
+    check_files({"--save": options.save, "--save-profile": options.save_profile, "--curve": options.curve})
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def plan(options: argparse.Namespace) -> None:
-    if options.show:
+    if options.show is not None:
         shown = load_plan(options.show)
         print(plan_heading(shown), plan_table(shown), sep="\n\n")
         return
@@ -76,7 +106,7 @@ def plan(options: argparse.Namespace) -> None:
     for table in filter(None, (plan_table(solution.plan), outside_table(profile))):
         print(table, end="\n\n")
     if training is not None:
-        num_params = params_of_rank(profile.model, training.tied, options.pipeline_rank)
+        num_params = params_of_rank(profile.model, training.tied, profile.pipeline.rank)
         states = training.states if part is None else replace(training.states, resting=part)
         print(memory_table(states, num_params, planned, solution.prediction), end="\n\n")
     print(prediction_text(planned, solution.prediction, unswapped, solution.lower_bound_ms))
@@ -90,19 +120,17 @@ def plan(options: argparse.Namespace) -> None:
 
 def find_profile(options: argparse.Namespace, training: Training | None) -> Profile:
     """The profile that the options name, or that is made of training flags, with their what-ifs."""
-    host_gib = options.host_gib
+    host_gib, rank = options.host_gib, options.pipeline_rank or 0
     if training is None:
-        if options.flags:
-            raise UsageError(f"{options.flags[0]}: training flags go with --gpu; a profile knows its model.")
         profile = load_profile(options.profile)
     else:
         states = training.states
-        num_params = params_of_rank(training.model, training.tied, options.pipeline_rank)
+        num_params = params_of_rank(training.model, training.tied, rank)
         if states.auto and host_gib is not None:
             states = replace(states, resting=min(1.0, PART_OF_HOST * host_gib / states.state_gib(num_params)))
         profile = shape_profile(
             training.model, find_gpu(options.gpu), training.num_micro_batches, tied=training.tied,
-            states=states, pipeline_rank=options.pipeline_rank,
+            states=states, pipeline_rank=rank,
         )  # fmt: skip
         if host_gib is not None:
             resting_gib = states.host_gib(num_params)
@@ -119,15 +147,25 @@ def find_profile(options: argparse.Namespace, training: Training | None) -> Prof
     return replace(profile, host_gib=host_gib) if host_gib is not None else profile
 
 
-def draw(points: list[Solution], unswapped: Prediction, profile: Profile, path: Path) -> None:
-    """Step time against memory."""
+def check_picture(path: Path) -> None:
+    """Whether a picture of that name can be drawn here."""
     try:
-        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
         raise UsageError(f"--curve {path}: matplotlib is missing. Install it, or leave --curve out.") from error
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise UsageError(f"--curve {path}: must be a picture; its name ends in .{', .'.join(kinds)}.")
+
+
+def draw(points: list[Solution], unswapped: Prediction, profile: Profile, path: Path) -> None:
+    """Step time against memory."""
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(figsize=(9, 5.5), dpi=130, layout="constrained")
     budgets = [point.plan.budget_gib or 0.0 for point in points]
     relative = [point.prediction.step_ms / unswapped.step_ms for point in points]

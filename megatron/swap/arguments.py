@@ -145,7 +145,7 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
     _check_module_names(config.modules)
     _check_upstream(args)
     _check_profile(args, config)
-    _check_files(config)
+    _check_unused(config)
     if auto:
         config.budget_gib(device_memory_gib(args))
     if config.acts:
@@ -249,8 +249,8 @@ def _plan(args: argparse.Namespace) -> Plan:
     return plan
 
 
-def _check_files(config: SwapConfig) -> None:
-    """Files that nothing would be written to."""
+def _check_unused(config: SwapConfig) -> None:
+    """Files that nothing would be written to, and what only the planner heeds."""
     if config.save_plan is not None and not config.acts:
         raise UsageError(
             f"--swap-save-plan {config.save_plan}: nothing is swapped or recomputed, so there is no plan to write. Add "
@@ -260,6 +260,11 @@ def _check_files(config: SwapConfig) -> None:
         raise UsageError(
             f"--swap-save-profile {config.save_profile}: only the planner measures a profile. Add --swap-memory-gib, "
             "--swap-memory-fraction or --swap-policy auto, or drop --swap-save-profile."
+        )
+    if config.max_candidates != SwapConfig.max_candidates and not config.auto:
+        raise UsageError(
+            f"--swap-max-candidates {config.max_candidates}: only the planner tries plans. Add --swap-memory-gib, "
+            "--swap-memory-fraction or --swap-policy auto, or drop --swap-max-candidates."
         )
 
 

@@ -324,16 +324,14 @@ class AutoPlan:
         workload, config = self._stages.expected, self._config
         assert workload is not None
         plan, profile = self._stages.plan, workload.measured.profile
-        try:
-            if config.save_plan is not None and plan is not None and self._ranks.rank == 0:
-                save_plan(plan, _folder_made(Path(config.save_plan)))
-            if config.save_profile is not None and self._ranks.rank in self._leaders:
-                path = Path(config.save_profile)
-                if len(self._leaders) > 1:
-                    path = path.with_name(f"{path.stem}.stage-{self._pipeline_rank}{path.suffix}")
-                save_profile(profile, _folder_made(path))
-        except OSError as error:  # training matters more than a file
-            print(f" swap: plan or profile was not written: {error}", file=sys.stderr, flush=True)
+        plan_path = config.save_plan
+        if plan_path is not None and plan is not None and self._ranks.rank == 0:
+            _write("--swap-save-plan", lambda: save_plan(plan, plan_path))
+        if config.save_profile is not None and self._ranks.rank in self._leaders:
+            path = Path(config.save_profile)
+            if len(self._leaders) > 1:
+                path = path.with_name(f"{path.stem}.stage-{self._pipeline_rank}{path.suffix}")
+            _write("--swap-save-profile", lambda: save_profile(profile, path))
 
     def summary(self) -> dict[str, Any]:
         """What the JSON summary has under ``planning``."""
@@ -361,6 +359,9 @@ class AutoPlan:
         }
 
 
-def _folder_made(path: Path) -> Path:
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    return path
+def _write(flag: str, save: Callable[[], None]) -> None:
+    """Training matters more than a file, and so does the next file."""
+    try:
+        save()
+    except OSError as error:
+        print(f" swap: {flag} was not written: {error}", file=sys.stderr, flush=True)

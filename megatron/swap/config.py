@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.swap.plan import Plan
-from megatron.swap.types import GIB, PRODUCERS, UsageError
+from megatron.swap.types import GIB, MOST, PRODUCERS, UsageError
 
 LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
 LOG_LEVELS = ("quiet", "info", "debug")
@@ -108,23 +109,13 @@ class SwapConfig:
         return self.memory_gib
 
     def __post_init__(self) -> None:
-        self._check_budget()
-        for flag, path in (("--swap-save-plan", self.save_plan), ("--swap-save-profile", self.save_profile)):
-            if path is not None:
-                _check_writable(flag, Path(path))
+        self._check_numbers()
+        files = {"--swap-save-plan": self.save_plan, "--swap-save-profile": self.save_profile}
+        check_files(files | {"--swap-summary": self.summary})
         for kind in self.recompute:
             _require(kind in PRODUCERS, "--swap-recompute", kind, " or ".join(PRODUCERS))
         _require(0 <= self.optimizer <= 1, "--swap-optimizer", self.optimizer, "0 to 1, a part of its state")
         self._check_disk()
-        _require(0 <= self.min_mib < math.inf, "--swap-min-mib", self.min_mib, "a number of MiB, 0 or more")
-        if self.host_gib is not None:
-            _require(0 < self.host_gib < math.inf, "--swap-host-gib", self.host_gib, "a number of GiB above 0")
-        if self.prefetch_gib is not None:
-            given = self.prefetch_gib
-            _require(0 < given < math.inf, "--swap-prefetch-gib", given, "a number of GiB above 0")
-        _require(0 <= self.cpu_delay_ms < math.inf, "--swap-cpu-delay-ms", self.cpu_delay_ms, "milliseconds, 0 or more")
-        if self.summary is not None:
-            _require(not Path(self.summary).is_dir(), "--swap-summary", self.summary, "a file, not a folder")
         if self.profile is not None:
             _require(not Path(self.profile).is_file(), "--swap-profile", self.profile, "a folder or 'nsys', not a file")
         first, last = self.profile_steps
@@ -134,7 +125,6 @@ class SwapConfig:
 
     def _check_disk(self) -> None:
         if self.disk_gib is not None:
-            _require(0 < self.disk_gib < math.inf, "--swap-disk-gib", self.disk_gib, "a number of GiB above 0")
             _require(self.disk_dir is not None, "--swap-disk-gib", self.disk_gib, "beside --swap-disk-dir")
         if self.disk_dir is not None:
             folder = Path(self.disk_dir)
@@ -143,10 +133,19 @@ class SwapConfig:
             _require(self.optimizer > 0, "--swap-disk-dir", folder,
                      "beside --swap-optimizer: nothing else goes to disk")  # fmt: skip
 
-    def _check_budget(self) -> None:
-        if self.memory_gib is not None:
-            given = self.memory_gib
-            _require(0 < given < math.inf, "--swap-memory-gib", given, "a number of GiB above 0")
+    def _check_numbers(self) -> None:
+        for flag, gib in (
+            ("--swap-memory-gib", self.memory_gib),
+            ("--swap-host-gib", self.host_gib),
+            ("--swap-disk-gib", self.disk_gib),
+            ("--swap-prefetch-gib", self.prefetch_gib),
+        ):
+            _require(gib is None or 0 < gib <= MOST, flag, gib, f"a number of GiB above 0, at most {MOST:g}")
+        for flag, given, what in (
+            ("--swap-min-mib", self.min_mib, "a number of MiB"),
+            ("--swap-cpu-delay-ms", self.cpu_delay_ms, "milliseconds"),
+        ):
+            _require(0 <= given <= MOST, flag, given, f"{what}, 0 or more, at most {MOST:g}")
         if self.memory_fraction is not None:
             given = self.memory_fraction
             _require(0 < given <= 1, "--swap-memory-fraction", given, "above 0 and at most 1, a part of the device's "
@@ -200,12 +199,34 @@ def parse_layers(text: str, num_layers: int) -> frozenset[int]:
     return frozenset(layers)
 
 
+def check_files(files: Mapping[str, str | Path | None]) -> None:
+    """Before hours of training: the file of each of these flags can be written, and none is another one's.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    flags: dict[str, str] = {}
+    for flag, path in files.items():
+        if path is not None:
+            _check_writable(flag, Path(path))
+            first = flags.setdefault(os.path.realpath(path), flag)
+            _require(first == flag, flag, path, f"another file than that of {first}, which it would overwrite")
+
+
 def _check_writable(flag: str, path: Path) -> None:
-    """Before hours of training: a file can be written there, folders that are missing can be made."""
-    _require(not path.is_dir(), flag, path, "a file, not a folder")
-    folder = next(folder for folder in path.absolute().parents if folder.exists())
-    _require(folder.is_dir(), flag, path, f"a file in a folder; {folder} is none")
-    _require(os.access(folder, os.W_OK), flag, path, f"a file that can be written; {folder} may not be written to")
+    """Folders that are missing can be made."""
+    try:
+        _require(not path.is_dir(), flag, path, "a file, not a folder")
+        if path.exists():
+            _require(os.access(path, os.W_OK), flag, path, "a file that may be written to")
+        if path.exists() and not path.is_file():
+            return  # a device, say: written in place
+        folder = next(folder for folder in Path(os.path.realpath(path)).parents if folder.exists())
+        _require(folder.is_dir(), flag, path, f"a file in a folder; {folder} is none")
+        with tempfile.TemporaryFile(dir=folder):
+            pass  # rights alone do not tell: they are root's in /proc
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: must be a file that can be written; {error.strerror}.") from error
 
 
 def _require(holds: bool, flag: str, given: object, allowed: str) -> None:

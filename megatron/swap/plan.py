@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.swap import records
-from megatron.swap.types import MIB, Action, Site, UsageError
+from megatron.swap.types import MIB, MOST, Action, Site, UsageError
 
 FORMAT = "megatron-swap plan"
 VERSION = 1
@@ -57,6 +57,11 @@ class Model:
     num_virtual_stages: int = 1
     context_parallel: int = 1
     expert_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and not 1 <= value <= MOST:
+                raise UsageError(f"{name}: {value} is given; it must be at least 1 and at most {MOST:g}.")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 
@@ -52,7 +51,6 @@ class PlanRun:
         if logs is None:
             return
         try:
-            Path(self._config.save_plan).absolute().parent.mkdir(parents=True, exist_ok=True)
             save_plan(plan_of_run(self._model, merged(logs), self._config.plan), self._config.save_plan)
         except OSError as error:  # the last checkpoint is still to come: it matters more
             print(f" swap: --swap-save-plan was not written: {error}", file=sys.stderr, flush=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import types
 import typing
 from pathlib import Path
 from typing import Any
 
-from megatron.swap.types import UsageError
+from megatron.swap.types import MOST, UsageError
 
 SHORT = re.compile(r"[\[{]\s+([^\[\]{}]*?)\s+[\]}]")
 LINE_WIDTH = 150
@@ -32,9 +33,18 @@ def load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
         UsageError: the file cannot be read, or holds something else.
     """
     try:
-        value = json.loads(Path(path).read_text())
+        return _load(kind, path, name, version)
+    except RecursionError as error:
+        raise UsageError(f"{path}: is nested too deeply. Give the path of a {name} file.") from error
+
+
+def _load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
+    try:
+        value = json.loads(Path(path).read_text(), object_pairs_hook=_object)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of a {name} file.") from error
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
     except ValueError as error:
         raise UsageError(f"{path}: is not JSON ({error}). Give the path of a {name} file.") from error
     if not isinstance(value, dict):
@@ -49,9 +59,33 @@ def load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
     return from_json(kind, value, str(path))
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that stands twice Python's reader would take the last one, without a word."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UsageError(f"the key {key!r} stands twice in one object; each may stand once. Drop one of the two.")
+        found[key] = value
+    return found
+
+
 def save(record: Any, path: str | Path, name: str, version: int) -> None:
-    """Write a dataclass so that ``load`` gives it back."""
-    Path(path).write_text(to_text(record, name, version))
+    """Write a dataclass so that ``load`` gives it back; folders that are missing are made.
+
+    A file that is there stays as it is until the new one is whole.
+    """
+    text = to_text(record, name, version)
+    if Path(path).exists() and not Path(path).is_file():
+        Path(path).write_text(text)  # /dev/stdout, say: nothing may take its place
+        return
+    whole = Path(os.path.realpath(path))  # a link stays a link
+    whole.parent.mkdir(parents=True, exist_ok=True)
+    part = whole.with_name(f".{whole.name}.{os.getpid()}")
+    try:
+        part.write_text(text)
+        part.replace(whole)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def to_text(record: Any, name: str, version: int) -> str:
@@ -89,11 +123,11 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         return {key: _read(arguments[1], part, f"{where}: {key}") for key, part in value.items()}
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(typing.cast(type, kind), value, where)
-    if kind is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        _require(is_number and abs(value) < float("inf"), where, value, "a finite number")
+    if kind in (int, float):  # counts, sizes and times: none is below 0
+        is_number = type(value) in (int, kind) and 0 <= value <= MOST
+        _require(is_number, where, value, f"a {'whole ' if kind is int else ''}number from 0 to {MOST:g}")
         return value
-    _require(type(value) is kind, where, value, {int: "a whole number", str: "a text", bool: "true or false"}[kind])
+    _require(type(value) is kind, where, value, {str: "a text", bool: "true or false"}[kind])
     return value
 
 

@@ -9,6 +9,9 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
+MOST = 1e12
+"""Largest number that a flag or a file may give: beyond all that is measured, and small enough to multiply."""
+
 
 class SwapError(RuntimeError):
     """Base of the errors that this package raises on purpose."""

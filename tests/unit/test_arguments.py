@@ -88,6 +88,7 @@ def test_what_goes_together(folder: Path, flags: str, fields: dict) -> None:
         ("--swap-memory-fraction 1.01", "--swap-memory-fraction 1.01: must be above 0 and at most 1"),
         ("--swap-policy auto --swap-max-candidates 0", "--swap-max-candidates 0: must be 1 to 10"),
         ("--swap-policy auto --swap-max-candidates 11", "--swap-max-candidates 11: must be 1 to 10"),
+        ("--swap-layers 0 --swap-max-candidates 5", "--swap-max-candidates 5: only the planner tries plans. Add"),
         ("--swap-save-plan new.json", "--swap-save-plan new.json: nothing is swapped or recomputed"),
         ("--swap-layers 0 --swap-save-plan .", "--swap-save-plan .: must be a file, not a folder"),
         ("--swap-layers 0 --swap-save-plan plan.json/new", "plan.json is none"),

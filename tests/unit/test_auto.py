@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch import nn
 from megatron.swap.auto import AutoPlan
 from megatron.swap.config import SwapConfig
 from megatron.swap.footprint import FootprintMeter
-from megatron.swap.plan import Plan
+from megatron.swap.plan import Plan, load_plan
+from megatron.swap.planner.profile import load_profile
 from megatron.swap.recorder import Recorder
 from megatron.swap.stages import Step
 from megatron.swap.trace import Ranges
 from megatron.swap.types import GIB
 from tests.lazy_device import LazyDevice
-from tests.unit.planner.cases import model
+from tests.unit.planner.cases import model, random_profile
 
 
 class CachingDevice(LazyDevice):
@@ -134,3 +136,23 @@ def test_what_a_step_took_that_was_larger_than_planned_is_not_the_next_steps(mon
     assert not training.auto.policy.is_short
     assert training.num_followed == 1
     assert training.step(10.0) == 10.0
+
+
+@pytest.mark.parametrize("full", ["save_plan", "save_profile"])
+def test_a_file_that_cannot_be_written_takes_no_other_with_it(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    auto = Training(CachingDevice(), monkeypatch).auto
+    plan, profile = Plan(model(8), None, None, None, ()), random_profile(1)
+    files = {"save_plan": str(tmp_path / "a" / "plan.json"), "save_profile": str(tmp_path / "b" / "profile.json")}
+    auto._config = replace(auto._config, **{**files, full: "/dev/full"})
+    workload: Any = SimpleNamespace(measured=SimpleNamespace(profile=profile))
+    monkeypatch.setattr(auto, "_stages", SimpleNamespace(plan=plan, expected=workload))
+    auto._leaders = {0}
+    auto._save()
+    if full == "save_profile":
+        assert load_plan(files["save_plan"]) == plan
+    else:
+        assert load_profile(files["save_profile"]) == profile
+    flag = f"--{full.replace('_', '-')}".replace("--", "--swap-")
+    assert capsys.readouterr().err == f" swap: {flag} was not written: [Errno 28] No space left on device\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -83,12 +84,35 @@ def test_no_text_is_read_out_of_range_or_breaks_the_parser(text: str, num_layers
         ("cpu_delay_ms", -1, "--swap-cpu-delay-ms"),
         ("log_level", "loud", "--swap-log-level"),
         ("min_mib", float("nan"), "--swap-min-mib"),
+        ("min_mib", 1e308, "--swap-min-mib"),
+        ("host_gib", 1e308, "--swap-host-gib"),
+        ("prefetch_gib", 1e308, "--swap-prefetch-gib"),
+        ("cpu_delay_ms", 1e308, "--swap-cpu-delay-ms"),
     ],
 )
 def test_a_value_out_of_range_names_its_flag(field: str, value: object, flag: str):
     with pytest.raises(UsageError, match=flag) as error:
         SwapConfig(layers=frozenset(), **{field: value})
     assert str(value) in str(error.value)
+
+
+@pytest.mark.parametrize("other", ["plan.json", "./plan.json", "a/../plan.json", "link.json"])
+@pytest.mark.parametrize(("flag", "field"), [("--swap-save-profile", "save_profile"), ("--swap-summary", "summary")])
+def test_one_file_for_two_is_refused(
+    other: str, flag: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
+    with pytest.raises(UsageError, match=f"{flag} {other}: must be another file than that of --swap-save-plan"):
+        SwapConfig(layers=frozenset(), save_plan="plan.json", **{field: other})
+    SwapConfig(layers=frozenset(), save_plan="plan.json", **{field: "other.json"})
+
+
+def test_where_no_file_can_be_made_is_told_at_once():
+    """Rights alone do not tell: root has them."""
+    with pytest.raises(UsageError, match=r"--swap-save-plan /proc/x/plan.json: must be a file that can be written"):
+        SwapConfig(layers=frozenset(), save_plan="/proc/x/plan.json")
 
 
 def test_bounds_are_allowed_and_nothing_changes_afterwards():

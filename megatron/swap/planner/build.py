@@ -122,7 +122,7 @@ def _timed(entry: LayerClass, passes: Sequence[Pass], again_ms: Sequence[float])
             for site in entry.sites
         ),
         sections=tuple(
-            replace(part, recompute_ms=median(again_ms) if again_ms else forward_ms)
+            replace(part, recompute_ms=max(0.0, median(again_ms)) if again_ms else forward_ms)
             if part.name == LAYER_SECTION else part
             for part in entry.sections
         ),

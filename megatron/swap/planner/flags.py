@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.swap.plan import Model
 from megatron.swap.planner.states import States
-from megatron.swap.types import UsageError
+from megatron.swap.types import MOST, UsageError
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,14 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
         if getattr(known, name) is None:
             raise UsageError(f"--{name.replace('_', '-')} is missing among the training flags behind --.")
+    for name, value in vars(known).items():
+        if type(value) is int and not 1 <= value <= MOST:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1 and at most {MOST:g}.")
     tensor, pipeline, context = (
         known.tensor_model_parallel_size, known.pipeline_model_parallel_size, known.context_parallel_size,
     )  # fmt: skip
     replica = tensor * pipeline * context
-    data = (num_gpus or replica) // replica
+    data = (replica if num_gpus is None else num_gpus) // replica
     if data < 1 or (num_gpus or replica) % replica:
         raise UsageError(f"--num-gpus {num_gpus}: must be a multiple of {replica}, the GPUs of one model replica.")
     per_round = known.micro_batch_size * data

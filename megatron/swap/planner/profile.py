@@ -13,7 +13,7 @@ from typing import Literal
 
 from megatron.swap import records
 from megatron.swap.plan import Model
-from megatron.swap.types import GIB, MIB, UsageError
+from megatron.swap.types import GIB, MIB, MOST, UsageError
 
 FORMAT = "megatron-swap profile"
 VERSION = 1
@@ -45,8 +45,8 @@ class Link:
 
     def __post_init__(self) -> None:
         for name, speed in vars(self).items():
-            if speed <= 0:
-                raise UsageError(f"{name}: {speed} is given; a link's speed must be above 0 GB/s.")
+            if not 0 < speed <= MOST:
+                raise UsageError(f"{name}: {speed} is given; a link's speed must be above 0 GB/s, at most {MOST:g}.")
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,6 @@ class Outside:
     kept_gib: float
     peak_gib: float
     sites: tuple[OutsideSite, ...] = ()
-
-    def __post_init__(self) -> None:
-        for site in self.sites:
-            if site.mib < 0 or site.idle_ms < 0:
-                raise UsageError(f"sites: {site.site}: sizes and times must be 0 or more; given are {site}.")
 
 
 @dataclass(frozen=True)

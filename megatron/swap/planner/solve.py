@@ -37,7 +37,7 @@ the link is busy then. Not in a pipeline, where the next backward may be of anot
 """
 DOUBTS = (1.0, 2 / 3, 1 / 3)
 """Shares of what is in doubt of the allocator that are left free."""
-NEAR_BOUND = (1.001, 1.05)
+NEAR_BOUND = (1.001, 1.02)
 """Close enough to the lower bound to stop; behind the second pass more is: what others find there is hardly better."""
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9

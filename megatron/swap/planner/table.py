@@ -8,6 +8,7 @@ from megatron.swap.plan import Plan
 from megatron.swap.planner.profile import OutsideSite, Profile
 from megatron.swap.planner.simulate import Prediction
 from megatron.swap.planner.states import BUCKETS_GIB, States
+from megatron.swap.types import GIB, format_bytes
 
 
 def plan_heading(plan: Plan) -> str:
@@ -16,14 +17,14 @@ def plan_heading(plan: Plan) -> str:
     rows = [
         ("model", f"{model.num_layers} layers of {model.hidden_size}, {model.transformer_impl}, {model.dtype}"),
         ("micro-batch", f"{model.micro_batch_size} x {model.seq_length}"),
-        ("budget", "none" if plan.budget_gib is None else f"{plan.budget_gib:.2f} GiB"),
+        ("budget", "none" if plan.budget_gib is None else _gib(plan.budget_gib)),
     ]  # fmt: skip
     if said is None:
         rows.append(("predicted", "nothing: it was not made by the planner"))
     else:
         bound = "" if said.lower_bound_ms is None else f", no plan is below {said.lower_bound_ms:,.1f} ms in this model"
-        rows += [("peak", f"{said.peak_gib:.2f} GiB"), ("step", f"{said.step_ms:,.1f} ms{bound}"),
-                 ("host", f"{said.host_gib:.2f} GiB pinned")]  # fmt: skip
+        rows += [("peak", _gib(said.peak_gib)), ("step", f"{said.step_ms:,.1f} ms{bound}"),
+                 ("host", f"{_gib(said.host_gib)} pinned")]  # fmt: skip
     return "\n".join(_aligned(rows, numbers=None))
 
 
@@ -93,14 +94,18 @@ def prediction_text(profile: Profile, prediction: Prediction, unswapped: Predict
     bound = f"no plan is below {lower_bound_ms:,.1f} ms in this model"
     slower = 100 * (prediction.step_ms / unswapped.step_ms - 1)
     return "\n".join(_aligned([
-        ("peak", f"{prediction.peak_gib:.2f} GiB", f"{prediction.peak_at} (nothing swapped: {unswapped.peak_gib:.2f})"),
+        ("peak", _gib(prediction.peak_gib), f"{prediction.peak_at} (nothing swapped: {_gib(unswapped.peak_gib)})"),
         ("step", f"{prediction.step_ms:,.1f} ms", f"{slower:+.1f} % to nothing swapped; {bound}"),
         ("waits", f"{prediction.out_stall_ms + prediction.in_stall_ms:,.1f} ms",
          f"for copies out {prediction.out_stall_ms:,.1f}, for copies in {prediction.in_stall_ms:,.1f}"),
         ("recomputed", f"{prediction.recompute_ms:,.1f} ms", "of the step"),
-        ("host", f"{prediction.host_gib:.2f} GiB", "pinned"),
+        ("host", _gib(prediction.host_gib), "pinned"),
         ("profile", "", profile.source),
     ], numbers=1))  # fmt: skip
+
+
+def _gib(gib: float) -> str:
+    return format_bytes(gib * GIB)
 
 
 def _size(mib: float) -> str:

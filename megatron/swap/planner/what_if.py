@@ -7,7 +7,6 @@ from dataclasses import replace
 from megatron.swap.planner.gpus import GPUS, Gpu
 from megatron.swap.planner.profile import Link, Profile
 from megatron.swap.planner.shape import layer_class, outside_scaled, scaled
-from megatron.swap.types import UsageError
 
 
 def with_link(profile: Profile, gb_s: float) -> Profile:
@@ -19,7 +18,7 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
     """Other lengths: bytes go with the tokens, a layer's time with its FLOPs (attention's grow with the square).
 
     Raises:
-        UsageError: not a positive number.
+        UsageError: below 1.
     """
     old = profile.model
     new = replace(
@@ -27,8 +26,6 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
         seq_length=old.seq_length if seq_length is None else seq_length,
         micro_batch_size=old.micro_batch_size if micro_batch_size is None else micro_batch_size,
     )
-    if new.seq_length < 1 or new.micro_batch_size < 1:
-        raise UsageError(f"{new.seq_length} tokens, micro-batches of {new.micro_batch_size}: both must be at least 1.")
     tokens = new.seq_length * new.micro_batch_size / (old.seq_length * old.micro_batch_size)
     gpu = next((gpu for gpu in GPUS.values() if gpu.name == profile.device.name), GPUS["h200"])
     forward, backward = _ratios(profile, gpu, new.seq_length, new.micro_batch_size)

@@ -56,13 +56,22 @@ def test_a_profile_round_trips_exactly(seed: int, tmp_path: Path) -> None:
     [
         (("num_micro_batches",), 0, "num_micro_batches 0 must be at least 1"),
         (("link", "d2h_gb_s"), 0, "link: d2h_gb_s: 0 is given; a link's speed must be above 0"),
-        (("layers", 0, "sites", 0, "done_at_ms"), -1.0, "done_at_ms at least needed_at_ms"),
-        (("layers", 0, "sites", 0, "recompute_ms"), "none", 'recompute_ms: "none" is given; it must be a finite'),
-        (("outside", "sites"), [{"site": "loss/0", "mib": -1.0, "idle_ms": 0.0}], "loss/0: sizes and times must be 0"),
+        (("layers", 0, "sites", 0, "done_at_ms"), 0.0, "done_at_ms at least needed_at_ms"),
+        (("layers", 0, "sites", 0, "recompute_ms"), "none", 'recompute_ms: "none" is given; it must be a number'),
+        (("outside", "sites"), [{"site": "loss/0", "mib": -1.0, "idle_ms": 0.0}], "mib: -1.0 is given"),
+        (("static_gib",), -1.0, "static_gib: -1.0 is given; it must be a number from 0"),
+        (("host_gib",), -1.0, "host_gib: -1.0 is given; it must be a number from 0"),
+        (("outside", "backward_ms"), -1.0, "outside: backward_ms: -1.0 is given; it must be a number from 0"),
+        (("layers", 0, "forward_ms"), -1.0, r"layers\[0\]: forward_ms: -1.0 is given; it must be a number from 0"),
+        (("layers", 0, "forward_peak_mib"), -1.0, "forward_peak_mib: -1.0 is given; it must be a number from 0"),
+        (("layers", 0, "sites", 0, "recompute_ms"), 1e308, r"recompute_ms: 1e\+308 is given; it must be a number"),
+        (("layers", 0, "sections"), [{"name": "x", "frees": [], "needs": [], "recompute_ms": -1}],
+         r"sections\[0\]: recompute_ms: -1 is given"),
+        (("model", "micro_batch_size"), 0, "model: micro_batch_size: 0 is given; it must be at least 1"),
         (("pipeline", "rank"), 3, "rank 3 of 1: must be 0 to size - 1"),
         (("pipeline", "chunks"), [[7]], "must hold the layers of this rank"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_named(path: tuple, value: object, message: str, tmp_path: Path) -> None:
     save_profile(random_profile(1), tmp_path / "profile.json")
     text = json.loads((tmp_path / "profile.json").read_text())

@@ -1,0 +1,131 @@
+"""tools/plan.py: what cannot work is refused in one line, before anything is planned."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.swap.planner.profile import save_profile
+from tests.unit.planner.cases import random_profile
+from tools import plan as program
+
+FLAGS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --bf16"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    save_profile(random_profile(5), tmp_path / "profile.json")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, line: str) -> str:
+    """What the program says instead of planning."""
+    def planned(*_: Any) -> None:
+        raise AssertionError("it has begun to plan")
+
+    monkeypatch.setattr(program, "simulate", planned)
+    monkeypatch.setattr(sys, "argv", ["plan.py", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    return str(ended.value.code)
+
+
+@pytest.mark.parametrize("flag", ["--memory-gib", "--host-gib", "--link-gb-s"])
+@pytest.mark.parametrize("given", ["nan", "inf", "1e+308", "-1"])
+@pytest.mark.parametrize("source", ["--profile profile.json", f"--gpu h200 -- {FLAGS}"])
+def test_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, flag: str, given: str) -> None:
+    said = refusal(monkeypatch, f"{flag} {given} {source}")
+    assert said.startswith(f"error: {flag} {given}: must be a number ")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--profile profile.json --memory-gib 0", "--memory-gib 0: must be a number above 0"),
+        ("--profile profile.json --pipeline-rank 0", "--pipeline-rank 0: does not go with --profile, which knows"),
+        ("--profile profile.json --num-gpus 3", "--num-gpus 3: does not go with --profile, which knows its model"),
+        (f"--profile profile.json -- {FLAGS}", "--num-layers: does not go with --profile, which knows its model"),
+        ("--show plan.json --memory-gib 4", "--memory-gib 4.0: does not go with --show, which prints a plan file"),
+        ("--profile profile.json --seq-length 0", "seq_length: 0 is given; it must be at least 1"),
+        ("--profile profile.json --micro-batch-size -1", "micro_batch_size: -1 is given; it must be at least 1"),
+        (f"--gpu h200 --num-gpus 0 -- {FLAGS}", "--num-gpus 0: must be a multiple of 1"),
+        (f"--gpu h200 --pipeline-rank 7 -- {FLAGS}", "rank 7 of 1: must be 0 to size - 1"),
+        *((f"--gpu h200 -- {FLAGS} --{name} 0", f"--{name} 0: must be at least 1") for name in (
+            "num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "ffn-hidden-size",
+            "global-batch-size", "vocab-size", "tensor-model-parallel-size", "pipeline-model-parallel-size",
+        )),
+        (f"--gpu h200 -- {FLAGS} --seq-length 1{'0' * 400}", f"--seq-length 1{'0' * 400}: must be at least 1 and at"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str) -> None:
+    assert message in refusal(monkeypatch, line)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--save-profile", "--curve"])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("folder.png", "must be a file, not a folder"),
+        ("profile.json/x.png", "profile.json is none"),
+        ("/proc/x.png", "must be a file that can be written; "),
+        (f"{'x' * 300}.png", "must be a file that can be written; "),
+    ],
+)
+def test_where_nothing_can_be_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flag: str, path: str, message: str
+) -> None:
+    (folder / "folder.png").mkdir()
+    before = sorted(folder.iterdir())
+    said = refusal(monkeypatch, f"--profile profile.json {flag} {path}")
+    assert said.startswith(f"error: {flag} {path}: ")
+    assert message in said
+    assert sorted(folder.iterdir()) == before
+
+
+def test_what_is_no_picture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    said = refusal(monkeypatch, "--profile profile.json --curve curve.foo")
+    assert said.startswith("error: --curve curve.foo: must be a picture; its name ends in .")
+
+
+def test_one_file_for_two(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("x.json", "./x.json", str(folder / "x.json"), "link.json"):
+        (folder / "link.json").unlink(missing_ok=True)
+        (folder / "link.json").symlink_to("x.json")
+        said = refusal(monkeypatch, f"--profile profile.json --save x.json --save-profile {path}")
+        assert said == (
+            f"error: --save-profile {path}: must be another file than that of --save, which it would overwrite."
+            .replace("./x", "x")  # as pathlib writes it
+        )  # fmt: skip
+
+
+def test_missing_folders_are_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    line = "plan.py --profile profile.json --save a/plan.json --save-profile b/profile.json --curve c/curve.svg"
+    monkeypatch.setattr(sys, "argv", line.split())
+    monkeypatch.setattr(program, "curve", lambda profile: [program.solve_shares(profile, profile.device.memory_gib)])
+    program.main()
+    assert all((folder / name).is_file() for name in ("a/plan.json", "b/profile.json", "c/curve.svg"))
+
+
+def test_a_disk_that_is_full_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--profile", "profile.json", "--save", "/dev/full"])
+    with pytest.raises(SystemExit, match=r"error: .*No space left on device"):
+        program.main()
+
+
+def test_small_budgets_are_told_apart(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    command = f"plan.py --gpu h200 --memory-gib 0.0999 --save plan.json -- {FLAGS} --vocab-size 256"
+    monkeypatch.setattr(sys, "argv", command.split())
+    program.main()
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--show", "plan.json"])
+    program.main()
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "budget 102 MiB" in lines
+    assert not any("0.00 GiB" in line for line in lines if line.startswith(("peak", "budget", "host ")))
