@@ -22,6 +22,7 @@ UNIT = 1000.0
 SWAPPED_MIB_COST = 1e-7
 """Milliseconds: between equally fast plans the one that copies less, in the earliest and fewest layers."""
 TOUCHED_LAYER_COST = 1e-5
+PROVEN = 1e-7
 MAX_NODES = 300
 """Bounds the search; what is not proven by then shows in the lower bound."""
 
@@ -199,11 +200,17 @@ class Program:
                 self._small[i] = TOUCHED_LAYER_COST
 
     def solve(
-        self, budget_gib: float | None, host_gib: float | None, windows: Windows, least_memory: bool = False
+        self,
+        budget_gib: float | None,
+        host_gib: float | None,
+        windows: Windows,
+        least_memory: bool = False,
+        gap: float = PROVEN,
     ) -> Answer | None:
         """The fastest counts whose memory fits, or (``least_memory``) those that need the least. ``None``: none fits.
 
-        ``budget_gib`` counts as ``Prediction.peak_gib``; ``host_gib``: most host memory.
+        ``budget_gib`` counts as ``Prediction.peak_gib``; ``host_gib``: most host memory; ``gap``: an answer may cost so
+        much more than the best one, as a part of what that costs.
         """
         profile = self._profile
         rows: list[np.ndarray] = []
@@ -250,7 +257,7 @@ class Program:
         done = milp(
             cost, integrality=self._integral, bounds=Bounds(0, self._upper),
             constraints=LinearConstraint(np.array(rows), -np.inf, np.array(limits)),
-            options={"mip_rel_gap": 1e-7, "node_limit": MAX_NODES},
+            options={"mip_rel_gap": gap, "node_limit": MAX_NODES},
         )  # fmt: skip
         if done.x is None:
             return None

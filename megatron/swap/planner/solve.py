@@ -39,6 +39,8 @@ DOUBTS = (1.0, 2 / 3, 1 / 3)
 """Shares of what is in doubt of the allocator that are left free."""
 NEAR_BOUND = (1.001, 1.02)
 """Close enough to the lower bound to stop; behind the second pass more is: what others find there is hardly better."""
+NEAR_OPTIMUM = 1e-4
+"""Of a program that is about to be corrected: what is played differs by more."""
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
 TIGHTER_GIB = 1e-4
@@ -195,7 +197,7 @@ class _Search:
         too_wide: Windows | None = None
         wide_enough: Windows | None = None
         for _ in range(MAX_ROUNDS):
-            answer = self._program.solve(room_gib, host_gib, windows)
+            answer = self._program.solve(room_gib, host_gib, windows, gap=NEAR_OPTIMUM)
             if answer is None:
                 return
             judged = self._judge(answer.counts, window_shares=window_shares)
