@@ -467,6 +467,8 @@ class SwapSession:
             self._manager.drain()
             self._tier.close()
             self._manager = self._tier = None
+        elif self._device is not None:
+            self._device.close()
 
     def _uninstall(self) -> None:
         if self._optimizer is not None:
