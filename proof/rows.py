@@ -14,8 +14,11 @@ Row = dict[str, Any]
 
 NOT_READY, NOT_STABLE = "not ready", "not stable"
 """What the run needs is not there yet; a step that was timed was not one of the plan that stayed."""
+NOT_FALLING, PRUNED = "loss not falling", "pruned"
+"""Of a sweep: a run took all its steps and learned nothing; a run was never begun, for a reason that the row gives."""
 OUTCOME = re.compile(
-    rf"ok|oom_device|oom_host|refused|timeout|{NOT_READY}|{NOT_STABLE}|failed \(-?\d+\)|missing: \S+"
+    rf"ok|oom_device|oom_host|oom_disk|refused|timeout|{NOT_READY}|{NOT_STABLE}|{NOT_FALLING}|{PRUNED}|"
+    r"failed \(-?\d+\)|missing: \S+"
 )
 _NUMBER = (int, float)
 # Always there, whatever became of the run.

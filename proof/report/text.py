@@ -13,9 +13,11 @@ NUMERIC = re.compile(r"–|yes|\*\*no\*\*|not compared|[-+\d.,]+ ?%?(?: \([-\d.,
 OUTCOMES = {
     "oom_device": "out of device memory",
     "oom_host": "out of host memory",
+    "oom_disk": "out of disk",
     "refused": "refused by upstream",
     "timeout": "stopped: too slow",
     "not ready": "could not begin",
+    "loss not falling": "the loss did not fall",
     "not stable": "timed before its plan was stable",
 }
 

@@ -49,13 +49,15 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         virtual = known.num_layers // pipeline // known.num_layers_per_virtual_pipeline_stage
     known.virtual_pipeline_model_parallel_size = virtual
     is_aware = known.use_precision_aware_optimizer
+    is_half = known.bf16 or known.fp16
     if not 0 <= known.swap_optimizer <= 1:
         raise UsageError(f"--swap-optimizer {known.swap_optimizer:g}: must be 0 to 1, a part of its state.")
     states = States(
         gradient_bytes=2 if is_aware and known.main_grads_dtype == "bf16" else 4,
-        state_bytes=10 if is_aware else 12,
+        state_bytes=10 if is_aware else 12 if is_half else 8,
         shards=data * context if known.use_distributed_optimizer else 1,
         resting=known.swap_optimizer,
+        weight_bytes=2 if is_half else 4,
     )
     return Training(model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states)
 
