@@ -21,7 +21,7 @@ from proof.report import compare, overhead, planner, profiles, tables, text
 from proof.report.flags import OFFLOADS, RECOMPUTES, added, is_ours, is_planned, means, shape
 from proof.report.pictures import Picture, frontier_picture, load_picture
 from proof.report.predictions import broken
-from proof.rows import Row, read_rows
+from proof.rows import Row, outcome, read_rows
 
 HERE = Path(__file__).parent
 DIAGRAM = HERE / "streams.svg"
@@ -271,6 +271,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "profiles": profiles,
         "reason": reason,
         "is_ours": is_ours,
+        "outcome": outcome,
     }
     return named, [*pictures, *([curve] if curve else [])]
 

@@ -160,11 +160,9 @@ class Child:
             self._stage = word.decode()
 
 
-def run(
-    request: Request, *, on_gpu: bool, num_ranks: int = 1, timeout_s: float, host_limit_gib: float | None = None
-) -> Finished:
+def run(request: Request, *, on_gpu: bool, num_ranks: int = 1, timeout_s: float) -> Finished:
     """One run by itself, from its start to its end."""
     with Child(request, on_gpu=on_gpu, num_ranks=num_ranks) as child:
         child.say("go")
         child.say("time")
-        return child.finish(timeout_s, host_limit_gib)
+        return child.finish(timeout_s)
