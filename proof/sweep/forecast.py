@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from megatron.swap.plan import Infeasible, load_plan
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import Gpu
-from megatron.swap.planner.shape import params_of_rank, shape_profile
+from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import solve
 from megatron.swap.planner.states import BUCKETS_GIB
@@ -153,32 +154,59 @@ def _activations(
 
     ``host_gib``: room for what is swapped.
     """
-    try:
-        profile = shape_profile(
-            training.model, gpu, training.num_micro_batches, tied=training.tied, states=training.states,
-            host_gib=host_gib,
-        )  # fmt: skip
-    except UsageError:
-        return None  # layers that its formulas do not know
-    path = plan_file(tuple(flags))
+    static_gib = training.states.device_gib(params_of_rank(training.model, training.tied)) + WORKSPACE_GIB
     if searches(tuple(flags)):
+        try:
+            profile = shape_profile(
+                training.model, gpu, training.num_micro_batches, tied=training.tied, states=training.states,
+                host_gib=host_gib,
+            )  # fmt: skip
+        except UsageError:
+            return None  # layers that its formulas do not know
         part = _number(flags, "--swap-memory-fraction", AUTO_FRACTION)
         budget_gib = _number(flags, "--swap-memory-gib", part * gpu.memory_gib)
         try:
             prediction = solve(profile, budget_gib, 1).prediction
         except Infeasible as error:
             return error.smallest_gib, 0.0, budget_gib
+        more_gib, moved_gib = prediction.peak_gib - static_gib, prediction.host_gib
     else:
-        plan = plan_of(training.model, flags) if path is None else load_plan(path)
-        if plan is None or plan.model != training.model:
+        rests = training.states.resting > 0
+        found = _beyond_static(tuple(_without(flags, "--swap-optimizer")), gpu, rests)
+        if found is None:
             return None
-        is_ours = bool(path or training.states.resting) or _value(flags, "--swap-layers") not in (None, "none")
-        profile = with_mlp_section(profile if is_ours else with_megatrons_loss(profile))
-        prediction = simulate(profile, plan)
-    peak_gib = prediction.peak_gib
+        more_gib, moved_gib = found
     if training.states.resting:
-        peak_gib = max(peak_gib, profile.static_gib + BUCKETS_GIB)
-    return peak_gib, prediction.host_gib, gpu.memory_gib
+        more_gib = max(more_gib, BUCKETS_GIB)
+    return static_gib + more_gib, moved_gib, gpu.memory_gib
+
+
+@cache
+def _beyond_static(flags: tuple[str, ...], gpu: Gpu, rests: bool) -> tuple[float, float] | None:
+    """GiB of activations on the device and in host memory, which do not depend on how much state rests.
+
+    ``rests``: some does, and so the loss is computed in parts.
+    """
+    training, path = read_flags(flags), plan_file(flags)
+    try:
+        profile = shape_profile(training.model, gpu, training.num_micro_batches, tied=training.tied)
+        plan = plan_of(training.model, flags) if path is None else load_plan(path)
+    except UsageError:
+        return None
+    if plan is None or plan.model != training.model:
+        return None
+    is_ours = rests or path is not None or _value(flags, "--swap-layers") not in (None, "none")
+    prediction = simulate(with_mlp_section(profile if is_ours else with_megatrons_loss(profile)), plan)
+    return prediction.peak_gib - profile.static_gib, prediction.host_gib
+
+
+def _without(flags: Sequence[str], flag: str) -> list[str]:
+    """The others, and their values."""
+    words = list(flags)
+    while flag in words:
+        at = words.index(flag)
+        del words[at : at + 2]
+    return words
 
 
 def _value(flags: Sequence[str], flag: str) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proof.rows import GIB, PRUNED, Row, outcome
+from proof.sweep.axes import AXES
 
 ABSENT = "–"
 STATIC_SHARE = 0.9
@@ -96,6 +97,13 @@ def found_in(rows: Sequence[Row]) -> list[Found]:
     return found
 
 
+def champions(rows: Sequence[Row]) -> list[Row]:
+    """The row of ours that got furthest, and that of the others; of equal ones the fastest."""
+    best = [one.best for one in found_in(rows) if one.best is not None]
+    sides = ([row for row in best if row["is_ours"] == is_ours] for is_ours in (True, False))
+    return [max(side, key=lambda row: (row["value"], row["tokens_per_s"])) for side in sides if side]
+
+
 def limit_of(rows: Sequence[Row]) -> Limit:
     """Of the machine that the rows come from; of what disks had free the least, which all runs had."""
     tiers = [row["tiers_gib"] for row in rows]
@@ -172,5 +180,7 @@ def markdown(rows: Sequence[Row]) -> str:
     ]  # fmt: skip
     lines += [f"| {' | '.join(cells)} |" for cells in [HEAD, ["---"] * len(HEAD), *table(rows)]]
     told = [f"- {found.method}: {found.limit}" for found in found_in(rows) if found.limit]
-    lines += ["", *told, *([""] if told else []), limit_of(rows).text, ""]
+    lines += ["", *told, *([""] if told else [])]
+    if AXES[first["axis"]].grows:
+        lines += [limit_of(rows).text, ""]
     return "\n".join(lines)
