@@ -56,6 +56,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, interrupt)
     try:
         sweep = load_sweep(find_sweep(options.sweep))
+        sweep.chosen(options.method)  # before the machine is looked at, which takes seconds
         if options.list:
             show(sweep.chosen(options.method))
         elif options.dry_run:
@@ -83,11 +84,11 @@ def scene(sweep: Sweep, gpu_name: str | None) -> Scene:
     Raises:
         SuiteError: a GPU is needed and there is none.
     """
+    assumed = None if gpu_name is None else find_gpu(gpu_name)
     facts = machine.facts()
     gpu, device_gib = gpu_of(facts["machine"]["gpu"]), facts["machine"]["device_memory_gib"]
-    if gpu_name is not None:
-        gpu = find_gpu(gpu_name)
-        device_gib = gpu.memory_gib
+    if assumed is not None:
+        gpu, device_gib = assumed, assumed.memory_gib
     if sweep.on_gpu and device_gib is None:
         raise SuiteError(
             f"sweep {sweep.name} needs a GPU, and this machine has none; --sweep quick runs on the CPU, --dry-run "
@@ -98,7 +99,7 @@ def scene(sweep: Sweep, gpu_name: str | None) -> Scene:
     budget = safe_host_bytes(1)
     host_gib = min(budget.total_bytes, budget.cgroup_limit_bytes or budget.total_bytes) / GIB
     if sweep.host_limit_gib is not None:
-        host_gib = sweep.host_limit_gib if gpu_name else min(host_gib, sweep.host_limit_gib)
+        host_gib = sweep.host_limit_gib if assumed else min(host_gib, sweep.host_limit_gib)
     tiers = Tiers(device_gib, host_gib, sweep.disk_gib)
     return Scene(facts, tiers, gpu, shlex.join(["python", "tools/sweep.py", *sys.argv[1:]]))
 
