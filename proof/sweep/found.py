@@ -76,11 +76,16 @@ class Limit:
         return (self.device_gib + self.host_gib + self.disk_gib) * GIB / self.param_bytes
 
     @property
+    def sum(self) -> str:
+        """The tiers that there are."""
+        tiers = [("device", self.device_gib), ("host", self.host_gib), ("disk", self.disk_gib)]
+        return " + ".join(f"{gib:.1f} GiB of {tier}" for tier, gib in tiers if gib >= 0.05)
+
+    @property
     def text(self) -> str:
         return (
-            f"The physical limit of this machine: {self.device_gib:.1f} GiB of device, {self.host_gib:.1f} of host and "
-            f"{self.disk_gib:.2f} of disk, "
-            f"at {self.param_bytes} bytes a parameter: {short(self.params)} parameters."
+            f"The physical limit of this machine: {short(self.params)} parameters, {self.sum} memory at "
+            f"{self.param_bytes} bytes a parameter."
         )
 
 

@@ -94,10 +94,8 @@ def _words(panel: Any, place: int, found: Found, color: str) -> None:
 def _below(unit: str, limit: Limit | None, is_near: bool) -> str:
     if limit is None:
         return unit
-    tiers = [("device", limit.device_gib), ("host", limit.host_gib), ("disk", limit.disk_gib)]
-    parts = " + ".join(f"{gib:.0f} GiB of {tier}" for tier, gib in tiers if gib)
     what = "hatched: up to the physical limit" if is_near else "far to the right: the physical limit"
     return (
         "billion parameters\n"
-        f"{what}, {short(limit.params)} = ({parts}) / {limit.param_bytes} bytes"
+        f"{what}, {short(limit.params)} = ({limit.sum}) / {limit.param_bytes} bytes"
     )
