@@ -14,9 +14,22 @@ Row = dict[str, Any]
 
 NOT_READY, NOT_STABLE = "not ready", "not stable"
 """What the run needs is not there yet; a step that was timed was not one of the plan that stayed."""
+NOT_FALLING, PRUNED = "loss not falling", "pruned"
+"""Of a sweep: a run took all its steps and learned nothing; a run was never begun, for a reason that the row gives."""
 OUTCOME = re.compile(
-    rf"ok|oom_device|oom_host|refused|timeout|{NOT_READY}|{NOT_STABLE}|failed \(-?\d+\)|missing: \S+"
+    rf"ok|oom_device|oom_host|oom_disk|refused|timeout|{NOT_READY}|{NOT_STABLE}|{NOT_FALLING}|{PRUNED}|"
+    r"failed \(-?\d+\)|missing: \S+"
 )
+WORDS = {
+    "oom_device": "out of device memory",
+    "oom_host": "out of host memory",
+    "oom_disk": "out of disk",
+    "refused": "refused by upstream",
+    "timeout": "stopped: too slow",
+    NOT_READY: "could not begin",
+    NOT_FALLING: "the loss did not fall",
+    NOT_STABLE: "timed before its plan was stable",
+}
 _NUMBER = (int, float)
 # Always there, whatever became of the run.
 _NAMED: dict[str, tuple[type, ...]] = {
@@ -71,6 +84,12 @@ def peak_gib(row: Row) -> float | None:
     """The peak that counts for a row; ``None``: not measured."""
     found = row.get(PEAKS[row.get("peak") or "allocated"])
     return None if found is None else float(found)
+
+
+def outcome(row: Row) -> str:
+    """What became of a run, in words."""
+    found: str = row["outcome"]
+    return WORDS.get(found, found.replace("missing:", "not installed:"))
 
 
 def check_row(row: Row, where: str = "row") -> None:

@@ -14,18 +14,15 @@ begin or was timed before its plan was stable, 75 runs are left (``--resume``), 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from proof import machine
+from proof.bench.output import INTERRUPTED, RUNS_LEFT, alone, check_options, interrupt
 from proof.bench.picture import draw
 from proof.bench.progress import Display
 from proof.bench.results import Book
@@ -33,8 +30,6 @@ from proof.bench.runner import items, measure
 from proof.bench.suite import Suite, SuiteError, find_suite, load_suite, suite_names
 from proof.bench.table import markdown
 from proof.rows import NOT_READY, NOT_STABLE, RowError, peak_gib
-
-RUNS_LEFT, INTERRUPTED = 75, 130
 
 
 def main() -> None:
@@ -48,11 +43,7 @@ def main() -> None:
     parser.add_argument("--time-limit-s", type=float, help="start no run that may not end within this time")
     parser.add_argument("--list", action="store_true", help="print cases and methods with their flags, run nothing")
     options = parser.parse_args()
-    if options.time_limit_s is not None and not options.time_limit_s > 0:
-        parser.error(f"--time-limit-s {options.time_limit_s:g}: must be more than 0")
-    if options.output.suffix != ".jsonl":
-        # The table and the picture take its name with another suffix: they must not take its place.
-        parser.error(f"--output {options.output}: the name of the rows must end in .jsonl")
+    check_options(parser, options)
     signal.signal(signal.SIGTERM, interrupt)
     try:
         suite = load_suite(find_suite(options.suite))
@@ -67,36 +58,6 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted before the first run", flush=True)
         sys.exit(INTERRUPTED)
-
-
-def interrupt(number: int, frame: Any) -> None:
-    """Being told to end is being interrupted: measured processes are stopped, what is done is written."""
-    raise KeyboardInterrupt
-
-
-@contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Hold the lock of an output file: of two programs that rewrite it, each would lose the other's rows.
-
-    Raises:
-        SuiteError: another program holds it, or the file cannot be one.
-    """
-    if path.exists() and not path.is_file():
-        raise SuiteError(f"--output {path} is no file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(f".{path.name}.lock")
-    with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = lock.exists() and lock.samefile(f"/proc/self/fd/{file.fileno()}")
-        except BlockingIOError:
-            is_ours = False
-        if not is_ours:  # held, or removed by its holder since we opened it
-            raise SuiteError(f"--output {path}: another run is writing it; wait for its end, or name another file")
-        try:
-            yield
-        finally:
-            lock.unlink()
 
 
 def show(suite: Suite) -> None:

@@ -122,7 +122,7 @@ def _open_items(suite: Suite, book: Book) -> list[Item]:
 
 def _request(book: Book, item: Item) -> Request | Run:
     """What the process is told; or the run that cannot be, with the reason."""
-    if (package := _missing(item.method)) is not None:
+    if (package := missing(item.method)) is not None:
         return {"outcome": f"missing: {package}", "output_tail": f"no module named {package}"}
     try:
         return book.request(item.case, item.method)
@@ -132,12 +132,12 @@ def _request(book: Book, item: Item) -> Request | Run:
 
 def _next_child(suite: Suite, book: Book, todo: list[Item]) -> Child | None:
     """The process of the next run that can be: if it waits for the one of now to tell its budget, none yet."""
-    following = next((item for item in todo if _missing(item.method) is None), None)
+    following = next((item for item in todo if missing(item.method) is None), None)
     request = None if following is None else _request(book, following)
     return Child(request, on_gpu=suite.on_gpu) if isinstance(request, Request) else None
 
 
-def _missing(method: Method) -> str | None:
+def missing(method: Method) -> str | None:
     """The first package that the method needs and this Python lacks; what that one lacks, its process finds out."""
     packages = [name.split(".")[0] for name in method.piece.requires]
     return next((name for name in packages if importlib.util.find_spec(name) is None), None)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 from proof.bench.budgets import Memory, NotReady, resolved
 from proof.bench.losses import REPEAT
 from proof.bench.methods import Method, MethodError, parse_method
+from proof.bench.toml_file import SuiteError, Table, check_names, environment, number, read_table, value_of
 from proof.machine import ROOT
 from proof.rows import PEAKS
 from proof.run.request import Request
@@ -25,11 +24,6 @@ TIMING = {"warm_up": 2, "timed": 1, "rounds": 1}
 look for their plan themselves; without it ``warm_up``."""
 REFERENCE = "none"
 """The method whose losses the others' are compared with, and whose memory relative budgets stand in relation to."""
-_MISSING: Any = object()
-
-
-class SuiteError(ValueError):
-    """A suite, or a choice from it, that cannot be run; the message names file and key."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +101,9 @@ class Suite:
         """
         if rounds is not None and rounds < 1:
             raise SuiteError(f"--rounds {rounds}: at least 1")
-        _check_names("--case", cases, [case.name for case in self.cases])
+        check_names("--case", cases, [case.name for case in self.cases])
         kept = [case for case in self.cases if not cases or case.name in cases]
-        _check_names("--method", methods, list(dict.fromkeys(m.name for case in kept for m in case.methods)))
+        check_names("--method", methods, list(dict.fromkeys(m.name for case in kept for m in case.methods)))
         chosen = [
             replace(
                 case, rounds=rounds or case.rounds,
@@ -138,11 +132,7 @@ def load_suite(path: Path) -> Suite:
     Raises:
         SuiteError: not TOML, a missing or unknown key, a value of another type, a method that cannot be built.
     """
-    try:
-        content = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SuiteError(f"{path.name}: not TOML: {error}") from error
-    top = _Table(path.name, content)
+    top = read_table(path)
     device = top.take("device", str)
     if device not in DEVICES:
         raise SuiteError(f"{path.name}: device = {device!r}; allowed: {' or '.join(DEVICES)}")
@@ -156,7 +146,7 @@ def load_suite(path: Path) -> Suite:
         timing=timing,
         warm_up_auto=top.take("warm_up_auto", int, default=timing["warm_up"], least=TIMING["warm_up"]),
         timed_limit_s=top.take("timed_limit_s", int, default=None, least=1),
-        env=_env(top.table("env")) if "env" in top.content else {},
+        env=environment(top.table("env")) if "env" in top.content else {},
         peak=peak,
         on_gpu=device == "gpu",
     )
@@ -189,16 +179,16 @@ class _Common:
     on_gpu: bool
 
 
-def _case(name: str, table: _Table, common: _Common) -> Case:
+def _case(name: str, table: Table, common: _Common) -> Case:
     words = shlex.split(f"{common.flags} {table.take('flags', str)}")
     micro_batches = table.take("micro_batches", int, least=1)
     timing = {key: table.take(key, int, default=value, least=TIMING[key]) for key, value in common.timing.items()}
     warm_up_auto = table.take("warm_up_auto", int, default=common.warm_up_auto, least=TIMING["warm_up"])
     warm_up_auto = max(warm_up_auto, timing["warm_up"])
     schedule = _schedule(table, words)
-    env = common.env | (_env(table.table("env")) if "env" in table.content else {})
+    env = common.env | (environment(table.table("env")) if "env" in table.content else {})
     methods = _methods(table, words, common)
-    batch = micro_batches * _number(table.path, words, "--micro-batch-size")
+    batch = micro_batches * number(table.path, words, "--micro-batch-size")
     searches = any(method.searches for method in methods)
     num_steps = (warm_up_auto if searches else timing["warm_up"]) + timing["timed"]
     words += ["--global-batch-size", str(batch), "--train-iters", str(num_steps)]
@@ -213,15 +203,15 @@ def _case(name: str, table: _Table, common: _Common) -> Case:
     )  # fmt: skip
 
 
-def _methods(table: _Table, words: Sequence[str], common: _Common) -> tuple[Method, ...]:
+def _methods(table: Table, words: Sequence[str], common: _Common) -> tuple[Method, ...]:
     """Those of the suite, but for ``without``, and the case's own. ``words``: the flags of the case."""
     left_out = table.take("without", list, default=[])
-    _check_names(f"{table.path}: without", left_out, list(common.methods))
+    check_names(f"{table.path}: without", left_out, list(common.methods))
     shared = {key: text for key, text in common.methods.items() if key not in left_out}
     own = table.table("methods").content if "methods" in table.content else {}
     table.refuse_rest("methods", "env")
-    num_layers = _number(table.path, words, "--num-layers")
-    has_te = _value(table.path, words, "--transformer-impl") == "transformer_engine"
+    num_layers = number(table.path, words, "--num-layers")
+    has_te = value_of(table.path, words, "--transformer-impl") == "transformer_engine"
     built = []
     for method, text in {**shared, **own}.items():
         if not isinstance(text, str):
@@ -235,17 +225,12 @@ def _methods(table: _Table, words: Sequence[str], common: _Common) -> tuple[Meth
     return tuple(built)
 
 
-def _env(table: _Table) -> dict[str, str]:
-    """Variables of every method's process."""
-    return {name: table.take(name, str) for name in table.content}
-
-
-def _schedule(table: _Table, words: Sequence[str]) -> tuple[tuple[int, int], ...]:
+def _schedule(table: Table, words: Sequence[str]) -> tuple[tuple[int, int], ...]:
     """``sequence_schedule = [[50, 4096], [50, 2048]]``: so many steps of so long sequences, over and over."""
     given = table.take("sequence_schedule", list, default=[])
     if not given:
         return ()
-    longest = _number(table.path, words, "--seq-length")
+    longest = number(table.path, words, "--seq-length")
     for part in given:
         is_pair = isinstance(part, list) and len(part) == 2 and all(type(number) is int for number in part)
         if not is_pair or part[0] < 1 or not 1 <= part[1] <= longest:
@@ -254,55 +239,3 @@ def _schedule(table: _Table, words: Sequence[str]) -> tuple[tuple[int, int], ...
                 f"--seq-length, {longest}, are expected"
             )
     return tuple((num_steps, length) for num_steps, length in given)
-
-
-class _Table:
-    """A table of the file that knows where it stands, and which keys were asked for."""
-
-    def __init__(self, path: str, content: dict[str, Any]) -> None:
-        self.path = path
-        self.content = content
-        self._taken: set[str] = set()
-
-    def take(self, key: str, kind: type[Any], default: Any = _MISSING, least: int | None = None) -> Any:
-        self._taken.add(key)
-        value = self.content.get(key, default)
-        if value is _MISSING:
-            raise SuiteError(f"{self.path}: key {key!r} is missing")
-        if value is default:
-            return value
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise SuiteError(f"{self.path}: {key} = {value!r}; expected: {kind.__name__}")
-        if least is not None and value < least:
-            raise SuiteError(f"{self.path}: {key} = {value!r}; at least {least}")
-        return value
-
-    def table(self, key: str) -> _Table:
-        return _Table(f"{self.path}: [{key}]", self.take(key, dict))
-
-    def refuse_rest(self, *tables: str) -> None:
-        unknown = sorted(set(self.content) - self._taken - set(tables))
-        if unknown:
-            allowed = ", ".join(sorted(self._taken | set(tables)))
-            raise SuiteError(f"{self.path}: unknown key {unknown[0]!r}; allowed: {allowed}")
-
-
-def _value(where: str, words: Sequence[str], flag: str) -> str:
-    """The last value of a flag, as Megatron's parser takes it."""
-    values = [value for name, value in itertools.pairwise(words) if name == flag]
-    if not values:
-        raise SuiteError(f"{where}: the flags have no {flag}")
-    return values[-1]
-
-
-def _number(where: str, words: Sequence[str], flag: str) -> int:
-    value = _value(where, words, flag)
-    if not value.isdecimal() or int(value) < 1:
-        raise SuiteError(f"{where}: {flag} {value}: a whole number from 1 on is expected")
-    return int(value)
-
-
-def _check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise SuiteError(f"{what} {unknown[0]}: not in this suite; there are {', '.join(known)}")

@@ -17,11 +17,11 @@ import markdown  # type: ignore[import-untyped]
 
 from proof.bench import losses
 from proof.bench.suite import SuiteError, find_suite, load_suite
-from proof.report import compare, overhead, planner, profiles, tables, text
+from proof.report import compare, overhead, planner, profiles, sweeps, tables, text
 from proof.report.flags import OFFLOADS, RECOMPUTES, added, is_ours, is_planned, means, shape
 from proof.report.pictures import Picture, frontier_picture, load_picture
 from proof.report.predictions import broken
-from proof.rows import Row, read_rows
+from proof.rows import Row, outcome, read_rows
 
 HERE = Path(__file__).parent
 DIAGRAM = HERE / "streams.svg"
@@ -32,6 +32,7 @@ COMMANDS = {
     "prove-overhead": "python tools/prove.py overhead --output docs/results/h200-overhead.jsonl",
     "prove-equality": "python tools/prove.py equality --spec transformer_engine local --output equality.jsonl",
     "prove-ranks": "python tools/prove.py ranks --case tp2-sp pp2-vpp dp2-distopt --output ranks.jsonl",
+    "sweep": sweeps.COMMAND,
     "profile": "bash tools/profile.sh --swap-layers …",
 }
 EARLIER = "earlier"
@@ -47,12 +48,13 @@ class Results:
     profiles: list[profiles.Group]
     literature: list[dict[str, Any]]
     suites: dict[str, list[Row]] = field(init=False)
+    sweeps: dict[str, list[Row]] = field(init=False)
 
     def __post_init__(self) -> None:
+        others, self.sweeps = sweeps.split(self.files)
         self.suites = {}
-        for _, rows in self.files:
-            for row in rows:
-                self.suites.setdefault(row["suite"], []).append(row)
+        for row in others:
+            self.suites.setdefault(row["suite"], []).append(row)
 
 
 def read_results(folder: Path) -> Results:
@@ -225,6 +227,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
     """What the template is given, and the pictures that it shows."""
     folder = output / "report"
     suites = build_suites(results, folder)
+    swept = sweeps.build_sweeps(results.sweeps, folder)
     overhead_cases = compare.cases(results.suites.get("prove-overhead", []))
     measured = {f"{case} (prove-overhead)": rows for case, rows in overhead_cases.items()}
     for suite in suites:
@@ -233,10 +236,12 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
     plain = {name: [step for step in steps if overhead.is_plain(step)] for name, steps in ladders.items()}
     plain = {name: steps for name, steps in plain.items() if any(step.load is not None for step in steps)}
     curve = load_picture(folder / "overhead.png", plain) if plain else None
-    pictures = [case.picture for suite in suites for case in suite.cases if case.picture is not None]
+    pictures = [sweep.picture for sweep in swept]
+    pictures += [case.picture for suite in suites for case in suite.cases if case.picture is not None]
     equality = {name: tables.equal_runs(results.suites.get(name, [])) for name in ("prove-equality", "prove-ranks")}
     named = {
         "suites": suites,
+        "sweeps": swept,
         "ladders": ladders,
         "no_base": {
             name: [row for row in rows if row["method"] == "none"]
@@ -271,6 +276,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "profiles": profiles,
         "reason": reason,
         "is_ours": is_ours,
+        "outcome": outcome,
     }
     return named, [*pictures, *([curve] if curve else [])]
 

@@ -18,9 +18,8 @@ from proof.report.text import (
     cell_ratio,
     cell_share,
     cell_spread,
-    outcome,
 )
-from proof.rows import GIB, PEAKS, Row, peak_gib
+from proof.rows import GIB, PEAKS, Row, outcome, peak_gib
 
 COMPARED = ("losses_equal", "grad_norms_equal", "weights_sha256_equal")
 

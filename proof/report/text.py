@@ -10,14 +10,6 @@ from proof.rows import Row
 
 ABSENT = "–"
 NUMERIC = re.compile(r"–|yes|\*\*no\*\*|not compared|[-+\d.,]+ ?%?(?: \([-\d.,–]+\))?")
-OUTCOMES = {
-    "oom_device": "out of device memory",
-    "oom_host": "out of host memory",
-    "refused": "refused by upstream",
-    "timeout": "stopped: too slow",
-    "not ready": "could not begin",
-    "not stable": "timed before its plan was stable",
-}
 
 
 @dataclass(frozen=True)
@@ -66,12 +58,6 @@ def cell_spread(row: Row) -> str:
     """Median, and from the least to the most."""
     times = row["step_ms_all"]
     return f"{cell_ms(row['step_ms_median'])} ({min(times):.1f}–{max(times):.1f})"
-
-
-def outcome(row: Row) -> str:
-    """What became of a run, in words."""
-    found: str = row["outcome"]
-    return OUTCOMES.get(found, found.replace("missing:", "not installed:"))
 
 
 def listed(words: Sequence[str]) -> str:

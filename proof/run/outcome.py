@@ -18,6 +18,11 @@ _HOST = re.compile(
     r"Cannot allocate memory",
     re.MULTILINE,
 )
+_DISK = re.compile(
+    r"DiskError: .*(?:the limit is|No space left on device|Disk quota exceeded)|"
+    r"UsageError: --swap-disk-gib: .* are free"
+)
+"""The disk is full, or was before training. That it has failed otherwise is another matter."""
 _EITHER = re.compile(r"CUDA error: out of memory")
 _PINNING = re.compile(r"pin_memory|pinned")
 _MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
@@ -42,6 +47,8 @@ def classify(code: int, output: str, stage: str, requires: tuple[str, ...] = ())
         return "timeout"
     if code in (-9, 137):
         return "oom_host"  # nobody else sends this signal: the kernel does, or we at the host's limit
+    if _DISK.search(output):
+        return "oom_disk"  # first: ending after it, a run may find other memory short too, but not the other way round
     if _DEVICE.search(output):
         return "oom_device"
     if _HOST.search(output):

@@ -220,12 +220,14 @@ def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
 
     Nothing where nothing is swapped. Read before it is taken down.
     """
+    found = {} if session._disk is None else {"disk_peak_gib": session._disk.booked_bytes / GIB}
     if session._manager is None:
-        return {}
+        return found
     totals, tier = session._manager.counters.totals(), session._tier.stats()
     if session._auto is not None and session._steps:  # the steps before it was stable were others
         totals, num_steps = session._steps[-1].moved, 1
     return {
+        **found,
         "host_booked_gib": tier.booked_bytes / GIB,
         "host_leased_gib": tier.leased_peak_bytes / GIB,
         "swapped_out_bytes": totals.out_bytes // num_steps,

@@ -55,12 +55,14 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     part = parse_part(known.swap_optimizer)
     if part is not None and not 0 <= part <= 1:
         raise UsageError(f"--swap-optimizer {part:g}: must be 0 to 1, a part of its state, or auto.")
+    is_half = known.bf16 or known.fp16
     states = States(
         gradient_bytes=2 if is_aware and known.main_grads_dtype == "bf16" else 4,
-        state_bytes=10 if is_aware else 12,
+        state_bytes=10 if is_aware else 12 if is_half else 8,
         shards=data * context if known.use_distributed_optimizer else 1,
         resting=1.0 if part is None else part,
         auto=part is None,
+        weight_bytes=2 if is_half else 4,
     )
     return Training(model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states)
 

@@ -18,6 +18,8 @@ class Gpu:
         optimizer_gb_s: of the optimizer's step, its many small tensors and the gradient norm included.
         link_gb_s: pinned memory, one direction, this GPU alone.
         link_both_gb_s: each direction, while both are busy.
+        peak_tflops: bf16, dense, of its data sheet.
+        cuda_name: as CUDA tells it.
     """
 
     name: str
@@ -29,19 +31,28 @@ class Gpu:
     link_gb_s: float
     link_both_gb_s: float
     source: str
+    peak_tflops: float
+    cuda_name: str
 
 
 SHEET = "data sheet: 0.6 of its dense bf16 TFLOP/s, 0.7 of its memory's speed, 0.85 of PCIe's; not measured"
 
 GPUS = {
-    "h200": Gpu("NVIDIA H200", 681, 588, 3400, 2300, 139.8, 55.3, 49, "measured on one H200 (docs/results)"),
-    "h100": Gpu("NVIDIA H100 SXM", 593, 510, 2345, 1600, 79.1, 53.5, 47, SHEET),
-    "a100-80": Gpu("NVIDIA A100 80 GB SXM", 187, 160, 1427, 980, 79.1, 26.8, 23, SHEET),
-    "b200": Gpu("NVIDIA B200", 1350, 1160, 5600, 3800, 178.0, 53.5, 47, SHEET),
-    "l40s": Gpu("NVIDIA L40S", 217, 190, 605, 410, 44.4, 26.8, 23, SHEET),
+    "h200": Gpu("NVIDIA H200", 681, 588, 3400, 2300, 139.8, 55.3, 49, "measured on one H200 (docs/results)", 989,
+                "NVIDIA H200"),
+    "h100": Gpu("NVIDIA H100 SXM", 593, 510, 2345, 1600, 79.1, 53.5, 47, SHEET, 989, "NVIDIA H100 80GB HBM3"),
+    "a100-80": Gpu("NVIDIA A100 80 GB SXM", 187, 160, 1427, 980, 79.1, 26.8, 23, SHEET, 312,
+                   "NVIDIA A100-SXM4-80GB"),
+    "b200": Gpu("NVIDIA B200", 1350, 1160, 5600, 3800, 178.0, 53.5, 47, SHEET, 2250, "NVIDIA B200"),
+    "l40s": Gpu("NVIDIA L40S", 217, 190, 605, 410, 44.4, 26.8, 23, SHEET, 362, "NVIDIA L40S"),
 }
 """By the name that the command line takes. Eight GPUs of one host that copy at once get 10 to 14 GB/s each on the
 machine that was measured: say so with --link-gb-s."""
+
+
+def gpu_of(cuda_name: str) -> Gpu | None:
+    """The GPU that CUDA calls so; ``None``: it is not in the table."""
+    return next((gpu for gpu in GPUS.values() if gpu.cuda_name == cuda_name), None)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from megatron.swap.types import GIB
 
-WEIGHT_BYTES = 2
-"""Of one parameter, in bf16."""
 BUCKETS_GIB = 0.75
 """On the device while the optimizer steps state that rests: three buckets (``optimizer.py``), once activations are
 gone."""
@@ -26,6 +24,7 @@ class States:
         shards: ranks that share the state.
         resting: part of the state that rests in host memory (``--swap-optimizer``).
         auto: that is the most; how much rests the planner decides.
+        weight_bytes: of one parameter: in bf16, or in fp32, where the weights are the main values.
     """
 
     gradient_bytes: int = 4
@@ -33,10 +32,16 @@ class States:
     shards: int = 1
     resting: float = 0.0
     auto: bool = False
+    weight_bytes: int = 2
+
+    @property
+    def param_bytes(self) -> int:
+        """Of one parameter, in all places together; of the state a rank's share alone is fewer."""
+        return self.weight_bytes + self.gradient_bytes + self.state_bytes
 
     def weights_gib(self, num_params: float) -> float:
         """Of so many parameters on a rank."""
-        return num_params * WEIGHT_BYTES / GIB
+        return num_params * self.weight_bytes / GIB
 
     def gradients_gib(self, num_params: float) -> float:
         return num_params * self.gradient_bytes / GIB

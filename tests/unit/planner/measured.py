@@ -8,19 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.swap.config import parse_layers
-from megatron.swap.plan import Model, Plan, PlanClass, SitePlan, format_layers
 from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.profile import Link, Profile, Section
-from megatron.swap.planner.shape import kernel_ms, layer_class, shape_profile, with_times
+from megatron.swap.planner.profile import Link, Profile
+from megatron.swap.planner.shape import shape_profile, with_times
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import empty_plan, solve
-from megatron.swap.policy import matches
-from megatron.swap.types import GIB, LOSS_ROWS
+from proof.sweep.plans import plan_of, with_megatrons_loss, with_mlp_section
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 FILES = ("h200-dense.jsonl", "h200-long-context.jsonl", "h200-overhead.jsonl")
+WRAPPED = ("save-on-cpu", "torchtune-offload", "torchtune-offload-one-stream", "deepspeed-checkpoint")
+"""Peers that no flag tells."""
 STATIC_GIB_OF_OVERHEAD = {"L16-h4096": 58.774}
 """Rows of h200-overhead.jsonl have none of their own; this one was measured in h200-dense.jsonl."""
 
@@ -53,7 +52,7 @@ def compared(file: str) -> Iterator[Compared]:
         case = row["case"].split()[0]
         flags = row["flags"].split()
         training = read_flags(flags)
-        plan = plan_of(training.model, flags, row["method"])
+        plan = None if row["method"] in WRAPPED else plan_of(training.model, flags)
         if row["outcome"] != "ok" or plan is None:
             continue
         profile = shape_profile(training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied)
@@ -68,58 +67,6 @@ def compared(file: str) -> Iterator[Compared]:
         if none is not None and measured:
             profile = with_times(profile, none["forward_ms"], none["backward_ms"], none["step_ms_median"])
         yield Compared(file, case, row["method"], row, simulate(profile, plan), measured)
-
-
-def with_megatrons_loss(profile: Profile) -> Profile:
-    """The loss as it was in all of these runs: logits, copied in single precision, and the copy is what is saved."""
-    model = profile.model
-    tokens = model.seq_length * model.micro_batch_size / model.context_parallel
-    copy_gib = 4 * tokens * model.padded_vocab_size / model.tensor_parallel / GIB
-    part_gib = copy_gib / max(1, tokens // LOSS_ROWS)
-    outside = profile.outside
-    return replace(profile, outside=replace(
-        outside, kept_gib=outside.kept_gib + copy_gib / 2, peak_gib=outside.peak_gib + copy_gib - part_gib
-    ))  # fmt: skip
-
-
-MADE_BY = {"norm": ("self_attention.linear_qkv/1", "mlp.linear_fc1/1"), "activation": ("mlp.linear_fc2/0",)}
-"""What ``--swap-recompute`` makes again."""
-
-
-def with_mlp_section(profile: Profile) -> Profile:
-    """Megatron's selective recomputation of the MLP: fc2 runs again as well, though nobody needs its output."""
-    times = kernel_ms(profile.model, find_gpu("h200"))
-    frees = ("mlp.linear_fc1/1", "mlp/0", "mlp.linear_fc2/0")
-    mlp = Section("mlp", frees, ("mlp.linear_fc1/0",), times["fc1"] + times["activation"] + times["fc2"])
-    return replace(profile, layers=tuple(replace(one, sections=(mlp, *one.sections)) for one in profile.layers))
-
-
-def plan_of(model: Model, flags: list[str], method: str) -> Plan | None:
-    """The plan that the flags of a run amount to; ``None`` for a peer that does something else."""
-    if any(flag.startswith(("--fine-grained", "--cpu-offloading")) for flag in flags) or method in (
-        "save-on-cpu", "torchtune-offload", "torchtune-offload-one-stream", "deepspeed-checkpoint",
-    ):  # fmt: skip
-        return None
-    sections: tuple[str, ...] = ()
-    if "--recompute-modules" in flags:
-        modules = flags[flags.index("--recompute-modules") + 1 :]
-        modules = modules[: next((i for i, word in enumerate(modules) if word.startswith("--")), len(modules))]
-        if set(modules) - {"mlp", "layernorm"} or "mlp" not in modules:
-            return None  # TransformerEngine's norms are inside its linear layers: "layernorm" changes nothing
-        sections = ("mlp",)
-    elif "--recompute-granularity" in flags:
-        sections = ("layer",)
-    names = [one.site for one in layer_class(model, find_gpu("h200"), (0,)).sites]
-    swapped: frozenset[int] = frozenset()
-    if "--swap-layers" in flags:
-        swapped = parse_layers(flags[flags.index("--swap-layers") + 1], model.num_layers)
-    module = flags[flags.index("--swap-modules") + 1] if "--swap-modules" in flags else ""
-    chosen = {name: SitePlan("swap") for name in names if not module or matches(module, name.split("/")[0])}
-    again = {site: SitePlan("recompute") for kind, sites in MADE_BY.items() if kind in flags for site in sites}
-    others = [layer for layer in range(model.num_layers) if layer not in swapped]
-    classes = [PlanClass(format_layers(sorted(swapped)), {**chosen, **again}, sections)] if swapped else []
-    classes += [PlanClass(format_layers(others), again, sections)] if others else []
-    return Plan(model, None, None, None, tuple(classes))
 
 
 def profile_of(file: str, case: str) -> Profile:

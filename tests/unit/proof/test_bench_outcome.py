@@ -6,6 +6,7 @@ import pytest
 
 from proof.run.outcome import TAIL_CHARACTERS, classify, tail
 
+DISK = "megatron.swap.disk_file"
 PINNING = """  File "torch/autograd/graph.py", line 321, in pack_to_cpu
     packed = torch.empty(tensor.size(), pin_memory=pin_memory)
 torch.AcceleratorError: CUDA error: out of memory
@@ -27,6 +28,15 @@ torch.AcceleratorError: CUDA error: out of memory
         (1, "megatron.swap.host_memory.HostMemoryError: --swap-layers all takes at least", "ready", "oom_host"),
         (1, "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "built", "oom_host"),
         (1, "MemoryError", "stepped", "oom_host"),
+        (1, f"{DISK}.DiskError: optimizer state takes 9 GiB more on disk: 0 B are taken in /d, the limit is 8 GiB.",
+         "built", "oom_disk"),
+        (1, f"{DISK}.DiskError: --swap-disk-dir /d: taking 9 GiB failed (No space left on device, 1 GiB are free).",
+         "built", "oom_disk"),
+        (1, f"{DISK}.DiskError: --swap-disk-dir /d: writing failed (Disk quota exceeded).", "stepped", "oom_disk"),
+        (1, f"{DISK}.DiskError: --swap-disk-dir /d: reading failed (Input/output error).", "stepped", "failed (1)"),
+        (1, "megatron.swap.types.UsageError: --swap-disk-gib: 9 GiB are asked for, 8 GiB are free in /d. Lower it",
+         "ready", "oom_disk"),
+        (1, f"{DISK}.DiskError: 9 GiB more: the limit is 8 GiB.\nHostMemoryError while ending", "built", "oom_disk"),
         (-9, "", "stepped", "oom_host"),
         (137, "", "built", "oom_host"),
         (124, "torch.OutOfMemoryError is what it would have said", "built", "timeout"),

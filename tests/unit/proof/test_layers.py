@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-LAYERS = [{"report"}, {"bench"}, {"run", "trace"}, {"machine"}, {"rows", "stamp"}]
+LAYERS = [{"report"}, {"sweep"}, {"bench"}, {"run", "trace"}, {"machine"}, {"rows", "stamp"}]
 TRAINING = (ROOT / "megatron", ROOT / "patches")
 
 

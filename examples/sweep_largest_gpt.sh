@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The largest GPT that this machine trains, by method: nothing done, full recompute, Megatron's offloads, ours. Sets itself up on a fresh machine.
+#
+#   bash examples/sweep_largest_gpt.sh                                        # with a GPU the depth sweep, without one a tiny one on the CPU
+#   bash examples/sweep_largest_gpt.sh --method none ours-fit-full-recompute  # further flags go to tools/sweep.py
+#   SWEEP=h200-family bash examples/sweep_largest_gpt.sh --resume             # go on where it was interrupted
+#
+# What it does: finds Python 3.12 or 3.13, makes .venv (once; about 5 GB); asks the planner's memory model what each method can hold and where to
+# begin; trains 20 real steps at one depth after another, each run in a process of its own, until the next depth does not train. Rows, a table and a
+# picture are written as it goes, so that it can be interrupted and resumed.
+#
+# Expected, by arithmetic:
+#   h200-depth   one GPU of 140 GiB, 118 GiB of host memory, and what /tmp has free. About three runs a method; the time is that of building and
+#                training models of 8 to 24 billion parameters, minutes a run, hours in all. Choose with --method, cut with --time-limit-s and --resume.
+#   quick        below 2 GiB of host memory; about ten runs of some seconds each on 2 CPU cores: minutes.
+# Another GPU: copy proof/sweep/sweeps/h200-depth.toml, change host_limit_gib and --swap-host-gib, give its path as SWEEP.
+#
+# Settings from the environment:
+#   SWEEP=NAME|FILE.toml    which sweep (default: h200-depth with a GPU, quick without)
+#   OUTPUT=FILE.jsonl       rows; table and picture beside them (default: runs/SWEEP-sweep.jsonl)
+#   MEGATRON_SWAP_PYTHON=python3        use an environment that exists (NGC container, cluster) and install nothing
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/../tools/setup_env.sh"
+swap_setup_env run
+
+gpus="$("$SWAP_PYTHON" -W ignore -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')" ||
+    swap_die "$SWAP_PYTHON cannot import torch"
+if [ "$gpus" -gt 0 ]; then default_sweep=h200-depth; else default_sweep=quick; fi
+SWEEP="${SWEEP:-$default_sweep}"
+OUTPUT="${OUTPUT:-$SWAP_ROOT/runs/$(basename "$SWEEP" .toml)-sweep.jsonl}"
+
+swap_say "SWEEP=$SWEEP into $OUTPUT"
+exec "$SWAP_PYTHON" "$SWAP_ROOT/tools/sweep.py" --sweep "$SWEEP" --output "$OUTPUT" "$@"

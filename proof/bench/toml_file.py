@@ -1,0 +1,84 @@
+"""Files that say what is to be run, in TOML, and Megatron's flags in them: what every key must keep to."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_MISSING: Any = object()
+
+
+class SuiteError(ValueError):
+    """A suite or a sweep, or a choice from it, that cannot be run; the message names file and key."""
+
+
+def read_table(path: Path) -> Table:
+    """The whole file.
+
+    Raises:
+        SuiteError: it is not TOML.
+    """
+    try:
+        return Table(path.name, tomllib.loads(path.read_text()))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SuiteError(f"{path.name}: not TOML: {error}") from error
+
+
+class Table:
+    """A table of the file that knows where it stands, and which keys were asked for."""
+
+    def __init__(self, path: str, content: dict[str, Any]) -> None:
+        self.path = path
+        self.content = content
+        self._taken: set[str] = set()
+
+    def take(self, key: str, kind: type[Any], default: Any = _MISSING, least: int | None = None) -> Any:
+        self._taken.add(key)
+        value = self.content.get(key, default)
+        if value is _MISSING:
+            raise SuiteError(f"{self.path}: key {key!r} is missing")
+        if value is default:
+            return value
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise SuiteError(f"{self.path}: {key} = {value!r}; expected: {kind.__name__}")
+        if least is not None and value < least:
+            raise SuiteError(f"{self.path}: {key} = {value!r}; at least {least}")
+        return value
+
+    def table(self, key: str) -> Table:
+        return Table(f"{self.path}: [{key}]", self.take(key, dict))
+
+    def refuse_rest(self, *tables: str) -> None:
+        unknown = sorted(set(self.content) - self._taken - set(tables))
+        if unknown:
+            allowed = ", ".join(sorted(self._taken | set(tables)))
+            raise SuiteError(f"{self.path}: unknown key {unknown[0]!r}; allowed: {allowed}")
+
+
+def environment(table: Table) -> dict[str, str]:
+    """Variables of every method's process."""
+    return {name: table.take(name, str) for name in table.content}
+
+
+def value_of(where: str, words: Sequence[str], flag: str) -> str:
+    """The last value of a flag, as Megatron's parser takes it."""
+    values = [value for name, value in itertools.pairwise(words) if name == flag]
+    if not values:
+        raise SuiteError(f"{where}: the flags have no {flag}")
+    return values[-1]
+
+
+def number(where: str, words: Sequence[str], flag: str) -> int:
+    value = value_of(where, words, flag)
+    if not value.isdecimal() or int(value) < 1:
+        raise SuiteError(f"{where}: {flag} {value}: a whole number from 1 on is expected")
+    return int(value)
+
+
+def check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise SuiteError(f"{what} {unknown[0]}: not in this suite; there are {', '.join(known)}")

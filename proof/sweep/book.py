@@ -1,0 +1,206 @@
+"""The rows of a sweep, as runs end: whatever interrupts, what is done is kept."""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.swap.planner.gpus import GPUS, Gpu
+from proof.bench.toml_file import SuiteError
+from proof.rows import NOT_FALLING, PRUNED, UNPLANNED, WORDS, Row
+from proof.sweep import rows as sweep_rows
+from proof.sweep.forecast import Tiers
+from proof.sweep.search import following
+from proof.sweep.sweep import Sweep, Trial
+
+MEASURED = (
+    "step_ms_median", "step_ms_all", "first_step_ms", "build_ms", "tokens_per_step", "step_flops", "num_params",
+    "device_peak_gib", "device_reserved_gib", "device_static_gib", "host_peak_gib", "host_rss_growth_gib",
+    "host_pinned_gib", "disk_peak_gib", "swapped_out_bytes", "swapped_in_bytes", "num_late", "wait_ms",
+    "losses", "began_cuda_early",
+)  # fmt: skip
+COMPARABLE = ("suite", "commit", "machine", "versions", "flags", "env")
+"""What rows of one file have in common with runs of now."""
+ANY_GPU = next(iter(GPUS.values()))
+"""For the memory model, where the GPU is not in the table: memory hardly depends on speed."""
+EXPECTED_RUNS = 3
+"""Of a method that was not begun: one that trains, one that does not, and one for an error of the memory model."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where and by what command the runs of now are made.
+
+    Attributes:
+        facts: ``versions``, ``machine``, ``commit``, ``link``.
+        gpu: what is known of it; ``None``: nothing, or there is none.
+    """
+
+    facts: dict[str, Any]
+    tiers: Tiers
+    gpu: Gpu | None
+    command: str
+
+
+class Book:
+    """The result file of a sweep, and what is left to find out.
+
+    Args:
+        path: the file; ``None``: nothing is to be run.
+
+    Raises:
+        SuiteError: the file exists and is not to be resumed, or its rows cannot stand beside runs of now.
+    """
+
+    def __init__(self, sweep: Sweep, path: Path | None, scene: Scene, *, resume: bool) -> None:
+        self._sweep, self._path, self._scene = sweep, path, scene
+        self._rows: list[Row] = []
+        model = scene.gpu or (ANY_GPU if scene.tiers.device is not None else None)
+        self.trial: Callable[[str, int], Trial] = cache(
+            lambda name, place: sweep.trial(name, place, scene.tiers, model)
+        )
+        if path is not None and path.exists():
+            if not resume:
+                raise SuiteError(f"--output {path} exists: continue it with --resume, or name another file")
+            self._rows = sweep_rows.read(path)
+            for row in self._rows:
+                self._check(row)
+
+    def _check(self, row: Row) -> None:
+        """Raise unless a row of the file could be one of now."""
+        numbers = [value.number for value in self._sweep.values]
+        if row["method"] not in self._sweep.methods or row["value"] not in numbers:
+            raise SuiteError(
+                f"--resume: {self._path} has {row['method']} {row['case']}, which sweep {self._sweep.name} has not. "
+                "Name another --output."
+            )
+        if row["outcome"] == PRUNED:
+            return  # told anew
+        trial = self.trial(row["method"], numbers.index(row["value"]))
+        mine = {**self._scene.facts, **self._named(trial)}
+        for field in COMPARABLE:
+            if row[field] != mine[field]:
+                raise SuiteError(
+                    f"--resume: {self._path} has {field} {row[field]!r} for {trial.label}, this run has "
+                    f"{mine[field]!r}: rows of one file must be comparable. Name another --output."
+                )
+
+    # ------------------------------------------------------------------ what is left
+
+    def start(self, name: str) -> int:
+        """The largest place that the memory model promises; the smallest of all where it promises none."""
+        places = range(self.count(name))
+        return max(0, bisect_left(places, True, key=lambda at: not self.trial(name, at).forecast.fits) - 1)
+
+    def count(self, name: str) -> int:
+        """Places that are not pruned: beyond them one tier cannot hold what the model predicts."""
+        places = range(len(self._sweep.values))
+        return bisect_left(places, True, key=lambda at: self.trial(name, at).forecast.excess is not None)
+
+    def next_trial(self, name: str) -> Trial | None:
+        """What to run next of a method; ``None``: its largest value is known."""
+        count = self.count(name)
+        tried = self._tried(name)
+        if count == 0 or any(outcome.startswith("missing") for outcome in tried.values()):
+            return None
+        trained = {at: outcome == "ok" for at, outcome in tried.items() if at < count}
+        start = self.start(name)
+        place = following(count, start, trained, trusted=not self.trial(name, start).forecast.is_bound)
+        return None if place is None else self.trial(name, place)
+
+    def num_left(self, names: Iterable[str]) -> int:
+        """Runs of these methods that may be left, counting those that a method usually takes."""
+        left = [name for name in names if self.next_trial(name) is not None]
+        return sum(max(1, EXPECTED_RUNS - len(self._tried(name))) for name in left)
+
+    def _tried(self, name: str) -> dict[int, str]:
+        numbers = [value.number for value in self._sweep.values]
+        return {
+            numbers.index(row["value"]): row["outcome"]
+            for row in self._rows if row["method"] == name and row["outcome"] != PRUNED
+        }  # fmt: skip
+
+    # ------------------------------------------------------------------ what is known
+
+    def add(self, trial: Trial, outcome: str, result: dict[str, Any], output_tail: str | None, seconds: float) -> Row:
+        """Keep a run; returns its row."""
+        row = {
+            **self._named(trial), "outcome": outcome, "output_tail": output_tail, "why": None, "run_s": seconds,
+            **measured(result, self._scene.gpu),
+        }  # fmt: skip
+        if outcome == "ok" and not row["loss_last"] < row["loss_first"]:
+            row["outcome"] = NOT_FALLING
+        self._rows.append(row)
+        self._write()
+        return row
+
+    def finish(self, name: str) -> None:
+        """Write which values of a method were not tried, being larger than the largest that trains, and why."""
+        self._rows = [row for row in self._rows if (row["method"], row["outcome"]) != (name, PRUNED)]
+        values, count, tried = self._sweep.values, self.count(name), self._tried(name)
+        best = max((at for at, outcome in tried.items() if outcome == "ok"), default=-1)
+        failed = min((at for at, outcome in tried.items() if outcome != "ok" and at > best), default=None)
+        if failed is not None:
+            outcome = WORDS.get(tried[failed], tried[failed])
+            self._prune(name, [at for at in range(failed + 1, count) if at not in tried],
+                        f"{values[failed].label} did not train ({outcome}): nothing larger is tried")  # fmt: skip
+        if count < len(values):
+            excess = self.trial(name, count).forecast.excess
+            assert excess is not None
+            what = "takes at least" if self.trial(name, count).forecast.is_bound else "is predicted to take"
+            self._prune(name, list(range(count, len(values))), f"{values[count].label} {what} {excess.text}")
+        self._write()
+
+    def _prune(self, name: str, places: list[int], why: str) -> None:
+        if places:
+            self._rows.append({
+                **self._named(self.trial(name, places[0])), "outcome": PRUNED, "output_tail": None, "why": why,
+                "values": [self._sweep.values[at].number for at in places], "run_s": None, **measured({}, None),
+            })  # fmt: skip
+
+    def _named(self, trial: Trial) -> Row:
+        tiers = self._scene.tiers
+        return {
+            "suite": self._sweep.name, **self._scene.facts, "command": self._scene.command,
+            "case": trial.value.label, "method": trial.method.name, "what": trial.method.what,
+            "is_ours": trial.method.is_ours, "flags": " ".join(trial.flags), "wrap": trial.method.piece.wrap,
+            "env": {**self._sweep.env, **trial.method.piece.env},
+            "axis": self._sweep.axis_name, "unit": self._sweep.axis.unit, "value": trial.value.number,
+            "values": [trial.value.number], "params": trial.params, "param_bytes": trial.param_bytes,
+            "predicted": trial.forecast.as_row(),
+            "tiers_gib": {"device": tiers.device, "host": tiers.host, "disk": tiers.disk},
+        }  # fmt: skip
+
+    def rows(self) -> list[Row]:
+        """In the order of the sweep's methods, then of values."""
+        order = list(self._sweep.methods)
+        return sorted(self._rows, key=lambda row: (order.index(row["method"]), row["value"]))
+
+    def _write(self) -> None:
+        assert self._path is not None
+        sweep_rows.write(self._path, self.rows())
+
+
+def measured(result: dict[str, Any], gpu: Gpu | None) -> Row:
+    """The measured part of a row; nulls for what a run has not left."""
+    row: Row = {field: result.get(field) for field in MEASURED}
+    losses, median_ms = [float.fromhex(loss) for loss in row["losses"] or ()], row["step_ms_median"]
+    quarter = max(1, len(losses) // 4)
+    tflops = row["step_flops"] / median_ms / 1e9 if median_ms else None
+    return {
+        **row,
+        **UNPLANNED,
+        **{field: value for field, value in (result.get("planning") or {}).items() if field in UNPLANNED},
+        "losses_equal": None,
+        "loss_hex": row["losses"][-1] if losses else None,
+        "loss_first": statistics.mean(losses[:quarter]) if losses else None,
+        "loss_last": statistics.mean(losses[-quarter:]) if losses else None,
+        "tokens_per_s": row["tokens_per_step"] / median_ms * 1e3 if median_ms else None,
+        "model_tflops_per_s": tflops,
+        "mfu": tflops / gpu.peak_tflops if tflops and gpu else None,
+    }

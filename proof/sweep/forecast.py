@@ -1,0 +1,234 @@
+"""What the planner's memory model says of a run before it is begun: how much of each tier it takes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from megatron.swap.plan import Infeasible, load_plan
+from megatron.swap.planner.flags import Training, read_flags
+from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
+from megatron.swap.planner.shares import solve_shares
+from megatron.swap.planner.simulate import simulate
+from megatron.swap.planner.states import BUCKETS_GIB, PART_OF_HOST
+from megatron.swap.types import GIB, UsageError, format_bytes
+from proof.run.planning import plan_file, searches
+from proof.sweep.plans import plan_of, with_megatrons_loss, with_mlp_section
+
+MARGIN = 0.05
+"""Of a tier. What is predicted to leave so much free is where a search begins; what is predicted to take so much more
+than there is is not tried. Predictions were off by up to 3 % with activations alone, by up to 4 % with optimizer state
+at rest, and CUDA's own memory is not counted."""
+AUTO_FRACTION = 0.95
+"""Of the device's memory: ``--swap-policy auto`` alone."""
+STAGING_BUCKETS = 7
+STAGING_GIB = 1 / 1024, 0.25
+STAGING_SHARE = 16
+"""Between disk and device: so many buckets of host memory, each that part of
+``--swap-host-gib``, within least and most."""
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """GiB that a machine has for a run. ``device``: ``None`` without a GPU, where host memory is the device's."""
+
+    device: float | None
+    host: float
+    disk: float
+
+    @property
+    def all_gib(self) -> float:
+        return (self.device or 0.0) + self.host + self.disk
+
+
+@dataclass(frozen=True)
+class Need:
+    """So many GiB of a tier, and how many a run may have of it. ``whose``: who says so."""
+
+    tier: str
+    gib: float
+    limit_gib: float
+    whose: str
+
+    @property
+    def text(self) -> str:
+        needed, there = (format_bytes(round(gib * GIB)) for gib in (self.gib, self.limit_gib))
+        return f"{needed} of {self.tier} memory, {there} are there ({self.whose})"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one run.
+
+    Attributes:
+        static_gib: weights, gradients, and the optimizer state that does not rest elsewhere.
+        is_bound: it takes at least so much: the model does not know what activations take of the device.
+    """
+
+    needs: tuple[Need, ...]
+    static_gib: float
+    is_bound: bool
+
+    @property
+    def fits(self) -> bool:
+        """With a margin; a bound promises nothing beyond itself."""
+        return all(need.gib <= (1.0 if self.is_bound else 1 - MARGIN) * need.limit_gib for need in self.needs)
+
+    @property
+    def fullness(self) -> float:
+        """Of the tier that is fullest, as a part of what it has."""
+        return max(need.gib / need.limit_gib if need.limit_gib > 0 else math.inf for need in self.needs if need.gib > 0)
+
+    @property
+    def excess(self) -> Need | None:
+        """The tier that cannot hold it, if there is one."""
+        room = 1.0 if self.is_bound else 1 + MARGIN
+        return next((need for need in self.needs if need.gib > room * need.limit_gib), None)
+
+    def of(self, tier: str) -> float | None:
+        """GiB of a tier; ``None``: it says nothing of it."""
+        return max((need.gib for need in self.needs if need.tier == tier), default=None)
+
+    def as_row(self) -> dict[str, float | bool | None]:
+        return {
+            **{f"{tier}_gib": self.of(tier) for tier in ("device", "host", "disk")},
+            "static_gib": self.static_gib, "is_bound": self.is_bound,
+        }  # fmt: skip
+
+
+def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: bool = True) -> Forecast:
+    """What a run with these flags takes.
+
+    Args:
+        gpu: that it runs on; ``None``: a CPU.
+        by_flags: the flags tell all that the method does; not so where a peer is wrapped around the model.
+
+    Raises:
+        UsageError: a flag is missing or its value impossible.
+    """
+    training = read_flags(flags)
+    states = training.states
+    offloaded = _number(flags, "--optimizer-offload-fraction", 1.0) if "--optimizer-cpu-offload" in flags else 0.0
+    if offloaded:
+        states = replace(states, resting=offloaded)
+    params = params_of_rank(training.model, training.tied)
+    if states.auto:  # as training does
+        states = replace(states, resting=min(1.0, PART_OF_HOST * tiers.host / states.state_gib(params)))
+    static_gib, resting_gib = states.device_gib(params), states.host_gib(params)
+    engine_gib = min(tiers.host, tiers.host if offloaded else _number(flags, "--swap-host-gib", tiers.host))
+    known = None
+    if gpu is not None and tiers.device is not None and by_flags and not offloaded:
+        room_gib = max(0.0, engine_gib - resting_gib)
+        known = _activations(flags, replace(training, states=states), replace(gpu, memory_gib=tiers.device), room_gib)
+    peak_gib, moved_gib, budget_gib = known or (static_gib, 0.0, tiers.device)
+
+    needs = []
+    if tiers.device is not None:
+        assert budget_gib is not None
+        whose = "the device's" if budget_gib >= tiers.device else "its budget"
+        needs.append(Need("device", peak_gib, min(budget_gib, tiers.device), whose))
+    if "--swap-disk-dir" in flags:
+        least_gib, most_gib = STAGING_GIB
+        staging_gib = STAGING_BUCKETS * max(least_gib, min(most_gib, engine_gib / STAGING_SHARE))
+        host_gib = min(resting_gib, max(0.0, engine_gib - staging_gib - moved_gib))
+        needs += [
+            Need("disk", resting_gib - host_gib, min(tiers.disk, disk_limit_gib(flags)), "free, or --swap-disk-gib"),
+            Need("host", host_gib + moved_gib, math.inf, "what it has no room for goes to disk"),
+        ]
+        resting_gib = host_gib
+    else:
+        whose = "the machine's" if engine_gib >= tiers.host else "--swap-host-gib"
+        needs.append(Need("host", resting_gib + moved_gib, engine_gib, whose))
+    if tiers.device is None:
+        needs.append(Need("host", static_gib + resting_gib, tiers.host, "the machine's, which has no device"))
+    return Forecast(tuple(needs), static_gib, is_bound=known is None and tiers.device is not None)
+
+
+def _activations(
+    flags: Sequence[str], training: Training, gpu: Gpu, host_gib: float
+) -> tuple[float, float, float] | None:
+    """GiB: peak of the device, what is swapped out of it, what it may hold; ``None``: the model does not know.
+
+    ``host_gib``: room for what is swapped.
+    """
+    static_gib = training.states.device_gib(params_of_rank(training.model, training.tied)) + WORKSPACE_GIB
+    if searches(tuple(flags)):
+        try:
+            profile = shape_profile(
+                training.model, gpu, training.num_micro_batches, tied=training.tied, states=training.states,
+                host_gib=host_gib,
+            )  # fmt: skip
+        except UsageError:
+            return None  # layers that its formulas do not know
+        part = _number(flags, "--swap-memory-fraction", AUTO_FRACTION)
+        budget_gib = _number(flags, "--swap-memory-gib", part * gpu.memory_gib)
+        try:
+            prediction = solve_shares(profile, budget_gib, 1).prediction
+        except Infeasible as error:
+            return error.smallest_gib, 0.0, budget_gib
+        more_gib, moved_gib = prediction.peak_gib - static_gib, prediction.host_gib
+    else:
+        rests = training.states.resting > 0
+        found = _beyond_static(tuple(_without(flags, "--swap-optimizer")), gpu, rests)
+        if found is None:
+            return None
+        more_gib, moved_gib = found
+    if training.states.resting:
+        more_gib = max(more_gib, BUCKETS_GIB)
+    return static_gib + more_gib, moved_gib, gpu.memory_gib
+
+
+@cache
+def _beyond_static(flags: tuple[str, ...], gpu: Gpu, rests: bool) -> tuple[float, float] | None:
+    """GiB of activations on the device and in host memory, which do not depend on how much state rests.
+
+    ``rests``: some does, and so the loss is computed in parts.
+    """
+    training, path = read_flags(flags), plan_file(flags)
+    try:
+        profile = shape_profile(training.model, gpu, training.num_micro_batches, tied=training.tied)
+        plan = plan_of(training.model, flags) if path is None else load_plan(path)
+    except UsageError:
+        return None
+    if plan is None or plan.model != training.model:
+        return None
+    is_ours = rests or path is not None or _value(flags, "--swap-layers") not in (None, "none")
+    prediction = simulate(with_mlp_section(profile if is_ours else with_megatrons_loss(profile)), plan)
+    return prediction.peak_gib - profile.static_gib, prediction.host_gib
+
+
+def _without(flags: Sequence[str], flag: str) -> list[str]:
+    """The others, and their values."""
+    words = list(flags)
+    while flag in words:
+        at = words.index(flag)
+        del words[at : at + 2]
+    return words
+
+
+def _value(flags: Sequence[str], flag: str) -> str | None:
+    """The last one, as the trainer takes it."""
+    return next((value for name, value in reversed(list(itertools.pairwise(flags))) if name == flag), None)
+
+
+def _number(flags: Sequence[str], flag: str, default: float) -> float:
+    value = _value(flags, flag)
+    try:
+        return default if value is None else float(value)
+    except ValueError as error:
+        raise UsageError(f"{flag} {value}: a number is expected") from error
+
+
+def disk_folder(flags: Sequence[str]) -> Path | None:
+    """Where ``flags`` let optimizer state rest on disk."""
+    folder = _value(flags, "--swap-disk-dir")
+    return None if folder is None else Path(folder)
+
+
+def disk_limit_gib(flags: Sequence[str]) -> float:
+    return _number(flags, "--swap-disk-gib", math.inf)

@@ -1,0 +1,191 @@
+"""What a sweep has found, out of its rows: the largest value of each method, and what stopped the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from proof.rows import GIB, PRUNED, Row, outcome
+from proof.sweep.axes import AXES
+
+ABSENT = "–"
+STATIC_SHARE = 0.9
+"""Of what a run takes of the device: from there on weights, gradients and optimizer state are what limits it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one method.
+
+    Attributes:
+        best: the row of the largest value that trains; ``None``: none does.
+        stop: the row of the next value; ``None``: there is none, or nobody has tried it yet.
+    """
+
+    method: str
+    is_ours: bool
+    best: Row | None
+    stop: Row | None
+
+    @property
+    def stopped_by(self) -> str:
+        """What became of the next value, in words."""
+        if self.stop is None:
+            return "the sweep has nothing larger" if self.best is not None else "nothing was tried"
+        if self.stop["outcome"] == PRUNED:
+            return f"not tried: {self.stop['why']}"
+        return f"{self.stop['case']}: {outcome(self.stop)}"
+
+    @property
+    def stopped_short(self) -> str:
+        """The same for a picture."""
+        if self.stop is not None and self.stop["outcome"] == PRUNED:
+            return f"{self.stop['case']}: predicted not to fit"
+        return self.stopped_by
+
+    @property
+    def limit(self) -> str:
+        """What fills the device at the largest value; empty where the memory model says nothing of it."""
+        row = self.best or self.stop
+        if row is None or row["predicted"].get("is_bound") or row["predicted"]["device_gib"] is None:
+            return ""
+        told, tiers = row["predicted"], row["tiers_gib"]
+        static, device = told["static_gib"], told["device_gib"]
+        text = (
+            f"at {row['case']} weights, gradients and the optimizer state that stays take {static:.1f} of the "
+            f"{device:.1f} GiB that are predicted of the device's {tiers['device']:.1f}"
+        )
+        elsewhere = [f"{told[f'{tier}_gib']:.1f} GiB of {tier}" for tier in ("host", "disk") if told[f"{tier}_gib"]]
+        text += f"; {' and '.join(elsewhere)} memory beside it" if elsewhere else ""
+        if static >= STATIC_SHARE * device:
+            return f"{text}. Activations hardly count: only moving state makes room for a larger model."
+        return f"{text}; the rest are activations and what kernels need."
+
+
+@dataclass(frozen=True)
+class Limit:
+    """All memory of a machine, and the parameters whose weight, gradient and optimizer state fill it."""
+
+    device_gib: float
+    host_gib: float
+    disk_gib: float
+    param_bytes: int
+
+    @property
+    def params(self) -> float:
+        return (self.device_gib + self.host_gib + self.disk_gib) * GIB / self.param_bytes
+
+    @property
+    def sum(self) -> str:
+        """The tiers that there are."""
+        tiers = [("device", self.device_gib), ("host", self.host_gib), ("disk", self.disk_gib)]
+        return " + ".join(f"{gib:.1f} GiB of {tier}" for tier, gib in tiers if gib >= 0.05)
+
+    @property
+    def text(self) -> str:
+        return (
+            f"The physical limit of this machine: {short(self.params)} parameters, {self.sum} memory at "
+            f"{self.param_bytes} bytes a parameter."
+        )
+
+
+def found_in(rows: Sequence[Row]) -> list[Found]:
+    """One a method, in the order of the rows."""
+    found = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in rows if row["method"] == method]
+        best = max((row for row in mine if row["outcome"] == "ok"), key=lambda row: row["value"], default=None)
+        above = [row for row in mine if row["outcome"] != "ok" and (best is None or row["value"] > best["value"])]
+        # A run that failed says more than one that was not begun.
+        stop = min(above, key=lambda row: (row["value"], row["outcome"] == PRUNED), default=None)
+        found.append(Found(method, mine[0]["is_ours"], best, stop))
+    return found
+
+
+def champions(rows: Sequence[Row]) -> list[Row]:
+    """The row of ours that got furthest, and that of the others; of equal ones the fastest."""
+    best = [one.best for one in found_in(rows) if one.best is not None]
+    sides = ([row for row in best if row["is_ours"] == is_ours] for is_ours in (True, False))
+    return [max(side, key=lambda row: (row["value"], row["tokens_per_s"])) for side in sides if side]
+
+
+def limit_of(rows: Sequence[Row]) -> Limit:
+    """Of the machine that the rows come from; of what disks had free the least, which all runs had."""
+    tiers = [row["tiers_gib"] for row in rows]
+    return Limit(
+        tiers[0]["device"] or 0.0, tiers[0]["host"], min(one["disk"] for one in tiers), rows[0]["param_bytes"]
+    )
+
+
+HEAD = (
+    "method", "largest", "parameters", "tokens/s", "MFU", "step ms", "device GiB (reserved)", "host GiB",
+    "disk GiB", "loss", "what stopped the next",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> list[list[str]]:
+    """Cells of ``HEAD``, a line a method."""
+    lines = []
+    for found in found_in(rows):
+        name = f"**{found.method}**" if found.is_ours else found.method
+        row = found.best
+        if row is None:
+            lines.append([name, "none", *[ABSENT] * 8, found.stopped_by])
+            continue
+        device = _cell(row["device_peak_gib"], ".2f")
+        if row["device_reserved_gib"] is not None:
+            device += f" ({row['device_reserved_gib']:.2f})"
+        lines.append([
+            name,
+            row["case"],
+            short(params_of(row)),
+            _cell(row["tokens_per_s"], ",.0f"),
+            _cell(row["mfu"], ".1%"),
+            _cell(row["step_ms_median"], ",.0f"),
+            device,
+            _cell(row["host_peak_gib"], ".2f"),
+            _cell(row["disk_peak_gib"], ".2f"),
+            f"{row['loss_first']:.3f} → {row['loss_last']:.3f}",
+            found.stopped_by,
+        ])  # fmt: skip
+    return lines
+
+
+def params_of(row: Row) -> int:
+    """Counted, or by arithmetic where the run ended before."""
+    return int(row["num_params"] or row["params"])
+
+
+def short(params: float) -> str:
+    """Three digits of a number of parameters."""
+    return f"{params / 1e9:.3g} B" if params >= 1e9 else f"{params / 1e6:.3g} M"
+
+
+def _cell(value: float | None, form: str) -> str:
+    return ABSENT if value is None else format(value, form)
+
+
+LEGEND = (
+    "Largest: every step of it was run, in a process of its own, and its loss fell (mean of the first and of the last "
+    "quarter of its steps). Device: the most that PyTorch's allocator had given out, and held. Host: growth of the "
+    "process, or pinned memory, whichever is more. Step: median after warm-up. MFU: the model's FLOP/s over the data "
+    "sheet's of the GPU."
+)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """What stands beside the rows."""
+    first = rows[0]
+    machine = first["machine"]
+    gpu = machine["gpu"] if machine["gpu"] != "none" else f"CPU, {machine['cores']} cores"
+    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if version)
+    lines = [
+        f"# {first['suite']}: the largest {first['axis']}", "",
+        f"`{first['command']}` on {gpu}; {versions}; commit {first['commit'] or 'unknown'}.", "", LEGEND, "",
+    ]  # fmt: skip
+    lines += [f"| {' | '.join(cells)} |" for cells in [HEAD, ["---"] * len(HEAD), *table(rows)]]
+    told = [f"- {found.method}: {found.limit}" for found in found_in(rows) if found.limit]
+    lines += ["", *told, *([""] if told else [])]
+    if AXES[first["axis"]].grows:
+        lines += [limit_of(rows).text, ""]
+    return "\n".join(lines)

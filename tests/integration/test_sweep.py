@@ -1,0 +1,68 @@
+"""A sweep on the real trainer: real steps decide, an interruption costs nothing but the run that it hit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from proof.rows import GIB
+from proof.sweep import rows as sweep_rows
+from proof.sweep.forecast import MARGIN, Tiers
+from proof.sweep.found import found_in
+from proof.sweep.sweep import find_sweep, load_sweep
+from tests.integration.harness import ROOT
+
+COMMAND = [sys.executable, str(ROOT / "tools" / "sweep.py")]
+PATIENCE_S = 120.0
+
+
+@pytest.mark.slow
+def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
+    """Of two layers or four: ours may book host memory for the optimizer state of two alone."""
+    content = find_sweep("quick").read_text().split("[methods]")[0]
+    content = content.replace("last = 10", "last = 4").replace("--hidden-size 128", "--hidden-size 64")
+    sweep, output = tmp_path / "small.toml", tmp_path / "rows.jsonl"
+    sweep.write_text(f'{content}[methods]\nnone = "none"\n')
+    # A little less than the state of four layers takes: the memory model is not sure enough to leave that run out.
+    host_gib = 8 * load_sweep(sweep).trial("none", 1, Tiers(None, 8.0, 0.0), None).params / GIB / (1 + MARGIN / 2)
+    ours = f"ours --swap-optimizer 1 --swap-host-gib {host_gib:.6f} --swap-host-unchecked"
+    sweep.write_text(f'{content}[methods]\nnone = "none"\nours-host = "{ours}"\n')
+    env = {**os.environ, "TMPDIR": str(tmp_path), "SWAP_COMMIT": "c0ffee"}
+    command = [*COMMAND, "--sweep", str(sweep), "--output", str(output)]
+    first = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + PATIENCE_S
+    while first.poll() is None and not output.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)
+    said, _ = first.communicate(timeout=PATIENCE_S)
+    assert first.returncode == 130, said
+    kept = sweep_rows.read(output)
+
+    done = subprocess.run([*command, "--resume"], env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = sweep_rows.read(output)
+    assert [row for row in rows if row in kept] == kept
+    none, host = found_in(rows)
+    assert none.best is not None
+    assert none.best["value"] == 4
+    assert none.stopped_by == "the sweep has nothing larger"
+    assert host.best is not None, done.stdout
+    assert host.best["value"] == 2
+    assert host.stop is not None
+    assert (host.stop["value"], host.stop["outcome"]) == (4, "oom_host")
+    assert "Raise --swap-host-gib, or lower --swap-optimizer" in host.stop["output_tail"]
+    for row in (none.best, host.best):
+        assert len(row["losses"]) == 20
+        assert row["loss_last"] < row["loss_first"]
+        assert row["mfu"] is None
+        assert row["num_params"] == pytest.approx(row["params"], rel=0.01)
+    table = output.with_suffix(".md").read_text()
+    assert "| none | 4 layers |" in table
+    assert "The physical limit of this machine" in table
+    assert output.with_suffix(".png").exists()

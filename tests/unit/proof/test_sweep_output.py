@@ -1,0 +1,77 @@
+"""The picture of a sweep, and its section of the report."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import matplotlib.image
+import matplotlib.pyplot as plt
+import pytest
+
+from proof.report.build import build, check
+from proof.rows import RowError, write_rows
+from proof.sweep import picture
+from proof.sweep import rows as sweep_rows
+from tests.unit.proof.made_report import suite
+from tests.unit.proof.sweep_cases import FILE, FakeProver, a_book, a_sweep, search
+
+
+def made(folder: Path, content: str = FILE, largest: int = 40) -> Path:
+    sweep = a_sweep(folder, content)
+    search(sweep, a_book(sweep, folder), FakeProver(lambda trial: trial.value.number <= largest))
+    return folder / "rows.jsonl"
+
+
+def test_the_picture_has_no_words_upon_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = sweep_rows.read(made(tmp_path))
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    picture.draw(rows, tmp_path / "rows.png")
+    figure = plt.gcf()
+    (panel,) = figure.axes
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    words = [*panel.texts, *panel.get_yticklabels(), *panel.get_xticklabels(), panel.title, panel.xaxis.label]
+    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in words if text.get_text()]
+    for (one, a), (other, b) in itertools.combinations(boxes, 2):
+        assert not a.overlaps(b), (one, other)
+    for name, box in boxes:
+        assert figure.bbox.x0 <= box.x0, name
+        assert box.x1 <= figure.bbox.x1, name
+    assert any("next, 28 layers" in name or "30 layers" in name for name, _ in boxes)
+    assert any("physical limit" in name for name, _ in boxes)
+    plt.close("all")
+    assert matplotlib.image.imread(tmp_path / "rows.png").shape[0] > 300
+
+
+def test_a_picture_of_sequences_has_no_limit(tmp_path: Path) -> None:
+    content = FILE.replace('"depth"', '"sequence"').replace("first = 16\nlast = 80\nstep = 2", "values = [1024, 2048]")
+    content = content.replace("--seq-length 4096", "--num-layers 8")
+    path = made(tmp_path, content, largest=1024)
+    picture.draw(sweep_rows.read(path), tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").exists()
+
+
+def test_the_report_has_a_section(tmp_path: Path) -> None:
+    results = tmp_path / "docs" / "results"
+    results.mkdir(parents=True)
+    write_rows(results / "h200-dense.jsonl", suite())
+    build(results, results.parent)
+    page = results.parent / "report.md"
+    assert "*Not measured yet:* `python tools/sweep.py --sweep h200-depth" in page.read_text()
+
+    made(tmp_path).rename(results / "small-sweep.jsonl")
+    assert check(results, results.parent)
+    build(results, results.parent)
+    text = page.read_text()
+    assert "### Sweep small: the largest depth" in text
+    assert "report/small-sweep.png" in text
+    assert "| none | 28 layers |" in text
+    assert "- **The largest depth** (small): `ours` 40 layers" in text
+    assert "The physical limit of this machine" in text
+    assert "tools/bench.py --suite small" not in text, "a sweep is no suite"
+    assert check(results, results.parent) == []
+
+    path = results / "small-sweep.jsonl"
+    path.write_text(path.read_text().replace('"unit": "layers"', '"unit": 3'))
+    with pytest.raises(RowError, match="'unit' is 3"):
+        check(results, results.parent)

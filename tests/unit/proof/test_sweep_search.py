@@ -1,0 +1,208 @@
+"""Where a sweep looks next, what it writes, and how it goes on after an interruption. No trainer runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proof.bench.toml_file import SuiteError
+from proof.rows import RowError
+from proof.sweep import rows as sweep_rows
+from proof.sweep.found import champions, found_in, limit_of, markdown
+from proof.sweep.runner import measure, prove
+from proof.sweep.search import following
+from tests.unit.proof.sweep_cases import FILE, GOOD, FakeProver, a_book, a_sweep, search
+
+
+def path_of(count: int, start: int, trains: Callable[[int], bool], *, trusted: bool = True) -> list[int]:
+    """The places that are tried, one after another."""
+    tried: dict[int, bool] = {}
+    while (place := following(count, start, tried, trusted=trusted)) is not None:
+        assert place not in tried
+        tried[place] = trains(place)
+    return list(tried)
+
+
+@pytest.mark.parametrize(
+    ("start", "trains", "tried"),
+    [
+        (5, lambda at: at <= 5, [5, 6]),
+        (5, lambda at: at <= 6, [5, 6, 8, 7]),
+        (5, lambda at: True, [5, 6, 8, 11]),
+        (11, lambda at: True, [11]),
+        (5, lambda at: at <= 4, [5, 4]),
+        (5, lambda at: at <= 1, [5, 4, 2, 0, 1]),
+        (5, lambda at: False, [5, 4, 2, 0]),
+        (0, lambda at: False, [0]),
+        (5, lambda at: at != 4, [5, 6, 8, 11]),
+        (5, lambda at: at in (2, 4), [5, 4]),
+    ],
+)
+def test_the_places_that_are_tried(start: int, trains: Callable[[int], bool], tried: list[int]) -> None:
+    assert path_of(12, start, trains) == tried
+
+
+def test_where_the_start_is_a_bound_it_goes_by_halves() -> None:
+    assert path_of(12, 11, lambda at: at <= 4, trusted=False) == [11, 5, 2, 3, 4]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_the_largest_is_found_from_everywhere(trusted: bool) -> None:
+    for start in range(12):
+        for largest in range(-1, 12):
+            tried = path_of(12, start, lambda at, largest=largest: at <= largest, trusted=trusted)
+            assert max((at for at in tried if at <= largest), default=-1) == largest
+            assert min((at for at in tried if at > largest), default=12) == largest + 1
+            assert len(tried) <= 8
+
+
+def layers(fits: int) -> Callable[[Any], bool]:
+    return lambda trial: trial.value.number <= fits
+
+
+def test_a_search_begins_where_the_memory_model_says(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path)
+    prover = FakeProver(lambda trial: trial.value.number <= {"none": 26, "deep": 20, "ours": 56}[trial.method.name])
+    rows = search(sweep, a_book(sweep, tmp_path), prover)
+    assert prover.asked[:2] == [("none", 26), ("none", 28)]
+    assert ("ours", 54) in prover.asked
+    by_value = {row["value"]: row for row in rows["none"]}
+    assert (by_value[26]["outcome"], by_value[28]["outcome"]) == ("ok", "oom_device")
+    pruned = [row for row in rows["none"] if row["outcome"] == "pruned"]
+    assert [row["values"][0] for row in pruned] == [30]
+    assert pruned[0]["values"] == list(range(30, 82, 2))
+    assert "30 layers is predicted to take 148.14 GiB of device memory, 139.80 GiB are there" in pruned[0]["why"]
+    found = {one.method: one for one in found_in(book_rows(tmp_path))}
+    assert {name: one.best["value"] for name, one in found.items() if one.best} == {"none": 26, "deep": 20, "ours": 56}
+    assert found["none"].stopped_by == "28 layers: out of device memory"
+    assert "--swap-optimizer 0." in rows["ours"][0]["flags"]
+
+
+def book_rows(folder: Path) -> list[Any]:
+    return sweep_rows.read(folder / "rows.jsonl")
+
+
+def test_every_larger_value_was_tried_or_pruned(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path)
+    rows = search(sweep, a_book(sweep, tmp_path), FakeProver(layers(20)))
+    for mine in rows.values():
+        best = max(row["value"] for row in mine if row["outcome"] == "ok")
+        told = sorted(value for row in mine for value in row["values"] if value > best)
+        assert told == [value.number for value in sweep.values if value.number > best]
+        assert all(row["why"] for row in mine if row["outcome"] == "pruned")
+
+
+def test_nothing_trains(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path).chosen(["none"])
+    rows = search(sweep, a_book(sweep, tmp_path), FakeProver(layers(0), outcome="oom_host"))["none"]
+    assert rows[0]["value"] == 16
+    (found,) = found_in(rows)
+    assert found.best is None
+    assert found.stopped_by == "16 layers: out of host memory"
+    assert "| none | none | – |" in markdown(rows)
+
+
+def test_all_that_is_not_pruned_trains(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path).chosen(["none"])
+    rows = search(sweep, a_book(sweep, tmp_path), FakeProver(lambda trial: True))["none"]
+    (found,) = found_in(rows)
+    assert found.best is not None
+    assert found.best["value"] == 28
+    assert found.stopped_by.startswith("not tried: 30 layers is predicted to take")
+
+
+def test_a_loss_that_does_not_fall_is_no_training(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path).chosen(["none"])
+
+    def prover(sweep: Any, trial: Any) -> Any:
+        return "ok", {**GOOD, "num_params": trial.params, "losses": [(1.0).hex()] * 20}, None
+
+    book = a_book(sweep, tmp_path)
+    measure(sweep, book, time_limit_s=None, on_done=lambda *_: None, prover=prover)
+    assert {row["outcome"] for row in book.rows()} == {"loss not falling", "pruned"}
+
+
+def test_interrupted_and_resumed_it_ends_as_it_would_have(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    sweep = a_sweep(tmp_path)
+    whole = FakeProver(layers(24))
+    expected = search(sweep, a_book(sweep, tmp_path / "whole"), whole)
+    for stop_after in range(len(whole.asked)):
+        folder = tmp_path / str(stop_after)
+        folder.mkdir()
+        first = FakeProver(layers(24), stop_after=stop_after)
+        with pytest.raises(KeyboardInterrupt):
+            measure(sweep, a_book(sweep, folder), time_limit_s=None, on_done=lambda *_: None, prover=first)
+        second = FakeProver(layers(24))
+        rows = search(sweep, a_book(sweep, folder, resume=stop_after > 0), second)
+        assert first.asked + second.asked == whole.asked
+        strip = [[{**row, "run_s": None} for row in mine] for mine in (*rows.values(), *expected.values())]
+        assert strip[: len(rows)] == strip[len(rows) :]
+
+
+def test_time_is_up(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path)
+    book = a_book(sweep, tmp_path)
+    assert not measure(sweep, book, time_limit_s=-1.0, on_done=lambda *_: None, prover=FakeProver(layers(24)))
+    assert book.num_left(sweep.methods) >= 9
+
+
+def test_what_cannot_be_resumed(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path).chosen(["none"])
+    search(sweep, a_book(sweep, tmp_path), FakeProver(layers(24)))
+    with pytest.raises(SuiteError, match=r"rows\.jsonl exists: continue it with --resume"):
+        a_book(sweep, tmp_path)
+    with pytest.raises(SuiteError, match=r"has commit 'c0ffee' for none .*this run has 'other'"):
+        a_book(sweep, tmp_path, resume=True, commit="other")
+    with pytest.raises(SuiteError, match=r"has flags .* rows of one file must be comparable"):
+        a_book(a_sweep(tmp_path, FILE.replace("4096", "2048")), tmp_path, resume=True)
+    with pytest.raises(SuiteError, match=r"has none .* layers, which sweep small has not"):
+        a_book(a_sweep(tmp_path, FILE.replace("first = 16", "first = 17")), tmp_path, resume=True)
+
+
+def test_a_package_that_is_missing_ends_a_method_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proof.sweep.runner.missing", lambda method: "torchtune")
+    sweep = a_sweep(tmp_path).chosen(["deep"])
+    book = a_book(sweep, tmp_path)
+    assert measure(sweep, book, time_limit_s=None, on_done=lambda *_: None, prover=prove)
+    assert next(row["outcome"] for row in book.rows()) == "missing: torchtune"
+    assert len([row for row in book.rows() if row["outcome"] != "pruned"]) == 1
+
+
+def test_rows_keep_to_their_schema(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path).chosen(["none"])
+    rows = search(sweep, a_book(sweep, tmp_path), FakeProver(layers(24)))["none"]
+    good = next(row for row in rows if row["outcome"] == "ok")
+    assert good["mfu"] == pytest.approx(1e14 / 1.0 / 1e12 / 989)
+    assert good["tokens_per_s"] == 32768
+    assert good["loss_first"] > good["loss_last"]
+    for change, said in (
+        ({"value": "48"}, "'value' is '48', not of type int"),
+        ({"value": True}, "'value' is True"),
+        ({"is_ours": 1}, "'is_ours' is 1"),
+        ({"loss_last": None}, "'loss_last' is null"),
+        ({"predicted": {"device_gib": "1"}}, "predicted.device_gib is '1'"),
+        ({"tiers_gib": {}}, "tiers_gib.device is 'missing'"),
+        ({"outcome": "pruned"}, "'why' is null"),
+        ({"outcome": "crashed"}, "'outcome' is 'crashed'"),
+    ):
+        with pytest.raises(RowError, match=said):
+            sweep_rows.check({**good, **change})
+    for field in ("axis", "values", "mfu", "why"):
+        with pytest.raises(RowError, match=f"'{field}' is missing"):
+            sweep_rows.check({key: value for key, value in good.items() if key != field})
+
+
+def test_the_physical_limit_and_the_champions(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path)
+    search(sweep, a_book(sweep, tmp_path), FakeProver(layers(24)))
+    rows = book_rows(tmp_path)
+    assert limit_of(rows).params == pytest.approx((139.8 + 118.0) * 2**30 / 14)
+    assert limit_of(rows).text.endswith(
+        "19.8 B parameters, 139.8 GiB of device + 118.0 GiB of host memory at 14 bytes a parameter."
+    )
+    assert [row["value"] for row in champions(rows)] == [24, 24]
+    assert "weights, gradients and the optimizer state that stays take" in markdown(rows)
