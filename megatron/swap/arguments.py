@@ -362,6 +362,7 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
     excluded = [
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", same),
         (args.optimizer_cuda_graph, "--optimizer-cuda-graph", "a captured step cannot be taken apart"),
+        (args.cuda_graph_impl != "none", f"--cuda-graph-impl {args.cuda_graph_impl}", "captured layers tell nothing"),
         (args.log_params_norm, "--log-params-norm", reads),
         (args.async_save, "--async-save", "its writer, another process, does not see that memory"),
         (args.qk_clip, "--qk-clip", "it writes to main parameters between steps, when they rest"),

@@ -58,6 +58,7 @@ class AutoPlan:
 
     Attributes:
         policy: answers for every saved tensor; it changes between steps.
+        has_switched: behind the last step; the next one holds another amount.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class AutoPlan:
         self._evaluates = True  # building the model leaves as much
         self._reserved_bytes = 0
         self._undo: list[Callable[[], None]] = []
+        self.has_switched = False
 
     # ------------------------------------------------------------------ set-up
 
@@ -181,6 +183,7 @@ class AutoPlan:
             Infeasible: no plan fits the budget, and none was made before.
         """
         stages, before, stage, was_timing = self._stages, self._stages.plan, self._stages.stage, self._stages.timing
+        self.has_switched = self.policy.is_short
         footprint = self._footprint.take()
         if stages.expected is not None:
             footprint = footprint.filled_from(stages.expected.measured.footprint)
@@ -226,9 +229,11 @@ class AutoPlan:
 
     def _follow(self, plan: Plan | None) -> None:
         """The next step follows ``plan``; what the allocator holds for the last one goes back."""
+        self.has_switched = True
         self.policy.follow(self._safe if plan is None else PlanPolicy(plan), plan is not None and not moves(plan))
         self._boundaries.follow_policy(self._config.window_bytes(plan))
         if self._config.optimizer_auto:
+            self._device.give_back()  # what comes to stay is not to stand among what was the last plan's
             self._let_rest(1.0 if plan is None or plan.resting is None else plan.resting)
         expected = self._stages.expected
         self._footprint.expect(None if expected is None else expected.measured.footprint, 1 + DRIFT, self._is_larger)

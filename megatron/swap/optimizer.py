@@ -50,8 +50,8 @@ class OptimizerSwap:
         limit_bytes: most host memory that is taken.
         min_bytes: smaller parameters stay.
         disk: where rests what host memory has no room for.
-        num_sharers: no more rests than there is room for beside activations, of state that so many ranks share;
-            ``None``: an error where there is less room.
+        num_sharers: no more rests than there is room for beside activations, of state that so many ranks share, and
+            of that of experts; ``None``: an error where there is less room.
     """
 
     def __init__(
@@ -61,18 +61,20 @@ class OptimizerSwap:
         limit_bytes: int,
         min_bytes: int,
         disk: DiskFile | None = None,
-        num_sharers: int | None = None,
+        num_sharers: tuple[int, int] | None = None,
     ) -> None:
         self._share = share
         self._num_sharers = num_sharers
-        self._room_bytes = PART_OF_HOST * limit_bytes + (0 if disk is None else disk.limit_bytes)
-        self._num_params = 0
+        self._num_params = 0.0
         self._device = device
         self._disk = disk
+        if num_sharers is not None:
+            limit_bytes = int(PART_OF_HOST * limit_bytes)
         self._arena = HostArena(limit_bytes=limit_bytes, pinned=device.torch_device.type == "cuda")
         # Buffers between disk and device are a part of that memory.
         self._bucket_bytes = BUCKET_BYTES if disk is None else max(MIB, min(BUCKET_BYTES, limit_bytes // 16))
         self._mover = StateMover(device, self._arena, disk, self._bucket_bytes)
+        self._room_bytes = limit_bytes - self._arena.booked_bytes + (0 if disk is None else disk.limit_bytes)
         self._min_bytes = min_bytes
         self._swaps: list[StateSwap] = []
         self._overlap = StepOverlap(device, self._mover, self._swaps, self._bucket_bytes)
@@ -101,11 +103,14 @@ class OptimizerSwap:
     def _most_share(self) -> float:
         if self._num_sharers is None:
             return self._share
-        return min(self._share, self._room_bytes * self._num_sharers / (States.state_bytes * max(1, self._num_params)))
+        return min(self._share, self._room_bytes / (States.state_bytes * max(1.0, self._num_params)))
 
     def watch(self, chunk: nn.Module) -> None:
         """Copies run beside the layers of this model chunk, where memory is free."""
-        self._num_params += sum(param.numel() for param in chunk.parameters())
+        for param in chunk.parameters():
+            # Megatron marks those of experts, which fewer ranks hold in common.
+            sharers = 1 if self._num_sharers is None else self._num_sharers[not getattr(param, "allreduce", True)]
+            self._num_params += param.numel() / sharers
         for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
             for layer in block.layers:
                 self._undo.append(layer.register_forward_pre_hook(self._layer_begins, with_kwargs=True).remove)
@@ -122,14 +127,17 @@ class OptimizerSwap:
                 # Its gradient is the last that a layer's backward makes.
                 hidden_states.register_hook(lambda _: self._overlap.layer_is_done())
 
-    def step_ended(self, overlaps: bool) -> None:
+    def step_ended(self, overlaps: bool, as_before: bool) -> None:
         """A training step is over, whether the optimizer was stepped or not.
 
         Args:
             overlaps: copies may run beside the layers of the next one.
+            as_before: those will hold as much as in this one.
         """
         self._num_begun.clear()
         self._overlap.step_ended()
+        if not as_before:
+            self._overlap.forget()
         self._overlap.on = overlaps
 
     # ------------------------------------------------------- how much of it rests
@@ -151,7 +159,7 @@ class OptimizerSwap:
                 resting_bytes += member.param.nbytes
                 wanted.add(member.param)
         for swap in self._swaps:
-            swap.let_rest(wanted.__contains__)
+            swap.let_rest(wanted)
 
     @property
     def staying_bytes(self) -> int:
@@ -270,9 +278,10 @@ class OptimizerSwap:
                 self._disk.close()
 
 
-def sharers(args: Any) -> int:
-    """Ranks that share the state of the same parameters."""
-    return int(args.data_parallel_size) if args.use_distributed_optimizer else 1
+def sharers(args: Any) -> tuple[int, int]:
+    """Ranks that share the state of the same parameters, and at least so many those of experts."""
+    num_ranks = int(args.data_parallel_size) if args.use_distributed_optimizer else 1
+    return num_ranks, max(1, num_ranks // int(args.expert_model_parallel_size))
 
 
 def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:

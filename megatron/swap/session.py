@@ -348,7 +348,8 @@ class SwapSession:
         if self._auto is not None:
             self._auto.step_ended(iteration)
         if self._optimizer is not None:
-            self._optimizer.step_ended(overlaps=self._auto is None or not self._auto.is_measuring)
+            auto = self._auto
+            self._optimizer.step_ended(auto is None or not auto.is_measuring, auto is None or not auto.has_switched)
         if self._plan_run is not None:
             self._tell(self._plan_run.step_ended())
         self._tell_refused()

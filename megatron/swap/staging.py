@@ -27,6 +27,7 @@ class _Buffer:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.busy: list[Callable[[], object]] = []
+        self.holds: Fetched | None = None
 
     def wait(self) -> None:
         while self.busy:
@@ -34,12 +35,19 @@ class _Buffer:
 
 
 class Fetched:
-    """Bytes of some spans that are on their way from disk; ``parts``: where each span's are, once ``arrived``."""
+    """Bytes of some spans that are on their way from disk; ``parts``: where each span's are, once ``arrived``.
+
+    ``is_lost``: their buffer has others now. Whoever asks for more at once than ``NUM_AHEAD`` asks again for those.
+    """
 
     def __init__(self, buffer: _Buffer, parts: list[torch.Tensor], reads: list[Future[None]]) -> None:
         self.parts = parts
+        self.is_lost = False
         self._buffer = buffer
         self._reads = reads
+        if buffer.holds is not None:
+            buffer.holds.is_lost = True
+        buffer.holds = self
 
     @property
     def has_arrived(self) -> bool:

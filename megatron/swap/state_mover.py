@@ -120,6 +120,8 @@ class StateMover:
         """Enqueue the copies of all that is at home of its pieces."""
         if not self._going_pieces.isdisjoint(coming.pieces):
             self.release()
+        if coming.fetched is not None and coming.fetched.is_lost:  # several optimizers read ahead
+            coming = self.fetch(coming.pieces)
         places: list[tuple[Piece, str, Span, int]] = []
         end_bytes = 0
         for piece in coming.pieces:

@@ -11,7 +11,7 @@ What overlaps: the next buckets come in while compute steps one, and the last on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +41,9 @@ class StateSwap:
         on_updated: told of new values while they are on the device, the parameters' that do not rest included.
         room_bytes: most that buckets may hold on the device in a step; three in any case.
         left_bytes: most that those on their way home may still hold when it ends.
+
+    Attributes:
+        members: of all parameters whose state rests, or did.
 
     Raises:
         UsageError: a group has tensors for settings: each bucket would change them.
@@ -72,6 +75,7 @@ class StateSwap:
         self._loaded: deque[Bucket] = deque()
         self._members: dict[torch.Tensor, Member] = {}
         self._staying: dict[torch.Tensor, Member] = {}
+        self.members: list[Member] = []
         self._shown = False
         for number, group in enumerate(optimizer.param_groups):
             tensors = [name for name, value in group.items() if isinstance(value, torch.Tensor)]
@@ -86,6 +90,7 @@ class StateSwap:
                     born[param].group = number
                 elif rests(param):
                     self._members[param] = Member(param, number)
+        self.members += self._members.values()
         if is_elementwise:  # room for all, or an error before training
             members = self._members.values()
             mover.make_homes([(member, *kept) for member in members for kept in self._state_of_one(member).items()])
@@ -152,6 +157,11 @@ class StateSwap:
         """
         if not self._shown:
             self._load(room_bytes, is_ahead=True)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether all of the step to come is on the device, or on its way there."""
+        return self._next is not None and not self._next and not self._coming
 
     def forget(self) -> None:
         """What was brought in ahead is not wanted, or no longer what is at home."""
@@ -261,18 +271,21 @@ class StateSwap:
 
     # ----------------------------------------------------------- what may change
 
-    def let_rest(self, wanted: Callable[[torch.Tensor], bool]) -> None:
+    def let_rest(self, wanted: Collection[torch.Tensor]) -> None:
         """From now on the state of those parameters rests that are wanted, of all whose state once did. Between steps;
         what stays takes device memory, and keeps its place at home."""
+        if all((member.param in wanted) == (member.param in self._members) for member in self.members):
+            return
         self.hide()
         self.forget()
-        for member in [*self._members.values()]:
-            if not wanted(member.param):
-                self._stay(member)
-        for member in [*self._staying.values()]:
-            if wanted(member.param):
+        self._order = []
+        for member in self.members:  # first what makes room
+            if member.param in wanted and member.param in self._staying:
                 self._rest(member)
         self._mover.release()
+        for member in self.members:
+            if member.param not in wanted and member.param in self._members:
+                self._stay(member)
 
     def _stay(self, member: Member) -> None:
         self._pieces(member)
@@ -305,11 +318,6 @@ class StateSwap:
                 name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in small.items()
             }
         self._tell_state(member)
-
-    @property
-    def members(self) -> list[Member]:
-        """Of all whose state rests, or did."""
-        return [*self._members.values(), *self._staying.values()]
 
     @property
     def staying_bytes(self) -> int:

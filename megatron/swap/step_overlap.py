@@ -34,23 +34,24 @@ class StepOverlap:
         self._swaps = swaps
         self._bucket_bytes = bucket_bytes
         self._level_bytes: int | None = None
-        self._most_bytes = self._done_bytes = self._extra_bytes = 0
+        self._most_bytes = self._done_bytes = 0
+        self._extra_bytes: int | None = None
         self._is_watching = False
         self.on = True
 
     def room_in_step(self) -> int:
         """State may hold so much now, while the optimizer steps; 0 before a step has told."""
         others_bytes = self._others_bytes()
-        if not self.on:
-            return 0
         if others_bytes is None:
-            return 2 * self._bucket_bytes if self._is_watching else 0
+            return 2 * self._bucket_bytes if self._is_watching and self.on else 0
         self._extra_bytes = max(0, others_bytes - self._done_bytes)
-        return self._room_beside(others_bytes)
+        return self._room_beside(others_bytes) if self.on else 0
 
     def layer_begins(self, is_first_micro_batch: bool) -> None:
         """The forward of a layer, in training."""
         self._is_watching = True
+        if self._mover.loaded_bytes:  # no step came: this is done again
+            self._forget_loaded()
         others_bytes = self._others_bytes()
         if not is_first_micro_batch:
             self._mover.release()
@@ -63,23 +64,31 @@ class StepOverlap:
     def layer_is_done(self) -> None:
         """The last backward of a layer before a step."""
         self._mover.release()
-        if not self.on:
-            return
         others_bytes = self._others_bytes()
         if others_bytes is None:
             room_bytes = min(self._mover.loaded_bytes, self._bucket_bytes) + 2 * self._bucket_bytes
         else:
             self._done_bytes = others_bytes
-            room_bytes = self._room_beside(others_bytes + self._extra_bytes)
-        for swap in self._swaps:
+            known = self._extra_bytes is not None  # what the step takes before it comes to us
+            room_bytes = self._room_beside(others_bytes + (self._extra_bytes or 0)) if known else 0
+        for swap in self._swaps if self.on else ():
             swap.load_ahead(room_bytes)
+            if not swap.is_loaded:  # the others are stepped later, and buffers before the disk are few
+                break
 
     def step_ended(self) -> None:
         """Also where the optimizer was not stepped: then what came in leaves room for forward."""
-        for swap in self._swaps:
-            swap.forget()
+        self._forget_loaded()
         if self._is_watching:
             self._level_bytes, self._most_bytes = self._most_bytes, 0
+
+    def forget(self) -> None:
+        """Layers will hold another amount from now on: a step has to tell again."""
+        self._level_bytes = None
+
+    def _forget_loaded(self) -> None:
+        for swap in self._swaps:
+            swap.forget()
 
     def drain(self) -> None:
         """Something else runs next, and may want the memory."""

@@ -12,7 +12,7 @@ import torch
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
 from megatron.swap.state_mover import StateMover
-from megatron.swap.state_swap import NUM_BUFFERS
+from megatron.swap.state_swap import NUM_BUFFERS, StateSwap
 from megatron.swap.step_overlap import StepOverlap
 from megatron.swap.types import KIB, MIB
 from tests.unit.test_state_on_disk import LIMITS
@@ -263,3 +263,70 @@ def test_frees_nothing_twice() -> None:
     model.swap.show()
     assert model.mover.held_bytes == model.mover.going_bytes == 0
     assert all(isinstance(param, torch.Tensor) and not param.isnan().any() for param in model.training.params)
+
+
+def test_several_optimizers_read_ahead_from_one_disk(disk: DiskFile) -> None:
+    """Buffers before the disk are fewer than what all of them ask for: nothing is stepped from another's."""
+    bucket_bytes = 16 * KIB
+    names = ("adamw", "momentum")
+    first = Training(OPTIMIZERS["adamw"], lambda _: True, disk=disk, bucket_bytes=bucket_bytes, limit_bytes=600 * KIB)
+    second = Training(OPTIMIZERS["momentum"])
+    second.swap = StateSwap(
+        second.optimizer, first.mover, {}, lambda _: True, bucket_bytes, True, second._copy_to_model
+    )
+    alone = [Training(OPTIMIZERS[name]) for name in names]
+    for _ in range(4):
+        for training in (first, second):
+            assert training.swap is not None
+            training.swap.load_ahead(0)
+        for training in (first, second, *alone):
+            training.steps(1)
+    for swapped, plain in zip((first, second), alone, strict=True):
+        assert same(swapped.all(), plain.all())
+
+
+def test_nothing_comes_ahead_before_it_is_known_what_the_step_takes_first() -> None:
+    model = Model()
+    model.run(steps=False)
+    model.overlap.on = False
+    model.run(steps=False)
+    model.training.steps(1)  # in which nobody was told where backward ended
+    model.overlap._extra_bytes = None
+    model.overlap.on = True
+    model.run()
+    assert model.loaded[-1] == 0
+    model.run()
+    assert model.loaded[-1] > 0
+
+
+def test_layers_that_will_hold_another_amount_say_first_how_much() -> None:
+    model = Model()
+    model.run()
+    model.overlap.forget()
+    model.run()
+    assert (model.loaded[-1], model.left[-1]) == (0, 0)
+    model.run()
+    assert model.loaded[-1] > 0
+
+
+def test_forward_and_backward_that_run_again_find_nothing_loaded() -> None:
+    model = Model()
+    for _ in range(2):
+        model.run()
+    peak = model.device.peak_of_all
+    for _ in range(NUM_LAYERS):
+        model.overlap.layer_is_done()
+    assert model.mover.loaded_bytes > 0
+    model.run()
+    assert model.device.peak_of_all == peak
+    assert same(model.training.all(), alone(3))
+
+
+def test_the_same_part_again_moves_nothing() -> None:
+    model = Model()
+    model.run()
+    wanted = set(model.training.params[::2])
+    model.swap.let_rest(wanted)
+    moved = model.mover.out_bytes, model.mover.in_bytes
+    model.swap.let_rest(wanted)
+    assert (model.mover.out_bytes, model.mover.in_bytes) == moved

@@ -22,7 +22,7 @@ def solve_shares(profile: Profile, budget_gib: float, max_plans: int = 3) -> Sol
     Raises:
         Infeasible: nothing fits, with all that may rest at rest.
     """
-    if profile.resting is None:
+    if profile.resting is None or not profile.resting.share:
         return solve(profile, budget_gib, max_plans)
     most = profile.resting.share
     found: dict[int, Solution | None] = {STEPS: _at(profile, most, budget_gib, max_plans)}
@@ -75,7 +75,7 @@ def with_share(profile: Profile, share: float) -> Profile:
 def _at(profile: Profile, share: float, budget_gib: float, max_plans: int) -> Solution:
     """The best plans with ``share`` at rest, their times less what the next forward hides of the copies home."""
     solution = solve(with_share(profile, share), budget_gib, max_plans)
-    hidden = [min(_home_ms(profile, share), _window_ms(profile, one)) for one in solution.predictions]
+    hidden = [hidden_ms(profile, share, one) for one in solution.predictions]
     predictions = tuple(
         replace(prediction, step_ms=prediction.step_ms - ms)
         for prediction, ms in zip(solution.predictions, hidden, strict=True)
@@ -86,6 +86,19 @@ def _at(profile: Profile, share: float, budget_gib: float, max_plans: int) -> So
         plans.append(replace(plan, resting=share, predicted=replace(plan.predicted, step_ms=prediction.step_ms)))
     most_ms = min(_home_ms(profile, share), _forward_ms(profile))
     return Solution(tuple(plans), predictions, solution.lower_bound_ms - most_ms)
+
+
+def hidden_ms(profile: Profile, share: float, prediction: Prediction) -> float:
+    """Of the copies home: what the next forward leaves of the link when activations have gone out, but no more than
+    stands in the memory that activations leave between two steps. The rest comes and goes within the step."""
+    assert profile.resting is not None
+    home_ms = _home_ms(profile, share)
+    static_gib = with_share(profile, share).static_gib
+    room_gib = max(0.0, prediction.peak_gib - static_gib - profile.outside.peak_gib)
+    link = profile.link
+    both_gb_s = min(link.d2h_beside_h2d_gb_s, link.h2d_beside_d2h_gb_s)
+    within_ms = max(0.0, share * profile.resting.state_gib - room_gib) * 2**30 / (both_gb_s * 1e6)
+    return max(0.0, min(home_ms, _window_ms(profile, prediction), home_ms - within_ms))
 
 
 def _home_ms(profile: Profile, share: float) -> float:

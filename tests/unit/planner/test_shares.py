@@ -11,7 +11,7 @@ from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import Profile, load_profile, save_profile, sha256
 from megatron.swap.planner.shape import shape_profile
-from megatron.swap.planner.shares import STEPS, solve_shares, with_share
+from megatron.swap.planner.shares import STEPS, hidden_ms, solve_shares, with_share
 from megatron.swap.planner.solve import solve
 from megatron.swap.types import UsageError
 
@@ -45,10 +45,7 @@ def test_as_good_as_the_best_of_all_parts(profile: Profile, budget_gib: float) -
             found = solve(single, budget_gib)
         except Infeasible:
             continue
-        forward_ms = sum(len(entry.layers) * entry.forward_ms for entry in profile.layers)
-        home_ms = step / STEPS * profile.resting.state_gib * 1024 * profile.out_ms_per_mib  # type: ignore[union-attr]
-        window_ms = max(0.0, forward_ms - found.prediction.host_gib * 1024 * profile.out_ms_per_mib)
-        best_ms = min(best_ms, found.prediction.step_ms - min(home_ms, window_ms))
+        best_ms = min(best_ms, found.prediction.step_ms - hidden_ms(profile, step / STEPS, found.prediction))
     answer = solve_shares(profile, budget_gib)
     assert answer.prediction.step_ms <= 1.002 * best_ms
     assert answer.prediction.peak_gib <= budget_gib
