@@ -101,8 +101,8 @@ class AutoPlan:
         num_micro_batches: Callable[[], int],
         host_bytes: Callable[[], int],
         take_peak: Callable[[], tuple[int, int]],
-        resting: Callable[[], Resting | None],
-        let_rest: Callable[[float], None],
+        resting: Callable[[], Resting | None] = lambda: None,
+        let_rest: Callable[[float], None] = lambda _: None,
     ) -> None:
         """The model is built and its boundaries stand: the first step follows the plan that holds least.
 

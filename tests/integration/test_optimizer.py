@@ -75,8 +75,8 @@ def test_together_with_activations(trainer: Trainer) -> None:
 def test_as_much_rests_as_the_budget_asks_for(
     trainer: Trainer, flags: str, ranks: int, part: float, least: float, most: float
 ) -> None:
-    """Budgets as parts of what activations take: where RAM plays the device state counts that could rest, too. In between
-    it depends on how fast this machine copies."""
+    """Budgets as parts of what activations take: where RAM plays the device state counts that could rest, too. In
+    between it depends on how fast this machine copies."""
     flags += " --train-iters 16 --lr-decay-iters 16"
     plain = trainer.unswapped(flags, ranks=ranks)
     activations_gib = plain.summary["saved_peak_bytes"] / GIB / ranks
