@@ -115,18 +115,19 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
     """
     auto = _wants_auto(args)
     _check_one_way(args, auto)
+    plan = None if args.swap_plan is None else _plan(args)
     config = SwapConfig(
         layers=parse_layers(args.swap_layers, args.num_layers),
         modules=tuple(args.swap_modules),
         recompute=tuple(dict.fromkeys(args.swap_recompute)),
-        plan=None if args.swap_plan is None else _plan(args),
+        plan=plan,
         auto=auto,
         memory_gib=args.swap_memory_gib,
         memory_fraction=args.swap_memory_fraction,
         max_candidates=args.swap_max_candidates,
         save_plan=args.swap_save_plan,
         save_profile=args.swap_save_profile,
-        optimizer=_part_at_rest(args),
+        optimizer=_part_at_rest(args, auto, plan),
         optimizer_auto=args.swap_optimizer == "auto" and auto,
         disk_dir=args.swap_disk_dir,
         disk_gib=args.swap_disk_gib,
@@ -181,14 +182,13 @@ def _can_recompute(args: argparse.Namespace, kind: str) -> bool:
     return True
 
 
-def _part_at_rest(args: argparse.Namespace) -> float:
+def _part_at_rest(args: argparse.Namespace, auto: bool, plan: Plan | None) -> float:
     """Of the optimizer's state: what the plan says, all that may where the planner decides."""
     part = parse_part(str(args.swap_optimizer))
     if part is not None:
         return part
-    if _wants_auto(args):
+    if auto:
         return 1.0
-    plan = None if args.swap_plan is None else load_plan(args.swap_plan)
     if plan is None or plan.resting is None:
         raise UsageError(
             "--swap-optimizer auto: neither a planner nor a plan says how much is to rest. Give --swap-memory-gib, a "

@@ -22,18 +22,16 @@ from megatron.swap.devices.base import Device
 from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_arena import HostArena
 from megatron.swap.planner.profile import Resting
-from megatron.swap.planner.states import PART_OF_HOST, States
+from megatron.swap.planner.states import BUCKET_BYTES, PART_OF_HOST, States, bucket_bytes_before_disk
 from megatron.swap.resting import Member
 from megatron.swap.state_mover import StateMover
 from megatron.swap.state_swap import StateSwap
 from megatron.swap.step_overlap import StepOverlap
 from megatron.swap.summary import RankReport
-from megatron.swap.types import GIB, MIB, UsageError, format_bytes
+from megatron.swap.types import GIB, UsageError, format_bytes
 
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
 """Optimizers, by the name of their class, that look at each element alone: they may step slices of parameters."""
-BUCKET_BYTES = 256 << 20
-"""Of a bucket on the device. Copies of this size run at the link's full speed."""
 ROUNDING = 1e-9
 """The whole is the sum of its parts."""
 SAVES = ("state_dict", "save_parameter_state", "get_parameter_state_dp_zero")
@@ -71,8 +69,7 @@ class OptimizerSwap:
         if num_sharers is not None:
             limit_bytes = int(PART_OF_HOST * limit_bytes)
         self._arena = HostArena(limit_bytes=limit_bytes, pinned=device.torch_device.type == "cuda")
-        # Buffers between disk and device are a part of that memory.
-        self._bucket_bytes = BUCKET_BYTES if disk is None else max(MIB, min(BUCKET_BYTES, limit_bytes // 16))
+        self._bucket_bytes = BUCKET_BYTES if disk is None else bucket_bytes_before_disk(limit_bytes)
         self._mover = StateMover(device, self._arena, disk, self._bucket_bytes)
         self._room_bytes = limit_bytes - self._arena.booked_bytes + (0 if disk is None else disk.limit_bytes)
         self._min_bytes = min_bytes
@@ -195,7 +192,7 @@ class OptimizerSwap:
         model_values = _model_values(optimizer)
         swap = StateSwap(
             inner, self._mover, self._born, lambda param: param not in self._seen and self._rests(param),
-            self._bucket_bytes, is_elementwise, on_updated, self._overlap.room_in_step, self._overlap.room_in_step,
+            self._bucket_bytes, is_elementwise, on_updated, self._overlap.room_in_step,
         )  # fmt: skip
         if not swap.num_resting:
             return

@@ -16,6 +16,8 @@ from megatron.swap.disk_file import BLOCK_BYTES, DiskFile, DiskRoom, padded
 
 NUM_AHEAD = 3
 """Buckets that are read before they are wanted, and as many that are still being written."""
+NUM_STAGED = 2 * NUM_AHEAD + 1
+"""And the one that was read and is stepped: so many buffers."""
 
 DiskSpan = tuple[DiskRoom, int, int]
 """Bytes from, to (the first of a block each, or the room's end) of a room."""

@@ -39,8 +39,8 @@ class StateSwap:
         bucket_bytes: most bytes of a bucket on the device.
         is_elementwise: whether the optimizer may step slices of its parameters.
         on_updated: told of new values while they are on the device, the parameters' that do not rest included.
-        room_bytes: most that buckets may hold on the device in a step; three in any case.
-        left_bytes: most that those on their way home may still hold when it ends.
+        room_bytes: most that buckets may hold on the device in a step, where three may in any case, and that those on
+            their way home may still hold when it ends.
 
     Attributes:
         members: of all parameters whose state rests, or did.
@@ -59,7 +59,6 @@ class StateSwap:
         is_elementwise: bool,
         on_updated: Updated = lambda *_: None,
         room_bytes: Callable[[], int] = lambda: 0,
-        left_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._optimizer = optimizer
         self._inner_step = optimizer.step
@@ -67,8 +66,7 @@ class StateSwap:
         self._bucket_bytes = bucket_bytes
         self._is_elementwise = is_elementwise
         self._on_updated = on_updated
-        self._room_bytes = lambda: max(room_bytes(), NUM_BUFFERS * bucket_bytes)
-        self._left_bytes = left_bytes
+        self._room_bytes = room_bytes
         self._order: list[list[Piece]] = []
         self._next: deque[list[Piece]] | None = None  # of a step that has begun, or is to come
         self._coming: deque[Coming] = deque()
@@ -130,14 +128,14 @@ class StateSwap:
             advanced = self._step_all()
         finally:  # of a step that failed
             self.forget()
-        self._mover.release(self._left_bytes())
+        self._mover.release(self._room_bytes())
         for group, values in zip(groups, advanced, strict=True):
             group.update(values)
 
     def _step_all(self) -> list[dict[str, Any]]:
         """Returns the settings of each group as the step has left them."""
         groups = self._optimizer.param_groups
-        self._load(self._room_bytes())  # before what stays is stepped: the link works meanwhile
+        self._load(self._room_in_step())  # before what stays is stepped: the link works meanwhile
         stays = [[param for param in group["params"] if param not in self._members] for group in groups]
         advanced = self._step_of(stays)
         for params in stays:
@@ -145,10 +143,13 @@ class StateSwap:
                 self._on_updated(param, 0, param.numel(), param.detach())
         while self._loaded:
             advanced = self._step_bucket(self._loaded.popleft())
-            room_bytes = self._room_bytes()
+            room_bytes = self._room_in_step()
             self._mover.release(max(0, room_bytes - self._mover.loaded_bytes))  # a first step makes state
             self._load(room_bytes)
         return advanced
+
+    def _room_in_step(self) -> int:
+        return max(self._room_bytes(), NUM_BUFFERS * self._bucket_bytes)
 
     def load_ahead(self, room_bytes: int) -> None:
         """Bring in the first buckets of the step to come, as far as they hold no more than that and wait for no disk.

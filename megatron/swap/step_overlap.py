@@ -35,8 +35,8 @@ class StepOverlap:
         self._bucket_bytes = bucket_bytes
         self._level_bytes: int | None = None
         self._most_bytes = self._done_bytes = 0
-        self._extra_bytes: int | None = None
-        self._is_watching = False
+        self._extra_bytes = 0  # most that others took in the last step beside what they held when backward was done
+        self._is_watching = self._is_stepping = False
         self.on = True
 
     def room_in_step(self) -> int:
@@ -44,7 +44,8 @@ class StepOverlap:
         others_bytes = self._others_bytes()
         if others_bytes is None:
             return 2 * self._bucket_bytes if self._is_watching and self.on else 0
-        self._extra_bytes = max(0, others_bytes - self._done_bytes)
+        self._extra_bytes = max(self._extra_bytes if self._is_stepping else 0, others_bytes - self._done_bytes)
+        self._is_stepping = True
         return self._room_beside(others_bytes) if self.on else 0
 
     def layer_begins(self, is_first_micro_batch: bool) -> None:
@@ -69,8 +70,7 @@ class StepOverlap:
             room_bytes = min(self._mover.loaded_bytes, self._bucket_bytes) + 2 * self._bucket_bytes
         else:
             self._done_bytes = others_bytes
-            known = self._extra_bytes is not None  # what the step takes before it comes to us
-            room_bytes = self._room_beside(others_bytes + (self._extra_bytes or 0)) if known else 0
+            room_bytes = self._room_beside(others_bytes + self._extra_bytes)
         for swap in self._swaps if self.on else ():
             swap.load_ahead(room_bytes)
             if not swap.is_loaded:  # the others are stepped later, and buffers before the disk are few
@@ -79,6 +79,7 @@ class StepOverlap:
     def step_ended(self) -> None:
         """Also where the optimizer was not stepped: then what came in leaves room for forward."""
         self._forget_loaded()
+        self._is_stepping = False
         if self._is_watching:
             self._level_bytes, self._most_bytes = self._most_bytes, 0
 

@@ -11,7 +11,17 @@ from typing import Any
 from proof.bench.budgets import Memory, NotReady, resolved
 from proof.bench.losses import REPEAT
 from proof.bench.methods import Method, MethodError, parse_method
-from proof.bench.toml_file import SuiteError, Table, check_names, environment, number, read_table, value_of
+from proof.bench.toml_file import (
+    SuiteError,
+    Table,
+    check_names,
+    environment,
+    file_names,
+    find_file,
+    number,
+    read_table,
+    value_of,
+)
 from proof.machine import ROOT
 from proof.rows import PEAKS
 from proof.run.request import Request
@@ -115,15 +125,11 @@ class Suite:
 
 
 def suite_names() -> list[str]:
-    return sorted(path.stem for path in SUITES.glob("*.toml"))
+    return file_names(SUITES)
 
 
 def find_suite(name: str) -> Path:
-    """The file of a suite: one of ours by name, or any by its path."""
-    path = Path(name) if name.endswith(".toml") else SUITES / f"{name}.toml"
-    if not path.is_file():
-        raise SuiteError(f"--suite {name}: no such suite; there are {', '.join(suite_names())}, or give a .toml file")
-    return path
+    return find_file("suite", name, SUITES)
 
 
 def load_suite(path: Path) -> Suite:

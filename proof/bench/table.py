@@ -24,17 +24,18 @@ OTHER = {"allocated": "reserved", "reserved": "allocated", "saved": "reserved"}
 """The peak that is shown beside the one that counts."""
 
 
+def heading(title: str, row: Row, legend: str) -> list[str]:
+    """Lines above a table: what was run where, by a row of it, and what the columns are."""
+    machine = row["machine"]
+    gpu = machine["gpu"] if machine["gpu"] != "none" else f"CPU, {machine['cores']} cores"
+    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
+    run = f"`{row['command']}` on {gpu}; {versions}; commit {row['commit'] or 'unknown'}."
+    return [f"# {title}", "", run, "", legend, ""]
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """A section a case; rows in their order."""
-    first = rows[0]
-    machine = first["machine"]
-    gpu = machine["gpu"] if machine["gpu"] != "none" else f"CPU, {machine['cores']} cores"
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if version)
-    lines = [
-        f"# {first['suite']}", "",
-        f"`{first['command']}` on {gpu}; {versions}; commit {first['commit'] or 'unknown'}.", "",
-        LEGEND, "",
-    ]  # fmt: skip
+    lines = heading(rows[0]["suite"], rows[0], LEGEND)
     for case in dict.fromkeys(row["case"] for row in rows):
         lines += _section([row for row in rows if row["case"] == case])
     return "\n".join(lines)

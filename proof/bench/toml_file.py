@@ -15,6 +15,24 @@ class SuiteError(ValueError):
     """A suite or a sweep, or a choice from it, that cannot be run; the message names file and key."""
 
 
+def file_names(folder: Path) -> list[str]:
+    """Ours, as the command line takes them."""
+    return sorted(path.stem for path in folder.glob("*.toml"))
+
+
+def find_file(kind: str, name: str, folder: Path) -> Path:
+    """One of ours by name, or any by its path. ``kind``: of file, as its option is called.
+
+    Raises:
+        SuiteError: there is none.
+    """
+    path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
+    if not path.is_file():
+        names = ", ".join(file_names(folder))
+        raise SuiteError(f"--{kind} {name}: no such {kind}; there are {names}, or give a .toml file")
+    return path
+
+
 def read_table(path: Path) -> Table:
     """The whole file.
 

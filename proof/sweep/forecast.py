@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from megatron.swap.config import USUAL_FRACTION
 from megatron.swap.plan import Infeasible, load_plan
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.planner.shares import solve_shares
 from megatron.swap.planner.simulate import simulate
-from megatron.swap.planner.states import BUCKETS_GIB, PART_OF_HOST
+from megatron.swap.planner.states import BUCKETS_GIB, PART_OF_HOST, bucket_bytes_before_disk
+from megatron.swap.staging import NUM_STAGED
 from megatron.swap.types import GIB, UsageError, format_bytes
 from proof.run.planning import plan_file, searches
 from proof.sweep.plans import plan_of, with_megatrons_loss, with_mlp_section
@@ -24,13 +26,6 @@ MARGIN = 0.05
 """Of a tier. What is predicted to leave so much free is where a search begins; what is predicted to take so much more
 than there is is not tried. Predictions were off by up to 3 % with activations alone, by up to 4 % with optimizer state
 at rest, and CUDA's own memory is not counted."""
-AUTO_FRACTION = 0.95
-"""Of the device's memory: ``--swap-policy auto`` alone."""
-STAGING_BUCKETS = 7
-STAGING_GIB = 1 / 1024, 0.25
-STAGING_SHARE = 16
-"""Between disk and device: so many buckets of host memory, each that part of
-``--swap-host-gib``, within least and most."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +128,7 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         whose = "the device's" if budget_gib >= tiers.device else "its budget"
         needs.append(Need("device", peak_gib, min(budget_gib, tiers.device), whose))
     if "--swap-disk-dir" in flags:
-        least_gib, most_gib = STAGING_GIB
-        staging_gib = STAGING_BUCKETS * max(least_gib, min(most_gib, engine_gib / STAGING_SHARE))
+        staging_gib = NUM_STAGED * bucket_bytes_before_disk(int(engine_gib * GIB)) / GIB
         host_gib = min(resting_gib, max(0.0, engine_gib - staging_gib - moved_gib))
         needs += [
             Need("disk", resting_gib - host_gib, min(tiers.disk, disk_limit_gib(flags)), "free, or --swap-disk-gib"),
@@ -165,7 +159,7 @@ def _activations(
             )  # fmt: skip
         except UsageError:
             return None  # layers that its formulas do not know
-        part = _number(flags, "--swap-memory-fraction", AUTO_FRACTION)
+        part = _number(flags, "--swap-memory-fraction", USUAL_FRACTION)
         budget_gib = _number(flags, "--swap-memory-gib", part * gpu.memory_gib)
         try:
             prediction = solve_shares(profile, budget_gib, 1).prediction

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from proof.bench.table import heading
 from proof.rows import GIB, PRUNED, Row, outcome
 from proof.sweep.axes import AXES
 
@@ -176,13 +177,7 @@ LEGEND = (
 def markdown(rows: Sequence[Row]) -> str:
     """What stands beside the rows."""
     first = rows[0]
-    machine = first["machine"]
-    gpu = machine["gpu"] if machine["gpu"] != "none" else f"CPU, {machine['cores']} cores"
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if version)
-    lines = [
-        f"# {first['suite']}: the largest {first['axis']}", "",
-        f"`{first['command']}` on {gpu}; {versions}; commit {first['commit'] or 'unknown'}.", "", LEGEND, "",
-    ]  # fmt: skip
+    lines = heading(f"{first['suite']}: the largest {first['axis']}", first, LEGEND)
     lines += [f"| {' | '.join(cells)} |" for cells in [HEAD, ["---"] * len(HEAD), *table(rows)]]
     told = [f"- {found.method}: {found.limit}" for found in found_in(rows) if found.limit]
     lines += ["", *told, *([""] if told else [])]

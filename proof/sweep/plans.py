@@ -30,9 +30,13 @@ MADE_BY = {"norm": ("self_attention.linear_qkv/1", "mlp.linear_fc1/1"), "activat
 """What ``--swap-recompute`` makes again."""
 
 
+H200 = find_gpu("h200")
+"""Where the runs were measured that predictions are compared with. Names of sites and memory depend on no GPU."""
+
+
 def with_mlp_section(profile: Profile) -> Profile:
     """Megatron's selective recomputation of the MLP: fc2 runs again as well, though nobody needs its output."""
-    times = kernel_ms(profile.model, find_gpu("h200"))
+    times = kernel_ms(profile.model, H200)
     frees = ("mlp.linear_fc1/1", "mlp/0", "mlp.linear_fc2/0")
     mlp = Section("mlp", frees, ("mlp.linear_fc1/0",), times["fc1"] + times["activation"] + times["fc2"])
     return replace(profile, layers=tuple(replace(one, sections=(mlp, *one.sections)) for one in profile.layers))
@@ -52,7 +56,7 @@ def plan_of(model: Model, flags: Sequence[str]) -> Plan | None:
         sections = ("mlp",)
     elif "--recompute-granularity" in flags:
         sections = ("layer",)
-    names = [one.site for one in layer_class(model, find_gpu("h200"), (0,)).sites]
+    names = [one.site for one in layer_class(model, H200, (0,)).sites]
     swapped: frozenset[int] = frozenset()
     if "--swap-layers" in flags:
         swapped = parse_layers(words[words.index("--swap-layers") + 1], model.num_layers)

@@ -17,7 +17,17 @@ from megatron.swap.types import UsageError
 from proof.bench.budgets import is_relative
 from proof.bench.methods import Method, MethodError, parse_method
 from proof.bench.suite import DEVICES
-from proof.bench.toml_file import SuiteError, Table, check_names, environment, number, read_table, value_of
+from proof.bench.toml_file import (
+    SuiteError,
+    Table,
+    check_names,
+    environment,
+    file_names,
+    find_file,
+    number,
+    read_table,
+    value_of,
+)
 from proof.rows import GIB
 from proof.run.request import Request
 from proof.sweep.axes import AXES, Axis, Value, num_params, read_values
@@ -144,15 +154,11 @@ class Sweep:
 
 
 def sweep_names() -> list[str]:
-    return sorted(path.stem for path in SWEEPS.glob("*.toml"))
+    return file_names(SWEEPS)
 
 
 def find_sweep(name: str) -> Path:
-    """The file of a sweep: one of ours by name, or any by its path."""
-    path = Path(name) if name.endswith(".toml") else SWEEPS / f"{name}.toml"
-    if not path.is_file():
-        raise SuiteError(f"--sweep {name}: no such sweep; there are {', '.join(sweep_names())}, or give a .toml file")
-    return path
+    return find_file("sweep", name, SWEEPS)
 
 
 def load_sweep(path: Path) -> Sweep:

@@ -14,8 +14,7 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_arena import HostArena
 from megatron.swap.host_memory import HostMemoryError
-from megatron.swap.optimizer import BUCKET_BYTES
-from megatron.swap.planner.states import BUCKETS_GIB
+from megatron.swap.planner.states import BUCKET_BYTES, BUCKETS_GIB
 from megatron.swap.resting import MAIN, Home
 from megatron.swap.state_mover import StateMover
 from megatron.swap.state_swap import NUM_BUFFERS, StateSwap

@@ -55,8 +55,7 @@ class Model:
             self.device.mover = mover
         device = self.device if on == "cpu" else self.training.device
         self.overlap = StepOverlap(device, mover, [swap], swap._bucket_bytes)
-        swap._room_bytes = lambda: max(self.overlap.room_in_step(), NUM_BUFFERS * swap._bucket_bytes)
-        swap._left_bytes = self.overlap.room_in_step
+        swap._room_bytes = self.overlap.room_in_step
         self.loaded: list[int] = []  # at the end of each backward
         self.left: list[int] = []  # at the end of each step
 
@@ -134,23 +133,45 @@ def test_no_peak_rises() -> None:
     assert room_bytes - 2 * BUCKET_BYTES < model.left[-1] <= room_bytes
 
 
-def test_what_megatron_allocates_before_the_step_has_room() -> None:
-    model = Model()
-    inner, extra_bytes = model.training.steps, 50 * KIB
+def taking(extra_bytes: int, model: Model) -> None:
+    """From now on Megatron allocates so much between backward and step."""
+    inner = type(model.training).steps
 
     def steps(num_steps: int) -> Training:
         model._hold(extra_bytes)
         try:
-            return inner(num_steps)
+            return inner(model.training, num_steps)
         finally:
             model._hold(-extra_bytes)
 
     model.training.steps = steps  # type: ignore[assignment,method-assign]
+
+
+def test_what_megatron_allocates_before_the_step_has_room() -> None:
+    model = Model()
+    taking(50 * KIB, model)
     for _ in range(4):
         model.run()
     assert model.device.peak_of_all == NUM_LAYERS * LAYER_BYTES
     assert model.loaded[-1] > 0
     assert same(model.training.all(), alone(4))
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_it_is_seen_while_nothing_overlaps(skips: bool) -> None:
+    """And remembered over a step that is skipped."""
+    model = Model()
+    model.run()
+    model.overlap.on = False
+    taking(50 * KIB, model)
+    model.run()
+    model.run(steps=not skips)
+    assert model.loaded == [0, 0, 0]
+    model.overlap.on = True
+    model.run()
+    assert model.device.peak_of_all == NUM_LAYERS * LAYER_BYTES
+    assert model.loaded[-1] > 0
+    assert same(model.training.all(), alone(3 if skips else 4))
 
 
 def test_a_step_that_is_skipped_leaves_nothing() -> None:
@@ -283,20 +304,6 @@ def test_several_optimizers_read_ahead_from_one_disk(disk: DiskFile) -> None:
             training.steps(1)
     for swapped, plain in zip((first, second), alone, strict=True):
         assert same(swapped.all(), plain.all())
-
-
-def test_nothing_comes_ahead_before_it_is_known_what_the_step_takes_first() -> None:
-    model = Model()
-    model.run(steps=False)
-    model.overlap.on = False
-    model.run(steps=False)
-    model.training.steps(1)  # in which nobody was told where backward ended
-    model.overlap._extra_bytes = None
-    model.overlap.on = True
-    model.run()
-    assert model.loaded[-1] == 0
-    model.run()
-    assert model.loaded[-1] > 0
 
 
 def test_layers_that_will_hold_another_amount_say_first_how_much() -> None:

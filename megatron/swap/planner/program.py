@@ -23,6 +23,7 @@ SWAPPED_MIB_COST = 1e-7
 """Milliseconds: between equally fast plans the one that copies less, in the earliest and fewest layers."""
 TOUCHED_LAYER_COST = 1e-5
 PROVEN = 1e-7
+"""An answer that costs so much more than the best one, as a part, is the best one."""
 MAX_NODES = 300
 """Bounds the search; what is not proven by then shows in the lower bound."""
 

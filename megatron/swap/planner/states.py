@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.swap.types import GIB
+from megatron.swap.types import GIB, MIB
 
-BUCKETS_GIB = 0.75
-"""On the device while the optimizer steps state that rests: three buckets (``optimizer.py``), once activations are
-gone."""
+BUCKET_BYTES = 256 << 20
+"""Of state that rests, on the device. Copies of this size run at the link's full speed."""
+BUCKETS_GIB = 3 * BUCKET_BYTES / GIB
+"""While the optimizer steps (``state_swap.py``), once activations are gone."""
 PART_OF_HOST = 0.75
 """Of host memory may be the state's, where the planner decides how much rests: activations need some, too."""
+
+
+def bucket_bytes_before_disk(host_bytes: int) -> int:
+    """Of a bucket, where some rest on disk: the buffers in between are part of ``host_bytes`` of host memory."""
+    return max(MIB, min(BUCKET_BYTES, host_bytes // 16))
 
 
 @dataclass(frozen=True)
