@@ -69,24 +69,33 @@ def commit() -> str:
 
 
 def link_gb_s() -> dict[str, float] | None:
-    """Bandwidth of pinned copies of 1 GiB, one direction at a time, medians; ``None`` without a GPU."""
+    """Bandwidth of pinned copies of 1 GiB, medians; ``None`` without a GPU.
+
+    One direction at a time, and (``duplex_gb_s``) of each of two that begin together, until both are there.
+    """
     import torch
 
     if not torch.cuda.is_available():
         return None
-    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty_like(host, device="cuda")
+    hosts = [torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    devices = [torch.empty_like(host, device="cuda") for host in hosts]
+    out, back = (hosts[0], devices[0]), (devices[1], hosts[1])
+    stream, streams = torch.cuda.current_stream(), (torch.cuda.Stream(), torch.cuda.Stream())
     speed = {}
-    for name, target, source in (("d2h_gb_s", host, device), ("h2d_gb_s", device, host)):
+    for name, copies in (("d2h_gb_s", [out]), ("h2d_gb_s", [back]), ("duplex_gb_s", [out, back])):
         times_ms = []
         for _ in range(NUM_COPIES):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            target.copy_(source, non_blocking=True)
+            for beside, (target, source) in zip(streams, copies, strict=False):
+                beside.wait_event(start)
+                with torch.cuda.stream(beside):
+                    target.copy_(source, non_blocking=True)
+                stream.wait_stream(beside)
             end.record()
             end.synchronize()
             times_ms.append(start.elapsed_time(end))
-        speed[name] = host.numel() / sorted(times_ms)[len(times_ms) // 2] / 1e6
+        speed[name] = hosts[0].numel() / sorted(times_ms)[len(times_ms) // 2] / 1e6
     return speed
 
 

@@ -23,7 +23,7 @@ LARGEST = (
 MEDIANS = ("first_step_ms", "build_ms", "wait_ms", "first_layer_forward_ms", "forward_ms", "backward_ms")
 SAME = (
     "began_cuda_early", "num_params", "tokens_per_step", "step_flops", "swapped_out_bytes", "swapped_in_bytes",
-    "num_late",
+    "optimizer_out_bytes", "optimizer_in_bytes", "num_late",
 )  # fmt: skip
 
 EARLIER: Row = {"peak": "allocated", "sequence_schedule": []}

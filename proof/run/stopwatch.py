@@ -221,6 +221,11 @@ def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
     Nothing where nothing is swapped. Read before it is taken down.
     """
     found = {} if session._disk is None else {"disk_peak_gib": session._disk.booked_bytes / GIB}
+    if session._optimizer is not None and session._auto is None:
+        mover = session._optimizer._mover
+        found |= {
+            "optimizer_out_bytes": mover.out_bytes // num_steps, "optimizer_in_bytes": mover.in_bytes // num_steps
+        }  # fmt: skip
     if session._manager is None:
         return found
     totals, tier = session._manager.counters.totals(), session._tier.stats()

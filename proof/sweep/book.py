@@ -22,7 +22,7 @@ MEASURED = (
     "step_ms_median", "step_ms_all", "first_step_ms", "build_ms", "tokens_per_step", "step_flops", "num_params",
     "device_peak_gib", "device_reserved_gib", "device_static_gib", "host_peak_gib", "host_rss_growth_gib",
     "host_pinned_gib", "disk_peak_gib", "swapped_out_bytes", "swapped_in_bytes", "num_late", "wait_ms",
-    "losses", "began_cuda_early",
+    "optimizer_out_bytes", "optimizer_in_bytes", "losses", "began_cuda_early",
 )  # fmt: skip
 COMPARABLE = ("suite", "commit", "machine", "versions", "flags", "env")
 """What rows of one file have in common with runs of now."""
