@@ -32,11 +32,15 @@ from megatron.swap.policy import PlanPolicy
 from megatron.swap.ranks import Ranks
 from megatron.swap.recorder import Recorder
 from megatron.swap.recording import Recording
-from megatron.swap.stages import DRIFT, Stage, Stages, Step, Workload, moves
+from megatron.swap.stages import DRIFT, SETTLING_STEPS, Stage, Stages, Step, Workload, moves
 from megatron.swap.step_clock import StepClock
 from megatron.swap.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.tiers.base import Tier
 from megatron.swap.types import GIB, MIB, format_bytes
+
+OVERLAP_STEPS = 1
+"""Until optimizer state passes through beside layers as it will: buckets come in ahead once it is known what layers
+hold, and leave beside the forward after that."""
 
 
 class _Measured(NamedTuple):
@@ -129,7 +133,7 @@ class AutoPlan:
         self._clock = StepClock(device)
         self._stages = Stages(
             self._budget_gib, self._make_plans, self._config.max_candidates, self._say, device.keeps_time,
-            self._most_telling,
+            self._most_telling, SETTLING_STEPS + self._config.optimizer_auto * OVERLAP_STEPS,
         )  # fmt: skip
         self._say(f"at most {format_bytes(self._budget_gib * GIB)} of device memory; the first steps are measured")
 

@@ -142,6 +142,7 @@ class Stages:
         say: told of every change of stage, for people.
         keeps_time: steps that have become slower mean something.
         most_telling: steps with so many micro-batches hold as much as those with more.
+        settling_steps: of a candidate that are not judged.
 
     Attributes:
         plan: what the next step follows; ``None``: the safe plan, which holds as little as it can.
@@ -160,6 +161,7 @@ class Stages:
         say: Callable[[str], None],
         keeps_time: bool = True,
         most_telling: int = sys.maxsize,
+        settling_steps: int = SETTLING_STEPS,
     ) -> None:
         self.stage = Stage.PROFILE
         self.plan: Plan | None = None
@@ -178,6 +180,7 @@ class Stages:
         self._num_smaller = self._num_slower = 0
         self._keeps_time = keeps_time
         self._most_telling = most_telling
+        self._settling_steps = settling_steps
         self._patience_smaller = PATIENCE_SMALLER
         self._patience_slower = PATIENCE_SLOWER
         self._reach_mib = self._rare_mib = 0.0
@@ -194,7 +197,7 @@ class Stages:
     def num_steps_needed(self) -> int:
         """Steps until a plan stands, at most, where steps stay as they are and the first plans fit."""
         num_profiled = SETTLING_STEPS + RECORDED_STEPS + SETTLING_STEPS + TIMED_STEPS
-        return num_profiled + self._max_candidates * (SETTLING_STEPS + 1)
+        return num_profiled + self._max_candidates * (self._settling_steps + 1)
 
     @property
     def has_been_stable(self) -> bool:
@@ -311,7 +314,7 @@ class Stages:
         if self._has_changed(step):
             self._follow_change(step)
             return
-        if not self._current.is_like(step) or self._num_in_stage <= SETTLING_STEPS or step.ms is None:
+        if not self._current.is_like(step) or self._num_in_stage <= self._settling_steps or step.ms is None:
             return
         self._tried.append(Tried(self.plan, step.ms, step.peak_gib))
         self._num_in_stage = 0

@@ -41,6 +41,17 @@ class TestFirstPlan:
         assert run.stages.num_replans == 0
         assert "plan 2 of 3, 105.0 ms and 9.50 GiB (predicted 100.0 ms and 9.00 GiB)" in run.said[-1]
 
+    @pytest.mark.parametrize("settling_steps", [1, 2, 3])
+    def test_a_peak_that_comes_late_is_seen(self, settling_steps: int) -> None:
+        """Where a plan needs more steps until all runs beside layers that will."""
+        run = three()
+        run.stages = Stages(BUDGET_GIB, run.make_plans, 3, run.said.append, settling_steps=settling_steps)
+        run.steps(PROFILED + 2)
+        assert run.stages.plan is run.plans[0 if settling_steps > 1 else 1]
+        run.steps(3 * settling_steps + 1)
+        assert run.stages.stage is Stage.STABLE
+        assert run.stages.num_steps_needed == run.number == PROFILED + 3 * (settling_steps + 1)
+
     def test_a_plan_above_the_budget_loses(self) -> None:
         run = three(peaks=(9.0, 10.1, 9.0))
         until_stable(run)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from megatron.swap import records
 from megatron.swap.plan import Model
+from megatron.swap.planner.states import GAPS_GIB
 from megatron.swap.types import GIB, MIB, MOST, UsageError
 
 FORMAT = "megatron-swap profile"
@@ -237,14 +238,19 @@ class Profile:
     @property
     def fragments_gib(self) -> float:
         """What the allocator is expected to hold beyond what is in use under any plan: holes as large as the largest
-        tensor, or what it held while it was measured."""
-        return max(self.allocator_gib, self._largest_gib) if self.allocator_gib else 0.0
+        tensor, or what it held while it was measured; and what buckets of optimizer state leave between others."""
+        gaps_gib = GAPS_GIB if self.resting is not None and self.resting.share else 0.0
+        return self._holes_gib + gaps_gib if self.allocator_gib else 0.0
 
     @property
     def doubt_gib(self) -> float:
         """It may be so much more: fragments differ from plan to plan (``MOST_FRAGMENTS``)."""
-        expected_gib = self.fragments_gib
+        expected_gib = self._holes_gib if self.allocator_gib else 0.0
         return max(MOST_FRAGMENTS * self._largest_gib - expected_gib, expected_gib / 2) if expected_gib else 0.0
+
+    @property
+    def _holes_gib(self) -> float:
+        return max(self.allocator_gib, self._largest_gib)
 
     @property
     def _largest_gib(self) -> float:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from megatron.swap.plan import LAYER_SECTION, Infeasible, parse_layers
 from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.profile import LayerClass, Outside, Profile, Section
+from megatron.swap.planner.profile import LayerClass, Outside, Profile, Resting, Section
 from megatron.swap.planner.program import Program, Windows, bound_windows
 from megatron.swap.planner.shape import shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import curve, empty_plan, smallest_budget, solve
+from megatron.swap.planner.states import GAPS_GIB
 from megatron.swap.types import Action
 from tests.unit.planner.cases import all_choices, linear_cost, model, profile, random_profile, site, to_plan
 
@@ -100,6 +101,10 @@ def test_what_is_expected_of_the_allocator(allocator_gib: float, expected_gib: f
     entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 1024, 0.0, 7.0), site("b/0", 10, 0.0, 7.0)))
     of = replace(profile([entry]), allocator_gib=allocator_gib)
     assert (of.fragments_gib, of.doubt_gib) == (expected_gib, doubt_gib)
+    for share in (0.0, 0.5):
+        rests = replace(of, resting=Resting(40.0, share))
+        gaps_gib = GAPS_GIB if share and allocator_gib else 0.0
+        assert (rests.fragments_gib, rests.doubt_gib) == (expected_gib + gaps_gib, doubt_gib)
     # As much where no tensor is as large, but backward takes five times that besides.
     entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 10, 0.0, 7.0),), (), ((0.0, 100.0), (2.0, 5120.0)))
     of = replace(profile([entry]), allocator_gib=allocator_gib)
