@@ -140,10 +140,12 @@ class OptimizerSwap:
     # ------------------------------------------------------- how much of it rests
 
     def resting(self) -> Resting:
-        """All state, as far as that is known, and the part of it that rests at most."""
+        """All state, as far as that is known, the part of it that rests at most, and the kernels of the last step."""
+        self._device.synchronize()
+        update_ms = sum(swap.update_ms() for swap in self._swaps)
         state_bytes = sum(home.num_bytes for swap in self._swaps for one in swap.members for home in one.homes.values())
         most = self._resting_bytes / max(1, self._seen_bytes)
-        return Resting(state_bytes / most / GIB if most else 0.0, most)
+        return Resting(state_bytes / most / GIB, most, update_ms / most) if most else Resting(0.0, 0.0, 0.0)
 
     def let_rest(self, part: float) -> None:
         """From now on ``part`` of all state rests, or as much as did at first. Between steps."""

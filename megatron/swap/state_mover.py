@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from megatron.swap.devices.base import Device, Event
+from megatron.swap.devices.base import Device, Event, Mark
 from megatron.swap.disk_file import DiskFile, DiskRoom, padded
 from megatron.swap.host_arena import HostArena
 from megatron.swap.resting import MAIN, Home, Member, Piece, Span, nothing
@@ -83,6 +83,10 @@ class StateMover:
         self._going_pieces: set[Piece] = set()
         self.num_ahead = 1 if disk is None else NUM_AHEAD
         self.out_bytes = self.in_bytes = self.held_bytes = 0
+
+    def mark(self) -> Mark:
+        """A moment of the stream that computes."""
+        return self._device.mark()
 
     def born(self, param: torch.Tensor) -> Member:
         """``param`` was just made, and nobody else knows its memory: from now on it rests."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron.swap.devices.base import Mark
 from megatron.swap.resting import MAIN, Home, Member, Piece, Span
 from megatron.swap.state_mover import Bucket, Coming, StateMover, as_bytes
 from megatron.swap.types import SwapError, UsageError
@@ -74,6 +75,7 @@ class StateSwap:
         self._members: dict[torch.Tensor, Member] = {}
         self._staying: dict[torch.Tensor, Member] = {}
         self.members: list[Member] = []
+        self._updates: list[tuple[Mark, Mark]] = []
         self._shown = False
         for number, group in enumerate(optimizer.param_groups):
             tensors = [name for name, value in group.items() if isinstance(value, torch.Tensor)]
@@ -119,6 +121,7 @@ class StateSwap:
         if closure is not None:
             raise SwapError("an optimizer whose state is swapped takes no closure: it would run once a bucket.")
         self.hide()
+        self._updates = []
         order = list(self._buckets())
         if order != self._order:
             self.forget()
@@ -163,6 +166,10 @@ class StateSwap:
     def is_loaded(self) -> bool:
         """Whether all of the step to come is on the device, or on its way there."""
         return self._next is not None and not self._next and not self._coming
+
+    def update_ms(self) -> float:
+        """What the optimizer's own kernels took in the last step, for what rests; only after ``synchronize``."""
+        return sum(ended.elapsed_ms_since(began) for began, ended in self._updates)
 
     def forget(self) -> None:
         """What was brought in ahead is not wanted, or no longer what is at home."""
@@ -231,7 +238,9 @@ class StateSwap:
                 state[param] = {name: tensor.view(param.shape) for name, tensor in tensors.items()} | piece.state
             params[member.group].append(param)
             pieces.append((piece, param))
+        began = self._mover.mark()
         advanced = self._step_of(params)
+        self._updates.append((began, self._mover.mark()))
         moves: list[tuple[Span, torch.Tensor]] = []
         for piece, param in pieces:
             member = piece.member

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -237,6 +238,23 @@ def test_what_is_no_floating_point_number_rests_as_the_least() -> None:
 
 def test_the_planner_knows_what_buckets_take() -> None:
     assert BUCKETS_GIB * GIB == BUCKET_BYTES * NUM_BUFFERS
+
+
+def test_kernels_of_the_last_step_are_timed() -> None:
+    training = Training(OPTIMIZERS["adamw"], lambda _: True)
+    swap = training.swap
+    assert swap is not None
+    assert swap.update_ms() == 0
+    inner = swap._inner_step
+
+    def slowly() -> None:
+        time.sleep(0.005)
+        inner()
+
+    swap._inner_step = slowly
+    for _ in range(2):
+        training.steps(1)
+        assert swap.update_ms() >= 5 * len(swap._order) > 0
 
 
 def test_what_is_loaded_goes_home() -> None:

@@ -57,14 +57,16 @@ class Resting:
     Attributes:
         state_gib: all of it, on this rank.
         share: of it, 0 to 1, what rested when the profile was made. No more can.
+        update_ms: what the optimizer's own kernels take for all of it; copies run beside them. 0: not known.
     """
 
     state_gib: float
     share: float
+    update_ms: float
 
     def __post_init__(self) -> None:
-        if self.state_gib < 0 or not 0 <= self.share <= 1:
-            raise UsageError(f"resting: {self} is given; state_gib must be 0 or more, share 0 to 1.")
+        if self.state_gib < 0 or self.update_ms < 0 or not 0 <= self.share <= 1:
+            raise UsageError(f"resting: {self} is given; state_gib and update_ms must be 0 or more, share 0 to 1.")
 
 
 @dataclass(frozen=True)

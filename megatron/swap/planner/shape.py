@@ -283,7 +283,7 @@ def shape_profile(
         outside=_outside(model, gpu, has_input, has_loss, layers_ms, optimizer_ms),
         layers=tuple(classes),
         pipeline=Pipeline(stages, pipeline_rank, chunks),
-        resting=Resting(states.state_gib(params), states.resting) if states.auto else None,
+        resting=Resting(states.state_gib(params), states.resting, 0.0) if states.auto else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.swap.plan import Infeasible
-from megatron.swap.planner.profile import Profile, Resting, sha256
+from megatron.swap.planner.profile import Profile, sha256
 from megatron.swap.planner.simulate import MIB_PER_GIB, Prediction
 from megatron.swap.planner.solve import Solution, solve
 
@@ -57,18 +57,20 @@ def solve_shares(profile: Profile, budget_gib: float, max_plans: int = 3) -> Sol
 
 
 def with_share(profile: Profile, share: float) -> Profile:
-    """``profile`` with another part at rest, copied home at the speed of one direction: coming in overlaps with it."""
+    """``profile`` with another part at rest, copied home at the speed of one direction: coming in overlaps with it.
+    The optimizer's kernels run beside copies."""
     resting = profile.resting
     assert resting is not None
     link = profile.link
     both_gb_s = min(link.d2h_beside_h2d_gb_s, link.h2d_beside_d2h_gb_s)
-    measured_ms = resting.state_gib * resting.share * 2**30 / (both_gb_s * 1e6)
-    optimizer_ms = max(0.0, profile.outside.optimizer_ms - measured_ms) + _home_ms(profile, share)
+    measured_ms = max(resting.update_ms, resting.state_gib * resting.share * 2**30 / (both_gb_s * 1e6))
+    optimizer_ms = max(0.0, profile.outside.optimizer_ms - measured_ms)
+    optimizer_ms += max(resting.update_ms, _home_ms(profile, share))
     return replace(
         profile,
         static_gib=profile.static_gib + (resting.share - share) * resting.state_gib,
         outside=replace(profile.outside, optimizer_ms=optimizer_ms),
-        resting=Resting(resting.state_gib, share),
+        resting=replace(resting, share=share),
     )
 
 
@@ -90,7 +92,8 @@ def _at(profile: Profile, share: float, budget_gib: float, max_plans: int) -> So
 
 def hidden_ms(profile: Profile, share: float, prediction: Prediction) -> float:
     """Of the copies home: what the next forward leaves of the link when activations have gone out, but no more than
-    stands in the memory that activations leave between two steps. The rest comes and goes within the step."""
+    stands in the memory that activations leave between two steps. The rest comes and goes within the step, which takes
+    as long as the optimizer's kernels in any case."""
     assert profile.resting is not None
     home_ms = _home_ms(profile, share)
     static_gib = with_share(profile, share).static_gib
@@ -98,7 +101,8 @@ def hidden_ms(profile: Profile, share: float, prediction: Prediction) -> float:
     link = profile.link
     both_gb_s = min(link.d2h_beside_h2d_gb_s, link.h2d_beside_d2h_gb_s)
     within_ms = max(0.0, share * profile.resting.state_gib - room_gib) * 2**30 / (both_gb_s * 1e6)
-    return max(0.0, min(home_ms, _window_ms(profile, prediction), home_ms - within_ms))
+    seen_ms = max(within_ms, profile.resting.update_ms)
+    return max(0.0, min(_window_ms(profile, prediction), home_ms - seen_ms))
 
 
 def _home_ms(profile: Profile, share: float) -> float:

@@ -68,6 +68,23 @@ def test_what_stays_is_counted(profile: Profile) -> None:
     assert with_share(profile, 0.5).static_gib == pytest.approx(half.static_gib)
 
 
+def test_kernels_take_their_time_however_little_is_copied(profile: Profile) -> None:
+    """A step is measured with all at rest, where copies hide them. What stays has none to hide behind."""
+    assert profile.resting is not None
+    measured_ms, update_ms = profile.outside.optimizer_ms, 100.0
+    told = replace(profile, resting=replace(profile.resting, update_ms=update_ms))
+    for share in (0.0, 0.01, 0.02):
+        without, with_them = (with_share(of, share).outside.optimizer_ms for of in (profile, told))
+        home_ms = without - with_share(profile, 0.0).outside.optimizer_ms
+        assert with_them == pytest.approx(without + max(0.0, update_ms - home_ms))
+        prediction = solve(with_share(told, share), 80).prediction
+        assert home_ms - hidden_ms(told, share, prediction) >= min(home_ms, update_ms) - 1e-6
+    assert with_share(told, 1.0).outside.optimizer_ms == pytest.approx(with_share(profile, 1.0).outside.optimizer_ms)
+    # Where kernels take longer than the link they are what was measured.
+    slow = replace(profile, resting=replace(profile.resting, update_ms=2 * measured_ms))
+    assert with_share(slow, 0.0).outside.optimizer_ms == 2 * measured_ms
+
+
 def test_nothing_to_decide_without_auto(profile: Profile) -> None:
     fixed = of_flags("--swap-optimizer", "0.5")
     assert solve_shares(fixed, 40).plan == solve(fixed, 40).plan

@@ -102,7 +102,7 @@ def test_what_is_expected_of_the_allocator(allocator_gib: float, expected_gib: f
     of = replace(profile([entry]), allocator_gib=allocator_gib)
     assert (of.fragments_gib, of.doubt_gib) == (expected_gib, doubt_gib)
     for share in (0.0, 0.5):
-        rests = replace(of, resting=Resting(40.0, share))
+        rests = replace(of, resting=Resting(40.0, share, 0.0))
         gaps_gib = GAPS_GIB if share and allocator_gib else 0.0
         assert (rests.fragments_gib, rests.doubt_gib) == (expected_gib + gaps_gib, doubt_gib)
     # As much where no tensor is as large, but backward takes five times that besides.
