@@ -17,8 +17,8 @@ import markdown  # type: ignore[import-untyped]
 
 from proof.bench import losses
 from proof.bench.suite import SuiteError, find_suite, load_suite
-from proof.report import compare, overhead, planner, profiles, sweeps, tables, text
-from proof.report.flags import OFFLOADS, RECOMPUTES, added, is_ours, is_planned, means, shape
+from proof.report import compare, optimizer, overhead, planner, profiles, sweeps, tables, text
+from proof.report.flags import OFFLOADS, RECOMPUTES, added, is_ours, is_planned, means, shape, swaps_optimizer
 from proof.report.pictures import Picture, frontier_picture, load_picture
 from proof.report.predictions import broken
 from proof.rows import Row, outcome, read_rows
@@ -26,7 +26,7 @@ from proof.rows import Row, outcome, read_rows
 HERE = Path(__file__).parent
 DIAGRAM = HERE / "streams.svg"
 PLANNER_SUITE = "h200-planner"
-SUITES = ("h200-dense", "h200-long-context", "h200-moe", PLANNER_SUITE)
+SUITES = ("h200-dense", "h200-long-context", "h200-moe", PLANNER_SUITE, optimizer.SUITE)
 COMMANDS = {
     **{name: f"python tools/bench.py --suite {name} --output docs/results/{name}.jsonl" for name in SUITES},
     "prove-overhead": "python tools/prove.py overhead --output docs/results/h200-overhead.jsonl",
@@ -176,8 +176,9 @@ class Suite:
         """Each method once: name, what it is, the flags that it adds."""
         found: dict[str, tuple[str, str, str]] = {}
         for case in self.cases:
+            others = [case.unswapped] if case.unswapped else case.rows
             for row in case.rows:
-                more = added(row, case.unswapped) if case.unswapped else row["flags"]
+                more = added(row, others) if len(case.rows) > 1 else row["flags"]
                 found.setdefault(row["method"], (row["method"], row.get("what") or "", more))
         return list(found.values())
 
@@ -246,8 +247,11 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "no_base": {
             name: [row for row in rows if row["method"] == "none"]
             for name, rows in measured.items()
-            if name not in ladders and any(is_ours(row) and not is_planned(row) for row in rows)
+            if name not in ladders
+            and any(is_ours(row) and not is_planned(row) and not swaps_optimizer(row) for row in rows)
         },
+        "optimizer": optimizer,
+        "state_moved": {name: points for name, rows in measured.items() if (points := optimizer.moved(rows))},
         "costs": [cost for rows in measured.values() if (cost := overhead.case_cost(rows)) is not None],
         "plain": plain,
         "curve": curve,

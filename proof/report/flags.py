@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proof.rows import Row, RowError
@@ -83,7 +84,8 @@ def is_planned(row: Row) -> bool:
 
 def swaps_optimizer(row: Row) -> bool:
     """State of its optimizer rests in host memory or on disk."""
-    return float(value(row, "--swap-optimizer") or 0) > 0
+    part = value(row, "--swap-optimizer") or "0"
+    return part == "auto" or float(part) > 0
 
 
 def is_ours(row: Row) -> bool:
@@ -103,14 +105,14 @@ def without_swap(row: Row) -> tuple[str, ...]:
     return tuple(words)
 
 
-def added(row: Row, base: Row) -> str:
-    """The flags that a run has beyond those of another of its case."""
-    common = shlex.split(base["flags"])
-    more = shlex.split(row["flags"])
-    start = 0
-    while start < min(len(common), len(more)) and common[start] == more[start]:
-        start += 1
-    return shlex.join(more[start:])
+def added(row: Row, others: Sequence[Row]) -> str:
+    """The flags that a run has beyond those that it begins with like all of ``others``."""
+    words = shlex.split(row["flags"])
+    together = zip(words, *(shlex.split(other["flags"]) for other in others), strict=False)
+    start = sum(1 for _ in itertools.takewhile(lambda places: len(set(places)) == 1, together))
+    while 0 < start < len(words) and not words[start].startswith("--"):  # a value of a flag that all have
+        start -= 1
+    return shlex.join(words[start:])
 
 
 def means(row: Row) -> set[str]:

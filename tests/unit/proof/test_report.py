@@ -169,7 +169,7 @@ def test_without_results_each_section_names_its_command(tmp_path: Path) -> None:
     report = markdown_of(tmp_path)
     assert "Nothing was measured yet" in report
     missing = re.findall(r"\*Not measured yet:\* `(?:python tools/|bash tools/)(\S+(?: --suite \S+| \w+)?)", report)
-    suites = ("h200-dense", "h200-long-context", "h200-moe", "h200-planner")
+    suites = ("h200-dense", "h200-long-context", "h200-moe", "h200-optimizer", "h200-planner")
     wanted = {"sweep.py", "profile.sh", "prove.py overhead", "prove.py equality", "prove.py ranks"}
     wanted |= {f"bench.py --suite {name}" for name in suites}
     assert {name.removesuffix(" --swap-layers") for name in missing} == wanted

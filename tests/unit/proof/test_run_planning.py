@@ -120,7 +120,7 @@ def watched(request: Request, num_steps: int, auto: Any = None) -> tuple[Stopwat
     """A stopwatch that has seen a training of so many steps, and how many of them there were."""
     watch = Stopwatch(request, Nobody(), None)
     watch._args = Namespace(train_iters=num_steps, global_batch_size=4, seq_length=64)
-    watch._session = Namespace(_manager=None, _device=None, _auto=auto, _observer=None, _disk=None)
+    watch._session = Namespace(_manager=None, _device=None, _auto=auto, _observer=None, _disk=None, _optimizer=None)
     for iteration in range(1, num_steps + 1):
         assert watch.step == iteration
         try:

@@ -24,7 +24,7 @@ def test_a_slow_run_ends_after_its_timed_steps_took_long_enough(
     monkeypatch: pytest.MonkeyPatch, limit_s: float | None, num_steps: int
 ):
     watch = Stopwatch(Request(flags=(), num_warm_up=2, timed_limit_s=limit_s), Nobody(), None)
-    watch._args, watch._session = Namespace(train_iters=9), Namespace(_manager=None, _disk=None)
+    watch._args, watch._session = Namespace(train_iters=9), Namespace(_manager=None, _disk=None, _optimizer=None)
     clock = iter(range(0, 1000, 10))  # each step takes 10 s
     monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(clock))
     done = 0
