@@ -36,7 +36,11 @@ def processes_of(folder: Path) -> list[str]:
 def test_the_quick_suite_interrupted_and_resumed(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
     env = {**os.environ, "TMPDIR": str(tmp_path), "SWAP_COMMIT": "c0ffee"}
-    first = subprocess.Popen([*COMMAND, "--output", str(output)], env=env, stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [*COMMAND, "--output", str(output)], env=env, stdout=subprocess.PIPE, text=True,
+        # A shell's background jobs ignore it, and so would this one, if the tests run in such a job.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     deadline = time.monotonic() + PATIENCE_S
     while first.poll() is None and not output.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
