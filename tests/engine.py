@@ -22,15 +22,19 @@ from megatron.swap import manager as manager_module
 from megatron.swap.autograd import LayerBoundary, SavedTensors
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_pool import HostPool
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
 from megatron.swap.policy import ManualPolicy, Policy
 from megatron.swap.recipes import Recipes
 from megatron.swap.recorder import Recorder
+from megatron.swap.tiers.base import Tier
+from megatron.swap.tiers.disk import DiskTier
 from megatron.swap.tiers.host import HostTier
+from megatron.swap.tiers.spill import SpillTier
 from megatron.swap.trace import Ranges
-from megatron.swap.types import ACTIVATION, LINEAR, MIB, NORM, places
+from megatron.swap.types import ACTIVATION, KIB, LINEAR, MIB, NORM, places
 
 HIDDEN = 32
 TOKENS = 64
@@ -117,6 +121,7 @@ class Engine:
         chunks: how many layers each model chunk has; only the last one ends in the loss.
         recorded: hooks all layers for ``recorder``, which takes the observer's bytes for the device's memory.
         from_use: the recorder's; off, storages come back when their memory is allocated, which the observer cannot see.
+        host_bytes, disk: host memory, and what takes what it has no room for.
         commit_bytes: instead of the product's 16 MiB, so that copies start inside a layer.
     """
 
@@ -140,6 +145,8 @@ class Engine:
         whole: Collection[int] = (),
         recorded: bool = False,
         from_use: bool = True,
+        host_bytes: int = 256 * MIB,
+        disk: DiskFile | None = None,
     ) -> None:
         layers = list(layers)
         numbers = range(len(layers))
@@ -147,8 +154,9 @@ class Engine:
             swapped = filter(policy.swaps_layer, numbers)
         self.swapped = set(numbers if swapped is None else swapped)
         self.device = device if device is not None else EmulatedDevice(longest_delay_s=0.0005)
-        self.pool = HostPool(limit_bytes=256 * MIB, slab_bytes=MIB, pinned=False, poison=True)
-        self.tier = HostTier(self.pool)
+        self.pool = HostPool(limit_bytes=host_bytes, slab_bytes=min(MIB, host_bytes), pinned=False, poison=True)
+        host = HostTier(self.pool)
+        self.tier: Tier = host if disk is None else SpillTier(host, DiskTier(disk, 4 * KIB, pinned=False))
         policy = policy or ManualPolicy(self.swapped, modules, min_bytes, recompute)
         self.manager = SwapManager(self.device, self.tier, policy.without_recipe, window_bytes, verify, ranges)
         self.recipes = Recipes(self.device, policy.action, self.manager.counters, self.manager.ranges, verify)

@@ -72,8 +72,8 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Part of the optimizer's state, 0 to 1, that rests in host memory and passes through the GPU in buckets "
         "while the optimizer steps. auto: as much as the plan wants. Default: 0.")
     add("--swap-disk-dir", default=None, metavar="DIR",
-        help="Folder on a local disk for what of --swap-optimizer host memory has no room for. Nothing is left there "
-        "when training ends, however it ends.")
+        help="Folder on a local disk for what host memory has no room for, optimizer state and activations. Nothing is "
+        "left there when training ends, however it ends.")
     add("--swap-disk-gib", type=float, default=None, metavar="GIB",
         help="Most that one rank may take there. Default: what is free, less 1 GiB, shared by the ranks of a host.")
     add("--swap-min-mib", type=float, default=1.0, metavar="MIB",

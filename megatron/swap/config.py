@@ -53,7 +53,7 @@ class SwapConfig:
     optimizer_auto: bool = False
     """That is the most: how much rests the planner decides."""
     disk_dir: str | None = None
-    """Where optimizer state rests for which host memory has no room."""
+    """Where that rests for which host memory has no room."""
     disk_gib: float | None = None
     """Most that this rank takes there; ``None``: what is free."""
     min_mib: float = 1.0
@@ -130,8 +130,8 @@ class SwapConfig:
             folder = Path(self.disk_dir)
             _require(folder.is_dir(), "--swap-disk-dir", folder, "a folder that is there")
             _require(os.access(folder, os.W_OK | os.X_OK), "--swap-disk-dir", folder, "a folder that may be written to")
-            _require(self.optimizer > 0, "--swap-disk-dir", folder,
-                     "beside --swap-optimizer: nothing else goes to disk")  # fmt: skip
+            _require(self.optimizer > 0 or self.acts, "--swap-disk-dir", folder,
+                     "beside --swap-optimizer or what swaps activations: nothing else goes to disk")  # fmt: skip
 
     def _check_numbers(self) -> None:
         for flag, gib in (

@@ -1,4 +1,4 @@
-"""A file without a name on a local disk, for what stays as long as training does.
+"""A file without a name on a local disk, for what training needs no longer than it lasts.
 
 Nobody else can open it, and nothing is left of it when the process ends, however it ends. Space is taken before it is
 needed: a full disk is an error before training. Reads and writes pass by the page cache where the file system allows it
@@ -109,9 +109,9 @@ class DiskFile:
         num_bytes = sum(map(padded, sizes))
         if self.booked_bytes + num_bytes > self.limit_bytes:
             raise DiskError(
-                f"optimizer state takes {format_bytes(num_bytes)} more on disk: {format_bytes(self.booked_bytes)} are "
-                f"taken in {self._folder}, the limit is {format_bytes(self.limit_bytes)}. Raise --swap-disk-gib, or "
-                "lower --swap-optimizer."
+                f"{format_bytes(num_bytes)} more are to rest on disk: {format_bytes(self.booked_bytes)} are taken in "
+                f"{self._folder}, the limit is {format_bytes(self.limit_bytes)}. Raise --swap-disk-gib, or swap less "
+                "(--swap-optimizer, --swap-layers)."
             )
         try:
             if num_bytes:
@@ -170,8 +170,7 @@ class DiskFile:
             free = f", {format_bytes(shutil.disk_usage(self._folder).free)} are free"
             return DiskError(
                 f"--swap-disk-dir {self._folder}: {what} failed ({error.strerror}{free}). The last checkpoint is "
-                "intact: go on from it with another --swap-disk-dir, or with less optimizer state on disk "
-                "(--swap-host-gib)."
+                "intact: go on from it with another --swap-disk-dir, or with less on disk (--swap-host-gib)."
             )
         return DiskError(f"--swap-disk-dir {self._folder}: {what} failed ({error.strerror}).")
 

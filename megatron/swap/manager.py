@@ -376,12 +376,23 @@ class SwapManager:
                 # A window smaller than a storage still lets one through.
                 if ahead_bytes + handle.num_bytes > allowed_bytes and (ahead_bytes or not allowed_bytes):
                     self._bring_back(coming)
+                    self._expect()
                     return
                 ahead_bytes += handle.num_bytes
                 group.ahead_bytes += handle.num_bytes
                 if self._claim(handle) is State.OUT:
                     coming.append(handle)
         self._bring_back(coming)
+        self._expect()
+
+    def _expect(self) -> None:
+        """Tell the tier what comes after that."""
+        self._tier.expect(
+            handle.slot
+            for group in self._order.upcoming()
+            for handle in group.in_backward_order()
+            if handle.state is State.OUT and handle.slot is not None
+        )
 
     def _allowed_ahead(self, group: Group, num_kept_between: int, kept_between_bytes: int) -> int:
         """Bytes that may be ahead of backward once ``group`` is among them.

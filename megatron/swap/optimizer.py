@@ -247,7 +247,7 @@ class OptimizerSwap:
                 f"--swap-optimizer {self._share:g}: nothing rests, since no parameter is as large as --swap-min-mib, "
                 "or the part is smaller than any"
             )
-        disk_bytes = 0 if self._disk is None else self._disk.booked_bytes
+        disk_bytes = self._mover.disk_bytes
         host_bytes = sum(swap.resting_bytes for swap in self._swaps) - disk_bytes
         places = {"in host memory": host_bytes, "on disk": disk_bytes}
         told = ", ".join(f"{place}: {format_bytes(num_bytes)}" for place, num_bytes in places.items() if num_bytes > 0)
@@ -256,7 +256,7 @@ class OptimizerSwap:
     def report_to(self, report: RankReport) -> None:
         """What a summary tells."""
         report.optimizer_host_bytes = self.booked_bytes
-        report.optimizer_disk_bytes = 0 if self._disk is None else self._disk.booked_bytes
+        report.optimizer_disk_bytes = self._mover.disk_bytes
         report.optimizer_out_bytes, report.optimizer_in_bytes = self._mover.out_bytes, self._mover.in_bytes
 
     def remove(self) -> None:
@@ -273,8 +273,6 @@ class OptimizerSwap:
             self.remove()
             self._device.synchronize()
             self._arena.close()
-            if self._disk is not None:
-                self._disk.close()
 
 
 def sharers(args: Any) -> tuple[int, int]:

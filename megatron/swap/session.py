@@ -22,9 +22,10 @@ from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
-from megatron.swap.host_memory import HostMemoryError, check_host_request, local_world_size, safe_host_bytes
+from megatron.swap.host_memory import local_world_size
 from megatron.swap.host_pool import HostPool
-from megatron.swap.layer import Boundaries, least_saved_bytes, num_micro_batches, pipeline_rank
+from megatron.swap.host_share import host_share
+from megatron.swap.layer import Boundaries, num_micro_batches, pipeline_rank
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
 from megatron.swap.optimizer import OptimizerSwap, sharers
@@ -48,9 +49,11 @@ from megatron.swap.summary import (
     step_line,
     write_json,
 )
+from megatron.swap.tiers.base import Tier
 from megatron.swap.tiers.host import HostTier
+from megatron.swap.tiers.spill import spill_tier
 from megatron.swap.trace import Ranges, Totals
-from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY, format_bytes
+from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY
 from patches import (
     checkpointed_forward,
     fused_activations,
@@ -85,11 +88,11 @@ class SwapSession:
         self._plan_run = PlanRun(config, model_of(args)) if wants_plan else None
         counts = config.summary is not None or (config.auto and not torch.cuda.is_available())
         self._observer = Observer() if counts else None
-        self._host_limit_bytes = self._host_limit()
+        self._host = host_share(config, args, self._swaps)
         limit_bytes = None if config.disk_gib is None else int(config.disk_gib * GIB)
         self._disk = DiskFile(config.disk_dir, limit_bytes, local_world_size()) if config.disk_dir is not None else None
         self._device: Device | None = None
-        self._tier: HostTier | None = None
+        self._tier: Tier | None = None
         self._manager: SwapManager | None = None
         self._boundaries: Boundaries | None = None
         self._recipes: Recipes | None = None
@@ -202,11 +205,9 @@ class SwapSession:
 
     def _optimizer_swap(self) -> OptimizerSwap:
         if self._optimizer is None:
-            least_bytes = -(-self._least_bytes() // MIB) * MIB
-            limit_bytes = max(0, self._host_limit_bytes - least_bytes)  # activations get the rest
             min_bytes = int(self.config.min_mib * MIB)
             self._optimizer = OptimizerSwap(
-                self.config.optimizer, self._device_of_rank(), limit_bytes, min_bytes, self._disk,
+                self.config.optimizer, self._device_of_rank(), self._host.optimizer_bytes, min_bytes, self._disk,
                 sharers(self._args) if self.config.optimizer_auto else None,
             )  # fmt: skip
         return self._optimizer
@@ -219,16 +220,16 @@ class SwapSession:
         swap.attach(optimizer)
         if self._pool is not None:
             self._pool.limit_bytes -= swap.booked_bytes
-            self._pool.book(self._least_bytes())
+            self._pool.book(min(self._host.least_bytes, self._pool.limit_bytes))
         self._say(swap.told())
 
     def _build(self) -> None:
         config, on_gpu = self.config, torch.cuda.is_available()
         self._device = self._device_of_rank()
-        self._pool = pool = HostPool(limit_bytes=self._host_limit_bytes, pinned=on_gpu)
+        self._pool = pool = HostPool(limit_bytes=self._host.limit_bytes, pinned=on_gpu)
+        self._tier = spill_tier(pool, self._disk) if self._disk is not None and self._swaps else HostTier(pool)
         if not config.optimizer:  # else it comes first: its size is known, and it does not grow
-            pool.book(self._least_bytes())
-        self._tier = HostTier(pool)
+            pool.book(min(self._host.least_bytes, pool.limit_bytes))
         window_bytes = config.window_bytes(config.plan)
         self._manager = SwapManager(
             self._device, self._tier, self._policy.without_recipe, window_bytes, config.verify, self._ranges
@@ -253,7 +254,7 @@ class SwapSession:
             )  # fmt: skip
         if config.log_level != "quiet" and self._args.rank == 0:
             booked_bytes = self._tier.stats().booked_bytes
-            print(start_table(config, self._args.num_layers, booked_bytes, self._host_limit_bytes), flush=True)
+            print(start_table(config, self._args.num_layers, booked_bytes, self._host.limit_bytes), flush=True)
 
     def _make_profiler(self) -> Profiler:
         assert self.config.profile is not None
@@ -279,36 +280,6 @@ class SwapSession:
 
     def _resting(self) -> Resting | None:
         return self._optimizer_swap().resting() if self.config.optimizer_auto else None
-
-    def _host_limit(self) -> int:
-        """Bytes that this rank may book; refuses what cannot work."""
-        config = self.config
-        if not self._swaps and not config.optimizer:
-            return MIB  # nothing is swapped; a pool just may not be empty
-        budget = safe_host_bytes(local_world_size())
-        limit_bytes, limited_by = budget.safe_bytes, budget.reason
-        if config.host_gib is not None:
-            limit_bytes, limited_by = int(config.host_gib * GIB), f"--swap-host-gib {config.host_gib:g}"
-            check_host_request(limit_bytes, budget, config.host_unchecked)
-        needed_bytes = self._least_bytes()
-        if needed_bytes > limit_bytes:
-            flag, way_out = f"--swap-layers {self._args.swap_layers}", "Swap fewer layers or modules"
-            if config.plan is not None:
-                flag, way_out = f"--swap-plan {self._args.swap_plan}", "Make a plan that swaps less"
-            raise HostMemoryError(
-                f"{flag} takes at least {format_bytes(needed_bytes)} of host memory on "
-                f"each rank, but {format_bytes(limit_bytes)} may be booked ({limited_by}). {way_out}, "
-                "use a smaller micro-batch, or raise --swap-host-gib (with --swap-host-unchecked if this "
-                "machine's memory grows on demand)."
-            )
-        return limit_bytes
-
-    def _least_bytes(self) -> int:
-        if self.config.plan is None:
-            return least_saved_bytes(self._args, len(self.config.layers))
-        if self._args.pipeline_model_parallel_size > 1 or self.config.prefetch_gib is not None:
-            return 0  # which layers are here, or how many of the last ones stay, is not known yet
-        return self.config.plan.least_host_bytes()
 
     def _around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
         assert self._boundaries is not None
@@ -444,6 +415,7 @@ class SwapSession:
             stats, counters = self._tier.stats(), self._manager.counters
             report.host_booked_bytes = stats.booked_bytes
             report.host_leased_peak_bytes = stats.leased_peak_bytes
+            report.disk_leased_peak_bytes = stats.disk_peak_bytes
             report.stayed_bytes = sum(layer.stayed_bytes for layer in counters.layers.values())
             if self._recipes is not None:
                 report.recompute_refused = [f"{site}: {reason}" for site, reason in self._recipes.refused.items()]
@@ -470,6 +442,9 @@ class SwapSession:
             self._manager = self._tier = None
         elif self._device is not None:
             self._device.close()
+        if self._disk is not None:
+            self._disk.close()
+            self._disk = None
 
     def _uninstall(self) -> None:
         if self._optimizer is not None:

@@ -67,6 +67,7 @@ class StateMover:
         out_bytes, in_bytes: copied so far.
         num_ahead: buckets that may be asked for before the first of them is brought in.
         held_bytes: device memory of what came in and was not released yet.
+        disk_bytes: taken on disk.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class StateMover:
         self._going: deque[tuple[list[torch.UntypedStorage], Event, Iterable[Piece]]] = deque()
         self._going_pieces: set[Piece] = set()
         self.num_ahead = 1 if disk is None else NUM_AHEAD
-        self.out_bytes = self.in_bytes = self.held_bytes = 0
+        self.out_bytes = self.in_bytes = self.held_bytes = self.disk_bytes = 0
 
     def mark(self) -> Mark:
         """A moment of the stream that computes."""
@@ -112,6 +113,7 @@ class StateMover:
         rooms: list[torch.Tensor | DiskRoom] = [*self._arena.take_all(sizes[:num_here])]
         if self._disk is not None:
             rooms += self._disk.take_all(sizes[num_here:])
+            self.disk_bytes += sum(map(padded, sizes[num_here:]))
         for (member, name, dtype), room in zip(wanted, rooms, strict=True):
             member.homes[name] = Home(member.param if name == MAIN else nothing(member.param, dtype), room)
 
@@ -136,7 +138,7 @@ class StateMover:
         buffer = self._device.allocate(end_bytes)
         self.held_bytes += end_bytes
         tensors: dict[Piece, dict[str, torch.Tensor]] = {piece: {} for piece in coming.pieces}
-        read = iter(coming.fetched.arrived() if coming.fetched is not None else ())
+        read = iter(coming.fetched.arrived(self._device, self._in_stream) if coming.fetched is not None else ())
         targets, sources = [], []
         for piece, name, (home, start, stop), offset in places:
             sources.append(next(read) if isinstance(home.room, DiskRoom) else home.room[start:stop])

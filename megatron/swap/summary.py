@@ -36,6 +36,7 @@ class RankReport:
     host_booked_bytes: int
     host_leased_peak_bytes: int
     stayed_bytes: int
+    disk_leased_peak_bytes: int = 0
     optimizer_host_bytes: int = 0
     """Taken for optimizer state, beside what is booked for activations."""
     optimizer_disk_bytes: int = 0
@@ -144,6 +145,7 @@ def build_summary(
         "wait_ms": max((step.moved.wait_ms for step in steps), default=0.0),
         "host_booked_bytes": sum(rank.host_booked_bytes for rank in ranks),
         "host_leased_peak_bytes": sum(rank.host_leased_peak_bytes for rank in ranks),
+        "disk_leased_peak_bytes": sum(rank.disk_leased_peak_bytes for rank in ranks),
         "optimizer_host_bytes": sum(rank.optimizer_host_bytes for rank in ranks),
         "optimizer_disk_bytes": sum(rank.optimizer_disk_bytes for rank in ranks),
         "optimizer_out_bytes": sum(rank.optimizer_out_bytes for rank in ranks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.swap.types import GIB
 from tests.integration.harness import (
     SWAP_SMALL,
     Trainer,
@@ -115,3 +116,22 @@ def test_the_comparison_sees_a_small_difference(trainer: Trainer) -> None:
         assert_same_training(trainer.unswapped(), other)
     with pytest.raises(AssertionError, match="entries differ"):
         assert_same_checkpoints(trainer.unswapped().directory / "checkpoint", other.directory / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("flags", "swap", "host_gib"),
+    [("", "", 0.0073), ("--micro-batch-size 2", "--swap-verify", 0.0073), ("", "--swap-optimizer 1", 0.018)],
+)
+def test_activations_on_disk_where_host_memory_is_short(
+    trainer: Trainer, flags: str, swap: str, host_gib: float
+) -> None:
+    """It holds the buffers between disk and device, and little more."""
+    plain = trainer.unswapped(flags)
+    run = trainer.run(
+        f"{SWAP_SMALL} {flags} --swap-layers all {swap} --swap-disk-dir . --swap-host-gib {host_gib} "
+        f"{recorded('torch')}"
+    )
+    assert_same_training(plain, run)
+    summary = run.summary
+    assert summary["disk_leased_peak_bytes"] > 0
+    assert summary["host_booked_bytes"] + summary["optimizer_host_bytes"] <= host_gib * GIB

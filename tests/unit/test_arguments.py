@@ -98,7 +98,7 @@ def test_what_goes_together(folder: Path, flags: str, fields: dict) -> None:
         ("--swap-optimizer -0.1", "--swap-optimizer -0.1: must be 0 to 1"),
         ("--swap-optimizer nan", "--swap-optimizer nan: must be 0 to 1"),
         ("--swap-optimizer 1 --swap-disk-dir none", "--swap-disk-dir none: must be a folder that is there"),
-        ("--swap-disk-dir .", "--swap-disk-dir .: must be beside --swap-optimizer: nothing else goes to disk"),
+        ("--swap-disk-dir .", "--swap-disk-dir .: must be beside --swap-optimizer or what swaps activations"),
         ("--swap-optimizer 1 --swap-disk-dir . --swap-disk-gib 0", "--swap-disk-gib 0.0: must be a number of GiB"),
         ("--swap-optimizer 1 --swap-disk-gib 5", "--swap-disk-gib 5.0: must be beside --swap-disk-dir"),
     ],

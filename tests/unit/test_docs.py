@@ -139,7 +139,8 @@ def test_every_module_has_its_phrase_and_its_imports() -> None:
         if component(importer) != component(imported):
             found[component(importer)].add(component(imported))
     assert told == found
-    assert {"session", "prepare", "layer", "arguments", "attention", "optimizer", "producers"} == PATCHES_ALLOWED
+    edge = {"layer", "arguments", "attention", "optimizer", "producers", "host_share"}
+    assert {"session", "prepare"} | edge == PATCHES_ALLOWED
 
 
 def names_in(paths: Iterator[Path]) -> dict[str, set[str]]:

@@ -21,7 +21,7 @@ SWAP = ROOT / "megatron" / "swap"
 LAYERS: list[set[str]] = [
     {"session", "prepare"},
     {"auto"},
-    {"layer", "optimizer", "arguments", "attention", "producers"},  # the Megatron edge
+    {"layer", "optimizer", "arguments", "attention", "producers", "host_share"},  # the Megatron edge
     {"summary", "profiler", "plan_run"},
     {"autograd"},
     {"observer"},

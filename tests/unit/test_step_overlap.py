@@ -44,7 +44,7 @@ class Model:
     def __init__(
         self, counts_memory: bool = True, name: str = "adamw", disk: DiskFile | None = None, on: str = "cpu"
     ) -> None:
-        sizes = {"bucket_bytes": 64 * KIB, "limit_bytes": LIMITS["all on disk"]} if disk else {"bucket_bytes": 4 * KIB}
+        sizes = {"bucket_bytes": 16 * KIB, "limit_bytes": LIMITS["all on disk"]} if disk else {"bucket_bytes": 4 * KIB}
         self.training = Training(OPTIMIZERS[name], lambda _: True, disk=disk, on=on, **sizes)  # type: ignore[arg-type]
         swap, mover = self.training.swap, self.training.mover
         assert swap is not None

@@ -2,8 +2,9 @@
 
 Order and lifetime, the same for every tier:
 
-- ``write`` and ``read`` only enqueue on the stream they are given; the manager orders that stream and records the
-  event that tells when the bytes have arrived. Both tensors stay alive until then: that is the manager's duty.
+- ``write`` and ``read`` only enqueue on the stream they are given (and may wait for a disk, never for that stream's
+  work); the manager orders that stream and records the event that tells when the bytes have arrived. Both tensors stay
+  alive until then: that is the manager's duty.
 - A slot is written once, may be read any number of times, and is freed once. ``free`` may run at any moment, also in
   a finalizer in the middle of another call, so it only notes the fact.
 - ``fence`` orders reuse: ``free(fence=n)`` says that read number *n* may still be under way; a slot made of that
@@ -13,6 +14,7 @@ Order and lifetime, the same for every tier:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,11 +38,13 @@ class Slot(Protocol):
 
 @dataclass(frozen=True)
 class TierStats:
-    """Bytes of a tier: taken from the machine, in slots now, and most in slots so far."""
+    """Bytes of a tier: taken from the machine, in slots now, and most in slots so far; that also of what is on disk
+    where the tier is host memory with a disk behind it."""
 
     booked_bytes: int
     leased_bytes: int
     leased_peak_bytes: int
+    disk_peak_bytes: int = 0
 
 
 class Tier(ABC):
@@ -64,6 +68,10 @@ class Tier(ABC):
     @abstractmethod
     def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> int:
         """Enqueue the copy of ``slot`` into ``target`` (uint8, as long as the slot); returns in how many pieces."""
+
+    @abstractmethod
+    def expect(self, slots: Iterable[Slot]) -> None:
+        """These are read next, in this order: a tier that can makes some ready. It takes no more than it needs."""
 
     @abstractmethod
     def stats(self) -> TierStats:

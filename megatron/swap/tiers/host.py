@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -29,6 +30,9 @@ class HostTier(Tier):
     def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> int:
         views = cast(Lease, slot).views()
         return device.copy(stream, target.split([view.numel() for view in views]), views)
+
+    def expect(self, slots: Iterable[Slot]) -> None:
+        """All are at hand."""
 
     def stats(self) -> TierStats:
         stats = self._pool.stats

@@ -1,0 +1,67 @@
+"""The Megatron edge for host memory: how much one rank may take, and how activations and optimizer state share it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron.swap.config import SwapConfig
+from megatron.swap.host_memory import HostMemoryError, check_host_request, local_world_size, safe_host_bytes
+from megatron.swap.layer import least_saved_bytes
+from megatron.swap.types import GIB, MIB, format_bytes
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """Of one rank.
+
+    Attributes:
+        limit_bytes: most that it takes.
+        least_bytes: activations take at least so much, as far as that is known before the first step.
+    """
+
+    limit_bytes: int
+    least_bytes: int
+    has_disk: bool
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Most that optimizer state takes, which comes first; with a disk there is room for what has none here."""
+        left_bytes = max(0, self.limit_bytes - -(-self.least_bytes // MIB) * MIB)
+        return max(left_bytes, self.limit_bytes // 2) if self.has_disk else left_bytes
+
+
+def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
+    """What this rank may take. ``swaps``: activations.
+
+    Raises:
+        HostMemoryError: activations have no room in it, and no disk behind it.
+    """
+    has_disk = config.disk_dir is not None
+    if not swaps and not config.optimizer:
+        return HostShare(MIB, 0, has_disk)  # nothing is swapped; a pool just may not be empty
+    budget = safe_host_bytes(local_world_size())
+    limit_bytes, limited_by = budget.safe_bytes, budget.reason
+    if config.host_gib is not None:
+        limit_bytes, limited_by = int(config.host_gib * GIB), f"--swap-host-gib {config.host_gib:g}"
+        check_host_request(limit_bytes, budget, config.host_unchecked)
+    needed_bytes = _least_bytes(config, args)
+    if needed_bytes > limit_bytes and not has_disk:
+        flag, way_out = f"--swap-layers {args.swap_layers}", "Swap fewer layers or modules"
+        if config.plan is not None:
+            flag, way_out = f"--swap-plan {args.swap_plan}", "Make a plan that swaps less"
+        raise HostMemoryError(
+            f"{flag} takes at least {format_bytes(needed_bytes)} of host memory on "
+            f"each rank, but {format_bytes(limit_bytes)} may be booked ({limited_by}). {way_out}, "
+            "use a smaller micro-batch, or raise --swap-host-gib (with --swap-host-unchecked if this "
+            "machine's memory grows on demand), or name a --swap-disk-dir."
+        )
+    return HostShare(limit_bytes, needed_bytes, has_disk)
+
+
+def _least_bytes(config: SwapConfig, args: Namespace) -> int:
+    if config.plan is None:
+        return least_saved_bytes(args, len(config.layers))
+    if args.pipeline_model_parallel_size > 1 or config.prefetch_gib is not None:
+        return 0  # which layers are here, or how many of the last ones stay, is not known yet
+    return config.plan.least_host_bytes()
