@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.swap.config import SwapConfig
 from megatron.swap.trace import Totals
-from megatron.swap.types import Site, format_bytes, places
+from megatron.swap.types import MemoryRow, Site, format_bytes, places
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class RankReport:
     swapped_layers: list[int] = field(default_factory=list)
     recompute_refused: list[str] = field(default_factory=list)
     """``site: reason`` of what should have been recomputed and was not."""
+    memory: list[MemoryRow] | None = None
+    """Where every byte was; ``None``: nobody asked for a summary."""
 
 
 def step_line(step: StepRecord, device_peak_bytes: int | None, rank: int | None = None) -> str:
