@@ -7,24 +7,25 @@ afterwards with a last evaluation and checkpoint, so code behind ``pretrain`` is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from patches.registry import Patch
 
 
-def train_patch(on_finish: Callable[[BaseException | None], None]) -> Patch:
-    """``on_finish`` runs once training has ended; it gets the exception (or ``SystemExit``) that ended it, if any."""
+def train_patch(on_finish: Callable[[BaseException | None, Sequence[Any], Any], None]) -> Patch:
+    """``on_finish`` runs once training has ended; it gets the exception (or ``SystemExit``) that ended it, if any, the
+    model's chunks and the optimizer."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def train(*arguments: Any, **options: Any) -> Any:
+        def train(forward_step_func: Any, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
             try:
-                result = original(*arguments, **options)
+                result = original(forward_step_func, model, optimizer, *arguments, **options)
             except BaseException as failure:
-                on_finish(failure)
+                on_finish(failure, model, optimizer)
                 raise
-            on_finish(None)
+            on_finish(None, model, optimizer)
             return result
 
         return train

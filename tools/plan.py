@@ -6,8 +6,9 @@
     python tools/plan.py --show plan.json
     python tools/plan.py --gpu h200 --memory-gib 80 -- --num-layers 32 --hidden-size 4096 … your training flags
 
-With --gpu it also tells where every byte is: weights, gradients, optimizer state (--swap-optimizer among the training
-flags puts a part of it into host memory), activations.
+With --gpu it also tells where every byte is, on the device, in host memory and on disk: weights, gradients, optimizer
+state (--swap-optimizer among the training flags puts a part of it into host memory; --swap-disk-dir what that has no
+room for on disk), activations. With --summary run.json it puts beside that what a run measured (--swap-summary).
 
 A profile is what training has measured (--swap-save-profile) or what this program made of a shape (--save-profile).
 Prints each class of layers, the predicted peak and step time, and how fast any plan could be. Exit status: 0, or 1
@@ -17,6 +18,8 @@ where no plan fits or a file is wrong.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +38,10 @@ from megatron.swap.planner.solve import Solution, curve, empty_plan
 from megatron.swap.planner.states import PART_OF_HOST
 from megatron.swap.planner.table import memory_table, outside_table, plan_heading, plan_table, prediction_text
 from megatron.swap.planner.what_if import with_link, with_tokens
-from megatron.swap.types import MOST, UsageError
+from megatron.swap.records import from_json
+from megatron.swap.types import MOST, MemoryRow, UsageError
 
-WITH_GPU = ("num_gpus", "pipeline_rank", "flags")
+WITH_GPU = ("num_gpus", "pipeline_rank", "summary", "flags")
 
 
 def main() -> None:
@@ -56,6 +60,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, help="what if micro-batches had this size")
     parser.add_argument("--num-gpus", type=int, help="with --gpu: GPUs of the run; default: one model replica")
     parser.add_argument("--pipeline-rank", type=int, help="with --gpu: which stage to plan; default: 0")
+    parser.add_argument("--summary", type=Path, help="with --gpu: what --swap-summary wrote, beside what is predicted")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="with --gpu: the training command's flags")
     options = parser.parse_args()
     try:
@@ -98,6 +103,7 @@ def plan(options: argparse.Namespace) -> None:
         return
     training = None if options.profile else read_flags(options.flags, options.num_gpus)
     profile = find_profile(options, training)
+    measured = () if options.summary is None else read_measured(options.summary, profile)
     budget_gib = profile.device.memory_gib if options.memory_gib is None else options.memory_gib
     solution = solve_shares(profile, budget_gib)
     part = solution.plan.resting
@@ -108,7 +114,10 @@ def plan(options: argparse.Namespace) -> None:
     if training is not None:
         num_params = params_of_rank(profile.model, training.tied, profile.pipeline.rank)
         states = training.states if part is None else replace(training.states, resting=part)
-        print(memory_table(states, num_params, planned, solution.prediction), end="\n\n")
+        limit_gib = host_limit_gib(options, training)
+        before_disk_gib = None if not training.has_disk else math.inf if limit_gib is None else limit_gib
+        table = memory_table(states, num_params, planned, solution.prediction, before_disk_gib, measured)
+        print(table, end="\n\n")
     print(prediction_text(planned, solution.prediction, unswapped, solution.lower_bound_ms))
     if options.save:
         save_plan(solution.plan, options.save)
@@ -120,7 +129,7 @@ def plan(options: argparse.Namespace) -> None:
 
 def find_profile(options: argparse.Namespace, training: Training | None) -> Profile:
     """The profile that the options name, or that is made of training flags, with their what-ifs."""
-    host_gib, rank = options.host_gib, options.pipeline_rank or 0
+    host_gib, rank = host_limit_gib(options, training), options.pipeline_rank or 0
     if training is None:
         profile = load_profile(options.profile)
     else:
@@ -134,17 +143,48 @@ def find_profile(options: argparse.Namespace, training: Training | None) -> Prof
         )  # fmt: skip
         if host_gib is not None:
             resting_gib = states.host_gib(num_params)
-            if resting_gib > host_gib:
+            if resting_gib > host_gib and not training.has_disk:
+                flag = "--host-gib" if options.host_gib is not None else "--swap-host-gib"
                 raise UsageError(
-                    f"--host-gib {host_gib:g}: the optimizer's state that rests takes {resting_gib:.2f} GiB. Lower "
-                    "--swap-optimizer among the training flags."
+                    f"{flag} {host_gib:g}: the optimizer's state that rests takes {resting_gib:.2f} GiB. Lower "
+                    "--swap-optimizer among the training flags, or add --swap-disk-dir to them."
                 )
-            host_gib -= resting_gib
+            host_gib = max(0.0, host_gib - resting_gib)
     if options.link_gb_s is not None:
         profile = with_link(profile, options.link_gb_s)
     if options.seq_length is not None or options.micro_batch_size is not None:
         profile = with_tokens(profile, options.seq_length, options.micro_batch_size)
     return replace(profile, host_gib=host_gib) if host_gib is not None else profile
+
+
+def host_limit_gib(options: argparse.Namespace, training: Training | None) -> float | None:
+    """Most host memory of the rank, if anybody says it: our own option, else the training flags."""
+    given: float | None = options.host_gib
+    return training.host_gib if given is None and training is not None else given
+
+
+def read_measured(path: Path, profile: Profile) -> tuple[MemoryRow, ...]:
+    """What the first rank of the planned stage took.
+
+    Raises:
+        UsageError: the file is no summary, or one of another run.
+    """
+    try:
+        summary = json.loads(path.read_text())
+        num_layers, ranks = summary["num_layers"], summary["ranks"]
+        rank = ranks[profile.pipeline.rank * len(ranks) // profile.model.pipeline_parallel]
+        rows = rank["memory"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise UsageError(
+            f"--summary {path}: is not what --swap-summary writes today ({type(error).__name__}: {error}). Train again "
+            "with it, or leave --summary out."
+        ) from error
+    if num_layers != profile.model.num_layers:
+        raise UsageError(
+            f"--summary {path}: is of {num_layers} layers, the training flags say {profile.model.num_layers}. Give the "
+            "flags of that run."
+        )
+    return from_json(tuple[MemoryRow, ...], rows, f"--summary {path}: memory")
 
 
 def check_picture(path: Path) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from megatron.swap.config import SwapConfig
 from megatron.swap.host_memory import HostMemoryError, check_host_request, local_world_size, safe_host_bytes
 from megatron.swap.layer import least_saved_bytes
+from megatron.swap.tiers.disk import host_bytes
+from megatron.swap.tiers.spill import buffer_bytes
 from megatron.swap.types import GIB, MIB, format_bytes
 
 
@@ -18,17 +20,20 @@ class HostShare:
     Attributes:
         limit_bytes: most that it takes.
         least_bytes: activations take at least so much, as far as that is known before the first step.
+        buffers_bytes: of buffers between activations and a disk.
     """
 
     limit_bytes: int
     least_bytes: int
     has_disk: bool
+    buffers_bytes: int
 
     @property
     def optimizer_bytes(self) -> int:
         """Most that optimizer state takes, which comes first; with a disk there is room for what has none here."""
-        left_bytes = max(0, self.limit_bytes - -(-self.least_bytes // MIB) * MIB)
-        return max(left_bytes, self.limit_bytes // 2) if self.has_disk else left_bytes
+        room_bytes = max(0, self.limit_bytes - self.buffers_bytes)
+        left_bytes = max(0, room_bytes - -(-self.least_bytes // MIB) * MIB)
+        return max(left_bytes, room_bytes // 2) if self.has_disk else left_bytes
 
 
 def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
@@ -39,7 +44,7 @@ def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
     """
     has_disk = config.disk_dir is not None
     if not swaps and not config.optimizer:
-        return HostShare(MIB, 0, has_disk)  # nothing is swapped; a pool just may not be empty
+        return HostShare(MIB, 0, has_disk, 0)  # nothing is swapped; a pool just may not be empty
     budget = safe_host_bytes(local_world_size())
     limit_bytes, limited_by = budget.safe_bytes, budget.reason
     if config.host_gib is not None:
@@ -56,7 +61,8 @@ def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
             "use a smaller micro-batch, or raise --swap-host-gib (with --swap-host-unchecked if this "
             "machine's memory grows on demand), or name a --swap-disk-dir."
         )
-    return HostShare(limit_bytes, needed_bytes, has_disk)
+    buffers_bytes = host_bytes(buffer_bytes(limit_bytes)) if swaps and has_disk else 0
+    return HostShare(limit_bytes, needed_bytes, has_disk, buffers_bytes)
 
 
 def _least_bytes(config: SwapConfig, args: Namespace) -> int:

@@ -8,7 +8,7 @@ ones are on the device. Before a checkpoint is saved or loaded what rests is sho
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_arena import HostArena
 from megatron.swap.planner.profile import Resting
 from megatron.swap.planner.states import BUCKET_BYTES, PART_OF_HOST, States, bucket_bytes_before_disk
-from megatron.swap.resting import Member
+from megatron.swap.resting import Home, Member
 from megatron.swap.state_mover import StateMover
 from megatron.swap.state_swap import StateSwap
 from megatron.swap.step_overlap import StepOverlap
@@ -173,11 +173,8 @@ class OptimizerSwap:
         Args:
             optimizer: a ``MegatronOptimizer``.
         """
-        if isinstance(optimizer, ChainedOptimizer):
-            for one in optimizer.chained_optimizers:
-                self.attach(one)
-        elif optimizer.optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
-            self._attach(optimizer, optimizer.optimizer)
+        for one in unchained(optimizer):
+            self._attach(one, one.optimizer)
 
     def _attach(self, optimizer: Any, inner: torch.optim.Optimizer) -> None:
         def on_updated(param: torch.Tensor, start: int, stop: int, values: torch.Tensor) -> None:
@@ -234,6 +231,10 @@ class OptimizerSwap:
         setattr(owner, name, build(original))
         self._undo.append(functools.partial(delattr, owner, name))
 
+    def homes(self) -> list[Home]:
+        """Of all that rests now."""
+        return [home for swap in self._swaps for home in swap.homes()]
+
     @property
     def booked_bytes(self) -> int:
         """Host memory that was taken."""
@@ -273,6 +274,15 @@ class OptimizerSwap:
             self.remove()
             self._device.synchronize()
             self._arena.close()
+
+
+def unchained(optimizer: Any) -> Iterator[Any]:
+    """Of a ``MegatronOptimizer``, those that have an optimizer of torch's inside, and parameters to step."""
+    if isinstance(optimizer, ChainedOptimizer):
+        for one in optimizer.chained_optimizers:
+            yield from unchained(one)
+    elif optimizer.optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
+        yield optimizer
 
 
 def sharers(args: Any) -> tuple[int, int]:

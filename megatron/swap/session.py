@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.swap import accumulators, cross_entropy
+from megatron.swap import accumulators, cross_entropy, ledger
 from megatron.swap.arguments import device_memory_gib, recompute_kinds, swap_config
 from megatron.swap.auto import AutoPlan
 from megatron.swap.autograd import SavedTensors
@@ -28,7 +28,7 @@ from megatron.swap.host_share import host_share
 from megatron.swap.layer import Boundaries, num_micro_batches, pipeline_rank
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
-from megatron.swap.optimizer import OptimizerSwap, sharers
+from megatron.swap.optimizer import OptimizerSwap, sharers, unchained
 from megatron.swap.plan_run import PlanRun
 from megatron.swap.planner.flags import model_of
 from megatron.swap.planner.profile import Resting
@@ -370,7 +370,7 @@ class SwapSession:
             grad_norm=None if grad_norm is None else float(grad_norm),
         )
 
-    def _on_finish(self, failure: BaseException | None) -> None:
+    def _on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:
         if failure is not None and not (isinstance(failure, SystemExit) and failure.code in (None, 0)):
             # Other ranks may be anywhere and the device may be broken: no collective, no waiting for copies, and no
             # summary that would look like a success. The failure itself goes on to the user.
@@ -381,6 +381,10 @@ class SwapSession:
         if self._profiler is not None:
             self._profiler.close()
         report = self._report()
+        if self.config.summary is not None:
+            homes = [] if self._optimizer is None else self._optimizer.homes()
+            inner = [one.optimizer for one in unchained(optimizer)]
+            report.memory = ledger.measure(report, self._device_of_rank(), chunks, inner, homes)
         self.close()
         if self._plan_run is not None:
             self._plan_run.save()
@@ -403,7 +407,7 @@ class SwapSession:
         report = RankReport(
             steps=[replace(step, loss=None if step.loss is None else float(step.loss)) for step in self._steps],
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            device_peak_bytes=self._peak_bytes(),
+            device_peak_bytes=self._device_of_rank().peak_bytes(),  # a recorder resets torch's own
             saved_peak_bytes=None if self._observer is None else self._observer.peak_bytes,
             host_booked_bytes=0,
             host_leased_peak_bytes=0,
@@ -415,17 +419,13 @@ class SwapSession:
             stats, counters = self._tier.stats(), self._manager.counters
             report.host_booked_bytes = stats.booked_bytes
             report.host_leased_peak_bytes = stats.leased_peak_bytes
+            report.disk_booked_bytes = stats.disk_booked_bytes
             report.disk_leased_peak_bytes = stats.disk_peak_bytes
             report.stayed_bytes = sum(layer.stayed_bytes for layer in counters.layers.values())
             if self._recipes is not None:
                 report.recompute_refused = [f"{site}: {reason}" for site, reason in self._recipes.refused.items()]
             report.swapped_layers = sorted(number for number, layer in counters.layers.items() if layer.out_bytes)
         return report
-
-    def _peak_bytes(self) -> int | None:
-        if self._device is not None:
-            return self._device.peak_bytes()  # a recorder resets torch's own
-        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
     def close(self) -> None:
         """Take everything out of Megatron and give the memory back. Again: nothing happens.

@@ -111,7 +111,7 @@ class StateSwap:
     @property
     def resting_bytes(self) -> int:
         """What rests of them, as far as it is known: of optimizers that take whole parameters after the first step."""
-        return sum(home.num_bytes for home in self._homes())
+        return sum(home.num_bytes for home in self.homes())
 
     # ------------------------------------------------------------------ stepping
 
@@ -340,14 +340,14 @@ class StateSwap:
         """Everything that rests is a tensor in host memory, until the next step: to be read, or to be loaded into."""
         self.forget()
         self._mover.synchronize()
-        for home in self._homes():
+        for home in self.homes():
             home.show()
         self._shown = True
 
     def hide(self) -> None:
         """Host memory is ours again."""
         if self._shown:
-            for home in self._homes():
+            for home in self.homes():
                 home.hide()
         self._shown = False
 
@@ -377,7 +377,8 @@ class StateSwap:
                 self._keep_small(member, small)
         self.show()
 
-    def _homes(self) -> Iterator[Home]:
+    def homes(self) -> Iterator[Home]:
+        """Of all that rests now."""
         for member in self._members.values():
             yield from member.homes.values()
 

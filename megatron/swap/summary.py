@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.swap.config import SwapConfig
 from megatron.swap.trace import Totals
-from megatron.swap.types import Site, format_bytes, places
+from megatron.swap.types import MemoryRow, Site, format_bytes, places
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class RankReport:
     host_booked_bytes: int
     host_leased_peak_bytes: int
     stayed_bytes: int
+    disk_booked_bytes: int = 0
     disk_leased_peak_bytes: int = 0
     optimizer_host_bytes: int = 0
     """Taken for optimizer state, beside what is booked for activations."""
@@ -47,6 +48,8 @@ class RankReport:
     swapped_layers: list[int] = field(default_factory=list)
     recompute_refused: list[str] = field(default_factory=list)
     """``site: reason`` of what should have been recomputed and was not."""
+    memory: list[MemoryRow] | None = None
+    """Where every byte was; ``None``: nobody asked for a summary."""
 
 
 def step_line(step: StepRecord, device_peak_bytes: int | None, rank: int | None = None) -> str:
@@ -145,6 +148,7 @@ def build_summary(
         "wait_ms": max((step.moved.wait_ms for step in steps), default=0.0),
         "host_booked_bytes": sum(rank.host_booked_bytes for rank in ranks),
         "host_leased_peak_bytes": sum(rank.host_leased_peak_bytes for rank in ranks),
+        "disk_booked_bytes": sum(rank.disk_booked_bytes for rank in ranks),
         "disk_leased_peak_bytes": sum(rank.disk_leased_peak_bytes for rank in ranks),
         "optimizer_host_bytes": sum(rank.optimizer_host_bytes for rank in ranks),
         "optimizer_disk_bytes": sum(rank.optimizer_disk_bytes for rank in ranks),

@@ -118,6 +118,16 @@ class GroupKey:
         return f"layers.{self.layer} mb{self.micro_batch}"
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """What one kind (weights, activations, …) takes on each tier."""
+
+    kind: str
+    device_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+
 def format_bytes(num_bytes: float) -> str:
     """Bytes as a person reads them: ``412 MiB``, ``1.50 GiB``."""
     if num_bytes >= GIB:

@@ -16,8 +16,7 @@ from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.planner.shares import solve_shares
 from megatron.swap.planner.simulate import simulate
-from megatron.swap.planner.states import BUCKETS_GIB, PART_OF_HOST, bucket_bytes_before_disk
-from megatron.swap.staging import NUM_STAGED
+from megatron.swap.planner.states import BUCKETS_GIB, PART_OF_HOST, split_before_disk
 from megatron.swap.types import GIB, UsageError, format_bytes
 from proof.run.planning import plan_file, searches
 from proof.sweep.plans import plan_of, with_megatrons_loss, with_mlp_section
@@ -128,10 +127,9 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         whose = "the device's" if budget_gib >= tiers.device else "its budget"
         needs.append(Need("device", peak_gib, min(budget_gib, tiers.device), whose))
     if "--swap-disk-dir" in flags:
-        staging_gib = NUM_STAGED * bucket_bytes_before_disk(int(engine_gib * GIB)) / GIB
-        host_gib = min(resting_gib, max(0.0, engine_gib - staging_gib - moved_gib))
+        host_gib, _, disk_gib = split_before_disk(resting_gib, engine_gib, moved_gib)
         needs += [
-            Need("disk", resting_gib - host_gib, min(tiers.disk, disk_limit_gib(flags)), "free, or --swap-disk-gib"),
+            Need("disk", disk_gib, min(tiers.disk, disk_limit_gib(flags)), "free, or --swap-disk-gib"),
             Need("host", host_gib + moved_gib, math.inf, "what it has no room for goes to disk"),
         ]
         resting_gib = host_gib

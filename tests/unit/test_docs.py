@@ -23,6 +23,7 @@ import patches
 from megatron.swap.arguments import add_swap_args
 from megatron.swap.summary import RankReport, StepRecord, build_summary
 from megatron.swap.trace import Totals
+from megatron.swap.types import MemoryRow
 from patches.registry import Patch
 from tests.unit.test_house import LAYERS, PATCHES_ALLOWED, ROOT, component, import_graph, our_files
 
@@ -231,7 +232,7 @@ def test_the_user_guide_has_every_field_of_the_summary() -> None:
     step = StepRecord(iteration=1, moved=Totals({0: (2, 2)}, num_groups=1), loss=1.0, grad_norm=1.0)
     report = RankReport(
         steps=[step], device="cpu", device_peak_bytes=None, saved_peak_bytes=1, host_booked_bytes=1,
-        host_leased_peak_bytes=1, stayed_bytes=0, swapped_layers=[0],
+        host_leased_peak_bytes=1, stayed_bytes=0, swapped_layers=[0], memory=[MemoryRow("weights")],
     )
     summary = json.loads(json.dumps(build_summary(1, [report])))
     told = [name for row in rows(GUIDE, "### The summary") for name in code(row[0])]

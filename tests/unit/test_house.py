@@ -22,7 +22,7 @@ LAYERS: list[set[str]] = [
     {"session", "prepare"},
     {"auto"},
     {"layer", "optimizer", "arguments", "attention", "producers", "host_share"},  # the Megatron edge
-    {"summary", "profiler", "plan_run"},
+    {"summary", "profiler", "plan_run", "ledger"},
     {"autograd"},
     {"observer"},
     {"calibration"},

@@ -41,7 +41,7 @@ def disk(tmp_path: Path) -> Iterator[DiskFile]:
 def on_disk(training: Training) -> int:
     """Bytes at home there."""
     assert training.swap is not None
-    return sum(home.num_bytes for home in training.swap._homes() if isinstance(home.room, DiskRoom))
+    return sum(home.num_bytes for home in training.swap.homes() if isinstance(home.room, DiskRoom))
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "whole"])

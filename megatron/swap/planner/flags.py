@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,12 +14,15 @@ from megatron.swap.types import MOST, UsageError
 
 @dataclass(frozen=True)
 class Training:
-    """What ``shape_profile`` needs to know of a run."""
+    """What ``shape_profile`` needs to know of a run; ``host_gib`` and ``has_disk``: host memory that it may take, where
+    a flag says so, and whether what rests may go to disk beyond that."""
 
     model: Model
     num_micro_batches: int
     tied: bool
     states: States
+    host_gib: float | None = None
+    has_disk: bool = False
 
 
 def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
@@ -64,7 +68,10 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         auto=part is None,
         weight_bytes=2 if is_half else 4,
     )
-    return Training(model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states)
+    return Training(
+        model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states,
+        _host_gib(known.swap_host_gib), known.swap_disk_dir is not None,
+    )  # fmt: skip
 
 
 def parse_part(text: str) -> float | None:
@@ -77,6 +84,17 @@ def parse_part(text: str) -> float | None:
         return None if text == "auto" else float(text)
     except ValueError:
         raise UsageError(f"--swap-optimizer {text}: must be 0 to 1, a part of its state, or auto.") from None
+
+
+def _host_gib(text: str | None) -> float | None:
+    """What ``--swap-host-gib`` says."""
+    try:
+        given = None if text is None else float(text)
+    except ValueError:
+        given = math.nan
+    if given is not None and not 0 < given <= MOST:
+        raise UsageError(f"--swap-host-gib {text}: a number is expected, above 0 and at most {MOST:g}.")
+    return given
 
 
 def model_of(args: argparse.Namespace) -> Model:
@@ -138,6 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--swap-optimizer", default="0")
+    parser.add_argument("--swap-host-gib")
+    parser.add_argument("--swap-disk-dir")
     parser.add_argument("--main-grads-dtype", default="fp32")
     for name in ("group-query-attention", "swiglu", "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer",
                  "use-precision-aware-optimizer", "untie-embeddings-and-output-weights"):  # fmt: skip

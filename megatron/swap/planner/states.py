@@ -17,9 +17,28 @@ PART_OF_HOST = 0.75
 """Of host memory may be the state's, where the planner decides how much rests: activations need some, too."""
 
 
+NUM_STAGED = 7
+"""Buckets in host memory, between disk and device: as many as ``staging.py`` has, which needs torch."""
+
+
 def bucket_bytes_before_disk(host_bytes: int) -> int:
     """Of a bucket, where some rest on disk: the buffers in between are part of ``host_bytes`` of host memory."""
     return max(MIB, min(BUCKET_BYTES, host_bytes // 16))
+
+
+def split_before_disk(resting_gib: float, host_gib: float, moved_gib: float) -> tuple[float, float, float]:
+    """State that rests, where a disk takes what host memory has no room for: GiB of it in host memory, of the buffers
+    there, and of it on disk.
+
+    Args:
+        resting_gib: all of it.
+        host_gib: of host memory; may be infinite.
+        moved_gib: of activations, which are there in any case.
+    """
+    host_bytes = int(min(host_gib * GIB, 16 * BUCKET_BYTES))  # more makes no larger buckets
+    buffers_gib = NUM_STAGED * bucket_bytes_before_disk(host_bytes) / GIB
+    in_host_gib = min(resting_gib, max(0.0, host_gib - buffers_gib - moved_gib))
+    return in_host_gib, buffers_gib, resting_gib - in_host_gib
 
 
 @dataclass(frozen=True)
@@ -60,7 +79,7 @@ class States:
         return num_params * self.state_bytes / self.shards / GIB
 
     def host_gib(self, num_params: float) -> float:
-        """What rests."""
+        """What rests, a part on disk included."""
         return self.resting * self.state_gib(num_params)
 
     def device_gib(self, num_params: float) -> float:

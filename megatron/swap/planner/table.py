@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from megatron.swap.plan import Plan
 from megatron.swap.planner.profile import OutsideSite, Profile
 from megatron.swap.planner.simulate import Prediction
-from megatron.swap.planner.states import BUCKETS_GIB, States
-from megatron.swap.types import GIB, format_bytes
+from megatron.swap.planner.states import BUCKETS_GIB, States, split_before_disk
+from megatron.swap.types import GIB, MemoryRow, format_bytes
 
 
 def plan_heading(plan: Plan) -> str:
@@ -64,23 +64,56 @@ def _why_kept(site: OutsideSite, profile: Profile) -> str:
     return f"idle for {site.idle_ms:.2f} ms, but only what layers save is moved"
 
 
-def memory_table(states: States, num_params: float, profile: Profile, prediction: Prediction) -> str:
-    """Where every byte is when the device holds most, and what rests in host memory meanwhile."""
-    states_gib = states.device_gib(num_params)
+def memory_table(
+    states: States,
+    num_params: float,
+    profile: Profile,
+    prediction: Prediction,
+    before_disk_gib: float | None = None,
+    measured: Sequence[MemoryRow] = (),
+) -> str:
+    """Where every byte is when the device holds most, tier by tier, and where it was.
+
+    Args:
+        before_disk_gib: host memory of the rank, beyond which what rests goes to disk; ``None``: there is no disk.
+        measured: of a run, in columns beside what is predicted.
+    """
+    resting_gib = states.host_gib(num_params)
+    in_host_gib, buffers_gib, on_disk_gib = resting_gib, 0.0, 0.0
+    if resting_gib and before_disk_gib is not None:
+        in_host_gib, buffers_gib, on_disk_gib = split_before_disk(resting_gib, before_disk_gib, prediction.host_gib)
+    libraries_gib = profile.static_gib - states.device_gib(num_params)
     activations_gib = prediction.peak_gib - profile.static_gib - profile.fragments_gib
-    on_host_gib = states.host_gib(num_params)
-    rows = [
-        ("weights", states.weights_gib(num_params), 0.0, f"{num_params / 1e9:.2f} billion on this rank"),
-        ("gradients", states.gradients_gib(num_params), 0.0, ""),
-        ("optimizer", states.state_gib(num_params) - on_host_gib, on_host_gib, _resting(states)),
-        ("libraries", profile.static_gib - states_gib, 0.0, "workspaces"),
-        ("activations", activations_gib, prediction.host_gib, f"with temporaries, {prediction.peak_at}"),
-        ("fragments", profile.fragments_gib, 0.0, "" if profile.fragments_gib else "not known without a measurement"),
-        ("together", prediction.peak_gib, on_host_gib + prediction.host_gib, ""),
-    ]
-    table = [("memory", "device GiB", "host GiB", "")]
-    table += [(name, f"{device:.2f}", f"{host:.2f}", why) for name, device, host, why in rows]
-    return "\n".join(_aligned(table, numbers=(1, 2)))
+    said: dict[str, tuple[tuple[float, ...], str]] = {
+        "weights": ((states.weights_gib(num_params), 0, 0), f"{num_params / 1e9:.2f} billion on this rank"),
+        "gradients": ((states.gradients_gib(num_params), 0, 0), ""),
+        "optimizer": ((states.state_gib(num_params) - resting_gib, in_host_gib, on_disk_gib), _resting(states)),
+        "libraries": ((libraries_gib, 0, 0), "workspaces; measured as activations" if measured else "workspaces"),
+        "activations": ((activations_gib, prediction.host_gib, 0), f"with temporaries, {prediction.peak_at}"),
+        "buffers": ((0, buffers_gib, 0), "between disk and device" if buffers_gib else ""),
+        "fragments": ((profile.fragments_gib, 0, 0),
+                      "" if profile.fragments_gib else "not known without a measurement"),
+    }  # fmt: skip
+    was: dict[str, tuple[float, ...]] = {
+        row.kind: (row.device_bytes / GIB, row.host_bytes / GIB, row.disk_bytes / GIB) for row in measured
+    }
+    said["together"] = _sums([gib for gib, _ in said.values()]), ""
+    if measured:
+        was["together"] = _sums(list(was.values()))
+    head = [cell for tier in ("device", "host", "disk") for cell in (f"{tier} GiB", "measured")]
+    table = [("memory", *head, "")]
+    for kind, (gib, why) in said.items():
+        beside = [f"{one:.2f}" for one in was[kind]] if kind in was else [""] * len(gib)
+        pairs = zip((f"{one:.2f}" for one in gib), beside, strict=True)
+        table.append((kind, *(cell for pair in pairs for cell in pair), why))
+    if not measured:
+        table = [(kind, *cells[::2], why) for kind, *cells, why in table]
+    return "\n".join(_aligned(table, numbers=tuple(range(1, len(table[0]) - 1))))
+
+
+def _sums(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Of each column."""
+    return tuple(map(sum, zip(*rows, strict=True)))
 
 
 def _resting(states: States) -> str:

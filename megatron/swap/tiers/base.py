@@ -38,12 +38,13 @@ class Slot(Protocol):
 
 @dataclass(frozen=True)
 class TierStats:
-    """Bytes of a tier: taken from the machine, in slots now, and most in slots so far; that also of what is on disk
-    where the tier is host memory with a disk behind it."""
+    """Bytes of a tier: taken from the machine, in slots now, and most in slots so far; the first and the last also of
+    the disk behind host memory, if there is one."""
 
     booked_bytes: int
     leased_bytes: int
     leased_peak_bytes: int
+    disk_booked_bytes: int = 0
     disk_peak_bytes: int = 0
 
 

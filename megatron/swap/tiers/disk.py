@@ -41,6 +41,11 @@ class DiskSlot:
             self._freed.append(self)
 
 
+def host_bytes(buffer_bytes: int) -> int:
+    """Of all buffers."""
+    return NUM_STAGED * with_ends(buffer_bytes)
+
+
 class DiskTier(Tier):
     """Slots are room of a ``DiskFile``.
 
@@ -55,7 +60,7 @@ class DiskTier(Tier):
     def __init__(self, disk: DiskFile, buffer_bytes: int, pinned: bool) -> None:
         self._disk = disk
         self._buffer_bytes = padded(buffer_bytes)
-        self._arena = HostArena(limit_bytes=NUM_STAGED * with_ends(self._buffer_bytes), pinned=pinned)
+        self._arena = HostArena(limit_bytes=host_bytes(buffer_bytes), pinned=pinned)
         self._staging = Staging(disk, self._arena.take, self._buffer_bytes)
         self.host_bytes = self._arena.booked_bytes
         self._free: list[DiskSpan] = []

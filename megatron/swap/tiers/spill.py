@@ -20,10 +20,14 @@ MOST_BUFFER_BYTES = 64 * MIB
 """Of a buffer between device and disk: a few parts of what a disk takes at once."""
 
 
+def buffer_bytes(host_bytes: int) -> int:
+    """Of one of the buffers, which are part of so much host memory."""
+    return max(MIB, min(MOST_BUFFER_BYTES, host_bytes // 16))
+
+
 def spill_tier(pool: HostPool, disk: DiskFile) -> SpillTier:
     """The buffers before the disk are part of what ``pool`` may take."""
-    buffer_bytes = max(MIB, min(MOST_BUFFER_BYTES, pool.limit_bytes // 16))
-    on_disk = DiskTier(disk, buffer_bytes, pool.pinned)
+    on_disk = DiskTier(disk, buffer_bytes(pool.limit_bytes), pool.pinned)
     pool.limit_bytes -= on_disk.host_bytes
     return SpillTier(HostTier(pool), on_disk)
 
@@ -72,7 +76,11 @@ class SpillTier(Tier):
         return self.disk if isinstance(slot, DiskSlot) else self._host
 
     def stats(self) -> TierStats:
-        return replace(self._host.stats(), disk_peak_bytes=self.disk.stats().leased_peak_bytes)
+        host, disk = self._host.stats(), self.disk.stats()
+        return replace(
+            host, booked_bytes=host.booked_bytes + self.disk.host_bytes, disk_booked_bytes=disk.booked_bytes,
+            disk_peak_bytes=disk.leased_peak_bytes,
+        )  # fmt: skip
 
     def close(self) -> None:
         self._host.close()

@@ -58,6 +58,10 @@ def test_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, fla
             "num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "ffn-hidden-size",
             "global-batch-size", "vocab-size", "tensor-model-parallel-size", "pipeline-model-parallel-size",
         )),
+        *((f"--gpu h200 -- {FLAGS} --swap-host-gib {given}", f"--swap-host-gib {given}: a number is expected")
+          for given in ("lots", "nan", "inf", "0", "-1")),
+        ("--profile profile.json --summary run.json", "--summary run.json: does not go with --profile"),
+        ("--show plan.json --summary run.json", "--summary run.json: does not go with --show, which prints"),
         (f"--gpu h200 -- {FLAGS} --seq-length 1{'0' * 400}", f"--seq-length 1{'0' * 400}: must be at least 1 and at"),
     ],
 )  # fmt: skip

@@ -320,7 +320,7 @@ class TestCommandLine:
         refused = self.run("--gpu", "h200", "--host-gib", "10", "--", *flags)
         assert refused.stderr == (
             f"error: --host-gib 10: the optimizer's state that rests takes {0.4 * state_gib:.2f} GiB. Lower "
-            "--swap-optimizer among the training flags.\n"
+            "--swap-optimizer among the training flags, or add --swap-disk-dir to them.\n"
         )
 
     def test_the_table_of_the_document(self) -> None:
@@ -328,9 +328,9 @@ class TestCommandLine:
             "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
             "--group-query-attention --num-query-groups 8 --seq-length 8192 --micro-batch-size 1 "
             "--global-batch-size 16 --vocab-size 128256 --swiglu --bf16 --untie-embeddings-and-output-weights "
-            "--swap-optimizer 0.5 --use-distributed-optimizer --use-precision-aware-optimizer"
+            "--swap-optimizer 0.5 --swap-disk-dir x --use-distributed-optimizer --use-precision-aware-optimizer"
         )
-        done = self.run("--gpu", "h200", "--", *flags.split())
+        done = self.run("--gpu", "h200", "--host-gib", "30", "--", *flags.split())
         (table,) = (table for table in done.stdout.split("\n\n") if table.startswith("memory "))
         assert table in (ROOT / "docs" / "planner.md").read_text()
 
