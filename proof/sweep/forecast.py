@@ -127,12 +127,13 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         whose = "the device's" if budget_gib >= tiers.device else "its budget"
         needs.append(Need("device", peak_gib, min(budget_gib, tiers.device), whose))
     if "--swap-disk-dir" in flags:
-        host_gib, _, disk_gib = split_before_disk(resting_gib, engine_gib, moved_gib)
+        split = split_before_disk(resting_gib, engine_gib, moved_gib)
+        disk_gib = split.state_on_disk + split.moved_on_disk
         needs += [
             Need("disk", disk_gib, min(tiers.disk, disk_limit_gib(flags)), "free, or --swap-disk-gib"),
-            Need("host", host_gib + moved_gib, math.inf, "what it has no room for goes to disk"),
+            Need("host", split.state_in_host + split.moved_in_host, math.inf, "what it has no room for goes to disk"),
         ]
-        resting_gib = host_gib
+        resting_gib = split.state_in_host
     else:
         whose = "the machine's" if engine_gib >= tiers.host else "--swap-host-gib"
         needs.append(Need("host", resting_gib + moved_gib, engine_gib, whose))

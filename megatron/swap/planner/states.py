@@ -15,10 +15,10 @@ GAPS_GIB = 5 * BUCKET_BYTES / GIB
 held 133.8 GiB while they did not held 134.9 when they did)."""
 PART_OF_HOST = 0.75
 """Of host memory may be the state's, where the planner decides how much rests: activations need some, too."""
-
-
 NUM_STAGED = 7
-"""Buckets in host memory, between disk and device: as many as ``staging.py`` has, which needs torch."""
+MOST_SPILL_BYTES = 64 << 20
+"""Buffers in host memory, between disk and device, and most bytes of one for activations: as ``staging.py`` and
+``tiers/spill.py`` have them, which need torch."""
 
 
 def bucket_bytes_before_disk(host_bytes: int) -> int:
@@ -26,19 +26,33 @@ def bucket_bytes_before_disk(host_bytes: int) -> int:
     return max(MIB, min(BUCKET_BYTES, host_bytes // 16))
 
 
-def split_before_disk(resting_gib: float, host_gib: float, moved_gib: float) -> tuple[float, float, float]:
-    """State that rests, where a disk takes what host memory has no room for: GiB of it in host memory, of the buffers
-    there, and of it on disk.
+@dataclass(frozen=True)
+class Split:
+    """GiB of state that rests and of activations that are swapped, in host memory and on disk; and of buffers."""
+
+    state_in_host: float
+    moved_in_host: float
+    buffers: float
+    state_on_disk: float
+    moved_on_disk: float
+
+
+def split_before_disk(resting_gib: float, host_gib: float, moved_gib: float) -> Split:
+    """Where a disk takes what host memory has no room for.
 
     Args:
-        resting_gib: all of it.
+        resting_gib: of state, which comes first; half of the room is its at least.
         host_gib: of host memory; may be infinite.
-        moved_gib: of activations, which are there in any case.
+        moved_gib: of activations at their peak.
     """
     host_bytes = int(min(host_gib * GIB, 16 * BUCKET_BYTES))  # more makes no larger buckets
-    buffers_gib = NUM_STAGED * bucket_bytes_before_disk(host_bytes) / GIB
-    in_host_gib = min(resting_gib, max(0.0, host_gib - buffers_gib - moved_gib))
-    return in_host_gib, buffers_gib, resting_gib - in_host_gib
+    bucket_bytes = bucket_bytes_before_disk(host_bytes)
+    spill_bytes = min(bucket_bytes, MOST_SPILL_BYTES)
+    buffers_gib = NUM_STAGED * (bucket_bytes * (resting_gib > 0) + spill_bytes * (moved_gib > 0)) / GIB
+    room_gib = max(0.0, host_gib - buffers_gib)
+    state_gib = min(resting_gib, max(room_gib - moved_gib, room_gib / 2))
+    in_host_gib = min(moved_gib, room_gib - state_gib)
+    return Split(state_gib, in_host_gib, buffers_gib, resting_gib - state_gib, moved_gib - in_host_gib)
 
 
 @dataclass(frozen=True)

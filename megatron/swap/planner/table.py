@@ -79,17 +79,19 @@ def memory_table(
         measured: of a run, in columns beside what is predicted.
     """
     resting_gib = states.host_gib(num_params)
-    in_host_gib, buffers_gib, on_disk_gib = resting_gib, 0.0, 0.0
-    if resting_gib and before_disk_gib is not None:
-        in_host_gib, buffers_gib, on_disk_gib = split_before_disk(resting_gib, before_disk_gib, prediction.host_gib)
+    host_gib = float("inf") if before_disk_gib is None else before_disk_gib
+    split = split_before_disk(resting_gib, host_gib, prediction.host_gib)
+    buffers_gib = 0.0 if before_disk_gib is None else split.buffers
     libraries_gib = profile.static_gib - states.device_gib(num_params)
     activations_gib = prediction.peak_gib - profile.static_gib - profile.fragments_gib
     said: dict[str, tuple[tuple[float, ...], str]] = {
         "weights": ((states.weights_gib(num_params), 0, 0), f"{num_params / 1e9:.2f} billion on this rank"),
         "gradients": ((states.gradients_gib(num_params), 0, 0), ""),
-        "optimizer": ((states.state_gib(num_params) - resting_gib, in_host_gib, on_disk_gib), _resting(states)),
+        "optimizer": ((states.state_gib(num_params) - resting_gib, split.state_in_host, split.state_on_disk),
+                      _resting(states)),
         "libraries": ((libraries_gib, 0, 0), "workspaces; measured as activations" if measured else "workspaces"),
-        "activations": ((activations_gib, prediction.host_gib, 0), f"with temporaries, {prediction.peak_at}"),
+        "activations": ((activations_gib, split.moved_in_host, split.moved_on_disk),
+                        f"with temporaries, {prediction.peak_at}"),
         "buffers": ((0, buffers_gib, 0), "between disk and device" if buffers_gib else ""),
         "fragments": ((profile.fragments_gib, 0, 0),
                       "" if profile.fragments_gib else "not known without a measurement"),

@@ -17,6 +17,7 @@ from megatron.swap.ledger import measure
 from megatron.swap.planner import states
 from megatron.swap.planner.states import split_before_disk
 from megatron.swap.summary import RankReport, build_summary
+from megatron.swap.tiers import spill
 from megatron.swap.types import GIB, MemoryRow
 from tools import plan as program
 
@@ -70,7 +71,7 @@ def test_columns_add_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("", "--swap-disk-dir x --swap-host-gib 30", 28.25, 1.75, RESTING_GIB - 28.25),
         ("--host-gib 20", "--swap-disk-dir x --swap-host-gib 30", 18.25, 1.75, RESTING_GIB - 18.25),
         ("--host-gib 1.6", "--swap-disk-dir x", 0.9, 0.7, RESTING_GIB - 0.9),  # smaller buffers
-        ("", "--swap-disk-dir x --swap-optimizer 0", 0.0, 0.0, 0.0),
+        ("", "--swap-disk-dir x --swap-optimizer 0", 0.0, 0.4375, 0.0),  # of activations
     ],
 )
 def test_what_host_memory_has_no_room_for_is_on_disk(
@@ -95,12 +96,20 @@ def test_without_a_disk_there_has_to_be_room(
         printed(monkeypatch, capsys, options, f"{FLAGS} {flags}")
 
 
-def test_all_of_it_is_somewhere() -> None:
+@pytest.mark.parametrize("moved_gib", [0.0, 10.0, 300.0])
+def test_all_of_it_is_somewhere(moved_gib: float) -> None:
     for host_gib in (0.0, 0.1, 2.0, 50.0, 400.0, math.inf):
-        in_host, buffers, on_disk = split_before_disk(100.0, host_gib, 10.0)
-        assert in_host + on_disk == pytest.approx(100.0)
-        assert in_host + buffers + 10.0 <= max(host_gib, buffers + 10.0) + 1e-9
+        found = split_before_disk(100.0, host_gib, moved_gib)
+        assert found.state_in_host + found.state_on_disk == pytest.approx(100.0)
+        assert found.moved_in_host + found.moved_on_disk == pytest.approx(moved_gib)
+        assert found.state_in_host + found.moved_in_host + found.buffers <= max(host_gib, found.buffers) + 1e-9
+        assert min(found.state_in_host, found.moved_in_host) >= 0
+    assert found.state_on_disk == found.moved_on_disk == 0
+
+
+def test_buffers_are_those_of_the_engine() -> None:
     assert states.NUM_STAGED == staging.NUM_STAGED
+    assert states.MOST_SPILL_BYTES == spill.MOST_BUFFER_BYTES
 
 
 def summary_of(folder: Path, *ranks: list[MemoryRow] | None, num_layers: int = 32) -> Path:
