@@ -130,7 +130,8 @@ class SwapConfig:
             folder = Path(self.disk_dir)
             _require(folder.is_dir(), "--swap-disk-dir", folder, "a folder that is there")
             _require(os.access(folder, os.W_OK | os.X_OK), "--swap-disk-dir", folder, "a folder that may be written to")
-            _require(self.optimizer > 0 or self.acts, "--swap-disk-dir", folder,
+            swaps = bool(self.layers or self.auto or self.plan is not None)
+            _require(self.optimizer > 0 or swaps, "--swap-disk-dir", folder,
                      "beside --swap-optimizer or what swaps activations: nothing else goes to disk")  # fmt: skip
 
     def _check_numbers(self) -> None:

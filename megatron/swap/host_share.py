@@ -6,8 +6,15 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron.swap.config import SwapConfig
-from megatron.swap.host_memory import HostMemoryError, check_host_request, local_world_size, safe_host_bytes
+from megatron.swap.host_memory import (
+    PAGE_BYTES,
+    HostMemoryError,
+    check_host_request,
+    local_world_size,
+    safe_host_bytes,
+)
 from megatron.swap.layer import least_saved_bytes
+from megatron.swap.planner.states import bucket_bytes_before_disk
 from megatron.swap.tiers.disk import host_bytes
 from megatron.swap.tiers.spill import buffer_bytes
 from megatron.swap.types import GIB, MIB, format_bytes
@@ -30,17 +37,21 @@ class HostShare:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Most that optimizer state takes, which comes first; with a disk there is room for what has none here."""
+        """Most that optimizer state takes, which comes first; with a disk there is room for what has none here, and
+        each gets half at least."""
         room_bytes = max(0, self.limit_bytes - self.buffers_bytes)
         left_bytes = max(0, room_bytes - -(-self.least_bytes // MIB) * MIB)
-        return max(left_bytes, room_bytes // 2) if self.has_disk else left_bytes
+        if not self.has_disk:
+            return left_bytes
+        is_known = self.least_bytes > 0 or not self.buffers_bytes  # activations swap, nobody knows how many
+        return max(left_bytes if is_known else 0, room_bytes // 2)
 
 
 def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
     """What this rank may take. ``swaps``: activations.
 
     Raises:
-        HostMemoryError: activations have no room in it, and no disk behind it.
+        HostMemoryError: activations have no room in it, and no disk behind it; or the buffers before a disk have none.
     """
     has_disk = config.disk_dir is not None
     if not swaps and not config.optimizer:
@@ -62,7 +73,14 @@ def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
             "machine's memory grows on demand), or name a --swap-disk-dir."
         )
     buffers_bytes = host_bytes(buffer_bytes(limit_bytes)) if swaps and has_disk else 0
-    return HostShare(limit_bytes, needed_bytes, has_disk, buffers_bytes)
+    share = HostShare(limit_bytes, needed_bytes, has_disk, buffers_bytes)
+    of_state_bytes = host_bytes(bucket_bytes_before_disk(share.optimizer_bytes)) if config.optimizer and has_disk else 0
+    if buffers_bytes >= limit_bytes or of_state_bytes > share.optimizer_bytes or limit_bytes < PAGE_BYTES:
+        raise HostMemoryError(
+            f"{format_bytes(limit_bytes)} of host memory may be booked ({limited_by}). Between the GPU and "
+            f"--swap-disk-dir stand buffers of {format_bytes(buffers_bytes + of_state_bytes)}: raise --swap-host-gib."
+        )
+    return share
 
 
 def _least_bytes(config: SwapConfig, args: Namespace) -> int:

@@ -333,13 +333,17 @@ class SwapManager:
             return
         compute = self._device.current_stream()
         with self.ranges.mark(f"{BRING_BACK} {len(handles)}"):
+            coming_slots = deque(handle.slot for handle in handles if handle.slot is not None)
+            self._tier.expect(coming_slots)
             buffers = [self._device.allocate(handle.num_bytes) for handle in handles]
             self._device.wait(self._in_stream, self._device.record(compute))
             for group, coming in groupby(zip(handles, buffers, strict=True), key=lambda pair: pair[0].group):
                 pairs = list(coming)
                 with self.ranges.group(why, group, sum(handle.num_bytes for handle, _ in pairs)):
                     for handle, buffer in pairs:
+                        coming_slots.popleft()
                         self._read(handle, buffer, compute)
+                        self._tier.expect(coming_slots)
         self.ranges.memory()
 
     def _read(self, handle: Handle, buffer: torch.Tensor, compute: Stream) -> None:

@@ -227,7 +227,9 @@ class SwapSession:
         config, on_gpu = self.config, torch.cuda.is_available()
         self._device = self._device_of_rank()
         self._pool = pool = HostPool(limit_bytes=self._host.limit_bytes, pinned=on_gpu)
-        self._tier = spill_tier(pool, self._disk) if self._disk is not None and self._swaps else HostTier(pool)
+        self._tier = host = HostTier(pool)
+        if self._disk is not None and self._swaps:
+            self._tier = spill_tier(host, self._disk)
         if not config.optimizer:  # else it comes first: its size is known, and it does not grow
             pool.book(min(self._host.least_bytes, pool.limit_bytes))
         window_bytes = config.window_bytes(config.plan)
@@ -248,7 +250,7 @@ class SwapSession:
         self._boundaries = Boundaries(self._manager, saved_tensors, self._policy, producers)
         if self._auto is not None:
             self._auto.begin(
-                self._boundaries, self._device, self._tier, self._recorder, saved_tensors.footprint,
+                self._boundaries, self._device, host, self._recorder, saved_tensors.footprint,
                 pipeline_rank(), num_micro_batches, lambda: pool.limit_bytes, self._take_peak, self._resting,
                 lambda part: self._optimizer_swap().let_rest(part),
             )  # fmt: skip

@@ -7,7 +7,7 @@ still in a buffer for writes is read from there, whether it has been written yet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -145,24 +145,21 @@ class Staging:
 
     def _written(self, room: DiskRoom, start: int, stop: int) -> None:
         """Wait for the writes that are under way there."""
-        under_way = []
-        for first, last, writes in self._writes.pop(room, ()):
+        of_room = self._writes.get(room, [])
+        for first, last, writes in of_room:
             if first < stop and start < last:
                 for write in writes:
                     write.result()
-            elif not all(write.done() and write.exception() is None for write in writes):
-                under_way.append((first, last, writes))
-        if under_way:
-            self._writes[room] = under_way
+        of_room[:] = [one for one in of_room if not all(write.done() and write.exception() is None for write in one[2])]
 
     def synchronize(self) -> None:
         """Every write is over, and the next reads are from disk: it may be changed now. Raises ``DiskError``, again
         each time after a write has failed."""
-        for room in list(self._writes):
-            for _, _, writes in self._writes[room]:
-                for write in writes:
-                    write.result()
-            del self._writes[room]
+        writes = [write for spans in self._writes.values() for _, _, of_span in spans for write in of_span]
+        wait(writes)  # all of them, also where one has failed
+        for write in writes:
+            write.result()
+        self._writes.clear()
         for buffer in (*self._for_reads, *self._for_writes):
             buffer.wait()
             buffer.content = {}

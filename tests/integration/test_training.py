@@ -140,3 +140,15 @@ def test_activations_on_disk_where_host_memory_is_short(
     assert rows["activations"]["disk_bytes"] == summary["disk_leased_peak_bytes"]
     on_disk = sum(row["disk_bytes"] for row in rows.values())
     assert on_disk == summary["disk_booked_bytes"] + summary["optimizer_disk_bytes"]
+
+
+def test_the_planner_measures_host_memory_not_the_disk_behind_it(trainer: Trainer) -> None:
+    """And leaves nothing on the disk that training did not put there."""
+    flags = "--train-iters 9 --lr-decay-iters 9"
+    plain = trainer.unswapped(flags)
+    run = trainer.run(
+        f"{flags} {SWAP_SMALL} --swap-memory-gib 0.5 --swap-disk-dir . --swap-host-gib 0.5 {recorded('torch')}"
+    )
+    assert_same_training(plain, run)
+    assert run.summary["disk_booked_bytes"] == 0
+    assert run.summary["planning"]["stages"][-1]["stage"] == "stable"

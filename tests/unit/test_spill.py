@@ -22,7 +22,7 @@ from megatron.swap.host_pool import HostPool
 from megatron.swap.staging import NUM_AHEAD, Fetched
 from megatron.swap.tiers.disk import DiskSlot, DiskTier
 from megatron.swap.tiers.host import HostTier
-from megatron.swap.tiers.spill import SpillTier, spill_tier
+from megatron.swap.tiers.spill import LOOK_AHEAD, SpillTier, spill_tier
 from megatron.swap.types import KIB, MIB
 from tests.engine import (
     Engine,
@@ -239,7 +239,7 @@ def test_what_is_still_in_a_buffer_is_not_read_from_disk(disk: DiskFile, monkeyp
 
 def test_the_buffers_are_part_of_host_memory(disk: DiskFile) -> None:
     pool = HostPool(limit_bytes=64 * MIB, pinned=False)
-    tier = spill_tier(pool, disk)
+    tier = spill_tier(HostTier(pool), disk)
     assert isinstance(tier, SpillTier)
     assert pool.limit_bytes + tier.disk.host_bytes == 64 * MIB
     assert tier.disk.host_bytes < 32 * MIB
@@ -247,13 +247,54 @@ def test_the_buffers_are_part_of_host_memory(disk: DiskFile) -> None:
 
 
 def test_room_on_disk_where_host_memory_has_some_again(disk: DiskFile) -> None:
-    """As much as once had no room goes to disk, whatever else is free: the next step will need it."""
+    """As much of a step goes to disk as had no room in the one before, whatever is free: it will need that."""
     pool = HostPool(limit_bytes=8 * KIB, slab_bytes=8 * KIB, pinned=False)
     tier = SpillTier(HostTier(pool), DiskTier(disk, 4 * KIB, pinned=False))
-    for expected in (["host", "host", "disk", "disk"], ["host", "disk", "host", "disk"]):
-        slots = [tier.reserve(4 * KIB) for _ in range(4)]
+    there = [["host", "host", "disk", "disk"], ["host", "disk", "host", "disk"], ["host", "disk"], ["host", "host"]]
+    for expected in there:
+        slots = [tier.reserve(4 * KIB) for _ in expected]
         assert ["disk" if isinstance(slot, DiskSlot) else "host" for slot in slots] == expected
         for slot in slots:
             slot.free()
     assert tier.stats().disk_peak_bytes == 8 * KIB
+    tier.close()
+
+
+def test_nobody_looks_far_for_what_is_on_disk(disk: DiskFile) -> None:
+    """It is done for every layer; where nothing is on disk not even that."""
+    pool = HostPool(limit_bytes=MIB, slab_bytes=MIB, pinned=False)
+    tier = SpillTier(HostTier(pool), DiskTier(disk, 4 * KIB, pinned=False))
+    slots, seen = [tier.reserve(4 * KIB) for _ in range(200)], []
+
+    def walk() -> Iterator[Any]:
+        for slot in slots:
+            seen.append(slot)
+            yield slot
+
+    tier.expect(walk())
+    assert not seen
+    slots += [tier.disk.reserve(4 * KIB)]
+    tier.expect(walk())
+    assert len(seen) == LOOK_AHEAD
+    for slot in slots:
+        slot.free()
+    tier.close()
+
+
+def test_one_write_that_fails_does_not_leave_the_others_behind(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their buffers are given back when the tier is closed."""
+    device, tier, write, over = EmulatedDevice(), DiskTier(disk, 4 * KIB, pinned=False), os.pwritev, []
+
+    def pwritev(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.05)
+        over.append(offset)
+        return write(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    _written(tier, device, 3)
+    with pytest.raises(DiskError):
+        tier._staging.synchronize()
+    assert len(over) == 2
     tier.close()

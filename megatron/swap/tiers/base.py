@@ -2,9 +2,9 @@
 
 Order and lifetime, the same for every tier:
 
-- ``write`` and ``read`` only enqueue on the stream they are given (and may wait for a disk, never for that stream's
-  work); the manager orders that stream and records the event that tells when the bytes have arrived. Both tensors stay
-  alive until then: that is the manager's duty.
+- ``write`` and ``read`` only enqueue on the stream they are given; a disk may let the caller wait, for itself or for a
+  buffer that an earlier copy still needs, never for the copy in hand. The manager orders that stream and records the
+  event that tells when the bytes have arrived. Both tensors stay alive until then: that is the manager's duty.
 - A slot is written once, may be read any number of times, and is freed once. ``free`` may run at any moment, also in
   a finalizer in the middle of another call, so it only notes the fact.
 - ``fence`` orders reuse: ``free(fence=n)`` says that read number *n* may still be under way; a slot made of that

@@ -100,6 +100,7 @@ class DiskTier(Tier):
 
     def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> int:
         assert isinstance(slot, DiskSlot)
+        self.expect([slot])
         num_copies = 0
         for span, part in zip(slot.spans, target.split(slot.sizes), strict=True):
             fetched = slot.coming.pop(span, None)

@@ -18,10 +18,10 @@ class HostTier(Tier):
     name = "host"
 
     def __init__(self, pool: HostPool) -> None:
-        self._pool = pool
+        self.pool = pool
 
     def reserve(self, num_bytes: int) -> Lease:
-        return self._pool.lease(num_bytes)
+        return self.pool.lease(num_bytes)
 
     def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> int:
         views = cast(Lease, slot).views()
@@ -35,8 +35,8 @@ class HostTier(Tier):
         """All are at hand."""
 
     def stats(self) -> TierStats:
-        stats = self._pool.stats
+        stats = self.pool.stats
         return TierStats(stats.booked_bytes, stats.leased_bytes, stats.leased_peak_bytes)
 
     def close(self) -> None:
-        self._pool.close(force=True)
+        self.pool.close(force=True)

@@ -1,0 +1,60 @@
+"""Host memory of a rank: who may take how much of it, and what is refused before anything is built."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from megatron.swap.config import SwapConfig
+from megatron.swap.host_memory import HostMemoryError
+from megatron.swap.host_share import HostShare, host_share
+from megatron.swap.types import GIB, MIB
+
+ARGS = Namespace(swap_layers="none", swap_modules=["mlp"])
+"""Of modules the shapes tell too little."""
+
+
+def share(host_gib: float, *, swaps: bool = True, **settings: object) -> HostShare:
+    config = SwapConfig(layers=frozenset(), host_gib=host_gib, host_unchecked=True, **settings)  # type: ignore[arg-type]
+    return host_share(config, ARGS, swaps)
+
+
+def test_nothing_swaps() -> None:
+    assert share(1.0, swaps=False).limit_bytes == MIB
+
+
+def test_without_a_disk_state_takes_what_activations_leave() -> None:
+    assert HostShare(100 * MIB, 30 * MIB + 1, False, 0).optimizer_bytes == 69 * MIB
+    assert HostShare(100 * MIB, 0, False, 0).optimizer_bytes == 100 * MIB
+
+
+def test_with_a_disk_each_has_half_at_least() -> None:
+    assert HostShare(100 * MIB, 80 * MIB, True, 10 * MIB).optimizer_bytes == 45 * MIB
+    assert HostShare(100 * MIB, 20 * MIB, True, 10 * MIB).optimizer_bytes == 70 * MIB
+    unknown = HostShare(100 * MIB, 0, True, 10 * MIB)  # the planner decides, say
+    assert unknown.optimizer_bytes == 45 * MIB
+    alone = HostShare(100 * MIB, 0, True, 0)
+    assert alone.optimizer_bytes == 100 * MIB
+
+
+def test_buffers_before_a_disk_are_counted() -> None:
+    found = share(1.0, auto=True, disk_dir=".", optimizer=1.0)
+    assert found.buffers_bytes == 7 * (64 * MIB + 64 * 1024)
+    assert found.optimizer_bytes == (GIB - found.buffers_bytes) // 2
+    assert share(1.0, auto=True).buffers_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "settings"),
+    [(0.002, {"auto": True}), (0.007, {"optimizer": 1.0}), (0.0105, {"auto": True, "optimizer": 1.0})],
+)
+def test_no_room_for_the_buffers(host_gib: float, settings: dict[str, object]) -> None:
+    told = r"may be booked \(--swap-host-gib .* buffers of .*: raise --swap-host-gib"
+    with pytest.raises(HostMemoryError, match=told):
+        share(host_gib, disk_dir=".", swaps="auto" in settings, **settings)
+
+
+def test_less_than_a_page() -> None:
+    with pytest.raises(HostMemoryError, match="raise --swap-host-gib"):
+        share(1e-6, auto=True)
