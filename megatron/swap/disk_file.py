@@ -1,8 +1,8 @@
 """A file without a name on a local disk, for what training needs no longer than it lasts.
 
 Nobody else can open it, and nothing is left of it when the process ends, however it ends. Space is taken before bytes
-go there: for optimizer state before training, for activations as they come, and kept. Reads and writes pass by the page cache where the file system allows it
-(O_DIRECT): memory stays free, and speed is the disk's.
+go there: for optimizer state before training, for activations as they come, and kept. Reads and writes pass by the page
+cache where the file system allows it (O_DIRECT): memory stays free, and speed is the disk's.
 
 kvikio was considered: it needs a CUDA driver at import, and its threads do what ``os.preadv`` does, which holds no GIL.
 """
