@@ -32,7 +32,7 @@ class Found:
     def stopped_by(self) -> str:
         """What became of the next value, in words."""
         if self.stop is None:
-            return "the sweep has nothing larger" if self.best is not None else "nothing was tried"
+            return "nothing larger was tried" if self.best is not None else "nothing was tried"
         if self.stop["outcome"] == PRUNED:
             return f"not tried: {self.stop['why']}"
         return f"{self.stop['case']}: {outcome(self.stop)}"

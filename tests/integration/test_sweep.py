@@ -51,7 +51,7 @@ def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
     none, host = found_in(rows)
     assert none.best is not None
     assert none.best["value"] == 4
-    assert none.stopped_by == "the sweep has nothing larger"
+    assert none.stopped_by == "nothing larger was tried"
     assert host.best is not None, done.stdout
     assert host.best["value"] == 2
     assert host.stop is not None
