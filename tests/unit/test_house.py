@@ -19,7 +19,7 @@ SWAP = ROOT / "megatron" / "swap"
 
 # Top to bottom; a module imports its own row and the rows below. docs/architecture.md says what each is for.
 LAYERS: list[set[str]] = [
-    {"session", "prepare"},
+    {"session", "prepare", "tensors"},
     {"auto"},
     {"layer", "optimizer", "arguments", "attention", "producers", "host_share"},  # the Megatron edge
     {"summary", "profiler", "plan_run", "ledger"},
@@ -32,11 +32,11 @@ LAYERS: list[set[str]] = [
     {"switch"},
     {"policy", "site_log"},
     {"recipes", "made"},
-    {"manager", "step_overlap"},
+    {"manager", "step_overlap", "storage_mover"},
     {"state_swap"},
     {"order", "state_mover"},
     {"group"},
-    {"handle"},
+    {"handle", "transfers", "operations"},
     {"tiers", "staging", "resting"},
     {"host_pool", "host_arena", "disk_file"},
     {"host_memory"},

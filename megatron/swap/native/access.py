@@ -1,0 +1,41 @@
+"""Storages that refuse to be looked at: an error for whoever reads memory that is not there, instead of a crash."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from megatron.swap.native.build import load
+
+
+class StorageAccess:
+    """Without the native part ``refuse`` does nothing: whoever reads an empty storage then finds a null pointer.
+
+    Args:
+        native: use the native part, where there is one.
+    """
+
+    def __init__(self, *, native: bool = True) -> None:
+        self._native = load() if native else None
+
+    @property
+    def refuses(self) -> bool:
+        """Whether it can."""
+        return self._native is not None
+
+    def refuse(self, storage: torch.UntypedStorage, message: str) -> None:
+        """From now on every access to the address of ``storage`` raises a RuntimeError with ``message``."""
+        if self._native is not None:
+            self._native.refuse(storage._cdata, message)
+
+    def allow(self, storage: torch.UntypedStorage) -> None:
+        """No longer; ``resize_`` needs that."""
+        if self._native is not None:
+            self._native.allow(storage._cdata)
+
+
+@functools.cache
+def storage_access() -> StorageAccess:
+    """The one of this process."""
+    return StorageAccess()

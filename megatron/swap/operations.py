@@ -1,0 +1,63 @@
+"""Sees which tensors are used, before they are: by operations of the dispatcher, or by their address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BeforeUse = Callable[[Iterable[torch.Tensor]], None]
+
+
+class Operations(TorchDispatchMode):
+    """While it is entered: tells of every operation's tensors on this thread, and in the backward that it starts."""
+
+    def __init__(self, before_use: BeforeUse) -> None:
+        super().__init__()
+        self._before_use = before_use
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        self._before_use(_tensors((*args, *options.values())))
+        return func(*args, **options)
+
+
+class Addresses(TorchFunctionMode):
+    """While it is entered: tells which tensors are asked for their address or contents, on this thread."""
+
+    def __init__(self, before_use: BeforeUse) -> None:
+        super().__init__()
+        self._before_use = before_use
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in ASK_FOR_ADDRESS:
+            self._before_use(_tensors(args))
+        return func(*args, **(kwargs or {}))
+
+
+ASK_FOR_ADDRESS = frozenset(
+    {
+        torch.Tensor.data_ptr,
+        torch.Tensor.numpy,
+        torch.Tensor.tolist,
+        torch.Tensor.__array__,
+        torch.Tensor.__dlpack__,
+        torch.Tensor.__cuda_array_interface__.__get__,  # type: ignore[attr-defined]
+    }
+)
+
+
+def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Those among the arguments of an operation, in lists too."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors(argument)
