@@ -112,17 +112,24 @@ class TensorSwap:
     def close(self) -> None:
         """Stop, bring everything back, and let go of host memory; a second call does nothing.
 
-        Raises: what made a copy fail; ``torch.OutOfMemoryError`` where not everything fits the device. It is open then
-        as before ``stop``'s end, nothing is lost, and ``close`` may be called again.
+        Raises:
+            torch.OutOfMemoryError: not everything fits the device. It is still open, and ``close`` may be called again.
+            Exception: what made a copy fail; it is closed, and every tensor is on the device.
         """
         if self._modes is None:
             return
-        self.stop()
+        failure: Exception | None = None
+        try:
+            self.stop()
+        except Exception as error:
+            failure = error
         self._mover.return_all()
         self._modes.close()
-        self._modes = None
+        self._modes, self._accepts = None, False
         self._transfers.wait_and_stop()  # before the memory that copies read is gone
         self._pool.close(force=True)
+        if failure is not None:
+            raise failure
 
     def __enter__(self) -> TensorSwap:
         return self.open()
@@ -278,7 +285,7 @@ class TensorSwap:
                 raise UsageError(f"{what}: its storage is empty. Has another TensorSwap moved it, or resize_?")
             return None
         if not storage.resizable() or (self.device.type == "cpu" and storage.is_shared()):
-            raise UsageError(f"{what}: its memory is not PyTorch's own (but numpy's, shared, a file's). Clone it first.")
+            raise UsageError(f"{what}: its memory is not PyTorch's own (numpy's, shared, a file's). Clone it first.")
         return storage
 
     def _check_open(self) -> None:

@@ -408,6 +408,17 @@ class TestErrors:
             assert torch.equal(a + b, tensor(seed=0) + tensor(seed=1))
             assert swap.stats.host_bytes == 0
 
+    def test_a_copy_that_fails_at_the_end_is_told_by_close(self, orderly: type[OrderlyQueue]):
+        swap = TensorSwap(HOST_GIB, "cpu", orderly).open()
+        orderly.fails.add(("swap-out", 1))
+        a, b = tensor(seed=0), tensor(seed=1)
+        swap.queue_swap_out(a, b)
+        with pytest.raises(OSError, match="no space"):
+            swap.close()
+        assert torch.equal(a + b, tensor(seed=0) + tensor(seed=1))
+        with pytest.raises(SwapError, match="not open"):
+            swap.wait()
+
     def test_a_copy_in_that_fails_is_told_to_who_waits_and_can_be_tried_again(self, orderly: type[OrderlyQueue]):
         with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
             orderly.fails.add(("swap-in", 1))
