@@ -1,0 +1,58 @@
+"""For autograd functions of your own that keep tensors on ``ctx``, where no hook for saved tensors sees them.
+
+::
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            y, scale = kernel(x, factor)
+            ctx.kept = stash(y, scale)          # instead of ctx.y, ctx.scale = y, scale
+            return ...
+
+        @staticmethod
+        def backward(ctx, grad):
+            y, scale = ctx.kept.tensors()
+            ...
+
+``ctx.save_for_backward`` does the same for tensors alone, once a function. What is stashed is swapped as what autograd
+saves itself: by ``--swap-layers``, ``swap.activations``, or any other ``torch.autograd.graph.saved_tensors_hooks``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Stash:
+    """Tensors that stand in the graph. Dropped with ``ctx``, or earlier by whoever holds it."""
+
+    __slots__ = ("_end",)
+
+    def __init__(self, end: torch.Tensor) -> None:
+        self._end = end  # holds the node, which holds them
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """As they were stashed; what was swapped out has come back.
+
+        Raises:
+            RuntimeError: one was changed in place since, as autograd raises for what it saves.
+        """
+        node: Any = self._end.grad_fn
+        return node.saved_tensors
+
+
+def stash(*tensors: torch.Tensor) -> Stash:
+    """Hand ``tensors`` to autograd as saved ones, from within a forward, where gradients are off, or from anywhere."""
+    with torch.enable_grad():
+        # A node of a graph that ends here: autograd packs what it saves and never runs it.
+        end = _Node.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
+    return Stash(end)
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, beginning: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return beginning.detach()
