@@ -289,7 +289,7 @@ class TransferQueue(ABC):
         return State(state)
 
     def _unknown(self, ticket: int) -> UsageError:
-        return UsageError(f"transfer queue {self.name}: {ticket} is no ticket of this queue; enqueue() and push() return them")
+        return UsageError(f"transfer queue {self.name}: {ticket} is no ticket of this queue: enqueue() returns them")
 
     def _failure(self, ticket: int) -> OSError | SwapError:
         number, text = self._core.failure(ticket)

@@ -19,18 +19,20 @@ Job to_job(const py::iterable& steps) {
   Job job;
   for (const py::handle step : steps) {
     const auto number = [&](const char* name) { return step.attr(name).cast<std::int64_t>(); };
-    const auto pointer = [&](const char* name) { return reinterpret_cast<void*>(step.attr(name).cast<std::uintptr_t>()); };
-    const auto num_bytes = static_cast<std::size_t>(number("num_bytes"));
+    const auto pointer = [&](const char* name) {
+      return reinterpret_cast<void*>(step.attr(name).cast<std::uintptr_t>());
+    };
+    const auto size = [&] { return static_cast<std::size_t>(number("num_bytes")); };
     const auto kind = py::type::of(step).attr("__name__").cast<std::string>();
     if (kind == "HostCopy") {
-      job.emplace_back(HostCopy{pointer("target"), pointer("source"), num_bytes});
+      job.emplace_back(HostCopy{pointer("target"), pointer("source"), size()});
     } else if (kind == "CudaCopy") {
-      job.emplace_back(CudaCopy{pointer("target"), pointer("source"), num_bytes, pointer("stream"), pointer("after"),
+      job.emplace_back(CudaCopy{pointer("target"), pointer("source"), size(), pointer("stream"), pointer("after"),
                                 pointer("done"), static_cast<int>(number("device"))});
     } else if (kind == "FileRead") {
-      job.emplace_back(FileRead{static_cast<int>(number("file")), number("offset"), pointer("target"), num_bytes});
+      job.emplace_back(FileRead{static_cast<int>(number("file")), number("offset"), pointer("target"), size()});
     } else if (kind == "FileWrite") {
-      job.emplace_back(FileWrite{static_cast<int>(number("file")), number("offset"), pointer("source"), num_bytes});
+      job.emplace_back(FileWrite{static_cast<int>(number("file")), number("offset"), pointer("source"), size()});
     } else {
       throw py::type_error("not a step: " + kind);
     }
