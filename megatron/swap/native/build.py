@@ -1,0 +1,129 @@
+"""Builds the C++ of this folder on first use, once for all processes and runs that see the same cache folder.
+
+One call of the compiler: ``torch.utils.cpp_extension.load`` does the same by ninja, and waits for ever for the lock of
+a process that was killed while it built.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from megatron.swap.native.base import Core
+
+logger = logging.getLogger(__name__)
+
+MODULE = "megatron_swap_native"
+SOURCES = ("transfer_queue.cpp", "storage_access.cpp", "bindings.cpp")
+FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
+COMPILERS = ("g++", "c++", "clang++")
+"""Tried in this order where CXX is not set."""
+TIMEOUT_S = 600
+
+
+class Native(Protocol):
+    """What the C++ offers. A storage is given by ``tensor.untyped_storage()._cdata``; its owner keeps it alive.
+
+    ``refuse`` makes every access to its bytes, read or write, raise a RuntimeError with that message, until ``allow``.
+    To take bytes away: ``resize_(0)``, then refuse; to bring them back: allow, ``resize_(n)``, then copy. (A *new* view
+    of a storage that was emptied is refused by torch itself, in its own words.) There is no twin of these two in Python.
+    """
+
+    def Core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core: ...
+    def refuse(self, storage_impl: int, message: str) -> None: ...
+    def allow(self, storage_impl: int) -> None: ...
+
+
+class BuildError(Exception):
+    """Why there is no native part; said by ``load``, which goes on without."""
+
+
+@functools.cache
+def load() -> Native | None:
+    """The native part, built if need be; ``None`` where that is not possible, which is said once, or not wanted
+    (``MEGATRON_SWAP_NATIVE=0``)."""
+    if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
+        return None
+    try:
+        return _imported(build(cache_folder()))
+    except (BuildError, ImportError, OSError, RuntimeError) as error:
+        logger.warning("swap: no native transfer queue, the one in Python works instead, more slowly: %s", error)
+        return None
+
+
+def cache_folder() -> Path:
+    """Where what was built is kept: what torch keeps its own in, or the user's cache."""
+    if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_swap"
+
+
+def build(folder: Path) -> Path:
+    """The library in ``folder``, compiled unless it is there. Several processes may call it at once.
+
+    Raises:
+        BuildError: there is no compiler, or it failed: its last words.
+        OSError: nothing can be written there.
+    """
+    library = folder / f"{MODULE}-{_key()}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # goes with its process, however that ends
+        if not library.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                made = Path(scratch) / library.name
+                _compile(made)
+                made.replace(library)  # whoever sees it, on another host perhaps, sees all of it
+    return library
+
+
+def _key() -> str:
+    """Of everything that the result depends on, but the compiler: any will do."""
+    here = Path(__file__).parent
+    parts = [torch.__version__, sys.version, platform.machine(), *FLAGS]
+    parts += [path.read_text() for path in sorted([*here.glob("*.cpp"), *here.glob("*.h")])]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compile(target: Path) -> None:
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
+    if compiler is None:
+        raise BuildError(f"no compiler is on PATH ({', '.join(COMPILERS)}), and CXX is not set")
+    here, of_torch = Path(__file__).parent, Path(torch.__file__).parent
+    command = [
+        *compiler.split(), *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        "-isystem", f"{of_torch / 'include'}", "-isystem", sysconfig.get_path("include"),
+        *(f"{here / name}" for name in SOURCES), "-o", f"{target}", f"-L{of_torch / 'lib'}", "-lc10", "-ldl",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} did not run: {error}") from error
+    if done.returncode:
+        words = " | ".join(done.stderr.strip().splitlines()[-5:])
+        raise BuildError(f"{compiler} failed with {done.returncode}: {words}")
+
+
+def _imported(library: Path) -> Native:
+    spec = importlib.util.spec_from_file_location(MODULE, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return cast(Native, module)

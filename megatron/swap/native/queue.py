@@ -1,0 +1,27 @@
+"""Which transfer queue: the native one where it can be built, else its twin."""
+
+from __future__ import annotations
+
+from megatron.swap.native.base import Core, TransferQueue
+from megatron.swap.native.build import load
+from megatron.swap.native.twin import PythonQueue
+from megatron.swap.types import SwapError
+
+
+class NativeQueue(TransferQueue):
+    """A transfer queue whose worker is a C++ thread: no interpreter holds it up.
+
+    Raises:
+        SwapError: the native part cannot be built here; ``queue_class`` does not choose it then.
+    """
+
+    def _make_core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core:
+        native = load()
+        if native is None:
+            raise SwapError(f"transfer queue {name}: there is no native part here: use queue_class()")
+        return native.Core(name, num_in_flight, cuda_library)
+
+
+def queue_class() -> type[NativeQueue] | type[PythonQueue]:
+    """The class for this process."""
+    return PythonQueue if load() is None else NativeQueue

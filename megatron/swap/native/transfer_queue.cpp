@@ -1,0 +1,362 @@
+#include "transfer_queue.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace megatron_swap {
+namespace {
+
+constexpr int kCudaMemcpyDefault = 4;   // the runtime tells host from device by the addresses
+constexpr int kCudaSuccess = 0;
+constexpr int kCudaErrorNotReady = 600;
+
+// How often events of copies in flight are looked at. An event cannot be waited for together with a condition variable.
+constexpr auto kPoll = std::chrono::microseconds(100);
+// Of a host or file step, moved at once; in between, copies in flight are looked at.
+constexpr std::size_t kPartBytes = std::size_t{8} << 20;
+// Files may be open for direct I/O, which takes whole blocks only.
+constexpr std::size_t kBlockBytes = 4096;
+
+// Thrown by steps, caught by the worker.
+struct StepFailed {
+  Failure failure;
+};
+
+template <class Function>
+void find(void* library, const char* name, Function*& function) {
+  function = reinterpret_cast<Function*>(dlsym(library, name));
+  if (function == nullptr) throw std::runtime_error(dlerror());
+}
+
+}  // namespace
+
+CudaRuntime CudaRuntime::from_library(const std::string& path) {
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: threads of CUDA run in it
+  if (library == nullptr) throw std::runtime_error(dlerror());
+  CudaRuntime cuda;
+  find(library, "cudaSetDevice", cuda.set_device);
+  find(library, "cudaMemcpyAsync", cuda.memcpy_async);
+  find(library, "cudaStreamWaitEvent", cuda.stream_wait_event);
+  find(library, "cudaStreamSynchronize", cuda.stream_synchronize);
+  find(library, "cudaEventRecord", cuda.event_record);
+  find(library, "cudaEventQuery", cuda.event_query);
+  find(library, "cudaGetErrorString", cuda.get_error_string);
+  return cuda;
+}
+
+TransferQueue::TransferQueue(std::string name, std::size_t num_in_flight, CudaRuntime cuda)
+    : name_(std::move(name)), num_in_flight_(num_in_flight), cuda_(cuda) {}
+
+TransferQueue::~TransferQueue() { abandon(); }
+
+// ------------------------------------------------------------------------------------------------- the callers' side
+
+void TransferQueue::start() {
+  std::lock_guard join_lock(join_mutex_);
+  std::lock_guard lock(mutex_);
+  if (is_started_ || is_closed_) return;
+  worker_ = std::thread(&TransferQueue::work, this);
+  is_started_ = true;
+}
+
+bool TransferQueue::is_started() const {
+  std::lock_guard lock(mutex_);
+  return is_started_;
+}
+
+Ticket TransferQueue::add(Job job, bool at_head) {
+  std::lock_guard lock(mutex_);
+  if (is_closed_) return 0;
+  const Ticket ticket = ++last_;
+  const std::int64_t place = at_head ? head_-- : tail_++;
+  waiting_.emplace(place, Waiting{ticket, std::move(job)});
+  places_.emplace(ticket, place);
+  wake_.notify_one();
+  return ticket;
+}
+
+bool TransferQueue::erase(Ticket ticket) {
+  std::lock_guard lock(mutex_);
+  const auto place = places_.find(ticket);
+  if (place == places_.end()) return withdrawn_.contains(ticket);
+  withdrawn_.insert(take(waiting_.find(place->second)).ticket);
+  changed_.notify_all();
+  return true;
+}
+
+Ticket TransferQueue::dequeue() {
+  std::lock_guard lock(mutex_);
+  if (waiting_.empty()) return 0;
+  const Ticket ticket = take(waiting_.begin()).ticket;
+  withdrawn_.insert(ticket);
+  changed_.notify_all();
+  return ticket;
+}
+
+State TransferQueue::state(Ticket ticket) const {
+  std::lock_guard lock(mutex_);
+  return state_now(ticket);
+}
+
+State TransferQueue::wait(Ticket ticket, State until, double seconds) const {
+  std::unique_lock lock(mutex_);
+  State state = State::unknown;
+  changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
+    state = state_now(ticket);
+    return state >= until;  // those behind `done` are ends as well
+  });
+  return state;
+}
+
+bool TransferQueue::wait_all(double seconds) const {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return is_idle(); });
+}
+
+Failure TransferQueue::failure(Ticket ticket) {
+  std::lock_guard lock(mutex_);
+  unraised_.erase(ticket);
+  return failures_.at(ticket);
+}
+
+Ticket TransferQueue::first_failure() const {
+  std::lock_guard lock(mutex_);
+  return unraised_.empty() ? 0 : *unraised_.begin();
+}
+
+void TransferQueue::close() {
+  std::lock_guard lock(mutex_);
+  is_closed_ = true;
+  wake_.notify_one();
+}
+
+void TransferQueue::join() {
+  std::lock_guard lock(join_mutex_);
+  if (worker_.joinable()) worker_.join();
+}
+
+void TransferQueue::abandon() {
+  {
+    std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    while (!waiting_.empty()) withdrawn_.insert(take(waiting_.begin()).ticket);
+    wake_.notify_one();
+    changed_.notify_all();
+  }
+  join();
+}
+
+std::size_t TransferQueue::num_waiting() const {
+  std::lock_guard lock(mutex_);
+  return waiting_.size();
+}
+
+std::size_t TransferQueue::num_under_way() const {
+  std::lock_guard lock(mutex_);
+  return in_flight_.size() + (running_ != 0 ? 1 : 0);
+}
+
+State TransferQueue::state_now(Ticket ticket) const {
+  if (ticket < 1 || ticket > last_) return State::unknown;
+  if (ticket == running_) return State::running;
+  if (places_.contains(ticket)) return State::waiting;
+  for (const Flight& flight : in_flight_) {
+    // One that has failed is told of only when its memory is no longer in use.
+    if (flight.ticket == ticket) return flight.failure ? State::running : State::issued;
+  }
+  if (failures_.contains(ticket)) return State::failed;
+  return withdrawn_.contains(ticket) ? State::withdrawn : State::done;
+}
+
+bool TransferQueue::is_idle() const { return waiting_.empty() && in_flight_.empty() && running_ == 0; }
+
+TransferQueue::Waiting TransferQueue::take(std::map<std::int64_t, Waiting>::iterator at) {
+  Waiting taken = std::move(at->second);
+  waiting_.erase(at);
+  places_.erase(taken.ticket);
+  return taken;
+}
+
+// -------------------------------------------------------------------------------------------------------- the worker
+
+void TransferQueue::work() {
+  pthread_setname_np(pthread_self(), name_.substr(0, 15).c_str());  // all that the kernel keeps
+  std::unique_lock lock(mutex_);
+  while (!(is_closed_ && waiting_.empty() && in_flight_.empty())) {
+    if (can_begin()) {
+      const Waiting next = take(waiting_.begin());
+      running_ = next.ticket;
+      lock.unlock();
+      const Flight flight = issue(next.ticket, next.job);
+      lock.lock();
+      running_ = 0;
+      if (flight.event == nullptr) {
+        end(flight);
+      } else {
+        in_flight_.push_back(flight);
+      }
+      changed_.notify_all();
+    } else if (in_flight_.empty()) {
+      wake_.wait(lock);
+    } else {
+      // A copy that is in flight may hold back the first that waits. What is pushed ahead of that wakes us at once.
+      wake_.wait_for(lock, kPoll);
+    }
+    lock.unlock();
+    reap();
+    lock.lock();
+  }
+}
+
+bool TransferQueue::can_begin() const {
+  if (waiting_.empty()) return false;
+  if (in_flight_.size() < num_in_flight_) return true;
+  const Job& job = waiting_.begin()->second.job;
+  return std::none_of(job.begin(), job.end(), [](const Step& step) { return std::holds_alternative<CudaCopy>(step); });
+}
+
+void TransferQueue::end(const Flight& flight) {
+  if (!flight.failure) return;
+  failures_.emplace(flight.ticket, *flight.failure);
+  unraised_.insert(flight.ticket);
+}
+
+TransferQueue::Flight TransferQueue::issue(Ticket ticket, const Job& job) {
+  Flight flight{.ticket = ticket};
+  try {
+    for (const Step& step : job) {
+      std::visit([&](const auto& kind) { run(kind, flight); }, step);
+    }
+  } catch (const StepFailed& failed) {
+    flight.failure = failed.failure;  // and a copy that was issued before is still waited for
+  } catch (const std::exception& error) {
+    flight.failure = Failure{0, error.what()};  // no memory for a message: the thread goes on for the others
+  }
+  return flight;
+}
+
+void TransferQueue::run(const HostCopy& step, Flight& flight) {
+  wait_for_copy(flight);
+  for (std::size_t moved = 0; moved < step.num_bytes; moved += kPartBytes) {
+    const std::size_t part = std::min(kPartBytes, step.num_bytes - moved);
+    std::memcpy(static_cast<char*>(step.target) + moved, static_cast<const char*>(step.source) + moved, part);
+    reap();
+  }
+}
+
+void TransferQueue::run(const CudaCopy& step, Flight& flight) {
+  if (!cuda_) throw StepFailed{{0, "no CUDA runtime is loaded in this process"}};
+  use_device(step.device);
+  // Behind another copy of this job no thread need wait: on one stream it is behind it anyway.
+  if (flight.event != nullptr && (flight.stream != step.stream || flight.device != step.device)) {
+    check_cuda(cuda_.stream_wait_event(step.stream, flight.event, 0), "waiting for the copy before");
+  }
+  if (step.after != nullptr) check_cuda(cuda_.stream_wait_event(step.stream, step.after, 0), "waiting for an event");
+  check_cuda(cuda_.memcpy_async(step.target, step.source, step.num_bytes, kCudaMemcpyDefault, step.stream), "copying");
+  const int recorded = cuda_.event_record(step.done, step.stream);
+  if (recorded != kCudaSuccess) {
+    // Nothing else would tell when the copy is over, and the job's memory must not be given back before.
+    cuda_.stream_synchronize(step.stream);
+    flight.event = nullptr;
+    check_cuda(recorded, "recording an event");
+  }
+  flight.event = step.done;
+  flight.stream = step.stream;
+  flight.device = step.device;
+}
+
+void TransferQueue::run(const FileRead& step, Flight& flight) {
+  wait_for_copy(flight);
+  move_file("reading", step.file, step.offset, step.num_bytes, [&](std::size_t at, std::size_t part) {
+    return ::pread(step.file, static_cast<char*>(step.target) + at, part, step.offset + static_cast<off_t>(at));
+  });
+}
+
+void TransferQueue::run(const FileWrite& step, Flight& flight) {
+  wait_for_copy(flight);
+  move_file("writing", step.file, step.offset, step.num_bytes, [&](std::size_t at, std::size_t part) {
+    return ::pwrite(step.file, static_cast<const char*>(step.source) + at, part, step.offset + static_cast<off_t>(at));
+  });
+}
+
+template <class Call>
+void TransferQueue::move_file(
+    const char* what, int file, std::int64_t offset, std::size_t num_bytes, Call call) {
+  const auto failed = [&](int error_number, std::size_t moved, const char* reason) {
+    return StepFailed{{error_number, std::string(what) + ' ' + std::to_string(num_bytes) + " bytes at " +
+                                         std::to_string(offset) + " of file " + std::to_string(file) + ": " + reason +
+                                         " after " + std::to_string(moved)}};
+  };
+  for (std::size_t moved = 0; moved < num_bytes;) {
+    const std::size_t part = std::min(kPartBytes, num_bytes - moved);
+    const ssize_t count = call(moved, part);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) throw failed(errno, moved, std::strerror(errno));
+    if (count == 0) throw failed(EIO, moved, "the file ends");
+    std::size_t more = static_cast<std::size_t>(count);
+    // Part of a block is done again with the rest of it: direct I/O goes on at blocks only.
+    if (more < part && more > kBlockBytes) more -= more % kBlockBytes;
+    moved += more;
+    reap();
+  }
+}
+
+void TransferQueue::reap() {
+  // Only this thread changes in_flight_, so it may read without the lock: a query may wait for one of CUDA's own.
+  std::vector<Flight> complete;
+  for (Flight flight : in_flight_) {
+    if (is_complete(flight)) complete.push_back(std::move(flight));
+  }
+  if (complete.empty()) return;
+  std::lock_guard lock(mutex_);
+  for (const Flight& flight : complete) {
+    std::erase_if(in_flight_, [&](const Flight& other) { return other.ticket == flight.ticket; });
+    end(flight);
+  }
+  changed_.notify_all();
+}
+
+bool TransferQueue::is_complete(Flight& flight) {
+  int code = kCudaSuccess;
+  try {
+    use_device(flight.device);
+    code = cuda_.event_query(flight.event);
+    if (code == kCudaErrorNotReady) return false;
+    check_cuda(code, "a copy");
+  } catch (const StepFailed& failed) {
+    if (!flight.failure) flight.failure = failed.failure;
+  }
+  flight.event = nullptr;
+  return true;
+}
+
+void TransferQueue::wait_for_copy(Flight& flight) {
+  if (flight.event == nullptr) return;
+  while (!is_complete(flight)) {
+    std::this_thread::sleep_for(kPoll);
+    reap();
+  }
+  if (flight.failure) throw StepFailed{*flight.failure};
+}
+
+void TransferQueue::use_device(int device) {
+  // A thread begins on device 0, where its first call would make a context: hundreds of MiB for every other rank.
+  if (device == device_) return;
+  check_cuda(cuda_.set_device(device), "choosing a device");
+  device_ = device;
+}
+
+void TransferQueue::check_cuda(int code, const char* what) const {
+  if (code == kCudaSuccess) return;
+  throw StepFailed{{0, std::string("CUDA: ") + what + " failed: " + cuda_.get_error_string(code)}};
+}
+
+}  // namespace megatron_swap

@@ -1,0 +1,165 @@
+// A queue of transfers between places in memory, files and CUDA devices, done by one thread of its own.
+//
+// Pure C++20: no Python and no torch, so that it runs under ThreadSanitizer, and so that nothing here can ask for the
+// interpreter's lock. What it promises is written down in base.py; twin.py is the same in Python.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <variant>
+#include <vector>
+
+namespace megatron_swap {
+
+struct HostCopy {
+  void* target;
+  const void* source;
+  std::size_t num_bytes;
+};
+
+struct CudaCopy {
+  void* target;
+  const void* source;
+  std::size_t num_bytes;
+  void* stream;  // cudaStream_t
+  void* after;   // cudaEvent_t that the stream waits for first; null: none
+  void* done;    // cudaEvent_t recorded behind the copy
+  int device;    // that the stream belongs to
+};
+
+struct FileRead {
+  int file;
+  std::int64_t offset;
+  void* target;
+  std::size_t num_bytes;
+};
+
+struct FileWrite {
+  int file;
+  std::int64_t offset;
+  const void* source;
+  std::size_t num_bytes;
+};
+
+using Step = std::variant<HostCopy, CudaCopy, FileRead, FileWrite>;
+using Job = std::vector<Step>;
+using Ticket = std::int64_t;  // 1, 2, 3, …
+
+// What we call of the CUDA runtime, found when the queue is made: one build serves machines with and without CUDA.
+struct CudaRuntime {
+  int (*set_device)(int device) = nullptr;
+  int (*memcpy_async)(void* target, const void* source, std::size_t num_bytes, int kind, void* stream) = nullptr;
+  int (*stream_wait_event)(void* stream, void* event, unsigned flags) = nullptr;
+  int (*stream_synchronize)(void* stream) = nullptr;
+  int (*event_record)(void* event, void* stream) = nullptr;
+  int (*event_query)(void* event) = nullptr;
+  const char* (*get_error_string)(int code) = nullptr;
+
+  // Of the library at `path`, which stays loaded. Throws std::runtime_error where it cannot be loaded or lacks one.
+  static CudaRuntime from_library(const std::string& path);
+  explicit operator bool() const { return memcpy_async != nullptr; }
+};
+
+// In the order in which a job goes through the first four; `issued` only with CUDA copies. The numbers are base.py's.
+enum class State { waiting = 0, running = 1, issued = 2, done = 3, failed = 4, withdrawn = 5, unknown = 6 };
+
+struct Failure {
+  int error_number;  // errno of a file's step, 0 of any other
+  std::string text;
+};
+
+class TransferQueue {
+ public:
+  TransferQueue(std::string name, std::size_t num_in_flight, CudaRuntime cuda);
+  ~TransferQueue();
+  TransferQueue(const TransferQueue&) = delete;
+  TransferQueue& operator=(const TransferQueue&) = delete;
+
+  void start();                          // the worker; a second call does nothing
+  bool is_started() const;
+  Ticket add(Job job, bool at_head);     // 0: the queue takes no more
+  bool erase(Ticket ticket);             // whether it had not begun: now it never will
+  Ticket dequeue();                      // the first that has not begun, undone; 0: there is none
+  State state(Ticket ticket) const;
+  // Until the job is so far, or can get no further, or so much time has passed; then its state.
+  State wait(Ticket ticket, State until, double seconds) const;
+  bool wait_all(double seconds) const;   // whether nothing waits or is under way
+  Failure failure(Ticket ticket);        // of a job that failed; from now on it counts as raised
+  Ticket first_failure() const;          // the lowest that has not been raised; 0: there is none
+  void close();                          // take no more; the worker ends behind the last job
+  void join();                           // after close(): returns when the worker has ended
+  void abandon();                        // close, withdraw what has not begun, join
+  std::size_t num_waiting() const;
+  std::size_t num_under_way() const;
+
+ private:
+  struct Waiting {
+    Ticket ticket;
+    Job job;
+  };
+  // A CUDA copy that was issued, and what comes of its job when it is complete.
+  struct Flight {
+    Ticket ticket = 0;
+    void* event = nullptr;  // null: there is none, or it has passed
+    void* stream = nullptr;
+    int device = 0;
+    std::optional<Failure> failure = {};
+  };
+
+  // With the lock:
+  State state_now(Ticket ticket) const;
+  bool can_begin() const;
+  bool is_idle() const;
+  Waiting take(std::map<std::int64_t, Waiting>::iterator at);
+  void end(const Flight& flight);
+
+  // Without it, in the worker:
+  void work();
+  Flight issue(Ticket ticket, const Job& job);
+  void run(const HostCopy& step, Flight& flight);
+  void run(const CudaCopy& step, Flight& flight);
+  void run(const FileRead& step, Flight& flight);
+  void run(const FileWrite& step, Flight& flight);
+  template <class Call>
+  void move_file(const char* what, int file, std::int64_t offset, std::size_t num_bytes, Call call);
+  void reap();
+  bool is_complete(Flight& flight);
+  void wait_for_copy(Flight& flight);
+  void use_device(int device);
+  void check_cuda(int code, const char* what) const;
+
+  const std::string name_;
+  const std::size_t num_in_flight_;
+  const CudaRuntime cuda_;
+  int device_ = -1;  // the worker's; of the thread's own state, CUDA's default being 0
+
+  mutable std::mutex mutex_;                  // of all below
+  std::condition_variable wake_;              // the worker: there is more to do
+  mutable std::condition_variable changed_;   // those who wait: some job got further
+  std::map<std::int64_t, Waiting> waiting_;   // by place: enqueued jobs count up, pushed ones down
+  std::unordered_map<Ticket, std::int64_t> places_;
+  std::int64_t head_ = 0;
+  std::int64_t tail_ = 1;
+  Ticket running_ = 0;
+  std::vector<Flight> in_flight_;             // changed by the worker alone, under the lock: it reads without
+  std::map<Ticket, Failure> failures_;
+  std::set<Ticket> unraised_;                 // of the failures
+  std::unordered_set<Ticket> withdrawn_;
+  Ticket last_ = 0;
+  bool is_started_ = false;
+  bool is_closed_ = false;
+
+  std::mutex join_mutex_;  // of worker_: several threads may stop the queue at once
+  std::thread worker_;
+};
+
+}  // namespace megatron_swap

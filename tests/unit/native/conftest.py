@@ -1,0 +1,91 @@
+"""Both queues, and a CUDA runtime for machines that have none."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.swap.native.base import TransferQueue
+from megatron.swap.native.build import load
+from megatron.swap.native.queue import NativeQueue
+from megatron.swap.native.twin import PythonQueue
+
+HERE = Path(__file__).parent
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+class FakeCuda:
+    """``fake_cuda.cpp``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._library = ctypes.CDLL(self.path)
+        self._library.fake_cuda_allow.argtypes = (ctypes.c_int64,)
+        self._library.fake_cuda_record.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
+
+    def reset(self) -> None:
+        self._library.fake_cuda_reset()
+
+    def allow(self, operations: int) -> None:
+        """So many more operations are done; below 0: all."""
+        self._library.fake_cuda_allow(operations)
+
+    def fail(self, call: str, code: int = 1) -> None:
+        self._library.fake_cuda_fail(call.encode(), code)
+
+    def record(self, event: int, stream: int) -> None:
+        self._library.fake_cuda_record(event, stream)
+
+    @property
+    def calls(self) -> list[str]:
+        buffer = ctypes.create_string_buffer(1 << 20)
+        self._library.fake_cuda_calls(buffer, ctypes.c_size_t(len(buffer)))
+        return buffer.value.decode().splitlines()
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("fake_cuda") / "fake_cuda.so"
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", str(HERE / "fake_cuda.cpp"), "-o", str(made)]
+    subprocess.run(command, check=True)
+    return made
+
+
+@pytest.fixture
+def fake(fake_library: Path) -> Iterator[FakeCuda]:
+    cuda = FakeCuda(fake_library)
+    cuda.reset()
+    yield cuda
+    cuda.allow(-1)
+
+
+@pytest.fixture(params=["native", "python"])
+def queue_type(request: pytest.FixtureRequest) -> type[TransferQueue]:
+    if request.param == "python":
+        return PythonQueue
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    assert load() is not None, "g++ is here, so the native part must be"
+    return NativeQueue
+
+
+@pytest.fixture
+def make(queue_type: type[TransferQueue]) -> Iterator[Callable[..., TransferQueue]]:
+    """Makes queues, and stops them in the end."""
+    made: list[TransferQueue] = []
+
+    def make(num_in_flight: int = 2, cuda: FakeCuda | None = None, started: bool = True) -> TransferQueue:
+        queue = queue_type("test", num_in_flight, cuda.path if cuda else None)
+        if started:
+            queue.start()
+        made.append(queue)
+        return queue
+
+    yield make
+    for queue in made:
+        queue._core.abandon()

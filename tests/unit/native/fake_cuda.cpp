@@ -1,0 +1,148 @@
+// Stands in for libcudart where there is no GPU: streams are queues of operations, events count their records.
+//
+// It gets on when somebody asks about an event, as far as `fake_cuda_allow` lets it. Streams and events are any numbers.
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <string>
+
+namespace {
+
+struct Operation {
+  enum { copy, wait, record } kind;
+  void* target = nullptr;
+  const void* source = nullptr;
+  std::size_t num_bytes = 0;
+  void* event = nullptr;
+  std::int64_t number = 0;  // of the event's record
+};
+
+std::mutex mutex;
+std::map<void*, std::deque<Operation>> streams;
+std::map<void*, std::int64_t> recorded, passed;
+std::ostringstream calls;
+std::string failing;
+int failing_code = 0;
+std::int64_t allowed = -1;  // operations; below 0: all
+thread_local int device = 0;
+
+std::int64_t name(const void* pointer) { return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(pointer)); }
+
+int failure(const char* call) {
+  if (failing != call) return 0;
+  failing.clear();
+  return failing_code;
+}
+
+bool advance(std::deque<Operation>& stream) {
+  if (stream.empty() || allowed == 0) return false;
+  const Operation next = stream.front();
+  if (next.kind == Operation::wait && passed[next.event] < next.number) return false;
+  if (next.kind == Operation::copy) std::memcpy(next.target, next.source, next.num_bytes);
+  if (next.kind == Operation::record) passed[next.event] = next.number;
+  stream.pop_front();
+  if (allowed > 0) --allowed;
+  return true;
+}
+
+void advance_all() {
+  for (bool any = true; any;) {
+    any = false;
+    for (auto& [_, stream] : streams) any = advance(stream) || any;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int cudaSetDevice(int chosen) {
+  std::lock_guard lock(mutex);
+  if (const int code = failure("cudaSetDevice")) return code;
+  device = chosen;
+  calls << "device " << chosen << '\n';
+  return 0;
+}
+
+int cudaMemcpyAsync(void* target, const void* source, std::size_t num_bytes, int kind, void* stream) {
+  std::lock_guard lock(mutex);
+  if (const int code = failure("cudaMemcpyAsync")) return code;
+  calls << "copy " << num_bytes << " kind " << kind << " stream " << name(stream) << " device " << device << '\n';
+  streams[stream].push_back({.kind = Operation::copy, .target = target, .source = source, .num_bytes = num_bytes});
+  return 0;
+}
+
+int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
+  std::lock_guard lock(mutex);
+  if (const int code = failure("cudaStreamWaitEvent")) return code;
+  calls << "wait " << name(event) << " stream " << name(stream) << '\n';
+  streams[stream].push_back({.kind = Operation::wait, .event = event, .number = recorded[event]});
+  return 0;
+}
+
+int cudaStreamSynchronize(void* stream) {
+  std::lock_guard lock(mutex);
+  calls << "synchronize stream " << name(stream) << '\n';
+  while (advance(streams[stream])) {
+  }
+  return 0;
+}
+
+int cudaEventRecord(void* event, void* stream) {
+  std::lock_guard lock(mutex);
+  if (const int code = failure("cudaEventRecord")) return code;
+  calls << "record " << name(event) << " stream " << name(stream) << '\n';
+  streams[stream].push_back({.kind = Operation::record, .event = event, .number = ++recorded[event]});
+  return 0;
+}
+
+int cudaEventQuery(void* event) {
+  std::lock_guard lock(mutex);
+  if (const int code = failure("cudaEventQuery")) return code;
+  advance_all();
+  return passed[event] < recorded[event] ? 600 : 0;
+}
+
+const char* cudaGetErrorString(int) { return "as the test wished"; }
+
+void fake_cuda_reset() {
+  std::lock_guard lock(mutex);
+  streams.clear();
+  recorded.clear();
+  passed.clear();
+  calls.str("");
+  failing.clear();
+  allowed = -1;
+}
+
+// So many more operations get done; below 0: all.
+void fake_cuda_allow(std::int64_t operations) {
+  std::lock_guard lock(mutex);
+  allowed = operations;
+}
+
+// The next call of that function fails.
+void fake_cuda_fail(const char* call, int code) {
+  std::lock_guard lock(mutex);
+  failing = call;
+  failing_code = code;
+}
+
+// The calls so far, a line each.
+void fake_cuda_calls(char* buffer, std::size_t size) {
+  std::lock_guard lock(mutex);
+  std::strncpy(buffer, calls.str().c_str(), size - 1);
+  buffer[size - 1] = '\0';
+}
+
+// As an event that a caller's own stream records.
+void fake_cuda_record(std::uintptr_t event, std::uintptr_t stream) {
+  std::lock_guard lock(mutex);
+  auto* what = reinterpret_cast<void*>(event);
+  streams[reinterpret_cast<void*>(stream)].push_back(
+      {.kind = Operation::record, .event = what, .number = ++recorded[what]});
+}
+}

@@ -1,0 +1,203 @@
+"""One contract, both queues: CUDA copies. The fake shows order and waits; real copies need a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.native.base import CudaCopy, HostCopy, TransferQueue
+from megatron.swap.native.cuda_library import loaded_cuda_library
+from megatron.swap.types import MIB, SwapError
+from tests.unit.native.conftest import NEEDS_COMPILER, FakeCuda
+from tests.unit.native.test_queue import Memory, copy
+
+Make = Callable[..., TransferQueue]
+STREAM, OTHER_STREAM = 77, 78
+
+pytestmark = NEEDS_COMPILER
+
+
+def cuda_copy(target: Memory, source: Memory, done: int, after: int = 0, **other: int) -> CudaCopy:
+    where = {"stream": STREAM, "device": 3, **other}
+    return CudaCopy(target.address, source.address, len(source.data), after=after, done=done, **where)
+
+
+def until(is_so: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end, "it does not come"
+        time.sleep(0.001)
+
+
+def test_a_copy_waits_records_and_is_noticed(make: Make, fake: FakeCuda) -> None:
+    queue = make(cuda=fake)
+    source, target = Memory(b"new"), Memory(b"old")
+    fake.allow(0)
+    fake.record(5, OTHER_STREAM)
+    ticket = queue.enqueue([cuda_copy(target, source, done=6, after=5)])
+    queue.wait_issued(ticket)
+    assert fake.calls == [
+        "device 3", "wait 5 stream 77", "copy 3 kind 4 stream 77 device 3", "record 6 stream 77",
+    ]
+    time.sleep(0.01)
+    assert not queue.is_done(ticket)
+    assert queue.num_under_way == 1
+    assert target.data == b"old"
+    fake.allow(-1)
+    queue.wait(ticket)
+    assert target.data == b"new"
+    assert queue.num_under_way == 0
+
+
+def test_the_worker_chooses_a_device_only_when_it_changes(make: Make, fake: FakeCuda) -> None:
+    queue = make(cuda=fake)
+    source, target = Memory(b"new"), Memory(b"old")
+    for done, device in [(1, 3), (2, 3), (3, 0), (4, 0)]:
+        queue.wait(queue.enqueue([cuda_copy(target, source, done=done, device=device)]))
+    assert [call for call in fake.calls if call.startswith("device")] == ["device 3", "device 0"]
+
+
+def test_a_step_behind_a_copy_begins_when_the_copy_is_complete(make: Make, fake: FakeCuda) -> None:
+    queue = make(cuda=fake)
+    source, middle, target = Memory(b"new"), Memory(b"old"), Memory(b"old")
+    fake.allow(0)
+    ticket = queue.enqueue([cuda_copy(middle, source, done=6), copy(target, middle)])
+    until(lambda: "record 6 stream 77" in fake.calls)
+    time.sleep(0.01)
+    assert target.data == b"old"
+    fake.allow(-1)
+    queue.wait_issued(ticket)
+    assert target.data == b"new"
+    assert queue.is_done(ticket)
+
+
+def test_copy_behind_copy_is_left_to_the_device(make: Make, fake: FakeCuda) -> None:
+    queue = make(cuda=fake)
+    places = [Memory(bytes([number])) for number in range(4)]
+    fake.allow(0)
+    ticket = queue.enqueue([
+        cuda_copy(places[1], places[0], done=6),
+        cuda_copy(places[2], places[1], done=7),
+        cuda_copy(places[3], places[2], done=8, stream=OTHER_STREAM),
+    ])
+    queue.wait_issued(ticket)
+    assert [call for call in fake.calls if call.startswith("wait")] == ["wait 7 stream 78"]
+    fake.allow(-1)
+    queue.wait(ticket)
+    assert [place.data for place in places] == [b"\0"] * 4
+
+
+def test_so_many_are_in_flight_and_pushed_ones_go_ahead(make: Make, fake: FakeCuda) -> None:
+    queue = make(num_in_flight=2, cuda=fake)
+    source, target = Memory(b"new"), Memory(b"old")
+    fake.allow(0)
+    tickets = [queue.enqueue([cuda_copy(target, source, done=number)]) for number in range(1, 5)]
+    until(lambda: queue.num_waiting == 2)
+    time.sleep(0.01)
+    assert queue.num_waiting == 2
+    assert queue.num_under_way == 2
+    pushed = queue.push([cuda_copy(target, source, done=9)])
+    urgent = queue.push([copy(target, source)])
+    queue.wait(urgent)  # no CUDA in it: nothing holds it up
+    assert not queue.is_done(tickets[0])
+    fake.allow(2)  # the first of them is complete
+    queue.wait(tickets[0])
+    queue.wait_issued(pushed)
+    assert [call.split()[1] for call in fake.calls if call.startswith("record")] == ["1", "2", "9"]
+    fake.allow(-1)
+    queue.wait_all()
+    assert [call.split()[1] for call in fake.calls if call.startswith("record")] == ["1", "2", "9", "3", "4"]
+
+
+def test_copies_are_noticed_while_a_host_step_runs(make: Make, fake: FakeCuda) -> None:
+    queue = make(cuda=fake)
+    source, target = Memory(b"new"), Memory(b"old")
+    big = Memory(bytes(64 * MIB)), Memory(bytes(64 * MIB))
+    fake.allow(0)
+    first = queue.enqueue([cuda_copy(target, source, done=1)])
+    second = queue.enqueue([HostCopy(big[0].address, big[1].address, 64 * MIB)] * 40)
+    until(lambda: queue.num_waiting == 0)
+    fake.allow(-1)
+    queue.wait(first)
+    assert not queue.is_done(second)
+    queue.wait(second)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("cudaSetDevice", "choosing a device"),
+        ("cudaStreamWaitEvent", "waiting for an event"),
+        ("cudaMemcpyAsync", "copying"),
+        ("cudaEventRecord", "recording an event"),
+        ("cudaEventQuery", "a copy"),
+    ],
+)
+def test_errors_of_cuda_reach_whoever_waits(make: Make, fake: FakeCuda, call: str, said: str) -> None:
+    queue = make(cuda=fake)
+    source, target, other = Memory(b"new"), Memory(b"old"), Memory(b"old")
+    fake.fail(call)
+    failing = queue.enqueue([cuda_copy(target, source, done=1, after=2), copy(other, source)])
+    good = queue.enqueue([cuda_copy(target, source, done=3)])
+    queue.wait(good)
+    with pytest.raises(SwapError, match=f"job {failing}: CUDA: {said} failed: as the test wished") as caught:
+        queue.wait(failing)
+    assert isinstance(caught.value, RuntimeError)
+    assert other.data == b"old"
+    assert ("synchronize stream 77" in fake.calls) == (call == "cudaEventRecord")
+
+
+def test_a_failure_is_told_when_the_copy_before_it_is_over(make: Make, fake: FakeCuda) -> None:
+    queue = make(cuda=fake)
+    source, target = Memory(b"new"), Memory(b"old")
+    fake.allow(0)
+    good = cuda_copy(target, source, done=1)
+    ticket = queue.enqueue([good, CudaCopy(1, 1, 0, stream=STREAM, after=0, done=2, device=3)])
+    queue.wait_issued(ticket)
+    fake.allow(-1)
+    queue.wait(ticket)
+    fake.allow(0)
+    fake.fail("cudaStreamWaitEvent")
+    ticket = queue.enqueue([good, cuda_copy(target, source, done=2, after=5)])
+    until(lambda: queue.num_waiting == 0)
+    time.sleep(0.01)
+    assert not queue.is_done(ticket)  # its memory is in use
+    fake.allow(-1)
+    with pytest.raises(SwapError, match="waiting for an event"):
+        queue.wait_issued(ticket)
+
+
+def test_the_loaded_runtime_is_found() -> None:
+    if torch.version.cuda:
+        assert "libcudart" in str(loaded_cuda_library())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_real_copies(make: Make) -> None:
+    queue = make()
+    num_bytes = 64 * MIB
+    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).pin_memory()
+    target = torch.zeros_like(source).pin_memory()
+    on_device = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream()
+    events: list[Any] = [torch.cuda.Event() for _ in range(3)]
+    for event in events:
+        event.record()
+    device = torch.cuda.current_device()
+
+    def step(to: torch.Tensor, origin: torch.Tensor, after: Any, done: Any) -> CudaCopy:
+        after = after.cuda_event if after else 0
+        return CudaCopy(to.data_ptr(), origin.data_ptr(), num_bytes, stream.cuda_stream, after, done.cuda_event, device)
+
+    arrived = queue.enqueue([step(on_device, source, events[0], events[1])])
+    queue.wait_issued(arrived)
+    torch.cuda.current_stream().wait_event(events[1])
+    on_device += 1
+    events[0].record()
+    queue.wait(queue.enqueue([step(target, on_device, events[0], events[2])]))
+    assert torch.equal(target, source + 1)

@@ -1,0 +1,439 @@
+"""One contract, both queues: host memory and files."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.swap.native.base import CudaCopy, FileRead, FileWrite, HostCopy, TransferQueue
+from megatron.swap.types import MIB, SwapError, UsageError
+from tests.unit.test_house import ROOT
+
+Make = Callable[..., TransferQueue]
+
+
+class Memory:
+    """Bytes at an address."""
+
+    def __init__(self, data: bytes) -> None:
+        self._buffer = ctypes.create_string_buffer(data, len(data))
+        self.address = ctypes.addressof(self._buffer)
+
+    @property
+    def data(self) -> bytes:
+        return self._buffer.raw
+
+
+def copy(target: Memory, source: Memory) -> HostCopy:
+    return HostCopy(target.address, source.address, len(source.data))
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    with tempfile.TemporaryFile() as opened:
+        yield opened.fileno()
+
+
+def slow_job() -> tuple[list[HostCopy], list[Memory]]:
+    """Some hundred milliseconds of copies, and what to keep alive."""
+    source, target = Memory(bytes(64 * MIB)), Memory(bytes(64 * MIB))
+    return [copy(target, source)] * 20, [source, target]
+
+
+def test_jobs_are_done_in_order(make: Make) -> None:
+    queue = make(started=False)
+    places = [Memory(bytes([number])) for number in range(10)]
+    tickets = [queue.enqueue([copy(places[i + 1], places[i])]) for i in range(9)]
+    assert tickets == sorted(set(tickets))
+    assert queue.num_waiting == 9
+    queue.start()
+    queue.wait(tickets[-1])
+    assert [place.data for place in places] == [b"\0"] * 10
+    assert all(queue.is_done(ticket) for ticket in tickets)
+    assert queue.num_waiting == queue.num_under_way == 0
+
+
+def test_pushed_jobs_go_ahead_of_all_that_wait(make: Make) -> None:
+    queue = make(started=False)
+    a, b, target = Memory(b"a"), Memory(b"b"), Memory(b"-")
+    first, second = queue.enqueue([copy(target, a)]), queue.push([copy(target, b)])
+    assert queue.dequeue() == second
+    third = queue.push([copy(target, b)])
+    queue.start()
+    queue.wait_all()
+    assert target.data == b"a"
+    assert queue.is_done(first)
+    assert queue.is_done(third)
+
+
+def test_pushed_jobs_go_ahead_while_one_runs(make: Make) -> None:
+    queue = make()
+    job, keep = slow_job()
+    queue.enqueue(job)
+    a, b, target = Memory(b"a"), Memory(b"b"), Memory(b"-")
+    queue.enqueue([copy(target, a)])
+    queue.push([copy(target, b)])
+    queue.wait_all()
+    assert target.data == b"a"
+    assert keep
+
+
+def test_nothing_is_done_before_start(make: Make) -> None:
+    queue = make(started=False)
+    source, target = Memory(b"new"), Memory(b"old")
+    ticket = queue.enqueue([copy(target, source)])
+    time.sleep(0.05)
+    assert target.data == b"old"
+    assert not queue.is_done(ticket)
+    for call in (lambda: queue.wait(ticket), lambda: queue.wait_issued(ticket), queue.wait_all, queue.wait_and_stop):
+        with pytest.raises(UsageError, match="not started"):
+            call()
+    queue.start()
+    queue.start()
+    queue.wait_issued(ticket)
+    assert target.data == b"new"
+
+
+def test_erased_jobs_are_never_done(make: Make) -> None:
+    queue = make(started=False)
+    source, target = Memory(b"new"), Memory(b"old")
+    erased, taken = queue.enqueue([copy(target, source)]), queue.enqueue([copy(target, source)])
+    done = queue.enqueue([])
+    assert queue.erase(erased)
+    assert queue.erase(erased)
+    assert queue.dequeue() == taken
+    queue.start()
+    queue.wait_all()
+    assert target.data == b"old"
+    assert not queue.erase(done)
+    assert queue.dequeue() is None
+    for ticket in (erased, taken):
+        for call in (queue.wait, queue.wait_issued, queue.is_done):
+            with pytest.raises(UsageError, match=f"job {ticket} was withdrawn"):
+                call(ticket)
+
+
+def test_a_job_that_runs_is_not_erased(make: Make) -> None:
+    queue = make()
+    job, keep = slow_job()
+    ticket = queue.enqueue(job)
+    while queue.num_waiting:
+        time.sleep(0.001)
+    assert not queue.erase(ticket)
+    assert queue.num_under_way == 1
+    queue.wait(ticket)
+    assert queue.num_under_way == 0
+    assert keep
+
+
+@pytest.mark.parametrize("ticket", [0, -1, 2, 1 << 60])
+def test_unknown_tickets(make: Make, ticket: int) -> None:
+    queue = make()
+    queue.enqueue([])
+    for call in (queue.wait, queue.wait_issued, queue.is_done, queue.erase):
+        with pytest.raises(UsageError, match=f"{ticket} is no ticket"):
+            call(ticket)
+
+
+def test_what_is_written_is_read(make: Make, file: int) -> None:
+    queue = make()
+    data = random.Random(0).randbytes(40 * MIB + 12345)
+    source, middle, target = Memory(data), Memory(bytes(len(data))), Memory(bytes(len(data)))
+    job = [
+        copy(middle, source),
+        FileWrite(file, 4096, middle.address, len(data)),
+        FileRead(file, 4096, target.address, len(data)),
+    ]
+    queue.wait(queue.enqueue(job))
+    assert target.data == data
+
+
+def test_direct_files(make: Make, tmp_path: Path) -> None:
+    try:
+        file = os.open(tmp_path / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError:
+        pytest.skip("no direct I/O here")
+    num_bytes = 20 * MIB
+    source, target = mmap.mmap(-1, num_bytes), mmap.mmap(-1, num_bytes)
+    source[:] = random.Random(1).randbytes(num_bytes)
+    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (source, target)]
+    queue = make()
+    write, read = FileWrite(file, 8192, addresses[0], num_bytes), FileRead(file, 8192, addresses[1], num_bytes)
+    queue.wait(queue.enqueue([write, read]))
+    assert target[:] == source[:]
+    os.close(file)
+
+
+def test_errors_of_files_reach_whoever_waits(make: Make, file: int) -> None:
+    queue = make()
+    source, target = Memory(b"x" * 10000), Memory(b"-" * 10000)
+    os.pwrite(file, b"y" * 5000, 0)
+    with Path("/dev/full").open("wb") as full:
+        too_short = queue.enqueue([FileRead(file, 0, target.address, 10000)])
+        no_space = queue.enqueue([FileWrite(full.fileno(), 0, source.address, 10000), copy(target, source)])
+        good = queue.enqueue([])
+        queue.wait(good)
+        queue.wait(good)
+    closed = queue.enqueue([FileRead(1 << 20, 0, target.address, 1)])
+    with pytest.raises(OSError, match="the file ends") as caught:
+        queue.wait(too_short)
+    assert caught.value.errno == errno.EIO
+    with pytest.raises(OSError, match=f"queue test, job {no_space}: writing 10000 bytes at 0 of file") as caught:
+        queue.wait_issued(no_space)
+    assert caught.value.errno == errno.ENOSPC
+    assert queue.is_done(no_space)
+    assert target.data == b"y" * 5000 + b"-" * 5000  # the step behind the one that failed was left out
+    with pytest.raises(OSError, match=f"job {closed}") as caught:
+        queue.wait_all()
+    assert caught.value.errno == errno.EBADF
+    queue.wait_all()  # each was raised
+    with pytest.raises(OSError, match="the file ends"):
+        queue.wait(too_short)  # and is again for who asks for it
+    queue.wait_and_stop()
+
+
+def test_stopping_finishes_everything_and_raises_what_nobody_was_told(make: Make) -> None:
+    queue = make()
+    job, keep = slow_job()
+    source, target = Memory(b"new"), Memory(b"old")
+    queue.enqueue(job)
+    failing = queue.enqueue([FileRead(1 << 20, 0, target.address, 1)])
+    also_failing = queue.enqueue([FileRead(1 << 20, 0, target.address, 1)])
+    last = queue.enqueue([copy(target, source)])
+    with pytest.raises(OSError, match=f"job {failing}"):
+        queue.wait_and_stop()
+    assert target.data == b"new"
+    with pytest.raises(OSError, match=f"job {also_failing}"):
+        queue.wait_and_stop()
+    queue.wait_and_stop()
+    assert queue.is_done(last)
+    assert keep
+    for add in (queue.enqueue, queue.push):
+        with pytest.raises(UsageError, match="it was stopped"):
+            add([])
+    queue.start()
+
+
+def test_a_queue_that_never_started_stops(make: Make) -> None:
+    queue = make(started=False)
+    queue.wait_and_stop()
+    with pytest.raises(UsageError, match="it was stopped"):
+        queue.enqueue([])
+
+
+def test_wrong_steps_are_refused_where_they_are_made(queue_type: type[TransferQueue]) -> None:
+    for made, said in [
+        (lambda: HostCopy(0, 1, 1), "target=0; it is an integer and at least 1"),
+        (lambda: HostCopy(1, 1, -1), "num_bytes=-1"),
+        (lambda: FileRead(-1, 0, 1, 1), "file=-1"),
+        (lambda: FileWrite(1, 0.5, 1, 1), "offset=0.5"),  # type: ignore[arg-type]
+        (lambda: CudaCopy(1, 1, 1, 0, 0, 0, 0), "done=0"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            made()
+    with pytest.raises(UsageError, match="num_in_flight=0"):
+        queue_type("test", 0)
+    with pytest.raises(TypeError, match="not a step: int"):
+        queue_type("test").enqueue([1])  # type: ignore[list-item]
+
+
+def test_a_copy_without_cuda(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.swap.native.base.loaded_cuda_library", lambda: None)
+    queue = make()
+    with pytest.raises(SwapError, match="no CUDA runtime is loaded"):
+        queue.wait(queue.enqueue([CudaCopy(1, 1, 1, 0, 0, 1, 0)]))
+
+
+def test_many_threads(make: Make, file: int) -> None:
+    queue = make()
+    problems: list[Any] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(150):
+                data = rng.randbytes(rng.randrange(1, 2000))
+                source, middle, target = Memory(data), Memory(bytes(len(data))), Memory(bytes(len(data)))
+                offset = 4096 * seed
+                job = [
+                    FileWrite(file, offset, source.address, len(data)),
+                    FileRead(file, offset, middle.address, len(data)),
+                    copy(target, middle),
+                ]
+                ticket = rng.choice([queue.enqueue, queue.push])(job)
+                if rng.random() < 0.2 and queue.erase(ticket):
+                    assert target.data == bytes(len(data))
+                    continue
+                rng.choice([queue.wait, queue.wait_issued])(ticket)
+                assert target.data == data
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    queue.wait_and_stop()
+
+
+def test_nothing_is_kept_of_what_is_done(make: Make) -> None:
+    queue = make()
+    for _ in range(2000):
+        queue.wait(queue.enqueue([]))
+    core: Any = queue._core
+    if hasattr(core, "_failures"):
+        assert [core._waiting, core._in_flight, core._failures, core._withdrawn] == [{}, {}, {}, set()]
+
+
+def test_waiting_lets_other_threads_run(make: Make) -> None:
+    queue = make()
+    job, keep = slow_job()
+    ticket = queue.enqueue(job)
+    ticks = 0
+    is_over = threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not is_over.is_set():
+            ticks += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    queue.wait(ticket)
+    is_over.set()
+    thread.join()
+    assert ticks > 5
+    assert keep
+
+
+def test_the_native_worker_runs_while_python_holds_the_lock(make: Make, queue_type: type[TransferQueue]) -> None:
+    if queue_type.__name__ == "PythonQueue":
+        pytest.skip("a Python thread needs the lock")
+    queue = make()
+    source, target = Memory(b"new"), Memory(b"old")
+    ticks = [queue.enqueue([copy(target, source)]) for _ in range(100)]
+    holds_it = ctypes.PyDLL(None)  # unlike CDLL it keeps the interpreter's lock
+    holds_it.usleep(300_000)
+    assert queue.is_done(ticks[-1])  # the first look: nobody let the worker run but the kernel
+    assert target.data == b"new"
+
+
+INTERRUPTED = """
+import ctypes, os, signal, threading
+from megatron.swap.native.base import HostCopy
+from megatron.swap.native.{module} import {name}
+queue = {name}("test")
+queue.start()
+source = ctypes.create_string_buffer(64 << 20)
+half = 32 << 20
+ticket = queue.enqueue([HostCopy(ctypes.addressof(source), ctypes.addressof(source) + half, half)] * 80)
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    queue.wait(ticket)
+except KeyboardInterrupt:
+    assert not queue.is_done(ticket)
+    print("interrupted")
+"""
+
+EXIT = """
+import ctypes, sys
+from megatron.swap.native.base import HostCopy
+from megatron.swap.native.{module} import {name}
+source = ctypes.create_string_buffer(64 << 20)
+half = 32 << 20
+for number in range(3):
+    queue = {name}("test")
+    if number:
+        queue.start()
+    address = ctypes.addressof(source)
+    for _ in range(1000):
+        queue.enqueue([HostCopy(address, address + half, half)])
+    kept = (queue, globals().get("kept"))
+{end}
+"""
+
+
+def run_program(program: str, queue_type: type[TransferQueue], **values: str) -> subprocess.CompletedProcess[str]:
+    module = "queue" if queue_type.__name__ == "NativeQueue" else "twin"
+    return subprocess.run(
+        [sys.executable, "-c", program.format(module=module, name=queue_type.__name__, **values)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
+    )
+
+
+def test_ctrl_c_interrupts_waiting(queue_type: type[TransferQueue]) -> None:
+    done = run_program(INTERRUPTED, queue_type)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
+@pytest.mark.parametrize("end", ["", "del kept, queue", "sys.exit(0)"])
+def test_the_interpreter_ends_with_a_queue_at_work(queue_type: type[TransferQueue], end: str) -> None:
+    done = run_program(EXIT, queue_type, end=end)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_queue_that_goes_drops_what_waits(queue_type: type[TransferQueue]) -> None:
+    queue = queue_type("test")
+    queue.start()
+    job, keep = slow_job()
+    source, target = Memory(b"new"), Memory(b"old")
+    queue.enqueue(job)
+    while queue.num_waiting:
+        time.sleep(0.001)
+    for _ in range(100):
+        queue.enqueue([*job, copy(target, source)])
+    gone = weakref.ref(queue)
+    before = num_threads()
+    begun = time.monotonic()
+    del queue
+    gc.collect()
+    assert gone() is None
+    assert num_threads() == before - 1
+    assert time.monotonic() - begun < 60
+    assert target.data == b"old"
+    assert keep
+
+
+def test_who_waits_for_a_job_that_is_erased_is_told(make: Make) -> None:
+    queue = make()
+    job, keep = slow_job()
+    queue.enqueue(job)
+    ticket = queue.enqueue([])
+    caught: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            queue.wait(ticket)
+        except UsageError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    erased = queue.erase(ticket)
+    thread.join()
+    assert erased
+    assert "was withdrawn" in str(caught[0])
+    queue.wait_all()
+    assert keep

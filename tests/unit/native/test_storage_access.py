@@ -1,0 +1,147 @@
+"""Storages that refuse access, by real operators of torch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron.swap.native.build import Native, load
+from tests.unit.native.conftest import NEEDS_COMPILER
+
+pytestmark = NEEDS_COMPILER
+
+MESSAGE = "layers.3/mlp/0 is on disk: wait for it first"
+
+
+@pytest.fixture
+def native() -> Native:
+    found = load()
+    assert found is not None
+    return found
+
+
+def tensor() -> torch.Tensor:
+    return torch.arange(24, dtype=torch.float32).reshape(4, 6)
+
+
+USES: dict[str, Callable[[torch.Tensor], object]] = {
+    "read": lambda x: x + 1,
+    "sum": lambda x: x.sum(),
+    "matmul": lambda x: x @ x.t(),
+    "item": lambda x: x[0, 0].item(),
+    "clone": lambda x: x.clone(),
+    "write": lambda x: x.add_(1),
+    "zero": lambda x: x.zero_(),
+    "fill": lambda x: x.fill_(3),
+    "copy into": lambda x: x.copy_(torch.ones(4, 6)),
+    "copy from": lambda x: torch.empty(4, 6).copy_(x),
+    "set an item": lambda x: x.__setitem__((0, 0), 5.0),
+    "out=": lambda x: torch.add(torch.ones(4, 6), 1, out=x),
+    "a view": lambda x: x[1:3].mul(2),
+    "a view, written": lambda x: x.view(24)[3:].mul_(2),
+    "a transposed view": lambda x: x.t().contiguous(),
+    "an alias": lambda x: x.detach().exp(),
+    "data_ptr": lambda x: x.data_ptr(),
+    "a view's data_ptr": lambda x: x[1:].data_ptr(),
+    "the storage's data_ptr": lambda x: x.untyped_storage().data_ptr(),
+    "numpy": lambda x: x.numpy(),
+    "tolist": lambda x: x.tolist(),
+    "repr": lambda x: repr(x),
+    "to": lambda x: x.to(torch.float64),
+    "index": lambda x: x[torch.tensor([0, 2])],
+    "cat": lambda x: torch.cat([x, torch.ones(1, 6)]),
+    "linear": lambda x: torch.nn.functional.linear(x, torch.ones(2, 6)),
+    "dlpack": lambda x: torch.from_dlpack(x),
+}
+
+
+MAKE_VIEWS = {
+    "matmul", "item", "set an item", "a view", "a view, written", "a transposed view", "a view's data_ptr", "index",
+}
+
+
+@pytest.mark.parametrize("is_emptied", [False, True], ids=["full", "emptied"])
+@pytest.mark.parametrize("use", USES)
+def test_every_use_is_refused_and_works_again(native: Native, use: str, is_emptied: bool) -> None:
+    given = tensor()
+    view = given[1:, :3]
+    storage = given.untyped_storage()
+    num_bytes = storage.nbytes()
+    if is_emptied:
+        storage.resize_(0)
+    native.refuse(storage._cdata, MESSAGE)
+    # A new view of nothing is refused before its bytes are asked for, by torch.
+    said = f"{MESSAGE}|out of bounds for storage of size 0" if is_emptied and use in MAKE_VIEWS else MESSAGE
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=said):
+            USES[use](given)
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        view.neg()
+    native.allow(storage._cdata)
+    if is_emptied:
+        storage.resize_(num_bytes)
+        given.copy_(tensor())
+    assert torch.equal(given, tensor())
+    assert torch.equal(view, tensor()[1:, :3])
+    given.mul_(2)
+    assert torch.equal(view, 2 * tensor()[1:, :3])
+    given.resize_(100, 10)
+    given.fill_(1)
+    assert given.sum() == 1000
+    given.resize_(4, 6)
+    USES[use](given)
+
+
+def test_what_needs_no_bytes_is_allowed(native: Native) -> None:
+    given = tensor()
+    native.refuse(given.untyped_storage()._cdata, MESSAGE)
+    assert given.shape == (4, 6)
+    assert given.t().stride() == (1, 6)
+    assert given[1:].storage_offset() == 6
+    assert given.untyped_storage().nbytes() == 96
+    assert given.device.type == "cpu"
+
+
+def test_messages_are_of_the_last_refusal(native: Native) -> None:
+    given = tensor()
+    address = given.untyped_storage()._cdata
+    native.refuse(address, "first")
+    native.refuse(address, "second")
+    with pytest.raises(RuntimeError, match="second"):
+        given.sum()
+    native.allow(address)
+    native.allow(address)
+    assert given.sum() == 276
+
+
+def test_autograd_meets_the_refusal_as_an_error(native: Native) -> None:
+    given = tensor().requires_grad_()
+    weight = torch.ones(6, 6, requires_grad=True)
+    product = given @ weight
+    native.refuse(given.untyped_storage()._cdata, MESSAGE)
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        product.sum().backward()
+    native.allow(given.untyped_storage()._cdata)
+
+
+def test_storages_that_refuse_may_die(native: Native) -> None:
+    for _ in range(100):
+        given = tensor()
+        given.untyped_storage().resize_(0)
+        native.refuse(given.untyped_storage()._cdata, MESSAGE)
+        del given
+    gc.collect()
+
+
+def test_others_are_left_alone(native: Native) -> None:
+    given = tensor()
+    native.allow(given.untyped_storage()._cdata)
+    copied = torch._lazy_clone(given)  # copy on write: its storage has a check of its own
+    native.refuse(copied.untyped_storage()._cdata, MESSAGE)
+    native.allow(copied.untyped_storage()._cdata)
+    copied.add_(1)
+    assert torch.equal(given, tensor())
+    assert torch.equal(copied, tensor() + 1)
