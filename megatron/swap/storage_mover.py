@@ -27,7 +27,7 @@ import torch
 from megatron.swap.host_pool import HostPool, Lease
 from megatron.swap.native.access import StorageAccess
 from megatron.swap.transfers import Direction, Transfer, Transfers
-from megatron.swap.types import format_bytes
+from megatron.swap.types import SwapError, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class StorageMover:
 
         Raises:
             HostMemoryError: there is none for it.
+            SwapError: a C++ operator uses it.
         """
         with self._lock:
             away = self._away.get(storage._cdata)
@@ -112,6 +113,8 @@ class StorageMover:
                 self._arrive(away)
                 away = None
             if away is None:
+                if self._access.in_use(storage):
+                    raise SwapError("a tensor that is to leave is in use: a C++ operator declared it and has not ended")
                 self._reap()
                 away = self._away[storage._cdata] = self._new_away(storage)
             elif away.transfer is None or not ahead or not away.transfer.erase():
@@ -153,6 +156,17 @@ class StorageMover:
             elif away.transfer is not None and away.transfer.erase():
                 away.transfer.begin(ahead=True)
             self._arrive(away)
+
+    def bring_back(self, address: int) -> bool:
+        """A C++ operator needs the storage whose ``StorageImpl`` is at ``address``; whether it was ours.
+
+        Raises: as ``need``.
+        """
+        away = self._away.get(address)
+        storage = None if away is None else away.reference()
+        if storage is not None:
+            self.need(storage)
+        return storage is not None
 
     def cancel(self, storage: torch.UntypedStorage) -> None:
         """Take back a copy that has not begun."""

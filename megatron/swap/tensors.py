@@ -104,6 +104,7 @@ class TensorSwap:
         self._mover = StorageMover(self.device, self._pool, self._transfers, self._access)
         self._modes = ExitStack()
         self._modes.enter_context(Operations(self._before_use))
+        self._modes.callback(self._access.on_use(id(self), self._mover.bring_back))
         if not self._access.refuses:
             self._modes.enter_context(Addresses(self._before_use))
         self._accepts = True

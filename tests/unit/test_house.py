@@ -47,7 +47,8 @@ LAYERS: list[set[str]] = [
     {"checksum"},
     {"trace"},
     {"cross_entropy"},
-    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives", "loss_kernels"},
+    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives", "loss_kernels",
+     "stash"},
 ]
 MEGATRON_EDGE = LAYERS[2]
 PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -33,6 +34,24 @@ class StorageAccess:
         """No longer; ``resize_`` needs that."""
         if self._native is not None:
             self._native.allow(storage._cdata)
+
+    def on_use(self, key: int, bring_back: Callable[[int], bool]) -> Callable[[], None]:
+        """C++ operators that declare what they use (``operator.h``) have it brought back.
+
+        Args:
+            key: of the caller.
+            bring_back: called with a storage's address; whether it was the caller's to bring back.
+
+        Returns: what ends it.
+        """
+        if self._native is None:
+            return lambda: None
+        self._native.add_bring_back(key, bring_back)
+        return functools.partial(self._native.remove_bring_back, key)
+
+    def in_use(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a C++ operator has declared it and not ended."""
+        return self._native is not None and self._native.in_use(storage._cdata)
 
 
 @functools.cache

@@ -3,9 +3,11 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "operators.h"
 #include "storage_access.h"
 #include "transfer_queue.h"
 
@@ -38,6 +40,25 @@ Job to_job(const py::iterable& steps) {
     }
   }
   return job;
+}
+
+// Calls, for a storage's address, each of the functions that Python has given, until one says True. Never freed: an
+// operator may run while the interpreter ends.
+py::dict& bring_back_functions() {
+  static auto* functions = new py::dict;
+  return *functions;
+}
+
+void bring_back(c10::StorageImpl& storage) {
+  py::gil_scoped_acquire locked;
+  const auto address = reinterpret_cast<std::uintptr_t>(&storage);
+  try {
+    for (const auto& function : py::list(bring_back_functions().attr("values")())) {
+      if (function(address).cast<bool>()) return;
+    }
+  } catch (py::error_already_set& error) {
+    throw std::runtime_error(error.what());  // it goes through a library that may know nothing of Python
+  }
 }
 
 c10::StorageImpl& storage(std::uintptr_t address) { return *reinterpret_cast<c10::StorageImpl*>(address); }
@@ -91,4 +112,11 @@ PYBIND11_MODULE(megatron_swap_native, module) {
   module.def("refuse", [](std::uintptr_t address, std::string message) { refuse(storage(address), std::move(message)); },
              py::arg("storage_impl"), py::arg("message"));
   module.def("allow", [](std::uintptr_t address) { allow(storage(address)); }, py::arg("storage_impl"));
+
+  set_bring_back(bring_back);
+  module.def("add_bring_back", [](py::int_ key, py::function function) { bring_back_functions()[key] = function; },
+             py::arg("key"), py::arg("function"));
+  module.def("remove_bring_back", [](py::int_ key) { bring_back_functions().attr("pop")(key, py::none()); },
+             py::arg("key"));
+  module.def("in_use", [](std::uintptr_t address) { return in_use(storage(address)); }, py::arg("storage_impl"));
 }

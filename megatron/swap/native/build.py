@@ -6,6 +6,7 @@ a process that was killed while it built.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -28,7 +30,7 @@ from megatron.swap.native.base import Core
 logger = logging.getLogger(__name__)
 
 MODULE = "megatron_swap_native"
-SOURCES = ("transfer_queue.cpp", "storage_access.cpp", "bindings.cpp")
+SOURCES = ("transfer_queue.cpp", "storage_access.cpp", "operators.cpp", "bindings.cpp")
 FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 COMPILERS = ("g++", "c++", "clang++")
 """Tried in this order where CXX is not set."""
@@ -46,6 +48,13 @@ class Native(Protocol):
     def Core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core: ...
     def refuse(self, storage_impl: int, message: str) -> None: ...
     def allow(self, storage_impl: int) -> None: ...
+    def add_bring_back(self, key: int, function: Callable[[int], bool]) -> None:
+        """A C++ operator that is about to use a storage which refuses access (``operator.h``) calls ``function`` with
+        its address: True, it is back; False, it is somebody else's."""
+
+    def remove_bring_back(self, key: int) -> None: ...
+    def in_use(self, storage_impl: int) -> bool:
+        """Whether a C++ operator has declared it and not ended."""
 
 
 class BuildError(Exception):
@@ -63,6 +72,11 @@ def load() -> Native | None:
     except (BuildError, ImportError, OSError, RuntimeError) as error:
         logger.warning("swap: no native transfer queue, the one in Python works instead, more slowly: %s", error)
         return None
+
+
+def include_folder() -> Path:
+    """Where extensions of others find ``megatron_swap/operator.h``."""
+    return Path(__file__).parent / "include"
 
 
 def cache_folder() -> Path:
@@ -97,7 +111,7 @@ def _key() -> str:
     """Of everything that the result depends on, but the compiler: any will do."""
     here = Path(__file__).parent
     parts = [torch.__version__, sys.version, platform.machine(), *FLAGS]
-    parts += [path.read_text() for path in sorted([*here.glob("*.cpp"), *here.glob("*.h")])]
+    parts += [path.read_text() for path in sorted([*here.rglob("*.cpp"), *here.rglob("*.h")])]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -121,6 +135,7 @@ def _compile(target: Path) -> None:
 
 
 def _imported(library: Path) -> Native:
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # Python alone would keep operator.h's table to itself
     spec = importlib.util.spec_from_file_location(MODULE, library)
     assert spec is not None
     assert spec.loader is not None

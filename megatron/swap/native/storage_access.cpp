@@ -35,4 +35,6 @@ void allow(c10::StorageImpl& storage) {
   storage.set_data_ptr_noswap(std::move(data));
 }
 
+bool refuses(const c10::StorageImpl& storage) { return storage.*throws_flag(); }
+
 }  // namespace megatron_swap

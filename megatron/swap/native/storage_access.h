@@ -15,4 +15,7 @@ void refuse(c10::StorageImpl& storage, std::string message);
 // Access is as it was before; a storage that refuses nothing is left as it is.
 void allow(c10::StorageImpl& storage);
 
+// Whether it refuses access now.
+bool refuses(const c10::StorageImpl& storage);
+
 }  // namespace megatron_swap

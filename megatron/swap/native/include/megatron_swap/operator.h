@@ -1,0 +1,56 @@
+// For C++ operators whose kernels PyTorch's dispatcher does not see: called through pybind, or holding tensors of their own.
+//
+//   #include <megatron_swap/operator.h>
+//
+//   at::Tensor my_operator(const at::Tensor& x, const at::Tensor& weight) {
+//     megatron_swap::Operator op("my_operator");   // begin
+//     op.tensor(x);                                 // on the device from here on: comes back if it is out
+//     op.tensor(weight);
+//     ... launch the kernel on the current stream ...
+//   }                                               // end: they may leave again
+//
+// Nothing has to be linked, and where no swapping is going on it costs a look at a pointer. The path of this header:
+// megatron.swap.native.build.include_folder().
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <dlfcn.h>
+
+#include "operator_hooks.h"
+
+namespace megatron_swap {
+
+class Operator {
+ public:
+  explicit Operator(const char* name) : name_(name), hooks_(find_hooks()) {
+    if (hooks_ != nullptr) op_ = hooks_->begin(name);
+  }
+  ~Operator() {
+    if (hooks_ != nullptr) hooks_->end(op_);
+  }
+  Operator(const Operator&) = delete;
+  Operator& operator=(const Operator&) = delete;
+
+  // The operator reads or writes `tensor`, on the current stream, from here to its end.
+  void tensor(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) return;
+    if (hooks_ != nullptr) hooks_->tensor(op_, tensor.storage().unsafeGetStorageImpl());
+    TORCH_CHECK(tensor.storage().nbytes() != 0, name_, ": a tensor of shape ", tensor.sizes(),
+                " has no memory: it was swapped out, and without the native part of Megatron Swap nothing here can "
+                "bring it back. Call resident(tensor) in Python before.");
+  }
+
+ private:
+  // Anew each time: swapping may begin later than this library was loaded.
+  static const MegatronSwapOperatorHooks* find_hooks() {
+    auto* hooks = static_cast<const MegatronSwapOperatorHooks*>(dlsym(RTLD_DEFAULT, "megatron_swap_operator_hooks"));
+    return hooks != nullptr && hooks->version == 1 ? hooks : nullptr;
+  }
+
+  const char* name_;
+  const MegatronSwapOperatorHooks* hooks_;
+  void* op_ = nullptr;
+};
+
+}  // namespace megatron_swap

@@ -1,0 +1,105 @@
+"""C++ operators that say what they use: what is out comes back, and does not leave under them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.native.access import storage_access
+from megatron.swap.native.build import include_folder
+from megatron.swap.native.twin import PythonQueue
+from megatron.swap.tensors import TensorSwap
+from megatron.swap.types import SwapError
+
+HERE = Path(__file__).parent
+HOST_GIB = 1 / 64
+BUILD = """
+import sys
+from torch.utils.cpp_extension import load
+load("operator_example", [sys.argv[1]], extra_include_paths=[sys.argv[2]], build_directory=sys.argv[3],
+     extra_cflags=["-O0", "-std=c++20"])
+"""
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The extension, compiled as its author would."""
+    if not storage_access().refuses:
+        pytest.skip("needs a compiler")
+    folder = tmp_path_factory.mktemp("operator_example")
+    source = HERE / "operator_example.cpp"
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(source), str(include_folder()), str(folder)],
+        capture_output=True, text=True, env={**os.environ, "MAX_JOBS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    sys.path.insert(0, str(folder))
+    try:
+        import operator_example
+    finally:
+        sys.path.remove(str(folder))
+    return operator_example
+
+
+def test_what_it_declares_comes_back(example: Any):
+    x = torch.arange(1000.0)
+    expected = x + 1
+    with TensorSwap(HOST_GIB, "cpu") as other, TensorSwap(HOST_GIB, "cpu") as swap:
+        swap.swap_out(x)
+        swap.wait_swapped_out()
+        with pytest.raises(RuntimeError, match="resident"):
+            example.plus_one(x, False)
+        assert swap.is_out(x)
+        assert torch.equal(example.plus_one(x, True), expected)
+        assert not swap.is_out(x)
+        assert swap.stats.num_passive == 1
+        assert other.stats.num_passive == 0
+
+
+def test_without_swapping_it_just_runs(example: Any):
+    x = torch.arange(10.0)
+    assert torch.equal(example.plus_one(x, True), x + 1)
+    assert example.plus_one(torch.empty(0), True).numel() == 0
+
+
+def test_what_it_uses_does_not_leave_before_its_end(example: Any):
+    x = torch.arange(1000.0)
+    with TensorSwap(HOST_GIB, "cpu") as swap:
+
+        def leave() -> None:
+            with pytest.raises(SwapError, match="in use"):
+                swap.swap_out(x)
+
+        example.use(x, leave)
+        swap.swap_out(x)
+        swap.wait_swapped_out()
+        assert swap.is_out(x)
+
+
+def test_a_copy_that_fails_is_told_to_who_called_it(example: Any, monkeypatch: pytest.MonkeyPatch):
+    x = torch.arange(1000.0)
+    with TensorSwap(HOST_GIB, "cpu", PythonQueue) as swap:
+        swap.swap_out(x)
+        swap.wait_swapped_out()
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise OSError("the link is broken")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(swap._mover, "_begin_return", fails)
+            with pytest.raises(RuntimeError, match="the link is broken"):
+                example.plus_one(x, True)
+        assert torch.equal(x, torch.arange(1000.0))
+
+
+def test_without_the_native_part_it_is_an_error_not_a_crash(example: Any):
+    x = torch.arange(1000.0)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"plus_one: a tensor of shape \[1000\] has no memory"):
+        example.plus_one(x, True)
