@@ -40,7 +40,10 @@ Job to_job(const py::iterable& steps) {
   return job;
 }
 
-c10::StorageImpl& storage(std::uintptr_t address) { return *reinterpret_cast<c10::StorageImpl*>(address); }
+c10::StorageImpl& storage(std::uintptr_t address) {
+  if (address == 0) throw py::value_error("storage_impl=0; it is an untyped_storage()._cdata");
+  return *reinterpret_cast<c10::StorageImpl*>(address);
+}
 
 }  // namespace
 

@@ -105,6 +105,12 @@ def test_what_needs_no_bytes_is_allowed(native: Native) -> None:
     assert given.device.type == "cpu"
 
 
+def test_no_storage_is_refused(native: Native) -> None:
+    for call in (native.allow, lambda address: native.refuse(address, MESSAGE)):
+        with pytest.raises(ValueError, match="storage_impl=0"):
+            call(0)
+
+
 def test_messages_are_of_the_last_refusal(native: Native) -> None:
     given = tensor()
     address = given.untyped_storage()._cdata
