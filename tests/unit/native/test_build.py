@@ -18,7 +18,7 @@ from megatron.swap.native.base import State, TransferQueue
 from megatron.swap.native.queue import NativeQueue, queue_class
 from megatron.swap.native.twin import PythonQueue
 from megatron.swap.types import SwapError
-from tests.unit.native.conftest import NEEDS_COMPILER
+from tests.unit.native.helpers import NEEDS_COMPILER
 from tests.unit.test_house import ROOT
 
 FAKE_COMPILER = """#!/bin/sh

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.swap.native.build import Native, load
-from tests.unit.native.conftest import NEEDS_COMPILER
+from tests.unit.native.helpers import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
 

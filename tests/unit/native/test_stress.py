@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.swap.native import base
-from tests.unit.native.conftest import HERE, NEEDS_COMPILER
+from tests.unit.native.helpers import HERE, NEEDS_COMPILER
 
 SECONDS = float(os.environ.get("MEGATRON_SWAP_STRESS_SECONDS", "60"))
 """How long it hammers; no measurement."""
