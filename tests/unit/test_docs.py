@@ -133,7 +133,7 @@ def test_every_module_has_its_phrase_and_its_imports() -> None:
         names = ["megatron.swap." + name.removesuffix(".py").replace("/", ".") for name in code(files)]
         listed |= set(names)
         told[component(names[0])] = set(imports.split()) - {"-"}
-    packages = {"megatron.swap", "megatron.swap.tiers", "megatron.swap.devices", "megatron.swap.planner"}
+    packages = {"megatron.swap", *(f"megatron.swap.{name}" for name in ("tiers", "devices", "planner", "native"))}
     assert listed == set(modules) - packages
     found: dict[str, set[str]] = {name: set() for name in told}
     for importer, _, imported in edges:

@@ -61,7 +61,10 @@ void bring_back(c10::StorageImpl& storage) {
   }
 }
 
-c10::StorageImpl& storage(std::uintptr_t address) { return *reinterpret_cast<c10::StorageImpl*>(address); }
+c10::StorageImpl& storage(std::uintptr_t address) {
+  if (address == 0) throw py::value_error("storage_impl=0; it is an untyped_storage()._cdata");
+  return *reinterpret_cast<c10::StorageImpl*>(address);
+}
 
 }  // namespace
 

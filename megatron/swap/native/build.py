@@ -41,8 +41,8 @@ class Native(Protocol):
     """What the C++ offers. A storage is given by ``tensor.untyped_storage()._cdata``; its owner keeps it alive.
 
     ``refuse`` makes every access to its bytes, read or write, raise a RuntimeError with that message, until ``allow``.
-    To take bytes away: ``resize_(0)``, then refuse; to bring them back: allow, ``resize_(n)``, then copy. (A *new* view
-    of a storage that was emptied is refused by torch itself, in its own words.) There is no twin of these two in Python.
+    To take bytes away: ``resize_(0)``, then refuse; to bring them back: allow, ``resize_(n)``, then copy. A *new* view
+    of a storage that was emptied torch itself refuses, in its own words. There is no twin of these two in Python.
     """
 
     def Core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core: ...

@@ -1,8 +1,7 @@
-"""Both queues, and a CUDA runtime for machines that have none."""
+"""Both queues."""
 
 from __future__ import annotations
 
-import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,38 +13,7 @@ from megatron.swap.native.base import TransferQueue
 from megatron.swap.native.build import load
 from megatron.swap.native.queue import NativeQueue
 from megatron.swap.native.twin import PythonQueue
-
-HERE = Path(__file__).parent
-NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-
-class FakeCuda:
-    """``fake_cuda.cpp``."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self._library = ctypes.CDLL(self.path)
-        self._library.fake_cuda_allow.argtypes = (ctypes.c_int64,)
-        self._library.fake_cuda_record.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
-
-    def reset(self) -> None:
-        self._library.fake_cuda_reset()
-
-    def allow(self, operations: int) -> None:
-        """So many more operations are done; below 0: all."""
-        self._library.fake_cuda_allow(operations)
-
-    def fail(self, call: str, code: int = 1) -> None:
-        self._library.fake_cuda_fail(call.encode(), code)
-
-    def record(self, event: int, stream: int) -> None:
-        self._library.fake_cuda_record(event, stream)
-
-    @property
-    def calls(self) -> list[str]:
-        buffer = ctypes.create_string_buffer(1 << 20)
-        self._library.fake_cuda_calls(buffer, ctypes.c_size_t(len(buffer)))
-        return buffer.value.decode().splitlines()
+from tests.unit.native.helpers import HERE, FakeCuda
 
 
 @pytest.fixture(scope="session")

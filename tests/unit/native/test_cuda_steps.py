@@ -12,8 +12,7 @@ import torch
 from megatron.swap.native.base import CudaCopy, HostCopy, TransferQueue
 from megatron.swap.native.cuda_library import loaded_cuda_library
 from megatron.swap.types import MIB, SwapError
-from tests.unit.native.conftest import NEEDS_COMPILER, FakeCuda
-from tests.unit.native.test_queue import Memory, copy
+from tests.unit.native.helpers import NEEDS_COMPILER, FakeCuda, Memory, copy
 
 Make = Callable[..., TransferQueue]
 STREAM, OTHER_STREAM = 77, 78
@@ -171,9 +170,13 @@ def test_a_failure_is_told_when_the_copy_before_it_is_over(make: Make, fake: Fak
         queue.wait_issued(ticket)
 
 
-def test_the_loaded_runtime_is_found() -> None:
-    if torch.version.cuda:
-        assert "libcudart" in str(loaded_cuda_library())
+@pytest.mark.skipif(not torch.version.cuda or torch.cuda.is_available(), reason="needs torch for CUDA, and no GPU")
+def test_the_loaded_runtime_is_found_and_asked(make: Make) -> None:
+    """All that a machine without GPU can tell of the real one: that it has our functions, and how it refuses."""
+    assert "libcudart" in str(loaded_cuda_library())
+    queue = make()
+    with pytest.raises(SwapError, match=r"CUDA: choosing a device failed: .*(driver|device)"):
+        queue.wait(queue.enqueue([cuda_copy(Memory(b"-"), Memory(b"-"), done=1)]))
 
 
 @pytest.mark.gpu

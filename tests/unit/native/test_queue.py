@@ -20,27 +20,13 @@ from typing import Any
 
 import pytest
 
-from megatron.swap.native.base import CudaCopy, FileRead, FileWrite, HostCopy, TransferQueue
+from megatron.swap.native.base import CudaCopy, FileRead, FileWrite, HostCopy, State, TransferQueue
+from megatron.swap.native.twin import PythonCore
 from megatron.swap.types import MIB, SwapError, UsageError
+from tests.unit.native.helpers import Memory, copy
 from tests.unit.test_house import ROOT
 
 Make = Callable[..., TransferQueue]
-
-
-class Memory:
-    """Bytes at an address."""
-
-    def __init__(self, data: bytes) -> None:
-        self._buffer = ctypes.create_string_buffer(data, len(data))
-        self.address = ctypes.addressof(self._buffer)
-
-    @property
-    def data(self) -> bytes:
-        return self._buffer.raw
-
-
-def copy(target: Memory, source: Memory) -> HostCopy:
-    return HostCopy(target.address, source.address, len(source.data))
 
 
 @pytest.fixture
@@ -295,11 +281,17 @@ def test_many_threads(make: Make, file: int) -> None:
 
 def test_nothing_is_kept_of_what_is_done(make: Make) -> None:
     queue = make()
-    for _ in range(2000):
-        queue.wait(queue.enqueue([]))
-    core: Any = queue._core
-    if hasattr(core, "_failures"):
-        assert [core._waiting, core._in_flight, core._failures, core._withdrawn] == [{}, {}, {}, set()]
+    source, target = Memory(b"new"), Memory(b"old")
+
+    def do(num_jobs: int) -> int:
+        for _ in range(num_jobs // 1000):
+            for _ in range(1000):
+                queue.enqueue([copy(target, source)])
+            queue.wait_all()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = do(20_000)
+    assert do(50_000) - before < MIB  # 20 bytes a job
 
 
 def test_waiting_lets_other_threads_run(make: Make) -> None:
@@ -328,12 +320,12 @@ def test_the_native_worker_runs_while_python_holds_the_lock(make: Make, queue_ty
     if queue_type.__name__ == "PythonQueue":
         pytest.skip("a Python thread needs the lock")
     queue = make()
-    source, target = Memory(b"new"), Memory(b"old")
-    ticks = [queue.enqueue([copy(target, source)]) for _ in range(100)]
-    holds_it = ctypes.PyDLL(None)  # unlike CDLL it keeps the interpreter's lock
-    holds_it.usleep(300_000)
-    assert queue.is_done(ticks[-1])  # the first look: nobody let the worker run but the kernel
-    assert target.data == b"new"
+    job, keep = slow_job()
+    ticket = queue.enqueue(job[:10])
+    assert not queue.is_done(ticket)
+    ctypes.PyDLL(None).usleep(3_000_000)  # unlike CDLL it keeps the interpreter's lock
+    assert queue.is_done(ticket)  # the first look: many steps were begun and ended meanwhile
+    assert keep
 
 
 INTERRUPTED = """
@@ -388,6 +380,19 @@ def test_ctrl_c_interrupts_waiting(queue_type: type[TransferQueue]) -> None:
 def test_the_interpreter_ends_with_a_queue_at_work(queue_type: type[TransferQueue], end: str) -> None:
     done = run_program(EXIT, queue_type, end=end)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_twin_may_be_finalized_in_its_own_thread() -> None:
+    """The collector runs where it likes."""
+    core = PythonCore("test", 2, None)
+    core._reap = core.abandon  # type: ignore[method-assign]
+    core.add([], at_head=False)
+    core.add([], at_head=False)
+    core.start()
+    assert core._worker is not None
+    core._worker.join(20)
+    assert not core._worker.is_alive()
+    assert core.state(2) == State.WITHDRAWN
 
 
 def num_threads() -> int:

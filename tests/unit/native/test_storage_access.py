@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.swap.native.build import Native, load
-from tests.unit.native.conftest import NEEDS_COMPILER
+from tests.unit.native.helpers import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
 
@@ -103,6 +103,12 @@ def test_what_needs_no_bytes_is_allowed(native: Native) -> None:
     assert given[1:].storage_offset() == 6
     assert given.untyped_storage().nbytes() == 96
     assert given.device.type == "cpu"
+
+
+def test_no_storage_is_refused(native: Native) -> None:
+    for call in (native.allow, lambda address: native.refuse(address, MESSAGE)):
+        with pytest.raises(ValueError, match="storage_impl=0"):
+            call(0)
 
 
 def test_messages_are_of_the_last_refusal(native: Native) -> None:

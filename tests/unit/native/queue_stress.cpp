@@ -1,0 +1,199 @@
+// Hammers the queue's core from several threads, without Python, for ThreadSanitizer:  queue_stress SECONDS [SEED]
+//
+// In rounds: a queue is made, filled, started, used by all threads at once, and stopped or abandoned under their hands.
+// Every job's bytes are checked: all of them moved, or, of jobs that were withdrawn or failed, none behind that.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../../../megatron/swap/native/transfer_queue.h"
+#include "fake_cuda.cpp"
+
+using namespace megatron_swap;
+using Random = std::mt19937_64;
+
+namespace {
+
+constexpr int kThreads = 4;
+constexpr std::size_t kBytes = 20'000;  // more than some blocks, so that parts are left over
+
+#define CHECK(condition)                                                            \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      std::fprintf(stderr, "line %d: %s does not hold\n", __LINE__, #condition);    \
+      std::_Exit(1);                                                                \
+    }                                                                               \
+  } while (false)
+
+std::atomic<std::int64_t> num_done, num_failed, num_withdrawn;
+std::atomic<std::uintptr_t> num_events;
+
+std::int64_t below(Random& random, std::int64_t end) { return static_cast<std::int64_t>(random() % end); }
+
+CudaRuntime fake_runtime() {
+  return {cudaSetDevice, cudaMemcpyAsync, cudaStreamWaitEvent, cudaStreamSynchronize, cudaEventRecord, cudaEventQuery,
+          cudaGetErrorString};
+}
+
+struct Work {
+  Ticket ticket = 0;
+  bool fails = false;
+  std::vector<char> source, middle, target;
+
+  void check(State state) const {
+    CHECK(state == State::done || state == State::failed || state == State::withdrawn);
+    CHECK(state != State::done || !fails);
+    CHECK(state != State::failed || fails);
+    const std::vector<char> untouched(target.size(), 0);
+    CHECK(target == (state == State::done ? source : untouched));
+    ++(state == State::done ? num_done : state == State::failed ? num_failed : num_withdrawn);
+  }
+};
+
+CudaCopy cuda_copy(Random& random, std::vector<char>& target, const std::vector<char>& source) {
+  // An event of its own for each: nobody may record it again before the job is done.
+  void* const done = reinterpret_cast<void*>(++num_events);
+  void* const stream = reinterpret_cast<void*>(1 + below(random, 3));
+  return {target.data(), source.data(), source.size(), stream, nullptr, done, static_cast<int>(below(random, 2))};
+}
+
+std::unique_ptr<Work> make_work(Random& random, int file, int slot, Job& job) {
+  auto work = std::make_unique<Work>();
+  const std::size_t size = 1 + below(random, kBytes);
+  work->source.resize(size);
+  for (char& byte : work->source) byte = static_cast<char>(1 + below(random, 127));
+  work->middle.resize(size);
+  work->target.resize(size);
+  // Each job has its own part of the file. (The thread's first jobs may still wait: slots are never used twice a round.)
+  const std::int64_t offset = std::int64_t{slot} * kBytes;
+  switch (below(random, 4)) {
+    case 0:
+      job = {FileWrite{file, offset, work->source.data(), size}, FileRead{file, offset, work->middle.data(), size}};
+      break;
+    case 1:
+      job = {HostCopy{work->middle.data(), work->source.data(), size}};
+      break;
+    case 2:
+      job = {cuda_copy(random, work->middle, work->source)};
+      break;
+    default:
+      job = {cuda_copy(random, work->middle, work->source), FileWrite{file, offset, work->middle.data(), size},
+             FileRead{file, offset, work->middle.data(), size}};
+  }
+  work->fails = below(random, 10) == 0;
+  if (work->fails) job.push_back(FileRead{-1, 0, work->middle.data(), size});
+  if (below(random, 2)) {
+    job.push_back(HostCopy{work->target.data(), work->middle.data(), size});
+  } else if (!work->fails) {
+    job.push_back(cuda_copy(random, work->target, work->middle));
+  }
+  return work;
+}
+
+// Until it is over: states only ever go forward.
+State wait(TransferQueue& queue, Ticket ticket, State until) {
+  State before = State::waiting;
+  for (;;) {
+    const State state = queue.wait(ticket, until, 0.01);
+    CHECK(state >= before);
+    if (state >= until) return state;
+    before = state;
+  }
+}
+
+void use(TransferQueue& queue, int file, int thread, int num_jobs, std::uint64_t seed) {
+  Random random(seed);
+  std::vector<std::unique_ptr<Work>> works;
+  for (int number = 0; number < num_jobs; ++number) {
+    Job job;
+    auto work = make_work(random, file, thread * num_jobs + number, job);
+    work->ticket = queue.add(std::move(job), below(random, 3) == 0);
+    if (work->ticket == 0) break;  // it was closed
+    works.push_back(std::move(work));
+    Work& some = *works[below(random, static_cast<std::int64_t>(works.size()))];
+    switch (below(random, 8)) {
+      case 0:
+        if (queue.erase(some.ticket)) CHECK(queue.state(some.ticket) == State::withdrawn);
+        break;
+      case 1:
+        if (const Ticket taken = queue.dequeue()) CHECK(queue.state(taken) == State::withdrawn);
+        break;
+      case 2:
+        if (queue.is_started()) wait(queue, some.ticket, State::done);
+        break;
+      case 3:
+        if (queue.is_started()) wait(queue, some.ticket, State::issued);
+        break;
+      case 4:
+        queue.wait_all(0.001);
+        break;
+      case 5:
+        if (const Ticket failed = queue.first_failure()) CHECK(queue.failure(failed).error_number == EBADF);
+        break;
+      case 6:
+        CHECK(queue.state(some.ticket) != State::unknown);
+        CHECK(queue.num_under_way() <= 3);
+        break;
+      default:
+        break;
+    }
+  }
+  for (const auto& work : works) work->check(wait(queue, work->ticket, State::done));
+}
+
+void play_round(int file, std::uint64_t seed) {
+  Random random(seed);
+  fake_cuda_reset();
+  const int num_jobs = 1 + static_cast<int>(below(random, 60));
+  TransferQueue queue("stress", 1 + below(random, 2), fake_runtime());
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back(use, std::ref(queue), file, thread, num_jobs, random());
+  }
+  if (below(random, 2)) std::this_thread::sleep_for(std::chrono::microseconds(below(random, 2000)));
+  queue.start();
+  const auto how = below(random, 3);
+  if (how > 0) std::this_thread::sleep_for(std::chrono::microseconds(below(random, 5000)));
+  if (how == 1) queue.close();
+  if (how == 2) queue.abandon();
+  std::thread joins([&] {
+    if (how > 0) queue.join();
+  });
+  for (std::thread& thread : threads) thread.join();
+  queue.close();
+  queue.join();
+  joins.join();
+  CHECK(queue.wait_all(0));
+  CHECK(queue.num_waiting() == 0 && queue.num_under_way() == 0);
+}
+
+}  // namespace
+
+int main(int num_arguments, char** arguments) {
+  if (num_arguments < 2) {
+    std::fprintf(stderr, "usage: %s SECONDS [SEED]\n", arguments[0]);
+    return 2;
+  }
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(std::atof(arguments[1]));
+  std::uint64_t seed = num_arguments > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
+  char path[] = "/tmp/queue_stress_XXXXXX";
+  const int file = mkstemp(path);
+  CHECK(file >= 0);
+  unlink(path);
+  std::int64_t num_rounds = 0;
+  for (; std::chrono::steady_clock::now() < end; ++num_rounds) play_round(file, seed++);
+  close(file);
+  std::printf("%lld rounds: %lld jobs done, %lld failed, %lld withdrawn\n", static_cast<long long>(num_rounds),
+              static_cast<long long>(num_done), static_cast<long long>(num_failed),
+              static_cast<long long>(num_withdrawn));
+  CHECK(num_done > 0 && num_failed > 0 && num_withdrawn > 0);
+  return 0;
+}

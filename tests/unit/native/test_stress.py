@@ -1,0 +1,59 @@
+"""The core under ThreadSanitizer, with threads of its own: ``queue_stress.cpp``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.swap.native import base
+from tests.unit.native.helpers import HERE, NEEDS_COMPILER
+
+SECONDS = float(os.environ.get("MEGATRON_SWAP_STRESS_SECONDS", "60"))
+"""How long it hammers; no measurement."""
+
+pytestmark = NEEDS_COMPILER
+
+
+def compile_stress(folder: Path, core: str) -> Path:
+    """The program with ``core`` in place of ``transfer_queue.cpp``."""
+    native = Path(base.__file__).parent
+    source, made = folder / "core.cpp", folder / "queue_stress"
+    source.write_text(core)
+    command = ["g++", "-std=c++20", "-fsanitize=thread", "-g", "-O1", "-pthread", "-I", native]
+    done = subprocess.run(
+        [*command, source, HERE / "queue_stress.cpp", "-ldl", "-o", made], capture_output=True, text=True
+    )
+    if "cannot find" in done.stderr and "tsan" in done.stderr:
+        pytest.skip("no ThreadSanitizer here")
+    assert done.returncode == 0, done.stderr
+    return made
+
+
+def run_stress(program: Path, seconds: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, str(seconds)], capture_output=True, text=True, timeout=seconds + 120)
+
+
+@pytest.fixture
+def core() -> str:
+    return (Path(base.__file__).parent / "transfer_queue.cpp").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 240)
+def test_no_race_is_found(tmp_path: Path, core: str) -> None:
+    done = run_stress(compile_stress(tmp_path, core), SECONDS)
+    print(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_planted_race_is_found(tmp_path: Path, core: str) -> None:
+    begin = core.index("State TransferQueue::state(Ticket ticket) const {")
+    lock = "  std::lock_guard lock(mutex_);\n"
+    at = core.index(lock, begin)
+    done = run_stress(compile_stress(tmp_path, core[:at] + core[at + len(lock) :]), 5)
+    assert done.returncode != 0
+    assert "data race" in done.stderr
