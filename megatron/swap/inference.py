@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -194,17 +195,14 @@ class WeightSwap:
         """To where it was; ``False``: the device has no room, it is on the CPU."""
         has_room = True
         if block.is_away:
+            is_on_device = block.origin == self._device.torch_device
+            on_cpu = partial(torch.empty, block.num_bytes, dtype=torch.uint8, device="cpu")
             try:
-                memory = self._allocate(block.num_bytes, block.origin)
+                memory = self._device.allocate(block.num_bytes) if is_on_device else on_cpu()
             except torch.OutOfMemoryError:
-                memory, has_room = self._allocate(block.num_bytes, torch.device("cpu")), False
+                memory, has_room = on_cpu(), False
             block.move(memory)
         return has_room
-
-    def _allocate(self, num_bytes: int, where: torch.device) -> torch.Tensor:
-        if where == self._device.torch_device:
-            return self._device.allocate(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=where)
 
     def close(self) -> None:
         """Put all weights back where they were, and give back host memory, buffers and hooks. Again: does nothing.
