@@ -91,6 +91,12 @@ def tied() -> tuple[Stack, torch.Tensor]:
     return model, tokens
 
 
+def moved_in_inference_mode() -> tuple[Stack, torch.Tensor]:
+    model, x = mlp()
+    with torch.inference_mode():
+        return model.double(), x.double()
+
+
 MODELS = {
     "mlp": mlp,
     "bfloat16": lambda: mlp(dtype=torch.bfloat16),
@@ -100,6 +106,7 @@ MODELS = {
     "transformer": transformer,
     "convolutions": convolutions,
     "tied": tied,
+    "moved in inference mode": moved_in_inference_mode,
 }
 
 

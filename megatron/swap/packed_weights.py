@@ -224,7 +224,9 @@ def _obstacle(tensor: torch.Tensor, device: torch.device) -> str | None:
         )
     if tensor.device != device and tensor.device.type != "cpu":
         return f"is on {tensor.device}, neither on {device} nor on the CPU. torch.cuda.set_device, or move the module."
-    if tensor.is_inference():
+    try:
+        _ = tensor._version
+    except RuntimeError:  # then nobody hears who writes to it; one that was only moved in that mode has its version
         return "was made under torch.inference_mode(). Make or load the model outside of it."
     return None
 

@@ -21,6 +21,7 @@ SWAP = ROOT / "megatron" / "swap"
 LAYERS: list[set[str]] = [
     {"session", "prepare"},
     {"auto"},
+    {"inference", "packed_weights"},
     {"layer", "optimizer", "arguments", "attention", "producers", "host_share"},  # the Megatron edge
     {"summary", "profiler", "plan_run", "ledger"},
     {"autograd"},
@@ -49,7 +50,7 @@ LAYERS: list[set[str]] = [
     {"cross_entropy"},
     {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives", "loss_kernels"},
 ]
-MEGATRON_EDGE = LAYERS[2]
+MEGATRON_EDGE = LAYERS[3]
 PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE
 
 MAX_LINES = 500

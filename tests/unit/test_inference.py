@@ -245,7 +245,7 @@ def test_what_has_no_room_at_the_end_is_on_the_cpu(monkeypatch: pytest.MonkeyPat
 @NEEDS_GPU
 @pytest.mark.parametrize("start", ["cpu", "cuda"])
 def test_a_model_larger_than_what_is_allowed(start: str) -> None:
-    num_layers, width = 24, 2048  # 16 MiB a layer
+    num_layers, width = 12, 4096  # 64 MiB a layer
     model = mlp(num_layers, width)[0].eval()
     x = torch.randn(8, 4, device="cuda")
     layer_bytes = sum(p.nbytes for p in model.layers[0].parameters())
@@ -262,8 +262,8 @@ def test_a_model_larger_than_what_is_allowed(start: str) -> None:
         try:
             for _ in range(10):
                 assert torch.equal(model(x), expected)
-            # Two layers, and less than one of activations and cuBLAS's workspace beside those before.
-            assert torch.cuda.max_memory_allocated() < 5 * layer_bytes < num_layers * layer_bytes
+            # Two layers, activations that are little, and cuBLAS's workspaces.
+            assert torch.cuda.max_memory_allocated() < 4 * layer_bytes < num_layers * layer_bytes
             assert swapped.stats.num_late == 0
             assert swapped.stats.in_bytes > 9 * num_layers * layer_bytes
         finally:
