@@ -45,6 +45,7 @@ class WeightStats:
 
     Attributes:
         in_bytes: copied to the device.
+        out_bytes: copied back, of layers that wrote to their weights or buffers.
         num_late: layers that began before their copy was enqueued: nobody foresaw them.
         wait_ms: for how long compute has waited for copies, as far as the device has got.
         host_bytes: of host memory, in whole pages.
@@ -53,6 +54,7 @@ class WeightStats:
     """
 
     in_bytes: int
+    out_bytes: int
     num_late: int
     wait_ms: float
     host_bytes: int
@@ -219,7 +221,7 @@ class WeightSwap:
             hook.remove()
         self._device.synchronize()  # nothing reads host memory or the buffers, nothing writes to them
         for buffer in self._buffers:
-            self._end_use(buffer)
+            self._end_use(buffer)  # it was interrupted
             self._device.discard(buffer.memory.untyped_storage())
         self._buffers.clear()
         left: list[Block] = []
@@ -256,6 +258,7 @@ class WeightSwap:
         """The figures now; all of memory 0 after ``close``."""
         return WeightStats(
             in_bytes=sum(layer.in_bytes for layer in self._counters.layers.values()),
+            out_bytes=self._counters.out_bytes,
             num_late=self._counters.num_late,
             wait_ms=self._counters.wait_ms(),
             host_bytes=sum(layer.region.nbytes for layer in self._layers if layer.region is not None),
@@ -317,20 +320,25 @@ class WeightSwap:
         buffer = next((buffer for buffer in self._buffers if buffer.layer is layer and buffer.in_use), None)
         if buffer is None:
             return  # it was refused
-        written = buffer.versions != layer.versions()
         aliased = any(is_view_of(leaf, buffer.memory) for leaf in tree_leaves(output))
         self._end_use(buffer)
-        if written:
-            raise SwapError(f"{layer.name} wrote to its weights or buffers: they are read only. {LEAVE_OUT}")
         if aliased:
             raise SwapError(f"{layer.name} returns a view of its weights, which are about to go. {LEAVE_OUT}")
 
     def _end_use(self, buffer: _Buffer) -> None:
         """Compute that was enqueued until now reads it last; between calls the weights are at home."""
-        if buffer.in_use and buffer.layer is not None:
-            buffer.in_use = False
-            buffer.read = self._device.record(self._device.current_stream())
-            buffer.layer.put(buffer.layer.at_home)
+        layer = buffer.layer
+        if not buffer.in_use or layer is None or layer.region is None:
+            return
+        if buffer.versions != layer.versions():
+            # Written to here: by the layer itself (a cache), or by others after it was interrupted. This copy is
+            # ordered behind compute, and the host waits for it, so whoever reads or copies next finds it done.
+            layer.region.tensor[: layer.num_bytes].copy_(buffer.memory[: layer.num_bytes])
+            buffer.versions = layer.versions()
+            self._counters.layers[layer.number].out_bytes += layer.num_bytes
+        buffer.in_use = False
+        buffer.read = self._device.record(self._device.current_stream())
+        layer.put(layer.at_home)
 
     def _free_buffer(self) -> _Buffer | None:
         """Not in use; rather not that of the layer that ran last: compute may still be at it."""

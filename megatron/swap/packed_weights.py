@@ -165,8 +165,8 @@ def named_layers(module: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Modu
 def check_eval(layer: nn.Module, name: str) -> None:
     if any(owner.training for owner in layer.modules()):
         raise UsageError(
-            f"{name} is in training mode, in which layers write to their buffers: weights in host memory are read "
-            "only. Call model.eval()."
+            f"{name} is in training mode, and its weights are only here while it runs: for inference alone. Call "
+            "model.eval()."
         )
 
 

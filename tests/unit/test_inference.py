@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -113,6 +114,32 @@ def test_what_is_there_is_not_copied() -> None:
         assert swapped.stats.in_bytes == 4 * layer_bytes  # and the first for the next pass
 
 
+class Counting(nn.Module):
+    """Has a cache, as some models do, and writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("cache", torch.zeros(2, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache += self.linear(x)
+        return torch.tanh(self.cache)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_layer_that_writes_to_its_buffers(mode: Callable[[], Any], device: Device) -> None:
+    model = nn.Sequential(*(Counting() for _ in range(4))).eval()
+    alone = copy.deepcopy(model)
+    x = torch.randn(2, 16)
+    with mode(), swap.weights(model, model, device=device) as swapped:
+        for _ in range(4):
+            assert torch.equal(model(x), alone(x))
+        assert swapped.stats.out_bytes == 4 * 4 * swapped.stats.buffer_bytes // 2
+    with mode():
+        assert torch.equal(model(x), alone(x))
+
+
 class Kernel(nn.Module):
     """Reads its weight when ``stream`` gets there."""
 
@@ -124,6 +151,16 @@ class Kernel(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.read(self.weight.data)
         return x
+
+
+def test_who_comes_unexpectedly_takes_the_place_of_who_was_expected() -> None:
+    """Not that of the layer before, whose compute may go on; here it is also the next."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).eval()
+    with torch.no_grad(), swap.weights(model, model) as swapped:
+        for number in (0, 3, 0):
+            model[number](torch.randn(2, 16))
+        assert swapped.stats.num_late == 1
+        assert swapped.stats.in_bytes == 3 * swapped.stats.buffer_bytes // 2  # 0, 1, 3
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
