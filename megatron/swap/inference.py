@@ -220,16 +220,11 @@ class WeightSwap:
         for hook in self._hooks:
             hook.remove()
         self._device.synchronize()  # nothing reads host memory or the buffers, nothing writes to them
-        for buffer in self._buffers:
-            self._end_use(buffer)  # it was interrupted
-            self._device.discard(buffer.memory.untyped_storage())
-        self._buffers.clear()
+        self._drop_buffers()
         left: list[Block] = []
         with torch.inference_mode(False):
             # What was on the CPU goes first, and makes room.
             left += [block for block in self._brought if not self._move_back(block)]
-            for layer in self._layers:
-                layer.on_buffers.clear()
             for layer in self._layers:
                 left += [block for _, block in layer.blocks if not self._move_back(block)]
                 layer.at_home.clear()
@@ -244,6 +239,15 @@ class WeightSwap:
                 f"{self._device.torch_device} any longer and are on the CPU, all others are back. Free memory there, "
                 "then move the module (module.to)."
             )
+
+    def _drop_buffers(self) -> None:
+        """Nothing holds their memory when this returns: what comes back may need it."""
+        for buffer in self._buffers:
+            self._end_use(buffer)  # it was interrupted
+            self._device.discard(buffer.memory.untyped_storage())
+        self._buffers.clear()
+        for layer in self._layers:
+            layer.on_buffers.clear()
 
     def __enter__(self) -> WeightSwap:
         if self._closed:

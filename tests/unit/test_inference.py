@@ -135,7 +135,12 @@ def test_a_layer_that_writes_to_its_buffers(mode: Callable[[], Any], device: Dev
     with mode(), swap.weights(model, model, device=device) as swapped:
         for _ in range(4):
             assert torch.equal(model(x), alone(x))
-        assert swapped.stats.out_bytes == 4 * 4 * swapped.stats.buffer_bytes // 2
+        layer_bytes = swapped.stats.buffer_bytes // 2
+        assert swapped.stats.out_bytes == 4 * 4 * layer_bytes
+        assert swapped.stats.in_bytes == (4 * 4 + 1) * layer_bytes  # what was written is there: it is not copied
+        for _ in range(2):
+            assert torch.equal(model[3](x), alone[3](x))
+        assert swapped.stats.in_bytes == (4 * 4 + 1) * layer_bytes
     with mode():
         assert torch.equal(model(x), alone(x))
 
@@ -253,6 +258,17 @@ def test_without_room_for_the_buffers_all_is_as_it_was() -> None:
         swap.weights(model, model.layers, device=Far(room_bytes=2048))
     assert picture(model) == before
     assert num_hooks(model) == 0
+
+
+def test_buffers_make_room_for_what_comes_back() -> None:
+    model, x = mlp()
+    model.eval()
+    device = Far()
+    device.torch_device = torch.device("cpu")  # the model is on it
+    with torch.no_grad(), swap.weights(model, model.layers, device=device):
+        model(x)
+        device.room_bytes = sum(p.nbytes for p in model.layers.parameters())
+    assert device.taken_bytes == device.room_bytes
 
 
 def test_what_has_no_room_at_the_end_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
