@@ -21,6 +21,7 @@ SWAP = ROOT / "megatron" / "swap"
 LAYERS: list[set[str]] = [
     {"session", "prepare", "tensors"},
     {"auto"},
+    {"inference", "packed_weights"},
     {"layer", "optimizer", "arguments", "attention", "producers", "host_share"},  # the Megatron edge
     {"summary", "profiler", "plan_run", "ledger"},
     {"autograd"},
@@ -50,7 +51,7 @@ LAYERS: list[set[str]] = [
     {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives", "loss_kernels",
      "stash"},
 ]
-MEGATRON_EDGE = LAYERS[2]
+MEGATRON_EDGE = LAYERS[3]
 PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE
 
 MAX_LINES = 500
