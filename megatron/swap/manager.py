@@ -96,6 +96,7 @@ class SwapManager:
         self._orphans: Orphans = deque()
         self._reads: deque[tuple[int, Event]] = deque()
         self._num_reads = 0
+        self._drained = False
 
     # ------------------------------------------------------------------ forward
 
@@ -328,9 +329,18 @@ class SwapManager:
         return handle.state
 
     def _bring_back(self, handles: list[Handle], why: str = "prefetch") -> None:
-        """Enqueue the copies in, in the order given."""
+        """Enqueue the copies in, in the order given.
+
+        Raises:
+            SwapError: the manager was drained before.
+        """
         if not handles:
             return
+        if self._drained:
+            raise SwapError(
+                f"{handles[0].label}: swapping was closed while this tensor was in host memory, so backward cannot "
+                "have it any more. Close after the last backward."
+            )
         compute = self._device.current_stream()
         with self.ranges.mark(f"{BRING_BACK} {len(handles)}"):
             coming_slots = deque(handle.slot for handle in handles if handle.slot is not None)
@@ -462,7 +472,11 @@ class SwapManager:
         return self.window_bytes // self._largest_group_bytes if self._largest_group_bytes else 0
 
     def drain(self) -> None:
-        """Training is over, or broke off: wait for every copy, then forget what was on its way."""
+        """Training is over, or broke off: wait for every copy, then forget what was on its way.
+
+        A graph that is there still has what is on the device; it gets nothing back that is not.
+        """
+        self._drained = True
         self._device.close()
         self._pending.clear()
         self._pending_bytes = 0
