@@ -1,0 +1,625 @@
+"""Swapping around a plain PyTorch training loop: equal to the bit, nothing left behind, clear errors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from megatron import swap
+from megatron.swap.autograd import LayerBoundary
+from megatron.swap.config import SwapConfig
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.host_memory import HostMemoryError
+from megatron.swap.modules import SwappedActivations
+from megatron.swap.observer import PLAIN, Observer
+from megatron.swap.plan import Plan
+from megatron.swap.policy import ManualPolicy
+from megatron.swap.types import MIB, SwapError, UsageError
+from tests.lazy_device import LazyDevice
+
+WIDTH = 32
+ALL: dict[str, Any] = {"min_mib": 0, "cpu_delay_ms": 0.5}
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(functional.gelu(self.up(hidden)))
+
+
+class Residual(nn.Module):
+    """Batch norm, and changes in place of what autograd saves or is about to."""
+
+    def __init__(self, channels: int = 8) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        out = self.relu(self.norm1(self.conv1(image)))
+        out = self.norm2(self.conv2(out))
+        out += image
+        return self.relu(out)
+
+
+class Cnn(nn.Module):
+    """The first layer's input, the images, needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.stages = nn.ModuleList([nn.Sequential(Residual(), Residual()), nn.Sequential(Residual(), Residual())])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(images)
+        for stage in self.stages:
+            hidden = stage(hidden)
+        return self.head(hidden.mean((2, 3)))
+
+
+class Twice(nn.Module):
+    """The same layer at several places, and a frozen one before all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Mlp()
+        self.layers = nn.ModuleList([Mlp().requires_grad_(False), shared, Mlp(), shared, Mlp()])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class Keyed(nn.Module):
+    """A layer that is called by keywords and returns a mapping, whose tensors its caller changes in place."""
+
+    def __init__(self, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, *, states: dict[str, torch.Tensor]) -> dict[str, Any]:
+        hidden = self.mlp(states["hidden"])
+        return {"hidden": hidden, "more": [(hidden.view(-1),)]}
+
+
+class OfKeyed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Keyed() for _ in range(4)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        states = {"hidden": hidden}
+        for layer in self.layers:
+            states = layer(states=states)
+            states["more"][0][0].mul_(1.5)  # a view: the hidden states change with it
+        return states["hidden"]
+
+
+class Checkpointed(nn.Module):
+    """Recomputes a part of itself."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.second, self.dropout = Mlp(), Mlp(), nn.Dropout(0.2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = lambda given: self.dropout(self.second(given))  # noqa: E731
+        return checkpoint(inner, self.first(hidden), use_reentrant=self.use_reentrant)
+
+
+def mlps(num_layers: int = 6) -> nn.Sequential:
+    return nn.Sequential(*(Mlp() for _ in range(num_layers)))
+
+
+def rows(step: int) -> torch.Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def images(step: int) -> torch.Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+
+
+def tokens(step: int) -> torch.Tensor:
+    return rows(step).view(2, 8, WIDTH)
+
+
+def encoder() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 64, dropout=0.3, batch_first=True)
+    return nn.TransformerEncoder(layer, 5)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+@dataclass
+class Trained:
+    losses: list[torch.Tensor]
+    grads: list[torch.Tensor | None]
+    state: dict[str, torch.Tensor]
+
+    def same_as(self, other: Trained) -> bool:
+        pairs = [
+            *zip(self.losses, other.losses, strict=True),
+            *zip(self.grads, other.grads, strict=True),
+            *((self.state[name], other.state[name]) for name in self.state | other.state),
+        ]
+        return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+def train(
+    model: nn.Module,
+    data: Callable[[int], torch.Tensor] = rows,
+    num_steps: int = 4,
+    backward: Callable[[nn.Module, torch.Tensor, int], torch.Tensor] | None = None,
+) -> Trained:
+    """``backward``: forward and backward of a step, instead of the plain one; returns the loss."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        if backward is not None:
+            loss = backward(model, data(step), step)
+        else:
+            loss = loss_of(model(data(step)))
+            loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return Trained(losses, grads, {name: value.clone() for name, value in model.state_dict().items()})
+
+
+def assert_equal(
+    make: Callable[[], nn.Module], data: Callable[[int], torch.Tensor] = rows, layers: str = "all", **options: Any
+) -> swap.SwapStats:
+    """Trained with and without: the same, something was swapped, and nothing of it is left."""
+    torch.manual_seed(7)
+    model = make()
+    plain = train(copy.deepcopy(model), data, **options)
+    with swap.activations(model, layers, **ALL) as swapped:
+        result = train(model, data, **options)
+        gc.collect()
+        stats = swapped.stats()
+    assert result.same_as(plain)
+    assert stats.out_bytes > 0
+    assert 0 < stats.in_bytes <= stats.out_bytes
+    assert stats.held_bytes == 0
+    return stats
+
+
+# ------------------------------------------------------------------------------------------- equality to the bit
+
+
+@pytest.mark.parametrize("layers", ["all", "0-3", "every:2", "1,4"])
+def test_mlps(layers: str) -> None:
+    assert_equal(mlps, layers=layers)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_with_batch_norm_and_changes_in_place(memory_format: torch.memory_format) -> None:
+    data = lambda step: images(step).to(memory_format=memory_format)  # noqa: E731
+    assert_equal(lambda: Cnn().to(memory_format=memory_format), data)
+
+
+def test_each_operator_a_layer() -> None:
+    """What one layer saved the next one changes in place, where autograd allows it."""
+    def make() -> nn.Module:
+        blocks = [(nn.Conv2d(c, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)) for c in (3, 8, 8)]
+        return nn.Sequential(*(one for block in blocks for one in block), nn.MaxPool2d(2), nn.Flatten(), nn.ReLU(True))
+
+    assert_equal(make, images)
+
+
+def test_transformer_layers_with_dropout() -> None:
+    assert_equal(encoder, tokens)
+
+
+def test_autocast() -> None:
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(batch).float())
+        loss.backward()
+        return loss
+
+    assert_equal(encoder, tokens, backward=backward)
+
+
+def test_a_layer_used_twice_behind_a_frozen_one() -> None:
+    assert_equal(Twice)
+
+
+def test_layers_that_return_mappings_changed_in_place() -> None:
+    assert assert_equal(OfKeyed, num_steps=5).num_late == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_inside_layers(use_reentrant: bool) -> None:
+    # With re-entry an input that needs no gradient would get none, with or without us: so the first one has weights.
+    assert_equal(lambda: nn.Sequential(*(Checkpointed(use_reentrant) for _ in range(4))))
+
+
+def test_gradient_accumulation_with_several_forwards_before_backward() -> None:
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        losses = [loss_of(model(part)) for part in batch.split(6)]
+        for loss in losses[::-1] if step % 2 else losses:
+            (loss / 3).backward()
+        together = loss_of(model(batch)) + loss_of(model(batch + 1))  # one backward through two forwards
+        together.backward()
+        return together
+
+    assert_equal(mlps, backward=backward)
+
+
+def test_evaluation_in_between() -> None:
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        with torch.no_grad():
+            model(batch)
+        model.eval()
+        with torch.inference_mode():
+            model(batch)
+        loss_of(model(batch))  # a graph that is thrown away
+        model.train()
+        loss = loss_of(model(batch))
+        with torch.no_grad():
+            model(batch)
+        loss.backward()
+        return loss
+
+    assert_equal(encoder, tokens, backward=backward)
+
+
+def test_a_retained_graph_and_a_second_derivative() -> None:
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        batch.requires_grad_()
+        loss = loss_of(model(batch))
+        loss.backward(retain_graph=True)
+        (slope,) = torch.autograd.grad(loss, batch, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        return loss
+
+    assert_equal(mlps, backward=backward)
+
+
+def test_a_forward_that_fails_and_good_steps_behind_it() -> None:
+    class Failing(Mlp):
+        fails = False
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            inner = self.up(hidden)
+            if self.fails:
+                raise ValueError("planted")
+            return hidden + self.down(functional.gelu(inner))
+
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        model[2].fails = step == 1
+        if step == 1:
+            with pytest.raises(ValueError, match="planted"):
+                model(batch)
+        model[2].fails = False
+        loss = loss_of(model(batch))
+        loss.backward()
+        return loss
+
+    assert_equal(lambda: nn.Sequential(*(Failing() for _ in range(5))), backward=backward)
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        for wrapped_first in (True, False):
+            torch.manual_seed(7)
+            model = mlps()
+            plain = train(nn.parallel.DistributedDataParallel(copy.deepcopy(model)))
+            parallel = nn.parallel.DistributedDataParallel(model) if wrapped_first else model
+            with swap.activations(parallel, **ALL) as swapped:
+                if not wrapped_first:
+                    parallel = nn.parallel.DistributedDataParallel(model)
+                assert train(parallel).same_as(plain)
+                assert len(swapped.layers) == 6
+                assert swapped.stats().in_bytes > 0
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_no_copy_comes_late_or_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device where every copy runs as late as the engine's waits allow."""
+    devices: list[LazyDevice] = []
+
+    def lazy(*_: object) -> LazyDevice:
+        devices.append(LazyDevice())
+        return devices[-1]
+
+    monkeypatch.setattr("megatron.swap.modules._engine_device", lazy)
+    assert_equal(Cnn, images)
+    assert_equal(OfKeyed)
+    assert [device.violations for device in devices] == [[], []]
+    assert all(device.num_copies["in"] for device in devices)
+
+
+def test_a_missing_wait_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatedDevice, "timed_wait", lambda *_: type("None", (), {"elapsed_ms": lambda _: 0.0})())
+    with pytest.raises(AssertionError):
+        assert_equal(mlps)
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_falls_while_the_graph_waits() -> None:
+    def live_after_forward(model: nn.Module) -> int:
+        observer = Observer()  # of what layers compute, whoever holds it: it knows nothing of swapping
+        pack = observer.around(PLAIN).pack
+        hooks = [m.register_forward_hook(lambda _, __, out: pack(out) and None) for m in model.modules()]
+        loss = loss_of(model(rows(0)))
+        live_bytes = observer.live_bytes
+        loss.backward()
+        for hook in hooks:
+            hook.remove()
+        return live_bytes
+
+    model = mlps(12)
+    plain_bytes = live_after_forward(model)
+    with swap.activations(model, min_mib=0) as swapped:
+        live_after_forward(model)
+        assert live_after_forward(model) < plain_bytes / 3
+        assert swapped.stats().held_bytes == 0
+        loss = loss_of(model(rows(0)))
+        assert swapped.stats().held_bytes > plain_bytes / 2
+        del loss
+
+
+def test_nothing_piles_up() -> None:
+    model = mlps()
+    with swap.activations(model, min_mib=0) as swapped:
+        train(model, num_steps=3)
+        before = swapped.stats()
+        train(model, num_steps=50)
+        after = swapped.stats()
+        assert after.held_bytes == 0
+        assert after.host_peak_bytes == before.host_peak_bytes
+        assert after.out_bytes > 10 * before.out_bytes
+        manager = swapped._manager
+        assert len(manager.counters._stalls) < 100
+        assert not manager._orphans
+        assert not manager._leaving
+        assert len(manager._order._observed) <= 6
+        assert not list(manager._order._waiting.keys())
+
+
+def test_small_storages_stay() -> None:
+    model = mlps()
+    with swap.activations(model) as swapped:
+        train(model)
+        assert swapped.stats().out_bytes == 0
+
+
+def test_too_little_host_memory_is_an_error_in_the_forward_that_needs_it() -> None:
+    model = mlps()
+    with (
+        swap.activations(model, min_mib=0, host_gib=8 / MIB) as swapped,
+        pytest.raises(HostMemoryError, match="--swap-host-gib"),
+    ):
+        train(model)
+    assert swapped.stats().host_booked_bytes <= 8 * 1024
+
+
+# ---------------------------------------------------------------------------------------------- taking it off again
+
+
+def footprint(model: nn.Module) -> list[object]:
+    names = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_hooks")
+    hooks = [dict(getattr(module, name)) for module in model.modules() for name in names]
+    return [*hooks, *(sorted(vars(module)) for module in model.modules()), *(m.forward for m in model.modules())]
+
+
+def test_close_leaves_the_modules_as_they_were() -> None:
+    model = mlps()
+    own = model[1].forward
+    model[1].forward = lambda hidden: own(hidden)  # another library's
+    before = footprint(model)
+    swapped = swap.activations(model, "0-3", **ALL)
+    train(model)
+    assert footprint(model) != before
+    swapped.close()
+    assert footprint(model) == before
+    stats = swapped.stats()
+    train(model)
+    swapped.close()
+    assert swapped.stats() == stats
+    assert stats.out_bytes > 0
+    with swap.activations(model, **ALL):  # and once more
+        train(model)
+    assert footprint(model) == before
+
+
+def test_an_error_inside_with_closes() -> None:
+    model = mlps()
+    before = footprint(model)
+    with pytest.raises(KeyError), swap.activations(model, **ALL):
+        model(rows(0))
+        raise KeyError
+    assert footprint(model) == before
+
+
+def test_a_backward_after_close_is_told_what_happened() -> None:
+    model = mlps()
+    with swap.activations(model, **ALL):
+        loss = loss_of(model(rows(0)))
+    with pytest.raises(SwapError, match="Close after the last backward"):
+        loss.backward()
+
+
+def test_a_backward_after_close_has_what_never_left() -> None:
+    torch.manual_seed(7)
+    model = mlps(1)  # the last layer stays
+    with swap.activations(model, **ALL):
+        loss = loss_of(model(rows(0)))
+    loss.backward()
+    assert model[0].up.weight.grad is not None
+
+
+# ------------------------------------------------------------------------------------------------- what layers are
+
+
+def test_layers_are_the_children_of_the_outermost_stacks() -> None:
+    model = Cnn()
+    with swap.activations(model) as swapped:
+        assert swapped.layers == (*model.stem, *model.stages)  # of nested stacks the outer one
+    with swap.activations(encoder()) as swapped:
+        assert len(swapped.layers) == 5
+    with swap.activations(Twice()) as swapped:
+        assert len(swapped.layers) == 4
+    nested = nn.ModuleList([nn.ModuleList([Mlp(), Mlp()]), nn.ModuleDict({"a": nn.Sequential(Mlp())})])
+    with swap.activations(nested, "0,2") as swapped:
+        assert swapped.layers == (nested[0][0], nested[0][1], nested[1]["a"][0])
+        assert swapped.chosen == (0, 2)
+    layers = [Mlp(), Mlp()]
+    with swap.activations(iter(layers), ManualPolicy({1}, ("up",), 0)) as swapped:
+        assert swapped.layers == tuple(layers)
+        assert swapped.chosen == (1,)
+
+
+def refused() -> dict[str, tuple[Callable[[], Any], str]]:
+    model = mlps(3)
+    compiled = mlps(3)
+    compiled[1].compile()
+    return {
+        "no stack": (lambda: swap.activations(Mlp()), "no layers were found in Mlp"),
+        "no layers": (lambda: swap.activations([]), "no layers were found in list"),
+        "an empty stack": (lambda: swap.activations(nn.ModuleList()), "no layers were found"),
+        "no module": (lambda: swap.activations([model[0], 3]), "given int as a layer"),  # type: ignore[list-item]
+        "not iterable": (lambda: swap.activations(3), "given int as a layer"),  # type: ignore[arg-type]
+        "a list of stacks": (lambda: swap.activations([nn.ModuleList([Mlp()])]), "given ModuleList as a layer"),
+        "beyond": (lambda: swap.activations(model, "0-3"), "layer 3 is out of range"),
+        "not a range": (lambda: swap.activations(model, "first"), "neither a layer nor a range"),
+        "none": (lambda: swap.activations(model, "none"), "none of the 3 layers"),
+        "a number": (lambda: swap.activations(model, 3), "given 3 as layers"),  # type: ignore[arg-type]
+        "min_mib": (lambda: swap.activations(model, min_mib=-1), "--swap-min-mib"),
+        "host_gib": (lambda: swap.activations(model, host_gib=0), "--swap-host-gib"),
+        "inside": (lambda: swap.activations([model, model[1]]), "layer 0 of list .Sequential. contains layer 1"),
+        "meta": (lambda: swap.activations(mlps(2).to("meta")), "are on meta"),
+        "no device": (lambda: swap.activations(nn.Sequential(nn.ReLU())), "no device"),
+        "compiled layer": (lambda: swap.activations(compiled), "layer 1 of Sequential .Mlp. is compiled"),
+        "wrapped": (lambda: swap.activations([torch.compile(Mlp())]), "is compiled .OptimizedModule."),
+        "scripted": (lambda: swap.activations([torch.jit.script(nn.Linear(2, 2))]), "is compiled"),
+    }
+
+
+@pytest.mark.parametrize("case", refused())
+def test_bad_input_is_refused(case: str) -> None:
+    call, said = refused()[case]
+    with pytest.raises(UsageError, match=said):
+        call()
+
+
+def test_more_host_memory_than_there_is() -> None:
+    model = mlps()
+    with pytest.raises(HostMemoryError, match="--swap-host-gib asks for"):
+        swap.activations(model, host_gib=1e6)
+    assert "forward" not in vars(model[0])
+
+
+def test_nested_swaps_are_refused() -> None:
+    model = nn.Sequential(mlps(2), mlps(2))
+    before = footprint(model)
+    with swap.activations(model):
+        for again in (model, [model], model[0], [model[1][1]], [model[1][1].up]):
+            with pytest.raises(UsageError, match="swapped already"):
+                swap.activations(again)
+    assert footprint(model) == before
+
+
+def test_a_plan_that_recomputes_whole_layers_is_refused() -> None:
+    class Whole(ManualPolicy):
+        def recomputes_whole(self, layer: int) -> bool:
+            return layer == 1
+
+    with pytest.raises(UsageError, match="recomputes whole layers"):
+        swap.activations(mlps(), Whole({0}, (), 0))
+
+
+def test_a_swapped_model_is_neither_copied_nor_pickled() -> None:
+    model = mlps()
+    with swap.activations(model, "0-1"):
+        with pytest.raises(UsageError, match="neither copied nor pickled"):
+            copy.deepcopy(model)
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+    copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_around_layers(use_reentrant: bool) -> None:
+    """Around a layer that is to be swapped: a contradiction. Around another one: it stays a checkpoint."""
+    saved: list[torch.Tensor] = []
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Mlp() for _ in range(5)])
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for number, layer in enumerate(self.layers):
+                if number == 3:
+                    hidden = checkpoint(layer, hidden, use_reentrant=use_reentrant)
+                else:
+                    hidden = layer(hidden)
+            return hidden
+
+    assert_equal(Around, layers="0-2")
+    model = Around()
+    runs = []
+    model.layers[3].up.register_forward_hook(lambda *_: runs.append(1))
+    with swap.activations(model, "0-2", min_mib=0):
+        train(model, num_steps=2)
+    assert len(runs) == 4
+    with (
+        swap.activations(model, "1-3", min_mib=0),
+        pytest.raises(UsageError, match="layer 3 .Mlp. is to be swapped, but runs inside an activation checkpoint"),
+    ):
+        train(model)
+    assert not saved
+
+
+# ----------------------------------------------------------------------------------------------------- the package
+
+
+def test_the_package_imports_nothing_before_it_is_asked_for() -> None:
+    program = (
+        "import sys, megatron.swap, megatron.swap.planner.solve\n"
+        "assert not {'torch', 'megatron.swap.modules'} & set(sys.modules)\n"
+        "from megatron import swap\n"
+        "from megatron.swap import types\n"
+        "assert not hasattr(swap, 'anything')\n"
+        "assert 'torch' not in sys.modules\n"
+        "swap.activations\n"
+        "assert 'torch' in sys.modules and not any(name.startswith('megatron.core') for name in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_verify() -> None:
+    model = mlps()
+    with swap.activations(model, verify=True, **ALL) as swapped:
+        train(model)
+        assert swapped.stats().in_bytes > 0
