@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,22 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from megatron import swap
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron import swap
-from megatron.swap.autograd import LayerBoundary
-from megatron.swap.config import SwapConfig
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.host_memory import HostMemoryError
-from megatron.swap.modules import SwappedActivations
 from megatron.swap.observer import PLAIN, Observer
-from megatron.swap.plan import Plan
 from megatron.swap.policy import ManualPolicy
 from megatron.swap.types import MIB, SwapError, UsageError
 from tests.lazy_device import LazyDevice
 
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 32
 ALL: dict[str, Any] = {"min_mib": 0, "cpu_delay_ms": 0.5}
 
@@ -91,7 +89,7 @@ class Twice(nn.Module):
 class Keyed(nn.Module):
     """A layer that is called by keywords and returns a mapping, whose tensors its caller changes in place."""
 
-    def __init__(self, recompute: bool | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.mlp = Mlp()
 
@@ -202,7 +200,7 @@ def assert_equal(
         stats = swapped.stats()
     assert result.same_as(plain)
     assert stats.out_bytes > 0
-    assert 0 < stats.in_bytes <= stats.out_bytes
+    assert stats.in_bytes > 0
     assert stats.held_bytes == 0
     return stats
 
@@ -254,7 +252,6 @@ def test_layers_that_return_mappings_changed_in_place() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_inside_layers(use_reentrant: bool) -> None:
-    # With re-entry an input that needs no gradient would get none, with or without us: so the first one has weights.
     assert_equal(lambda: nn.Sequential(*(Checkpointed(use_reentrant) for _ in range(4))))
 
 
@@ -370,7 +367,11 @@ def test_memory_falls_while_the_graph_waits() -> None:
     def live_after_forward(model: nn.Module) -> int:
         observer = Observer()  # of what layers compute, whoever holds it: it knows nothing of swapping
         pack = observer.around(PLAIN).pack
-        hooks = [m.register_forward_hook(lambda _, __, out: pack(out) and None) for m in model.modules()]
+
+        def look(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+            pack(output)
+
+        hooks = [module.register_forward_hook(look) for module in model.modules()]
         loss = loss_of(model(rows(0)))
         live_bytes = observer.live_bytes
         loss.backward()
@@ -521,11 +522,11 @@ def refused() -> dict[str, tuple[Callable[[], Any], str]]:
         "meta": (lambda: swap.activations(mlps(2).to("meta")), "are on meta"),
         "no device": (lambda: swap.activations(nn.Sequential(nn.ReLU())), "no device"),
         "compiled layer": (lambda: swap.activations(compiled), "layer 1 of Sequential .Mlp. is compiled"),
-        "wrapped": (lambda: swap.activations([torch.compile(Mlp())]), "is compiled .OptimizedModule."),
         "scripted": (lambda: swap.activations([torch.jit.script(nn.Linear(2, 2))]), "is compiled"),
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
 @pytest.mark.parametrize("case", refused())
 def test_bad_input_is_refused(case: str) -> None:
     call, said = refused()[case]
@@ -571,7 +572,6 @@ def test_a_swapped_model_is_neither_copied_nor_pickled() -> None:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_around_layers(use_reentrant: bool) -> None:
     """Around a layer that is to be swapped: a contradiction. Around another one: it stays a checkpoint."""
-    saved: list[torch.Tensor] = []
 
     class Around(nn.Module):
         def __init__(self) -> None:
@@ -598,7 +598,6 @@ def test_checkpoints_around_layers(use_reentrant: bool) -> None:
         pytest.raises(UsageError, match="layer 3 .Mlp. is to be swapped, but runs inside an activation checkpoint"),
     ):
         train(model)
-    assert not saved
 
 
 # ----------------------------------------------------------------------------------------------------- the package
@@ -616,6 +615,27 @@ def test_the_package_imports_nothing_before_it_is_asked_for() -> None:
         "assert 'torch' in sys.modules and not any(name.startswith('megatron.core') for name in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_compiled_model_runs_its_swapped_layers_as_they_are() -> None:
+    program = (
+        "import torch\n"
+        "from torch import nn\n"
+        "from megatron import swap\n"
+        "from tests.unit import test_modules as here\n"
+        "torch.manual_seed(7)\n"
+        "model = here.mlps()\n"
+        "plain = here.train(here.copy.deepcopy(model))\n"
+        "compiled = torch.compile(model, backend='aot_eager')\n"
+        "with swap.activations(compiled, **here.ALL) as swapped:\n"
+        "    assert here.train(compiled).same_as(here.Trained(plain.losses, plain.grads,\n"
+        "        {'_orig_mod.' + name: value for name, value in plain.state.items()}))\n"
+        "    assert swapped.stats().in_bytes > 0\n"
+        "with here.pytest.raises(here.UsageError, match='is compiled .OptimizedModule.'):\n"
+        "    swap.activations([torch.compile(here.Mlp())])\n"
+    )
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "0"}
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, env=environment)
 
 
 def test_verify() -> None:
