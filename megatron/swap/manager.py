@@ -222,20 +222,26 @@ class SwapManager:
         allowed_bytes = self._kept_after_bytes.get(self._layer, 0) + self._unclaimed_bytes
         if not self._place.ends_in_loss:
             allowed_bytes += self.window_bytes
+        assert self._youngest is not None
+        with_caller: list[Handle] = []
         while self._leaving_bytes > allowed_bytes:
             handle = self._leaving[0]
             gone_wrong = handle.changed()
-            if gone_wrong or handle.held_elsewhere():
-                if handle.group is self._youngest and not gone_wrong:
-                    return  # the layer's own frame still holds it, most likely: look again in the next layer
-                self._leaving.popleft()
-                self._leaving_bytes -= handle.num_bytes
-                self._stay(handle)
-                continue
+            held = gone_wrong or handle.held_elsewhere()
+            num_since = self._youngest.sequence - handle.group.sequence
+            if held and not gone_wrong and num_since == 0:
+                break  # the layer's own frame still holds it, most likely: look again in the next layer
             self._leaving.popleft()
             self._leaving_bytes -= handle.num_bytes
-            with self.ranges.storage("release", handle):
-                self._drop(handle)
+            if held and not gone_wrong and num_since == 1:
+                with_caller.append(handle)  # a layer saved its output, which is now the next one's input
+            elif held:
+                self._stay(handle)
+            else:
+                with self.ranges.storage("release", handle):
+                    self._drop(handle)
+        self._leaving.extendleft(reversed(with_caller))
+        self._leaving_bytes += sum(handle.num_bytes for handle in with_caller)
 
     def _drop(self, handle: Handle) -> None:
         """Let go of a storage that was copied out: its memory is for everybody once compute has waited for the copy."""
