@@ -2,13 +2,13 @@
 
     PYTHONPATH=. python examples/swap_cnn.py
 
-Nothing is downloaded, random images. On a GPU if there is one; without, RAM plays the GPU. Prints (bytes and waits differ
-from machine to machine, the last words do not):
+Nothing is downloaded, random images. On a GPU if there is one; without, RAM plays the GPU. Prints (figures differ from
+machine to machine, the last word of each does not):
 
-    channels first: 8 blocks: 26 MiB out, 26 MiB in, 0 late, 3.9 ms waited, at most 8.77 MiB in host memory
-    losses 1.8032 1.6201 1.4960: equal
-    channels last: 8 blocks: 26 MiB out, 26 MiB in, 0 late, 4.3 ms waited, at most 8.77 MiB in host memory
-    losses 1.8032 1.6201 1.4960: equal
+    channels first: 8 blocks: 31 MiB out, 28 MiB in, 0 late, 5.4 ms waited, at most 10 MiB in host memory
+    losses 1.8403 1.5424 1.7098: equal
+    channels last: 8 blocks: 31 MiB out, 28 MiB in, 0 late, 10.5 ms waited, at most 10 MiB in host memory
+    losses 1.8403 1.5424 1.7099: equal
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import os
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that two runs on a GPU are equal at all
 
 import torch
-from torch import nn
-
 from megatron import swap
+from torch import nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_CLASSES = 4

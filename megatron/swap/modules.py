@@ -55,7 +55,7 @@ def activations(
             stands there several times counts once. On the GPU already, if it is to train there.
         layers: which of them: ``0-9``, ``0,4-7``, ``every:2``, ``all``; or a policy, asked by their numbers. The last
             ones before the loss stay where they are, since backward wants them at once.
-        min_mib: smaller storages stay.
+        min_mib: smaller storages stay; a policy decides that itself.
         host_gib: most host memory that is taken, in GiB; ``None``: what is safe on this machine.
         prefetch_gib: most that is brought back ahead of its use; ``None``: as much as the largest layer saves.
         verify: compare checksums of every storage that comes back.

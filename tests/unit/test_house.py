@@ -19,7 +19,7 @@ SWAP = ROOT / "megatron" / "swap"
 
 # Top to bottom; a module imports its own row and the rows below. docs/architecture.md says what each is for.
 LAYERS: list[set[str]] = [
-    {"session", "prepare"},
+    {"session", "prepare", "modules"},
     {"auto"},
     {"layer", "optimizer", "arguments", "attention", "producers", "host_share"},  # the Megatron edge
     {"summary", "profiler", "plan_run", "ledger"},
