@@ -72,6 +72,7 @@ def activations(
     )  # fmt: skip
     policy = ManualPolicy(config.layers, (), int(min_mib * MIB)) if isinstance(layers, str) else layers
     _check_policy(policy, layers, len(found))
+    _check_tail(policy, len(found), num_ahead=1 if prefetch_gib is None else 0)
     return SwappedActivations(found, policy, config, _device_of(found))
 
 
@@ -282,6 +283,16 @@ def _check_policy(policy: Policy, given: str | Policy, num_layers: int) -> None:
         raise UsageError(
             f"layers {given!r}: recomputes whole layers, for which Megatron's layers are needed. Put "
             "torch.utils.checkpoint around them in the model, and swap others."
+        )
+
+
+def _check_tail(policy: Policy, num_layers: int, num_ahead: int) -> None:
+    """``num_ahead``: layers that are brought back ahead of their use, at least."""
+    is_swapped = [policy.swaps_layer(number) for number in range(num_layers)]
+    if all(place.is_tail(num_ahead) for place in places(is_swapped, ends_in_loss=True) if place.swapped):
+        raise UsageError(
+            f"of {num_layers} layers only the last would be swapped, and those stay: backward wants them at once. Swap "
+            "earlier ones, or pass smaller layers, their children in the order of forward."
         )
 
 

@@ -310,8 +310,8 @@ def test_a_backward_after_close_is_told_what_happened() -> None:
 
 def test_a_backward_after_close_has_what_never_left() -> None:
     torch.manual_seed(7)
-    model = mlps(1)  # the last layer stays
-    with swap.activations(model, **ALL):
+    model = mlps()
+    with swap.activations(model):  # everything is small
         loss = loss_of(model(rows(0)))
     loss.backward()
     assert model[0].up.weight.grad is not None
@@ -332,7 +332,7 @@ def test_layers_are_the_children_of_the_outermost_stacks() -> None:
     with swap.activations(nested, "0,2") as swapped:
         assert swapped.layers == (nested[0][0], nested[0][1], nested[1]["a"][0])
         assert swapped.chosen == (0, 2)
-    layers = [Mlp(), Mlp()]
+    layers = [Mlp(), Mlp(), Mlp()]
     with swap.activations(iter(layers), ManualPolicy({1}, ("up",), 0)) as swapped:
         assert swapped.layers == tuple(layers)
         assert swapped.chosen == (1,)
@@ -356,8 +356,10 @@ def refused() -> dict[str, tuple[Callable[[], Any], str]]:
         "min_mib": (lambda: swap.activations(model, min_mib=-1), "--swap-min-mib"),
         "host_gib": (lambda: swap.activations(model, host_gib=0), "--swap-host-gib"),
         "inside": (lambda: swap.activations([model, model[1]]), "layer 0 of list .Sequential. contains layer 1"),
-        "meta": (lambda: swap.activations(mlps(2).to("meta")), "are on meta"),
-        "no device": (lambda: swap.activations(nn.Sequential(nn.ReLU())), "no device"),
+        "the last": (lambda: swap.activations(model, "1-2"), "of 3 layers only the last"),
+        "one": (lambda: swap.activations([Mlp()], prefetch_gib=1), "of 1 layers only the last"),
+        "meta": (lambda: swap.activations(mlps(3).to("meta")), "are on meta"),
+        "no device": (lambda: swap.activations([nn.ReLU() for _ in range(3)]), "no device"),
         "compiled layer": (lambda: swap.activations(compiled), "layer 1 of Sequential .Mlp. is compiled"),
         "scripted": (lambda: swap.activations([torch.jit.script(nn.Linear(2, 2))]), "is compiled"),
     }
@@ -379,7 +381,7 @@ def test_more_host_memory_than_there_is() -> None:
 
 
 def test_nested_swaps_are_refused() -> None:
-    model = nn.Sequential(mlps(2), mlps(2))
+    model = nn.Sequential(*(mlps(4) for _ in range(4)))
     before = footprint(model)
     with swap.activations(model):
         for again in (model, [model], model[0], [model[1][1]], [model[1][1].up]):
