@@ -1,13 +1,33 @@
-"""Megatron Swap: activations leave the GPU between forward and backward, and come back in time."""
+"""Megatron Swap: activations leave the GPU between forward and backward, and come back in time.
+
+``megatron.swap.session`` does so for Megatron's trainer, and what is offered here for any PyTorch model: ``activations``
+while it trains, ``weights`` while it infers, ``TensorSwap`` tensor by tensor. Nothing is imported before it is asked
+for: the planner runs on machines without torch.
+"""
+
+from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_OFFERED = {"weights": "megatron.swap.inference"}
-"""What a user finds here, and the module that has it; imported when it is asked for, torch with it."""
+if TYPE_CHECKING:
+    from megatron.swap.inference import WeightSwap, weights
+    from megatron.swap.modules import SwappedActivations, SwapStats, activations
+    from megatron.swap.tensors import TensorSwap
+
+__all__ = ["SwapStats", "SwappedActivations", "TensorSwap", "WeightSwap", "activations", "weights"]
+
+_MODULES = {
+    "SwapStats": "modules",
+    "SwappedActivations": "modules",
+    "TensorSwap": "tensors",
+    "WeightSwap": "inference",
+    "activations": "modules",
+    "weights": "inference",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OFFERED:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_OFFERED[name]), name)
+    return getattr(import_module(f"megatron.swap.{_MODULES[name]}"), name)

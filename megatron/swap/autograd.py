@@ -1,8 +1,8 @@
-"""The edge to autograd: boundary functions around a layer, and what stands in the graph for a saved tensor."""
+"""The edge to autograd: boundaries around layers, and what stands in the graph for a saved tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -113,20 +113,26 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _Leave(torch.autograd.Function):
-    """Stands behind a layer; its backward runs before any of the layer's."""
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a layer returned, in tuples, lists and mappings of any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
 
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, enter: Callable[[], None]) -> torch.Tensor:
-        ctx.enter = enter
-        # Neither ``hidden`` itself nor a view: Megatron frees a stage's output after sending it and insists on a tensor
-        # without a base.
-        return hidden.detach()
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        ctx.enter()
-        return grad, None
+def _on_gradient(result: Any, enter: Callable[[], None]) -> None:
+    """Call ``enter`` when backward comes to what a layer returned, before it runs any of the layer's kernels.
+
+    The tensors are handed on as they are: Megatron frees a stage's output after sending it and insists on a tensor
+    without a base, and a caller may change them in place.
+    """
+    for tensor in _tensors(result):
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(lambda _: enter())
 
 
 def _tell_end_of_backward(ranges: Ranges, group: Group, hidden: Any) -> None:
@@ -314,7 +320,7 @@ class LayerBoundary:
 
     Args:
         layer: number of the layer over the whole model, 0-based.
-        module: the layer; it returns its new hidden states, alone or first in a tuple.
+        module: the layer; backward is foretold by the tensors that it returns, alone or in tuples, lists, mappings.
         hooked: False for a layer that stays whole: then it only marks where backward has got to.
         place: where the layer stands in the forward of its chunk.
         on_run_without_grad: told of the layer's number when it runs without gradients.
@@ -346,6 +352,7 @@ class LayerBoundary:
         self._on_run_without_grad = on_run_without_grad
         self._names = SiteNames(layer, module) if hooked else None
         self._constants = [*module.parameters(), *module.buffers()]
+        self._own_forward = vars(module).get("forward")  # some other library's, around the class's
         self._inner = module.forward
         module.forward = self._forward  # type: ignore[method-assign]
 
@@ -359,6 +366,8 @@ class LayerBoundary:
         if self._names is not None:
             self._names.remove()
         del self.module.forward
+        if self._own_forward is not None:
+            self.module.forward = self._own_forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward():
@@ -389,10 +398,8 @@ class LayerBoundary:
                 result = self._run(group, args, kwargs)
             footprint.end_layer(self.layer, unseen=self._checkpoint is not None)
             manager.end_forward(group)
-        mark = lambda hidden: _Leave.apply(hidden, lambda: manager.begin_backward(group))  # noqa: E731
-        if isinstance(result, tuple):
-            return (mark(result[0]), *result[1:])
-        return mark(result)
+        _on_gradient(result, lambda: manager.begin_backward(group))
+        return result
 
     def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._checkpoint is None:

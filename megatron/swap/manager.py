@@ -96,6 +96,7 @@ class SwapManager:
         self._orphans: Orphans = deque()
         self._reads: deque[tuple[int, Event]] = deque()
         self._num_reads = 0
+        self._drained = False
 
     # ------------------------------------------------------------------ forward
 
@@ -221,20 +222,26 @@ class SwapManager:
         allowed_bytes = self._kept_after_bytes.get(self._layer, 0) + self._unclaimed_bytes
         if not self._place.ends_in_loss:
             allowed_bytes += self.window_bytes
+        assert self._youngest is not None
+        with_caller: list[Handle] = []
         while self._leaving_bytes > allowed_bytes:
             handle = self._leaving[0]
             gone_wrong = handle.changed()
-            if gone_wrong or handle.held_elsewhere():
-                if handle.group is self._youngest and not gone_wrong:
-                    return  # the layer's own frame still holds it, most likely: look again in the next layer
-                self._leaving.popleft()
-                self._leaving_bytes -= handle.num_bytes
-                self._stay(handle)
-                continue
+            held = gone_wrong or handle.held_elsewhere()
+            num_since = self._youngest.sequence - handle.group.sequence
+            if held and not gone_wrong and num_since == 0:
+                break  # the layer's own frame still holds it, most likely: look again in the next layer
             self._leaving.popleft()
             self._leaving_bytes -= handle.num_bytes
-            with self.ranges.storage("release", handle):
-                self._drop(handle)
+            if held and not gone_wrong and num_since == 1:
+                with_caller.append(handle)  # a layer saved its output, which is now the next one's input
+            elif held:
+                self._stay(handle)
+            else:
+                with self.ranges.storage("release", handle):
+                    self._drop(handle)
+        self._leaving.extendleft(reversed(with_caller))
+        self._leaving_bytes += sum(handle.num_bytes for handle in with_caller)
 
     def _drop(self, handle: Handle) -> None:
         """Let go of a storage that was copied out: its memory is for everybody once compute has waited for the copy."""
@@ -328,9 +335,18 @@ class SwapManager:
         return handle.state
 
     def _bring_back(self, handles: list[Handle], why: str = "prefetch") -> None:
-        """Enqueue the copies in, in the order given."""
+        """Enqueue the copies in, in the order given.
+
+        Raises:
+            SwapError: the manager was drained before.
+        """
         if not handles:
             return
+        if self._drained:
+            raise SwapError(
+                f"{handles[0].label}: swapping was closed while this tensor was in host memory, so backward cannot "
+                "have it any more. Close after the last backward."
+            )
         compute = self._device.current_stream()
         with self.ranges.mark(f"{BRING_BACK} {len(handles)}"):
             coming_slots = deque(handle.slot for handle in handles if handle.slot is not None)
@@ -462,7 +478,11 @@ class SwapManager:
         return self.window_bytes // self._largest_group_bytes if self._largest_group_bytes else 0
 
     def drain(self) -> None:
-        """Training is over, or broke off: wait for every copy, then forget what was on its way."""
+        """Training is over, or broke off: wait for every copy, then forget what was on its way.
+
+        A graph that is there still has what is on the device; it gets nothing back that is not.
+        """
+        self._drained = True
         self._device.close()
         self._pending.clear()
         self._pending_bytes = 0

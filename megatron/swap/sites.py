@@ -69,3 +69,8 @@ class SiteNames:
 
         self._hooks.append(submodule.register_forward_pre_hook(enter))
         self._hooks.append(submodule.register_forward_hook(leave, always_call=True))
+
+
+def is_followed(module: nn.Module) -> bool:
+    """Whether a ``SiteNames`` follows ``module``: a layer around it is swapped."""
+    return any(getattr(hook, "__module__", None) == __name__ for hook in module._forward_pre_hooks.values())

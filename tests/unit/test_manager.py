@@ -97,11 +97,26 @@ class TestOneStorage:
             tensor = torch.arange(4096.0)
             handle, _ = bare.swap_out(tensor)
             bare.go_on()
+            assert handle.state is State.LEAVING, "the next layer's caller may hold it, its input"
+            bare.go_on()
             assert handle.state is State.STAYS
             assert bare.pool.stats.num_leases == 0
             assert torch.equal(tensor, torch.arange(4096.0))
         group = bare.manager.begin_forward(0, FIRST)
         assert bare.manager.take(torch.arange(4096.0), SITE, group) is None
+
+    def test_an_output_that_the_next_layer_has_as_its_input_leaves_behind_that_one(self):
+        bare = Bare()
+        tensor, other = torch.arange(4096.0), torch.ones(4096)
+        handle, _ = bare.swap_out(tensor)
+        group = bare.manager.begin_forward(1, SECOND)
+        bare.manager.take(tensor, Site(1, "mlp", 0), group)
+        younger, _ = bare.manager.take(other, Site(1, "mlp", 1), group)
+        bare.manager.end_forward(group)
+        del tensor, other
+        bare.go_on()
+        assert [handle.state, younger.state] == [State.OUT, State.OUT]
+        assert bare.device.num_copies["out"] == 2
 
     def test_backward_that_comes_before_the_release_finds_it_on_the_device(self):
         bare = Bare()

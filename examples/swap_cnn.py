@@ -1,0 +1,96 @@
+"""A residual CNN whose activations are swapped: batch norm, ReLU in place, images with channels first and last.
+
+    PYTHONPATH=. python examples/swap_cnn.py
+
+Nothing is downloaded, random images. On a GPU if there is one; without, RAM plays the GPU. Prints (figures differ from
+machine to machine, the last word of each does not):
+
+    channels first: 8 blocks: 31 MiB out, 28 MiB in, 0 late, 5.4 ms waited, at most 10 MiB in host memory
+    losses 1.8403 1.5424 1.7098: equal
+    channels last: 8 blocks: 31 MiB out, 28 MiB in, 0 late, 10.5 ms waited, at most 10 MiB in host memory
+    losses 1.8403 1.5424 1.7099: equal
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that two runs on a GPU are equal at all
+
+import torch
+from megatron import swap
+from torch import nn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NUM_CLASSES = 4
+
+
+class Block(nn.Module):
+    """Two convolutions and a way around them."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.around = nn.Conv2d(in_channels, channels, 1, stride, bias=False) if stride > 1 else nn.Identity()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        out = self.relu(self.norm1(self.conv1(images)))
+        out = self.norm2(self.conv2(out))
+        out += self.around(images)
+        return self.relu(out)
+
+
+class ResidualNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.stage1 = nn.Sequential(*(Block(16, 16) for _ in range(4)))
+        self.stage2 = nn.Sequential(Block(16, 32, stride=2), *(Block(32, 32) for _ in range(3)))
+        self.head = nn.Linear(32, NUM_CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stage2(self.stage1(self.stem(images))).mean((2, 3)))
+
+
+def net(memory_format: torch.memory_format) -> ResidualNet:
+    torch.manual_seed(0)
+    return ResidualNet().to(DEVICE, memory_format=memory_format)
+
+
+def train(model: ResidualNet, memory_format: torch.memory_format, num_steps: int = 3) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(num_steps):
+        images = torch.randn(8, 3, 32, 32, generator=generator).to(DEVICE, memory_format=memory_format)
+        labels = torch.randint(NUM_CLASSES, (8,), generator=generator).to(DEVICE)
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    formats = {"channels first": torch.contiguous_format, "channels last": torch.channels_last}
+    for name, memory_format in formats.items():
+        plain = train(net(memory_format), memory_format)
+
+        model = net(memory_format)
+        # The stages are nn.Sequential: their blocks are the layers. min_mib: these images are small.
+        with swap.activations(model, "all", min_mib=0.01) as swapped:
+            losses = train(model, memory_format)
+
+        print(f"{name}: {len(swapped.chosen)} blocks: {swapped.stats()}")
+        print("losses", *(f"{loss:.4f}" for loss in losses), end=f": {'equal' if losses == plain else 'DIFFERENT'}\n")
+
+
+if __name__ == "__main__":
+    main()
