@@ -1,8 +1,8 @@
 """Megatron Swap: activations leave the GPU between forward and backward, and come back in time.
 
-``megatron.swap.session`` does so for Megatron's trainer, and what is offered here for any PyTorch model: ``activations``
-while it trains, ``weights`` while it infers, ``TensorSwap`` tensor by tensor. Nothing is imported before it is asked
-for: the planner runs on machines without torch.
+``megatron.swap.session`` does so for Megatron's trainer. What is offered here does for any PyTorch model:
+``activations`` while it trains, ``weights`` while it infers, ``TensorSwap`` tensor by tensor. Nothing is imported
+before it is asked for: the planner runs on machines without torch.
 """
 
 from __future__ import annotations
