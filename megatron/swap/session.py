@@ -19,7 +19,7 @@ from megatron.swap.auto import AutoPlan
 from megatron.swap.autograd import SavedTensors
 from megatron.swap.config import SwapConfig
 from megatron.swap.devices.base import Device
-from megatron.swap.devices.cuda import CudaDevice
+from megatron.swap.devices.cuda import CudaDevice, expands_segments
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_memory import local_world_size
@@ -42,6 +42,7 @@ from megatron.swap.summary import (
     RankReport,
     StepRecord,
     build_summary,
+    device_line,
     idle_line,
     layer_table,
     refused_lines,
@@ -404,6 +405,8 @@ class SwapSession:
                 print(f" swap: --swap-summary was not written: {error}", file=sys.stderr, flush=True)
         if self._swaps and self.config.log_level != "quiet":
             print(layer_table(summary), flush=True)
+            if (line := device_line(summary, expands_segments())) is not None:
+                print(line, flush=True)
 
     def _report(self) -> RankReport:
         report = RankReport(
@@ -414,6 +417,7 @@ class SwapSession:
             host_booked_bytes=0,
             host_leased_peak_bytes=0,
             stayed_bytes=0,
+            device_reserved_bytes=self._device_of_rank().peak_reserved_bytes(),
         )
         if self._optimizer is not None:
             self._optimizer.report_to(report)

@@ -13,6 +13,9 @@ from megatron.swap.config import SwapConfig
 from megatron.swap.trace import Totals
 from megatron.swap.types import MemoryRow, Site, format_bytes, places
 
+MANY_FRAGMENTS = 0.02
+"""Of what is in use at the peak: held beside it, worth a word."""
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -36,6 +39,8 @@ class RankReport:
     host_booked_bytes: int
     host_leased_peak_bytes: int
     stayed_bytes: int
+    device_reserved_bytes: int | None = None
+    """Most that the device's allocator held, in use or not."""
     disk_booked_bytes: int = 0
     disk_leased_peak_bytes: int = 0
     optimizer_host_bytes: int = 0
@@ -118,6 +123,21 @@ def layer_table(summary: dict[str, Any]) -> str:
     return table(shown, ("layers", "number", "out a step, each", "in a step, each", "out a step, together"))
 
 
+def device_line(summary: dict[str, Any], expands: bool) -> str | None:
+    """What the device held, in use and in all; ``None`` where there is none.
+
+    Args:
+        expands: the allocator may grow segments that it has, so that few fragments are left.
+    """
+    peak_bytes, reserved_bytes = summary["device_peak_bytes"], summary["device_reserved_bytes"]
+    if peak_bytes is None or reserved_bytes is None:
+        return None
+    line = f" swap: the device held at most {format_bytes(reserved_bytes)}, {format_bytes(peak_bytes)} of it in use"
+    if reserved_bytes - peak_bytes > MANY_FRAGMENTS * peak_bytes and not expands:
+        line += "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer fragments"
+    return line
+
+
 def _moved(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "stays"
 
@@ -155,6 +175,7 @@ def build_summary(
         "optimizer_out_bytes": sum(rank.optimizer_out_bytes for rank in ranks),
         "optimizer_in_bytes": sum(rank.optimizer_in_bytes for rank in ranks),
         "device_peak_bytes": _largest(rank.device_peak_bytes for rank in ranks),
+        "device_reserved_bytes": _largest(rank.device_reserved_bytes for rank in ranks),
         "saved_peak_bytes": _largest(rank.saved_peak_bytes for rank in ranks),
         "num_late": sum(step.moved.num_late for step in steps),
         "recomputed_bytes": sum(step.moved.recomputed_bytes for step in steps),

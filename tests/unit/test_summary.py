@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron.swap.config import SwapConfig
+from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.plan import Model, Plan, PlanClass, SitePlan
 from megatron.swap.summary import (
     RankReport,
     StepRecord,
     build_summary,
+    device_line,
     idle_line,
     layer_ranges,
     layer_table,
@@ -66,6 +68,37 @@ def test_the_step_line_has_bytes_and_stall_and_the_peak_where_there_is_one():
     assert "4.2 ms" in line
     assert "peak" not in line
     assert "device peak 412 MiB" in step_line(step(1, {}, None), 412 * MIB)
+
+
+def test_the_device_line_has_what_is_held_and_says_what_leaves_fewer_fragments():
+    whole = build_summary(1, [rank([], [], device_peak_bytes=100 * MIB, device_reserved_bytes=120 * MIB)])
+    line = device_line(whole, expands=False)
+    assert line is not None
+    assert "at most 120 MiB, 100 MiB of it in use" in line
+    assert "expandable_segments:True" in line
+    assert "expandable" not in str(device_line(whole, expands=True))
+    tight = build_summary(1, [rank([], [], device_peak_bytes=100 * MIB, device_reserved_bytes=101 * MIB)])
+    assert "expandable" not in str(device_line(tight, expands=False))
+    assert device_line(build_summary(1, [rank([], [])]), expands=False) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "expands"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments: true"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+    ],
+)
+def test_either_variable_tells_whether_segments_expand(
+    environment: dict[str, str], expands: bool, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert expands_segments() is expands
 
 
 class TestBuildSummary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,12 @@ All copies in one direction stand in one line, whatever their streams: a counter
 stream lets the line pass, so copies go by two streams in turns; no slower, on an H200. Where
 CUDA_DEVICE_MAX_CONNECTIONS is 1 this does not help: all streams are one line then.
 """
+
+
+def expands_segments() -> bool:
+    """Whether PyTorch's allocator was told to grow segments that it has (by its variable, older or newer spelling)."""
+    told = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return "expandable_segments:true" in told.lower().replace(" ", "")
 
 
 class _Stall:
