@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 BeforeUse = Callable[[Iterable[torch.Tensor]], None]
 
@@ -44,6 +44,11 @@ class Addresses(TorchFunctionMode):
 
 ASK_FOR_ADDRESS = frozenset(
     {
+        torch.Tensor.__repr__,
+        torch.Tensor.__format__,
+        torch.Tensor.__deepcopy__,
+        torch.Tensor.untyped_storage,  # as pickling and saving do
+        torch.Tensor.share_memory_,
         torch.Tensor.data_ptr,
         torch.Tensor.numpy,
         torch.Tensor.tolist,
@@ -54,10 +59,19 @@ ASK_FOR_ADDRESS = frozenset(
 )
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Its storage, without asking for it."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()
+
+
 def _tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those among the arguments of an operation, in lists too."""
+    """Those among the arguments of an operation, in lists too, and those that a wrapper is made of."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument
+            if is_traceable_wrapper_subclass(argument):
+                names, _ = argument.__tensor_flatten__()
+                yield from _tensors(getattr(argument, name) for name in names)
         elif isinstance(argument, (list, tuple)):
             yield from _tensors(argument)

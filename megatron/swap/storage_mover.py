@@ -47,7 +47,7 @@ class Away:
     """A storage that is not simply on the device.
 
     Attributes:
-        reference: dies with the storage's last tensor.
+        reference: dies with the storage's last tensor. ``None``: it is on the device again.
         transfer: under way; it holds the storage. ``None``: it is out.
     """
 
@@ -55,7 +55,7 @@ class Away:
 
     def __init__(self, storage: torch.UntypedStorage, lease: Lease, died: Callable[[Any], None]) -> None:
         self.num_bytes = storage.nbytes()
-        self.reference = weakref.ref(storage, died)
+        self.reference: weakref.ref[torch.UntypedStorage] | None = weakref.ref(storage, died)
         self.lease = lease
         self.state = State.LEAVING
         self.transfer: Transfer | None = None
@@ -81,6 +81,7 @@ class StorageMover:
         self._away: dict[int, Away] = {}
         self._leaving: OrderedDict[int, Away] = OrderedDict()
         """As their copies stand in the queue."""
+        self._returning: OrderedDict[int, Away] = OrderedDict()
         self._finishing: deque[Transfer] = deque()
         """Over for everybody but the host memory that they read or write."""
         self._failures: list[Exception] = []
@@ -90,8 +91,8 @@ class StorageMover:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything is simply on the device."""
-        return not self._away
+        """Whether everything is simply on the device, and no copy under way."""
+        return not self._away and not self._finishing
 
     def state(self, storage: torch.UntypedStorage) -> State | None:
         """``None``: it is simply on the device."""
@@ -116,10 +117,13 @@ class StorageMover:
                 if self._access.in_use(storage):
                     raise SwapError("a tensor that is to leave is in use: a C++ operator declared it and has not ended")
                 self._reap()
-                away = self._away[storage._cdata] = self._new_away(storage)
+                away = self._new_away(storage)
+                self._away[storage._cdata] = away
             elif away.transfer is None or not ahead or not away.transfer.erase():
                 return  # it is out, or on its way
             assert away.transfer is not None
+            # From here on a change would be lost: whoever is not seen gets an error. The copy itself runs by address.
+            self._access.refuse(storage, _refusal(away))
             away.transfer.begin(ahead=ahead)
             self._leaving[storage._cdata] = away
             self._leaving.move_to_end(storage._cdata, last=not ahead)
@@ -163,7 +167,7 @@ class StorageMover:
         Raises: as ``need``.
         """
         away = self._away.get(address)
-        storage = None if away is None else away.reference()
+        storage = None if away is None or away.reference is None else away.reference()
         if storage is not None:
             self.need(storage)
         return storage is not None
@@ -175,7 +179,7 @@ class StorageMover:
             if away is None or away.transfer is None or not away.transfer.erase():
                 return
             if away.state is State.LEAVING:
-                self._forget(away)
+                self._forget(away, storage)
                 away.lease.free()
             else:
                 self._empty(away, storage)
@@ -183,24 +187,28 @@ class StorageMover:
     def return_all(self) -> None:
         """Everything that is out or on its way is back on the device. Raises: as ``need``."""
         with self._lock:
-            storages = [away.reference() for away in list(self._away.values())]
+            storages = [away.reference() for away in list(self._away.values()) if away.reference is not None]
             for storage in storages:
                 if storage is not None:
                     self.begin_return(storage)
-            for away in list(self._away.values()):
+            for away in list(self._returning.values()):
                 self._arrive(away)
 
     # ------------------------------------------------------------------ waited for
 
-    def free_what_left(self) -> None:
-        """The memory of storages whose copies are over; waits for none. Failures are kept for who waits."""
+    def see_to_copies(self) -> None:
+        """Take note of copies that are over, the memory of what has left above all; waits for none.
+
+        Failures are kept for who waits.
+        """
         with self._lock:
-            while self._leaving:
-                away = next(iter(self._leaving.values()))
-                assert away.transfer is not None
-                if not away.transfer.is_done():
-                    break
-                self._try(partial(self._has_left, away))
+            for under_way, step in ((self._leaving, self._has_left), (self._returning, self._arrive)):
+                while under_way:
+                    away = next(iter(under_way.values()))
+                    assert away.transfer is not None
+                    if not away.transfer.is_done():
+                        break
+                    self._try(partial(step, away))
             self._reap()
 
     def wait_left(self) -> None:
@@ -214,11 +222,13 @@ class StorageMover:
 
     def wait(self) -> None:
         """Until nothing is on its way. Raises: what made a copy fail, when all are over."""
-        for away in list(self._away.values()):
-            if away.state is State.LEAVING:
-                self._try(partial(self._has_left, away))
-            elif away.state is State.RETURNING:
-                self._try(partial(self._arrive, away))
+        for away in list(self._leaving.values()):
+            self._try(partial(self._has_left, away))
+        for away in list(self._returning.values()):
+            self._try(partial(self._arrive, away))
+        with self._lock:
+            while self._finishing:
+                self._finish(self._finishing.popleft())
         self._raise_first()
 
     def _try(self, step: Callable[[], None]) -> None:
@@ -236,18 +246,24 @@ class StorageMover:
     # ------------------------------------------------------------------ transitions, all under the lock
 
     def _new_away(self, storage: torch.UntypedStorage) -> Away:
-        address, away_of = storage._cdata, self._away
+        address, away_of, access = storage._cdata, self._away, self._access
         lease = self._pool.lease(storage.nbytes())
+        try:
+            transfer = self._transfers.transfer(Direction.OUT, storage, lease)
+        except BaseException:
+            lease.free()
+            raise
 
         def died(_: Any) -> None:
             # Its last tensor is gone while it was out. Runs wherever that was, maybe in a garbage collection under our
             # own lock: takes none.
             if away_of.get(address) is away:
                 del away_of[address]
+            access.forget(address)
             lease.free()
 
         away = Away(storage, lease, died)
-        away.transfer = self._transfers.transfer(Direction.OUT, storage, lease)
+        away.transfer = transfer
         return away
 
     def _has_left(self, away: Away) -> None:
@@ -255,12 +271,12 @@ class StorageMover:
         if away.state is not State.LEAVING or away.transfer is None:
             return
         storage = away.transfer.storage
-        if self._away.get(storage._cdata) is not away:
-            return  # it was called back meanwhile
         try:
             away.transfer.wait()
+            if storage.nbytes() != away.num_bytes:
+                raise SwapError("a tensor was resized while it left: it stays as it is now")
         except Exception:
-            self._forget(away)
+            self._forget(away, storage)
             away.lease.free()
             raise
         del self._leaving[storage._cdata]
@@ -271,6 +287,7 @@ class StorageMover:
         """-> OUT: no memory on the device, and nobody may look for it there."""
         away.transfer = None
         away.state = State.OUT
+        self._returning.pop(storage._cdata, None)
         self._access.allow(storage)
         if self._device.type == "cpu":  # no device, but where tests run: what reads it too early is to find no numbers
             ctypes.memset(storage.data_ptr(), 0xFF, away.num_bytes)
@@ -279,24 +296,37 @@ class StorageMover:
 
     def _recall(self, away: Away) -> None:
         """LEAVING -> on the device: what is copied nevertheless counts for nothing, since it may be changed now."""
-        assert away.transfer is not None
+        transfer = away.transfer
+        assert transfer is not None
         self.num_recalled += 1
-        self._forget(away)
-        if away.transfer.erase():
+        self._forget(away, transfer.storage)
+        if transfer.erase():
             away.lease.free()
         else:
-            self._finishing.append(away.transfer)
+            self._finishing.append(transfer)
 
     def _begin_return(self, away: Away, storage: torch.UntypedStorage, *, ahead: bool) -> None:
         """OUT -> RETURNING. Until it arrives there is nothing in its memory: still nobody may look."""
         self._access.allow(storage)
         try:
-            storage.resize_(away.num_bytes)
+            self._allocate(storage, away.num_bytes)
             transfer = self._transfers.transfer(Direction.IN, storage, away.lease)
         finally:
             self._access.refuse(storage, _refusal(away))
         transfer.begin(ahead=ahead)
         away.transfer, away.state = transfer, State.RETURNING
+        self._returning[storage._cdata] = away
+        self._returning.move_to_end(storage._cdata, last=not ahead)
+
+    def _allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        try:
+            storage.resize_(num_bytes)
+        except torch.OutOfMemoryError:
+            if not self._leaving:
+                raise
+            for leaving in list(self._leaving.values()):  # whose memory will do
+                self._try(partial(self._has_left, leaving))
+            storage.resize_(num_bytes)
 
     def _arrive(self, away: Away) -> None:
         """RETURNING -> on the device, in the order of the caller's stream; out as before, if the copy failed."""
@@ -308,28 +338,29 @@ class StorageMover:
         except Exception:
             self._empty(away, transfer.storage)
             raise
-        self._access.allow(transfer.storage)
         self.in_bytes += away.num_bytes
-        self._forget(away)
+        self._forget(away, transfer.storage)
         self._finishing.append(transfer)  # on a GPU the host memory is still being read
         self._reap()
 
-    def _forget(self, away: Away) -> None:
-        """It is simply on the device; a transfer of it holds it still."""
-        assert away.transfer is not None
-        address = away.transfer.storage._cdata
-        self._away.pop(address, None)
-        self._leaving.pop(address, None)
+    def _forget(self, away: Away, storage: torch.UntypedStorage) -> None:
+        """It is simply on the device, and nothing of ours holds it: a circle of references would, until collected."""
+        for kept in (self._away, self._leaving, self._returning):
+            kept.pop(storage._cdata, None)
+        away.transfer = away.reference = None
+        self._access.allow(storage)
 
     def _reap(self) -> None:
         """Give back the host memory of copies that nobody waits for and that are over."""
         while self._finishing and self._finishing[0].is_done():
-            transfer = self._finishing.popleft()
-            try:
-                transfer.wait()
-            except Exception:  # recalled: what it copied was not wanted any longer
-                logger.debug("a copy of %d bytes failed after it was called back", transfer.storage.nbytes())
-            transfer.lease.free()
+            self._finish(self._finishing.popleft())
+
+    def _finish(self, transfer: Transfer) -> None:
+        try:
+            transfer.wait()
+        except Exception as error:  # of a copy out: it was called back, nobody wants it. Else CUDA tells it again
+            logger.debug("a copy of %d bytes that nobody waited for failed: %s", transfer.lease.nbytes, error)
+        transfer.lease.free()
 
 
 def _refusal(away: Away) -> str:

@@ -21,6 +21,7 @@ first. What it does not see - kernels that an extension calls by itself, Transfo
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -28,16 +29,17 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from megatron.swap.host_memory import HostMemoryError
 from megatron.swap.host_pool import HostPool
 from megatron.swap.native.access import storage_access
 from megatron.swap.native.base import TransferQueue
 from megatron.swap.native.queue import queue_class
-from megatron.swap.operations import Addresses, Operations
+from megatron.swap.operations import Addresses, Operations, storage_of
 from megatron.swap.storage_mover import State, StorageMover
 from megatron.swap.transfers import Transfers
-from megatron.swap.types import GIB, MIB, SwapError, UsageError, format_bytes
+from megatron.swap.types import GIB, MIB, MOST, SwapError, UsageError, format_bytes
 
 SLAB_BYTES = 64 * MIB
 """Host memory is booked in such pieces, or in larger ones for larger tensors."""
@@ -76,8 +78,8 @@ class TensorSwap:
     def __init__(
         self, host_gib: float, device: torch.device | str | None = None, queue: type[TransferQueue] | None = None
     ) -> None:
-        if not host_gib * GIB >= MIB:
-            raise UsageError(f"TensorSwap(host_gib={host_gib}): at least {MIB / GIB:.4f}, one MiB, is expected")
+        if not MIB / GIB <= host_gib <= MOST:
+            raise UsageError(f"TensorSwap(host_gib={host_gib}): a number from {MIB / GIB:.4f} (1 MiB) on is expected")
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = _with_index(torch.device(default if device is None else device))
         if self.device.type not in ("cuda", "cpu"):
@@ -102,11 +104,12 @@ class TensorSwap:
         )
         self._transfers = Transfers(self.device, self._make_queue)
         self._mover = StorageMover(self.device, self._pool, self._transfers, self._access)
+        self._process = os.getpid()
+        self._operations = Operations(self._before_use)
         self._modes = ExitStack()
-        self._modes.enter_context(Operations(self._before_use))
+        self._modes.enter_context(Addresses(self._before_use))
+        self._modes.enter_context(self._operations)
         self._modes.callback(self._access.on_use(id(self), self._mover.bring_back))
-        if not self._access.refuses:
-            self._modes.enter_context(Addresses(self._before_use))
         self._accepts = True
         return self
 
@@ -114,11 +117,18 @@ class TensorSwap:
         """Stop, bring everything back, and let go of host memory; a second call does nothing.
 
         Raises:
-            torch.OutOfMemoryError: not everything fits the device. It is still open, and ``close`` may be called again.
-            Exception: what made a copy fail; it is closed, and every tensor is on the device.
+            SwapError: on another thread than ``open``, or before another mode that was entered later.
+            torch.OutOfMemoryError: not everything fits the device, or what made a copy in fail. It is still open, takes
+                no more, and ``close`` may be called again.
+            Exception: what made a copy out fail; it is closed, and every tensor is on the device.
         """
         if self._modes is None:
             return
+        if _get_current_dispatch_mode() is not self._operations:
+            raise SwapError(
+                "TensorSwap is to be closed on the thread that opened it, and what was opened later (another one, or "
+                "any other dispatch mode) before it"
+            )
         failure: Exception | None = None
         try:
             self.stop()
@@ -126,8 +136,9 @@ class TensorSwap:
             failure = error
         self._mover.return_all()
         self._modes.close()
-        self._modes, self._accepts = None, False
-        self._transfers.wait_and_stop()  # before the memory that copies read is gone
+        self._modes = None
+        self._mover.wait()  # before the memory that copies read is gone
+        self._transfers.wait_and_stop()
         self._pool.close(force=True)
         if failure is not None:
             raise failure
@@ -147,10 +158,10 @@ class TensorSwap:
 
         Raises:
             UsageError: a tensor cannot be swapped; nothing was begun.
-            HostMemoryError: host memory does not suffice.
-            SwapError: not open, or stopped.
+            HostMemoryError: host memory does not suffice; for some of them it may have.
+            SwapError: not open, or stopped; or a C++ operator uses one of them.
         """
-        for storage in reversed(self._storages(tensors)):  # each goes to the head: the first one given comes first
+        for storage in reversed(self._storages(tensors)):  # each goes to the head: the first given is ahead of the rest
             self._leave(storage, ahead=True)
 
     def queue_swap_out(self, *tensors: torch.Tensor) -> None:
@@ -211,9 +222,9 @@ class TensorSwap:
         Raises: as ``wait``.
         """
         self._check_open()
+        self._accepts = False
         self._wanted.clear()
         self.wait()
-        self._accepts = False
 
     def resident(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself, on the device until it is told to leave: for what the dispatcher cannot see."""
@@ -224,11 +235,12 @@ class TensorSwap:
     def is_out(self, tensor: torch.Tensor) -> bool:
         """Whether its memory on the device is free."""
         self._check_open()
-        return self._mover.state(tensor.untyped_storage()) is State.OUT
+        return self._mover.state(storage_of(tensor)) is State.OUT
 
     @property
     def stats(self) -> TensorStats:
-        """Since it was opened."""
+        """Since it was opened. Raises: ``SwapError``, if it is not open."""
+        self._check_open()
         mover, pool = self._mover, self._pool.stats
         return TensorStats(
             mover.out_bytes, mover.in_bytes, mover.num_passive, mover.num_recalled, pool.leased_bytes,
@@ -239,12 +251,14 @@ class TensorSwap:
         """An operation is about to use ``tensors``, on the current stream."""
         if self._mover.is_idle:
             return
+        self._check_process()
         for tensor in tensors:
             if tensor.device == self.device and tensor.layout is torch.strided:
-                self._mover.need(tensor.untyped_storage())
-        self._mover.free_what_left()
+                self._mover.need(storage_of(tensor))
+        self._mover.see_to_copies()
 
     def _leave(self, storage: torch.UntypedStorage, *, ahead: bool) -> None:
+        self._wanted = [wanted for wanted in self._wanted if wanted() is not storage]  # that was before
         try:
             self._mover.leave(storage, ahead=ahead)
         except HostMemoryError as error:
@@ -278,12 +292,14 @@ class TensorSwap:
             raise UsageError(f"{what}: its layout is {tensor.layout}. Give its dense parts (indices, values).")
         if tensor.device != self.device:
             raise UsageError(f"{what}: it is on {tensor.device}, this TensorSwap moves those of {self.device}.")
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         if self._mover.state(storage) is not None:
             return storage
+        if self._access.is_refused(storage):
+            raise UsageError(f"{what}: another TensorSwap moves it.")
         if storage.nbytes() == 0:
             if tensor.numel():
-                raise UsageError(f"{what}: its storage is empty. Has another TensorSwap moved it, or resize_?")
+                raise UsageError(f"{what}: its storage is empty (resize_).")
             return None
         if not storage.resizable() or (self.device.type == "cpu" and storage.is_shared()):
             raise UsageError(f"{what}: its memory is not PyTorch's own (numpy's, shared, a file's). Clone it first.")
@@ -292,6 +308,14 @@ class TensorSwap:
     def _check_open(self) -> None:
         if self._modes is None:
             raise SwapError("TensorSwap is not open: use it as a context (with TensorSwap(…) as swap), or call open()")
+        self._check_process()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise SwapError(
+                "a process that was forked while a TensorSwap was open uses its tensors: the copies, their threads and "
+                "their memory are its parent's. Fork before, or close it first."
+            )
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import gc
-import threading
+import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
-from megatron.swap.host_memory import HostMemoryError
-from megatron.swap.native.access import StorageAccess, storage_access
-from megatron.swap.native.queue import queue_class
-from megatron.swap.native.twin import PythonQueue
+from megatron.swap.operations import storage_of
 from megatron.swap.tensors import TensorSwap
-from megatron.swap.types import MIB, SwapError, UsageError
-from tests.unit.orderly_queue import OrderlyQueue
-
-HOST_GIB = 1 / 4
-QUEUES = {queue.__name__: queue for queue in (queue_class(), PythonQueue)}
+from megatron.swap.types import MIB
+from tests.unit.tensor_cases import HOST_GIB, QUEUES, OrderlyQueue, tensor
 
 
 @pytest.fixture
@@ -34,12 +28,8 @@ def swap(request: pytest.FixtureRequest) -> Iterator[TensorSwap]:
         yield opened
 
 
-def tensor(num_bytes: int = 1 << 16, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(seed))
-
-
 def held_bytes(given: torch.Tensor) -> int:
-    return given.untyped_storage().nbytes()
+    return storage_of(given).nbytes()
 
 
 class TestOut:
@@ -94,8 +84,12 @@ class TestOut:
             a.add_(1)
             assert swap.stats.host_bytes == 1 << 16
             orderly.made[0].wait_all()
+            torch.ones(1).add_(1)
+            assert swap.stats.host_bytes == 0
             swap.queue_swap_out(b)
-            assert swap.stats.host_bytes == 1 << 16  # b's
+            b.add_(1)
+            swap.wait()
+            assert swap.stats.host_bytes == 0
             assert torch.equal(a, tensor() + 1)
 
     def test_a_change_during_the_copy_is_kept(self, swap: TensorSwap):
@@ -231,6 +225,57 @@ class TestIn:
         assert array.tolist() == tensor().tolist()
 
 
+    def test_what_is_told_to_leave_is_no_longer_wanted(self, swap: TensorSwap):
+        a = tensor()
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        swap.queue_prefetch(a)
+        a.add_(0)
+        swap.queue_swap_out(a)
+        swap.wait()
+        assert swap.is_out(a)
+
+    def test_wrappers_have_what_they_are_made_of_brought_back(self, swap: TensorSwap):
+        a, b = tensor(seed=0), tensor(seed=1)
+        two = TwoTensor(a, b)
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        both = two + 1
+        assert isinstance(both, TwoTensor)
+        assert torch.equal(both.a, tensor(seed=0) + 1)
+
+    def test_memory_is_made_by_waiting_for_what_leaves(
+        self, orderly: type[OrderlyQueue], monkeypatch: pytest.MonkeyPatch
+    ):
+        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
+            a, b = tensor(seed=0), tensor(seed=1)
+            swap.swap_out(a)
+            swap.wait_swapped_out()
+            swap.queue_swap_out(b)
+
+            class FullDevice:
+                """Has room for one of them."""
+
+                def __init__(self, storage: torch.UntypedStorage) -> None:
+                    self._storage = storage
+
+                def resize_(self, num_bytes: int) -> None:
+                    if not swap.is_out(b):
+                        raise torch.OutOfMemoryError
+                    self._storage.resize_(num_bytes)
+
+            allocate = swap._mover._allocate
+            monkeypatch.setattr(
+                swap._mover, "_allocate", lambda storage, num_bytes: allocate(FullDevice(storage), num_bytes)
+            )
+            assert torch.equal(a, tensor(seed=0))
+            assert swap.is_out(b)
+            monkeypatch.setattr(swap, "is_out", lambda _: False)
+            with pytest.raises(torch.OutOfMemoryError):  # there is nothing left that leaves
+                b.sum()
+            monkeypatch.undo()
+
+
 class TestAliases:
     def test_views_and_aliases_stay_valid(self, swap: TensorSwap):
         a = tensor()
@@ -256,180 +301,39 @@ class TestAliases:
 
     def test_a_tensor_that_dies_on_its_way_out(self, swap: TensorSwap):
         swap.swap_out(tensor(MIB))
-        swap.queue_prefetch()
         swap.wait()
         gc.collect()
         assert swap.stats.host_bytes == 0
 
-
-class TestErrors:
-    def test_reading_behind_the_dispatchers_back_is_an_error(self, swap: TensorSwap):
-        if not storage_access().refuses:
-            pytest.skip("needs a compiler")
-        a = tensor()
-        view = a[:5]
-        swap.swap_out(a)
-        swap.wait_swapped_out()
-        with pytest.raises(RuntimeError, match=r"64.0 KiB\) is out.*resident"):
-            a.data_ptr()
-        with pytest.raises(RuntimeError, match="resident"):
-            view.data_ptr()
-        with pytest.raises(RuntimeError, match="resident"):
-            view.untyped_storage().data_ptr()
-        seen: list[Exception] = []
-
-        def reads() -> None:  # another thread: no mode there
-            try:
-                a.add_(1)
-            except RuntimeError as error:
-                seen.append(error)
-
-        thread = threading.Thread(target=reads)
-        thread.start()
-        thread.join()
-        assert "resident" in str(seen[0])
-        assert torch.equal(a, tensor())
-
-    def test_without_a_compiler_pointers_bring_it_back(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("megatron.swap.tensors.storage_access", lambda: StorageAccess(native=False))
-        with TensorSwap(HOST_GIB, "cpu", PythonQueue) as swap:
-            for read in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.data_ptr, torch.Tensor.__array__):
-                a = tensor()
-                swap.swap_out(a)
-                swap.wait_swapped_out()
-                assert swap.is_out(a)
-                read(a)
-                assert not swap.is_out(a)
-                assert torch.equal(a, tensor())
-
-    def test_what_numpy_points_at_never_leaves_again(self, swap: TensorSwap):
-        a = tensor()
-        array = a.numpy()
-        with pytest.raises(UsageError, match="not PyTorch's own"):
-            swap.swap_out(a)
-        assert array.tolist() == a.tolist()
-
-    def test_before_open_and_after_close(self):
-        swap = TensorSwap(HOST_GIB, "cpu")
-        a = tensor()
-        for call in (swap.swap_out, swap.queue_swap_out, swap.queue_prefetch, swap.resident):
-            with pytest.raises(SwapError, match="not open"):
-                call(a)
-        with swap:
-            swap.swap_out(a)
-            with pytest.raises(SwapError, match="open already"):
-                swap.open()
-        swap.close()
-        assert torch.equal(a, tensor())
-        for call in (swap.wait, swap.wait_swapped_out, swap.start_prefetches, swap.stop):
-            with pytest.raises(SwapError, match="not open"):
-                call()
-        with swap:  # again
-            swap.swap_out(a)
-        assert torch.equal(a, tensor())
-
-    def test_stopped_accepts_nothing_but_brings_back(self, swap: TensorSwap):
-        a, b = tensor(seed=0), tensor(seed=1)
-        swap.queue_swap_out(a, b)
-        swap.stop()
-        assert swap.is_out(a)
-        with pytest.raises(SwapError, match="stopped"):
-            swap.swap_out(b)
-        with pytest.raises(SwapError, match="stopped"):
-            swap.queue_prefetch(a)
-        assert torch.equal(a, tensor(seed=0))
-        swap.close()
-        assert torch.equal(b, tensor(seed=1))
-
-    def test_close_brings_everything_back_in_spite_of_an_error(self):
-        a, b = tensor(seed=0), tensor(seed=1)
-
-        def fails() -> None:
-            with TensorSwap(HOST_GIB, "cpu") as swap:
-                swap.swap_out(a)
-                swap.wait_swapped_out()
-                swap.queue_swap_out(b)
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            fails()
-        assert torch.equal(a, tensor(seed=0))
-        assert torch.equal(b, tensor(seed=1))
-
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
-            (lambda: [1.0], "list was given"),
-            (lambda: torch.ones(4, device="meta"), "on meta"),
-            (lambda: torch.ones(4).to_sparse(), "layout"),
-            (lambda: torch.from_numpy(torch.ones(4).numpy()), "not PyTorch's own"),
-            (lambda: torch.ones(4).share_memory_(), "not PyTorch's own"),
-            (lambda: torch.nn.Buffer(torch.ones(4)) * torch.ones(4).as_subclass(Odd), "it is a Odd"),
-        ],
-    )
-    def test_what_cannot_be_swapped_is_refused_and_nothing_begun(self, swap: TensorSwap, make: Any, message: str):
-        a = tensor()
-        with pytest.raises(UsageError, match=message):
-            swap.swap_out(a, make())
-        swap.wait()
-        assert not swap.is_out(a)
-        assert swap.stats.out_bytes == 0
-
-    def test_of_two_swaps_the_second_is_told(self, swap: TensorSwap):
-        a = tensor()
-        swap.swap_out(a)
-        swap.wait_swapped_out()
-        other = TensorSwap(HOST_GIB, "cpu")
-        with other, pytest.raises(UsageError, match="another TensorSwap"):
-            other.swap_out(a)
-        assert torch.equal(a, tensor())
-
-    def test_host_memory_that_does_not_suffice(self):
-        with TensorSwap(1 / 1024, "cpu") as swap:
-            a = tensor(4 * MIB)
-            with pytest.raises(HostMemoryError, match=r"4.00 MiB more: TensorSwap\(host_gib=0.000976"):
-                swap.swap_out(a)
-            assert torch.equal(a, tensor(4 * MIB))
-
-    def test_too_little_host_memory_to_begin_with(self):
-        with pytest.raises(UsageError, match="host_gib=0"):
-            TensorSwap(0)
-
-    def test_a_copy_out_that_fails_is_told_to_who_waits_and_the_tensor_stays(self, orderly: type[OrderlyQueue]):
-        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
-            orderly.fails.add(("swap-out", 1))
-            a, b = tensor(seed=0), tensor(seed=1)
-            swap.queue_swap_out(a, b)
-            with pytest.raises(OSError, match="no space"):
-                swap.wait_swapped_out()
-            assert not swap.is_out(a)
-            assert swap.is_out(b)
-            swap.wait_swapped_out()
-            assert torch.equal(a + b, tensor(seed=0) + tensor(seed=1))
-            assert swap.stats.host_bytes == 0
-
-    def test_a_copy_that_fails_at_the_end_is_told_by_close(self, orderly: type[OrderlyQueue]):
-        swap = TensorSwap(HOST_GIB, "cpu", orderly).open()
-        orderly.fails.add(("swap-out", 1))
-        a, b = tensor(seed=0), tensor(seed=1)
-        swap.queue_swap_out(a, b)
-        with pytest.raises(OSError, match="no space"):
-            swap.close()
-        assert torch.equal(a + b, tensor(seed=0) + tensor(seed=1))
-        with pytest.raises(SwapError, match="not open"):
-            swap.wait()
-
-    def test_a_copy_in_that_fails_is_told_to_who_waits_and_can_be_tried_again(self, orderly: type[OrderlyQueue]):
-        with TensorSwap(HOST_GIB, "cpu", orderly) as swap:
-            orderly.fails.add(("swap-in", 1))
+    def test_what_came_back_dies_with_its_last_tensor_at_once(self, swap: TensorSwap):
+        gc.disable()
+        try:
             a = tensor()
             swap.swap_out(a)
             swap.wait_swapped_out()
-            with pytest.raises(OSError, match="no space"):
-                a.sum()
-            assert swap.is_out(a)
-            assert torch.equal(a, tensor())
+            a.add_(1)
+            b = tensor(seed=1)
+            swap.swap_out(b)
+            b.add_(1)  # called back, or out and back
+            swap.wait()
+            alive = [weakref.ref(storage_of(x)) for x in (a, b)]
+            del a, b
+            assert [x() for x in alive] == [None, None]
+        finally:
+            gc.enable()
 
-
-class Odd(torch.Tensor):
-    pass
+    def test_a_prefetched_tensor_that_dies_unused(self, swap: TensorSwap):
+        a = tensor()
+        swap.swap_out(a)
+        swap.wait_swapped_out()
+        swap.queue_prefetch(a)
+        swap.start_prefetches()
+        alive = weakref.ref(storage_of(a))
+        del a
+        other = torch.ones(4)
+        for _ in range(100_000):
+            other.add_(1)
+            if alive() is None and swap.stats.host_bytes == 0:
+                break
+        assert alive() is None
+        assert swap.stats.host_bytes == 0

@@ -19,6 +19,8 @@ class StorageAccess:
 
     def __init__(self, *, native: bool = True) -> None:
         self._native = load() if native else None
+        self._refused: set[int] = set()
+        """Addresses of ``StorageImpl``s."""
 
     @property
     def refuses(self) -> bool:
@@ -27,13 +29,23 @@ class StorageAccess:
 
     def refuse(self, storage: torch.UntypedStorage, message: str) -> None:
         """From now on every access to the address of ``storage`` raises a RuntimeError with ``message``."""
+        self._refused.add(storage._cdata)
         if self._native is not None:
             self._native.refuse(storage._cdata, message)
 
     def allow(self, storage: torch.UntypedStorage) -> None:
         """No longer; ``resize_`` needs that."""
+        self._refused.discard(storage._cdata)
         if self._native is not None:
             self._native.allow(storage._cdata)
+
+    def is_refused(self, storage: torch.UntypedStorage) -> bool:
+        """Whether anybody in this process has it refuse; also where ``refuse`` can do nothing."""
+        return storage._cdata in self._refused
+
+    def forget(self, address: int) -> None:
+        """The storage whose ``StorageImpl`` was there is gone; another one may come."""
+        self._refused.discard(address)
 
     def on_use(self, key: int, bring_back: Callable[[int], bool]) -> Callable[[], None]:
         """C++ operators that declare what they use (``operator.h``) have it brought back.

@@ -9,7 +9,7 @@
 //     ... launch the kernel on the current stream ...
 //   }                                               // end: they may leave again
 //
-// Nothing has to be linked, and where no swapping is going on it costs a look at a pointer. The path of this header:
+// Nothing has to be linked, and where no swapping is going on it costs the look-up of a symbol. The path of this header:
 // megatron.swap.native.build.include_folder().
 #pragma once
 

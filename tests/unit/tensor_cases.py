@@ -1,11 +1,18 @@
-"""A transfer queue that shows its order."""
+"""What the tests of tensor swapping share: a transfer queue that shows its order, and tensors."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 
+import torch
+
 from megatron.swap.native.base import Core, HostCopy, Step, TransferQueue
+from megatron.swap.native.queue import queue_class
+from megatron.swap.native.twin import PythonQueue
+
+HOST_GIB = 1 / 4
+QUEUES = {queue.__name__: queue for queue in (queue_class(), PythonQueue)}
 
 
 class OrderlyQueue(TransferQueue):
@@ -87,3 +94,7 @@ class OrderlyQueue(TransferQueue):
     @property
     def num_under_way(self) -> int:
         return 0
+
+
+def tensor(num_bytes: int = 1 << 16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_bytes // 4, generator=torch.Generator().manual_seed(seed))
