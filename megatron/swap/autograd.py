@@ -1,8 +1,8 @@
-"""The edge to autograd: boundaries around layers, and what stands in the graph for a saved tensor."""
+"""The edge to autograd: boundary functions around a layer, and what stands in the graph for a saved tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -113,26 +113,20 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a layer returned, in tuples, lists and mappings of any depth."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
+class _Leave(torch.autograd.Function):
+    """Stands behind a layer; its backward runs before any of the layer's."""
 
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, enter: Callable[[], None]) -> torch.Tensor:
+        ctx.enter = enter
+        # Neither ``hidden`` itself nor a view: Megatron frees a stage's output after sending it and insists on a tensor
+        # without a base.
+        return hidden.detach()
 
-def _on_gradient(result: Any, enter: Callable[[], None]) -> None:
-    """Call ``enter`` when backward comes to what a layer returned, before it runs any of the layer's kernels.
-
-    The tensors are handed on as they are: Megatron frees a stage's output after sending it and insists on a tensor
-    without a base, and a caller may change them in place.
-    """
-    for tensor in _tensors(result):
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(lambda _: enter())
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.enter()
+        return grad, None
 
 
 def _tell_end_of_backward(ranges: Ranges, group: Group, hidden: Any) -> None:
@@ -320,7 +314,7 @@ class LayerBoundary:
 
     Args:
         layer: number of the layer over the whole model, 0-based.
-        module: the layer; backward is foretold by the tensors that it returns, alone or in tuples, lists, mappings.
+        module: the layer; it returns its new hidden states, alone or first in a tuple.
         hooked: False for a layer that stays whole: then it only marks where backward has got to.
         place: where the layer stands in the forward of its chunk.
         on_run_without_grad: told of the layer's number when it runs without gradients.
@@ -398,8 +392,13 @@ class LayerBoundary:
                 result = self._run(group, args, kwargs)
             footprint.end_layer(self.layer, unseen=self._checkpoint is not None)
             manager.end_forward(group)
-        _on_gradient(result, lambda: manager.begin_backward(group))
-        return result
+        return self._mark(result, lambda: manager.begin_backward(group))
+
+    def _mark(self, result: Any, enter: Callable[[], None]) -> Any:
+        """What the layer returned, so that ``enter`` is called when backward comes to it, before any of the layer's."""
+        if isinstance(result, tuple):
+            return (_Leave.apply(result[0], enter), *result[1:])
+        return _Leave.apply(result, enter)
 
     def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._checkpoint is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -185,6 +185,13 @@ class _Boundary(LayerBoundary):
         self._manager.counters.wait_ms()
         return super()._forward(*args, **kwargs)
 
+    def _mark(self, result: Any, enter: Callable[[], None]) -> Any:
+        # The tensors are handed on as they are: whatever their form, and a caller may change them in place.
+        for tensor in _tensors(result):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda _: enter())
+        return result
+
     def _refuse_checkpoint(self) -> NoReturn:
         raise UsageError(
             f"layer {self.layer} ({type(self.module).__name__}) is to be swapped, but runs inside an activation "
@@ -197,6 +204,17 @@ class _Boundary(LayerBoundary):
             "a model whose activations are swapped can be neither copied nor pickled: do that before "
             "swap.activations(...), or after close(). Its state_dict() can."
         )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a layer returned, in tuples, lists and mappings of any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
 
 
 def _in_checkpoint() -> bool:
