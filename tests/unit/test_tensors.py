@@ -104,11 +104,9 @@ class TestOut:
     def test_memory_is_freed_by_later_operations_without_waiting(self, swap: TensorSwap):
         a, b = tensor(), torch.ones(4)
         swap.swap_out(a)
-        for _ in range(100_000):
+        while not swap.is_out(a):  # ends, or runs into the time limit of tests
             b.add_(1)
-            if swap.is_out(a):
-                break
-        assert swap.is_out(a)
+        assert held_bytes(a) == 0
 
     def test_twice_the_same_storage_is_one(self, swap: TensorSwap):
         a = tensor()
@@ -331,9 +329,6 @@ class TestAliases:
         alive = weakref.ref(storage_of(a))
         del a
         other = torch.ones(4)
-        for _ in range(100_000):
+        while alive() is not None:  # ends, or runs into the time limit of tests
             other.add_(1)
-            if alive() is None and swap.stats.host_bytes == 0:
-                break
-        assert alive() is None
         assert swap.stats.host_bytes == 0
