@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that can be checked here: lint, types, then the tests (those marked `gpu` only where there is one).
 # Layout is left to the writer (no formatter check): line length, import order and likely bugs are checked.
-# About 15 minutes on 2 cores after the first installation. Arguments go to pytest:
+# About half an hour on 2 cores after the first installation. Arguments go to pytest:
 #
 #   bash tests/run.sh                            all of it
 #   bash tests/run.sh tests/unit -k planner -x   some of it (lint and types still run: seconds)
