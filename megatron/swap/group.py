@@ -51,6 +51,8 @@ class Group:
         self.ahead_bytes = 0
         """Bytes brought back for this group before its backward began."""
         self.backward_begun = False
+        self.came_in_vain = False
+        """What was brought back for it was taken again, for want of memory."""
         self._handles: list[weakref.ref[Handle]] = []
 
     @property
@@ -58,8 +60,10 @@ class Group:
         return f"layers.{self.key.layer} mb{self.micro_batch}"
 
     def add(self, handle: Handle) -> None:
+        """``handle`` joins; one that is kept counts once it has left the device."""
         self._handles.append(weakref.ref(handle))
-        self.num_bytes += handle.num_bytes
+        if not handle.is_kept:
+            self.num_bytes += handle.num_bytes
 
     def has(self, handle: Handle) -> bool:
         """Whether ``handle`` joined before: several views of one storage count once."""

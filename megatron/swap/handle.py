@@ -6,6 +6,8 @@
         |                     |                  ^                                      |
         +-------> STAYS <-----+                  +-----------drop after last unpack-----+
 
+Where an allocation fails the guard makes RESIDENT, LEAVING and RETURNING OUT.
+
 Whoever holds a packed tensor holds its handle; when the last one goes, the handle's finalizer frees its slot.
 """
 
@@ -24,6 +26,7 @@ from megatron.swap.types import Site, SwapError
 
 if TYPE_CHECKING:
     from megatron.swap.group import Group
+    from megatron.swap.guard import OomGuard
 
 
 class State(Enum):
@@ -44,11 +47,11 @@ class State(Enum):
 
 
 ALLOWED: dict[State, frozenset[State]] = {
-    State.RESIDENT: frozenset({State.LEAVING, State.STAYS}),
+    State.RESIDENT: frozenset({State.LEAVING, State.STAYS, State.OUT}),
     State.LEAVING: frozenset({State.OUT, State.STAYS}),
     State.STAYS: frozenset(),
     State.OUT: frozenset({State.RETURNING}),
-    State.RETURNING: frozenset({State.BACK}),
+    State.RETURNING: frozenset({State.BACK, State.OUT}),
     State.BACK: frozenset({State.OUT}),
 }
 
@@ -101,6 +104,8 @@ class Handle:
         stream: the stream that produced it; its block goes back to that stream's pool.
         num_packed, num_unpacked: saved tensors on it, and how many of them were asked back since it came back.
         orphans: where the storage goes if the handle dies in the middle of a copy.
+        is_kept: the policy left it on the device; there is a handle for the guard's sake.
+        guard, offer: who may take the storage when memory is short, and under which number; 0: nobody may now.
     """
 
     __slots__ = (
@@ -108,11 +113,14 @@ class Handle:
         "aliases",
         "checksum",
         "group",
+        "guard",
         "in_event",
         "in_fence",
+        "is_kept",
         "num_bytes",
         "num_packed",
         "num_unpacked",
+        "offer",
         "orphans",
         "out_event",
         "site",
@@ -140,6 +148,9 @@ class Handle:
         self.num_packed = 0
         self.num_unpacked = 0
         self.checksum: torch.Tensor | None = None
+        self.is_kept = False
+        self.guard: OomGuard | None = None
+        self.offer = 0
 
     def move_to(self, state: State) -> None:
         """Enter ``state``.
@@ -169,8 +180,12 @@ class Handle:
     def held_elsewhere(self) -> bool:
         """Whether anybody but this handle refers to the storage, so that dropping it would free nothing."""
         assert self.storage is not None
-        ours = 1 + len(self.aliases)  # the storage object, and each alias
-        return torch._C._storage_Use_Count(self.storage._cdata) > ours
+        return torch._C._storage_Use_Count(self.storage._cdata) > self.num_owners
+
+    @property
+    def num_owners(self) -> int:
+        """References to the storage that are this handle's: the storage object, and each alias."""
+        return 1 + len(self.aliases)
 
     def bytes_view(self) -> torch.Tensor:
         """The device memory as one uint8 tensor of ``num_bytes``."""
@@ -192,6 +207,8 @@ class Handle:
     def __del__(self) -> None:
         # The graph let go of every tensor that was saved on this storage. This can run inside any other call of the
         # manager, so it only notes things: a slot's ``free`` is made for that, and so is the deque.
+        if self.guard is not None:
+            self.guard.claim(self)
         self.free_slot()
         event = self.pending_event()
         if event is not None and self.storage is not None:

@@ -23,10 +23,13 @@ from itertools import groupby
 import torch
 
 from megatron.swap.checksum import checksum
-from megatron.swap.devices.base import Device, Event, Stream
-from megatron.swap.group import Group, Run
+from megatron.swap.devices.base import Device, Stream
+from megatron.swap.group import Group
+from megatron.swap.guard import OomGuard
 from megatron.swap.handle import Handle, Orphans, State, alias_of
+from megatron.swap.lending import Lending
 from megatron.swap.order import BackwardOrder
+from megatron.swap.reads import Reads
 from megatron.swap.recording import BRING_BACK
 from megatron.swap.tiers.base import Tier
 from megatron.swap.trace import Counters, Ranges
@@ -54,6 +57,7 @@ class SwapManager:
             their release when a forward ends (none, where it ends in the loss); ``None``: as much as the largest group.
         verify: compare checksums of every storage that comes back.
         ranges: where a profiler, if one runs, is told what is being done.
+        guard: may take what nobody uses when an allocation fails; ``None``: nobody may.
     """
 
     def __init__(
@@ -64,13 +68,14 @@ class SwapManager:
         window_bytes: int | None = None,
         verify: bool = False,
         ranges: Ranges | None = None,
+        guard: OomGuard | None = None,
     ) -> None:
         self.counters = Counters()
         self.ranges = ranges or Ranges()
         self._device = device
         self._tier = tier
         self._choose = choose
-        self._window_bytes = window_bytes
+        self.lending = Lending(window_bytes)
         self._verify = verify
         self._out_stream = device.copy_stream("out")
         self._in_stream = device.copy_stream("in")
@@ -86,17 +91,12 @@ class SwapManager:
         self._youngest: Group | None = None
         self._place: Place | None = None
         self._layer: int | None = None
-        self._largest_group_bytes = 0
-        self._claimed: set[int] = set()
-        # What each layer kept when it last ran; and, of a whole chunk, what all layers behind it kept.
-        self._kept_bytes: dict[int, int] = {}
-        self._kept_after_bytes: dict[int, int] = {}
-        self._unclaimed_bytes = 0
         self._stays: Counter[Site] = Counter()
         self._orphans: Orphans = deque()
-        self._reads: deque[tuple[int, Event]] = deque()
-        self._num_reads = 0
+        self._reads = Reads(device)
         self._drained = False
+        self._guard = guard or OomGuard(device)
+        self._kept: list[Handle] = []
 
     # ------------------------------------------------------------------ forward
 
@@ -104,13 +104,13 @@ class SwapManager:
         """A layer starts."""
         self._main_stream = self._device.current_stream()
         self._bury_orphans()
+        self._find_evicted()
         self._layer, self._place = layer, place
         self._youngest = None  # it may be all that keeps a discarded graph's last group waiting
         self._youngest = group = self._order.begin_forward(layer, place)
         if self.ranges.on:
             group.micro_batch = self.ranges.micro_batch(layer)
-        self._claimed.clear()
-        self._unclaimed_bytes = self._kept_bytes.get(layer, 0) if place.lends_own else 0
+        self.lending.begin_forward(layer, place)
         self._release()
         return group
 
@@ -119,20 +119,32 @@ class SwapManager:
         storage = tensor.untyped_storage()
         handle = self._live.get(storage._cdata)
         if handle is None or handle.storage is None or handle.storage._cdata != storage._cdata:
-            if site is None or self._keeps(site, storage.nbytes()):
+            is_kept = site is None or self._keeps(site, storage.nbytes())
+            if is_kept:
                 self.claim(storage, group)
+            if site is None or (is_kept and not self._guard.wants(storage.nbytes())):
                 return None
             handle = Handle(site, group, storage, self._device.current_stream(), self._orphans)
-            if self._verify:
-                handle.checksum = checksum(handle.bytes_view())
+            handle.is_kept = is_kept
             self._live[storage._cdata] = handle
-            self._pending.append(handle)
-            self._pending_bytes += handle.num_bytes
+            if not is_kept:
+                if self._verify:
+                    handle.checksum = checksum(handle.bytes_view())
+                self._pending.append(handle)
+                self._pending_bytes += handle.num_bytes
+        elif handle.is_kept:
+            self.claim(storage, group)
+            handle.group = group  # backward comes to this one first
+        self._reclaim(handle)  # what is offered has as many owners as it had then
+        if handle.is_kept:
+            self._kept.append(handle)
         if not group.has(handle):
             group.add(handle)
         index = handle.num_packed
         handle.num_packed += 1
         handle.aliases.append(alias_of(tensor))
+        if handle.state is State.LEAVING:
+            self._guard.offer(handle, self._order.next_use(group), handle.out_event, is_copied=True)
         if self._pending_bytes >= COMMIT_BYTES:
             self._commit()
             self._release()
@@ -140,44 +152,30 @@ class SwapManager:
 
     def claim(self, storage: torch.UntypedStorage, group: Group) -> None:
         """The layer that runs keeps ``storage``: memory that it claims can no longer be lent to copies in flight."""
-        if storage._cdata not in self._claimed:
-            self._claimed.add(storage._cdata)
-            group.kept_bytes += storage.nbytes()
-            if self._unclaimed_bytes > 0:
-                self._unclaimed_bytes = max(0, self._unclaimed_bytes - storage.nbytes())
-                self._release()
+        if self.lending.claim(storage, group):
+            self._release()
 
     def _keeps(self, site: Site, num_bytes: int) -> bool:
         assert self._place is not None
         return (
             num_bytes == 0
-            or self._place.is_tail(self._window_groups)
+            or self._place.is_tail(self.lending.window_groups)
             or self._choose(site, num_bytes) is Action.KEEP
             or self._stays[site] >= STAYS_BEFORE_GIVING_UP
         )
 
     def end_forward(self, group: Group) -> None:
         """The layer is through: what is pending goes."""
-        self._unclaimed_bytes = 0
+        self.lending.end_claims()
         self._commit()
-        self._largest_group_bytes = max(self._largest_group_bytes, group.num_bytes)
-        self._kept_bytes[group.key.layer] = group.kept_bytes
-        group.run.kept.append((group.key.layer, group.kept_bytes))
-        if group.place.num_after == 0:
-            self._learn_kept(group.run)
+        self._offer_kept(group)
+        self.lending.end_forward(group)
         if group.num_bytes:
             self.counters.layers[group.key.layer].num_groups += 1
         self._release()
         self.ranges.memory()
         if group.place.num_after == 0 and not group.place.ends_in_loss:
             self._prefetch()  # a pipeline stage goes on with a backward, or with a forward that gives time for one
-
-    def _learn_kept(self, run: Run) -> None:
-        """A chunk's forward is through: what its layers kept is what they will lend next time."""
-        kept_after_bytes = 0
-        for layer, kept_bytes in reversed(run.kept):
-            self._kept_after_bytes[layer] = kept_after_bytes
-            kept_after_bytes += kept_bytes
 
     def _commit(self) -> None:
         """Enqueue the copies out of everything pending."""
@@ -191,7 +189,9 @@ class SwapManager:
                 self._stay(handle)
                 continue
             handle.slot = self._tier.reserve(handle.num_bytes)
-            self._wait_for_reads(handle.slot.fence)
+            read = self._reads.event_of(handle.slot.fence)
+            if read is not None:
+                self._device.wait(self._out_stream, read)
             going.append(handle)
         if not going:
             return
@@ -206,22 +206,15 @@ class SwapManager:
                 handle.out_event = self._device.record(self._out_stream)
                 self._leaving.append(handle)
                 self._leaving_bytes += handle.num_bytes
+                self._guard.offer(handle, self._order.next_use(handle.group), handle.out_event, is_copied=True)
                 self.counters.num_out_copies += num_copies
                 self.counters.layers[handle.site.layer].out_bytes += handle.num_bytes
 
     def _release(self) -> None:
-        """Drop the oldest storages that were copied out until no more than the window is left.
-
-        Early in forward more may wait than later: what layers keep on the device they have yet to claim, so that is
-        lent to the copies until then (``Place.lends_own``), and the compute stream does not stand still for it. How
-        much it is was learned when the chunk ran last. A chunk that ends in the loss has nothing to lend at its end:
-        there the peak is.
-        """
+        """Drop the oldest storages that were copied out until no more is left than memory is lent."""
         assert self._place is not None
         assert self._layer is not None
-        allowed_bytes = self._kept_after_bytes.get(self._layer, 0) + self._unclaimed_bytes
-        if not self._place.ends_in_loss:
-            allowed_bytes += self.window_bytes
+        allowed_bytes = self.lending.leaving_bytes(self._layer, self._place)
         assert self._youngest is not None
         with_caller: list[Handle] = []
         while self._leaving_bytes > allowed_bytes:
@@ -237,7 +230,7 @@ class SwapManager:
                 with_caller.append(handle)  # a layer saved its output, which is now the next one's input
             elif held:
                 self._stay(handle)
-            else:
+            elif not self._reclaim(handle):
                 with self.ranges.storage("release", handle):
                     self._drop(handle)
         self._leaving.extendleft(reversed(with_caller))
@@ -262,6 +255,7 @@ class SwapManager:
 
     def _stay(self, handle: Handle) -> None:
         """Others hold the storage, or wrote to it: dropping our reference would free nothing, or be wrong."""
+        self._reclaim(handle)
         handle.move_to(State.STAYS)
         handle.free_slot()
         self._stays[handle.site] += 1
@@ -275,6 +269,7 @@ class SwapManager:
             return
         self.ranges.backward(group)
         self._bury_orphans()
+        self._find_evicted()
         group.ahead_bytes = 0
         late = [handle for handle in group.in_backward_order() if self._claim(handle) is State.OUT]
         self.counters.num_late += len(late)
@@ -325,6 +320,7 @@ class SwapManager:
 
     def _claim(self, handle: Handle) -> State:
         """Backward wants ``handle`` soon: if it has not left the device yet, it does not leave at all."""
+        self._reclaim(handle)
         if handle.state is State.LEAVING:
             self._leaving.remove(handle)
             self._leaving_bytes -= handle.num_bytes
@@ -372,9 +368,9 @@ class SwapManager:
         handle.storage = buffer.untyped_storage()
         self.ranges.arrived(handle, handle.storage)
         handle.stream = compute
-        self._num_reads += 1
-        handle.in_fence = self._num_reads
-        self._reads.append((self._num_reads, handle.in_event))
+        if not handle.group.backward_begun:
+            self._guard.offer(handle, self._order.next_use(handle.group), handle.in_event, is_copied=True)
+        handle.in_fence = self._reads.add(handle.in_event)
         self.counters.num_in_copies += num_copies
         self.counters.layers[handle.site.layer].in_bytes += handle.num_bytes
 
@@ -384,11 +380,15 @@ class SwapManager:
         num_kept_between = kept_between_bytes = 0
         coming: list[Handle] = []
         for group in self._order.upcoming():
+            if group.came_in_vain:
+                break
             if not group.num_bytes:
                 num_kept_between += 1
                 kept_between_bytes += group.kept_bytes
                 continue
-            allowed_bytes = self._allowed_ahead(group, num_kept_between, kept_between_bytes)
+            allowed_bytes = self.lending.ahead_bytes(
+                group, self._order.current, num_kept_between, kept_between_bytes
+            )
             kept_between_bytes += group.kept_bytes
             for handle in group.in_backward_order():
                 if handle.state not in (State.OUT, State.LEAVING) or handle in coming:
@@ -414,23 +414,6 @@ class SwapManager:
             if handle.state is State.OUT and handle.slot is not None
         )
 
-    def _allowed_ahead(self, group: Group, num_kept_between: int, kept_between_bytes: int) -> int:
-        """Bytes that may be ahead of backward once ``group`` is among them.
-
-        Layers give back what they kept as backward gets through with them, and nobody claims it before this backward is
-        over: it is lent to what comes next, as in forward. While layers that kept something still stand between
-        backward and ``group`` their memory is waited for instead of using the window, so that the peak is that of
-        forward's end; the tail is too short for that, the link would stand still.
-        """
-        current = self._order.current
-        allowed_bytes = self.window_bytes
-        if num_kept_between >= group.place.num_tail(self._window_groups):
-            allowed_bytes = max(0, allowed_bytes - kept_between_bytes)
-        if current is not None and current.run is group.run:
-            allowed_bytes += max(0, group.run.over_bytes - current.num_bytes)
-        # A window that is chosen is to save memory: it falls through backward, and leaves room for fragments.
-        return allowed_bytes if self._window_bytes is None else min(allowed_bytes, 2 * self._window_bytes)
-
     def _check(self, handle: Handle) -> None:
         if handle.checksum is not None and not torch.equal(checksum(handle.bytes_view()), handle.checksum):
             raise VerifyError(
@@ -439,30 +422,46 @@ class SwapManager:
                 "this with the model's flags; until then exclude the layer or module from --swap-layers/--swap-modules."
             )
 
-    def _wait_for_reads(self, fence: int) -> None:
-        """Order the next write behind read number ``fence``, unless that has passed."""
-        while self._reads and self._device.has_passed(self._reads[0][1]):
-            self._reads.popleft()
-        if not self._reads or fence < self._reads[0][0]:
-            return
-        self._device.wait(self._out_stream, next(event for number, event in self._reads if number >= fence))
+    # ---------------------------------------------------------- when memory is short
+
+    def _offer_kept(self, group: Group) -> None:
+        """The layer is through: what it keeps nobody needs before its backward, unless others hold it as well."""
+        kept, self._kept = self._kept, []
+        event = self._device.record(self._device.current_stream()) if kept else None
+        for handle in kept:
+            if handle.state is State.RESIDENT and not handle.offer:
+                self._guard.offer(handle, self._order.next_use(group), event, is_copied=False)
+
+    def _reclaim(self, handle: Handle) -> bool:
+        """From now on the guard does not take its memory; whether it had."""
+        before = self._guard.claim(handle)
+        if before is State.LEAVING and handle in self._leaving:
+            self._leaving.remove(handle)
+            self._leaving_bytes -= handle.num_bytes
+        elif before is State.RETURNING:
+            handle.group.ahead_bytes -= handle.num_bytes
+            handle.group.came_in_vain = True
+        elif before is State.RESIDENT:
+            handle.group.num_bytes += handle.num_bytes
+            self.lending.see(handle.group)
+            handle.group.kept_bytes -= handle.num_bytes
+            self.counters.layers[handle.site.layer].out_bytes += handle.num_bytes
+        return before is not None
+
+    def _find_evicted(self) -> None:
+        """Note what the guard has taken since, so that it is brought back in time."""
+        for handle in self._guard.evicted():
+            self._reclaim(handle)
+        self._guard.tidy(self._reads.have_passed)
 
     # ------------------------------------------------------------------ the rest
-
-    @property
-    def window_bytes(self) -> int:
-        """Most bytes in flight ahead of their use."""
-        return self._window_bytes if self._window_bytes is not None else self._largest_group_bytes
 
     def follow(self, window_bytes: int | None) -> None:
         """Another policy holds from the next forward on, with its window: what was learned of sizes is no longer true.
 
         Between steps: no group may be on its way.
         """
-        self._window_bytes = window_bytes
-        self._largest_group_bytes = 0
-        self._kept_bytes.clear()
-        self._kept_after_bytes.clear()
+        self.lending.follow(window_bytes)
         self._stays.clear()
 
     def _bury_orphans(self) -> None:
@@ -473,16 +472,13 @@ class SwapManager:
                 self._device.wait(stream, event)
             del storage  # from here on its block may be reused: everything later is ordered behind the copy
 
-    @property
-    def _window_groups(self) -> int:
-        return self.window_bytes // self._largest_group_bytes if self._largest_group_bytes else 0
-
     def drain(self) -> None:
         """Training is over, or broke off: wait for every copy, then forget what was on its way.
 
         A graph that is there still has what is on the device; it gets nothing back that is not.
         """
         self._drained = True
+        self._guard.end()
         self._device.close()
         self._pending.clear()
         self._pending_bytes = 0

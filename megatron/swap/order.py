@@ -17,6 +17,9 @@ from itertools import islice
 from megatron.swap.group import Group, Run
 from megatron.swap.types import GroupKey, Place
 
+MANY = 1 << 24
+"""More than an episode has groups."""
+
 
 class BackwardOrder:
     """Names groups in forward, watches backward, foretells the next one."""
@@ -27,6 +30,7 @@ class BackwardOrder:
         self._num_runs: Counter[int] = Counter()
         self._num_forwards = 0
         self._expected: list[GroupKey] = []
+        self._turns: dict[GroupKey, int] = {}
         self._observed: list[GroupKey] = []
         self._cursor = 0
         self._last: Group | None = None
@@ -75,6 +79,11 @@ class BackwardOrder:
             same = [g for g in self._waiting.values() if g.key.micro_batch == micro_batch and g.sequence < sequence]
             yield from sorted(same, key=lambda group: -group.sequence)
 
+    def next_use(self, group: Group) -> int:
+        """How far off its backward is, as far as that can be told: the higher the later."""
+        turn = self._turns.get(group.key)
+        return group.key.micro_batch * MANY + MANY - group.sequence if turn is None else turn
+
     @property
     def current(self) -> Group | None:
         """The group that backward is in."""
@@ -87,6 +96,7 @@ class BackwardOrder:
     def _begin_episode(self) -> None:
         if self._observed:  # else a forward without a backward went by, or a group of which nothing was saved
             self._expected, self._observed = self._observed, []
+            self._turns = {key: turn for turn, key in enumerate(self._expected)}
         self._cursor = 0
         self._num_runs.clear()
         self._num_forwards = 0
@@ -98,3 +108,4 @@ class BackwardOrder:
             self._cursor = self._expected.index(key) + 1
         except ValueError:
             self._expected = []
+            self._turns = {}

@@ -251,7 +251,7 @@ class TestLifetimes:
                 del loss
                 # Copies under way may keep as much as the window until the next forward.
                 left_bytes = engine.pool.stats.leased_bytes
-                assert left_bytes == 0 if ends_in_loss else left_bytes <= 2 * engine.manager.window_bytes
+                assert left_bytes == 0 if ends_in_loss else left_bytes <= 2 * engine.manager.lending.window_bytes
             assert train_step(layers, one_after_the_other(2)).same_as(plain)
             assert engine.num_leases == 0
             assert not engine.device.violations

@@ -18,6 +18,7 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.handle import Alias, Handle
 from megatron.swap.made import Made
 from megatron.swap.manager import SwapManager, VerifyError
+from megatron.swap.reads import Reads
 from megatron.swap.recipes import Recipes, _Run
 from megatron.swap.types import Action
 from tests import recipe_cases
@@ -143,7 +144,7 @@ class TestWaits:
             return wrongs(broken_off_backward, Dropping, swapped=[3], device=LazyDevice(eager=["out"]))
 
         assert found_wrong() == []
-        monkeypatch.setattr(SwapManager, "_wait_for_reads", lambda *_: None)
+        monkeypatch.setattr(Reads, "event_of", lambda *_: None)
         found = found_wrong()
         assert "out: overwrites memory that an earlier copy still uses" in found
 

@@ -36,7 +36,7 @@ class TestWindow:
         layers = stack(2)
         with Engine(layers) as probe:
             train_step(layers, one_after_the_other(1))
-            group_bytes = probe.manager._largest_group_bytes
+            group_bytes = probe.manager.lending.largest_group_bytes
         largest_storage = 4 * 64 * 32 * 4
         limits = {
             "one storage": 1,
@@ -47,7 +47,7 @@ class TestWindow:
         seen, engine, step = self.bytes_ahead(limits[window], monkeypatch)
         for _ in range(3):
             step()
-        assert 0 < max(seen) <= max(limits[window] or engine.manager._largest_group_bytes, largest_storage)
+        assert 0 < max(seen) <= max(limits[window] or engine.manager.lending.largest_group_bytes, largest_storage)
         assert engine.counters.num_late == 0 or window == "one storage"
         engine.close()
 
@@ -59,7 +59,7 @@ class TestWindow:
         layers = stack(8)
         with Engine(layers, swapped=range(3)) as probe:
             train_step(layers, one_after_the_other(1))
-            group_bytes = probe.manager._largest_group_bytes
+            group_bytes = probe.manager.lending.largest_group_bytes
         seen: list[int] = []
         prefetch = SwapManager._prefetch
 
@@ -80,10 +80,10 @@ class TestWindow:
             for window_bytes in (5 * KIB, None, 7 * KIB):
                 train_step(layers, one_after_the_other(1))
                 engine.manager.follow(window_bytes)
-                assert engine.manager.window_bytes == (window_bytes or 0)  # nothing is known of sizes any more
+                assert engine.manager.lending.window_bytes == (window_bytes or 0)  # nothing is known of sizes any more
             engine.manager.follow(None)
             train_step(layers, one_after_the_other(1))
-            assert engine.manager.window_bytes == engine.manager._largest_group_bytes > 7 * KIB
+            assert engine.manager.lending.window_bytes == engine.manager.lending.largest_group_bytes > 7 * KIB
 
     def test_a_forward_that_ends_in_the_loss_leaves_nothing_waiting_for_release(self):
         layers = stack(6)
@@ -99,7 +99,7 @@ class TestWindow:
             for _ in range(3):
                 loss = loss_of(forward(layers, batch()))
                 # The last layer's own frame holds its storages until it is through: nothing of it can go before.
-                window_bytes = max(100 * KIB, engine.manager._largest_group_bytes)
+                window_bytes = max(100 * KIB, engine.manager.lending.largest_group_bytes)
                 assert 0 < engine.manager._leaving_bytes <= window_bytes
                 loss.backward()
 
@@ -115,7 +115,7 @@ class TestWindow:
             claim(self, storage, group)
             if self._place.num_after == 0:
                 in_flight.append((before, self._leaving_bytes))
-                assert self._leaving_bytes <= self._unclaimed_bytes
+                assert self._leaving_bytes <= self.lending._unclaimed_bytes
 
         monkeypatch.setattr(SwapManager, "claim", noting)
         layers = stack(6)
@@ -124,7 +124,7 @@ class TestWindow:
                 train_step(layers, one_after_the_other(1))
             in_flight.clear()
             loss = loss_of(forward(layers, batch()))
-            assert in_flight[0][0] > 0.9 * engine.manager._largest_group_bytes
+            assert in_flight[0][0] > 0.9 * engine.manager.lending.largest_group_bytes
             assert engine.manager._leaving_bytes == 0
             del loss
 
@@ -136,11 +136,11 @@ class TestWindow:
             saved = torch.ones(64)
             for _ in range(2):  # the same storage in two layers: the first claim says nothing of the second
                 group = manager.begin_forward(4, place)
-                lent_bytes = manager._unclaimed_bytes
-                assert lent_bytes == manager._kept_bytes[4] > 0
+                lent_bytes = manager.lending._unclaimed_bytes
+                assert lent_bytes == manager.lending._kept_bytes[4] > 0
                 for view in (saved, saved[3:], saved):
                     manager.claim(view.untyped_storage(), group)
-                assert manager._unclaimed_bytes == lent_bytes - saved.nbytes
+                assert manager.lending._unclaimed_bytes == lent_bytes - saved.nbytes
                 assert group.kept_bytes == saved.nbytes
 
     def test_a_huge_window_keeps_everything(self):

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.swap.native.guarding import GuardCore
 from megatron.swap.trace import Stall
+from megatron.swap.types import UsageError
 
 Stream = Any
 Event = Any
@@ -110,6 +112,18 @@ class Device(ABC):
     def give_back(self) -> None:
         """Let the allocator give back memory that it holds and nobody uses. May take long."""
 
+    def make_guard(self, most_host_bytes: int) -> GuardCore:
+        """What takes storages from this device when an allocation fails, into so much host memory at most.
+
+        Raises:
+            UsageError: there is none here.
+        """
+        raise UsageError(f"--swap-oom-guard: there is none for {self.name}. Drop it.")
+
+    def native_event(self, event: Event) -> int:
+        """The address by which that guard knows ``event``."""
+        raise NotImplementedError
+
     @abstractmethod
     def mark(self) -> Mark:
         """A mark on the current stream."""
@@ -120,4 +134,4 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for all copies, then let go of the streams."""
+        """Wait for all copies, then let go of the streams, and of what the guard needed."""

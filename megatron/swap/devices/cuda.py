@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.swap.devices.base import Device
+from megatron.swap.native.guarding import GuardCore, cuda_guard, stop_watching_allocator
 from megatron.swap.types import MIB
 
 IN_A_ROW_BYTES = 32 * MIB
@@ -68,6 +69,7 @@ class CudaDevice(Device):
         self.name = torch.cuda.get_device_name(self.torch_device)
         self._turns: dict[torch.cuda.Stream, _Turns] = {}
         self._peak_bytes = self._peak_reserved_bytes = 0
+        self._of_guard: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.torch_device)
@@ -159,6 +161,15 @@ class CudaDevice(Device):
         # memory_allocated() would first flatten all of the allocator's statistics.
         return torch.cuda.memory_stats_as_nested_dict(self.torch_device)[what]["all"]
 
+    def make_guard(self, most_host_bytes: int) -> GuardCore:
+        stream, done = torch.cuda.Stream(self.torch_device), torch.cuda.Event()
+        done.record(stream)  # it has an address only then
+        self._of_guard = stream, done
+        return cuda_guard(most_host_bytes, self.torch_device.index, stream.cuda_stream, done.cuda_event)
+
+    def native_event(self, event: torch.cuda.Event) -> int:
+        return event.cuda_event
+
     def mark(self) -> _Mark:
         return _Mark(self.current_stream())
 
@@ -169,3 +180,6 @@ class CudaDevice(Device):
         for stream in self._turns:  # the other of each pair was waited for
             stream.synchronize()
         self._turns.clear()
+        if self._of_guard is not None:
+            stop_watching_allocator()
+            self._of_guard = None

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron.swap.devices.base import Device
+from megatron.swap.native.guarding import Flag, GuardCore, native
 from megatron.swap.trace import Ranges
 from megatron.swap.types import SwapError
 
@@ -52,10 +53,22 @@ class EmulatedEvent:
     def __init__(self) -> None:
         self._passed = threading.Event()
         self._failure: BaseException | None = None
+        self._flag: Flag | None = None
 
     def trigger(self, failure: BaseException | None = None) -> None:
         self._failure = failure
         self._passed.set()
+        if self._flag is not None:
+            self._flag.raise_()
+
+    @property
+    def flag(self) -> Flag:
+        """For native code, which cannot wait for what is Python's; it says nothing of a failure."""
+        if self._flag is None:
+            self._flag = native().Flag()
+        if self._passed.is_set():  # before the flag was there, perhaps
+            self._flag.raise_()
+        return self._flag
 
     def has_passed(self) -> bool:
         return self._passed.is_set()
@@ -221,6 +234,12 @@ class EmulatedDevice(Device):
 
     def give_back(self) -> None:
         pass
+
+    def make_guard(self, most_host_bytes: int) -> GuardCore:
+        return native().Guard(most_host_bytes)
+
+    def native_event(self, event: EmulatedEvent) -> int:
+        return event.flag.address
 
     def mark(self) -> ClockMark:
         return ClockMark()

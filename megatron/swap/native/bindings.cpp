@@ -3,11 +3,16 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "guard.h"
+#include "machines.h"
 #include "operators.h"
+#include "ram_allocator.h"
 #include "storage_access.h"
 #include "transfer_queue.h"
 
@@ -59,6 +64,25 @@ void bring_back(c10::StorageImpl& storage) {
   } catch (py::error_already_set& error) {
     throw std::runtime_error(error.what());  // it goes through a library that may know nothing of Python
   }
+}
+
+void* pointer(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+py::list to_tuples(const Pieces& pieces) {
+  py::list tuples;
+  for (const Piece& piece : pieces) {
+    tuples.append(py::make_tuple(reinterpret_cast<std::uintptr_t>(piece.address), piece.num_bytes));
+  }
+  return tuples;
+}
+
+Pieces to_pieces(const py::iterable& tuples) {
+  Pieces pieces;
+  for (const auto& tuple : tuples) {
+    const auto [address, size] = tuple.cast<std::pair<std::uintptr_t, std::size_t>>();
+    pieces.push_back({pointer(address), size});
+  }
+  return pieces;
 }
 
 c10::StorageImpl& storage(std::uintptr_t address) {
@@ -121,5 +145,99 @@ PYBIND11_MODULE(megatron_swap_native, module) {
              py::arg("key"), py::arg("function"));
   module.def("remove_bring_back", [](py::int_ key) { bring_back_functions().attr("pop")(key, py::none()); },
              py::arg("key"));
+  py::class_<Flag>(module, "Flag")
+      .def(py::init<>())
+      .def("raise_", &Flag::raise)
+      .def_property_readonly("address", [](Flag& flag) { return reinterpret_cast<std::uintptr_t>(&flag); });
+
+  py::class_<Rescue>(module, "Rescue")
+      .def_readonly("wanted_bytes", &Rescue::wanted_bytes)
+      .def_readonly("freed_bytes", &Rescue::freed_bytes)
+      .def_readonly("copied_bytes", &Rescue::copied_bytes)
+      .def_readonly("ms", &Rescue::ms)
+      .def_property_readonly("groups", [](const Rescue& rescue) {
+        py::list groups;
+        for (const std::int64_t group : rescue.groups) groups.append(group);
+        return groups;
+      });
+
+  // No call holds the interpreter's lock while it waits for the guard's: whoever has that may wait for a copy that a
+  // thread of Python plays.
+  py::class_<Guard>(module, "Guard")
+      .def(py::init([](std::size_t most_host_bytes) {
+             const auto holds_lock = [] { return PyGILState_Check() != 0; };
+             return std::make_unique<Guard>(ram_machine(holds_lock), kRam, most_host_bytes);
+           }),
+           py::arg("most_host_bytes"))
+      .def(py::init([](std::size_t most_host_bytes, const std::string& cuda_library, int device, std::uintptr_t stream,
+                       std::uintptr_t done) {
+             const auto cuda = CudaRuntime::from_library(cuda_library);
+             return std::make_unique<Guard>(cuda_machine(cuda, pointer(stream), pointer(done)), device, most_host_bytes);
+           }),
+           py::arg("most_host_bytes"), py::arg("cuda_library"), py::arg("device"), py::arg("stream"), py::arg("done"))
+      .def("begin", &Guard::begin, Unlocked())
+      .def("end", &Guard::end, Unlocked())
+      .def("offer",
+           [](Guard& guard, Key key, std::uintptr_t address, std::size_t num_bytes, std::size_t num_owners,
+              std::int64_t next_use, bool is_copied, std::uintptr_t event, std::int64_t group) {
+             const Offer offer{&storage(address), num_bytes, num_owners, next_use, is_copied, pointer(event), group};
+             py::gil_scoped_release unlocked;
+             guard.offer(key, offer);
+           },
+           py::arg("key"), py::arg("storage_impl"), py::arg("num_bytes"), py::arg("num_owners"), py::arg("next_use"),
+           py::arg("is_copied"), py::arg("event"), py::arg("group"))
+      .def("claim",
+           [](Guard& guard, Key key) -> py::object {
+             std::optional<Pieces> pieces;
+             {
+               py::gil_scoped_release unlocked;
+               pieces = guard.claim(key);
+             }
+             if (!pieces) return py::none();
+             return to_tuples(*pieces);
+           },
+           py::arg("key"))
+      .def("give_back",
+           [](Guard& guard, const py::iterable& tuples) {
+             const Pieces pieces = to_pieces(tuples);
+             py::gil_scoped_release unlocked;
+             guard.give_back(pieces);
+           },
+           py::arg("pieces"))
+      .def("take_evicted",
+           [](Guard& guard) {
+             std::vector<Key> keys;
+             {
+               py::gil_scoped_release unlocked;
+               keys = guard.take_evicted();
+             }
+             py::list list;
+             for (const Key key : keys) list.append(key);
+             return list;
+           })
+      .def("num_evictions", &Guard::num_evictions)
+      .def("take_rescues",
+           [](Guard& guard) {
+             std::vector<Rescue> rescues;
+             {
+               py::gil_scoped_release unlocked;
+               rescues = guard.take_rescues();
+             }
+             py::list list;
+             for (Rescue& rescue : rescues) list.append(std::move(rescue));
+             return list;
+           })
+      .def("set_most_host_bytes", &Guard::set_most_host_bytes, Unlocked(), py::arg("num_bytes"))
+      .def("mapped_bytes", &Guard::mapped_bytes, Unlocked())
+      .def("pin", &Guard::pin, Unlocked())
+      .def("report", &Guard::report, Unlocked());
+
+  module.def("make_room_address", [] { return reinterpret_cast<std::uintptr_t>(&make_room); });
+  module.def("report_address", [] { return reinterpret_cast<std::uintptr_t>(&report); });
+  module.def("limit_ram", &limit_ram, py::arg("num_bytes"));
+  module.def("unlimit_ram", &unlimit_ram);
+  module.def("ram_in_use", &ram_in_use);
+  module.def("ram_peak", &ram_peak);
+
   module.def("in_use", [](std::uintptr_t address) { return in_use(storage(address)); }, py::arg("storage_impl"));
 }

@@ -30,7 +30,10 @@ from megatron.swap.native.base import Core
 logger = logging.getLogger(__name__)
 
 MODULE = "megatron_swap_native"
-SOURCES = ("transfer_queue.cpp", "storage_access.cpp", "operators.cpp", "bindings.cpp")
+SOURCES = (
+    "cuda_runtime.cpp", "transfer_queue.cpp", "storage_access.cpp", "operators.cpp", "host_chunks.cpp", "guard.cpp",
+    "machines.cpp", "ram_allocator.cpp", "bindings.cpp",
+)  # fmt: skip
 FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 COMPILERS = ("g++", "c++", "clang++")
 """Tried in this order where CXX is not set."""

@@ -1,6 +1,5 @@
 #include "transfer_queue.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -30,27 +29,7 @@ struct StepFailed {
   Failure failure;
 };
 
-template <class Function>
-void find(void* library, const char* name, Function*& function) {
-  function = reinterpret_cast<Function*>(dlsym(library, name));
-  if (function == nullptr) throw std::runtime_error(dlerror());
-}
-
 }  // namespace
-
-CudaRuntime CudaRuntime::from_library(const std::string& path) {
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: threads of CUDA run in it
-  if (library == nullptr) throw std::runtime_error(dlerror());
-  CudaRuntime cuda;
-  find(library, "cudaSetDevice", cuda.set_device);
-  find(library, "cudaMemcpyAsync", cuda.memcpy_async);
-  find(library, "cudaStreamWaitEvent", cuda.stream_wait_event);
-  find(library, "cudaStreamSynchronize", cuda.stream_synchronize);
-  find(library, "cudaEventRecord", cuda.event_record);
-  find(library, "cudaEventQuery", cuda.event_query);
-  find(library, "cudaGetErrorString", cuda.get_error_string);
-  return cuda;
-}
 
 TransferQueue::TransferQueue(std::string name, std::size_t num_in_flight, CudaRuntime cuda)
     : name_(std::move(name)), num_in_flight_(num_in_flight), cuda_(cuda) {}

@@ -18,6 +18,8 @@
 #include <variant>
 #include <vector>
 
+#include "cuda_runtime.h"
+
 namespace megatron_swap {
 
 struct HostCopy {
@@ -53,21 +55,6 @@ struct FileWrite {
 using Step = std::variant<HostCopy, CudaCopy, FileRead, FileWrite>;
 using Job = std::vector<Step>;
 using Ticket = std::int64_t;  // 1, 2, 3, …
-
-// What we call of the CUDA runtime, found when the queue is made: one build serves machines with and without CUDA.
-struct CudaRuntime {
-  int (*set_device)(int device) = nullptr;
-  int (*memcpy_async)(void* target, const void* source, std::size_t num_bytes, int kind, void* stream) = nullptr;
-  int (*stream_wait_event)(void* stream, void* event, unsigned flags) = nullptr;
-  int (*stream_synchronize)(void* stream) = nullptr;
-  int (*event_record)(void* event, void* stream) = nullptr;
-  int (*event_query)(void* event) = nullptr;
-  const char* (*get_error_string)(int code) = nullptr;
-
-  // Of the library at `path`, which stays loaded. Throws std::runtime_error where it cannot be loaded or lacks one.
-  static CudaRuntime from_library(const std::string& path);
-  explicit operator bool() const { return memcpy_async != nullptr; }
-};
 
 // In the order in which a job goes through the first four; `issued` only with CUDA copies. The numbers are base.py's.
 enum class State { waiting = 0, running = 1, issued = 2, done = 3, failed = 4, withdrawn = 5, unknown = 6 };

@@ -1,0 +1,197 @@
+#include "guard.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "storage_access.h"
+
+namespace megatron_swap {
+namespace {
+
+// Around every call of the guard in force, so that it can end.
+std::mutex in_force_mutex;
+Guard* in_force = nullptr;
+
+std::string in_mib(std::size_t num_bytes) { return std::to_string(num_bytes >> 20) + " MiB"; }
+
+const char* const kRefusal =
+    "the out-of-memory guard took the memory of this saved tensor, and it was not brought back before its use; please "
+    "report this";
+
+}  // namespace
+
+Guard::Guard(std::unique_ptr<Machine> machine, int device, std::size_t most_host_bytes)
+    : machine_(std::move(machine)), device_(device), chunks_(most_host_bytes) {}
+
+Guard::~Guard() {
+  end();
+  chunks_.close([this](Piece slab) { machine_->unpin(slab); });
+}
+
+void Guard::begin() {
+  std::lock_guard lock(in_force_mutex);
+  in_force = this;
+}
+
+void Guard::end() {
+  std::lock_guard lock(in_force_mutex);
+  if (in_force == this) in_force = nullptr;
+}
+
+void Guard::offer(Key key, const Offer& offer) {
+  std::lock_guard lock(mutex_);
+  entries_.insert_or_assign(key, Entry{offer});
+  places_.insert(place(key, offer));
+}
+
+std::optional<Pieces> Guard::claim(Key key) {
+  std::lock_guard lock(mutex_);
+  const auto found = entries_.find(key);
+  if (found == entries_.end()) return std::nullopt;
+  Entry entry = std::move(found->second);
+  entries_.erase(found);
+  if (entry.is_evicted) return std::move(entry.pieces);
+  places_.erase(place(key, entry.offer));
+  return std::nullopt;
+}
+
+void Guard::give_back(const Pieces& pieces) {
+  std::lock_guard lock(mutex_);
+  chunks_.give_back(pieces);
+}
+
+std::vector<Key> Guard::take_evicted() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(evicted_, {});
+}
+
+std::vector<Rescue> Guard::take_rescues() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(rescues_, {});
+}
+
+void Guard::set_most_host_bytes(std::size_t most_bytes) {
+  std::lock_guard lock(mutex_);
+  chunks_.set_most(most_bytes);
+}
+
+std::size_t Guard::mapped_bytes() {
+  std::lock_guard lock(mutex_);
+  return chunks_.mapped_bytes();
+}
+
+void Guard::pin() {
+  std::lock_guard lock(mutex_);
+  chunks_.pin([this](Piece slab) { machine_->pin(slab); });
+}
+
+bool Guard::make_room(std::size_t num_bytes, int device, std::uint64_t* seen) {
+  std::lock_guard lock(mutex_);
+  if (device != device_) return false;
+  // Another thread had the same trouble meanwhile: what was made free for it may do for both.
+  if (*seen == num_evictions_ && !evict(num_bytes)) return false;
+  *seen = num_evictions_;
+  return true;
+}
+
+bool Guard::is_free(const Offer& offer) {
+  return c10::raw::intrusive_ptr::use_count(offer.storage) == offer.num_owners &&
+         offer.storage->nbytes() == offer.num_bytes && !refuses(*offer.storage) && machine_->may_wait(offer.event);
+}
+
+bool Guard::evict(std::size_t num_bytes) {
+  const auto start = std::chrono::steady_clock::now();
+  Rescue rescue{.wanted_bytes = num_bytes};
+  std::size_t chosen_bytes = 0;
+  std::vector<Key> chosen;  // copied to the host together, then freed
+  try {
+    for (const auto& [must_copy, next_use, key] : places_) {
+      // A group goes as a whole: its tensors come back together, and the next allocation needs about as much again.
+      Entry& entry = entries_.at(key);
+      const bool is_begun = !rescue.groups.empty() && rescue.groups.back() == entry.offer.group;
+      if (chosen_bytes >= num_bytes && !is_begun) break;
+      if (!is_free(entry.offer)) continue;
+      const std::size_t size = entry.offer.num_bytes;
+      if (must_copy) {
+        entry.pieces = chunks_.take(size);
+        if (entry.pieces.empty()) break;  // host memory has no room either
+      }
+      chosen.push_back(key);
+      chosen_bytes += size;
+      if (!is_begun) rescue.groups.push_back(entry.offer.group);
+    }
+    for (const Key key : chosen) {
+      const Entry& entry = entries_.at(key);
+      machine_->wait(entry.offer.event);
+      const auto* source = static_cast<const char*>(entry.offer.storage->data());
+      for (const Piece& piece : entry.pieces) {
+        machine_->copy_out(piece, source);
+        source += piece.num_bytes;
+      }
+    }
+    machine_->finish_copies();
+  } catch (const std::exception& error) {
+    // Nothing was freed. Copies that began may still write: their room is not used again.
+    for (const Key key : chosen) entries_.at(key).pieces.clear();
+    trouble_ = error.what();
+    return false;
+  }
+  for (const Key key : chosen) take_memory(key, entries_.at(key), rescue);
+  if (chosen.empty()) return false;
+  ++num_evictions_;
+  rescue.ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+  rescues_.push_back(std::move(rescue));
+  return true;
+}
+
+void Guard::take_memory(Key key, Entry& entry, Rescue& rescue) {
+  c10::StorageImpl& storage = *entry.offer.storage;
+  const std::size_t size = entry.offer.num_bytes;
+  machine_->discard(const_cast<void*>(storage.data()), size);  // not mutable_data(): that may allocate
+  rescue.freed_bytes += size;
+  if (!entry.offer.is_copied) rescue.copied_bytes += size;
+  places_.erase(place(key, entry.offer));
+  entry.is_evicted = true;
+  evicted_.push_back(key);
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+  refuse(storage, kRefusal);  // nobody else refers to it: it never has to be allowed again
+}
+
+std::string Guard::report() {
+  std::lock_guard lock(mutex_);
+  std::size_t evicted_bytes = 0, used_bytes = 0, num_used = 0;
+  for (const auto& [_, entry] : entries_) {
+    const std::size_t size = entry.offer.num_bytes;
+    if (entry.is_evicted) {
+      evicted_bytes += size;
+    } else {
+      used_bytes += size;
+      ++num_used;
+    }
+  }
+  std::string text = "Megatron Swap's out-of-memory guard has nothing more to take: " + in_mib(evicted_bytes) +
+                     " of saved tensors were taken from the device already; " + std::to_string(num_used) + " of " +
+                     in_mib(used_bytes) + " are in use elsewhere, or the host has no room for them (it has given " +
+                     in_mib(chunks_.mapped_bytes()) + ").";
+  if (!trouble_.empty()) text += " An attempt failed: " + trouble_ + ".";
+  return text;
+}
+
+bool make_room(std::size_t num_bytes, int device, std::uint64_t* seen) {
+  std::lock_guard lock(in_force_mutex);
+  return in_force != nullptr && in_force->make_room(num_bytes, device, seen);
+}
+
+std::size_t report(char* text, std::size_t size) {
+  std::lock_guard lock(in_force_mutex);
+  if (in_force == nullptr) return 0;
+  const std::string words = in_force->report();
+  const std::size_t length = std::min(size, words.size());
+  std::memcpy(text, words.data(), length);
+  return length;
+}
+
+}  // namespace megatron_swap

@@ -1,0 +1,88 @@
+"""The native part of the out-of-memory guard, for each kind of device, and why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast
+
+from megatron.swap.native.build import load
+from megatron.swap.native.cuda_library import loaded_cuda_library
+from megatron.swap.types import UsageError
+
+Piece = tuple[int, int]
+"""Address and bytes of host memory."""
+
+
+class NativeRescue(Protocol):
+    """What was done for an allocation that had failed."""
+
+    wanted_bytes: int
+    freed_bytes: int
+    copied_bytes: int
+    ms: float
+    groups: Sequence[int]
+
+
+class Flag(Protocol):
+    """An event of a device that threads play. It lives as long as anybody may ask for it by its address."""
+
+    address: int
+
+    def raise_(self) -> None: ...
+
+
+class GuardCore(Protocol):
+    """``native/guard.h``. A storage is given by ``untyped_storage()._cdata``, an event by its address."""
+
+    def begin(self) -> None: ...
+    def end(self) -> None: ...
+    def offer(
+        self, key: int, storage_impl: int, num_bytes: int, num_owners: int, next_use: int, is_copied: bool,
+        event: int, group: int,
+    ) -> None: ...  # fmt: skip
+    def claim(self, key: int) -> list[Piece] | None: ...
+    def give_back(self, pieces: Iterable[Piece]) -> None: ...
+    def take_evicted(self) -> list[int]: ...
+    def num_evictions(self) -> int: ...
+    def take_rescues(self) -> list[NativeRescue]: ...
+    def set_most_host_bytes(self, num_bytes: int) -> None: ...
+    def mapped_bytes(self) -> int: ...
+    def pin(self) -> None: ...
+    def report(self) -> str: ...
+
+
+class _Native(Protocol):
+    Flag: type[Flag]
+
+    def Guard(self, most_host_bytes: int, *cuda: object) -> GuardCore: ...
+    def limit_ram(self, num_bytes: int) -> None: ...
+    def unlimit_ram(self) -> None: ...
+    def ram_in_use(self) -> int: ...
+    def ram_peak(self) -> int: ...
+    def make_room_address(self) -> int: ...
+    def report_address(self) -> int: ...
+
+
+def native() -> _Native:
+    """The C++.
+
+    Raises:
+        UsageError: it cannot be built here, or is not wanted.
+    """
+    found = load()
+    if found is None:
+        raise UsageError(
+            "--swap-oom-guard needs the C++ part of this package, which is built on first use: there is no compiler "
+            "here (g++, c++, clang++ or CXX), it failed (see the warning), or MEGATRON_SWAP_NATIVE=0 is set. Drop "
+            "--swap-oom-guard, or install one."
+        )
+    return cast(_Native, found)
+
+
+def cuda_guard(most_host_bytes: int, device: int, stream: int, done: int) -> GuardCore:
+    """For CUDA device number ``device``; stream and event (by address) are the guard's alone."""
+    return native().Guard(most_host_bytes, loaded_cuda_library(), device, stream, done)
+
+
+def stop_watching_allocator() -> None:
+    """CUDA's allocator fails as it did before."""

@@ -1,0 +1,69 @@
+#include "host_chunks.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+
+namespace megatron_swap {
+
+HostChunks::~HostChunks() {
+  close([](Piece) {});
+}
+
+bool HostChunks::grow() {
+  if (mapped_bytes() + kSlabBytes > most_bytes_) return false;
+  void* const address = mmap(nullptr, kSlabBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (address == MAP_FAILED) return false;
+  // A forked child (a data loader's worker) would otherwise make the first write to each page copy it.
+  madvise(address, kSlabBytes, MADV_DONTFORK);
+  slabs_.push_back(static_cast<char*>(address));
+  for (std::size_t offset = kSlabBytes; offset > 0; offset -= kChunkBytes) {
+    free_.push_back(slabs_.back() + offset - kChunkBytes);
+  }
+  return true;
+}
+
+Pieces HostChunks::take(std::size_t num_bytes) {
+  const std::size_t num_chunks = (num_bytes + kChunkBytes - 1) / kChunkBytes;
+  while (free_.size() < num_chunks) {
+    if (!grow()) return {};
+  }
+  Pieces pieces;
+  for (std::size_t left = num_bytes; left > 0;) {
+    char* const chunk = free_.back();
+    free_.pop_back();
+    const std::size_t size = std::min(left, kChunkBytes);
+    const bool is_next = !pieces.empty() && static_cast<char*>(pieces.back().address) + pieces.back().num_bytes == chunk;
+    if (is_next) {
+      pieces.back().num_bytes += size;
+    } else {
+      pieces.push_back({chunk, size});
+    }
+    left -= size;
+  }
+  return pieces;
+}
+
+void HostChunks::give_back(const Pieces& pieces) {
+  for (const Piece& piece : pieces) {
+    auto* const first = static_cast<char*>(piece.address);
+    const std::size_t num_chunks = (piece.num_bytes + kChunkBytes - 1) / kChunkBytes;
+    for (std::size_t i = num_chunks; i > 0; --i) free_.push_back(first + (i - 1) * kChunkBytes);
+  }
+}
+
+void HostChunks::pin(const std::function<void(Piece)>& pin) {
+  for (; num_pinned_ < slabs_.size(); ++num_pinned_) pin({slabs_[num_pinned_], kSlabBytes});
+}
+
+void HostChunks::close(const std::function<void(Piece)>& unpin) {
+  for (std::size_t i = 0; i < slabs_.size(); ++i) {
+    if (i < num_pinned_) unpin({slabs_[i], kSlabBytes});
+    munmap(slabs_[i], kSlabBytes);
+  }
+  slabs_.clear();
+  free_.clear();
+  num_pinned_ = 0;
+}
+
+}  // namespace megatron_swap

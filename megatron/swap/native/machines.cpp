@@ -1,0 +1,87 @@
+#include "machines.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace megatron_swap {
+namespace {
+
+constexpr int kPoison = 0xFF;  // every float made of these bytes is NaN: whoever still reads them shows it
+constexpr int kCudaMemcpyDefault = 4;
+
+class RamMachine final : public Machine {
+ public:
+  explicit RamMachine(std::function<bool()> holds_up_others) : holds_up_others_(std::move(holds_up_others)) {}
+
+  bool may_wait(void* event) override { return static_cast<Flag*>(event)->is_raised() || !holds_up_others_(); }
+  void wait(void* event) override { static_cast<Flag*>(event)->wait(); }
+  void copy_out(const Piece& target, const char* source) override {
+    std::memcpy(target.address, source, target.num_bytes);
+  }
+  void finish_copies() override {}
+  void discard(void* address, std::size_t num_bytes) override { std::memset(address, kPoison, num_bytes); }
+  void pin(const Piece&) override {}
+  void unpin(const Piece&) override {}
+
+ private:
+  const std::function<bool()> holds_up_others_;
+};
+
+class CudaMachine final : public Machine {
+ public:
+  CudaMachine(const CudaRuntime& cuda, void* stream, void* done) : cuda_(cuda), stream_(stream), done_(done) {}
+
+  bool may_wait(void*) override { return true; }
+  void wait(void* event) override { check(cuda_.event_synchronize(event), "cudaEventSynchronize"); }
+  void copy_out(const Piece& target, const char* source) override {
+    check(cuda_.memcpy_async(target.address, source, target.num_bytes, kCudaMemcpyDefault, stream_), "cudaMemcpyAsync");
+  }
+  void finish_copies() override {
+    check(cuda_.event_record(done_, stream_), "cudaEventRecord");
+    wait(done_);
+  }
+  void discard(void*, std::size_t) override {}
+  void pin(const Piece& slab) override {
+    check(cuda_.host_register(slab.address, slab.num_bytes, 0), "cudaHostRegister");
+  }
+  void unpin(const Piece& slab) override { cuda_.host_unregister(slab.address); }  // at the end: nobody to tell
+
+ private:
+  void check(int code, const char* what) const {
+    if (code != 0) throw std::runtime_error(std::string(what) + ": " + cuda_.get_error_string(code));
+  }
+
+  const CudaRuntime cuda_;
+  void* const stream_;
+  void* const done_;
+};
+
+}  // namespace
+
+void Flag::raise() {
+  std::lock_guard lock(mutex_);
+  is_raised_ = true;
+  raised_.notify_all();
+}
+
+void Flag::wait() {
+  std::unique_lock lock(mutex_);
+  raised_.wait(lock, [this] { return is_raised_; });
+}
+
+bool Flag::is_raised() {
+  std::lock_guard lock(mutex_);
+  return is_raised_;
+}
+
+std::unique_ptr<Machine> ram_machine(std::function<bool()> holds_up_others) {
+  return std::make_unique<RamMachine>(std::move(holds_up_others));
+}
+
+std::unique_ptr<Machine> cuda_machine(const CudaRuntime& cuda, void* stream, void* done) {
+  return std::make_unique<CudaMachine>(cuda, stream, done);
+}
+
+}  // namespace megatron_swap
