@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -29,15 +30,38 @@ from megatron.swap.native.base import Core
 
 logger = logging.getLogger(__name__)
 
-MODULE = "megatron_swap_native"
-SOURCES = (
-    "cuda_runtime.cpp", "transfer_queue.cpp", "storage_access.cpp", "operators.cpp", "host_chunks.cpp", "guard.cpp",
-    "machines.cpp", "ram_allocator.cpp", "bindings.cpp",
-)  # fmt: skip
 FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread")
 COMPILERS = ("g++", "c++", "clang++")
 """Tried in this order where CXX is not set."""
 TIMEOUT_S = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What is built. Each is a library of its own, so that one which cannot be built keeps no other away.
+
+    Attributes:
+        name: of its file, before the key.
+        sources: in this folder.
+        linked: libraries, of torch's folder or the system's.
+        include_folders: beside torch's and Python's.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    linked: tuple[str, ...]
+    include_folders: tuple[Path, ...] = ()
+
+
+MODULE = "megatron_swap_native"
+NATIVE = Library(
+    MODULE,
+    (
+        "cuda_runtime.cpp", "transfer_queue.cpp", "storage_access.cpp", "operators.cpp", "host_chunks.cpp", "guard.cpp",
+        "machines.cpp", "ram_allocator.cpp", "bindings.cpp",
+    ),
+    ("c10", "dl"),
+)  # fmt: skip
 
 
 class Native(Protocol):
@@ -61,7 +85,7 @@ class Native(Protocol):
 
 
 class BuildError(Exception):
-    """Why there is no native part; said by ``load``, which goes on without."""
+    """Why a library cannot be built; ``load`` says it and goes on without."""
 
 
 @functools.cache
@@ -89,44 +113,47 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_swap"
 
 
-def build(folder: Path) -> Path:
-    """The library in ``folder``, compiled unless it is there. Several processes may call it at once.
+def build(folder: Path, library: Library = NATIVE) -> Path:
+    """The file of ``library`` in ``folder``, compiled unless it is there. Several processes may call it at once.
 
     Raises:
         BuildError: there is no compiler, or it failed: its last words.
         OSError: nothing can be written there.
     """
-    library = folder / f"{MODULE}-{_key()}.so"
-    if library.exists():
-        return library
+    built = folder / f"{library.name}-{_key(library)}.so"
+    if built.exists():
+        return built
     folder.mkdir(parents=True, exist_ok=True)
-    with library.with_suffix(".lock").open("w") as lock:
+    with built.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # goes with its process, however that ends
-        if not library.exists():
+        if not built.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                made = Path(scratch) / library.name
-                _compile(made)
-                made.replace(library)  # whoever sees it, on another host perhaps, sees all of it
-    return library
+                made = Path(scratch) / built.name
+                _compile(library, made)
+                made.replace(built)  # whoever sees it, on another host perhaps, sees all of it
+    return built
 
 
-def _key() -> str:
+def _key(library: Library = NATIVE) -> str:
     """Of everything that the result depends on, but the compiler: any will do."""
     here = Path(__file__).parent
-    parts = [torch.__version__, sys.version, platform.machine(), *FLAGS]
-    parts += [path.read_text() for path in sorted([*here.rglob("*.cpp"), *here.rglob("*.h")])]
+    parts = [torch.__version__, sys.version, platform.machine(), *FLAGS, *library.linked]
+    parts += map(str, library.include_folders)
+    parts += [path.read_text() for path in [*(here / name for name in library.sources), *sorted(here.rglob("*.h"))]]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _compile(target: Path) -> None:
+def _compile(library: Library, target: Path) -> None:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
     if compiler is None:
         raise BuildError(f"no compiler is on PATH ({', '.join(COMPILERS)}), and CXX is not set")
     here, of_torch = Path(__file__).parent, Path(torch.__file__).parent
+    folders = (of_torch / "include", Path(sysconfig.get_path("include")), *library.include_folders)
     command = [
         *compiler.split(), *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        "-isystem", f"{of_torch / 'include'}", "-isystem", sysconfig.get_path("include"),
-        *(f"{here / name}" for name in SOURCES), "-o", f"{target}", f"-L{of_torch / 'lib'}", "-lc10", "-ldl",
+        *(word for folder in folders for word in ("-isystem", f"{folder}")),
+        *(f"{here / name}" for name in library.sources), "-o", f"{target}", f"-L{of_torch / 'lib'}",
+        *(f"-l{name}" for name in library.linked),
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)

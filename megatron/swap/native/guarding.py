@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
-from megatron.swap.native.build import load
+from megatron.swap.native.build import BuildError, load
+from megatron.swap.native.cuda_allocator import MAKE_ROOM, REPORT, load_cuda_allocator
 from megatron.swap.native.cuda_library import loaded_cuda_library
 from megatron.swap.types import UsageError
+
+NEEDS = "--swap-oom-guard needs"
 
 Piece = tuple[int, int]
 """Address and bytes of host memory."""
@@ -72,17 +75,32 @@ def native() -> _Native:
     found = load()
     if found is None:
         raise UsageError(
-            "--swap-oom-guard needs the C++ part of this package, which is built on first use: there is no compiler "
-            "here (g++, c++, clang++ or CXX), it failed (see the warning), or MEGATRON_SWAP_NATIVE=0 is set. Drop "
-            "--swap-oom-guard, or install one."
+            f"{NEEDS} the C++ part of this package, which is built on first use: there is no compiler here (g++, c++, "
+            "clang++ or CXX), it failed (see the warning), or MEGATRON_SWAP_NATIVE=0 is set. Drop the flag, or install "
+            "a compiler."
         )
     return cast(_Native, found)
 
 
 def cuda_guard(most_host_bytes: int, device: int, stream: int, done: int) -> GuardCore:
-    """For CUDA device number ``device``; stream and event (by address) are the guard's alone."""
-    return native().Guard(most_host_bytes, loaded_cuda_library(), device, stream, done)
+    """For CUDA device number ``device``, whose allocator asks it from now on; stream and event (by address) are the
+    guard's alone.
+
+    Raises:
+        UsageError: there is none here.
+    """
+    core = native().Guard(most_host_bytes, loaded_cuda_library(), device, stream, done)
+    try:
+        library = load_cuda_allocator()
+    except BuildError as error:
+        raise UsageError(f"{NEEDS} a small library between PyTorch and its allocator: {error}. Drop the flag.") from error
+    make_room, report = MAKE_ROOM(native().make_room_address()), REPORT(native().report_address())
+    refusal = library.megatron_swap_cuda_install(make_room, report)
+    if refusal is not None:
+        raise UsageError(f"{NEEDS} PyTorch's own CUDA allocator: {refusal.decode()}. Drop the flag, or that allocator.")
+    return core
 
 
 def stop_watching_allocator() -> None:
-    """CUDA's allocator fails as it did before."""
+    """CUDA's allocator fails as it did before ``cuda_guard``."""
+    load_cuda_allocator().megatron_swap_cuda_remove()

@@ -1,0 +1,423 @@
+"""The second chance of CUDA allocations: all of it without a GPU (``cuda_allocator_cases.cpp``), the real one with."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.native import cuda_allocator
+from megatron.swap.native.build import BuildError, cache_folder
+from megatron.swap.native.cuda_allocator import (
+    BASES,
+    MAKE_ROOM,
+    REPORT,
+    check_virtuals,
+    class_body,
+    cuda_include_folders,
+    load_cuda_allocator,
+    virtuals,
+)
+from megatron.swap.types import MIB
+from tests.unit.native.helpers import HERE, NEEDS_COMPILER
+from tests.unit.test_house import ROOT
+
+OF_TORCH = Path(torch.__file__).parent
+KNOWN = {
+    "CUDAAllocator": "virtual void raw_delete(void* ptr) = 0;",
+    "DeviceAllocator": "virtual bool initialized() = 0;",
+    "Allocator": "virtual DataPtr allocate(size_t n) = 0;",
+}
+"""A function of each class."""
+
+
+def lacks() -> str | None:
+    """What of CUDA is not here, GPU aside."""
+    if torch.version.cuda is None:
+        return "needs torch for CUDA"
+    try:
+        cuda_include_folders(torch.version.cuda)
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+NEEDS_CUDA_BUILD = pytest.mark.skipif(lacks() is not None, reason=lacks() or "")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test builds anew, or finds what was built."""
+    monkeypatch.delenv("MEGATRON_SWAP_NATIVE", raising=False)
+    load_cuda_allocator.cache_clear()
+    yield
+    monkeypatch.undo()
+    load_cuda_allocator.cache_clear()
+
+
+def headers() -> dict[str, str]:
+    return {name: (OF_TORCH / "include" / path).read_text() for name, path in BASES.items()}
+
+
+# ---------------------------------------------------------------------------------------- torch's declarations
+
+
+@NEEDS_CUDA_BUILD
+def test_every_virtual_function_of_this_torch_is_known() -> None:
+    check_virtuals(headers())
+
+
+@NEEDS_CUDA_BUILD
+@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        ("virtual void later(int) {}", "later"),
+        ("virtual\n  std::pair<int (*)(int),\n int>* later() const { return nullptr; }", "later"),
+        ("virtual std::function<bool(int)> later(std::function<void()> f) = 0;", "later"),
+        ("virtual DataPtr allocate(size_t n, int more);", "allocate"),
+        ("virtual bool operator==(int) const;", "operator"),
+    ],
+)
+def test_a_planted_virtual_function_is_refused(name: str, planted: str, said: str) -> None:
+    texts = headers()
+    assert KNOWN[name] in texts[name]
+    texts[name] = texts[name].replace(KNOWN[name], f"{KNOWN[name]}\n{planted}")
+    with pytest.raises(BuildError, match=rf"unknown to us: \['{said}"):
+        check_virtuals(texts)
+
+
+@NEEDS_CUDA_BUILD
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("CUDAAllocator", "class CUDAAllocator : public DeviceAllocator", "class CUDAAllocator : public Between"),
+        ("DeviceAllocator", ": public c10::Allocator {", ": public c10::Allocator, Other {"),
+        ("Allocator", "struct C10_API Allocator {", "struct C10_API Allocator : Counted {"),
+        ("DeviceAllocator", "struct C10_API DeviceAllocator", "struct C10_API Renamed"),
+    ],
+)
+def test_other_classes_than_we_know_are_refused(name: str, before: str, after: str) -> None:
+    texts = headers()
+    assert before in texts[name]
+    texts[name] = texts[name].replace(before, after)
+    with pytest.raises(BuildError, match=rf": {name} in {BASES[name]} is not the class that we know"):
+        check_virtuals(texts)
+
+
+def test_what_is_not_a_new_function_is_not_taken_for_one() -> None:
+    body = """
+      // virtual void commented(int) {}
+      virtual ~Destroyed() = default;  virtual  ~ Spaced();
+      virtual void inherited(int) override;
+      void plain(int);
+      virtual void one(int = f({0, 0})) = 0; virtual int& two() { return x; }
+    """
+    bases, found = class_body(f"struct There {{}}; struct API Here final : A, public b::B {{{body}}}; int x;", "Here")
+    assert bases == ["A", "B"]
+    assert list(virtuals(found)) == ["one", "two"]
+
+
+# ---------------------------------------------------------------------------------------------------- building
+
+
+@NEEDS_CUDA_BUILD
+@NEEDS_COMPILER
+def test_it_is_built_once_and_loads_without_a_gpu() -> None:
+    assert load_cuda_allocator() is load_cuda_allocator()
+    assert Path(load_cuda_allocator()._name).parent == cache_folder()
+
+
+def test_it_may_not_be_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_SWAP_NATIVE", "0")
+    with pytest.raises(BuildError, match="MEGATRON_SWAP_NATIVE=0"):
+        load_cuda_allocator()
+
+
+def test_torch_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(BuildError, match="without CUDA"):
+        load_cuda_allocator()
+
+
+@NEEDS_CUDA_BUILD
+def test_a_missing_compiler_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    with pytest.raises(BuildError, match="no compiler is on PATH"):
+        load_cuda_allocator()
+
+
+@NEEDS_CUDA_BUILD
+def test_missing_headers_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cuda_allocator, "include_places", lambda: [tmp_path / "here", tmp_path / "there"])
+    with pytest.raises(BuildError, match=r"no headers of CUDA \d+ .*Looked in .*here, .*there"):
+        load_cuda_allocator()
+
+
+def plant_headers(folder: Path, version: int, *, crt: bool) -> Path:
+    (folder / "crt").mkdir(parents=True)
+    (folder / "cuda_runtime.h").touch()
+    (folder / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
+    if crt:
+        (folder / "crt" / "host_config.h").touch()
+    return folder
+
+
+def test_headers_are_of_this_cuda_and_complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    older = plant_headers(tmp_path / "older", 12080, crt=True)
+    runtime = plant_headers(tmp_path / "runtime", 13000, crt=False)
+    toolkit = plant_headers(tmp_path / "toolkit", 13010, crt=True)
+
+    def found(*places: Path) -> tuple[Path, ...]:
+        monkeypatch.setattr(cuda_allocator, "include_places", lambda: list(places))
+        return cuda_include_folders("13.0")
+
+    assert found(older, toolkit) == (toolkit,)
+    assert found(toolkit, runtime) == (toolkit,)
+    assert found(runtime, toolkit) == (runtime, toolkit)
+    assert found(runtime, older) == (runtime, older)
+    with pytest.raises(BuildError, match=r"crt/host_config\.h"):
+        found(runtime)
+    with pytest.raises(BuildError, match="headers of CUDA 13"):
+        found(older)
+
+
+def test_a_toolkit_that_is_named_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    assert tmp_path / "include" in cuda_allocator.include_places()
+
+
+@NEEDS_CUDA_BUILD
+@NEEDS_COMPILER
+def test_before_cuda_is_initialised_it_says_so() -> None:
+    program = (
+        "from megatron.swap.native.cuda_allocator import MAKE_ROOM, REPORT, load_cuda_allocator as load\n"
+        "load().megatron_swap_cuda_remove()\n"
+        "functions = MAKE_ROOM(lambda *_: False), REPORT(lambda *_: 0)\n"
+        "print(load().megatron_swap_cuda_install(*functions).decode())\n"
+        "load().megatron_swap_cuda_remove()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "CUDA is not initialised yet (torch.cuda.init())\n"), done.stderr
+
+
+# --------------------------------------------------------------------------------- the real guard, without a GPU
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """Runs a case of ``cuda_allocator_cases.cpp`` against the library: what it prints once the guard is in place."""
+    assert torch.version.cuda
+    library = load_cuda_allocator()._name
+    program = tmp_path_factory.mktemp("cuda_allocator") / "cases"
+    folders = [OF_TORCH / "include", *cuda_include_folders(torch.version.cuda)]
+    command = [
+        "g++", "-std=c++20", "-O0", "-pthread", "-rdynamic", HERE / "cuda_allocator_cases.cpp", "-o", program,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(word for folder in folders for word in ("-isystem", folder)),
+        f"-L{OF_TORCH / 'lib'}", f"-Wl,-rpath,{OF_TORCH / 'lib'}", "-Wl,--allow-shlib-undefined", "-lc10_cuda", "-lc10",
+        "-ldl",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+    def run(name: str) -> list[str]:
+        done = subprocess.run([program, library, name], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout.split("---\n")[-1].splitlines()
+
+    return run
+
+
+@NEEDS_CUDA_BUILD
+@NEEDS_COMPILER
+class TestWithoutGpu:
+    def test_every_function_is_handed_on(self, case: Callable[[str], list[str]]) -> None:
+        declared = Counter(name for base, text in headers().items() for name in virtuals(class_body(text, base)[1]))
+        lines = case("forward")
+        assert [line for line in lines if line.endswith(": NO")] == []
+        assert Counter(line.split()[0] for line in lines if not line.endswith(": yes")) == declared
+        assert {
+            "copy_data 1 6", "recordStream of CUDA", "setMemoryFraction 0.25 1", "beginAllocateToPool 1 8 1",
+            "setUseOnOOM 1 8 1", "createOrIncrefPool 1 8 1", "checkPoolLiveAllocations 1 8 2", "enablePeerAccess 0 1",
+            "memcpyAsync 0 1 16 1 1 1", "recordHistory 1 15 3 1 skipped", "setCheckpointPoolState 1 1",
+        } <= set(lines)
+
+    def test_it_tries_again_as_long_as_there_is_room(self, case: Callable[[str], list[str]]) -> None:
+        assert case("retry") == [
+            "allocate 1000", "make_room 1000 on 1, seen 0", "allocate 1000", "make_room 1000 on 1, seen 3",
+            "allocate 1000", "done",
+            "raw_alloc 1001", "make_room 1001 on 1, seen 0", "raw_alloc 1001", "done",
+            "raw_alloc_with_stream 1002", "asked about stream 77", "make_room 1002 on 1, seen 0",
+            "raw_alloc_with_stream 1002", "done",
+        ]
+
+    def test_it_gives_up_with_the_report_in_the_error(self, case: Callable[[str], list[str]]) -> None:
+        lines = case("give_up")
+        failed = ["allocate 1000", "make_room 1000 on 1, seen 0"]
+        error = "OutOfMemoryError: no room for 1000"
+        assert lines[:5] == [
+            *failed, "allocate 1000", "make_room 1000 on 1, seen 3", f"{error} (the guard holds 3 storages)",
+        ]
+        assert lines[5:8] == [*failed, f"{error} ({'x' * 1024})"]
+        assert lines[8:] == [*failed, error]
+
+    def test_while_a_graph_is_captured_the_error_goes_on(self, case: Callable[[str], list[str]]) -> None:
+        error = "OutOfMemoryError: no room for 1000"
+        assert case("capturing") == [
+            "allocate 1000", error, "raw_alloc_with_stream 1000", "asked about stream 77", "last error cleared", error,
+        ]
+
+    def test_what_makes_room_gets_no_second_chance(self, case: Callable[[str], list[str]]) -> None:
+        within = ["allocates", "raw_alloc 5", "within: no room for 5"]
+        assert case("nested") == [
+            "raw_alloc 4", *within, "raw_alloc 4", "done", "raw_alloc 6", *within, "raw_alloc 6", "done",
+        ]
+
+    def test_after_removal_it_hands_on_and_no_more(self, case: Callable[[str], list[str]]) -> None:
+        assert case("removed") == [
+            "the former is back: yes", "allocate 1000", "OutOfMemoryError: no room for 1000",
+            "initialized", "name", "install: done", "the same guard: yes", "another one is left: yes",
+        ]
+
+    def test_where_it_may_not_stand_it_says_why(self, case: Callable[[str], list[str]]) -> None:
+        assert [line for line in case("refused") if ":" in line] == [
+            "install: CUDA is not initialised yet (torch.cuda.init())",
+            "install: torch uses another CUDA allocator than its native one",
+            "install: done",
+            "install: done",
+            "install: another CUDA allocator was put in place since the guard was first installed",
+            "that one is left: yes",
+        ]
+
+
+# ------------------------------------------------------------------------------------------------ with a GPU
+
+KEPT: list[Any] = []
+"""Functions that were installed: they stay for as long as the process."""
+
+
+class Holder:
+    """Holds tensors that it gives up one by one."""
+
+    def __init__(self) -> None:
+        self.held: list[torch.Tensor] = []
+        self.asked: list[tuple[int, int]] = []
+        self.make_room, self.report = MAKE_ROOM(self._make_room), REPORT(self._report)
+        KEPT.append(self)
+
+    def _make_room(self, num_bytes: int, device: int, seen: Any) -> bool:
+        self.asked.append((num_bytes, device))
+        return bool(self.held) and self.held.pop() is not None
+
+    def _report(self, buffer: int, size: int) -> int:
+        text = b"the holder has %d tensors" % len(self.held)
+        ctypes.memmove(buffer, text, len(text))
+        return len(text)
+
+
+def empty(mib: int) -> torch.Tensor:
+    return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+
+def is_all(x: torch.Tensor, value: int) -> bool:
+    """Of a few elements: a comparison of all needs as much memory again."""
+    return bool((x[::4096] == value).all())
+
+
+@pytest.fixture
+def library() -> Iterator[ctypes.CDLL]:
+    """On a GPU of which 256 MiB more may be used."""
+    library = load_cuda_allocator()
+    torch.cuda.init()
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + 256 * MIB
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    yield library
+    library.megatron_swap_cuda_remove()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def holder(library: ctypes.CDLL) -> Holder:
+    holder = Holder()
+    assert library.megatron_swap_cuda_install(holder.make_room, holder.report) is None
+    return holder
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@NEEDS_CUDA_BUILD
+@NEEDS_COMPILER
+class TestOnGpu:
+    def test_an_allocation_finds_the_room_that_was_made(self, holder: Holder) -> None:
+        holder.held = [empty(100), empty(100)]
+        x = empty(200).fill_(7)
+        assert holder.asked == [(200 * MIB, torch.cuda.current_device())] * 2
+        assert holder.held == []
+        assert is_all(x, 7)
+
+    def test_without_room_the_error_tells_what_is_held(self, holder: Holder) -> None:
+        with pytest.raises(torch.OutOfMemoryError, match=r"(?s)CUDA out of memory.*\(the holder has 0 tensors\)"):
+            empty(300)
+        assert len(holder.asked) == 1
+        assert empty(200).numel() == 200 * MIB
+
+    def test_a_storage_of_the_guard_finds_room_when_it_grows(self, holder: Holder) -> None:
+        x = empty(150)
+        x.untyped_storage().resize_(0)
+        holder.held = [empty(150)]
+        x.untyped_storage().resize_(150 * MIB)
+        assert len(holder.asked) == 1
+        x.fill_(3)
+        assert is_all(x, 3)
+
+    def test_after_removal_nobody_is_asked_and_what_was_made_lives_on(
+        self, holder: Holder, library: ctypes.CDLL
+    ) -> None:
+        x, y = empty(50).fill_(1), empty(50)
+        library.megatron_swap_cuda_remove()
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            empty(300)
+        assert "the holder" not in str(caught.value)
+        x.untyped_storage().resize_(80 * MIB)
+        assert is_all(x, 1)
+        with pytest.raises(torch.OutOfMemoryError):
+            x.untyped_storage().resize_(400 * MIB)  # through the guard still, which only hands on
+        assert holder.asked == []
+        before = torch.cuda.memory_allocated()
+        del y
+        assert before - torch.cuda.memory_allocated() == 50 * MIB
+
+    def test_a_graph_is_captured_and_replayed_under_it(self, holder: Holder) -> None:
+        x = torch.ones(1024, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x + 1
+        x.fill_(4)
+        graph.replay()
+        assert bool((y == 5).all())
+        assert holder.asked == []
+
+    def test_what_torch_tells_of_its_memory_is_the_same(self, holder: Holder) -> None:
+        x = empty(20)
+        assert torch.cuda.get_allocator_backend() == "native"
+        assert torch.cuda.memory_allocated() >= x.nbytes
+        assert torch.cuda.memory_snapshot()
+        assert torch.cuda.memory_stats()["num_ooms"] >= 0
