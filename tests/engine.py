@@ -23,6 +23,7 @@ from megatron.swap.autograd import LayerBoundary, SavedTensors
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
+from megatron.swap.guard import OomGuard
 from megatron.swap.host_pool import HostPool
 from megatron.swap.manager import SwapManager
 from megatron.swap.observer import Observer
@@ -123,6 +124,7 @@ class Engine:
         from_use: the recorder's; off, storages come back when their memory is allocated, which the observer cannot see.
         host_bytes, disk: host memory, and what takes what it has no room for.
         commit_bytes: instead of the product's 16 MiB, so that copies start inside a layer.
+        guarded: what nobody uses is taken when an allocation fails.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class Engine:
         from_use: bool = True,
         host_bytes: int = 256 * MIB,
         disk: DiskFile | None = None,
+        guarded: bool = False,
     ) -> None:
         layers = list(layers)
         numbers = range(len(layers))
@@ -158,7 +161,12 @@ class Engine:
         host = HostTier(self.pool)
         self.tier: Tier = host if disk is None else SpillTier(host, DiskTier(disk, 4 * KIB, pinned=False))
         policy = policy or ManualPolicy(self.swapped, modules, min_bytes, recompute)
-        self.manager = SwapManager(self.device, self.tier, policy.without_recipe, window_bytes, verify, ranges)
+        self.guard = OomGuard(self.device, self.pool, min_bytes)
+        if guarded:
+            self.guard.begin()
+        self.manager = SwapManager(
+            self.device, self.tier, policy.without_recipe, window_bytes, verify, ranges, self.guard
+        )
         self.recipes = Recipes(self.device, policy.action, self.manager.counters, self.manager.ranges, verify)
         self.recorder = None
         if recorded:
@@ -175,7 +183,7 @@ class Engine:
             last = number == len(chunks) - 1
             here_places = places([i in self.swapped for i in here], ends_in_loss and last)
             for layer, place in zip(here, here_places, strict=True):
-                hooked = recorded or layer in self.swapped or policy.recomputes_layer(layer)
+                hooked = recorded or guarded or layer in self.swapped or policy.recomputes_layer(layer)
                 runs_again = layer in whole or policy.recomputes_whole(layer)
                 again = partial(checkpoint, use_reentrant=True) if runs_again else None
                 self.boundaries.append(

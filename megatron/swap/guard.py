@@ -56,13 +56,14 @@ class RescuedBytes:
     def __init__(self, pieces: Sequence[Piece], freed: deque[tuple[int, Sequence[Piece]]]) -> None:
         self._pieces = pieces
         self._freed = freed
+        self._views = [
+            torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
+            for address, num_bytes in pieces
+        ]
 
     def views(self) -> list[torch.Tensor]:
-        """One uint8 tensor a piece."""
-        return [
-            torch.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), dtype=torch.uint8)
-            for address, num_bytes in self._pieces
-        ]
+        """One uint8 tensor a piece. They are there until ``free``, as whoever enqueues a copy expects."""
+        return self._views
 
     def free(self, fence: int = 0) -> None:
         """May run in a finalizer: it only notes."""

@@ -93,7 +93,7 @@ def cuda_guard(most_host_bytes: int, device: int, stream: int, done: int) -> Gua
     try:
         library = load_cuda_allocator()
     except BuildError as error:
-        raise UsageError(f"{NEEDS} a small library between PyTorch and its allocator: {error}. Drop the flag.") from error
+        raise UsageError(f"{NEEDS} a library of ours behind PyTorch's allocator: {error}. Drop the flag.") from error
     make_room, report = MAKE_ROOM(native().make_room_address()), REPORT(native().report_address())
     refusal = library.megatron_swap_cuda_install(make_room, report)
     if refusal is not None:

@@ -7,6 +7,9 @@
 #include <array>
 #include <atomic>
 #include <limits>
+#include <mutex>
+#include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "guard.h"
@@ -30,10 +33,21 @@ class RamAllocator final : public c10::Allocator {
                        num_bytes, " bytes; ", in_use_.load(), " of ", most_.load(), " are in use. ",
                        std::string(text.data(), length));
     }
-    c10::DataPtr data = inner_.allocate(num_bytes);
-    void* const address = data.get();
-    return {address, new Block{*this, num_bytes, std::move(data)}, &free, c10::Device(c10::kCPU)};
+    void* const address = inner_.raw_allocate(num_bytes);
+    if (address == nullptr) {  // nothing was asked for
+      in_use_ -= num_bytes;
+      return {nullptr, c10::Device(c10::kCPU)};
+    }
+    {
+      std::lock_guard lock(mutex_);
+      // What was freed by an address alone while there was no limit went past us.
+      in_use_ -= std::exchange(sizes_[address], num_bytes);
+    }
+    return {address, address, &free, c10::Device(c10::kCPU)};
   }
+
+  // Some kernels allocate without a DataPtr: then the address is all that there is.
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
 
   void copy_data(void* target, const void* source, std::size_t num_bytes) const override {
     inner_.copy_data(target, source, num_bytes);
@@ -45,17 +59,7 @@ class RamAllocator final : public c10::Allocator {
   c10::Allocator& inner_;
 
  private:
-  struct Block {
-    RamAllocator& allocator;
-    std::size_t num_bytes;
-    c10::DataPtr data;
-  };
-
-  static void free(void* context) {
-    auto* const block = static_cast<Block*>(context);
-    block->allocator.in_use_ -= block->num_bytes;
-    delete block;
-  }
+  static void free(void* address);
 
   bool book(std::size_t num_bytes) {
     std::size_t before = in_use_;
@@ -68,12 +72,28 @@ class RamAllocator final : public c10::Allocator {
     }
     return true;
   }
+
+  std::mutex mutex_;
+  std::unordered_map<void*, std::size_t> sizes_;  // of what is in use
 };
 
 // Never destroyed: tensors that outlive everything else give their memory back to it.
 RamAllocator& the_allocator() {
   static auto* allocator = new RamAllocator(*c10::GetCPUAllocator());
   return *allocator;
+}
+
+void RamAllocator::free(void* address) {
+  RamAllocator& allocator = the_allocator();
+  {
+    std::lock_guard lock(allocator.mutex_);
+    const auto found = allocator.sizes_.find(address);
+    if (found != allocator.sizes_.end()) {  // else it is older than the limit
+      allocator.in_use_ -= found->second;
+      allocator.sizes_.erase(found);
+    }
+  }
+  allocator.inner_.raw_deallocate(address);
 }
 
 constexpr std::uint8_t kAboveAll = 255;  // torch ignores a lower priority than that of the allocator in place
