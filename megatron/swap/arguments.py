@@ -76,6 +76,10 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "left there when training ends, however it ends.")
     add("--swap-disk-gib", type=float, default=None, metavar="GIB",
         help="Most that one rank may take there. Default: what is free, less 1 GiB, shared by the ranks of a host.")
+    add("--swap-oom-guard", action="store_true",
+        help="When an allocation on the GPU fails, copy saved tensors to host memory and try again, instead of ending "
+        "there: the step becomes slower. With --swap-policy auto that is so while the first steps are measured, with "
+        "this flag always.")
     add("--swap-min-mib", type=float, default=1.0, metavar="MIB",
         help="Storages smaller than this stay on the device. Default: 1.")
     add("--swap-host-gib", type=float, default=None, metavar="GIB",
@@ -103,6 +107,9 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="quiet: no tables and no swap line an iteration; debug: Megatron's start-up output too. Default: info.")
     add("--swap-cpu-delay-ms", type=float, default=0.0, metavar="MS",
         help="Machines without a GPU: longest random delay of an emulated copy, to test the order of copies.")
+    add("--swap-cpu-memory-gib", type=float, default=None, metavar="GIB",
+        help="Machines without a GPU: memory of the emulated device, beside what the model takes when it is built, to "
+        "test what happens when that is short. Default: no limit.")
     return parser
 
 
@@ -142,6 +149,8 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         deterministic=args.swap_deterministic,
         log_level=args.swap_log_level,
         cpu_delay_ms=args.swap_cpu_delay_ms,
+        cpu_memory_gib=args.swap_cpu_memory_gib,
+        oom_guard=args.swap_oom_guard,
     )
     _check_module_names(config.modules)
     _check_upstream(args)

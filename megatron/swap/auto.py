@@ -20,6 +20,7 @@ from megatron.swap.calibration import measure_link, slowest_link
 from megatron.swap.config import SwapConfig
 from megatron.swap.devices.base import Device
 from megatron.swap.footprint import Footprint, FootprintMeter
+from megatron.swap.guard import OomGuard
 from megatron.swap.layer import Boundaries
 from megatron.swap.plan import Infeasible, Model, Plan, merged, save_plan
 from megatron.swap.planner import profile as profiles
@@ -36,7 +37,7 @@ from megatron.swap.stages import DRIFT, SETTLING_STEPS, Stage, Stages, Step, Wor
 from megatron.swap.step_clock import StepClock
 from megatron.swap.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.tiers.base import Tier
-from megatron.swap.types import GIB, MIB, format_bytes
+from megatron.swap.types import GIB, MIB, UsageError, format_bytes
 
 OVERLAP_STEPS = 1
 """Until optimizer state passes through beside layers as it will: buckets come in ahead once it is known what layers
@@ -107,6 +108,7 @@ class AutoPlan:
         take_peak: Callable[[], tuple[int, int]],
         resting: Callable[[], Resting | None] = lambda: None,
         let_rest: Callable[[float], None] = lambda _: None,
+        guard: OomGuard | None = None,
     ) -> None:
         """The model is built and its boundaries stand: the first step follows the plan that holds least.
 
@@ -116,6 +118,7 @@ class AutoPlan:
             take_peak: bytes held at most since the last call, and now; where the device cannot tell what it reserves.
             resting: optimizer state that may rest, and what does now; ``None``: that is not ours to decide.
             let_rest: from now on this part of it rests.
+            guard: is on while steps are measured; ``None``: that is not ours to decide.
         """
         self._boundaries = boundaries
         self._device = device
@@ -129,12 +132,14 @@ class AutoPlan:
         self._take_peak = take_peak
         self._resting = resting
         self._let_rest = let_rest
+        self._guard = guard
         self._ranks = Ranks()
         self._clock = StepClock(device)
         self._stages = Stages(
             self._budget_gib, self._make_plans, self._config.max_candidates, self._say, device.keeps_time,
             self._most_telling, SETTLING_STEPS + self._config.optimizer_auto * OVERLAP_STEPS,
         )  # fmt: skip
+        self._guard_or_not()
         self._say(f"at most {format_bytes(self._budget_gib * GIB)} of device memory; the first steps are measured")
 
     def watch(self, chunk: nn.Module) -> None:
@@ -180,8 +185,11 @@ class AutoPlan:
 
     # ------------------------------------------------------------ between steps
 
-    def step_ended(self, number: int) -> None:
+    def step_ended(self, number: int, rescued_bytes: int = 0) -> None:
         """Step ``number`` is over on this rank, and for its recorder: measure it, agree, decide, switch.
+
+        Args:
+            rescued_bytes: what the device had no room for in it: there is less than the budget allows.
 
         Raises:
             Infeasible: no plan fits the budget, and none was made before.
@@ -197,8 +205,11 @@ class AutoPlan:
             self._recorded = self._recorded.or_more(footprint)
         ms = self._clock.end(wait=stage is not Stage.STABLE)
         saved_mib = footprint.num_bytes / MIB
+        peak_gib = self._peak_gib()
+        if rescued_bytes:
+            peak_gib = max(peak_gib, self._budget_gib) + rescued_bytes / GIB
         step = self._ranks.worst(
-            Step(number, ms, self._peak_gib(), footprint.num_tensors, saved_mib, self._num_micro_batches)
+            Step(number, ms, peak_gib, footprint.num_tensors, saved_mib, self._num_micro_batches)
         )
         if self._timer.on:
             self._timer.step_ended(number + 1)
@@ -223,6 +234,19 @@ class AutoPlan:
         if stages.stage is Stage.STABLE and stages.stage is not stage:
             self._save()
         self._reserved_bytes = self._device.reserved_bytes() or 0
+        self._guard_or_not()
+
+    def _guard_or_not(self) -> None:
+        if self._guard is None or self._guard.is_on == self.is_measuring:
+            return
+        if not self.is_measuring:
+            self._guard.end()
+            return
+        try:
+            self._guard.begin()
+        except UsageError as error:
+            self._guard = None
+            self._say(f"no out-of-memory guard while the first steps are measured: {error}")
 
     def _begin_timing(self) -> None:
         """Recorded is enough: from now on layers run as a whole, where that fits on all ranks, and nobody looks."""

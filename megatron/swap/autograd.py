@@ -306,7 +306,7 @@ def _action_of(packed: Packed) -> Action:
     """What was done with a tensor, by what stands in the graph for it."""
     if isinstance(packed, RecomputedTensor):
         return Action.RECOMPUTE
-    return Action.SWAP if isinstance(packed, PackedTensor) else Action.KEEP
+    return Action.SWAP if isinstance(packed, PackedTensor) and not packed.handle.is_kept else Action.KEEP
 
 
 class LayerBoundary:

@@ -78,11 +78,15 @@ class SwapConfig:
     """One of ``LOG_LEVELS``."""
     cpu_delay_ms: float = 0.0
     """Machines without a GPU: longest random delay of an emulated copy."""
+    cpu_memory_gib: float | None = None
+    """Machines without a GPU: what the emulated device has for tensors that are made after the model."""
+    oom_guard: bool = False
+    """Take saved tensors from the device when an allocation there fails."""
 
     @property
     def acts(self) -> bool:
         """Whether anything happens to what autograd saves."""
-        return bool(self.layers or self.recompute or self.plan is not None or self.auto)
+        return bool(self.layers or self.recompute or self.plan is not None or self.auto or self.oom_guard)
 
     def window_bytes(self, plan: Plan | None) -> int | None:
         """Most that comes back ahead of its use: the user's choice, else that of ``plan``; ``None``: the engine's.
@@ -140,6 +144,7 @@ class SwapConfig:
             ("--swap-host-gib", self.host_gib),
             ("--swap-disk-gib", self.disk_gib),
             ("--swap-prefetch-gib", self.prefetch_gib),
+            ("--swap-cpu-memory-gib", self.cpu_memory_gib),
         ):
             _require(gib is None or 0 < gib <= MOST, flag, gib, f"a number of GiB above 0, at most {MOST:g}")
         for flag, given, what in (

@@ -94,11 +94,11 @@ class Boundaries:
                         layer,
                         self._manager,
                         self._saved_tensors,
-                        hooked=place.swapped or recomputed,
+                        hooked=place.swapped or recomputed or self._manager.guard.is_on,
                         place=place,
                         on_run_without_grad=segments.on_run if segments else None,
                         checkpoint=_checkpoint if whole else None,
-                        is_idle=lambda: self._policy.is_idle,
+                        is_idle=lambda: self._policy.is_idle and not self._manager.guard.is_on,
                     )
                 )
             self._layers += boundaries

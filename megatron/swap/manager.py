@@ -95,7 +95,7 @@ class SwapManager:
         self._orphans: Orphans = deque()
         self._reads = Reads(device)
         self._drained = False
-        self._guard = guard or OomGuard(device)
+        self.guard = guard or OomGuard(device)
         self._kept: list[Handle] = []
 
     # ------------------------------------------------------------------ forward
@@ -122,7 +122,7 @@ class SwapManager:
             is_kept = site is None or self._keeps(site, storage.nbytes())
             if is_kept:
                 self.claim(storage, group)
-            if site is None or (is_kept and not self._guard.wants(storage.nbytes())):
+            if site is None or (is_kept and not self.guard.wants(storage.nbytes())):
                 return None
             handle = Handle(site, group, storage, self._device.current_stream(), self._orphans)
             handle.is_kept = is_kept
@@ -144,7 +144,7 @@ class SwapManager:
         handle.num_packed += 1
         handle.aliases.append(alias_of(tensor))
         if handle.state is State.LEAVING:
-            self._guard.offer(handle, self._order.next_use(group), handle.out_event, is_copied=True)
+            self.guard.offer(handle, self._order.next_use(group), handle.out_event, is_copied=True)
         if self._pending_bytes >= COMMIT_BYTES:
             self._commit()
             self._release()
@@ -206,7 +206,7 @@ class SwapManager:
                 handle.out_event = self._device.record(self._out_stream)
                 self._leaving.append(handle)
                 self._leaving_bytes += handle.num_bytes
-                self._guard.offer(handle, self._order.next_use(handle.group), handle.out_event, is_copied=True)
+                self.guard.offer(handle, self._order.next_use(handle.group), handle.out_event, is_copied=True)
                 self.counters.num_out_copies += num_copies
                 self.counters.layers[handle.site.layer].out_bytes += handle.num_bytes
 
@@ -369,7 +369,7 @@ class SwapManager:
         self.ranges.arrived(handle, handle.storage)
         handle.stream = compute
         if not handle.group.backward_begun:
-            self._guard.offer(handle, self._order.next_use(handle.group), handle.in_event, is_copied=True)
+            self.guard.offer(handle, self._order.next_use(handle.group), handle.in_event, is_copied=True)
         handle.in_fence = self._reads.add(handle.in_event)
         self.counters.num_in_copies += num_copies
         self.counters.layers[handle.site.layer].in_bytes += handle.num_bytes
@@ -430,11 +430,11 @@ class SwapManager:
         event = self._device.record(self._device.current_stream()) if kept else None
         for handle in kept:
             if handle.state is State.RESIDENT and not handle.offer:
-                self._guard.offer(handle, self._order.next_use(group), event, is_copied=False)
+                self.guard.offer(handle, self._order.next_use(group), event, is_copied=False)
 
     def _reclaim(self, handle: Handle) -> bool:
         """From now on the guard does not take its memory; whether it had."""
-        before = self._guard.claim(handle)
+        before = self.guard.claim(handle)
         if before is State.LEAVING and handle in self._leaving:
             self._leaving.remove(handle)
             self._leaving_bytes -= handle.num_bytes
@@ -450,9 +450,9 @@ class SwapManager:
 
     def _find_evicted(self) -> None:
         """Note what the guard has taken since, so that it is brought back in time."""
-        for handle in self._guard.evicted():
+        for handle in self.guard.evicted():
             self._reclaim(handle)
-        self._guard.tidy(self._reads.have_passed)
+        self.guard.tidy(self._reads.have_passed)
 
     # ------------------------------------------------------------------ the rest
 
@@ -478,7 +478,7 @@ class SwapManager:
         A graph that is there still has what is on the device; it gets nothing back that is not.
         """
         self._drained = True
-        self._guard.end()
+        self.guard.end()
         self._device.close()
         self._pending.clear()
         self._pending_bytes = 0

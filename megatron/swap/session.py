@@ -22,11 +22,13 @@ from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice, expands_segments
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
+from megatron.swap.guard import OomGuard
 from megatron.swap.host_memory import local_world_size
 from megatron.swap.host_pool import HostPool
 from megatron.swap.host_share import host_share
 from megatron.swap.layer import Boundaries, num_micro_batches, pipeline_rank
 from megatron.swap.manager import SwapManager
+from megatron.swap.native.guarding import build_guard
 from megatron.swap.observer import Observer
 from megatron.swap.optimizer import OptimizerSwap, sharers, unchained
 from megatron.swap.plan_run import PlanRun
@@ -46,6 +48,7 @@ from megatron.swap.summary import (
     idle_line,
     layer_table,
     refused_lines,
+    rescue_lines,
     start_table,
     step_line,
     write_json,
@@ -84,7 +87,7 @@ class SwapSession:
         if config.auto:
             self._auto = AutoPlan(config, model_of(args), device_memory_gib(args), self._kinds, self._say)
         self._policy = self._auto.policy if self._auto is not None else _policy(config)
-        self._swaps = any(map(self._policy.swaps_layer, range(args.num_layers)))
+        self._swaps = config.oom_guard or any(map(self._policy.swaps_layer, range(args.num_layers)))
         wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)
         self._plan_run = PlanRun(config, model_of(args)) if wants_plan else None
         counts = config.summary is not None or (config.auto and not torch.cuda.is_available())
@@ -128,6 +131,8 @@ class SwapSession:
             PatchError: this Megatron is not the one that our patches were written for.
         """
         config = swap_config(args)
+        if config.oom_guard:
+            build_guard(on_gpu=torch.cuda.is_available())
         session = cls(args, config)
         if not config.acts and not config.optimizer and config.summary is None and config.profile is None:
             return session
@@ -201,7 +206,8 @@ class SwapSession:
         if self._device is None:
             delay_s = self.config.cpu_delay_ms / 1e3
             on_gpu = torch.cuda.is_available()
-            self._device = CudaDevice() if on_gpu else EmulatedDevice(delay_s, self._args.rank, self._ranges)
+            rank, memory_gib = self._args.rank, self.config.cpu_memory_gib
+            self._device = CudaDevice() if on_gpu else EmulatedDevice(delay_s, rank, self._ranges, memory_gib)
         return self._device
 
     def _optimizer_swap(self) -> OptimizerSwap:
@@ -234,9 +240,12 @@ class SwapSession:
         if not config.optimizer:  # else it comes first: its size is known, and it does not grow
             pool.book(min(self._host.least_bytes, pool.limit_bytes))
         window_bytes = config.window_bytes(config.plan)
+        guard = OomGuard(self._device, pool, int(config.min_mib * MIB))
         self._manager = SwapManager(
-            self._device, self._tier, self._policy.without_recipe, window_bytes, config.verify, self._ranges
+            self._device, self._tier, self._policy.without_recipe, window_bytes, config.verify, self._ranges, guard
         )
+        if config.oom_guard:
+            guard.begin()
         producers = None
         if self._kinds:
             self._recipes = Recipes(
@@ -253,7 +262,7 @@ class SwapSession:
             self._auto.begin(
                 self._boundaries, self._device, host, self._recorder, saved_tensors.footprint,
                 pipeline_rank(), num_micro_batches, lambda: pool.limit_bytes, self._take_peak, self._resting,
-                lambda part: self._optimizer_swap().let_rest(part),
+                lambda part: self._optimizer_swap().let_rest(part), None if config.oom_guard else guard,
             )  # fmt: skip
         if config.log_level != "quiet" and self._args.rank == 0:
             booked_bytes = self._tier.stats().booked_bytes
@@ -320,7 +329,7 @@ class SwapSession:
         if self._recorder is not None:
             self._recorder.step_ended(iteration + 1)
         if self._auto is not None:
-            self._auto.step_ended(iteration)
+            self._auto.step_ended(iteration, step.rescued_bytes)
         if self._optimizer is not None:
             auto = self._auto
             self._optimizer.step_ended(auto is None or not auto.is_measuring, auto is None or not auto.has_switched)
@@ -364,6 +373,8 @@ class SwapSession:
     def _take_step(self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any) -> StepRecord:
         totals = self._manager.counters.totals() if self._manager is not None else Totals()
         moved, self._totals = totals.since(self._totals), totals
+        rescues = self._manager.guard.take_rescues() if self._manager is not None else []
+        self._tell(rescue_lines(rescues))
         # Read at the end: a number now would make the host wait for the device.
         loss = next(iter(losses.values()), None) if self.config.summary is not None else None
         return StepRecord(
@@ -371,6 +382,8 @@ class SwapSession:
             moved=moved,
             loss=None if loss is None else loss.detach().clone(),
             grad_norm=None if grad_norm is None else float(grad_norm),
+            num_rescues=len(rescues),
+            rescued_bytes=sum(rescue.freed_bytes for rescue in rescues),
         )
 
     def _on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.swap.config import SwapConfig
+from megatron.swap.guard import Rescue
 from megatron.swap.trace import Totals
 from megatron.swap.types import MemoryRow, Site, format_bytes, places
 
@@ -26,6 +27,10 @@ class StepRecord:
     loss: Any
     """A number, or a tensor that holds it; ``None`` on all pipeline stages but the last."""
     grad_norm: float | None
+    num_rescues: int = 0
+    """Allocations that had failed until saved tensors were taken from the device ..."""
+    rescued_bytes: int = 0
+    """... and how much that was."""
 
 
 @dataclass
@@ -77,6 +82,16 @@ def refused_lines(refused: Iterable[tuple[Site, str]]) -> list[str]:
         f"not recomputed: {same[0]}" + (f" and {len(same) - 1} more" if len(same) > 1 else "") + f": {reason}"
         for reason, same in sites.items()
     ]
+
+
+def rescue_lines(rescues: Sequence[Rescue]) -> list[str]:
+    """What an iteration's rescues were: the first in full."""
+    lines = [f"out-of-memory guard: {rescues[0]}"] if rescues else []
+    if len(rescues) > 1:
+        freed = format_bytes(sum(rescue.freed_bytes for rescue in rescues[1:]))
+        ms = sum(rescue.ms for rescue in rescues[1:])
+        lines.append(f"out-of-memory guard: {len(rescues) - 1} more in this iteration, {freed} in {ms:.1f} ms")
+    return lines
 
 
 def idle_line(kind: str) -> str:
@@ -156,6 +171,7 @@ def build_summary(
         for layer, (out_bytes, in_bytes) in step.moved.layers.items():
             layers[layer][0] += out_bytes
             layers[layer][1] += in_bytes
+    rescues = [(step.num_rescues, step.rescued_bytes) for rank in ranks for step in rank.steps]
     with_loss = next((rank.steps for rank in ranks if rank.steps and rank.steps[-1].loss is not None), [])
     return {
         "num_layers": num_layers,
@@ -182,6 +198,8 @@ def build_summary(
         "num_recomputed": sum(step.moved.num_recomputed for step in steps),
         "recompute_refused": sorted({line for rank in ranks for line in rank.recompute_refused}),
         "stayed_bytes": sum(rank.stayed_bytes for rank in ranks),
+        "num_rescues": sum(number for number, _ in rescues),
+        "rescued_bytes": sum(num_bytes for _, num_bytes in rescues),
         "layers": [
             {"layer": layer, "swapped_out_bytes": out_bytes, "swapped_in_bytes": in_bytes}
             for layer, (out_bytes, in_bytes) in layers.items()
@@ -190,7 +208,8 @@ def build_summary(
             {"iteration": step.iteration, "swapped_out_bytes": step.moved.out_bytes,
              "swapped_in_bytes": step.moved.in_bytes, "num_out_copies": step.moved.num_out_copies,
              "num_in_copies": step.moved.num_in_copies, "num_late": step.moved.num_late, "wait_ms": step.moved.wait_ms,
-             "recomputed_bytes": step.moved.recomputed_bytes, "num_recomputed": step.moved.num_recomputed}
+             "recomputed_bytes": step.moved.recomputed_bytes, "num_recomputed": step.moved.num_recomputed,
+             "num_rescues": step.num_rescues, "rescued_bytes": step.rescued_bytes}
             for step in (ranks[0].steps if ranks else [])
         ],
         "losses": [step.loss.hex() for step in with_loss if step.loss is not None],

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.native.guarding import native
 from tests.engine import (
     Engine,
-    Result,
-    Step,
-    batch,
-    forward,
-    interleaved,
-    loss_of,
     one_after_the_other,
-    one_forward_one_backward,
     stack,
     train_step,
 )

@@ -20,7 +20,7 @@ import torch
 from megatron.swap.devices.base import Device
 from megatron.swap.native.guarding import Flag, GuardCore, native
 from megatron.swap.trace import Ranges
-from megatron.swap.types import SwapError
+from megatron.swap.types import GIB, SwapError
 
 POISON = 0xFF
 """Every float made of these bytes is NaN, in any precision."""
@@ -140,10 +140,17 @@ class ClockMark:
 class EmulatedDevice(Device):
     """RAM as a device. ``longest_delay_s`` bounds the random delay before every copy.
 
+    ``memory_gib``: most that tensors which are made from now on until ``close`` may take.
+
     A profiler knows nothing of these copies, so each tells ``ranges`` of its launch and of itself, under one number.
     """
 
-    def __init__(self, longest_delay_s: float = 0.0, seed: int = 0, ranges: Ranges | None = None) -> None:
+    def __init__(
+        self, longest_delay_s: float = 0.0, seed: int = 0, ranges: Ranges | None = None, memory_gib: float | None = None
+    ) -> None:
+        self._is_limited = memory_gib is not None
+        if memory_gib is not None:
+            native().limit_ram(int(memory_gib * GIB))
         self._ranges = ranges or Ranges()
         self._num_copies = 0
         self.torch_device = torch.device("cpu")
@@ -252,3 +259,5 @@ class EmulatedDevice(Device):
         for stream in self._streams:
             stream.close()
         self._streams.clear()
+        if self._is_limited:
+            native().unlimit_ram()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from ctypes import CDLL
 from typing import Protocol, cast
 
 from megatron.swap.native.build import BuildError, load
@@ -82,6 +83,24 @@ def native() -> _Native:
     return cast(_Native, found)
 
 
+def build_guard(on_gpu: bool) -> None:
+    """Build what a guard needs.
+
+    Raises:
+        UsageError: that is not possible here, and why.
+    """
+    native()
+    if on_gpu:
+        _cuda_allocator()
+
+
+def _cuda_allocator() -> CDLL:
+    try:
+        return load_cuda_allocator()
+    except BuildError as error:
+        raise UsageError(f"{NEEDS} a library of ours behind PyTorch's allocator: {error}. Drop the flag.") from error
+
+
 def cuda_guard(most_host_bytes: int, device: int, stream: int, done: int) -> GuardCore:
     """For CUDA device number ``device``, whose allocator asks it from now on; stream and event (by address) are the
     guard's alone.
@@ -90,10 +109,7 @@ def cuda_guard(most_host_bytes: int, device: int, stream: int, done: int) -> Gua
         UsageError: there is none here.
     """
     core = native().Guard(most_host_bytes, loaded_cuda_library(), device, stream, done)
-    try:
-        library = load_cuda_allocator()
-    except BuildError as error:
-        raise UsageError(f"{NEEDS} a library of ours behind PyTorch's allocator: {error}. Drop the flag.") from error
+    library = _cuda_allocator()
     make_room, report = MAKE_ROOM(native().make_room_address()), REPORT(native().report_address())
     refusal = library.megatron_swap_cuda_install(make_room, report)
     if refusal is not None:

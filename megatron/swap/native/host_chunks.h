@@ -34,7 +34,7 @@ class HostChunks {
   // Tells `unpin` of each slab that was pinned, and unmaps all; nobody may use any of it any more.
   void close(const std::function<void(Piece)>& unpin);
 
-  static constexpr std::size_t kChunkBytes = std::size_t{2} << 20;
+  static constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
   static constexpr std::size_t kSlabBytes = std::size_t{64} << 20;
 
  private:
