@@ -88,6 +88,12 @@ class SwapConfig:
         """Whether anything happens to what autograd saves."""
         return bool(self.layers or self.recompute or self.plan is not None or self.auto or self.oom_guard)
 
+    @property
+    def does_anything(self) -> bool:
+        """Whether training is not as it would be without us."""
+        asked = self.summary, self.profile, self.cpu_memory_gib
+        return self.acts or bool(self.optimizer) or any(one is not None for one in asked)
+
     def window_bytes(self, plan: Plan | None) -> int | None:
         """Most that comes back ahead of its use: the user's choice, else that of ``plan``; ``None``: the engine's.
 

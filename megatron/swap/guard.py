@@ -135,6 +135,27 @@ class OomGuard:
             self._device.native_event(event), handle.group.key.layer * _MICRO_BATCHES + handle.group.micro_batch,
         )  # fmt: skip
 
+    def buffers(self, sizes: Sequence[int], *, must: bool) -> list[torch.Tensor]:
+        """Device memory of these sizes; unless it ``must``, as much as there is room for while nothing is taken.
+
+        Raises:
+            torch.OutOfMemoryError: it must, and there is none.
+        """
+        if must:
+            return [self._device.allocate(num_bytes) for num_bytes in sizes]
+        found: list[torch.Tensor] = []
+        try:
+            if self._core is not None:
+                self._core.pause_here(True)
+            for num_bytes in sizes:
+                found.append(self._device.allocate(num_bytes))
+        except torch.OutOfMemoryError:
+            pass
+        finally:
+            if self._core is not None:
+                self._core.pause_here(False)
+        return found
+
     def claim(self, handle: Handle) -> State | None:
         """From now on the memory of ``handle`` is not taken. Where it was: the handle is OUT; the state that it had."""
         key, handle.offer = handle.offer, 0

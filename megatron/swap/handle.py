@@ -184,8 +184,9 @@ class Handle:
 
     @property
     def num_owners(self) -> int:
-        """References to the storage that are this handle's: the storage object, and each alias."""
-        return 1 + len(self.aliases)
+        """References to the storage that are this handle's: the storage object, and each alias, unless it was brought
+        back: then those are on the one that was saved, and only tell whether that was changed."""
+        return 1 if self.state in (State.RETURNING, State.BACK) else 1 + len(self.aliases)
 
     def bytes_view(self) -> torch.Tensor:
         """The device memory as one uint8 tensor of ``num_bytes``."""

@@ -331,7 +331,7 @@ class SwapManager:
         return handle.state
 
     def _bring_back(self, handles: list[Handle], why: str = "prefetch") -> None:
-        """Enqueue the copies in, in the order given.
+        """Enqueue the copies in, in the order given. Where memory is short what is prefetched comes later.
 
         Raises:
             SwapError: the manager was drained before.
@@ -347,9 +347,12 @@ class SwapManager:
         with self.ranges.mark(f"{BRING_BACK} {len(handles)}"):
             coming_slots = deque(handle.slot for handle in handles if handle.slot is not None)
             self._tier.expect(coming_slots)
-            buffers = [self._device.allocate(handle.num_bytes) for handle in handles]
+            buffers = self.guard.buffers([handle.num_bytes for handle in handles], must=why != "prefetch")
+            for handle in handles[len(buffers) :]:
+                handle.group.ahead_bytes -= handle.num_bytes
+                handle.group.came_in_vain = True
             self._device.wait(self._in_stream, self._device.record(compute))
-            for group, coming in groupby(zip(handles, buffers, strict=True), key=lambda pair: pair[0].group):
+            for group, coming in groupby(zip(handles, buffers, strict=False), key=lambda pair: pair[0].group):
                 pairs = list(coming)
                 with self.ranges.group(why, group, sum(handle.num_bytes for handle, _ in pairs)):
                     for handle, buffer in pairs:

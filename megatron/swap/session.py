@@ -87,12 +87,12 @@ class SwapSession:
         if config.auto:
             self._auto = AutoPlan(config, model_of(args), device_memory_gib(args), self._kinds, self._say)
         self._policy = self._auto.policy if self._auto is not None else _policy(config)
-        self._swaps = config.oom_guard or any(map(self._policy.swaps_layer, range(args.num_layers)))
+        self._swaps = any(map(self._policy.swaps_layer, range(args.num_layers)))
         wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)
         self._plan_run = PlanRun(config, model_of(args)) if wants_plan else None
         counts = config.summary is not None or (config.auto and not torch.cuda.is_available())
         self._observer = Observer() if counts else None
-        self._host = host_share(config, args, self._swaps)
+        self._host = host_share(config, args, self._swaps or config.oom_guard)
         limit_bytes = None if config.disk_gib is None else int(config.disk_gib * GIB)
         self._disk = DiskFile(config.disk_dir, limit_bytes, local_world_size()) if config.disk_dir is not None else None
         self._device: Device | None = None
@@ -134,7 +134,7 @@ class SwapSession:
         if config.oom_guard:
             build_guard(on_gpu=torch.cuda.is_available())
         session = cls(args, config)
-        if not config.acts and not config.optimizer and config.summary is None and config.profile is None:
+        if not config.does_anything:
             return session
         patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
         if config.acts:
@@ -165,6 +165,7 @@ class SwapSession:
 
     def attach(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
         """Put the boundaries around the layers of this rank's model chunks; they are returned as they came."""
+        self._device_of_rank()
         for chunk in chunks:
             if self.config.acts or self._observer is not None:
                 self._surround(chunk)
@@ -416,8 +417,8 @@ class SwapSession:
                 write_json(self.config.summary, summary)
             except OSError as error:  # Megatron's last checkpoint is still to come: it matters more than our report
                 print(f" swap: --swap-summary was not written: {error}", file=sys.stderr, flush=True)
-        if self._swaps and self.config.log_level != "quiet":
-            print(layer_table(summary), flush=True)
+        if (self._swaps or self.config.oom_guard) and self.config.log_level != "quiet":
+            print(layer_table(summary, self._swaps), flush=True)
             if (line := device_line(summary, expands_segments())) is not None:
                 print(line, flush=True)
 

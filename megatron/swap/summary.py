@@ -118,8 +118,20 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
     return "\n".join(" " + line for line in [lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def layer_table(summary: dict[str, Any]) -> str:
-    """The table at the end: one row for each run of layers with equal figures."""
+def layer_table(summary: dict[str, Any], swaps: bool = True) -> str:
+    """The table at the end: one row for each run of layers with equal figures, and what the guard did.
+
+    Args:
+        swaps: layers were to be swapped; else what left, if anything, was taken by the guard.
+    """
+    number, num_bytes = summary["num_rescues"], summary["rescued_bytes"]
+    rescues = f" swap: the out-of-memory guard came {number} times, {format_bytes(num_bytes)} left the device for it"
+    if not swaps:
+        return rescues if number else " swap: the out-of-memory guard was not needed"
+    return _layer_table(summary) + (f"\n{rescues}" if number else "")
+
+
+def _layer_table(summary: dict[str, Any]) -> str:
     rows: list[tuple[list[int], tuple[int, int]]] = []
     for entry in summary["layers"]:
         figures = (entry["swapped_out_bytes"], entry["swapped_in_bytes"])
@@ -237,7 +249,7 @@ def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_by
     plan = config.plan
     if config.auto:
         host = f"{format_bytes(booked_bytes)} booked, at most {format_bytes(limit_bytes)} a rank"
-        return f" swap: {'host memory':<16} {host}"
+        return f" swap: {'host memory':<17} {host}"
     layers = config.layers if plan is None else frozenset(filter(plan.swaps_layer, plan.layers()))
     last = places([layer in layers for layer in range(num_layers)], ends_in_loss=True)[-1]
     tail = range(num_layers - last.num_tail(window_groups=1), num_layers)
@@ -256,9 +268,11 @@ def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_by
     if plan is not None:
         again = [layer for layer in plan.layers() if plan.recomputes_layer(layer) or plan.sections(layer)]
         rows.append(("recomputed", f"layers {layer_ranges(again)} of {num_layers}: {modules}"))
+    if config.oom_guard:
+        rows.append(("when memory fails", "saved tensors go to host memory (--swap-oom-guard)"))
     if config.recompute:
         rows.append(("recomputed", f"{' and '.join(config.recompute)} outputs of all layers"))
-    return "\n".join(f" swap: {name:<16} {value}" for name, value in rows)
+    return "\n".join(f" swap: {name:<17} {value}" for name, value in rows)
 
 
 def _largest(values: Iterable[int | None]) -> int | None:

@@ -224,8 +224,8 @@ class EmulatedDevice(Device):
     def used_on(self, storage: torch.UntypedStorage, stream: ComputeStream) -> None:
         pass
 
-    def peak_bytes(self) -> None:
-        return None
+    def peak_bytes(self) -> int | None:
+        return native().ram_peak() if self._is_limited else None
 
     def allocated_bytes(self) -> None:
         return None

@@ -177,6 +177,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
            py::arg("most_host_bytes"), py::arg("cuda_library"), py::arg("device"), py::arg("stream"), py::arg("done"))
       .def("begin", &Guard::begin, Unlocked())
       .def("end", &Guard::end, Unlocked())
+      .def("pause_here", [](Guard&, bool pause) { pause_here(pause); }, py::arg("pause"))
       .def("offer",
            [](Guard& guard, Key key, std::uintptr_t address, std::size_t num_bytes, std::size_t num_owners,
               std::int64_t next_use, bool is_copied, std::uintptr_t event, std::int64_t group) {

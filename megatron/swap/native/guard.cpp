@@ -14,6 +14,7 @@ namespace {
 // Around every call of the guard in force, so that it can end.
 std::mutex in_force_mutex;
 Guard* in_force = nullptr;
+thread_local bool is_paused = false;
 
 std::string in_mib(std::size_t num_bytes) { return std::to_string(num_bytes >> 20) + " MiB"; }
 
@@ -180,7 +181,10 @@ std::string Guard::report() {
   return text;
 }
 
+void pause_here(bool pause) { is_paused = pause; }
+
 bool make_room(std::size_t num_bytes, int device, std::uint64_t* seen) {
+  if (is_paused) return false;
   std::lock_guard lock(in_force_mutex);
   return in_force != nullptr && in_force->make_room(num_bytes, device, seen);
 }

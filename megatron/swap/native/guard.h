@@ -125,6 +125,9 @@ class Guard {
   std::atomic<std::uint64_t> num_evictions_ = 0;  // how often memory was taken: only grows
 };
 
+// On this thread allocations fail as if there were no guard: for what is not worth taking anything away.
+void pause_here(bool pause);
+
 // What allocators call; the guard in force, if there is one, answers.
 bool make_room(std::size_t num_bytes, int device, std::uint64_t* seen);
 std::size_t report(char* text, std::size_t size);  // how much of `text` was written

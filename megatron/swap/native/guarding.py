@@ -40,6 +40,9 @@ class GuardCore(Protocol):
 
     def begin(self) -> None: ...
     def end(self) -> None: ...
+    def pause_here(self, pause: bool) -> None:
+        """On this thread allocations fail as if there were no guard, until told otherwise."""
+
     def offer(
         self, key: int, storage_impl: int, num_bytes: int, num_owners: int, next_use: int, is_copied: bool,
         event: int, group: int,
