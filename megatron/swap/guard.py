@@ -93,7 +93,6 @@ class OomGuard:
         self._num_offers = 0
         self._num_evictions = 0
         self._freed: deque[tuple[int, Sequence[Piece]]] = deque()
-        self._rescues: list[Rescue] = []
 
     def begin(self) -> None:
         """From now on allocations that fail are rescued.
@@ -182,7 +181,6 @@ class OomGuard:
             return []
         self._num_evictions = num_evictions
         found = [self._offered[key][0]() for key in self._core.take_evicted() if key in self._offered]
-        self._rescues += map(_rescue, self._core.take_rescues())
         return [handle for handle in found if handle is not None]
 
     def tidy(self, has_passed: Callable[[int], bool]) -> None:
@@ -204,9 +202,7 @@ class OomGuard:
 
     def take_rescues(self) -> list[Rescue]:
         """Those since the last call."""
-        self.evicted()
-        taken, self._rescues = self._rescues, []
-        return taken
+        return [] if self._core is None else [_rescue(found) for found in self._core.take_rescues()]
 
     def _room_bytes(self) -> int:
         """What is left for it beside what the pool has booked."""

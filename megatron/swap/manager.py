@@ -106,6 +106,8 @@ class SwapManager:
         self._bury_orphans()
         self._find_evicted()
         self._layer, self._place = layer, place
+        self._kept.clear()  # of a layer that broke off
+        self._pending, self._pending_bytes = [], 0
         self._youngest = None  # it may be all that keeps a discarded graph's last group waiting
         self._youngest = group = self._order.begin_forward(layer, place)
         if self.ranges.on:
@@ -127,9 +129,9 @@ class SwapManager:
             handle = Handle(site, group, storage, self._device.current_stream(), self._orphans)
             handle.is_kept = is_kept
             self._live[storage._cdata] = handle
+            if self._verify:
+                handle.checksum = checksum(handle.bytes_view())
             if not is_kept:
-                if self._verify:
-                    handle.checksum = checksum(handle.bytes_view())
                 self._pending.append(handle)
                 self._pending_bytes += handle.num_bytes
         elif handle.is_kept:
@@ -255,7 +257,8 @@ class SwapManager:
 
     def _stay(self, handle: Handle) -> None:
         """Others hold the storage, or wrote to it: dropping our reference would free nothing, or be wrong."""
-        self._reclaim(handle)
+        if self._reclaim(handle):
+            return  # it has left in the meantime; where it was changed before, backward says so
         handle.move_to(State.STAYS)
         handle.free_slot()
         self._stays[handle.site] += 1
@@ -284,6 +287,8 @@ class SwapManager:
             VerifyError: with ``verify``, the bytes are not those that were saved.
         """
         self.begin_backward(group)
+        if handle.aliases:
+            handle.aliases[index].check(str(handle.site))
         compute = self._device.current_stream()
         if self._claim(handle) is State.OUT:
             self.counters.num_late += 1
@@ -303,8 +308,6 @@ class SwapManager:
             self._device.wait(compute, handle.in_event)
         storage = handle.storage
         assert storage is not None
-        if handle.aliases:
-            handle.aliases[index].check(str(handle.site))
         if handle.state is State.BACK:
             if compute != handle.stream:
                 self._device.used_on(storage, compute)
@@ -358,6 +361,8 @@ class SwapManager:
                     for handle, buffer in pairs:
                         coming_slots.popleft()
                         self._read(handle, buffer, compute)
+                        if why == "prefetch":  # else it is used now, whatever other groups it is in
+                            self.guard.offer(handle, self._order.next_use(group), handle.in_event, is_copied=True)
                         self._tier.expect(coming_slots)
         self.ranges.memory()
 
@@ -371,8 +376,6 @@ class SwapManager:
         handle.storage = buffer.untyped_storage()
         self.ranges.arrived(handle, handle.storage)
         handle.stream = compute
-        if not handle.group.backward_begun:
-            self.guard.offer(handle, self._order.next_use(handle.group), handle.in_event, is_copied=True)
         handle.in_fence = self._reads.add(handle.in_event)
         self.counters.num_in_copies += num_copies
         self.counters.layers[handle.site.layer].in_bytes += handle.num_bytes
@@ -389,9 +392,7 @@ class SwapManager:
                 num_kept_between += 1
                 kept_between_bytes += group.kept_bytes
                 continue
-            allowed_bytes = self.lending.ahead_bytes(
-                group, self._order.current, num_kept_between, kept_between_bytes
-            )
+            allowed_bytes = self.lending.ahead_bytes(group, self._order.current, num_kept_between, kept_between_bytes)
             kept_between_bytes += group.kept_bytes
             for handle in group.in_backward_order():
                 if handle.state not in (State.OUT, State.LEAVING) or handle in coming:
@@ -483,8 +484,7 @@ class SwapManager:
         self._drained = True
         self.guard.end()
         self._device.close()
-        self._pending.clear()
-        self._pending_bytes = 0
+        self._pending, self._pending_bytes = [], 0
         self._leaving.clear()
         self._leaving_bytes = 0
         self._reads.clear()

@@ -161,12 +161,16 @@ PYBIND11_MODULE(megatron_swap_native, module) {
         return groups;
       });
 
-  // No call holds the interpreter's lock while it waits for the guard's: whoever has that may wait for a copy that a
+  // Nobody holds the interpreter's lock while waiting for the guard's: whoever has that may wait for a copy that a
   // thread of Python plays.
+  set_unlocked([](const std::function<bool()>& call) {
+    if (!PyGILState_Check()) return call();
+    py::gil_scoped_release unlocked;
+    return call();
+  });
   py::class_<Guard>(module, "Guard")
       .def(py::init([](std::size_t most_host_bytes) {
-             const auto holds_lock = [] { return PyGILState_Check() != 0; };
-             return std::make_unique<Guard>(ram_machine(holds_lock), kRam, most_host_bytes);
+             return std::make_unique<Guard>(ram_machine(), kRam, most_host_bytes);
            }),
            py::arg("most_host_bytes"))
       .def(py::init([](std::size_t most_host_bytes, const std::string& cuda_library, int device, std::uintptr_t stream,

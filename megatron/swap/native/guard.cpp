@@ -99,8 +99,14 @@ bool Guard::make_room(std::size_t num_bytes, int device, std::uint64_t* seen) {
 }
 
 bool Guard::is_free(const Offer& offer) {
-  return c10::raw::intrusive_ptr::use_count(offer.storage) == offer.num_owners &&
-         offer.storage->nbytes() == offer.num_bytes && !refuses(*offer.storage) && machine_->may_wait(offer.event);
+  const c10::StorageImpl& storage = *offer.storage;
+  if (c10::raw::intrusive_ptr::use_count(offer.storage) != offer.num_owners || storage.nbytes() != offer.num_bytes ||
+      refuses(storage)) {
+    return false;
+  }
+  // An allocator's own memory, and not a view of somebody else's (numpy's, another process's): to let go of that frees
+  // nothing, and may run Python.
+  return storage.data_ptr().get() == storage.data_ptr().get_context();
 }
 
 bool Guard::evict(std::size_t num_bytes) {

@@ -34,8 +34,6 @@ using Key = std::int64_t;
 class Machine {
  public:
   virtual ~Machine() = default;
-  // Whether this thread can wait for the event now.
-  virtual bool may_wait(void* event) = 0;
   virtual void wait(void* event) = 0;
   // The copy to the host begins; `finish_copies` waits until all have ended.
   virtual void copy_out(const Piece& target, const char* source) = 0;

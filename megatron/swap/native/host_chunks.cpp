@@ -34,7 +34,8 @@ Pieces HostChunks::take(std::size_t num_bytes) {
     free_.pop_back();
     const std::size_t size = std::min(left, kChunkBytes);
     const bool is_next = !pieces.empty() && static_cast<char*>(pieces.back().address) + pieces.back().num_bytes == chunk;
-    if (is_next) {
+    // Slabs may lie next to each other, but each is pinned for itself: CUDA refuses a copy that spans two.
+    if (is_next && std::find(slabs_.begin(), slabs_.end(), chunk) == slabs_.end()) {
       pieces.back().num_bytes += size;
     } else {
       pieces.push_back({chunk, size});

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 namespace megatron_swap {
 namespace {
@@ -13,9 +12,6 @@ constexpr int kCudaMemcpyDefault = 4;
 
 class RamMachine final : public Machine {
  public:
-  explicit RamMachine(std::function<bool()> holds_up_others) : holds_up_others_(std::move(holds_up_others)) {}
-
-  bool may_wait(void* event) override { return static_cast<Flag*>(event)->is_raised() || !holds_up_others_(); }
   void wait(void* event) override { static_cast<Flag*>(event)->wait(); }
   void copy_out(const Piece& target, const char* source) override {
     std::memcpy(target.address, source, target.num_bytes);
@@ -24,16 +20,12 @@ class RamMachine final : public Machine {
   void discard(void* address, std::size_t num_bytes) override { std::memset(address, kPoison, num_bytes); }
   void pin(const Piece&) override {}
   void unpin(const Piece&) override {}
-
- private:
-  const std::function<bool()> holds_up_others_;
 };
 
 class CudaMachine final : public Machine {
  public:
   CudaMachine(const CudaRuntime& cuda, void* stream, void* done) : cuda_(cuda), stream_(stream), done_(done) {}
 
-  bool may_wait(void*) override { return true; }
   void wait(void* event) override { check(cuda_.event_synchronize(event), "cudaEventSynchronize"); }
   void copy_out(const Piece& target, const char* source) override {
     check(cuda_.memcpy_async(target.address, source, target.num_bytes, kCudaMemcpyDefault, stream_), "cudaMemcpyAsync");
@@ -71,14 +63,7 @@ void Flag::wait() {
   raised_.wait(lock, [this] { return is_raised_; });
 }
 
-bool Flag::is_raised() {
-  std::lock_guard lock(mutex_);
-  return is_raised_;
-}
-
-std::unique_ptr<Machine> ram_machine(std::function<bool()> holds_up_others) {
-  return std::make_unique<RamMachine>(std::move(holds_up_others));
-}
+std::unique_ptr<Machine> ram_machine() { return std::make_unique<RamMachine>(); }
 
 std::unique_ptr<Machine> cuda_machine(const CudaRuntime& cuda, void* stream, void* done) {
   return std::make_unique<CudaMachine>(cuda, stream, done);

@@ -3,7 +3,6 @@
 
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -17,7 +16,6 @@ class Flag {
  public:
   void raise();
   void wait();
-  bool is_raised();
 
  private:
   std::mutex mutex_;
@@ -25,9 +23,8 @@ class Flag {
   bool is_raised_ = false;
 };
 
-// RAM plays the device; events are `Flag`s. `holds_up_others`: whether this thread holds what the threads that raise
-// flags need (the interpreter's lock): then it must not wait for them.
-std::unique_ptr<Machine> ram_machine(std::function<bool()> holds_up_others);
+// RAM plays the device; events are `Flag`s.
+std::unique_ptr<Machine> ram_machine();
 
 // Copies go by `stream`, and `done` is recorded behind them: both are the guard's alone.
 std::unique_ptr<Machine> cuda_machine(const CudaRuntime& cuda, void* stream, void* done);

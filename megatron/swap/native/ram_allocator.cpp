@@ -26,9 +26,10 @@ class RamAllocator final : public c10::Allocator {
   c10::DataPtr allocate(std::size_t num_bytes) override {
     std::uint64_t seen = 0;
     while (!book(num_bytes)) {
-      if (make_room(num_bytes, kRam, &seen)) continue;
+      if (unlocked_([&] { return make_room(num_bytes, kRam, &seen); })) continue;
       std::array<char, 1024> text{};
-      const std::size_t length = report(text.data(), text.size());
+      std::size_t length = 0;
+      unlocked_([&] { return (length = report(text.data(), text.size())) > 0; });
       TORCH_CHECK_WITH(OutOfMemoryError, false, "RAM that plays a device is out of memory. Tried to allocate ",
                        num_bytes, " bytes; ", in_use_.load(), " of ", most_.load(), " are in use. ",
                        std::string(text.data(), length));
@@ -57,6 +58,7 @@ class RamAllocator final : public c10::Allocator {
   std::atomic<std::size_t> in_use_ = 0;
   std::atomic<std::size_t> peak_ = 0;
   c10::Allocator& inner_;
+  WithoutLock unlocked_ = [](const std::function<bool()>& call) { return call(); };
 
  private:
   static void free(void* address);
@@ -112,6 +114,8 @@ void unlimit_ram() {
   allocator.most_ = kUnlimited;
   c10::SetCPUAllocator(&allocator.inner_, kAboveAll);
 }
+
+void set_unlocked(WithoutLock unlocked) { the_allocator().unlocked_ = std::move(unlocked); }
 
 std::size_t ram_in_use() { return the_allocator().in_use_; }
 std::size_t ram_peak() { return the_allocator().peak_; }
