@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.handle import Handle
+from megatron.swap.manager import SwapManager
 from megatron.swap.native.guarding import native
+from megatron.swap.types import ACTIVATION, LINEAR, MIB, NORM, SwapError
 from tests.engine import (
     Engine,
+    HeldEvent,
+    Layer,
+    Result,
+    Step,
+    batch,
+    forward,
+    interleaved,
+    loss_of,
     one_after_the_other,
+    one_forward_one_backward,
     stack,
     train_step,
 )
 from tests.unit.native.helpers import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
+
+PIPELINE = one_forward_one_backward(3)
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +56,42 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return native().ram_peak() - before
 
 
+def limited(run: Callable[[], Any], num_bytes: float) -> Any:
+    """``run`` where no more than that is free."""
+    gc.collect()
+    native().limit_ram(int(num_bytes))
+    try:
+        return run()
+    finally:
+        native().unlimit_ram()
+
+
+def evict(num_bytes: int = 1) -> None:
+    """What an allocation of so much has the guard take where nothing is free."""
+
+    def allocate() -> None:
+        torch.empty(num_bytes, dtype=torch.uint8)
+
+    limited(allocate, 0)
+
+
+def evict_everything(engine: Engine) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        evict(1 << 40)
+
+
+def result(layers: nn.ModuleList, *losses: torch.Tensor) -> Result:
+    return Result([loss.detach() for loss in losses], [parameter.grad for parameter in layers.parameters()])
+
+
+def plain_backward(layers: nn.ModuleList, num_backwards: int = 1) -> Result:
+    layers = copy.deepcopy(layers)
+    loss = loss_of(forward(layers, batch()))
+    for _ in range(num_backwards):
+        loss.backward(retain_graph=True)
+    return result(layers, loss)
+
+
 def test_a_run_that_dies_without_it_goes_on_with_it() -> None:
     layers = stack(6)
     plain = train_step(copy.deepcopy(layers), one_after_the_other(2))
@@ -53,3 +108,440 @@ def test_a_run_that_dies_without_it_goes_on_with_it() -> None:
     native().limit_ram(int(0.7 * peak))
     with pytest.raises(torch.OutOfMemoryError, match="RAM that plays a device"):
         train_step(copy.deepcopy(layers), one_after_the_other(2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"swapped": ()},
+        {"swapped": (), "whole": (1, 3)},
+        {"swapped": (0, 2, 4), "window_bytes": 0},
+        {"recompute": (NORM, ACTIVATION, LINEAR)},
+        {"modules": ["mlp"], "verify": True, "window_bytes": 1},
+        {"swapped": (), "verify": True},
+    ],
+    ids=["kept", "whole layers again", "some swapped", "recomputed", "one module, verified", "kept, verified"],
+)
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [(PIPELINE, None), (interleaved(4), [3, 3]), (one_after_the_other(2), None)],
+    ids=["1F1B", "interleaved", "one after the other"],
+)
+def test_whatever_is_taken_the_result_is_the_plain_one(
+    schedule: Sequence[Step], chunks: list[int] | None, options: dict[str, Any]
+) -> None:
+    layers = stack(6)
+
+    def step() -> Result:
+        return train_step(layers, schedule, chunks)
+
+    plain = train_step(copy.deepcopy(layers), schedule, chunks)
+    with Engine(layers, guarded=True, chunks=chunks, **options) as engine:
+        step()
+        peak = peak_bytes(step)
+        for part in (0.95, 0.88):
+            layers.zero_grad()
+            assert limited(step, part * peak).same_as(plain)
+        assert engine.guard.take_rescues()
+        assert engine.num_leases == 0
+        gc.collect()
+        assert not engine.guard._offered
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+@pytest.mark.parametrize("swapped", [(), None], ids=["kept", "swapped"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_everything_is_taken_between_forward_and_backward(
+    num_backwards: int, swapped: tuple[int, ...] | None, verify: bool
+) -> None:
+    layers = stack(4)
+    plain = plain_backward(layers, num_backwards)
+    options = {"commit_bytes": 1, "window_bytes": 1 << 30, "ends_in_loss": False}  # nothing is released by itself
+    with Engine(layers, swapped, guarded=True, verify=verify, **options) as engine:
+        loss = loss_of(forward(layers, batch()))
+        evict_everything(engine)
+        for _ in range(num_backwards):
+            loss.backward(retain_graph=True)
+        assert result(layers, loss).same_as(plain)
+        assert engine.counters.num_late > 0
+
+
+def test_what_was_prefetched_may_be_taken_twice() -> None:
+    layers = stack(6)
+    plain = plain_backward(layers)
+    with Engine(layers, swapped=(), guarded=True, window_bytes=1 << 30) as engine:
+        train_step(layers, one_after_the_other(1))
+        layers.zero_grad()
+        hidden = forward(layers[:5], batch())
+        taken: list[list[str]] = []
+
+        def take(grad: torch.Tensor) -> None:
+            evict_everything(engine)
+            taken.append([str(rescue) for rescue in engine.guard.take_rescues()])
+
+        hidden.register_hook(take)
+        loss = loss_of(forward(layers[5:], hidden))
+        evict_everything(engine)
+        assert engine.guard.take_rescues()
+        loss.backward()
+        assert result(layers, loss).same_as(plain)
+        assert taken[0], "nothing of what layer 5 had brought back was taken"
+        assert "0.0 KiB of them copied to the host" in taken[0][0]
+
+
+def test_out_of_memory_is_reported_and_a_smaller_batch_trains_on() -> None:
+    layers = stack(6)
+    schedule = one_forward_one_backward(3, 3)
+    plain = train_step(copy.deepcopy(layers), one_after_the_other(1))
+    with Engine(layers, swapped=(), guarded=True) as engine:
+        train_step(layers, schedule)
+        peak = peak_bytes(lambda: train_step(layers, one_after_the_other(1)))
+        for part in (0.1, 0.2, 0.3, 0.4, 0.45):
+            layers.zero_grad()
+            with pytest.raises(torch.OutOfMemoryError, match="guard has nothing more to take"):
+                limited(lambda: train_step(layers, schedule), part * peak)
+            gc.collect()
+            layers.zero_grad()
+            assert limited(lambda: train_step(layers, one_after_the_other(1)), 0.8 * peak).same_as(plain)
+            gc.collect()
+            assert (engine.num_leases, len(engine.guard._offered), engine.manager._kept) == (0, 0, [])
+
+
+class BreaksOff(Layer):
+    breaks_off = False
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = super().forward(hidden_states)
+        if self.breaks_off:
+            raise InterruptedError
+        return hidden_states
+
+
+@pytest.mark.parametrize("swapped", [(), None], ids=["kept", "swapped"])
+def test_what_a_layer_that_broke_off_has_saved_is_let_go_when_the_next_one_begins(
+    swapped: tuple[int, ...] | None,
+) -> None:
+    layers = stack(3, BreaksOff)
+    with Engine(layers, swapped, guarded=True) as engine:
+        train_step(layers, one_after_the_other(1))
+        layers[1].breaks_off = True
+        for _ in range(3):
+            with pytest.raises(InterruptedError):
+                forward(layers, batch())
+            gc.collect()
+            engine.manager.begin_forward(0, engine.boundaries[0]._place)
+            waiting = (engine.manager._kept, engine.manager._pending, engine.manager._pending_bytes)
+            assert waiting == ([], [], 0)
+            assert len(engine.guard._offered) <= len(engine.manager._leaving)
+
+
+def leak_figures(engine: Engine) -> tuple[int, ...]:
+    gc.collect()
+    assert engine.guard._core is not None
+    core = engine.guard._core
+    num_left = engine.num_leases, len(engine.guard._offered), len(core.take_evicted())
+    return native().ram_in_use(), core.mapped_bytes(), *num_left
+
+
+@pytest.mark.slow
+def test_500_rescues_leave_nothing_behind() -> None:
+    layers = stack(4)
+    with Engine(layers, swapped=(1, 2), guarded=True, device=EmulatedDevice()) as engine:
+
+        def step() -> None:
+            train_step(layers, PIPELINE)
+            layers.zero_grad()
+
+        step()
+        peak = peak_bytes(step)
+        num_rescues, figures = 0, []
+        while num_rescues < 500:
+            limited(step, 0.6 * peak)
+            num_rescues += len(engine.guard.take_rescues())
+            figures.append(leak_figures(engine))
+        assert len(set(figures[1:])) == 1, figures
+        assert figures[-1][2:] == (0, 0, 0)
+
+
+class Changes(Layer):
+    """Changes, when told to, what it has saved first."""
+
+    changes = False
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        made = hidden_states * 1.5
+        output = made.sin() + super().forward(hidden_states)
+        if self.changes:
+            with torch.no_grad():
+                made.zero_()
+        del made
+        if self.changes:
+            self.after()
+        return output
+
+    def after(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("swapped", [(), None], ids=["kept", "swapped"])
+@pytest.mark.parametrize("when", ["in the layer", "behind it"])
+def test_a_change_in_place_is_told_as_without_it(swapped: tuple[int, ...] | None, when: str, verify: bool) -> None:
+    layers = stack(4, Changes)
+    layers[1].changes = True
+    with Engine(layers, swapped, guarded=True, commit_bytes=1, verify=verify) as engine:
+        if when == "in the layer":
+            layers[1].after = lambda: evict_everything(engine)
+        loss = loss_of(forward(layers, batch()))
+        evict_everything(engine)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            loss.backward()
+        assert not isinstance(raised.value, SwapError)
+        del loss, raised
+        gc.collect()
+        assert engine.num_leases == 0
+
+
+def test_a_graph_dropped_while_its_tensors_are_taken_leaves_nothing() -> None:
+    layers = stack(4)
+    with Engine(layers, swapped=(0, 1), guarded=True) as engine:
+        train_step(layers, one_after_the_other(1))
+        figures = set()
+        for _ in range(4):
+            loss = loss_of(forward(layers, batch()))
+            evict_everything(engine)
+            del loss
+            engine.manager._youngest = None
+            layers.zero_grad()
+            train_step(layers, one_after_the_other(1))
+            layers.zero_grad()
+            engine.guard.take_rescues()
+            figures.add(leak_figures(engine))
+        assert len(figures) == 1, figures
+
+
+def test_a_graph_that_is_closed_while_its_tensors_are_taken_gives_an_error() -> None:
+    layers = stack(3)
+    engine = Engine(layers, swapped=(), guarded=True)
+    loss = loss_of(forward(layers, batch()))
+    evict_everything(engine)
+    engine.close()
+    with pytest.raises(SwapError, match="Close after the last backward"):
+        loss.backward()
+    del loss
+    gc.collect()
+    assert not engine.guard._offered
+
+
+def test_it_may_end_and_begin_again_while_tensors_are_taken() -> None:
+    layers = stack(4)
+    plain = plain_backward(layers)
+    with Engine(layers, swapped=(), guarded=True) as engine:
+        for ends_before in (True, False):
+            layers.zero_grad()
+            loss = loss_of(forward(layers, batch()))
+            evict_everything(engine)
+            engine.guard.end()
+            if not ends_before:
+                engine.guard.begin()
+            loss.backward()
+            assert result(layers, loss).same_as(plain)
+            del loss
+            with pytest.raises(torch.OutOfMemoryError):
+                evict(1 << 40)
+            engine.guard.begin()
+
+
+def test_no_room_on_the_host_is_an_error_not_a_wrong_result() -> None:
+    layers = stack(6)
+    plain = train_step(copy.deepcopy(layers), PIPELINE)
+    with Engine(layers, swapped=(), guarded=True, host_bytes=MIB) as engine:
+        train_step(layers, PIPELINE)
+        peak = peak_bytes(lambda: train_step(layers, PIPELINE))
+        layers.zero_grad()
+        with pytest.raises(torch.OutOfMemoryError, match="the host has no room for them"):
+            limited(lambda: train_step(layers, PIPELINE), 0.7 * peak)
+        assert train_step(layers, PIPELINE).same_as(plain)
+        assert engine.guard.take_rescues() == []
+
+
+class Shares(Layer):
+    """Saves its output, which the next layer saves as well, and keeps a tensor of its own aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        output = super().forward(hidden_states).tanh()
+        self.aside = output.exp()  # saved, and held by us
+        return output * self.aside.mean()
+
+
+@pytest.mark.parametrize("swapped", [(), None, (1, 3)], ids=["kept", "swapped", "in turn"])
+def test_storages_of_two_layers_and_what_others_hold(
+    swapped: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = SwapManager.fetch
+
+    def checked(manager: SwapManager, handle: Handle, *args: Any) -> torch.UntypedStorage:
+        storage = fetch(manager, handle, *args)
+        assert not handle.offer, "what is given out may still be taken"
+        return storage
+
+    monkeypatch.setattr(SwapManager, "fetch", checked)
+    layers = stack(5, Shares)
+    plain = plain_backward(layers)
+    with Engine(layers, swapped, guarded=True, commit_bytes=1, window_bytes=100_000) as engine:
+        for _ in range(2):
+            layers.zero_grad()
+            hidden = batch()
+            for layer in layers:
+                hidden = layer(hidden)
+                aside = layer.aside.clone()
+                hidden.register_hook(lambda grad: evict_everything(engine))
+                evict_everything(engine)
+                assert torch.equal(layer.aside, aside)
+            loss = loss_of(hidden)
+            loss.backward()
+            assert result(layers, loss).same_as(plain)
+
+
+def test_a_copy_out_that_is_held_up_is_waited_for() -> None:
+    layers = stack(4)
+    plain = plain_backward(layers)
+    options = {"commit_bytes": 1, "window_bytes": 1 << 30, "ends_in_loss": False, "device": EmulatedDevice()}
+    with Engine(layers, guarded=True, **options) as engine:
+        held = HeldEvent()
+        engine.device.wait(engine.manager._out_stream, held)
+        loss = loss_of(forward(layers, batch()))
+        opened = threading.Timer(0.2, held.open)
+        opened.start()
+        evict_everything(engine)
+        assert held.has_passed()
+        loss.backward()
+        assert result(layers, loss).same_as(plain)
+
+
+def test_a_copy_out_that_failed_is_an_error_not_a_wrong_result() -> None:
+    layers = stack(4)
+    options = {"commit_bytes": 1, "window_bytes": 1 << 30, "ends_in_loss": False, "device": EmulatedDevice()}
+    with Engine(layers, guarded=True, **options) as engine:
+        engine.manager._out_stream.enqueue(lambda: 1 / 0)
+        loss = loss_of(forward(layers, batch()))
+        evict_everything(engine)
+        with pytest.raises(SwapError, match="an emulated copy failed"):
+            loss.backward()
+        engine.manager._out_stream.failure = None
+
+
+# The fuzz.
+
+
+def random_program(number: int) -> tuple[list[Step], list[int] | None, dict[str, Any]]:
+    draw = random.Random(number)
+    num_layers = draw.randint(2, 4)
+    schedule, chunks = draw.choice(
+        [
+            (one_after_the_other(2), None),
+            (one_forward_one_backward(draw.randint(2, 3), draw.randint(2, 3)), None),
+            (interleaved(draw.randint(2, 3)), [1, num_layers - 1]),
+        ]
+    )
+    recompute = draw.sample([NORM, ACTIVATION, LINEAR], draw.choice([0, 0, 1, 3]))
+    return schedule, chunks, {
+        "swapped": draw.sample(range(num_layers), draw.randint(0, num_layers)),
+        "window_bytes": draw.choice([None, 0, 1, 50_000, 200_000]),
+        "commit_bytes": draw.choice([1, 100_000, 16 * MIB]),
+        "min_bytes": draw.choice([1, 1024, 10_000]),
+        "recompute": recompute,
+        "whole": draw.sample(range(num_layers), draw.choice([0, 0, 1, 2])),
+        "verify": draw.random() < 0.2,
+        "device": EmulatedDevice(draw.choice([0, 0.0002, 0.0005]), seed=number),
+        "chunks": chunks,
+        "num_layers": num_layers,
+        "part": draw.uniform(0.6, 0.95),
+    }  # fmt: skip
+
+
+def outcome_of(number: int) -> str:
+    """``rescued``, ``fits``, ``out of memory``, or what is wrong."""
+    schedule, chunks, options = random_program(number)
+    num_layers, part = options.pop("num_layers"), options.pop("part")
+    layers = stack(num_layers)
+
+    def step() -> Result:
+        layers.zero_grad()
+        return train_step(layers, schedule, chunks)
+
+    plain = train_step(copy.deepcopy(layers), schedule, chunks)
+    with Engine(layers, guarded=True, **options) as engine:
+        peak = peak_bytes(step)
+        layers.zero_grad()
+        outcome = "rescued"
+        try:
+            if not limited(step, part * peak).same_as(plain):
+                return "different under the limit"
+        except torch.OutOfMemoryError as error:
+            if "nothing more to take" not in str(error):
+                return f"no report: {error}"
+            outcome = "out of memory"
+        if not engine.guard.take_rescues() and outcome == "rescued":
+            outcome = "fits"
+        if not step().same_as(plain):
+            return "different afterwards"
+        gc.collect()
+        if engine.num_leases or engine.guard._offered:
+            return "something was left over"
+    return outcome
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_random_programs() -> None:
+    outcomes = {number: outcome_of(number) for number in range(150)}
+    wrong = {number: what for number, what in outcomes.items() if what not in ("rescued", "fits", "out of memory")}
+    assert not wrong
+    found = list(outcomes.values())
+    print({what: found.count(what) for what in set(found)})
+    assert found.count("rescued") > 75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("holds_lock", [False, True], ids=["without the interpreter's lock", "with it"])
+def test_a_second_thread_allocates_all_the_time(holds_lock: bool) -> None:
+    layers = stack(4)
+    plain = train_step(copy.deepcopy(layers), PIPELINE)
+    over = threading.Event()
+    failed: list[BaseException] = []
+    values = [1.0] * 2000
+
+    def allocate() -> None:
+        while not over.is_set():
+            try:
+                made = [torch.tensor(values) if holds_lock else torch.empty(8000, dtype=torch.uint8) for _ in range(3)]
+                del made
+            except torch.OutOfMemoryError:
+                pass
+            except BaseException as error:
+                failed.append(error)
+                return
+
+    with Engine(layers, swapped=(0, 2), guarded=True, device=EmulatedDevice(0.0002)) as engine:
+        train_step(layers, PIPELINE)
+        peak = peak_bytes(lambda: train_step(layers, PIPELINE))
+        other = threading.Thread(target=allocate)
+        other.start()
+        num_good = 0
+        for _ in range(10):
+            layers.zero_grad()
+            try:
+                assert limited(lambda: train_step(layers, PIPELINE), 0.75 * peak).same_as(plain)
+                num_good += 1
+            except torch.OutOfMemoryError:
+                pass
+        over.set()
+        other.join(60)
+        assert not failed
+        assert num_good > 0
+        assert engine.guard.take_rescues()
