@@ -241,7 +241,7 @@ class SwapSession:
         if not config.optimizer:  # else it comes first: its size is known, and it does not grow
             pool.book(min(self._host.least_bytes, pool.limit_bytes))
         window_bytes = config.window_bytes(config.plan)
-        guard = OomGuard(self._device, pool, int(config.min_mib * MIB))
+        guard = OomGuard(self._device, pool, int(config.min_mib * MIB), 0.25 if config.oom_guard else 0.0)
         self._manager = SwapManager(
             self._device, self._tier, self._policy.without_recipe, window_bytes, config.verify, self._ranges, guard
         )
@@ -330,7 +330,7 @@ class SwapSession:
         if self._recorder is not None:
             self._recorder.step_ended(iteration + 1)
         if self._auto is not None:
-            self._auto.step_ended(iteration, step.rescued_bytes)
+            self._auto.step_ended(iteration, step.short_bytes)
         if self._optimizer is not None:
             auto = self._auto
             self._optimizer.step_ended(auto is None or not auto.is_measuring, auto is None or not auto.has_switched)
@@ -385,6 +385,7 @@ class SwapSession:
             grad_norm=None if grad_norm is None else float(grad_norm),
             num_rescues=len(rescues),
             rescued_bytes=sum(rescue.freed_bytes for rescue in rescues),
+            short_bytes=max((rescue.short_bytes for rescue in rescues), default=0),
         )
 
     def _on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:

@@ -30,7 +30,9 @@ class StepRecord:
     num_rescues: int = 0
     """Allocations that had failed until saved tensors were taken from the device ..."""
     rescued_bytes: int = 0
-    """... and how much that was."""
+    """... how much that was together ..."""
+    short_bytes: int = 0
+    """... and most that the device had no room for at once."""
 
 
 @dataclass
@@ -124,8 +126,11 @@ def layer_table(summary: dict[str, Any], swaps: bool = True) -> str:
     Args:
         swaps: layers were to be swapped; else what left, if anything, was taken by the guard.
     """
-    number, num_bytes = summary["num_rescues"], summary["rescued_bytes"]
-    rescues = f" swap: the out-of-memory guard came {number} times, {format_bytes(num_bytes)} left the device for it"
+    number, num_bytes, short_bytes = summary["num_rescues"], summary["rescued_bytes"], summary["short_bytes"]
+    rescues = (
+        f" swap: the out-of-memory guard saved {number} allocations: the device was short of up to "
+        f"{format_bytes(short_bytes)}, {format_bytes(num_bytes)} left it in all"
+    )
     if not swaps:
         return rescues if number else " swap: the out-of-memory guard was not needed"
     return _layer_table(summary) + (f"\n{rescues}" if number else "")
@@ -183,7 +188,7 @@ def build_summary(
         for layer, (out_bytes, in_bytes) in step.moved.layers.items():
             layers[layer][0] += out_bytes
             layers[layer][1] += in_bytes
-    rescues = [(step.num_rescues, step.rescued_bytes) for rank in ranks for step in rank.steps]
+    all_steps = [step for rank in ranks for step in rank.steps]
     with_loss = next((rank.steps for rank in ranks if rank.steps and rank.steps[-1].loss is not None), [])
     return {
         "num_layers": num_layers,
@@ -210,8 +215,9 @@ def build_summary(
         "num_recomputed": sum(step.moved.num_recomputed for step in steps),
         "recompute_refused": sorted({line for rank in ranks for line in rank.recompute_refused}),
         "stayed_bytes": sum(rank.stayed_bytes for rank in ranks),
-        "num_rescues": sum(number for number, _ in rescues),
-        "rescued_bytes": sum(num_bytes for _, num_bytes in rescues),
+        "num_rescues": sum(step.num_rescues for step in all_steps),
+        "rescued_bytes": sum(step.rescued_bytes for step in all_steps),
+        "short_bytes": max((step.short_bytes for step in all_steps), default=0),
         "layers": [
             {"layer": layer, "swapped_out_bytes": out_bytes, "swapped_in_bytes": in_bytes}
             for layer, (out_bytes, in_bytes) in layers.items()
@@ -221,7 +227,7 @@ def build_summary(
              "swapped_in_bytes": step.moved.in_bytes, "num_out_copies": step.moved.num_out_copies,
              "num_in_copies": step.moved.num_in_copies, "num_late": step.moved.num_late, "wait_ms": step.moved.wait_ms,
              "recomputed_bytes": step.moved.recomputed_bytes, "num_recomputed": step.moved.num_recomputed,
-             "num_rescues": step.num_rescues, "rescued_bytes": step.rescued_bytes}
+             "num_rescues": step.num_rescues, "rescued_bytes": step.rescued_bytes, "short_bytes": step.short_bytes}
             for step in (ranks[0].steps if ranks else [])
         ],
         "losses": [step.loss.hex() for step in with_loss if step.loss is not None],
