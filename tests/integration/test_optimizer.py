@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron.swap.plan import load_plan
 from megatron.swap.types import GIB
@@ -130,6 +133,27 @@ def test_a_checkpoint_of_the_distributed_optimizer_goes_on_with_another_part(
     flags += f" {SWAP_SMALL} {recorded(saved)}"
     begun = trainer.run(f"{flags} --swap-optimizer {first} --exit-interval 4", **program)
     went_on = trainer.run(f"{flags} --swap-optimizer {then} --load {begun.directory}/checkpoint", **program)
+    assert ["optimizer state of" in run.output for run in (begun, went_on)] == [first != "0", then != "0"]
+    assert went_on.summary["losses"] == plain.summary["losses"][4:]
+    assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("saved", ["torch", "torch_dist"])
+@pytest.mark.parametrize(("first", "then"), [("1", "0"), ("0", "1")])
+def test_a_checkpoint_of_the_distributed_optimizer_goes_on_on_a_gpu(
+    trainer: Trainer, first: str, then: str, saved: str
+) -> None:
+    """With TransformerEngine's Adam, or Apex's: upstream has no other to resume it with."""
+    if not any(map(importlib.util.find_spec, ("transformer_engine", "apex"))):
+        pytest.skip("needs TransformerEngine or Apex")
+    flags = f"{BF16} {DISTRIBUTED} --train-iters 8 --lr-decay-iters 8 --distributed-backend nccl --swap-deterministic"
+    flags += f" --swap-min-mib 0.001 --swap-host-gib 0.5 {recorded(saved)}"
+    on_gpu: dict[str, Any] = {"env": {"CUDA_VISIBLE_DEVICES": "0"}}
+    plain = trainer.run(f"{flags} --swap-optimizer 0", **on_gpu)
+    begun = trainer.run(f"{flags} --swap-optimizer {first} --exit-interval 4", **on_gpu)
+    went_on = trainer.run(f"{flags} --swap-optimizer {then} --load {begun.directory}/checkpoint", **on_gpu)
     assert ["optimizer state of" in run.output for run in (begun, went_on)] == [first != "0", then != "0"]
     assert went_on.summary["losses"] == plain.summary["losses"][4:]
     assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
