@@ -20,6 +20,9 @@ from megatron.swap.host_pool import HostPool
 from megatron.swap.native.guarding import GuardCore, NativeRescue, Piece
 from megatron.swap.types import format_bytes
 
+PART_OF_HOST = 0.25
+"""What a guard that is on for good keeps from activations that swap."""
+
 _MICRO_BATCHES = 1 << 32
 
 

@@ -22,7 +22,7 @@ from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice, expands_segments
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
-from megatron.swap.guard import OomGuard
+from megatron.swap.guard import PART_OF_HOST, OomGuard
 from megatron.swap.host_memory import local_world_size
 from megatron.swap.host_pool import HostPool
 from megatron.swap.host_share import host_share
@@ -241,7 +241,7 @@ class SwapSession:
         if not config.optimizer:  # else it comes first: its size is known, and it does not grow
             pool.book(min(self._host.least_bytes, pool.limit_bytes))
         window_bytes = config.window_bytes(config.plan)
-        guard = OomGuard(self._device, pool, int(config.min_mib * MIB), 0.25 if config.oom_guard else 0.0)
+        guard = OomGuard(self._device, pool, int(config.min_mib * MIB), PART_OF_HOST if config.oom_guard else 0.0)
         self._manager = SwapManager(
             self._device, self._tier, self._policy.without_recipe, window_bytes, config.verify, self._ranges, guard
         )
