@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron.swap.types import GIB, MIB
@@ -77,9 +79,12 @@ def test_a_run_that_plans_itself_is_rescued_until_its_plan_fits(trainer: Trainer
 
 
 def test_too_little_even_for_the_guard_ends_in_pytorchs_error_with_what_holds_the_memory(trainer: Trainer) -> None:
-    run = trainer.failing(f"--swap-layers none {SWAP_SMALL} --swap-oom-guard --swap-cpu-memory-gib {4 * MIB / GIB}")
+    limit = f"--swap-cpu-memory-gib {5 * MIB / GIB}"
+    run = trainer.failing(f"--swap-layers none {SWAP_SMALL} --swap-oom-guard {limit} --swap-summary summary.json")
     assert "torch.OutOfMemoryError: RAM that plays a device is out of memory" in run.output
     assert "Megatron Swap's out-of-memory guard has nothing more to take" in run.output
+    assert "out of memory; what there was, at most:" in run.output
+    assert re.search(r"^ swap:\s+activations +[1-9]", run.output, flags=re.MULTILINE), run.tail
 
 
 def test_without_the_native_part_the_flag_is_refused_before_the_model_is_built(trainer: Trainer) -> None:
