@@ -4,6 +4,8 @@
     python tools/prove.py equality --spec transformer_engine local --output equality.jsonl
     python tools/prove.py overhead --case L16-h4096 --output overhead.jsonl
     python tools/prove.py ranks --case tp2-sp pp2-vpp dp2-distopt --output ranks.jsonl
+    python tools/prove.py equality --case L16-h4096 --extra "--micro-batch-size 20 --global-batch-size 20" --settings \
+        "--swap-layers none --swap-oom-guard" "--swap-memory-gib 130 --swap-oom-guard" --output guard.jsonl
 
 Every run is a process of its own through the real trainer (pretrain_gpt_swap.py), one after the other in the order of
 the rows that are written. A row says what was run, on what, and what came out.
@@ -46,7 +48,7 @@ SHAPES = {
 }
 SUMMARY_FIELDS = (
     "swapped_out_bytes", "swapped_in_bytes", "swapped_layers", "wait_ms", "num_late", "stayed_bytes", "losses",
-    "grad_norms",
+    "grad_norms", "num_rescues", "rescued_bytes", "short_bytes",
 )  # fmt: skip
 SETTINGS = (
     "--swap-layers none",
@@ -59,6 +61,7 @@ NULL_WHERE_FAILED = (
 )  # fmt: skip
 RANKS = {
     "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
     "pp2-vpp": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
     "dp2-distopt": "--use-distributed-optimizer",
 }
@@ -104,6 +107,7 @@ def measured(result: dict[str, Any]) -> Row:
         "saved_peak_gib": (summary["saved_peak_bytes"] or 0) / 2**30,
         "layer_out_bytes": {str(entry["layer"]): entry["swapped_out_bytes"] for entry in summary["layers"]},
         "loss_hex": summary["losses"][-1],
+        "rescues_by_step": [step["num_rescues"] for step in summary["steps"]],
         **{key: summary[key] for key in SUMMARY_FIELDS},
     }
 
@@ -117,7 +121,7 @@ def equality(prover: Prover) -> list[Row]:
             f"{spec_flags(spec)} {SHAPES[options.case[0]]} {COMMON} {device_flags(prover.on_gpu)} "
             f"--global-batch-size 8 --train-iters {options.steps} --swap-deterministic"
         )
-        rows += compare(prover, spec, flags, ["--swap-layers none", *options.settings])
+        rows += compare(prover, spec, flags, ["--swap-layers none", *(options.settings or SETTINGS)])
     return rows
 
 
@@ -130,19 +134,22 @@ def ranks(prover: Prover) -> list[Row]:
             f"{spec_flags(options.spec[0])} {SHAPES[options.shape]} {COMMON} {device_flags(prover.on_gpu)} "
             f"{RANKS[case]} --global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
         )
-        rows += compare(prover, case, flags, ["--swap-layers none", "--swap-layers all"], num_ranks=2)
+        rows += compare(prover, case, flags, ["--swap-layers none", *(options.settings or ["--swap-layers all"])], num_ranks=2)
     return rows
 
 
 def compare(prover: Prover, case: str, flags: str, settings: list[str], num_ranks: int = 1) -> list[Row]:
-    """The same training with each of the settings, flags of ours, compared with the first."""
+    """The same training with each of the settings, flags of ours, compared with the first that came to its end."""
     rows: list[Row] = []
+    first: Row | None = None
     for setting in settings:
         given = f"{flags} {setting} {prover.options.extra}"
         row = prover.run(setting.removeprefix("--"), given, num_ranks=num_ranks)
         row["case"] = case
+        if first is None and row["outcome"] == "ok":
+            first = row
         for key in ("losses", "grad_norms", "weights_sha256"):
-            row[f"{key}_equal"] = bool(row.get(key)) and row.get(key) == (rows or [row])[0].get(key)
+            row[f"{key}_equal"] = bool(row.get(key)) and row.get(key) == (first or row).get(key)
         row["losses_equal"] = row["losses_equal"] and row["grad_norms_equal"] and row["weights_sha256_equal"]
         print(f"   {case}: equal to the first run: {row['losses_equal']}", flush=True)
         rows.append(row)
@@ -225,7 +232,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--micro-batches", type=int, default=4, help="overhead: micro-batches a step")
     parser.add_argument(
-        "--settings", nargs="+", default=SETTINGS, help="equality: what is compared, each the flags of one run"
+        "--settings", nargs="+", help="equality, ranks: what is compared with no swapping, each the flags of one run"
     )
     parser.add_argument("--extra", default="", help="more flags for every run")
     parser.add_argument("--output", required=True, help="JSON lines, one row a run; appended")

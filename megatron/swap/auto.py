@@ -185,11 +185,11 @@ class AutoPlan:
 
     # ------------------------------------------------------------ between steps
 
-    def step_ended(self, number: int, rescued_bytes: int = 0) -> None:
+    def step_ended(self, number: int, short_bytes: int = 0) -> None:
         """Step ``number`` is over on this rank, and for its recorder: measure it, agree, decide, switch.
 
         Args:
-            rescued_bytes: what the device had no room for in it: there is less than the budget allows.
+            short_bytes: what the device had no room for in it: there is less than the budget allows.
 
         Raises:
             Infeasible: no plan fits the budget, and none was made before.
@@ -206,8 +206,8 @@ class AutoPlan:
         ms = self._clock.end(wait=stage is not Stage.STABLE)
         saved_mib = footprint.num_bytes / MIB
         peak_gib = self._peak_gib()
-        if rescued_bytes:
-            peak_gib = max(peak_gib, self._budget_gib) + rescued_bytes / GIB
+        if short_bytes:
+            peak_gib = max(peak_gib, self._budget_gib) + short_bytes / GIB
         step = self._ranks.worst(
             Step(number, ms, peak_gib, footprint.num_tensors, saved_mib, self._num_micro_batches)
         )

@@ -24,6 +24,9 @@ NUM_COPIES = 4
 """One after the other, as a layer's are: together long enough that launching and looking do not count (a tenth with one
 copy), short enough for a fraction of a second in all."""
 
+SMALLEST_BYTES = 8 * MIB
+"""Of a copy, where memory is short: quarters are tried down to that."""
+
 REPETITIONS = 3
 
 Directions = tuple[str, ...]
@@ -39,14 +42,20 @@ def measure_link(device: Device, tier: Tier, num_bytes: int = COPY_BYTES) -> Lin
     ``2 * num_bytes`` of the device and of the tier, and gives them back.
 
     Args:
-        num_bytes: of one copy; the same on all ranks.
+        num_bytes: of one copy; the same on all ranks. Where one of them has no memory for it, a quarter is tried.
 
     Raises:
         SwapError: a copy, or the memory for it, failed on any rank; raised on all ranks.
     """
     ends = _Ends(device, tier, num_bytes)
     try:
-        _on_all_ranks(device, ends.take)
+        try:
+            _on_all_ranks(device, ends.take)
+        except SwapError:
+            if num_bytes // 4 < SMALLEST_BYTES:
+                raise
+            ends.free()
+            return measure_link(device, tier, num_bytes // 4)
         seconds = {
             directions: [_on_all_ranks(device, partial(ends.seconds, directions)) for _ in range(REPETITIONS)]
             for directions in (OUT, IN, BOTH)

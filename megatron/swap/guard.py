@@ -20,6 +20,9 @@ from megatron.swap.host_pool import HostPool
 from megatron.swap.native.guarding import GuardCore, NativeRescue, Piece
 from megatron.swap.types import format_bytes
 
+PART_OF_HOST = 0.25
+"""What a guard that is on for good keeps from activations that swap."""
+
 _MICRO_BATCHES = 1 << 32
 
 
@@ -30,14 +33,21 @@ class Rescue:
     Attributes:
         wanted_bytes: of the allocation.
         freed_bytes, copied_bytes: taken from the device; of that, what had to be copied to the host first.
+        held_bytes: copied for this one and for others before, and not back yet.
         groups: layer and micro-batch of what was taken.
     """
 
     wanted_bytes: int
     freed_bytes: int
     copied_bytes: int
+    held_bytes: int
     ms: float
     groups: tuple[tuple[int, int], ...]
+
+    @property
+    def short_bytes(self) -> int:
+        """What the device had no room for at that moment."""
+        return max(self.freed_bytes, self.held_bytes)
 
     def __str__(self) -> str:
         whose = ", ".join(f"layer {layer} mb{micro_batch}" for layer, micro_batch in self.groups)
@@ -77,18 +87,22 @@ class OomGuard:
         device: where the handles' storages are.
         pool: what this takes of host memory is not the pool's any more.
         min_bytes: of what is kept, that is smaller and stays.
+        host_part: of what the pool may book, kept for the guard alone; of the rest it takes what is not booked.
 
     Attributes:
         is_on: allocations that fail are rescued.
     """
 
-    def __init__(self, device: Device, pool: HostPool | None = None, min_bytes: int = 0) -> None:
+    def __init__(
+        self, device: Device, pool: HostPool | None = None, min_bytes: int = 0, host_part: float = 0.0
+    ) -> None:
         self.is_on = False
         self._device = device
         self._pool = pool
         self._min_bytes = min_bytes
         self._core: GuardCore | None = None
-        self._mapped_bytes = 0
+        self._host_part = host_part
+        self._held_bytes = self._reserve_bytes = self._mapped_bytes = 0
         self._offered: dict[int, tuple[weakref.ref[Handle], Event]] = {}
         self._num_offers = 0
         self._num_evictions = 0
@@ -101,7 +115,10 @@ class OomGuard:
             UsageError: there is no native part here.
         """
         if self._core is None:
-            self._core = self._device.make_guard(self._room_bytes())
+            self._core = self._device.make_guard(0)
+        if self._pool is not None:
+            self._reserve_bytes = int(self._host_part * (self._pool.limit_bytes + self._held_bytes))
+            self._core.set_most_host_bytes(self._hold())
         self._core.begin()
         self.is_on = True
 
@@ -195,22 +212,24 @@ class OomGuard:
             self._core.give_back(self._freed.popleft()[1])
         mapped_bytes = self._core.mapped_bytes()
         if mapped_bytes != self._mapped_bytes:
-            self._pool.limit_bytes -= mapped_bytes - self._mapped_bytes
             self._mapped_bytes = mapped_bytes
             self._core.pin()
-        self._core.set_most_host_bytes(self._room_bytes())
+        self._core.set_most_host_bytes(self._hold())
 
     def take_rescues(self) -> list[Rescue]:
         """Those since the last call."""
         return [] if self._core is None else [_rescue(found) for found in self._core.take_rescues()]
 
-    def _room_bytes(self) -> int:
-        """What is left for it beside what the pool has booked."""
+    def _hold(self) -> int:
+        """Keep the pool away from what is the guard's; how much that may become."""
         if self._pool is None:
             return 0
-        return max(0, self._mapped_bytes + self._pool.limit_bytes - self._pool.stats.booked_bytes)
+        held_bytes = max(self._reserve_bytes, self._mapped_bytes)
+        self._pool.limit_bytes -= held_bytes - self._held_bytes
+        self._held_bytes = held_bytes
+        return held_bytes + max(0, self._pool.limit_bytes - self._pool.stats.booked_bytes)
 
 
 def _rescue(found: NativeRescue) -> Rescue:
     groups = tuple(divmod(group, _MICRO_BATCHES) for group in found.groups)
-    return Rescue(found.wanted_bytes, found.freed_bytes, found.copied_bytes, found.ms, groups)
+    return Rescue(found.wanted_bytes, found.freed_bytes, found.copied_bytes, found.held_bytes, found.ms, groups)

@@ -49,7 +49,7 @@ def measure(
     in_host = sum(home.num_bytes for home in homes) - on_disk
 
     peak_bytes, reserved_bytes = report.device_peak_bytes, device.peak_reserved_bytes()
-    if peak_bytes is None:
+    if peak_bytes is None or reserved_bytes is None:
         activations = report.saved_peak_bytes or 0
     else:
         activations = max(0, peak_bytes - weights["device"] - gradients["device"] - state["device"])

@@ -15,6 +15,7 @@ from megatron.swap.config import SwapConfig, parse_layers
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.guard import PART_OF_HOST, OomGuard
 from megatron.swap.host_memory import check_host_request, local_world_size, safe_host_bytes
 from megatron.swap.host_pool import HostPool
 from megatron.swap.manager import SwapManager
@@ -32,6 +33,7 @@ def activations(
     host_gib: float | None = None,
     prefetch_gib: float | None = None,
     verify: bool = False,
+    oom_guard: bool = False,
     cpu_delay_ms: float = 0.0,
 ) -> SwappedActivations:
     """Swap what autograd saves in the layers of ``model``: to host memory after forward, back before backward.
@@ -59,6 +61,7 @@ def activations(
         host_gib: most host memory that is taken, in GiB; ``None``: what is safe on this machine.
         prefetch_gib: most that is brought back ahead of its use; ``None``: as much as the largest layer saves.
         verify: compare checksums of every storage that comes back.
+        oom_guard: when an allocation on the GPU fails, what layers have saved leaves it, and it is tried again.
         cpu_delay_ms: of a model on the CPU, where threads play the copy engines: longest random delay of a copy.
 
     Raises:
@@ -68,7 +71,8 @@ def activations(
     found = _layers(model)
     config = SwapConfig(
         layers=parse_layers(layers, len(found)) if isinstance(layers, str) else frozenset(),
-        min_mib=min_mib, host_gib=host_gib, prefetch_gib=prefetch_gib, verify=verify, cpu_delay_ms=cpu_delay_ms,
+        min_mib=min_mib, host_gib=host_gib, prefetch_gib=prefetch_gib, verify=verify, oom_guard=oom_guard,
+        cpu_delay_ms=cpu_delay_ms,
     )  # fmt: skip
     policy = ManualPolicy(config.layers, (), int(min_mib * MIB)) if isinstance(layers, str) else layers
     _check_policy(policy, layers, len(found))
@@ -125,12 +129,15 @@ class SwappedActivations:
         self.chosen = tuple(number for number, flag in enumerate(is_swapped) if flag)
         engine_device = _engine_device(device, config.cpu_delay_ms / 1e3)
         self._tier = HostTier(HostPool(limit_bytes=limit_bytes, pinned=device.type == "cuda", device=device.index))
+        guard = OomGuard(engine_device, self._tier.pool, int(config.min_mib * MIB), PART_OF_HOST)
+        if config.oom_guard:
+            guard.begin()
         self._manager = SwapManager(
-            engine_device, self._tier, policy.without_recipe, config.window_bytes(None), config.verify
+            engine_device, self._tier, policy.without_recipe, config.window_bytes(None), config.verify, guard=guard
         )
         saved_tensors = SavedTensors(self._manager, engine_device.torch_device)
         self._boundaries = [
-            _Boundary(number, layer, self._manager, saved_tensors, hooked=place.swapped, place=place)
+            _Boundary(number, layer, self._manager, saved_tensors, hooked=place.swapped or guard.is_on, place=place)
             for number, (layer, place) in enumerate(zip(layers, places(is_swapped, ends_in_loss=True), strict=True))
         ]
         self._last: SwapStats | None = None

@@ -22,7 +22,7 @@ from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice, expands_segments
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
-from megatron.swap.guard import OomGuard
+from megatron.swap.guard import PART_OF_HOST, OomGuard
 from megatron.swap.host_memory import local_world_size
 from megatron.swap.host_pool import HostPool
 from megatron.swap.host_share import host_share
@@ -47,8 +47,10 @@ from megatron.swap.summary import (
     device_line,
     idle_line,
     layer_table,
+    memory_lines,
     refused_lines,
     rescue_lines,
+    scalars,
     start_table,
     step_line,
     write_json,
@@ -57,7 +59,7 @@ from megatron.swap.tiers.base import Tier
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.tiers.spill import spill_tier
 from megatron.swap.trace import Ranges, Totals
-from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY
+from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY, MemoryRow
 from patches import (
     checkpointed_forward,
     fused_activations,
@@ -241,7 +243,7 @@ class SwapSession:
         if not config.optimizer:  # else it comes first: its size is known, and it does not grow
             pool.book(min(self._host.least_bytes, pool.limit_bytes))
         window_bytes = config.window_bytes(config.plan)
-        guard = OomGuard(self._device, pool, int(config.min_mib * MIB))
+        guard = OomGuard(self._device, pool, int(config.min_mib * MIB), PART_OF_HOST if config.oom_guard else 0.0)
         self._manager = SwapManager(
             self._device, self._tier, self._policy.without_recipe, window_bytes, config.verify, self._ranges, guard
         )
@@ -271,8 +273,8 @@ class SwapSession:
 
     def _make_profiler(self) -> Profiler:
         assert self.config.profile is not None
-        first, last = self.config.profile_steps
-        return Profiler(self.config.profile, first, last, self._args.rank, self._ranges, self._allocated_bytes)
+        steps, rank = self.config.profile_steps, self._args.rank
+        return Profiler(self.config.profile, *steps, rank, self._ranges, self._allocated_bytes)
 
     def _allocated_bytes(self) -> int | None:
         """Device memory in use; where RAM plays the device, what autograd holds of it, if that is counted."""
@@ -330,7 +332,7 @@ class SwapSession:
         if self._recorder is not None:
             self._recorder.step_ended(iteration + 1)
         if self._auto is not None:
-            self._auto.step_ended(iteration, step.rescued_bytes)
+            self._auto.step_ended(iteration, step.short_bytes)
         if self._optimizer is not None:
             auto = self._auto
             self._optimizer.step_ended(auto is None or not auto.is_measuring, auto is None or not auto.has_switched)
@@ -344,11 +346,8 @@ class SwapSession:
         if self.config.log_level != "quiet" and is_last_rank():
             print(step_line(step, peak_bytes, self._args.rank if self._args.world_size > 1 else None), flush=True)
         if writer is not None:
-            writer.add_scalar("swap/out-gib", step.moved.out_bytes / GIB, iteration)
-            writer.add_scalar("swap/in-gib", step.moved.in_bytes / GIB, iteration)
-            writer.add_scalar("swap/wait-ms", step.moved.wait_ms, iteration)
-            if peak_bytes is not None:
-                writer.add_scalar("swap/device-peak-gib", peak_bytes / GIB, iteration)
+            for name, value in scalars(step, peak_bytes).items():
+                writer.add_scalar(name, value, iteration)
 
     def _tell_refused(self) -> None:
         """Say what should be recomputed and is not, once."""
@@ -385,6 +384,7 @@ class SwapSession:
             grad_norm=None if grad_norm is None else float(grad_norm),
             num_rescues=len(rescues),
             rescued_bytes=sum(rescue.freed_bytes for rescue in rescues),
+            short_bytes=max((rescue.short_bytes for rescue in rescues), default=0),
         )
 
     def _on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:
@@ -393,15 +393,15 @@ class SwapSession:
             # summary that would look like a success. The failure itself goes on to the user.
             if self._profiler is not None:
                 self._profiler.abandon()
+            if isinstance(failure, torch.OutOfMemoryError):
+                self._tell(memory_lines(self._memory(self._report(), chunks, optimizer)))
             self._uninstall()
             return
         if self._profiler is not None:
             self._profiler.close()
         report = self._report()
         if self.config.summary is not None:
-            homes = [] if self._optimizer is None else self._optimizer.homes()
-            inner = [one.optimizer for one in unchained(optimizer)]
-            report.memory = ledger.measure(report, self._device_of_rank(), chunks, inner, homes)
+            report.memory = self._memory(report, chunks, optimizer)
         self.close()
         if self._plan_run is not None:
             self._plan_run.save()
@@ -421,6 +421,11 @@ class SwapSession:
             print(layer_table(summary, self._swaps), flush=True)
             if (line := device_line(summary, expands_segments())) is not None:
                 print(line, flush=True)
+
+    def _memory(self, report: RankReport, chunks: Sequence[nn.Module], optimizer: Any) -> list[MemoryRow]:
+        homes = self._optimizer.homes() if self._optimizer is not None else ()
+        inner = [one.optimizer for one in unchained(optimizer)]
+        return ledger.measure(report, self._device_of_rank(), chunks, inner, homes)
 
     def _report(self) -> RankReport:
         report = RankReport(

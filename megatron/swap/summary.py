@@ -12,7 +12,7 @@ from typing import Any
 from megatron.swap.config import SwapConfig
 from megatron.swap.guard import Rescue
 from megatron.swap.trace import Totals
-from megatron.swap.types import MemoryRow, Site, format_bytes, places
+from megatron.swap.types import GIB, MemoryRow, Site, format_bytes, places
 
 MANY_FRAGMENTS = 0.02
 """Of what is in use at the peak: held beside it, worth a word."""
@@ -30,7 +30,9 @@ class StepRecord:
     num_rescues: int = 0
     """Allocations that had failed until saved tensors were taken from the device ..."""
     rescued_bytes: int = 0
-    """... and how much that was."""
+    """... how much that was together ..."""
+    short_bytes: int = 0
+    """... and most that the device had no room for at once."""
 
 
 @dataclass
@@ -71,6 +73,17 @@ def step_line(step: StepRecord, device_peak_bytes: int | None, rank: int | None 
         f" swap{whose}: out {format_bytes(step.moved.out_bytes)} | in {format_bytes(step.moved.in_bytes)} | "
         f"compute waited {step.moved.wait_ms:.1f} ms{again}{peak}"
     )
+
+
+def scalars(step: StepRecord, device_peak_bytes: int | None) -> dict[str, float]:
+    """The same for TensorBoard."""
+    found = {
+        "swap/out-gib": step.moved.out_bytes / GIB,
+        "swap/in-gib": step.moved.in_bytes / GIB,
+        "swap/wait-ms": step.moved.wait_ms,
+        "swap/rescues": step.num_rescues,
+    }
+    return found if device_peak_bytes is None else found | {"swap/device-peak-gib": device_peak_bytes / GIB}
 
 
 def refused_lines(refused: Iterable[tuple[Site, str]]) -> list[str]:
@@ -124,11 +137,14 @@ def layer_table(summary: dict[str, Any], swaps: bool = True) -> str:
     Args:
         swaps: layers were to be swapped; else what left, if anything, was taken by the guard.
     """
-    number, num_bytes = summary["num_rescues"], summary["rescued_bytes"]
-    rescues = f" swap: the out-of-memory guard came {number} times, {format_bytes(num_bytes)} left the device for it"
-    if not swaps:
-        return rescues if number else " swap: the out-of-memory guard was not needed"
-    return _layer_table(summary) + (f"\n{rescues}" if number else "")
+    number = summary.get("num_rescues", 0)
+    if not number:
+        return _layer_table(summary) if swaps else " swap: the out-of-memory guard was not needed"
+    rescues = (
+        f" swap: the out-of-memory guard saved {number} allocations: the device was short of up to "
+        f"{format_bytes(summary['short_bytes'])}, {format_bytes(summary['rescued_bytes'])} left it in all"
+    )
+    return f"{_layer_table(summary)}\n{rescues}" if swaps else rescues
 
 
 def _layer_table(summary: dict[str, Any]) -> str:
@@ -148,6 +164,15 @@ def _layer_table(summary: dict[str, Any]) -> str:
             return " swap: the last step swapped nothing: its plan keeps everything or makes it again"
         return " swap: nothing was swapped: no saved tensor is as large as --swap-min-mib, or all layers are the tail"
     return table(shown, ("layers", "number", "out a step, each", "in a step, each", "out a step, together"))
+
+
+def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
+    """What was where when training ran out of memory."""
+    shown = [
+        (row.kind, *(format_bytes(num_bytes) for num_bytes in (row.device_bytes, row.host_bytes, row.disk_bytes)))
+        for row in rows
+    ]
+    return ["out of memory; what there was, at most:", *table(shown, ("memory", "device", "host", "disk")).splitlines()]
 
 
 def device_line(summary: dict[str, Any], expands: bool) -> str | None:
@@ -183,7 +208,7 @@ def build_summary(
         for layer, (out_bytes, in_bytes) in step.moved.layers.items():
             layers[layer][0] += out_bytes
             layers[layer][1] += in_bytes
-    rescues = [(step.num_rescues, step.rescued_bytes) for rank in ranks for step in rank.steps]
+    all_steps = [step for rank in ranks for step in rank.steps]
     with_loss = next((rank.steps for rank in ranks if rank.steps and rank.steps[-1].loss is not None), [])
     return {
         "num_layers": num_layers,
@@ -210,8 +235,9 @@ def build_summary(
         "num_recomputed": sum(step.moved.num_recomputed for step in steps),
         "recompute_refused": sorted({line for rank in ranks for line in rank.recompute_refused}),
         "stayed_bytes": sum(rank.stayed_bytes for rank in ranks),
-        "num_rescues": sum(number for number, _ in rescues),
-        "rescued_bytes": sum(num_bytes for _, num_bytes in rescues),
+        "num_rescues": sum(step.num_rescues for step in all_steps),
+        "rescued_bytes": sum(step.rescued_bytes for step in all_steps),
+        "short_bytes": max((step.short_bytes for step in all_steps), default=0),
         "layers": [
             {"layer": layer, "swapped_out_bytes": out_bytes, "swapped_in_bytes": in_bytes}
             for layer, (out_bytes, in_bytes) in layers.items()
@@ -221,7 +247,7 @@ def build_summary(
              "swapped_in_bytes": step.moved.in_bytes, "num_out_copies": step.moved.num_out_copies,
              "num_in_copies": step.moved.num_in_copies, "num_late": step.moved.num_late, "wait_ms": step.moved.wait_ms,
              "recomputed_bytes": step.moved.recomputed_bytes, "num_recomputed": step.moved.num_recomputed,
-             "num_rescues": step.num_rescues, "rescued_bytes": step.rescued_bytes}
+             "num_rescues": step.num_rescues, "rescued_bytes": step.rescued_bytes, "short_bytes": step.short_bytes}
             for step in (ranks[0].steps if ranks else [])
         ],
         "losses": [step.loss.hex() for step in with_loss if step.loss is not None],
@@ -249,7 +275,7 @@ def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_by
     plan = config.plan
     if config.auto:
         host = f"{format_bytes(booked_bytes)} booked, at most {format_bytes(limit_bytes)} a rank"
-        return f" swap: {'host memory':<17} {host}"
+        return f" swap: {'host memory':<16} {host}"
     layers = config.layers if plan is None else frozenset(filter(plan.swaps_layer, plan.layers()))
     last = places([layer in layers for layer in range(num_layers)], ends_in_loss=True)[-1]
     tail = range(num_layers - last.num_tail(window_groups=1), num_layers)
@@ -269,10 +295,10 @@ def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_by
         again = [layer for layer in plan.layers() if plan.recomputes_layer(layer) or plan.sections(layer)]
         rows.append(("recomputed", f"layers {layer_ranges(again)} of {num_layers}: {modules}"))
     if config.oom_guard:
-        rows.append(("when memory fails", "saved tensors go to host memory (--swap-oom-guard)"))
+        rows.append(("out of memory", "saved tensors go to host memory (--swap-oom-guard)"))
     if config.recompute:
         rows.append(("recomputed", f"{' and '.join(config.recompute)} outputs of all layers"))
-    return "\n".join(f" swap: {name:<17} {value}" for name, value in rows)
+    return "\n".join(f" swap: {name:<16} {value}" for name, value in rows)
 
 
 def _largest(values: Iterable[int | None]) -> int | None:

@@ -1,17 +1,23 @@
-"""The trainer, on a disk that takes no more writes behind so many micro-batches: ``--fails-behind 8``, at the end."""
+"""The trainer, on a disk that takes no more writes behind so many micro-batches: ``--fails-behind 8``, at the end.
+
+``--killed-behind 8``: the process is killed when a part of such a write is done.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from typing import Any
 
 import pretrain_gpt_swap as program
+from megatron.swap.disk_file import BLOCK_BYTES
 
 if __name__ == "__main__":
     most = int(sys.argv.pop())
-    assert sys.argv.pop() == "--fails-behind"
+    what = sys.argv.pop()
+    assert what in ("--fails-behind", "--killed-behind")
     get_batch, write = program.get_batch, os.pwritev
     num_batches = 0
 
@@ -20,10 +26,14 @@ if __name__ == "__main__":
         num_batches += 1
         return get_batch(*arguments)
 
-    def write_until_then(*arguments: Any) -> int:
-        if num_batches >= most:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(*arguments)
+    def write_until_then(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if num_batches < most:
+            return write(descriptor, buffers, offset)
+        if what == "--killed-behind":
+            write(descriptor, [buffers[0][:BLOCK_BYTES]], offset)
+            print("killed in a write", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     program.get_batch, os.pwritev = counted, write_until_then
     program.prepare(sys.argv)

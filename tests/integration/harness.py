@@ -204,16 +204,18 @@ class Trainer:
         assert run.returncode != TIMED_OUT, run.tail
         return run
 
-    def unswapped(self, flags: str = "", *, ranks: int = 1, saved: str = "torch") -> Run:
+    def unswapped(
+        self, flags: str = "", *, ranks: int = 1, saved: str = "torch", program: Path = PROGRAM
+    ) -> Run:
         """The run without swapping: made by whoever asks first."""
-        name = hashlib.sha256(f"{ranks} {saved} {flags}".encode()).hexdigest()[:16]
+        name = hashlib.sha256(f"{ranks} {saved} {program.name} {flags}".encode()).hexdigest()[:16]
         directory = self._shared / name
         directory.mkdir(parents=True, exist_ok=True)
         with (directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (directory / "run.json").exists():
                 run = self._zygote.run(
-                    directory, f"{flags} --swap-layers none {recorded(saved)}", ranks=ranks
+                    directory, f"{flags} --swap-layers none {recorded(saved)}", ranks=ranks, program=program
                 )
                 (directory / "run.json").write_text(json.dumps([run.command, run.returncode, run.output]))
         run = Run(*json.loads((directory / "run.json").read_text()), directory)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron.swap.plan import load_plan
 from megatron.swap.types import GIB
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, assert_same_training, recorded
 
 FAILING_DISK = Path(__file__).with_name("failing_disk_script.py")
+FUSED_ADAM = Path(__file__).with_name("fused_adam_script.py")
 STEPS = "--train-iters 50 --lr-decay-iters 50"
 BF16 = "--bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -117,6 +122,43 @@ def test_a_checkpoint_goes_on_with_another_part(trainer: Trainer, saved: str, fi
     assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
 
 
+@pytest.mark.parametrize("saved", ["torch", "torch_dist"])
+@pytest.mark.parametrize(("first", "then"), [("1", "0"), ("0", "1"), ("0.5", f"1 {ON_DISK}")])
+def test_a_checkpoint_of_the_distributed_optimizer_goes_on_with_another_part(
+    trainer: Trainer, first: str, then: str, saved: str
+) -> None:
+    """Two ranks, with the kind of Adam that upstream can resume it with."""
+    flags, program = f"{BF16} {DISTRIBUTED} --train-iters 8 --lr-decay-iters 8", {"ranks": 2, "program": FUSED_ADAM}
+    plain = trainer.unswapped(flags, saved=saved, **program)
+    flags += f" {SWAP_SMALL} {recorded(saved)}"
+    begun = trainer.run(f"{flags} --swap-optimizer {first} --exit-interval 4", **program)
+    went_on = trainer.run(f"{flags} --swap-optimizer {then} --load {begun.directory}/checkpoint", **program)
+    assert ["optimizer state of" in run.output for run in (begun, went_on)] == [first != "0", then != "0"]
+    assert went_on.summary["losses"] == plain.summary["losses"][4:]
+    assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("saved", ["torch", "torch_dist"])
+@pytest.mark.parametrize(("first", "then"), [("1", "0"), ("0", "1")])
+def test_a_checkpoint_of_the_distributed_optimizer_goes_on_on_a_gpu(
+    trainer: Trainer, first: str, then: str, saved: str
+) -> None:
+    """With TransformerEngine's Adam, or Apex's: upstream has no other to resume it with."""
+    if not any(map(importlib.util.find_spec, ("transformer_engine", "apex"))):
+        pytest.skip("needs TransformerEngine or Apex")
+    flags = f"{BF16} {DISTRIBUTED} --train-iters 8 --lr-decay-iters 8 --distributed-backend nccl --swap-deterministic"
+    flags += f" --swap-min-mib 0.001 --swap-host-gib 0.5 {recorded(saved)}"
+    on_gpu: dict[str, Any] = {"env": {"CUDA_VISIBLE_DEVICES": "0"}}
+    plain = trainer.run(f"{flags} --swap-optimizer 0", **on_gpu)
+    begun = trainer.run(f"{flags} --swap-optimizer {first} --exit-interval 4", **on_gpu)
+    went_on = trainer.run(f"{flags} --swap-optimizer {then} --load {begun.directory}/checkpoint", **on_gpu)
+    assert ["optimizer state of" in run.output for run in (begun, went_on)] == [first != "0", then != "0"]
+    assert went_on.summary["losses"] == plain.summary["losses"][4:]
+    assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
+
+
 @pytest.mark.parametrize("num_batches", [10, 16])
 def test_a_disk_that_fails_leaves_the_last_checkpoint(trainer: Trainer, num_batches: int) -> None:
     """In the middle of training, or in its last step, behind which Megatron saves what there is."""
@@ -128,6 +170,22 @@ def test_a_disk_that_fails_leaves_the_last_checkpoint(trainer: Trainer, num_batc
     told = r"writing failed \(No space left on device, .* are free\)\. The last checkpoint is intact"
     assert re.search(told, failed.output), failed.tail
     went_on = trainer.run(f"{flags} --swap-layers none {recorded('torch')} --load {failed.directory}/checkpoint")
+    assert went_on.summary["losses"] == plain.summary["losses"][4:]
+    assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
+
+
+def test_a_run_that_is_killed_leaves_the_last_checkpoint_and_nothing_on_disk(trainer: Trainer, tmp_path: Path) -> None:
+    """By ``kill -9`` in the middle of a write, behind ten of sixteen micro-batches; it goes on in the same folder."""
+    (tmp_path / "disk").mkdir()
+    flags = f"{BF16} --train-iters 8 --lr-decay-iters 8"
+    plain = trainer.unswapped(flags)
+    on_disk = ON_DISK.replace("--swap-disk-dir .", f"--swap-disk-dir {tmp_path}/disk")
+    swapped = f"{flags} --swap-min-mib 0 --swap-optimizer 1 {on_disk} {recorded('torch')}"
+    killed = trainer.run(f"{swapped} --save-interval 4 --killed-behind 10", check=False, program=FAILING_DISK)
+    assert killed.returncode == -signal.SIGKILL, killed.tail
+    assert "killed in a write" in killed.output, killed.tail
+    assert list((tmp_path / "disk").iterdir()) == []
+    went_on = trainer.run(f"{swapped} --load {killed.directory}/checkpoint")
     assert went_on.summary["losses"] == plain.summary["losses"][4:]
     assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
 

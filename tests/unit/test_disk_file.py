@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,15 @@ time.sleep(60)
 """
 
 
+def opened_in(folder: Path) -> list[str]:
+    """Files there that any process holds open, those without a name included: their space is not free."""
+    found = []
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            found.append(str(descriptor.readlink()))
+    return [path for path in found if path.startswith(str(folder))]
+
+
 def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -225,6 +235,8 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "taken\n"
     assert list(tmp_path.iterdir()) == []  # nor is anything to be seen before
+    assert opened_in(tmp_path)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert list(tmp_path.iterdir()) == []
+    assert not opened_in(tmp_path)

@@ -35,6 +35,7 @@ PAGES = (README, ARCHITECTURE, GUIDE, ROOT / "docs" / "planner.md", ROOT / "docs
 # A new flag is a conscious act: whoever adds one here has written its row in the user guide and its check.
 FLAGS = {
     "--swap-cpu-delay-ms",
+    "--swap-cpu-memory-gib",
     "--swap-deterministic",
     "--swap-disk-dir",
     "--swap-disk-gib",
@@ -47,6 +48,7 @@ FLAGS = {
     "--swap-memory-gib",
     "--swap-min-mib",
     "--swap-modules",
+    "--swap-oom-guard",
     "--swap-optimizer",
     "--swap-plan",
     "--swap-policy",

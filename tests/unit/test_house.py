@@ -34,7 +34,7 @@ LAYERS: list[set[str]] = [
     {"recipes", "made"},
     {"manager", "step_overlap", "storage_mover"},
     {"state_swap"},
-    {"order", "state_mover"},
+    {"order", "state_mover", "guard", "lending", "reads"},
     {"group"},
     {"handle", "transfers", "operations", "packed_weights"},
     {"tiers", "staging", "resting"},

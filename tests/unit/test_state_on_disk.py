@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.disk_file import DiskError, DiskFile, DiskRoom
+from megatron.swap.disk_file import BLOCK_BYTES, DiskError, DiskFile, DiskRoom
 from megatron.swap.host_arena import HostArena
 from megatron.swap.optimizer import OptimizerSwap
+from megatron.swap.staging import NUM_STAGED, with_ends
 from megatron.swap.state_mover import StateMover
 from megatron.swap.types import KIB, MIB, UsageError
 from tests.unit.test_state_swap import OPTIMIZERS, Training, same
@@ -61,22 +62,29 @@ def test_as_the_optimizer_alone(name: str, is_born: bool, limit: str, disk: Disk
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_slow_disk_changes_nothing(seed: int, disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write may still be under way when its bytes are wanted again, and reads come in any order."""
+@pytest.mark.parametrize("bucket_bytes", [16 * KIB, 64 * KIB, 256 * KIB])
+def test_a_slow_disk_changes_nothing(
+    seed: int, bucket_bytes: int, disk: DiskFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write may still be under way when its bytes are wanted or written again (few buckets), reads come in any order,
+    and each call does less than it is told."""
     delays, read, write = random.Random(seed), os.preadv, os.pwritev
 
     def slow(call: Any) -> Any:
-        def run(*arguments: Any) -> int:
-            time.sleep(delays.uniform(0, 0.004))
-            return call(*arguments)
+        def run(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            time.sleep(delays.choice([0, 0, 0.002, 0.004, 0.03]))
+            return call(descriptor, [buffers[0][: delays.randint(1, 4) * BLOCK_BYTES]], offset)
 
         return run
 
     monkeypatch.setattr(os, "preadv", slow(read))
     monkeypatch.setattr(os, "pwritev", slow(write))
     make = OPTIMIZERS["adamw"]
-    swapped = Training(make, lambda _: True, limit_bytes=LIMITS["all on disk"], disk=disk, **BUCKET)
+    limit_bytes = NUM_STAGED * with_ends(bucket_bytes)  # buffers alone
+    swapped = Training(make, lambda _: True, limit_bytes=limit_bytes, disk=disk, bucket_bytes=bucket_bytes)
     assert same(swapped.steps(4).all(), Training(make).steps(4).all())
+    assert swapped.swap is not None
+    assert on_disk(swapped) == swapped.swap.resting_bytes
 
 
 def test_values_are_loaded_into_it(disk: DiskFile) -> None:
@@ -141,6 +149,7 @@ import ctypes, sys, torch
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_arena import HostArena
+from megatron.swap.staging import NUM_STAGED, with_ends
 from megatron.swap.state_mover import StateMover
 from megatron.swap.state_swap import StateSwap
 

@@ -154,6 +154,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
       .def_readonly("wanted_bytes", &Rescue::wanted_bytes)
       .def_readonly("freed_bytes", &Rescue::freed_bytes)
       .def_readonly("copied_bytes", &Rescue::copied_bytes)
+      .def_readonly("held_bytes", &Rescue::held_bytes)
       .def_readonly("ms", &Rescue::ms)
       .def_property_readonly("groups", [](const Rescue& rescue) {
         py::list groups;

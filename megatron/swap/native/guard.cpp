@@ -149,6 +149,7 @@ bool Guard::evict(std::size_t num_bytes) {
   for (const Key key : chosen) take_memory(key, entries_.at(key), rescue);
   if (chosen.empty()) return false;
   ++num_evictions_;
+  rescue.held_bytes = chunks_.used_bytes();
   rescue.ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
   rescues_.push_back(std::move(rescue));
   return true;

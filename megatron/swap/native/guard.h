@@ -59,6 +59,7 @@ struct Rescue {
   std::size_t wanted_bytes = 0;
   std::size_t freed_bytes = 0;
   std::size_t copied_bytes = 0;  // of those
+  std::size_t held_bytes = 0;    // on the host, copied for this one or before
   double ms = 0;
   std::vector<std::int64_t> groups;
 };

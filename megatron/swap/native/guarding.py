@@ -23,6 +23,7 @@ class NativeRescue(Protocol):
     wanted_bytes: int
     freed_bytes: int
     copied_bytes: int
+    held_bytes: int
     ms: float
     groups: Sequence[int]
 

@@ -28,6 +28,7 @@ Pieces HostChunks::take(std::size_t num_bytes) {
   while (free_.size() < num_chunks) {
     if (!grow()) return {};
   }
+  used_bytes_ += num_bytes;
   Pieces pieces;
   for (std::size_t left = num_bytes; left > 0;) {
     char* const chunk = free_.back();
@@ -47,6 +48,7 @@ Pieces HostChunks::take(std::size_t num_bytes) {
 
 void HostChunks::give_back(const Pieces& pieces) {
   for (const Piece& piece : pieces) {
+    used_bytes_ -= piece.num_bytes;
     auto* const first = static_cast<char*>(piece.address);
     const std::size_t num_chunks = (piece.num_bytes + kChunkBytes - 1) / kChunkBytes;
     for (std::size_t i = num_chunks; i > 0; --i) free_.push_back(first + (i - 1) * kChunkBytes);

@@ -28,6 +28,7 @@ class HostChunks {
   // What is mapped may no longer grow beyond this.
   void set_most(std::size_t most_bytes) { most_bytes_ = most_bytes; }
   std::size_t mapped_bytes() const { return slabs_.size() * kSlabBytes; }
+  std::size_t used_bytes() const { return used_bytes_; }
 
   // Tells `pin` of each slab that it was not told of.
   void pin(const std::function<void(Piece)>& pin);
@@ -44,6 +45,7 @@ class HostChunks {
   std::vector<char*> slabs_;
   std::size_t num_pinned_ = 0;
   std::vector<char*> free_;  // chunks, the next one last
+  std::size_t used_bytes_ = 0;
 };
 
 }  // namespace megatron_swap

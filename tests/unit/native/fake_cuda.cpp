@@ -106,6 +106,21 @@ int cudaEventQuery(void* event) {
   return passed[event] < recorded[event] ? 600 : 0;
 }
 
+int cudaEventSynchronize(void* event) {
+  std::lock_guard lock(mutex);
+  if (const int code = failure("cudaEventSynchronize")) return code;
+  calls << "synchronize event " << name(event) << '\n';
+  advance_all();
+  return passed[event] < recorded[event] ? 600 : 0;
+}
+
+int cudaHostRegister(void*, std::size_t, unsigned) {
+  std::lock_guard lock(mutex);
+  return failure("cudaHostRegister");
+}
+
+int cudaHostUnregister(void*) { return 0; }
+
 const char* cudaGetErrorString(int) { return "as the test wished"; }
 
 void fake_cuda_reset() {

@@ -24,8 +24,9 @@ def compile_stress(folder: Path, core: str) -> Path:
     source.write_text(core)
     command = ["g++", "-std=c++20", "-fsanitize=thread", "-g", "-O1", "-pthread", "-I", native]
     done = subprocess.run(
-        [*command, source, HERE / "queue_stress.cpp", "-ldl", "-o", made], capture_output=True, text=True
-    )
+        [*command, source, native / "cuda_runtime.cpp", HERE / "queue_stress.cpp", "-ldl", "-o", made],
+        capture_output=True, text=True,
+    )  # fmt: skip
     if "cannot find" in done.stderr and "tsan" in done.stderr:
         pytest.skip("no ThreadSanitizer here")
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,98 @@
+"""The out-of-memory guard through the real trainer: RAM plays a device with too little memory for the run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron.swap.types import GIB, MIB
+from tests.integration.harness import SWAP_SMALL, Trainer, assert_same_training, recorded
+from tests.integration.test_training import LLAMA, MOE
+from tests.unit.native.helpers import NEEDS_COMPILER
+
+pytestmark = NEEDS_COMPILER
+LARGER = "--hidden-size 128 --seq-length 256 --max-position-embeddings 256"
+"""So that the link can be measured on a device that is too small."""
+
+
+def memory_gib(trainer: Trainer, flags: str, short: float, *, ranks: int = 1) -> float:
+    """What leaves the unswapped run without the share ``short`` of what autograd holds."""
+    run = trainer.run(f"{flags} --swap-layers none --swap-cpu-memory-gib 4 {recorded('torch')}", ranks=ranks)
+    needed_bytes, saved_bytes = run.summary["device_peak_bytes"], run.summary["saved_peak_bytes"]
+    return (needed_bytes - short * saved_bytes) / GIB
+
+
+@pytest.mark.parametrize(
+    ("flags", "swap", "ranks"),
+    [
+        pytest.param("", "--swap-layers none", 1, id="keep"),
+        pytest.param("--bf16 --attention-dropout 0.1 --hidden-dropout 0.1", "--swap-layers none", 1, id="bf16-dropout"),
+        pytest.param(LLAMA, "--swap-layers 2-5 --swap-recompute norm", 1, id="llama-mixed"),
+        pytest.param(MOE, "--swap-layers none", 1, id="moe"),
+        pytest.param("--pipeline-model-parallel-size 2 --global-batch-size 8", "--swap-layers none", 2, id="pp2"),
+        pytest.param("--tensor-model-parallel-size 2", "--swap-layers 0", 2, id="tp2"),
+        pytest.param("", "--swap-layers none --swap-verify --swap-save-plan plan.json", 1, id="verify-plan"),
+    ],
+)
+def test_a_run_that_has_too_little_memory_trains_to_the_bit(
+    trainer: Trainer, flags: str, swap: str, ranks: int
+) -> None:
+    plain = trainer.unswapped(flags, ranks=ranks)
+    limit = f"--swap-cpu-memory-gib {memory_gib(trainer, flags, 0.5, ranks=ranks)}"
+    dying = trainer.failing(f"{flags} --swap-layers none {limit}", ranks=ranks)
+    assert "OutOfMemoryError" in dying.output
+    run = trainer.run(f"{flags} {swap} {SWAP_SMALL} --swap-oom-guard {limit} {recorded('torch')}", ranks=ranks)
+    assert_same_training(plain, run)
+    assert run.summary["num_rescues"] > 0
+    assert 0 < run.summary["short_bytes"] <= run.summary["rescued_bytes"]
+    assert "out-of-memory guard: an allocation of" in run.output
+    assert f"the out-of-memory guard saved {run.summary['num_rescues']} allocations" in run.output
+
+
+def test_a_run_that_has_enough_is_not_touched(trainer: Trainer) -> None:
+    plain = trainer.unswapped("")
+    run = trainer.run(f"--swap-layers none {SWAP_SMALL} --swap-oom-guard {recorded('torch')}")
+    assert_same_training(plain, run)
+    assert run.summary["num_rescues"] == run.summary["rescued_bytes"] == run.summary["swapped_out_bytes"] == 0
+    assert "the out-of-memory guard was not needed" in run.output
+
+
+def test_a_run_that_plans_itself_is_rescued_until_its_plan_fits(trainer: Trainer) -> None:
+    """The budget promises more than there is: the plan that would do is found by what was missing."""
+    flags = f"{LARGER} --train-iters 20 --lr-decay-iters 20"
+    plain = trainer.run(f"{flags} --swap-layers none --swap-cpu-memory-gib 4 {recorded('torch')}")
+    saved_bytes = plain.summary["saved_peak_bytes"]
+    memory = (plain.summary["device_peak_bytes"] - 0.3 * saved_bytes) / GIB
+    run = trainer.run(
+        f"{flags} {SWAP_SMALL} --swap-oom-guard --swap-cpu-memory-gib {memory} "
+        f"--swap-memory-gib {0.95 * saved_bytes / GIB} {recorded('torch')}"
+    )
+    assert_same_training(plain, run)
+    rescued = [step["iteration"] for step in run.summary["steps"] if step["num_rescues"]]
+    assert rescued
+    assert rescued == list(range(rescued[0], rescued[0] + len(rescued)))  # until it was planned anew
+    planning = run.summary["planning"]
+    assert planning["num_replans"] >= 1
+    assert rescued[-1] < planning["stages"][-1]["first_step"]
+    assert planning["predicted_peak_gib"] < 0.95 * saved_bytes / GIB - run.summary["short_bytes"] / 2 / GIB
+
+
+def test_too_little_even_for_the_guard_ends_in_pytorchs_error_with_what_holds_the_memory(trainer: Trainer) -> None:
+    limit = f"--swap-cpu-memory-gib {5 * MIB / GIB}"
+    run = trainer.failing(f"--swap-layers none {SWAP_SMALL} --swap-oom-guard {limit} --swap-summary summary.json")
+    assert "torch.OutOfMemoryError: RAM that plays a device is out of memory" in run.output
+    assert "Megatron Swap's out-of-memory guard has nothing more to take" in run.output
+    assert "out of memory; what there was, at most:" in run.output
+    assert re.search(r"^ swap:\s+activations +[1-9]", run.output, flags=re.MULTILINE), run.tail
+
+
+def test_without_the_native_part_the_flag_is_refused_before_the_model_is_built(trainer: Trainer) -> None:
+    run = trainer.failing("--swap-layers none --swap-oom-guard", env={"MEGATRON_SWAP_NATIVE": "0"})
+    assert run.error.startswith("--swap-oom-guard needs the C++ part of this package")
+    assert "building GPT model" not in run.output
+
+
+def test_without_the_native_part_a_run_that_plans_itself_does_without_and_says_so(trainer: Trainer) -> None:
+    run = trainer.run(f"{SWAP_SMALL} --swap-memory-gib 1", env={"MEGATRON_SWAP_NATIVE": "0"})
+    assert "no out-of-memory guard while the first steps are measured: --swap-oom-guard needs" in run.output
