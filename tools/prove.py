@@ -134,7 +134,8 @@ def ranks(prover: Prover) -> list[Row]:
             f"{spec_flags(options.spec[0])} {SHAPES[options.shape]} {COMMON} {device_flags(prover.on_gpu)} "
             f"{RANKS[case]} --global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
         )
-        rows += compare(prover, case, flags, ["--swap-layers none", *(options.settings or ["--swap-layers all"])], num_ranks=2)
+        settings = options.settings or ["--swap-layers all"]
+        rows += compare(prover, case, flags, ["--swap-layers none", *settings], num_ranks=2)
     return rows
 
 

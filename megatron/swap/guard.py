@@ -151,6 +151,17 @@ class OomGuard:
             self._device.native_event(event), handle.group.key.layer * _MICRO_BATCHES + handle.group.micro_batch,
         )  # fmt: skip
 
+    def offer_kept(self, kept: Sequence[Handle], next_use: int) -> None:
+        """A layer is through: what it keeps nobody needs before its backward, unless others hold it as well."""
+        if not self.is_on or not kept:
+            return
+        compute = self._device.current_stream()
+        event = self._device.record(compute)
+        for handle in kept:
+            # What was made on another stream is not known to be complete at this event, nor its memory to be free.
+            if handle.stream == compute and handle.state is State.RESIDENT and not handle.offer:
+                self.offer(handle, next_use, event, is_copied=False)
+
     def buffers(self, sizes: Sequence[int], *, must: bool) -> list[torch.Tensor]:
         """Device memory of these sizes; unless it ``must``, as much as there is room for while nothing is taken.
 

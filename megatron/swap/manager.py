@@ -170,7 +170,8 @@ class SwapManager:
         """The layer is through: what is pending goes."""
         self.lending.end_claims()
         self._commit()
-        self._offer_kept(group)
+        self.guard.offer_kept(self._kept, self._order.next_use(group))
+        self._kept.clear()
         self.lending.end_forward(group)
         if group.num_bytes:
             self.counters.layers[group.key.layer].num_groups += 1
@@ -427,14 +428,6 @@ class SwapManager:
             )
 
     # ---------------------------------------------------------- when memory is short
-
-    def _offer_kept(self, group: Group) -> None:
-        """The layer is through: what it keeps nobody needs before its backward, unless others hold it as well."""
-        kept, self._kept = self._kept, []
-        event = self._device.record(self._device.current_stream()) if kept else None
-        for handle in kept:
-            if handle.state is State.RESIDENT and not handle.offer:
-                self.guard.offer(handle, self._order.next_use(group), event, is_copied=False)
 
     def _reclaim(self, handle: Handle) -> bool:
         """From now on the guard does not take its memory; whether it had."""

@@ -21,8 +21,8 @@ namespace megatron_swap {
 
 // Frees memory of `device`, so that `num_bytes` may fit: the bytes as they were asked for, of which torch makes more
 // (it rounds, and takes whole segments). True: try again. `seen` is 0 at the first call of an allocation and then as
-// the function left it, so that it can say "try again" where another thread has made room since. It may be called from
-// any thread, with the interpreter held or not, and must not throw. What it allocates itself gets no second chance.
+// the function left it: what it remembers between the attempts. It may be called from any thread, with the interpreter
+// held or not, and must not throw. What it allocates itself gets no second chance.
 using MakeRoom = bool (*)(std::size_t num_bytes, int device, std::uint64_t* seen);
 
 // Writes for people, at most `size` bytes, what it is that our guard holds; returns how many it wrote.

@@ -28,6 +28,7 @@ CudaRuntime CudaRuntime::from_library(const std::string& path) {
   find(library, "cudaEventSynchronize", cuda.event_synchronize);
   find(library, "cudaHostRegister", cuda.host_register);
   find(library, "cudaHostUnregister", cuda.host_unregister);
+  find(library, "cudaGetLastError", cuda.get_last_error);
   find(library, "cudaGetErrorString", cuda.get_error_string);
   return cuda;
 }

@@ -16,6 +16,7 @@ struct CudaRuntime {
   int (*event_synchronize)(void* event) = nullptr;
   int (*host_register)(void* address, std::size_t num_bytes, unsigned flags) = nullptr;
   int (*host_unregister)(void* address) = nullptr;
+  int (*get_last_error)() = nullptr;
   const char* (*get_error_string)(int code) = nullptr;
 
   // Of the library at `path`, which stays loaded. Throws std::runtime_error where it cannot be loaded or lacks one.

@@ -86,16 +86,21 @@ std::size_t Guard::mapped_bytes() {
 
 void Guard::pin() {
   std::lock_guard lock(mutex_);
-  chunks_.pin([this](Piece slab) { machine_->pin(slab); });
+  chunks_.pin([this](Piece slab) {
+    try {
+      machine_->pin(slab);
+    } catch (const std::exception& error) {
+      trouble_ = error.what();  // copies are slower then
+    }
+  });
 }
 
 bool Guard::make_room(std::size_t num_bytes, int device, std::uint64_t* seen) {
   std::lock_guard lock(mutex_);
   if (device != device_) return false;
-  // Another thread had the same trouble meanwhile: what was made free for it may do for both.
-  if (*seen == num_evictions_ && !evict(num_bytes)) return false;
-  *seen = num_evictions_;
-  return true;
+  if (evict(num_bytes)) return true;
+  // Nothing more to take. But another thread may have freed meanwhile what this one did not find: once more.
+  return std::exchange(*seen, 1) == 0;
 }
 
 bool Guard::is_free(const Offer& offer) {

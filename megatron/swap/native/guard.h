@@ -92,7 +92,8 @@ class Guard {
   std::size_t mapped_bytes();
   void pin();
 
-  // For a failed allocation of so many bytes: whether to try again. `seen` is 0 at first, and the caller's own.
+  // For a failed allocation of so many bytes: whether to try again. `seen` is the caller's, 0 at first: what the
+  // guard remembers between the attempts.
   bool make_room(std::size_t num_bytes, int device, std::uint64_t* seen);
   // For people: what it holds.
   std::string report();

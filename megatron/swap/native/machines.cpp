@@ -42,7 +42,9 @@ class CudaMachine final : public Machine {
 
  private:
   void check(int code, const char* what) const {
-    if (code != 0) throw std::runtime_error(std::string(what) + ": " + cuda_.get_error_string(code));
+    if (code == 0) return;
+    cuda_.get_last_error();  // else whoever asks CUDA next takes it for his own
+    throw std::runtime_error(std::string(what) + ": " + cuda_.get_error_string(code));
   }
 
   const CudaRuntime cuda_;

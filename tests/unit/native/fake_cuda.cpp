@@ -121,6 +121,8 @@ int cudaHostRegister(void*, std::size_t, unsigned) {
 
 int cudaHostUnregister(void*) { return 0; }
 
+int cudaGetLastError() { return 0; }
+
 const char* cudaGetErrorString(int) { return "as the test wished"; }
 
 void fake_cuda_reset() {
