@@ -54,11 +54,15 @@ def wrongs(
     in_backward: bool = False,
     behind: bool = False,
     holds: bool = False,
-    held_copy: bool = False,
+    held_copy_s: float = 0.0,
     before_backward: bool = True,
     **options: Any,
 ) -> list[str]:
-    """What is wrong with a step in which everything is taken where it is told."""
+    """What is wrong with a step in which everything is taken where it is told.
+
+    Args:
+        held_copy_s: copies out are held up for so long, or until everything was taken without waiting for them.
+    """
     layers = stack(4, Between)
     for layer in layers:
         layer.holds = holds
@@ -67,7 +71,7 @@ def wrongs(
     engine = Engine(layers, swapped, guarded=True, device=EmulatedDevice(), **options)
     held = HeldEvent()
     try:
-        if held_copy:
+        if held_copy_s:
             engine.device.wait(engine.manager._out_stream, held)
         for layer in layers:
             layer.in_backward = (lambda: evict_everything(engine)) if in_backward else None
@@ -78,14 +82,15 @@ def wrongs(
                 evict_everything(engine)
         loss = loss_of(hidden)
         del hidden
-        if held_copy:
-            opened = threading.Timer(0.2, held.open)
+        if held_copy_s:
+            opened = threading.Timer(held_copy_s, held.open)
             opened.start()
         if before_backward:
             evict_everything(engine)
-        if held_copy and not held.has_passed():
+        if held_copy_s and not held.has_passed():
             found.append("did not wait")
-            opened.join()
+            opened.cancel()
+            held.open()
         loss.backward()
         swapped_result = result(layers, loss)
         found += [] if swapped_result.same_as(plain) else ["different"]
@@ -134,13 +139,13 @@ def test_what_others_hold_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_copy_out_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wrongs(None, held_copy=True, **NOTHING_RELEASED) == []
+    assert wrongs(None, held_copy_s=0.2, **NOTHING_RELEASED) == []
     raised = native().Flag()
     raised.raise_()
     monkeypatch.setattr(EmulatedDevice, "native_event", lambda *_: raised.address)
     # What a copy engine would find in memory that is gone is anything: here it finds nothing.
     monkeypatch.setattr(emulated._Place, "exists", lambda _: False)
-    assert wrongs(None, held_copy=True, **NOTHING_RELEASED) == ["did not wait", "different"]
+    assert wrongs(None, held_copy_s=60, **NOTHING_RELEASED) == ["did not wait", "different"]
 
 
 def test_room_on_the_host_is_used_again_only_when_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
