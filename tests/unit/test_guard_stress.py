@@ -116,12 +116,12 @@ def outcome_of(number: int) -> str:
 
 @pytest.mark.timeout(900)
 def test_random_programs() -> None:
-    outcomes = {number: outcome_of(number) for number in range(150)}
+    outcomes = {number: outcome_of(number) for number in range(80)}
     wrong = {number: what for number, what in outcomes.items() if what not in ("rescued", "fits", "out of memory")}
     assert not wrong
     found = list(outcomes.values())
     print({what: found.count(what) for what in set(found)})
-    assert found.count("rescued") > 75
+    assert found.count("rescued") > 35
 
 
 @pytest.mark.parametrize("holds_lock", [False, True], ids=["without the interpreter's lock", "with it"])
