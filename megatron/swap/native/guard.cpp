@@ -110,8 +110,9 @@ bool Guard::is_free(const Offer& offer) {
     return false;
   }
   // An allocator's own memory, and not a view of somebody else's (numpy's, another process's): to let go of that frees
-  // nothing, and may run Python.
-  return storage.data_ptr().get() == storage.data_ptr().get_context();
+  // nothing, and may run Python. Nor is there anything where there are no bytes.
+  const void* const address = storage.data_ptr().get();
+  return address != nullptr && storage.data_ptr().get_context() == address;
 }
 
 bool Guard::evict(std::size_t num_bytes) {
@@ -129,7 +130,7 @@ bool Guard::evict(std::size_t num_bytes) {
       const std::size_t size = entry.offer.num_bytes;
       if (must_copy) {
         entry.pieces = chunks_.take(size);
-        if (entry.pieces.empty()) break;  // host memory has no room either
+        if (entry.pieces.empty()) continue;  // the host has no room for this one; for a smaller one perhaps
       }
       chosen.push_back(key);
       chosen_bytes += size;
@@ -186,8 +187,8 @@ std::string Guard::report() {
     }
   }
   std::string text = "Megatron Swap's out-of-memory guard has nothing more to take: " + in_mib(evicted_bytes) +
-                     " of saved tensors were taken from the device already; " + std::to_string(num_used) + " of " +
-                     in_mib(used_bytes) + " are in use elsewhere, or the host has no room for them (it has given " +
+                     " of saved tensors were taken from the device already; " + std::to_string(num_used) + " more (" +
+                     in_mib(used_bytes) + ") are in use elsewhere, or the host has no room for them (it has given " +
                      in_mib(chunks_.mapped_bytes()) + ").";
   if (!trouble_.empty()) text += " An attempt failed: " + trouble_ + ".";
   return text;

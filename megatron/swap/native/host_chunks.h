@@ -21,7 +21,8 @@ class HostChunks {
   HostChunks(const HostChunks&) = delete;
   HostChunks& operator=(const HostChunks&) = delete;
 
-  // Room for so much, in pieces of whole chunks, none of them across two slabs; none where there is not so much left. Throws nothing.
+  // Room for so much, in pieces of whole chunks, none of them across two slabs; no pieces where there is not so much
+  // left.
   Pieces take(std::size_t num_bytes);
   void give_back(const Pieces& pieces);
 

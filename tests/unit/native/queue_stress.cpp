@@ -39,8 +39,13 @@ std::atomic<std::uintptr_t> num_events;
 std::int64_t below(Random& random, std::int64_t end) { return static_cast<std::int64_t>(random() % end); }
 
 CudaRuntime fake_runtime() {
-  return {cudaSetDevice, cudaMemcpyAsync, cudaStreamWaitEvent, cudaStreamSynchronize, cudaEventRecord, cudaEventQuery,
-          cudaGetErrorString};
+  return {.set_device = cudaSetDevice,
+          .memcpy_async = cudaMemcpyAsync,
+          .stream_wait_event = cudaStreamWaitEvent,
+          .stream_synchronize = cudaStreamSynchronize,
+          .event_record = cudaEventRecord,
+          .event_query = cudaEventQuery,
+          .get_error_string = cudaGetErrorString};
 }
 
 struct Work {

@@ -157,8 +157,16 @@ def test_no_room_on_the_host_is_an_error_and_what_is_copied_still_goes(offers: O
     offers.add(9)
     copied = offers.add(1, is_copied=True)
     assert offers.taken_for() == [copied]
-    with pytest.raises(torch.OutOfMemoryError, match=r"1 of 1 MiB are in use .* the host has no room"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"1 more \(1 MiB\) are in use .* the host has no room"):
         offers.taken_for()
+
+
+def test_what_has_no_bytes_or_no_room_on_the_host_keeps_nothing_else(offers: Offers) -> None:
+    offers.core.set_most_host_bytes(64 * MIB)
+    offers.add(9, num_bytes=0)
+    offers.add(8, num_bytes=65 * MIB)
+    other = offers.add(1)
+    assert offers.taken_for() == [other]
 
 
 def test_room_on_the_host_is_used_again(offers: Offers) -> None:
