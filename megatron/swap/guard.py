@@ -23,6 +23,9 @@ from megatron.swap.types import format_bytes
 PART_OF_HOST = 0.25
 """What a guard that is on for good keeps from activations that swap."""
 
+MOST_NAMED = 4
+"""Of a rescue's groups, in its line."""
+
 _MICRO_BATCHES = 1 << 32
 
 
@@ -50,7 +53,9 @@ class Rescue:
         return max(self.freed_bytes, self.held_bytes)
 
     def __str__(self) -> str:
-        whose = ", ".join(f"layer {layer} mb{micro_batch}" for layer, micro_batch in self.groups)
+        whose = ", ".join(f"layer {layer} mb{micro_batch}" for layer, micro_batch in self.groups[:MOST_NAMED])
+        if len(self.groups) > MOST_NAMED:  # a large allocation takes those of a whole model
+            whose += f" and {len(self.groups) - MOST_NAMED} more"
         return (
             f"an allocation of {format_bytes(self.wanted_bytes)} failed; {format_bytes(self.freed_bytes)} of saved "
             f"tensors were taken from the device in {self.ms:.1f} ms, {format_bytes(self.copied_bytes)} of them copied "
