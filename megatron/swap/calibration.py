@@ -24,7 +24,7 @@ NUM_COPIES = 4
 """One after the other, as a layer's are: together long enough that launching and looking do not count (a tenth with one
 copy), short enough for a fraction of a second in all."""
 
-SMALLEST_BYTES = 8 * MIB
+SMALLEST_BYTES = MIB
 """Of a copy, where memory is short: quarters are tried down to that."""
 
 REPETITIONS = 3

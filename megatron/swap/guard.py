@@ -21,7 +21,7 @@ from megatron.swap.native.guarding import GuardCore, NativeRescue, Piece
 from megatron.swap.types import format_bytes
 
 PART_OF_HOST = 0.25
-"""What a guard that is on for good keeps from activations that swap."""
+"""Of host memory, for a guard that is on for good: activations that swap never get it."""
 
 MOST_NAMED = 4
 """Of a rescue's groups, in its line."""
@@ -92,22 +92,22 @@ class OomGuard:
         device: where the handles' storages are.
         pool: what this takes of host memory is not the pool's any more.
         min_bytes: of what is kept, that is smaller and stays.
-        host_part: of what the pool may book, kept for the guard alone; of the rest it takes what is not booked.
+        own_host_bytes: host memory beside the pool's; of that it takes what is not booked.
 
     Attributes:
         is_on: allocations that fail are rescued.
     """
 
     def __init__(
-        self, device: Device, pool: HostPool | None = None, min_bytes: int = 0, host_part: float = 0.0
+        self, device: Device, pool: HostPool | None = None, min_bytes: int = 0, own_host_bytes: int = 0
     ) -> None:
         self.is_on = False
         self._device = device
         self._pool = pool
         self._min_bytes = min_bytes
+        self._own_host_bytes = own_host_bytes
+        self._of_pool_bytes = self._mapped_bytes = 0
         self._core: GuardCore | None = None
-        self._host_part = host_part
-        self._held_bytes = self._reserve_bytes = self._mapped_bytes = 0
         self._offered: dict[int, tuple[weakref.ref[Handle], Event]] = {}
         self._num_offers = 0
         self._num_evictions = 0
@@ -121,9 +121,7 @@ class OomGuard:
         """
         if self._core is None:
             self._core = self._device.make_guard(0)
-        if self._pool is not None:
-            self._reserve_bytes = int(self._host_part * (self._pool.limit_bytes + self._held_bytes))
-            self._core.set_most_host_bytes(self._hold())
+        self._core.set_most_host_bytes(self._room_bytes())
         self._core.begin()
         self.is_on = True
 
@@ -156,37 +154,19 @@ class OomGuard:
             self._device.native_event(event), handle.group.key.layer * _MICRO_BATCHES + handle.group.micro_batch,
         )  # fmt: skip
 
-    def offer_kept(self, kept: Sequence[Handle], next_use: int) -> None:
-        """A layer is through: what it keeps nobody needs before its backward, unless others hold it as well."""
-        if not self.is_on or not kept:
+    def offer_all(self, handles: Sequence[Handle], next_use: int) -> None:
+        """A layer is through: what it has saved nobody needs before its backward, unless others hold it as well."""
+        if not self.is_on or not handles:
             return
         compute = self._device.current_stream()
-        event = self._device.record(compute)
-        for handle in kept:
-            # What was made on another stream is not known to be complete at this event, nor its memory to be free.
-            if handle.stream == compute and handle.state is State.RESIDENT and not handle.offer:
-                self.offer(handle, next_use, event, is_copied=False)
-
-    def buffers(self, sizes: Sequence[int], *, must: bool) -> list[torch.Tensor]:
-        """Device memory of these sizes; unless it ``must``, as much as there is room for while nothing is taken.
-
-        Raises:
-            torch.OutOfMemoryError: it must, and there is none.
-        """
-        if must:
-            return [self._device.allocate(num_bytes) for num_bytes in sizes]
-        found: list[torch.Tensor] = []
-        try:
-            if self._core is not None:
-                self._core.pause_here(True)
-            for num_bytes in sizes:
-                found.append(self._device.allocate(num_bytes))
-        except torch.OutOfMemoryError:
-            pass
-        finally:
-            if self._core is not None:
-                self._core.pause_here(False)
-        return found
+        ready = self._device.record(compute)
+        for handle in handles:
+            if handle.offer or handle.stream != compute:
+                continue  # who knows when another stream is through with it
+            if handle.state is State.LEAVING:
+                self.offer(handle, next_use, handle.out_event, is_copied=True)
+            elif handle.state is State.RESIDENT and handle.is_kept:
+                self.offer(handle, next_use, ready, is_copied=False)
 
     def claim(self, handle: Handle) -> State | None:
         """From now on the memory of ``handle`` is not taken. Where it was: the handle is OUT; the state that it had."""
@@ -230,20 +210,20 @@ class OomGuard:
         if mapped_bytes != self._mapped_bytes:
             self._mapped_bytes = mapped_bytes
             self._core.pin()
-        self._core.set_most_host_bytes(self._hold())
+        self._core.set_most_host_bytes(self._room_bytes())
 
     def take_rescues(self) -> list[Rescue]:
         """Those since the last call."""
         return [] if self._core is None else [_rescue(found) for found in self._core.take_rescues()]
 
-    def _hold(self) -> int:
-        """Keep the pool away from what is the guard's; how much that may become."""
+    def _room_bytes(self) -> int:
+        """How much host memory this may take: its own, and what the pool has not booked."""
         if self._pool is None:
-            return 0
-        held_bytes = max(self._reserve_bytes, self._mapped_bytes)
-        self._pool.limit_bytes -= held_bytes - self._held_bytes
-        self._held_bytes = held_bytes
-        return held_bytes + max(0, self._pool.limit_bytes - self._pool.stats.booked_bytes)
+            return self._own_host_bytes
+        of_pool_bytes = max(0, self._mapped_bytes - self._own_host_bytes)
+        self._pool.limit_bytes -= of_pool_bytes - self._of_pool_bytes
+        self._of_pool_bytes = of_pool_bytes
+        return self._own_host_bytes + of_pool_bytes + max(0, self._pool.limit_bytes - self._pool.stats.booked_bytes)
 
 
 def _rescue(found: NativeRescue) -> Rescue:

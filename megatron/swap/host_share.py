@@ -6,6 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron.swap.config import SwapConfig
+from megatron.swap.guard import PART_OF_HOST
 from megatron.swap.host_memory import (
     PAGE_BYTES,
     HostMemoryError,
@@ -28,12 +29,14 @@ class HostShare:
         limit_bytes: most that it takes.
         least_bytes: activations take at least so much, as far as that is known before the first step.
         buffers_bytes: of buffers between activations and a disk.
+        guard_bytes: beside all that, for what the out-of-memory guard takes.
     """
 
     limit_bytes: int
     least_bytes: int
     has_disk: bool
     buffers_bytes: int
+    guard_bytes: int = 0
 
     @property
     def optimizer_bytes(self) -> int:
@@ -61,6 +64,11 @@ def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
     if config.host_gib is not None:
         limit_bytes, limited_by = int(config.host_gib * GIB), f"--swap-host-gib {config.host_gib:g}"
         check_host_request(limit_bytes, budget, config.host_unchecked)
+    guard_bytes = 0
+    if config.oom_guard:
+        guard_bytes = int(PART_OF_HOST * limit_bytes)
+        limit_bytes -= guard_bytes
+        limited_by += f", less {format_bytes(guard_bytes)} for --swap-oom-guard"
     needed_bytes = _least_bytes(config, args)
     if needed_bytes > limit_bytes and not has_disk:
         flag, way_out = f"--swap-layers {args.swap_layers}", "Swap fewer layers or modules"
@@ -73,7 +81,7 @@ def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
             "machine's memory grows on demand), or name a --swap-disk-dir."
         )
     buffers_bytes = host_bytes(buffer_bytes(limit_bytes)) if swaps and has_disk else 0
-    share = HostShare(limit_bytes, needed_bytes, has_disk, buffers_bytes)
+    share = HostShare(limit_bytes, needed_bytes, has_disk, buffers_bytes, guard_bytes)
     of_state_bytes = host_bytes(bucket_bytes_before_disk(share.optimizer_bytes)) if config.optimizer and has_disk else 0
     if buffers_bytes >= limit_bytes or of_state_bytes > share.optimizer_bytes or limit_bytes < PAGE_BYTES:
         raise HostMemoryError(

@@ -96,7 +96,7 @@ class SwapManager:
         self._reads = Reads(device)
         self._drained = False
         self.guard = guard or OomGuard(device)
-        self._kept: list[Handle] = []
+        self._saved: list[Handle] = []
 
     # ------------------------------------------------------------------ forward
 
@@ -106,7 +106,7 @@ class SwapManager:
         self._bury_orphans()
         self._find_evicted()
         self._layer, self._place = layer, place
-        self._kept.clear()  # of a layer that broke off
+        self._saved.clear()  # of a layer that broke off
         self._pending, self._pending_bytes = [], 0
         self._youngest = None  # it may be all that keeps a discarded graph's last group waiting
         self._youngest = group = self._order.begin_forward(layer, place)
@@ -138,15 +138,12 @@ class SwapManager:
             self.claim(storage, group)
             handle.group = group  # backward comes to this one first
         self._reclaim(handle)  # what is offered has as many owners as it had then
-        if handle.is_kept:
-            self._kept.append(handle)
+        self._saved.append(handle)
         if not group.has(handle):
             group.add(handle)
         index = handle.num_packed
         handle.num_packed += 1
         handle.aliases.append(alias_of(tensor))
-        if handle.state is State.LEAVING:
-            self.guard.offer(handle, self._order.next_use(group), handle.out_event, is_copied=True)
         if self._pending_bytes >= COMMIT_BYTES:
             self._commit()
             self._release()
@@ -170,8 +167,8 @@ class SwapManager:
         """The layer is through: what is pending goes."""
         self.lending.end_claims()
         self._commit()
-        self.guard.offer_kept(self._kept, self._order.next_use(group))
-        self._kept.clear()
+        self.guard.offer_all(self._saved, self._order.next_use(group))
+        self._saved.clear()
         self.lending.end_forward(group)
         if group.num_bytes:
             self.counters.layers[group.key.layer].num_groups += 1
@@ -209,7 +206,6 @@ class SwapManager:
                 handle.out_event = self._device.record(self._out_stream)
                 self._leaving.append(handle)
                 self._leaving_bytes += handle.num_bytes
-                self.guard.offer(handle, self._order.next_use(handle.group), handle.out_event, is_copied=True)
                 self.counters.num_out_copies += num_copies
                 self.counters.layers[handle.site.layer].out_bytes += handle.num_bytes
 
@@ -351,7 +347,7 @@ class SwapManager:
         with self.ranges.mark(f"{BRING_BACK} {len(handles)}"):
             coming_slots = deque(handle.slot for handle in handles if handle.slot is not None)
             self._tier.expect(coming_slots)
-            buffers = self.guard.buffers([handle.num_bytes for handle in handles], must=why != "prefetch")
+            buffers = self._device.allocate_all([handle.num_bytes for handle in handles], is_ahead=why == "prefetch")
             for handle in handles[len(buffers) :]:
                 handle.group.ahead_bytes -= handle.num_bytes
                 handle.group.came_in_vain = True

@@ -15,7 +15,7 @@ from megatron.swap.config import SwapConfig, parse_layers
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.guard import PART_OF_HOST, OomGuard
+from megatron.swap.guard import PART_OF_HOST, OomGuard, Rescue
 from megatron.swap.host_memory import check_host_request, local_world_size, safe_host_bytes
 from megatron.swap.host_pool import HostPool
 from megatron.swap.manager import SwapManager
@@ -92,6 +92,7 @@ class SwapStats:
         held_bytes: in host memory now.
         host_peak_bytes: most that was in host memory at once.
         host_booked_bytes: host memory that is taken.
+        num_rescues, rescued_bytes: allocations that had failed, until so much was taken from the device for them.
     """
 
     out_bytes: int
@@ -102,6 +103,8 @@ class SwapStats:
     held_bytes: int
     host_peak_bytes: int
     host_booked_bytes: int
+    num_rescues: int = 0
+    rescued_bytes: int = 0
 
     def __str__(self) -> str:
         return (
@@ -128,8 +131,10 @@ class SwappedActivations:
         is_swapped = [policy.swaps_layer(number) for number in range(len(layers))]
         self.chosen = tuple(number for number, flag in enumerate(is_swapped) if flag)
         engine_device = _engine_device(device, config.cpu_delay_ms / 1e3)
+        guard_bytes = int(PART_OF_HOST * limit_bytes) if config.oom_guard else 0
+        limit_bytes -= guard_bytes
         self._tier = HostTier(HostPool(limit_bytes=limit_bytes, pinned=device.type == "cuda", device=device.index))
-        guard = OomGuard(engine_device, self._tier.pool, int(config.min_mib * MIB), PART_OF_HOST)
+        guard = OomGuard(engine_device, self._tier.pool, int(config.min_mib * MIB), guard_bytes)
         if config.oom_guard:
             guard.begin()
         self._manager = SwapManager(
@@ -141,17 +146,20 @@ class SwappedActivations:
             for number, (layer, place) in enumerate(zip(layers, places(is_swapped, ends_in_loss=True), strict=True))
         ]
         self._last: SwapStats | None = None
+        self._rescues: list[Rescue] = []
 
     def stats(self) -> SwapStats:
         """What was swapped until now, or until ``close``. Never waits for the device."""
         if self._last is not None:
             return self._last
         counters, host = self._manager.counters, self._tier.pool.stats
+        self._rescues += self._manager.guard.take_rescues()
         totals = counters.totals()
         stayed_bytes = sum(layer.stayed_bytes for layer in counters.layers.values())
         return SwapStats(
             totals.out_bytes, totals.in_bytes, stayed_bytes, totals.num_late, totals.wait_ms,
             host.leased_bytes, host.leased_peak_bytes, host.booked_bytes,
+            len(self._rescues), sum(rescue.freed_bytes for rescue in self._rescues),
         )  # fmt: skip
 
     def close(self) -> None:

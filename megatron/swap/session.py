@@ -22,7 +22,7 @@ from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice, expands_segments
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
-from megatron.swap.guard import PART_OF_HOST, OomGuard
+from megatron.swap.guard import OomGuard
 from megatron.swap.host_memory import local_world_size
 from megatron.swap.host_pool import HostPool
 from megatron.swap.host_share import host_share
@@ -243,7 +243,7 @@ class SwapSession:
         if not config.optimizer:  # else it comes first: its size is known, and it does not grow
             pool.book(min(self._host.least_bytes, pool.limit_bytes))
         window_bytes = config.window_bytes(config.plan)
-        guard = OomGuard(self._device, pool, int(config.min_mib * MIB), PART_OF_HOST if config.oom_guard else 0.0)
+        guard = OomGuard(self._device, pool, int(config.min_mib * MIB), self._host.guard_bytes)
         self._manager = SwapManager(
             self._device, self._tier, self._policy.without_recipe, window_bytes, config.verify, self._ranges, guard
         )
@@ -268,8 +268,8 @@ class SwapSession:
                 lambda part: self._optimizer_swap().let_rest(part), None if config.oom_guard else guard,
             )  # fmt: skip
         if config.log_level != "quiet" and self._args.rank == 0:
-            booked_bytes = self._tier.stats().booked_bytes
-            print(start_table(config, self._args.num_layers, booked_bytes, self._host.limit_bytes), flush=True)
+            limits = self._host.limit_bytes, self._host.guard_bytes
+            print(start_table(config, self._args.num_layers, self._tier.stats().booked_bytes, *limits), flush=True)
 
     def _make_profiler(self) -> Profiler:
         assert self.config.profile is not None

@@ -122,8 +122,8 @@ class StateMover:
         spans = _on_disk(piece.span(home) for piece in pieces for _, home in piece.at_home())
         return Coming(pieces, self._staging.fetch(spans) if spans and self._staging else None)
 
-    def bring_in(self, coming: Coming) -> Bucket:
-        """Enqueue the copies of all that is at home of its pieces."""
+    def bring_in(self, coming: Coming, *, is_ahead: bool = False) -> Bucket | None:
+        """Enqueue the copies of all that is at home of its pieces; ``is_ahead``: ``None`` where memory is short."""
         if not self._going_pieces.isdisjoint(coming.pieces):
             self.release()
         if coming.fetched is not None and coming.fetched.is_lost:  # several optimizers read ahead
@@ -135,7 +135,9 @@ class StateMover:
                 span = piece.span(home)
                 places.append((piece, name, span, end_bytes))
                 end_bytes += _aligned(span[2] - span[1])
-        buffer = self._device.allocate(end_bytes)
+        buffer = self._device.allocate_if_free(end_bytes) if is_ahead else self._device.allocate(end_bytes)
+        if buffer is None:
+            return None
         self.held_bytes += end_bytes
         tensors: dict[Piece, dict[str, torch.Tensor]] = {piece: {} for piece in coming.pieces}
         read = iter(coming.fetched.arrived(self._device, self._in_stream) if coming.fetched is not None else ())
@@ -161,6 +163,7 @@ class StateMover:
         whole: dict[str, torch.Tensor] = {}
         for piece in member.pieces:
             bucket = self.bring_in(self.fetch([piece]))
+            assert bucket is not None
             self.arrive(bucket)
             for name, part in bucket.tensors[piece].items():
                 home = member.homes[name]

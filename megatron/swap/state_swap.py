@@ -193,7 +193,11 @@ class StateSwap:
             if is_ahead and not coming.is_at_hand:
                 return
             self._mover.release(max(0, room_bytes - wanted_bytes))
-            self._loaded.append(self._mover.bring_in(self._coming.popleft()))
+            bucket = self._mover.bring_in(coming, is_ahead=is_ahead)
+            if bucket is None:
+                return
+            self._coming.popleft()
+            self._loaded.append(bucket)
 
     def _buckets(self) -> Iterator[list[Piece]]:
         """Pieces that have a gradient, as many at once as a buffer holds."""

@@ -141,7 +141,7 @@ def layer_table(summary: dict[str, Any], swaps: bool = True) -> str:
     if not number:
         return _layer_table(summary) if swaps else " swap: the out-of-memory guard was not needed"
     rescues = (
-        f" swap: the out-of-memory guard saved {number} allocations: the device was short of up to "
+        f" swap: the out-of-memory guard rescued {number} allocations: the device was short of up to "
         f"{format_bytes(summary['short_bytes'])}, {format_bytes(summary['rescued_bytes'])} left it in all"
     )
     return f"{_layer_table(summary)}\n{rescues}" if swaps else rescues
@@ -168,10 +168,8 @@ def _layer_table(summary: dict[str, Any]) -> str:
 
 def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
     """What was where when training ran out of memory."""
-    shown = [
-        (row.kind, *(format_bytes(num_bytes) for num_bytes in (row.device_bytes, row.host_bytes, row.disk_bytes)))
-        for row in rows
-    ]
+    tiers = [(row.kind, (row.device_bytes, row.host_bytes, row.disk_bytes)) for row in rows]
+    shown = [(kind, *map(format_bytes, num_bytes)) for kind, num_bytes in tiers if any(num_bytes)]
     return ["out of memory; what there was, at most:", *table(shown, ("memory", "device", "host", "disk")).splitlines()]
 
 
@@ -270,12 +268,16 @@ def write_json(path: str, content: dict[str, Any]) -> None:
         raise
 
 
-def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_bytes: int) -> str:
+def start_table(
+    config: SwapConfig, num_layers: int, booked_bytes: int, limit_bytes: int, guard_bytes: int = 0
+) -> str:
     """What will happen, before the first iteration. The tail is told for one chunk and the usual window."""
     plan = config.plan
+    host = ("host memory", f"{format_bytes(booked_bytes)} booked, at most {format_bytes(limit_bytes)} a rank")
+    guard = ("guard", f"takes saved tensors when an allocation fails; host memory for it: {format_bytes(guard_bytes)}")
+    guards = [guard] if config.oom_guard else []
     if config.auto:
-        host = f"{format_bytes(booked_bytes)} booked, at most {format_bytes(limit_bytes)} a rank"
-        return f" swap: {'host memory':<16} {host}"
+        return _rows([host, *guards])
     layers = config.layers if plan is None else frozenset(filter(plan.swaps_layer, plan.layers()))
     last = places([layer in layers for layer in range(num_layers)], ends_in_loss=True)[-1]
     tail = range(num_layers - last.num_tail(window_groups=1), num_layers)
@@ -284,9 +286,9 @@ def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_by
     modules = " ".join(config.modules) or ("all modules" if plan is None else "the sites that the plan names")
     stay = layer_ranges(tail) if window_bytes is None else f"{num_layers - 1} and what fits the prefetch window"
     rows = [
-        ("swapped", f"layers {layer_ranges(layers)} of {num_layers}: {modules}"),
+        ("swapped", f"layers {layer_ranges(layers)} of {num_layers}" + (f": {modules}" if layers else "")),
         ("of these stay", f"{stay}: backward wants them first" if tail else "none"),
-        ("host memory", f"{format_bytes(booked_bytes)} booked, at most {format_bytes(limit_bytes)} a rank"),
+        host,
         ("prefetch window", window),
     ]
     if not layers:
@@ -294,10 +296,13 @@ def start_table(config: SwapConfig, num_layers: int, booked_bytes: int, limit_by
     if plan is not None:
         again = [layer for layer in plan.layers() if plan.recomputes_layer(layer) or plan.sections(layer)]
         rows.append(("recomputed", f"layers {layer_ranges(again)} of {num_layers}: {modules}"))
-    if config.oom_guard:
-        rows.append(("out of memory", "saved tensors go to host memory (--swap-oom-guard)"))
+    rows += guards
     if config.recompute:
         rows.append(("recomputed", f"{' and '.join(config.recompute)} outputs of all layers"))
+    return _rows(rows)
+
+
+def _rows(rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f" swap: {name:<16} {value}" for name, value in rows)
 
 

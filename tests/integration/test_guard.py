@@ -47,7 +47,7 @@ def test_a_run_that_has_too_little_memory_trains_to_the_bit(
     assert run.summary["num_rescues"] > 0
     assert 0 < run.summary["short_bytes"] <= run.summary["rescued_bytes"]
     assert "out-of-memory guard: an allocation of" in run.output
-    assert f"the out-of-memory guard saved {run.summary['num_rescues']} allocations" in run.output
+    assert f"the out-of-memory guard rescued {run.summary['num_rescues']} allocations" in run.output
 
 
 def test_a_run_that_has_enough_is_not_touched(trainer: Trainer) -> None:

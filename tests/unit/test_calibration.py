@@ -86,10 +86,28 @@ def test_a_copy_that_fails_leaves_nothing_leased(pool: HostPool, fail_at: int) -
 
 
 def test_host_memory_that_is_not_there_is_told(pool: HostPool) -> None:
+    lease = pool.lease(7 * MIB)
     with pytest.raises(SwapError, match="the link was not measured: the host pool cannot provide") as failure:
         measure_link(EmulatedDevice(), HostTier(pool), 5 * MIB)
     assert isinstance(failure.value.__cause__, HostMemoryError)
+    lease.free()
     assert pool.stats.leased_bytes == 0
+
+
+def test_where_memory_is_short_a_quarter_is_copied(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, allocate = CountedDevice(), CountedDevice.allocate
+
+    def small(self: CountedDevice, num_bytes: int) -> torch.Tensor:
+        if num_bytes > MIB:
+            raise torch.OutOfMemoryError("planted")
+        return allocate(self, num_bytes)
+
+    monkeypatch.setattr(CountedDevice, "allocate", small)
+    link = measure_link(device, HostTier(pool), 4 * MIB)
+    assert {num_bytes for _, num_bytes in device.copies} == {MIB}
+    assert all(speed > 0 for speed in vars(link).values())
+    assert pool.stats.leased_bytes == 0
+    device.close()
 
 
 def test_alone_the_slowest_link_is_the_own() -> None:

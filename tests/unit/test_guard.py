@@ -203,7 +203,7 @@ def test_out_of_memory_is_reported_and_a_smaller_batch_trains_on() -> None:
             layers.zero_grad()
             assert limited(lambda: train_step(layers, one_after_the_other(1)), 0.8 * peak).same_as(plain)
             gc.collect()
-            assert (engine.num_leases, len(engine.guard._offered), engine.manager._kept) == (0, 0, [])
+            assert (engine.num_leases, len(engine.guard._offered), engine.manager._saved) == (0, 0, [])
 
 
 class BreaksOff(Layer):
@@ -229,7 +229,7 @@ def test_what_a_layer_that_broke_off_has_saved_is_let_go_when_the_next_one_begin
                 forward(layers, batch())
             gc.collect()
             engine.manager.begin_forward(0, engine.boundaries[0]._place)
-            waiting = (engine.manager._kept, engine.manager._pending, engine.manager._pending_bytes)
+            waiting = (engine.manager._saved, engine.manager._pending, engine.manager._pending_bytes)
             assert waiting == ([], [], 0)
             assert len(engine.guard._offered) <= len(engine.manager._leaving)
 

@@ -174,27 +174,30 @@ def test_an_offer_ends_with_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
         assert engine.guard._offered
 
 
-class TakenWhileItRuns(Layer):
-    """Changes what it has saved, and runs out of memory before it is through."""
+class ChangesTheLast(Layer):
+    """Leaves a saved tensor for the next layer, which may change it, let go of it, and run out of memory."""
 
     runs_out: Callable[[], None] | None = None
+    before: ChangesTheLast | None = None
+    made: torch.Tensor
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        made = hidden_states * 1.5  # saved before anything that others hold
-        output = made.sin() + super().forward(hidden_states)
-        if self.runs_out is not None:
+        self.made = hidden_states * 1.5
+        output = self.made.sin() + super().forward(hidden_states)
+        if self.runs_out is not None and self.before is not None:
             with torch.no_grad():
-                made.zero_()
-            del made
+                self.before.made.zero_()
+            del self.before.made
             self.runs_out()
         return output
 
 
 def test_a_change_of_what_was_taken_is_told_by_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     def error_of() -> str:
-        layers = stack(5, TakenWhileItRuns)
+        layers = stack(5, ChangesTheLast)
         with Engine(layers, guarded=True, commit_bytes=1, device=EmulatedDevice()) as engine:
-            layers[1].runs_out = lambda: evict_everything(engine)
+            layers[2].runs_out = lambda: evict_everything(engine)
+            object.__setattr__(layers[2], "before", layers[1])  # no submodule of it
             try:
                 loss_of(forward(layers, batch())).backward()
             except RuntimeError as error:

@@ -112,8 +112,35 @@ class Device(ABC):
     def give_back(self) -> None:
         """Let the allocator give back memory that it holds and nobody uses. May take long."""
 
+    guard: GuardCore | None = None
+    """What takes storages from this device when an allocation fails, once there is one."""
+
+    def allocate_if_free(self, num_bytes: int) -> torch.Tensor | None:
+        """As ``allocate``; where there is no room nothing is taken from others: ``None``."""
+        try:
+            if self.guard is not None:
+                self.guard.pause_here(True)
+            return self.allocate(num_bytes)
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            if self.guard is not None:
+                self.guard.pause_here(False)
+
+    def allocate_all(self, sizes: Sequence[int], *, is_ahead: bool) -> list[torch.Tensor]:
+        """A tensor of each size; ``is_ahead``: as many of the first as there is room for, nothing taken from others."""
+        if not is_ahead:
+            return [self.allocate(num_bytes) for num_bytes in sizes]
+        found: list[torch.Tensor] = []
+        for num_bytes in sizes:
+            tensor = self.allocate_if_free(num_bytes)
+            if tensor is None:
+                break
+            found.append(tensor)
+        return found
+
     def make_guard(self, most_host_bytes: int) -> GuardCore:
-        """What takes storages from this device when an allocation fails, into so much host memory at most.
+        """Make ``guard``, which takes so much host memory at most.
 
         Raises:
             UsageError: there is none here.

@@ -243,7 +243,8 @@ class EmulatedDevice(Device):
         pass
 
     def make_guard(self, most_host_bytes: int) -> GuardCore:
-        return native().Guard(most_host_bytes)
+        self.guard = native().Guard(most_host_bytes)
+        return self.guard
 
     def native_event(self, event: EmulatedEvent) -> int:
         return event.flag.address

@@ -16,7 +16,10 @@ std::mutex in_force_mutex;
 Guard* in_force = nullptr;
 thread_local bool is_paused = false;
 
-std::string in_mib(std::size_t num_bytes) { return std::to_string(num_bytes >> 20) + " MiB"; }
+std::string in_words(std::size_t num_bytes) {
+  if (num_bytes < std::size_t{1} << 20) return std::to_string(num_bytes >> 10) + " KiB";
+  return std::to_string(num_bytes >> 20) + " MiB";
+}
 
 const char* const kRefusal =
     "the out-of-memory guard took the memory of this saved tensor, and it was not brought back before its use; please "
@@ -95,10 +98,10 @@ void Guard::pin() {
   });
 }
 
-bool Guard::make_room(std::size_t num_bytes, int device, std::uint64_t* seen) {
+bool Guard::make_room(std::size_t num_bytes, int device, std::uint64_t* seen, std::vector<c10::DataPtr>& taken) {
   std::lock_guard lock(mutex_);
   if (device != device_) return false;
-  if (evict(num_bytes)) return true;
+  if (evict(num_bytes, taken)) return true;
   // Nothing more to take. But another thread may have freed meanwhile what this one did not find: once more.
   return std::exchange(*seen, 1) == 0;
 }
@@ -115,7 +118,7 @@ bool Guard::is_free(const Offer& offer) {
   return address != nullptr && storage.data_ptr().get_context() == address;
 }
 
-bool Guard::evict(std::size_t num_bytes) {
+bool Guard::evict(std::size_t num_bytes, std::vector<c10::DataPtr>& taken) {
   const auto start = std::chrono::steady_clock::now();
   Rescue rescue{.wanted_bytes = num_bytes};
   std::size_t chosen_bytes = 0;
@@ -152,7 +155,7 @@ bool Guard::evict(std::size_t num_bytes) {
     trouble_ = error.what();
     return false;
   }
-  for (const Key key : chosen) take_memory(key, entries_.at(key), rescue);
+  for (const Key key : chosen) taken.push_back(take_memory(key, entries_.at(key), rescue));
   if (chosen.empty()) return false;
   ++num_evictions_;
   rescue.held_bytes = chunks_.used_bytes();
@@ -161,7 +164,7 @@ bool Guard::evict(std::size_t num_bytes) {
   return true;
 }
 
-void Guard::take_memory(Key key, Entry& entry, Rescue& rescue) {
+c10::DataPtr Guard::take_memory(Key key, Entry& entry, Rescue& rescue) {
   c10::StorageImpl& storage = *entry.offer.storage;
   const std::size_t size = entry.offer.num_bytes;
   machine_->discard(const_cast<void*>(storage.data()), size);  // not mutable_data(): that may allocate
@@ -170,8 +173,10 @@ void Guard::take_memory(Key key, Entry& entry, Rescue& rescue) {
   places_.erase(place(key, entry.offer));
   entry.is_evicted = true;
   evicted_.push_back(key);
+  c10::DataPtr memory = std::move(storage._mutable_data_ptr_no_checks());
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
   refuse(storage, kRefusal);  // nobody else refers to it: it never has to be allowed again
+  return memory;
 }
 
 std::string Guard::report() {
@@ -186,10 +191,10 @@ std::string Guard::report() {
       ++num_used;
     }
   }
-  std::string text = "Megatron Swap's out-of-memory guard has nothing more to take: " + in_mib(evicted_bytes) +
+  std::string text = "Megatron Swap's out-of-memory guard has nothing more to take: " + in_words(evicted_bytes) +
                      " of saved tensors were taken from the device already; " + std::to_string(num_used) + " more (" +
-                     in_mib(used_bytes) + ") are in use elsewhere, or the host has no room for them (it has given " +
-                     in_mib(chunks_.mapped_bytes()) + ").";
+                     in_words(used_bytes) + ") are in use elsewhere, or the host has no room for them (it has given " +
+                     in_words(chunks_.mapped_bytes()) + ").";
   if (!trouble_.empty()) text += " An attempt failed: " + trouble_ + ".";
   return text;
 }
@@ -198,8 +203,9 @@ void pause_here(bool pause) { is_paused = pause; }
 
 bool make_room(std::size_t num_bytes, int device, std::uint64_t* seen) {
   if (is_paused) return false;
+  std::vector<c10::DataPtr> taken;  // freed at the very end, behind the lock
   std::lock_guard lock(in_force_mutex);
-  return in_force != nullptr && in_force->make_room(num_bytes, device, seen);
+  return in_force != nullptr && in_force->make_room(num_bytes, device, seen, taken);
 }
 
 std::size_t report(char* text, std::size_t size) {

@@ -93,8 +93,9 @@ class Guard {
   void pin();
 
   // For a failed allocation of so many bytes: whether to try again. `seen` is the caller's, 0 at first: what the
-  // guard remembers between the attempts.
-  bool make_room(std::size_t num_bytes, int device, std::uint64_t* seen);
+  // guard remembers between the attempts. What is taken goes to `taken`: to free it may call anything (PyTorch's recorder
+  // of memory asks for the interpreter's lock), so no lock of ours may be held then.
+  bool make_room(std::size_t num_bytes, int device, std::uint64_t* seen, std::vector<c10::DataPtr>& taken);
   // For people: what it holds.
   std::string report();
 
@@ -108,9 +109,9 @@ class Guard {
 
   static Place place(Key key, const Offer& offer) { return {!offer.is_copied, -offer.next_use, key}; }
   // With the lock:
-  bool evict(std::size_t num_bytes);
+  bool evict(std::size_t num_bytes, std::vector<c10::DataPtr>& taken);
   bool is_free(const Offer& offer);
-  void take_memory(Key key, Entry& entry, Rescue& rescue);
+  c10::DataPtr take_memory(Key key, Entry& entry, Rescue& rescue);
 
   const std::unique_ptr<Machine> machine_;
   const int device_;

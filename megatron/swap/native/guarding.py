@@ -115,7 +115,10 @@ def cuda_guard(most_host_bytes: int, device: int, stream: int, done: int) -> Gua
     cuda_library = loaded_cuda_library()
     if cuda_library is None:
         raise UsageError(f"{NEEDS} libcudart as a library of its own, and this PyTorch has loaded none. Drop the flag.")
-    core = native().Guard(most_host_bytes, cuda_library, device, stream, done)
+    try:
+        core = native().Guard(most_host_bytes, cuda_library, device, stream, done)
+    except RuntimeError as error:
+        raise UsageError(f"{NEEDS} CUDA's runtime: {error}. Drop the flag.") from error
     library = _cuda_allocator()
     make_room, report = MAKE_ROOM(native().make_room_address()), REPORT(native().report_address())
     refusal = library.megatron_swap_cuda_install(make_room, report)
