@@ -259,7 +259,12 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _check_unused(config: SwapConfig) -> None:
-    """Files that nothing would be written to, and what only the planner heeds."""
+    """Files that nothing would be written to, what only the planner heeds, and what only the emulation does."""
+    if config.cpu_memory_gib is not None and torch.cuda.is_available():
+        raise UsageError(
+            f"--swap-cpu-memory-gib {config.cpu_memory_gib:g}: this machine has a GPU, whose memory is what there is. "
+            "Drop the flag; --swap-memory-gib is the most that the planner may use."
+        )
     if config.save_plan is not None and not config.acts:
         raise UsageError(
             f"--swap-save-plan {config.save_plan}: nothing is swapped or recomputed, so there is no plan to write. Add "

@@ -204,3 +204,11 @@ def test_what_of_megatrons_does_not_go_with_optimizer_state_that_rests(theirs: d
         swap_config(parsed("--swap-optimizer 0.5", **theirs))
     assert str(refusal.value).startswith(f"--swap-optimizer 0.5 cannot be combined with {flag}: ")
     assert swap_config(parsed("", **theirs)).optimizer == 0
+
+
+def test_memory_of_the_emulated_device_is_refused_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--swap-layers 0 --swap-cpu-memory-gib 2"
+    assert swap_config(parsed(flags)).cpu_memory_gib == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match="--swap-cpu-memory-gib 2: this machine has a GPU"):
+        swap_config(parsed(flags))

@@ -82,6 +82,8 @@ def test_no_text_is_read_out_of_range_or_breaks_the_parser(text: str, num_layers
         ("host_gib", -1, "--swap-host-gib"),
         ("prefetch_gib", 0.0, "--swap-prefetch-gib"),
         ("cpu_delay_ms", -1, "--swap-cpu-delay-ms"),
+        ("cpu_memory_gib", 0, "--swap-cpu-memory-gib"),
+        ("cpu_memory_gib", float("nan"), "--swap-cpu-memory-gib"),
         ("log_level", "loud", "--swap-log-level"),
         ("min_mib", float("nan"), "--swap-min-mib"),
         ("min_mib", 1e308, "--swap-min-mib"),

@@ -9,15 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.swap.devices import cuda
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import POISON, EmulatedDevice
-from megatron.swap.types import MIB, SwapError
+from megatron.swap.types import MIB, SwapError, UsageError
 from tests.engine import HeldEvent
 from tests.lazy_device import LazyDevice, LazyStream
 
@@ -384,3 +386,21 @@ class TestLazyDevice:
         event._stream.work.clear()
         with pytest.raises(IndexError):
             device.wait(device.current_stream(), event)
+
+
+def refuse(*_: object) -> None:
+    raise UsageError("no headers")
+
+
+def test_a_device_that_got_no_guard_closes_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that plans itself goes on without; its end must not look for what was not there."""
+    device = object.__new__(CudaDevice)
+    vars(device).update(torch_device=torch.device("cuda", 0), _turns={}, _of_guard=None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(cuda_stream=1))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(cuda_event=2, record=lambda _: None))
+    monkeypatch.setattr(cuda, "cuda_guard", refuse)
+    monkeypatch.setattr(cuda, "stop_watching_allocator", refuse)
+    with pytest.raises(UsageError, match="no headers"):
+        device.make_guard(0)
+    assert device.guard is None
+    device.close()

@@ -37,6 +37,8 @@ class Device(ABC):
     """Of the hardware, for people."""
     keeps_time = True
     """Whether equal work takes equally long."""
+    guard: GuardCore | None = None
+    """What takes storages from this device when an allocation fails, once there is one."""
 
     @abstractmethod
     def current_stream(self) -> Stream:
@@ -112,9 +114,6 @@ class Device(ABC):
     def give_back(self) -> None:
         """Let the allocator give back memory that it holds and nobody uses. May take long."""
 
-    guard: GuardCore | None = None
-    """What takes storages from this device when an allocation fails, once there is one."""
-
     def allocate_if_free(self, num_bytes: int) -> torch.Tensor | None:
         """As ``allocate``; where there is no room nothing is taken from others: ``None``."""
         try:
@@ -148,8 +147,12 @@ class Device(ABC):
         raise UsageError(f"--swap-oom-guard: there is none for {self.name}. Drop it.")
 
     def native_event(self, event: Event) -> int:
-        """The address by which that guard knows ``event``."""
-        raise NotImplementedError
+        """The address by which that guard knows ``event``.
+
+        Raises:
+            UsageError: there is none here.
+        """
+        raise UsageError(f"--swap-oom-guard: there is none for {self.name}. Drop it.")
 
     @abstractmethod
     def mark(self) -> Mark:

@@ -164,8 +164,8 @@ class CudaDevice(Device):
     def make_guard(self, most_host_bytes: int) -> GuardCore:
         stream, done = torch.cuda.Stream(self.torch_device), torch.cuda.Event()
         done.record(stream)  # it has an address only then
-        self._of_guard = stream, done
         self.guard = cuda_guard(most_host_bytes, self.torch_device.index, stream.cuda_stream, done.cuda_event)
+        self._of_guard = stream, done
         return self.guard
 
     def native_event(self, event: torch.cuda.Event) -> int:
