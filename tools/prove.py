@@ -4,7 +4,7 @@
     python tools/prove.py equality --spec transformer_engine local --output equality.jsonl
     python tools/prove.py overhead --case L16-h4096 --output overhead.jsonl
     python tools/prove.py ranks --case tp2-sp pp2-vpp dp2-distopt --output ranks.jsonl
-    python tools/prove.py equality --case L16-h4096 --extra "--micro-batch-size 20 --global-batch-size 20" --settings \
+    python tools/prove.py equality --case L32-h2048 --extra "--micro-batch-size 23 --global-batch-size 23" --settings \
         "--swap-layers none --swap-oom-guard" "--swap-memory-gib 130 --swap-oom-guard" --output guard.jsonl
 
 Every run is a process of its own through the real trainer (pretrain_gpt_swap.py), one after the other in the order of
@@ -41,6 +41,8 @@ SHAPES = {
     "L4-h8192": f"--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
     f"--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
     f"--micro-batch-size 2 {LLAMA}",
+    "L32-h2048": f"--num-layers 32 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 "
+    f"--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 {LLAMA}",
     "L8-h1024": "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
     "--max-position-embeddings 2048 --micro-batch-size 2",
     "tiny": "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
