@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,22 +115,19 @@ def measured(result: dict[str, Any]) -> Row:
     }
 
 
-def equality(prover: Prover) -> list[Row]:
+def equality(prover: Prover) -> Iterator[Row]:
     """Deterministic mode: unswapped, then each of the settings; losses, gradient norms, weights."""
-    rows: list[Row] = []
     options = prover.options
     for spec in options.spec:
         flags = (
             f"{spec_flags(spec)} {SHAPES[options.case[0]]} {COMMON} {device_flags(prover.on_gpu)} "
             f"--global-batch-size 8 --train-iters {options.steps} --swap-deterministic"
         )
-        rows += compare(prover, spec, flags, ["--swap-layers none", *(options.settings or SETTINGS)])
-    return rows
+        yield from compare(prover, spec, flags, ["--swap-layers none", *(options.settings or SETTINGS)])
 
 
-def ranks(prover: Prover) -> list[Row]:
+def ranks(prover: Prover) -> Iterator[Row]:
     """The same on two ranks, for each way of splitting the model or the data."""
-    rows: list[Row] = []
     options = prover.options
     for case in options.case:
         flags = (
@@ -137,13 +135,11 @@ def ranks(prover: Prover) -> list[Row]:
             f"{RANKS[case]} --global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
         )
         settings = options.settings or ["--swap-layers all"]
-        rows += compare(prover, case, flags, ["--swap-layers none", *settings], num_ranks=2)
-    return rows
+        yield from compare(prover, case, flags, ["--swap-layers none", *settings], num_ranks=2)
 
 
-def compare(prover: Prover, case: str, flags: str, settings: list[str], num_ranks: int = 1) -> list[Row]:
+def compare(prover: Prover, case: str, flags: str, settings: list[str], num_ranks: int = 1) -> Iterator[Row]:
     """The same training with each of the settings, flags of ours, compared with the first that came to its end."""
-    rows: list[Row] = []
     first: Row | None = None
     for setting in settings:
         given = f"{flags} {setting} {prover.options.extra}"
@@ -155,13 +151,11 @@ def compare(prover: Prover, case: str, flags: str, settings: list[str], num_rank
             row[f"{key}_equal"] = bool(row.get(key)) and row.get(key) == (first or row).get(key)
         row["losses_equal"] = row["losses_equal"] and row["grad_norms_equal"] and row["weights_sha256_equal"]
         print(f"   {case}: equal to the first run: {row['losses_equal']}", flush=True)
-        rows.append(row)
-    return rows
+        yield row
 
 
-def overhead(prover: Prover) -> list[Row]:
+def overhead(prover: Prover) -> Iterator[Row]:
     """Step times and peaks: nothing swapped, everything, and as much as forward hides."""
-    rows: list[Row] = []
     options, link = prover.options, prover.link
     if not prover.on_gpu:
         sys.exit("error: overhead needs a GPU: an emulation has no times to compare")
@@ -188,8 +182,7 @@ def overhead(prover: Prover) -> list[Row]:
             row.update(case=f"{case} {spec}", link=link, losses_equal=equal)
             if row["outcome"] == "ok" and none["outcome"] == "ok":
                 judge(row, none, link, options.micro_batches)
-        rows += mine
-    return rows
+        yield from mine
 
 
 def judge(row: Row, none: Row, link: dict[str, float], micro_batches: int) -> None:
@@ -248,11 +241,13 @@ def main() -> None:
     output = Path(options.output)
     earlier = read_rows(output) if output.exists() else []  # before anything is measured: it may not be such a file
     facts = machine.facts()
-    rows = {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what](Prover(options, facts))
     command = shlex.join(["python", "tools/prove.py", *sys.argv[1:]])
     made_by = {"suite": f"prove-{options.what}", "command": command, **facts}
-    write_rows(output, [*earlier, *({**UNPLANNED, **made_by, **row} for row in rows)])
-    if any(row["outcome"] != "ok" for row in rows):
+    rows = list(earlier)
+    for row in {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what](Prover(options, facts)):
+        rows.append({**UNPLANNED, **made_by, **row})
+        write_rows(output, rows)
+    if any(row["outcome"] != "ok" for row in rows[len(earlier) :]):
         sys.exit(1)
 
 

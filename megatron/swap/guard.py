@@ -123,6 +123,7 @@ class OomGuard:
             self._core = self._device.make_guard(0)
         self._core.set_most_host_bytes(self._room_bytes())
         self._core.begin()
+        self._device.leave_free(True)
         self.is_on = True
 
     def end(self) -> None:
@@ -130,6 +131,7 @@ class OomGuard:
         self.is_on = False
         if self._core is not None:
             self._core.end()
+            self._device.leave_free(False)
 
     def wants(self, num_bytes: int) -> bool:
         """Whether something kept, of that size, is to have a handle, and to be offered."""

@@ -19,7 +19,7 @@ from megatron.swap.devices import cuda
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import POISON, EmulatedDevice
-from megatron.swap.types import MIB, SwapError, UsageError
+from megatron.swap.types import GIB, MIB, SwapError, UsageError
 from tests.engine import HeldEvent
 from tests.lazy_device import LazyDevice, LazyStream
 
@@ -395,7 +395,7 @@ def refuse(*_: object) -> None:
 def test_a_device_that_got_no_guard_closes_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that plans itself goes on without; its end must not look for what was not there."""
     device = object.__new__(CudaDevice)
-    vars(device).update(torch_device=torch.device("cuda", 0), _turns={}, _of_guard=None)
+    vars(device).update(torch_device=torch.device("cuda", 0), _turns={}, _of_guard=None, _fractions=None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(cuda_stream=1))
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(cuda_event=2, record=lambda _: None))
     monkeypatch.setattr(cuda, "cuda_guard", refuse)
@@ -404,3 +404,51 @@ def test_a_device_that_got_no_guard_closes_without_one(monkeypatch: pytest.Monke
         device.make_guard(0)
     assert device.guard is None
     device.close()
+
+
+class FakeMemory:
+    """A device's memory as torch.cuda tells of it: 160 GiB, 100 of them free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fraction = 1.0
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: self.fraction)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.limit)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * GIB, 160 * GIB))
+        monkeypatch.setattr(CudaDevice, "reserved_bytes", lambda _: 40 * GIB)
+        self.device = object.__new__(CudaDevice)
+        vars(self.device).update(torch_device=torch.device("cuda", 0), _fractions=None)
+
+    def limit(self, fraction: float, _: object) -> None:
+        self.fraction = fraction
+
+
+@pytest.mark.parametrize(("num_ranks", "mine_gib"), [(1, 139.75), (2, 138)])
+def test_a_guard_leaves_memory_for_libraries_and_gives_it_back(
+    num_ranks: int, mine_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_ranks)
+    memory = FakeMemory(monkeypatch)
+    memory.device.leave_free(True)
+    assert memory.fraction == mine_gib / 160
+    memory.device.leave_free(True)
+    assert memory.fraction == mine_gib / 160
+    memory.device.leave_free(False)
+    assert memory.fraction == 1.0
+    memory.device.leave_free(False)
+    assert memory.fraction == 1.0
+
+
+def test_what_a_guard_leaves_free_never_raises_a_limit_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FakeMemory(monkeypatch)
+    memory.fraction = 0.5
+    memory.device.leave_free(True)
+    assert memory.fraction == 0.5
+    memory.fraction = 0.25  # by somebody else, meanwhile
+    memory.device.leave_free(False)
+    assert memory.fraction == 0.25
+
+
+def test_a_device_that_is_full_already_or_small_keeps_what_it_has() -> None:
+    assert cuda.most_fraction(12 * GIB, 0, 16 * GIB, 2 * GIB) == 0.75
+    assert cuda.most_fraction(0, 16 * GIB, 16 * GIB, 2 * GIB) == 15 / 16

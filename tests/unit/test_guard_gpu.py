@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.swap.devices.cuda import CudaDevice
+from megatron.swap.devices.cuda import FREE_ALONE_BYTES, CudaDevice
 from megatron.swap.types import GIB, MIB
 from tests.engine import Engine, Result, batch, forward, loss_of, stack
 from tests.unit.native.helpers import NEEDS_COMPILER
@@ -94,6 +94,18 @@ def test_a_run_that_dies_without_it_goes_on_with_it(swapped: tuple[int, ...]) ->
     if not swapped:
         with pytest.raises(torch.OutOfMemoryError):
             limited(lambda: step(copy.deepcopy(layers)), 0.65 * peak)
+
+
+def test_libraries_find_memory_where_pytorch_has_run_out() -> None:
+    in_use()
+    with engine_around(stack(1).cuda()):
+        num_pieces = torch.cuda.mem_get_info()[0] // (64 * MIB)
+        held: list[torch.Tensor] = []
+        with pytest.raises(torch.OutOfMemoryError):
+            held.extend(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(num_pieces))
+        assert torch.cuda.mem_get_info()[0] > FREE_ALONE_BYTES - 64 * MIB
+        del held
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
 def test_a_second_stream_runs_out_at_the_same_time() -> None:

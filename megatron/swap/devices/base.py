@@ -146,6 +146,13 @@ class Device(ABC):
         """
         raise UsageError(f"--swap-oom-guard: there is none for {self.name}. Drop it.")
 
+    def leave_free(self, is_wanted: bool) -> None:
+        """While that is wanted, PyTorch runs out of memory before the device does. A guard makes room for PyTorch
+        alone; libraries allocate too (NCCL when ranks first talk, CUDA when a kernel is first called), and die where
+        they find nothing. Without a GPU nothing has to be left.
+        """
+        return
+
     def native_event(self, event: Event) -> int:
         """The address by which that guard knows ``event``.
 

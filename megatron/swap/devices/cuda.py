@@ -10,7 +10,7 @@ import torch
 
 from megatron.swap.devices.base import Device
 from megatron.swap.native.guarding import GuardCore, cuda_guard, stop_watching_allocator
-from megatron.swap.types import MIB
+from megatron.swap.types import GIB, MIB
 
 IN_A_ROW_BYTES = 32 * MIB
 """Most that is copied without a break, and the size of pieces.
@@ -22,10 +22,23 @@ CUDA_DEVICE_MAX_CONNECTIONS is 1 this does not help: all streams are one line th
 """
 
 
+FREE_ALONE_BYTES = 256 * MIB
+FREE_AMONG_RANKS_BYTES = 2 * GIB
+"""What ``leave_free`` leaves for libraries: NCCL's buffers, some hundred MiB for each pair of ranks and direction.
+On a small device less, a 16th of it."""
+
+
 def expands_segments() -> bool:
     """Whether PyTorch's allocator was told to grow segments that it has (by its variable, older or newer spelling)."""
     told = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     return "expandable_segments:true" in told.lower().replace(" ", "")
+
+
+def most_fraction(reserved_bytes: int, free_bytes: int, total_bytes: int, others_bytes: int) -> float:
+    """Of the device's memory, what PyTorch may hold in all so that ``others_bytes`` of what is free stay free, a 16th
+    of the device at most. Never less than what it holds already."""
+    left_bytes = min(others_bytes, total_bytes // 16)
+    return (reserved_bytes + max(0, free_bytes - left_bytes)) / total_bytes
 
 
 class _Stall:
@@ -70,6 +83,7 @@ class CudaDevice(Device):
         self._turns: dict[torch.cuda.Stream, _Turns] = {}
         self._peak_bytes = self._peak_reserved_bytes = 0
         self._of_guard: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._fractions: tuple[float, float] | None = None
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.torch_device)
@@ -168,6 +182,21 @@ class CudaDevice(Device):
         self._of_guard = stream, done
         return self.guard
 
+    def leave_free(self, is_wanted: bool) -> None:
+        now = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        if is_wanted and self._fractions is None:
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
+            is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+            others_bytes = FREE_ALONE_BYTES if is_alone else FREE_AMONG_RANKS_BYTES
+            most = most_fraction(self.reserved_bytes(), free_bytes, total_bytes, others_bytes)
+            torch.cuda.set_per_process_memory_fraction(min(now, most), self.torch_device)
+            self._fractions = now, torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        elif not is_wanted and self._fractions is not None:
+            before, ours = self._fractions
+            if now == ours:  # else someone has set another one since
+                torch.cuda.set_per_process_memory_fraction(before, self.torch_device)
+            self._fractions = None
+
     def native_event(self, event: torch.cuda.Event) -> int:
         return event.cuda_event
 
@@ -183,4 +212,5 @@ class CudaDevice(Device):
         self._turns.clear()
         if self._of_guard is not None:
             stop_watching_allocator()
+            self.leave_free(False)
             self._of_guard = None
