@@ -17,8 +17,8 @@ import markdown  # type: ignore[import-untyped]
 
 from proof.bench import losses
 from proof.bench.suite import SuiteError, find_suite, load_suite
-from proof.report import compare, optimizer, overhead, planner, profiles, sweeps, tables, text
-from proof.report.flags import OFFLOADS, RECOMPUTES, added, is_ours, is_planned, means, shape, swaps_optimizer
+from proof.report import compare, guard, optimizer, overhead, planner, profiles, sweeps, tables, text
+from proof.report.flags import KEEPS, OFFLOADS, RECOMPUTES, added, is_ours, is_planned, means, shape, swapped_layers
 from proof.report.pictures import Picture, frontier_picture, load_picture
 from proof.report.predictions import broken
 from proof.rows import Row, outcome, read_rows
@@ -35,8 +35,8 @@ COMMANDS = {
     "sweep": sweeps.COMMAND,
     "profile": "bash tools/profile.sh --swap-layers …",
 }
-EARLIER = "earlier"
-"""In the name of a file that only docs/log.md quotes."""
+ASIDE = ("earlier", "again")
+"""In the name of a file that only other documents quote."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ def read_results(folder: Path) -> Results:
     """Raises: RowError for a row that does not keep to the schema."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder: the report is made of the results in it")
-    paths = [path for path in sorted(folder.glob("*.jsonl")) if EARLIER not in path.stem]
+    paths = [path for path in sorted(folder.glob("*.jsonl")) if not any(word in path.stem for word in ASIDE)]
     literature = folder / "literature.toml"
     return Results(
         folder,
@@ -149,7 +149,8 @@ class Case:
 
     repeats = property(lambda self: compare.repeats(self.rows))
     methods_table = property(lambda self: tables.methods_table(self.rows))
-    duels = property(lambda self: compare.duels(self.rows))
+    has_peers = property(lambda self: any(not is_ours(row) and KEEPS not in means(row) for row in self.rows))
+    duels = property(lambda self: compare.duels(self.rows) if self.has_peers else [])
     duels_table = property(lambda self: tables.duels_table(self.duels))
     reserved_duels_table = property(
         lambda self: tables.duels_table(compare.duels(self.rows, compare.RESERVED), compare.RESERVED)
@@ -248,7 +249,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
             name: [row for row in rows if row["method"] == "none"]
             for name, rows in measured.items()
             if name not in ladders
-            and any(is_ours(row) and not is_planned(row) and not swaps_optimizer(row) for row in rows)
+            and any(swapped_layers(row) is not None and not is_planned(row) for row in rows)
         },
         "optimizer": optimizer,
         "state_moved": {name: points for name, rows in measured.items() if (points := optimizer.moved(rows))},
@@ -257,6 +258,8 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "curve": curve,
         "groups": results.profiles,
         "equality": equality,
+        "guard": guard,
+        "guarded": [row for name in equality for row in guard.guarded(results.suites.get(name, []))],
         "literature": results.literature,
         "files": results.files,
         "versions": _versions(results),

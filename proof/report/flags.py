@@ -88,9 +88,14 @@ def swaps_optimizer(row: Row) -> bool:
     return part == "auto" or float(part) > 0
 
 
+def is_guarded(row: Row) -> bool:
+    """Saved tensors leave the device when an allocation there fails."""
+    return "--swap-oom-guard" in shlex.split(row["flags"])
+
+
 def is_ours(row: Row) -> bool:
     acts = swapped_layers(row) is not None or recomputed_sites(row) is not None or is_planned(row)
-    return acts or swaps_optimizer(row)
+    return acts or swaps_optimizer(row) or is_guarded(row)
 
 
 def without_swap(row: Row) -> tuple[str, ...]:

@@ -151,11 +151,12 @@ def prediction_table(steps: Sequence[Rung]) -> Table:
 
 @dataclass(frozen=True)
 class EqualRun:
-    """A run that was compared to the bit with the first run of its case."""
+    """A run that was compared to the bit with the reference: the first of its case that came to its end."""
 
     row: Row
     is_reference: bool
-    """It is that first run."""
+    is_compared: bool
+    """There was a reference before it."""
 
     @property
     def is_ours(self) -> bool:
@@ -171,9 +172,10 @@ def equal_runs(rows: Sequence[Row]) -> list[EqualRun]:
     seen: set[tuple[str, str]] = set()
     found = []
     for row in rows:
-        compared = row["command"], row["case"]  # another command compares with a run of its own
-        found.append(EqualRun(row, compared not in seen))
-        seen.add(compared)
+        case = row["command"], row["case"]  # another command compares with a run of its own
+        found.append(EqualRun(row, case not in seen and row["outcome"] == "ok", case in seen))
+        if row["outcome"] == "ok":
+            seen.add(case)
     return found
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from proof.bench import losses
-from proof.report import overhead, tables
-from proof.report.build import HERE, build, check, read_results, to_html
+from proof.report import guard, overhead, tables
+from proof.report.build import HERE, Case, build, check, read_results, to_html
 from proof.report.flags import is_ours, means, recomputed_sites, shape, swapped_layers, swapped_modules, without_swap
 from proof.report.profiles import read_profiles
 from proof.report.text import Table
@@ -271,9 +271,40 @@ def test_the_first_run_of_a_case_is_its_reference(made: Path) -> None:
     assert [run.is_reference for run in runs] == [True, False, False] * 2
     assert [run.is_ours for run in runs] == [False, False, True] * 2
     assert all(run.is_equal for run in runs)
-    broken = tables.EqualRun({**runs[2].row, "grad_norms_equal": False}, False)
+    broken = tables.EqualRun({**runs[2].row, "grad_norms_equal": False}, False, True)
     assert not broken.is_equal
     assert "**differ**" in str(tables.equality_table([broken]))
+
+
+def test_a_run_that_died_is_no_reference_and_rescues_have_a_table(made: Path) -> None:
+    row = read_results(made / "results").suites["prove-equality"][0]
+    measured = {"rescues_by_step": [3, 5, 4], "rescued_bytes": 3 * GIB, "saved_peak_gib": 7.0, "first_step_ms": 2e3}
+    rows = [
+        {**row, "method": "swap-layers none", "outcome": "oom_device", "losses": [], "step_ms_median": None},
+        {**row, **measured, "method": "swap-layers none --swap-oom-guard", "flags": f"{row['flags']} --swap-oom-guard"},
+        {**row, "method": "swap-memory-gib 7"},
+    ]
+    runs = tables.equal_runs(rows)
+    assert [(run.is_reference, run.is_compared) for run in runs] == [(False, False), (True, False), (False, True)]
+    assert [run.is_ours for run in runs] == [False, True, False]
+    assert guard.guarded([*rows, {**row, "case": "another"}]) == rows
+    lines = guard.table(rows).rows
+    assert [line[3] for line in lines] == ["out of device memory", *["trained to the end"] * 2]
+    assert lines[1][5] == "7.00"
+    assert lines[1][7:11] == ["3", "5", "3.00", "2"]
+    assert [line[-1] for line in lines] == ["–", "reference", "yes"]
+    assert guard.table([{**rows[2], "losses_equal": False}, *rows]).rows[0][-1] == "reference"
+    assert guard.table([*rows, {**rows[2], "losses_equal": False}]).rows[-1][-1] == "**no**"
+
+
+def test_where_there_are_no_peers_nothing_is_put_beside_them() -> None:
+    rows = suite()
+    case = Case("one", rows, None, [])
+    alone = Case("one", [row for row in rows if row["method"] == "none" or is_ours(row)], None, [])
+    assert case.has_peers
+    assert case.duels
+    assert not alone.has_peers
+    assert alone.duels == []
 
 
 def test_each_command_compares_with_a_run_of_its_own(made: Path) -> None:
