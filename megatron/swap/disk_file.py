@@ -15,16 +15,18 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatron.swap.types import MIB, SwapError, UsageError, format_bytes
+from megatron.swap.types import GIB, MIB, SwapError, UsageError, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,44 @@ class DiskRoom:
             return torch.frombuffer(self.file.mapping(), dtype=torch.uint8, count=self.num_bytes, offset=self.offset)
 
 
+class Traffic:
+    """What passes between memory and disk, whichever way, and how long the disk had anything to do.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_under_way = 0
+        self._began = self._busy_s = 0.0
+        self._num_bytes = 0
+
+    @contextmanager
+    def of(self, num_bytes: int) -> Iterator[None]:
+        """One read or write of so many bytes, on this thread."""
+        with self._lock:
+            if not self._num_under_way:
+                self._began = self._clock()
+            self._num_under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_bytes += num_bytes
+                self._num_under_way -= 1
+                if not self._num_under_way:
+                    self._busy_s += self._clock() - self._began
+
+    def take_ms_per_gib(self) -> float:
+        """Since the last call, of what has come to its end; 0: nothing."""
+        with self._lock:
+            found = 0.0 if not self._num_bytes else self._busy_s * 1e3 / (self._num_bytes / GIB)
+            self._busy_s, self._num_bytes = 0.0, 0
+        return found
+
+
 class DiskFile:
     """Room on the disk that ``folder`` is on.
 
@@ -64,6 +104,9 @@ class DiskFile:
         folder: where files can be made.
         limit_bytes: most that is taken; ``None``: what is free, less ``SPARE_BYTES``, and so many ranks share it.
         num_ranks: of this host.
+
+    Attributes:
+        traffic: all reads and writes.
 
     Raises:
         UsageError: nothing can be written there, or the limit is above what is free.
@@ -88,6 +131,7 @@ class DiskFile:
                 f"in {folder}. Lower it, or name another --swap-disk-dir."
             )
         self.booked_bytes = 0
+        self.traffic = Traffic()
         self._mapping: weakref.ref[mmap.mmap] | None = None
         self.is_direct = True
         try:
@@ -153,6 +197,10 @@ class DiskFile:
 
     def _move(self, is_read: bool, memory: memoryview, offset: int) -> None:
         """All of it: a call may do less than it was told."""
+        with self.traffic.of(len(memory)):
+            self._move_all(is_read, memory, offset)
+
+    def _move_all(self, is_read: bool, memory: memoryview, offset: int) -> None:
         done = 0
         while done < len(memory):
             call = os.preadv if is_read else os.pwritev

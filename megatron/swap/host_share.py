@@ -15,6 +15,7 @@ from megatron.swap.host_memory import (
     safe_host_bytes,
 )
 from megatron.swap.layer import least_saved_bytes
+from megatron.swap.planner.states import PART_OF_HOST as STATE_PART_OF_HOST
 from megatron.swap.planner.states import bucket_bytes_before_disk
 from megatron.swap.tiers.disk import host_bytes
 from megatron.swap.tiers.spill import buffer_bytes
@@ -83,7 +84,8 @@ def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
     buffers_bytes = host_bytes(buffer_bytes(limit_bytes)) if swaps and has_disk else 0
     share = HostShare(limit_bytes, needed_bytes, has_disk, buffers_bytes, guard_bytes)
     of_state_bytes = host_bytes(bucket_bytes_before_disk(share.optimizer_bytes)) if config.optimizer and has_disk else 0
-    if buffers_bytes >= limit_bytes or of_state_bytes > share.optimizer_bytes or limit_bytes < PAGE_BYTES:
+    of_state_room_bytes = share.optimizer_bytes * (STATE_PART_OF_HOST if config.optimizer_auto else 1)
+    if buffers_bytes >= limit_bytes or of_state_bytes > of_state_room_bytes or limit_bytes < PAGE_BYTES:
         raise HostMemoryError(
             f"{format_bytes(limit_bytes)} of host memory may be booked ({limited_by}). Between the GPU and "
             f"--swap-disk-dir stand buffers of {format_bytes(buffers_bytes + of_state_bytes)}: raise --swap-host-gib."

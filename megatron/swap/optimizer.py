@@ -140,25 +140,43 @@ class OptimizerSwap:
     # ------------------------------------------------------- how much of it rests
 
     def resting(self) -> Resting:
-        """All state, as far as that is known, the part of it that rests at most, and the kernels of the last step."""
+        """All state, as far as that is known, the part of it that rests at most, the kernels of the last step, and the
+        disk since the last call: each byte comes and goes in a step."""
         self._device.synchronize()
+        if not self._resting_bytes:
+            return Resting(0.0, 0.0, 0.0)
         update_ms = sum(swap.update_ms() for swap in self._swaps)
-        state_bytes = sum(home.num_bytes for swap in self._swaps for one in swap.members for home in one.homes.values())
-        most = self._resting_bytes / max(1, self._seen_bytes)
-        return Resting(state_bytes / most / GIB, most, update_ms / most) if most else Resting(0.0, 0.0, 0.0)
+        members = self._members()
+        sizes = {member: sum(home.num_bytes for home in member.homes.values()) for member in members}
+        disk_gib = sum(sizes[member] for member in members if member.disk_bytes) / GIB
+        moved_gib = 2 * sum(member.disk_bytes for member in members) / GIB
+        disk_ms = 0.0 if self._disk is None else moved_gib * self._disk.traffic.take_ms_per_gib()
+        most = self._resting_bytes / self._seen_bytes
+        return Resting(sum(sizes.values()) / most / GIB, most, update_ms / most, disk_gib, disk_ms)
 
     def let_rest(self, part: float) -> None:
-        """From now on ``part`` of all state rests, or as much as did at first. Between steps."""
-        resting_bytes = seen_bytes = 0.0
+        """From now on ``part`` of all state rests, or as much as did at first. Between steps. What is on disk is the
+        first that stays; of what is left, as evenly as at first."""
+        members = self._members()
+        on_disk, in_host = ([one for one in members if bool(one.disk_bytes) is where] for where in (True, False))
+        # Of all bytes, those whose state never rests too.
+        to_stay_bytes = max(0.0, self._resting_bytes - part * self._seen_bytes * (1 + ROUNDING))
         wanted = set()
-        for member in (member for swap in self._swaps for member in swap.members):
-            # As many bytes as it stands for, of those whose state never rests too.
-            seen_bytes += member.param.nbytes * self._seen_bytes / self._resting_bytes
-            if resting_bytes + member.param.nbytes <= part * seen_bytes * (1 + ROUNDING):
-                resting_bytes += member.param.nbytes
-                wanted.add(member.param)
+        for some in (on_disk, in_host):
+            num_bytes = sum(member.param.nbytes for member in some)
+            share = max(0.0, 1 - to_stay_bytes / num_bytes) if num_bytes else 0.0
+            resting_bytes = seen_bytes = 0
+            for member in some:
+                seen_bytes += member.param.nbytes
+                if resting_bytes + member.param.nbytes <= share * seen_bytes * (1 + ROUNDING):
+                    resting_bytes += member.param.nbytes
+                    wanted.add(member.param)
+            to_stay_bytes = max(0.0, to_stay_bytes - (num_bytes - resting_bytes))
         for swap in self._swaps:
             swap.let_rest(wanted)
+
+    def _members(self) -> list[Member]:
+        return [member for swap in self._swaps for member in swap.members]
 
     @property
     def staying_bytes(self) -> int:

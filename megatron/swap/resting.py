@@ -70,10 +70,14 @@ class Member:
         return sum(home.dtype.itemsize for home in self.homes.values())
 
     @property
+    def disk_bytes(self) -> int:
+        """Of all that rests, on disk."""
+        return sum(home.num_bytes for home in self.homes.values() if isinstance(home.room, DiskRoom))
+
+    @property
     def num_aligned(self) -> int:
         """Slices begin at a multiple of so many elements; of what is on disk at a block."""
-        is_on_disk = any(isinstance(home.room, DiskRoom) for home in self.homes.values())
-        return BLOCK_BYTES if is_on_disk else ALIGNED
+        return BLOCK_BYTES if self.disk_bytes else ALIGNED
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron.swap.plan import load_plan
+from megatron.swap.planner.profile import load_profile
 from megatron.swap.types import GIB
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, assert_same_training, recorded
 
@@ -102,6 +103,23 @@ def test_as_much_rests_as_the_budget_asks_for(
     )
     assert_same_training(plain, again)
     assert ("optimizer state of" in again.output) == (found > 0)
+
+
+def test_what_rests_on_disk_is_part_of_the_plan(trainer: Trainer) -> None:
+    """The profile says how long the disk takes, which is known once some of it has been read and written."""
+    flags = f"{BF16} --train-iters 16 --lr-decay-iters 16"
+    plain = trainer.unswapped(flags)
+    run = trainer.run(
+        f"{flags} {SWAP_SMALL} --swap-optimizer auto --swap-memory-gib {1.5 * plain.summary['saved_peak_bytes'] / GIB} "
+        f"--swap-disk-dir . --swap-host-gib 0.04 --swap-save-profile profile.json {recorded('torch')}"
+    )
+    assert_same_training(plain, run)
+    assert run.summary["optimizer_disk_bytes"] > 0
+    assert run.summary["planning"]["stages"][-1]["stage"] == "stable"
+    resting = load_profile(run.directory / "profile.json").resting
+    assert resting is not None
+    assert resting.disk_gib >= run.summary["optimizer_disk_bytes"] / GIB * 0.99
+    assert resting.disk_ms > 0
 
 
 @pytest.mark.parametrize("saved", ["torch", "torch_dist"])

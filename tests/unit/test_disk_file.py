@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from megatron.swap import disk_file
-from megatron.swap.disk_file import BLOCK_BYTES, DiskError, DiskFile, DiskRoom
-from megatron.swap.types import MIB, UsageError
+from megatron.swap.disk_file import BLOCK_BYTES, DiskError, DiskFile, DiskRoom, Traffic
+from megatron.swap.types import GIB, MIB, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -240,3 +240,29 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
     process.wait()
     assert list(tmp_path.iterdir()) == []
     assert not opened_in(tmp_path)
+
+
+def test_the_disk_is_busy_while_anything_is_under_way() -> None:
+    now = 0.0
+    traffic = Traffic(lambda: now)
+    assert traffic.take_ms_per_gib() == 0
+    with traffic.of(GIB):
+        now = 2.0
+        with traffic.of(2 * GIB):
+            now = 3.0
+        now = 4.0
+    now = 10.0
+    with suppress(DiskError), traffic.of(GIB):
+        now = 12.0
+        raise DiskError
+    assert traffic.take_ms_per_gib() == pytest.approx(6000 / 4)
+    assert traffic.take_ms_per_gib() == 0
+
+
+def test_all_that_is_read_and_written_counts(disk: DiskFile) -> None:
+    (room,) = disk.take_all([MIB])
+    written(disk, room, 0, aligned(MIB, 1))
+    assert disk.traffic.take_ms_per_gib() > 0
+    back(disk, room, 0, MIB)
+    assert disk.traffic.take_ms_per_gib() > 0
+    assert disk.traffic.take_ms_per_gib() == 0

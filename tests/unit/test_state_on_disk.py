@@ -21,6 +21,7 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import BLOCK_BYTES, DiskError, DiskFile, DiskRoom
 from megatron.swap.host_arena import HostArena
 from megatron.swap.optimizer import OptimizerSwap
+from megatron.swap.resting import Home, Member
 from megatron.swap.staging import NUM_STAGED, with_ends
 from megatron.swap.state_mover import StateMover
 from megatron.swap.types import KIB, MIB, UsageError
@@ -110,6 +111,35 @@ def test_what_rests_may_change_between_steps(disk: DiskFile) -> None:
         assert swapped.swap is not None
         swapped.swap.let_rest({swapped.params[i] for i in wanted})
         assert same(swapped.steps(2).all(), alone.steps(2).all())
+
+
+def a_member(number: int, disk: DiskFile | None = None) -> Member:
+    """Of one MiB in host memory, and two more there or on disk."""
+    member = Member(torch.full((1024, 256), float(number)), 0)
+    for name in ("main", "exp_avg", "exp_avg_sq"):
+        room = torch.empty(MIB, dtype=torch.uint8) if disk is None or name == "main" else disk.take_all([MIB])[0]
+        member.homes[name] = Home(member.param, room)
+    return member
+
+
+def test_what_is_on_disk_is_the_first_that_stays(disk: DiskFile) -> None:
+    """Ten parameters rest of twelve, in the middle four of them on disk."""
+    members = [a_member(number, disk if 3 <= number < 7 else None) for number in range(10)]
+    rests: set[torch.Tensor] = set()
+    swap = OptimizerSwap(1.0, EmulatedDevice(), 64 * MIB, 0, disk)
+    swap._swaps = [SimpleNamespace(members=members, let_rest=rests.update, update_ms=lambda: 10.0)]  # type: ignore[list-item]
+    swap._seen_bytes, swap._resting_bytes = 12 * MIB, 10 * MIB
+    disk.traffic.take_ms_per_gib = lambda: 1e3  # type: ignore[method-assign]
+    told = swap.resting()
+    assert (told.state_gib, told.share) == (pytest.approx(36 / 1024), pytest.approx(10 / 12))
+    assert (told.disk_gib, told.disk_ms) == (pytest.approx(12 / 1024), pytest.approx(2 * 8 * 1e3 / 1024))
+    for part, wanted in (
+        (1.0, range(10)), (10 / 12, range(10)), (9 / 12, {0, 1, 2, 4, 5, 6, 7, 8, 9}),
+        (8 / 12, {0, 1, 2, 4, 6, 7, 8, 9}), (6 / 12, {0, 1, 2, 7, 8, 9}), (3 / 12, {1, 7, 9}), (0.0, ()),
+    ):  # fmt: skip
+        rests.clear()
+        swap.let_rest(part)
+        assert {int(param[0, 0]) for param in rests} == set(wanted)
 
 
 def test_optimizers_that_step_whole_parameters_are_refused(disk: DiskFile) -> None:

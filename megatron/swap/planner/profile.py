@@ -7,7 +7,7 @@ or backward. Sizes are those of whole storages, each named by the site that save
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -52,21 +52,31 @@ class Link:
 
 @dataclass(frozen=True)
 class Resting:
-    """Optimizer state of which the planner decides how much rests in host memory.
+    """Optimizer state of which the planner decides how much rests in host memory, and behind that on disk.
 
     Attributes:
         state_gib: all of it, on this rank.
         share: of it, 0 to 1, what rested when the profile was made. No more can.
         update_ms: what the optimizer's own kernels take for all of it; copies run beside them. 0: not known.
+        disk_gib: of what rested then, the state of parameters of which some was on disk: it is the first to stay.
+        disk_ms: what reading and writing that takes in a step.
     """
 
     state_gib: float
     share: float
     update_ms: float
+    disk_gib: float = 0.0
+    disk_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.state_gib < 0 or self.update_ms < 0 or not 0 <= self.share <= 1:
-            raise UsageError(f"resting: {self} is given; state_gib and update_ms must be 0 or more, share 0 to 1.")
+        if min(self.state_gib, self.update_ms, self.disk_gib, self.disk_ms) < 0 or not 0 <= self.share <= 1:
+            raise UsageError(f"resting: {self} is given; share must be 0 to 1, all others 0 or more.")
+
+    def with_share(self, share: float) -> Resting:
+        """If ``share`` of the state rested: less of it is on disk, or none."""
+        left_gib = max(0.0, self.disk_gib - (self.share - share) * self.state_gib)
+        disk_ms = self.disk_ms * left_gib / self.disk_gib if self.disk_gib else 0.0
+        return replace(self, share=share, disk_gib=left_gib, disk_ms=disk_ms)
 
 
 @dataclass(frozen=True)

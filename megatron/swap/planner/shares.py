@@ -58,21 +58,22 @@ def solve_shares(profile: Profile, budget_gib: float, max_plans: int = 3) -> Sol
 
 def with_share(profile: Profile, share: float) -> Profile:
     """``profile`` with another part at rest, copied home at the speed of one direction: coming in overlaps with it.
-    The optimizer's kernels run beside the copies of what they step; what stays is stepped by itself."""
+    The optimizer's kernels, and the disk, run beside the copies of what they step; what stays is stepped by itself."""
     resting = profile.resting
     assert resting is not None
+    other = resting.with_share(share)
     link = profile.link
     both_gb_s = min(link.d2h_beside_h2d_gb_s, link.h2d_beside_d2h_gb_s)
     update_ms, measured_share = resting.update_ms, resting.share
     copied_ms = resting.state_gib * measured_share * 2**30 / (both_gb_s * 1e6)
-    measured_ms = (1 - measured_share) * update_ms + max(measured_share * update_ms, copied_ms)
+    measured_ms = (1 - measured_share) * update_ms + max(measured_share * update_ms, copied_ms, resting.disk_ms)
     optimizer_ms = max(0.0, profile.outside.optimizer_ms - measured_ms)
-    optimizer_ms += (1 - share) * update_ms + max(share * update_ms, _home_ms(profile, share))
+    optimizer_ms += (1 - share) * update_ms + max(share * update_ms, _home_ms(profile, share), other.disk_ms)
     return replace(
         profile,
         static_gib=profile.static_gib + (resting.share - share) * resting.state_gib,
         outside=replace(profile.outside, optimizer_ms=optimizer_ms),
-        resting=replace(resting, share=share),
+        resting=other,
     )
 
 
@@ -95,7 +96,7 @@ def _at(profile: Profile, share: float, budget_gib: float, max_plans: int) -> So
 def hidden_ms(profile: Profile, share: float, prediction: Prediction) -> float:
     """Of the copies home: what the next forward leaves of the link when activations have gone out, but no more than
     stands in the memory that activations leave between two steps. The rest comes and goes within the step, which takes
-    as long as its kernels in any case."""
+    as long as its kernels, and as the disk, in any case."""
     assert profile.resting is not None
     home_ms = _home_ms(profile, share)
     static_gib = with_share(profile, share).static_gib
@@ -103,7 +104,7 @@ def hidden_ms(profile: Profile, share: float, prediction: Prediction) -> float:
     link = profile.link
     both_gb_s = min(link.d2h_beside_h2d_gb_s, link.h2d_beside_d2h_gb_s)
     within_ms = max(0.0, share * profile.resting.state_gib - room_gib) * 2**30 / (both_gb_s * 1e6)
-    seen_ms = max(within_ms, share * profile.resting.update_ms)
+    seen_ms = max(within_ms, share * profile.resting.update_ms, profile.resting.with_share(share).disk_ms)
     return max(0.0, min(_window_ms(profile, prediction), home_ms - seen_ms))
 
 

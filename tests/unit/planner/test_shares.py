@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -86,6 +87,52 @@ def test_kernels_take_their_time_however_little_is_copied(profile: Profile) -> N
     assert with_share(slow, 0.0).outside.optimizer_ms == 2 * measured_ms
 
 
+def with_disk(profile: Profile, disk_gib: float, disk_ms: float) -> Profile:
+    """As if so much of the state that rests had been on disk: longer by what that takes beyond the link."""
+    assert profile.resting is not None
+    none_ms, all_ms = (with_share(profile, share).outside.optimizer_ms for share in (0.0, 1.0))
+    outside = replace(profile.outside, optimizer_ms=none_ms + max(disk_ms, all_ms - none_ms))
+    return replace(profile, outside=outside, resting=replace(profile.resting, disk_gib=disk_gib, disk_ms=disk_ms))
+
+
+def test_the_less_rests_the_less_is_on_disk(profile: Profile) -> None:
+    assert profile.resting is not None
+    state_gib = profile.resting.state_gib
+    on_disk = with_disk(profile, state_gib / 4, 8000.0)
+    assert with_share(on_disk, 1.0) == on_disk
+    for share, disk_gib in ((0.9, 0.15 * state_gib), (0.76, 0.01 * state_gib), (0.75, 0.0), (0.2, 0.0)):
+        other = with_share(on_disk, share)
+        assert other.resting is not None
+        assert other.resting.disk_gib == pytest.approx(disk_gib)
+        assert other.resting.disk_ms == pytest.approx(8000.0 * disk_gib / (state_gib / 4))
+        without = with_share(profile, share)
+        assert other.static_gib == without.static_gib
+        longer_ms = other.outside.optimizer_ms - without.outside.optimizer_ms
+        home_ms = without.outside.optimizer_ms - with_share(profile, 0.0).outside.optimizer_ms
+        assert longer_ms == pytest.approx(max(0.0, other.resting.disk_ms - home_ms))
+
+
+@pytest.mark.parametrize("budget_gib", [26, 30, 38])
+def test_what_would_be_on_a_slow_disk_stays_if_other_means_cost_less(profile: Profile, budget_gib: float) -> None:
+    assert profile.resting is not None
+    on_disk = with_disk(profile, profile.resting.state_gib / 2, 60000.0)
+    best_ms = float("inf")
+    for step in range(STEPS + 1):
+        try:
+            found = solve(replace(with_share(on_disk, step / STEPS), resting=None), budget_gib)
+        except Infeasible:
+            continue
+        best_ms = min(best_ms, found.prediction.step_ms - hidden_ms(on_disk, step / STEPS, found.prediction))
+    answer, without = solve_shares(on_disk, budget_gib), solve_shares(profile, budget_gib)
+    assert answer.prediction.step_ms <= 1.002 * best_ms
+    assert answer.lower_bound_ms <= answer.prediction.step_ms
+    assert answer.plan.resting is not None
+    assert without.plan.resting is not None
+    assert answer.plan.resting <= max(0.5, without.plan.resting)
+    if without.plan.resting > 0.5:
+        assert answer.prediction.step_ms > without.prediction.step_ms
+
+
 def test_nothing_to_decide_without_auto(profile: Profile) -> None:
     fixed = of_flags("--swap-optimizer", "0.5")
     assert solve_shares(fixed, 40).plan == solve(fixed, 40).plan
@@ -100,10 +147,13 @@ def test_no_part_is_enough(profile: Profile) -> None:
 def test_files(profile: Profile, tmp_path) -> None:  # type: ignore[no-untyped-def]
     save_profile(profile, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == profile
-    text = (tmp_path / "profile.json").read_text().replace('"share": 1.0', '"share": 1.5')
-    (tmp_path / "profile.json").write_text(text)
-    with pytest.raises(UsageError, match="share 0 to 1"):
+    text = (tmp_path / "profile.json").read_text()
+    (tmp_path / "profile.json").write_text(text.replace('"share": 1.0', '"share": 1.5'))
+    with pytest.raises(UsageError, match="share must be 0 to 1, all others 0 or more"):
         load_profile(tmp_path / "profile.json")
+    (tmp_path / "profile.json").write_text(re.sub(r',\s*"disk_gib": 0.0,\s*"disk_ms": 0.0', "", text))
+    assert "disk_ms" not in (tmp_path / "profile.json").read_text()
+    assert load_profile(tmp_path / "profile.json") == profile  # as written before there was a disk
 
 
 def test_of_the_stages_of_a_pipeline_the_one_that_needs_most(profile: Profile) -> None:
