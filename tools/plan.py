@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.swap.config import check_files
 from megatron.swap.plan import load_plan, save_plan
-from megatron.swap.planner.flags import Training, read_flags
+from megatron.swap.planner.flags import Training, check_known, read_flags
 from megatron.swap.planner.gpus import GPUS, find_gpu
 from megatron.swap.planner.profile import Profile, load_profile, save_profile
 from megatron.swap.planner.shape import params_of_rank, shape_profile
@@ -101,10 +101,15 @@ def plan(options: argparse.Namespace) -> None:
         shown = load_plan(options.show)
         print(plan_heading(shown), plan_table(shown), sep="\n\n")
         return
-    training = None if options.profile else read_flags(options.flags, options.num_gpus)
+    training = None
+    if options.gpu:
+        check_known(options.flags)
+        training = read_flags(options.flags, options.num_gpus)
     profile = find_profile(options, training)
     measured = () if options.summary is None else read_measured(options.summary, profile)
     budget_gib = profile.device.memory_gib if options.memory_gib is None else options.memory_gib
+    if options.gpu and budget_gib > profile.device.memory_gib:
+        raise UsageError(f"--memory-gib {budget_gib:g}: {profile.device.name} has {profile.device.memory_gib:g} GiB.")
     solution = solve_shares(profile, budget_gib)
     part = solution.plan.resting
     planned = profile if part is None else with_share(profile, part)
@@ -174,7 +179,7 @@ def read_measured(path: Path, profile: Profile) -> tuple[MemoryRow, ...]:
         num_layers, ranks = summary["num_layers"], summary["ranks"]
         rank = ranks[profile.pipeline.rank * len(ranks) // profile.model.pipeline_parallel]
         rows = rank["memory"]
-    except (ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
             f"--summary {path}: is not what --swap-summary writes today ({type(error).__name__}: {error}). Train again "
             "with it, or leave --summary out."

@@ -167,11 +167,13 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
 
 
 def device_memory_gib(args: argparse.Namespace) -> float:
-    """Memory of this rank's device in GiB; without a GPU, of the machine, whose memory plays the device."""
+    """Memory of this rank's device in GiB; without a GPU, of the machine, whose memory plays the device, or as much of
+    that as a flag says."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(args.local_rank).total_memory / GIB
     host = safe_host_bytes(1)
-    return min(host.total_bytes, host.cgroup_limit_bytes or host.total_bytes) / GIB
+    machine_gib = min(host.total_bytes, host.cgroup_limit_bytes or host.total_bytes) / GIB
+    return min(machine_gib, args.swap_cpu_memory_gib or machine_gib)
 
 
 def recompute_kinds(args: argparse.Namespace, config: SwapConfig) -> tuple[str, ...]:

@@ -158,6 +158,10 @@ def test_the_budget_in_gib() -> None:
     for flags, part in (("--swap-policy auto", 0.95), ("--swap-memory-fraction 0.5", 0.5)):
         assert swap_config(parsed(flags)).budget_gib(device_gib) == device_gib * part
     assert swap_config(parsed("--swap-memory-gib 0.1")).budget_gib(device_gib) == 0.1
+    little = parsed("--swap-policy auto --swap-memory-fraction 0.5 --swap-cpu-memory-gib 0.05")
+    assert device_memory_gib(little) == 0.05
+    with pytest.raises(UsageError, match=r"--swap-memory-gib 0\.1"):
+        swap_config(parsed("--swap-memory-gib 0.1 --swap-cpu-memory-gib 0.05"))
 
 
 def test_the_kinds_that_have_to_tell(folder: Path) -> None:

@@ -11,6 +11,16 @@ from megatron.swap.plan import Model
 from megatron.swap.planner.states import States
 from megatron.swap.types import MOST, UsageError
 
+UNKNOWN = frozenset({
+    "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
+    "cpu-offloading-num-layers", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
+    "fine-grained-activation-offloading", "fp4-format", "fp8-format", "moe-ffn-hidden-size", "moe-layer-freq",
+    "moe-shared-expert-intermediate-size", "mtp-num-layers", "multi-latent-attention", "optimizer",
+    "optimizer-cpu-offload", "pipeline-model-parallel-layout", "recompute-activations", "recompute-granularity",
+    "use-megatron-fsdp", "use-torch-fsdp2",
+})  # fmt: skip
+"""Flags of Megatron that change what a step holds or how long it takes, and that ``shape_profile`` knows nothing of."""
+
 
 @dataclass(frozen=True)
 class Training:
@@ -52,9 +62,18 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     if batch % per_round:
         raise UsageError(f"--global-batch-size {batch}: must be a multiple of {per_round}, micro-batch x replicas.")
     virtual = known.num_virtual_stages_per_pipeline_rank or 1
-    if known.num_layers_per_virtual_pipeline_stage:
-        virtual = known.num_layers // pipeline // known.num_layers_per_virtual_pipeline_stage
+    if per_stage := known.num_layers_per_virtual_pipeline_stage:
+        _check_whole(known, "num_layers", pipeline * per_stage, "stages x --num-layers-per-virtual-pipeline-stage")
+        virtual = known.num_layers // pipeline // per_stage
     known.virtual_pipeline_model_parallel_size = virtual
+    _check_whole(known, "num_layers", pipeline * virtual, "the chunks of the model on all stages")
+    if known.kv_channels is None:
+        _check_whole(known, "hidden_size", known.num_attention_heads, "--num-attention-heads")
+    _check_whole(known, "num_attention_heads", tensor, "--tensor-model-parallel-size")
+    if known.group_query_attention:
+        _check_whole(known, "num_attention_heads", known.num_query_groups, "--num-query-groups")
+    if known.num_experts is not None:
+        _check_whole(known, "num_experts", known.expert_model_parallel_size, "--expert-model-parallel-size")
     is_aware = known.use_precision_aware_optimizer
     part = parse_part(known.swap_optimizer)
     if part is not None and not 0 <= part <= 1:
@@ -72,6 +91,28 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states,
         _host_gib(known.swap_host_gib), known.swap_disk_dir is not None,
     )  # fmt: skip
+
+
+def check_known(flags: Sequence[str]) -> None:
+    """Whether arithmetic alone can tell what this training takes.
+
+    Raises:
+        UsageError: a flag changes sizes or times, and arithmetic does not know how.
+    """
+    known, rest = _parser().parse_known_args(list(flags))
+    if known.optimizer != "adam":
+        rest.append(f"--optimizer {known.optimizer}")
+    for flag in rest:
+        if flag.startswith("--") and flag[2:].split()[0].split("=")[0] in UNKNOWN:
+            raise UsageError(
+                f"{flag}: what that takes is not known without a measurement. Leave it out, or measure a profile "
+                "(train with --swap-save-profile) and plan with --profile."
+            )
+
+
+def _check_whole(known: argparse.Namespace, name: str, parts: int, what: str) -> None:
+    if getattr(known, name) % parts:
+        raise UsageError(f"--{name.replace('_', '-')} {getattr(known, name)}: must be a multiple of {parts}, {what}.")
 
 
 def parse_part(text: str) -> float | None:
@@ -152,13 +193,14 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("num-query-groups", "tensor-model-parallel-size", "pipeline-model-parallel-size",
                  "context-parallel-size", "expert-model-parallel-size"):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--vocab-size", type=int, default=32000)
+    parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--swap-optimizer", default="0")
     parser.add_argument("--swap-host-gib")
     parser.add_argument("--swap-disk-dir")
     parser.add_argument("--main-grads-dtype", default="fp32")
+    parser.add_argument("--optimizer", default="adam")
     for name in ("group-query-attention", "swiglu", "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer",
                  "use-precision-aware-optimizer", "untie-embeddings-and-output-weights"):  # fmt: skip
         parser.add_argument(f"--{name}", action="store_true")

@@ -193,6 +193,9 @@ class LayerClass:
             if not in_order or (site.recompute_ms or 0) < 0:
                 raise UsageError(f"{here} {site.site}: sizes and times must be 0 or more, done_at_ms at least "
                                  f"needed_at_ms; given are {site}.")  # fmt: skip
+            if unknown := set(site.recompute_needs) - set(names):
+                raise UsageError(f"{here} {site.site}: {sorted(unknown)} in recompute_needs are no sites; there are "
+                                 f"{names}.")  # fmt: skip
         for section in self.sections:
             unknown = {*section.frees, *section.needs} - set(names)
             if unknown:

@@ -65,9 +65,10 @@ def plan(of: Profile, classes: dict[tuple[int, ...], dict[str, str]], **sections
 
 
 def random_class(source: random.Random, layers: tuple[int, ...], num_sites: int) -> LayerClass:
-    """Equal layers with sites in order, some of them recomputable from others, and at times a section."""
+    """Equal layers with sites in order, some of them recomputable from others, and at times a section. Backward takes
+    twice as long as forward, or so little that copies in are not hidden."""
     forward_ms = source.uniform(0.5, 4.0)
-    backward_ms = 2 * forward_ms
+    backward_ms = forward_ms * random.Random(forward_ms).choice([2.0, 2.0, 0.2])
     names = [f"m{i}/0" for i in range(num_sites)]
     saved = sorted(source.uniform(0, forward_ms) for _ in names)
     needed = sorted((source.uniform(0, backward_ms) for _ in names), reverse=True)

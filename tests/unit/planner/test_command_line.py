@@ -12,7 +12,10 @@ from megatron.swap.planner.profile import save_profile
 from tests.unit.planner.cases import random_profile
 from tools import plan as program
 
-FLAGS = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --bf16"
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --bf16 "
+    "--vocab-size 256"
+)
 
 
 @pytest.fixture
@@ -60,6 +63,24 @@ def test_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, fla
         )),
         *((f"--gpu h200 -- {FLAGS} --swap-host-gib {given}", f"--swap-host-gib {given}: a number is expected")
           for given in ("lots", "nan", "inf", "0", "-1")),
+        *((f"--gpu h200 -- {FLAGS} {flags}", f"{flags}: what that takes is not known without a measurement")
+          for flags in ("--optimizer sgd", "--recompute-activations", "--fp8-format=hybrid")),
+        (f"--gpu h200 -- {FLAGS} --mtp-num-layers 1", "--mtp-num-layers: what that takes is not known"),
+        *((f"--gpu h200 -- {FLAGS} {flags}", message) for flags, message in (
+            ("--num-attention-heads 5", "--hidden-size 64: must be a multiple of 5, --num-attention-heads"),
+            ("--tensor-model-parallel-size 3", "--num-attention-heads 4: must be a multiple of 3, --tensor-model"),
+            ("--group-query-attention --num-query-groups 3", "heads 4: must be a multiple of 3, --num-query-groups"),
+            ("--num-experts 5 --expert-model-parallel-size 2", "--num-experts 5: must be a multiple of 2, --expert"),
+            ("--pipeline-model-parallel-size 3", "--num-layers 4: must be a multiple of 3, the chunks of the model"),
+            ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+             "--num-layers 4: must be a multiple of 6, stages x --num-layers-per-virtual-pipeline-stage"),
+            ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
+             "--num-layers 4: must be a multiple of 6, the chunks of the model"),
+        )),
+        ("--gpu h200 -- --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1",
+         "a plan needs the size of the vocabulary: give --vocab-size"),
+        (f"--gpu h200 --memory-gib 140 -- {FLAGS}", "--memory-gib 140: NVIDIA H200 has 139.8 GiB"),
+        (f"--gpu h200 --summary none.json -- {FLAGS}", "--summary none.json: is not what --swap-summary writes today"),
         ("--profile profile.json --summary run.json", "--summary run.json: does not go with --profile"),
         ("--show plan.json --summary run.json", "--summary run.json: does not go with --show, which prints"),
         (f"--gpu h200 -- {FLAGS} --seq-length 1{'0' * 400}", f"--seq-length 1{'0' * 400}: must be at least 1 and at"),
@@ -125,7 +146,7 @@ def test_a_disk_that_is_full_is_one_line(folder: Path, monkeypatch: pytest.Monke
 def test_small_budgets_are_told_apart(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    command = f"plan.py --gpu h200 --memory-gib 0.0999 --save plan.json -- {FLAGS} --vocab-size 256"
+    command = f"plan.py --gpu h200 --memory-gib 0.0999 --save plan.json -- {FLAGS}"
     monkeypatch.setattr(sys, "argv", command.split())
     program.main()
     monkeypatch.setattr(sys, "argv", ["plan.py", "--show", "plan.json"])

@@ -91,6 +91,8 @@ def test_sections_nest_or_stand_apart() -> None:
         LayerClass((0,), 1, 2, sites, (Section("x", ("a/0", "c/0"), (), 1), Section("y", ("a/0", "b/0"), (), 1)))
     with pytest.raises(UsageError, match=r"section x: \['d/0'\] are no sites"):
         LayerClass((0,), 1, 2, sites, (Section("x", ("d/0",), (), 1),))
+    with pytest.raises(UsageError, match=r"b/0: \['d/0'\] in recompute_needs are no sites"):
+        LayerClass((0,), 1, 2, (sites[0], replace(sites[1], recompute_needs=("a/0", "d/0"))))
 
 
 def _device_bytes(states: States) -> float:
@@ -157,6 +159,7 @@ class TestShapes:
         assert (shape.padded_vocab_size, shape.num_query_groups, shape.sequence_parallel) == (32000, 8, True)
         assert (training.num_micro_batches, training.tied, training.states) == (1, False, States(shards=2))
         short = "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --seq-length 8 --micro-batch-size 1"
+        short += " --vocab-size 256"
         assert read_flags(f"{short} --swiglu".split()).model.ffn_hidden_size == 10880
 
     def test_what_is_saved_outside_the_layers_is_what_is_kept_there(self) -> None:

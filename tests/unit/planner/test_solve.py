@@ -30,6 +30,18 @@ def random_budget(of: Profile, seed: int) -> float:
     return full * random.Random(seed).uniform(0.2, 1.1)
 
 
+def test_all_that_costs_time_counts_in_some_of_the_small_cases() -> None:
+    """Else brute force would say nothing about it."""
+    answers = []
+    for of, budget in ((random_profile(seed), random_budget(random_profile(seed), seed)) for seed in range(200)):
+        answers.append(Program(of).solve(budget, of.host_gib, bound_windows(of)))
+    found = [answer for answer in answers if answer is not None]
+    assert len(found) > 100
+    assert len(found) < 190
+    assert sum(answer.out_exposed_ms > NEAR_MS for answer in found) >= 3
+    assert sum(answer.in_exposed_ms > NEAR_MS for answer in found) >= 3
+
+
 @pytest.mark.parametrize("block", range(10))
 def test_the_program_finds_what_brute_force_finds(block: int) -> None:
     """200 small cases: the same optimum of the same model, and feasible exactly where something fits."""
@@ -48,7 +60,8 @@ def test_the_program_finds_what_brute_force_finds(block: int) -> None:
 
 @pytest.mark.parametrize("seed", range(500, 530))
 def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
-    """Every plan, played by the simulator: none within the budget beats what is said to be the bound."""
+    """Every plan, played by the simulator: none within the budget beats what is said to be the bound, and the one that
+    is found is near the best."""
     of = random_profile(seed, most_sites=2)
     budget = random_budget(of, seed)
     host = float("inf") if of.host_gib is None else of.host_gib
@@ -61,7 +74,8 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
         return
     solution = solve(of, budget)
     assert solution.lower_bound_ms <= min(fitting) + 1e-6
-    assert solution.prediction.step_ms >= min(fitting) - 1e-6
+    # It may be faster than all of them: it also chooses how much comes ahead.
+    assert solution.lower_bound_ms - 1e-6 <= solution.prediction.step_ms <= 1.06 * min(fitting)
     assert solution.prediction.peak_gib <= budget
     assert solution.prediction.host_gib <= host + 1e-6
 
