@@ -339,6 +339,7 @@ half = 32 << 20
 job = [HostCopy(ctypes.addressof(source), ctypes.addressof(source) + half, half)]
 for _ in range(20_000):  # minutes of copies, of which all but the first few are dropped at the end
     ticket = queue.enqueue(job)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without it
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     queue.wait(ticket)
