@@ -422,7 +422,7 @@ class FakeMemory:
         self.fraction = fraction
 
 
-@pytest.mark.parametrize(("num_ranks", "mine_gib"), [(1, 139.75), (2, 138)])
+@pytest.mark.parametrize(("num_ranks", "mine_gib"), [(1, 139.75), (2, 136)])
 def test_a_guard_leaves_memory_for_libraries_and_gives_it_back(
     num_ranks: int, mine_gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
