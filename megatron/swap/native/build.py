@@ -45,12 +45,14 @@ class Library:
         sources: in this folder.
         linked: libraries, of torch's folder or the system's.
         include_folders: beside torch's and Python's.
+        exported: the symbols that others see, of a library that is loaded for all to see. Without, what headers say.
     """
 
     name: str
     sources: tuple[str, ...]
     linked: tuple[str, ...]
     include_folders: tuple[Path, ...] = ()
+    exported: tuple[str, ...] = ()
 
 
 MODULE = "megatron_swap_native"
@@ -61,6 +63,7 @@ NATIVE = Library(
         "machines.cpp", "ram_allocator.cpp", "bindings.cpp",
     ),
     ("c10", "dl"),
+    exported=(f"PyInit_{MODULE}", "megatron_swap_operator_hooks"),
 )  # fmt: skip
 
 
@@ -137,7 +140,7 @@ def build(folder: Path, library: Library = NATIVE) -> Path:
 def _key(library: Library = NATIVE) -> str:
     """Of everything that the result depends on, but the compiler: any will do."""
     here = Path(__file__).parent
-    parts = [torch.__version__, sys.version, platform.machine(), *FLAGS, *library.linked]
+    parts = [torch.__version__, sys.version, platform.machine(), *FLAGS, *library.linked, *library.exported]
     parts += map(str, library.include_folders)
     parts += [path.read_text() for path in [*(here / name for name in library.sources), *sorted(here.rglob("*.h"))]]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -155,6 +158,12 @@ def _compile(library: Library, target: Path) -> None:
         *(f"{here / name}" for name in library.sources), "-o", f"{target}", f"-L{of_torch / 'lib'}",
         *(f"-l{name}" for name in library.linked),
     ]
+    if library.exported:
+        # -fvisibility=hidden leaves the templates of the standard library visible, and libraries that are loaded
+        # later would use ours in place of their own.
+        script = target.with_suffix(".map")
+        script.write_text(f"{{ global: {'; '.join(library.exported)}; local: *; }};")
+        command.append(f"-Wl,--version-script={script}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
