@@ -75,7 +75,8 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What a launcher would set for ``rank``, and what keeps small runs quick."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # Megatron-LM may be there
     return {
-        "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
     }  # fmt: skip

@@ -134,6 +134,15 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert build.cache_folder() == tmp_path / "megatron_swap"
 
 
+@NEEDS_COMPILER
+def test_others_see_two_symbols() -> None:
+    """The library is loaded for all to see: what else is in it would take the place of other libraries' own."""
+    library = build.build(build.cache_folder())
+    listed = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
+    seen = {line.split()[-1] for line in listed.stdout.splitlines()}
+    assert seen == {"PyInit_megatron_swap_native", "megatron_swap_operator_hooks"}
+
+
 def test_the_header_has_the_same_states() -> None:
     header = (Path(base.__file__).parent / "transfer_queue.h").read_text()
     declared = ", ".join(f"{state.name.lower()} = {state.value}" for state in State)
