@@ -173,15 +173,20 @@ class Suite:
     unmeasured: list[str]
     """Cases that the suite's file has and nobody ran."""
 
-    def legend(self) -> list[tuple[str, str, str]]:
-        """Each method once: name, what it is, the flags that it adds."""
-        found: dict[str, tuple[str, str, str]] = {}
+    def legend(self) -> list[tuple[str, str, str, str]]:
+        """Each method once: name, what it is, the flags that it adds; once for each case where those differ, which is
+        named last."""
+        found: dict[str, dict[str, tuple[str, str]]] = {}
         for case in self.cases:
             others = [case.unswapped] if case.unswapped else case.rows
             for row in case.rows:
                 more = added(row, others) if len(case.rows) > 1 else row["flags"]
-                found.setdefault(row["method"], (row["method"], row.get("what") or "", more))
-        return list(found.values())
+                found.setdefault(row["method"], {}).setdefault(more, (row.get("what") or "", case.name))
+        return [
+            (method, what, more, case if len(by_flags) > 1 else "")
+            for method, by_flags in found.items()
+            for more, (what, case) in by_flags.items()
+        ]
 
 
 def build_suites(results: Results, pictures: Path) -> list[Suite]:

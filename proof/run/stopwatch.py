@@ -117,10 +117,10 @@ class Stopwatch:
         """What was measured; ``folder`` holds the summary and the trace, if they were asked for."""
         from megatron.training.training import num_floating_point_operations
 
-        steps_ms = [1e3 * (end - begin) for begin, end in zip(self._ends, self._ends[1:], strict=False)]
-        timed_ms = steps_ms[self._request.num_warm_up - 1 :]
-        if self._request.profile_step:
-            timed_ms = timed_ms[:-1]
+        plan, first = self._plan(), self._request.num_warm_up + 1
+        ends = self._ends[:-1] if self._request.profile_step else self._ends
+        timed = [step for step in range(first, len(ends) + 1) if step not in plan["unstable_steps"]]  # from 1
+        timed_ms = [1e3 * (ends[step - 1] - ends[step - 2]) for step in timed]
         batch, args = self._args.global_batch_size, self._args
         if self._request.sequence_schedule:  # the timed steps are of one length, or their times would be of no use
             args = Namespace(**vars(args))
@@ -138,7 +138,7 @@ class Stopwatch:
             **self._memory(),
             **self._engine,
             **self._phases.medians(),
-            **self._plan(),
+            **plan,
         }
         if self._request.has_summary:
             found["weights_sha256"] = weights_sha256(self._chunks)

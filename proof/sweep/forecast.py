@@ -13,6 +13,7 @@ from megatron.swap.config import USUAL_FRACTION
 from megatron.swap.plan import Infeasible, load_plan
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.planner.shares import solve_shares
 from megatron.swap.planner.simulate import simulate
@@ -42,12 +43,18 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Need:
-    """So many GiB of a tier, and how many a run may have of it. ``whose``: who says so."""
+    """So many GiB of a tier, and how many a run may have of it.
+
+    Attributes:
+        whose: who says so.
+        least_gib: what it can do with, where a run that plans itself takes more since it may.
+    """
 
     tier: str
     gib: float
     limit_gib: float
     whose: str
+    least_gib: float | None = None
 
     @property
     def text(self) -> str:
@@ -71,7 +78,10 @@ class Forecast:
     @property
     def fits(self) -> bool:
         """With a margin; a bound promises nothing beyond itself."""
-        return all(need.gib <= (1.0 if self.is_bound else 1 - MARGIN) * need.limit_gib for need in self.needs)
+        room = 1.0 if self.is_bound else 1 - MARGIN
+        return all(
+            (need.gib if need.least_gib is None else need.least_gib) <= room * need.limit_gib for need in self.needs
+        )
 
     @property
     def fullness(self) -> float:
@@ -119,13 +129,13 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     if gpu is not None and tiers.device is not None and by_flags and not offloaded:
         room_gib = max(0.0, engine_gib - resting_gib)
         known = _activations(flags, replace(training, states=states), replace(gpu, memory_gib=tiers.device), room_gib)
-    peak_gib, moved_gib, budget_gib = known or (static_gib, 0.0, tiers.device)
+    peak_gib, moved_gib = (known.peak_gib, known.moved_gib) if known else (static_gib, 0.0)
 
     needs = []
     if tiers.device is not None:
-        assert budget_gib is not None
-        whose = "the device's" if budget_gib >= tiers.device else "its budget"
-        needs.append(Need("device", peak_gib, min(budget_gib, tiers.device), whose))
+        limit_gib = min(known.budget_gib, tiers.device) if known else tiers.device
+        whose = "the device's" if limit_gib >= tiers.device else "its budget"
+        needs.append(Need("device", peak_gib, limit_gib, whose, known.least_gib if known else None))
     if "--swap-disk-dir" in flags:
         split = split_before_disk(resting_gib, engine_gib, moved_gib)
         disk_gib = split.state_on_disk + split.moved_on_disk
@@ -142,38 +152,56 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     return Forecast(tuple(needs), static_gib, is_bound=known is None and tiers.device is not None)
 
 
-def _activations(
-    flags: Sequence[str], training: Training, gpu: Gpu, host_gib: float
-) -> tuple[float, float, float] | None:
-    """GiB: peak of the device, what is swapped out of it, what it may hold; ``None``: the model does not know.
+@dataclass(frozen=True)
+class _Known:
+    """GiB: the device's peak, what is swapped out of it, what it may hold, and see ``Need.least_gib``."""
 
-    ``host_gib``: room for what is swapped.
-    """
+    peak_gib: float
+    moved_gib: float
+    budget_gib: float
+    least_gib: float | None = None
+
+
+def _activations(flags: Sequence[str], training: Training, gpu: Gpu, host_gib: float) -> _Known | None:
+    """``host_gib``: room for what is swapped. ``None``: the model does not know."""
     static_gib = training.states.device_gib(params_of_rank(training.model, training.tied)) + WORKSPACE_GIB
+    rests = training.states.resting > 0
+    least_gib = static_gib + (BUCKETS_GIB if rests else 0.0)
     if searches(tuple(flags)):
-        try:
-            profile = shape_profile(
-                training.model, gpu, training.num_micro_batches, tied=training.tied, states=training.states,
-                host_gib=host_gib,
-            )  # fmt: skip
-        except UsageError:
-            return None  # layers that its formulas do not know
-        part = _number(flags, "--swap-memory-fraction", USUAL_FRACTION)
-        budget_gib = _number(flags, "--swap-memory-gib", part * gpu.memory_gib)
-        try:
-            prediction = solve_shares(profile, budget_gib, 1).prediction
-        except Infeasible as error:
-            return error.smallest_gib, 0.0, budget_gib
-        more_gib, moved_gib = prediction.peak_gib - static_gib, prediction.host_gib
-    else:
-        rests = training.states.resting > 0
-        found = _beyond_static(tuple(_without(flags, "--swap-optimizer")), gpu, rests)
-        if found is None:
-            return None
-        more_gib, moved_gib = found
-    if training.states.resting:
-        more_gib = max(more_gib, BUCKETS_GIB)
-    return static_gib + more_gib, moved_gib, gpu.memory_gib
+        return _searched(flags, training, gpu, host_gib, least_gib)
+    found = _beyond_static(tuple(_without(flags, "--swap-optimizer")), gpu, rests)
+    if found is None:
+        return None
+    more_gib, moved_gib = found
+    return _Known(max(static_gib + more_gib, least_gib), moved_gib, gpu.memory_gib)
+
+
+def _searched(
+    flags: Sequence[str], training: Training, gpu: Gpu, host_gib: float, least_gib: float
+) -> _Known | None:
+    """Of a run that plans itself. ``least_gib``: takes its optimizer's step."""
+    try:
+        profile = shape_profile(
+            training.model, gpu, training.num_micro_batches, tied=training.tied, states=training.states,
+            host_gib=host_gib,
+        )  # fmt: skip
+    except UsageError:
+        return None  # layers that its formulas do not know
+    part = _number(flags, "--swap-memory-fraction", USUAL_FRACTION)
+    budget_gib = _number(flags, "--swap-memory-gib", part * gpu.memory_gib)
+    lowest_gib = max(least_gib, _lowest_gib(profile))
+    try:
+        prediction = solve_shares(profile, budget_gib, 1).prediction
+    except Infeasible:
+        return _Known(lowest_gib, 0.0, budget_gib)
+    return _Known(max(prediction.peak_gib, least_gib), prediction.host_gib, budget_gib, lowest_gib)
+
+
+def _lowest_gib(profile: Profile) -> float:
+    try:
+        return solve_shares(profile, 0.0, 1).prediction.peak_gib
+    except Infeasible as error:
+        return error.smallest_gib
 
 
 @cache

@@ -131,7 +131,7 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
         name = f"**{found.method}**" if found.is_ours else found.method
         row = found.best
         if row is None:
-            lines.append([name, "none", *[ABSENT] * 8, found.stopped_by])
+            lines.append([name, "none that was tried", *[ABSENT] * 8, found.stopped_by])
             continue
         device = _cell(row["device_peak_gib"], ".2f")
         if row["device_reserved_gib"] is not None:

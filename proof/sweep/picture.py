@@ -77,7 +77,7 @@ def _length(found: Found, grows: bool) -> float:
 def _words(panel: Any, place: int, found: Found, color: str) -> None:
     """Two lines beside the bar: what was reached, and what stopped the next."""
     row = found.best
-    told = "nothing trains"
+    told = "nothing that was tried trains"
     if row is not None:
         parts = [row["case"]]
         if AXES[row["axis"]].grows:

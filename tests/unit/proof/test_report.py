@@ -12,11 +12,11 @@ import pytest
 
 from proof.bench import losses
 from proof.report import guard, overhead, tables
-from proof.report.build import HERE, Case, build, check, read_results, to_html
+from proof.report.build import HERE, Case, Suite, build, check, read_results, to_html
 from proof.report.flags import is_ours, means, recomputed_sites, shape, swapped_layers, swapped_modules, without_swap
 from proof.report.profiles import read_profiles
 from proof.report.text import Table
-from proof.rows import GIB, RowError, write_rows
+from proof.rows import GIB, Row, RowError, write_rows
 from proof.stamp import KEYWORD, stamp_of, with_text
 from tests.unit.proof.made_report import (
     RECOMPUTE,
@@ -329,6 +329,17 @@ def test_optimizer_state_at_rest_is_ours_and_no_rung_of_the_ladder() -> None:
 def test_numbers_stand_to_the_right() -> None:
     table = Table(["a", "b", "c"], [["x", "1.0 (0.5–2.0)", "y"], ["z", "–", "3 × GPU"]])
     assert str(table).splitlines()[1] == "| --- | ---: | --- |"
+
+
+def test_a_method_with_other_flags_in_each_case_is_told_for_each() -> None:
+    def rows(case: str, gib: int) -> list[Row]:
+        budget = f"--swap-memory-gib {gib}"
+        return [a_row("none", 700.0, 40.0, case=case), a_row("auto-60%", 710.0, 30.0, budget, case=case)]
+
+    suite = Suite("h200-dense", "", [Case("a", rows("a", 5), None, []), Case("b", rows("b", 6), None, [])], [])
+    assert [(method, more, case) for method, _, more, case in suite.legend()] == [
+        ("none", "", ""), ("auto-60%", "--swap-memory-gib 5", "a"), ("auto-60%", "--swap-memory-gib 6", "b")
+    ]  # fmt: skip
 
 
 def test_two_profilers_of_one_run_stand_side_by_side(made: Path) -> None:

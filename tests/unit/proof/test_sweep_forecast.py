@@ -102,6 +102,9 @@ def test_a_planned_run_takes_what_it_may() -> None:
     told = forecast(shape("--swap-memory-gib 130", 16), TIERS, H200)
     assert told.fits
     assert (told.of("device") or 0) <= 130
+    near = forecast(shape("--swap-memory-gib 80", 16), TIERS, H200)
+    assert (near.of("device") or 0) > (1 - MARGIN) * 80
+    assert near.fits, "it could do with less"
     short = forecast(shape("--swap-memory-gib 60", 16), TIERS, H200)
     assert short.excess is not None
     assert short.excess.limit_gib == 60
