@@ -32,6 +32,8 @@ from megatron.swap.types import GIB, UsageError, format_bytes
 
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
 """Optimizers, by the name of their class, that look at each element alone: they may step slices of parameters."""
+PARAMETERWISE = frozenset({"OrthogonalizedOptimizer", "SOAP"})
+"""By the name of their class or of one that it is made from: each parameter alone, as a whole. Muon is one."""
 ROUNDING = 1e-9
 """The whole is the sum of its parts."""
 SAVES = ("state_dict", "save_parameter_state", "get_parameter_state_dp_zero")
@@ -201,6 +203,12 @@ class OptimizerSwap:
                 target[start:stop].copy_(values.view(-1))
 
         is_elementwise = type(inner).__name__ in ELEMENTWISE
+        if not is_elementwise and not PARAMETERWISE & {kind.__name__ for kind in type(inner).__mro__}:
+            known = ", ".join([*sorted(ELEMENTWISE), *(f"{name} and its kinds" for name in sorted(PARAMETERWISE))])
+            raise UsageError(
+                f"--swap-optimizer: nobody has made sure whether {type(inner).__name__} steps each parameter alone, as "
+                f"those do: {known}. Leave --swap-optimizer out, or choose another --optimizer."
+            )
         if self._disk is not None and not is_elementwise:
             raise UsageError(
                 f"--swap-disk-dir: {type(inner).__name__} steps whole parameters, which do not pass through buffers "

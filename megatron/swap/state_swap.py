@@ -236,7 +236,10 @@ class StateSwap:
         for piece, tensors in bucket.tensors.items():
             member = piece.member
             values = tensors.pop(MAIN) if MAIN in tensors else piece.part(member.param)
-            param = values if self._is_elementwise else values.view(member.param.shape)
+            param = values
+            if not self._is_elementwise:
+                param = values.view(member.param.shape)
+                vars(param).update(vars(member.param))  # Muon looks up how it is split, and among which ranks
             _give_gradient(param, piece, member.param)
             if piece.has_state:
                 state[param] = {name: tensor.view(param.shape) for name, tensor in tensors.items()} | piece.state

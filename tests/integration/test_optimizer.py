@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.util
 import re
 import signal
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.optimizer import OptimizerSwap
 from megatron.swap.plan import load_plan
 from megatron.swap.planner.profile import load_profile
-from megatron.swap.types import GIB
+from megatron.swap.types import GIB, MIB, UsageError
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, assert_same_training, recorded
 
 FAILING_DISK = Path(__file__).with_name("failing_disk_script.py")
@@ -59,9 +62,25 @@ def test_fifty_steps_from_disk(trainer: Trainer, flags: str, ranks: int) -> None
     assert "on disk: " in run.output
 
 
-@pytest.mark.parametrize("flags", ["--optimizer sgd", "--clip-grad 0"])
+MUON = "--optimizer muon"
+
+
+@pytest.mark.parametrize("flags", ["--optimizer sgd", "--optimizer lion", MUON, "--optimizer soap", "--clip-grad 0"])
 def test_other_rules(trainer: Trainer, flags: str) -> None:
     swapped(trainer, f"{BF16} {flags}", 1.0)
+
+
+@pytest.mark.parametrize("more", ["--tensor-model-parallel-size 2", DISTRIBUTED, "--optimizer dist_muon"])
+def test_muon_on_two_ranks(trainer: Trainer, more: str) -> None:
+    """It looks up at a parameter how that is split, and among which ranks."""
+    swapped(trainer, f"{BF16} {MUON} {more}", 1.0, ranks=2)
+
+
+def test_rules_that_are_not_known_are_refused() -> None:
+    swap = OptimizerSwap(1.0, EmulatedDevice(0.0), limit_bytes=MIB, min_bytes=0)
+    with pytest.raises(UsageError, match=r"whether Adafactor steps each parameter alone.* Leave --swap-optimizer out"):
+        swap.attach(Namespace(optimizer=torch.optim.Adafactor([torch.zeros(8)])))
+    swap.close()
 
 
 @pytest.mark.parametrize("flags", [BF16, f"{BF16} {DISTRIBUTED}", DISTRIBUTED])
@@ -123,11 +142,17 @@ def test_what_rests_on_disk_is_part_of_the_plan(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("saved", ["torch", "torch_dist"])
 @pytest.mark.parametrize(
-    ("first", "then"), [("1", "0"), ("0", "1"), ("0.5", "1"), (f"1 {ON_DISK}", "0"), ("0", f"1 {ON_DISK}")]
-)
-def test_a_checkpoint_goes_on_with_another_part(trainer: Trainer, saved: str, first: str, then: str) -> None:
+    ("first", "then", "more"),
+    [
+        ("1", "0", ""), ("0", "1", ""), ("0.5", "1", ""), (f"1 {ON_DISK}", "0", ""), ("0", f"1 {ON_DISK}", ""),
+        ("1", "0", MUON), ("0", "1", MUON),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_goes_on_with_another_part(
+    trainer: Trainer, saved: str, first: str, then: str, more: str
+) -> None:
     """Four steps, and four more from there: as eight at once."""
-    flags = f"{BF16} --train-iters 8 --lr-decay-iters 8"
+    flags = f"{BF16} {more} --train-iters 8 --lr-decay-iters 8"
     plain = trainer.unswapped(flags, saved=saved)
     begun = trainer.run(
         f"{flags} {SWAP_SMALL} --swap-optimizer {first} --exit-interval 4 {recorded(saved)}", check=False

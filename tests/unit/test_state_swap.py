@@ -43,6 +43,17 @@ class CountsInGroup(torch.optim.Optimizer):
                 param -= group["lr"] * state["seen"] / group["step"]
 
 
+class LooksUp(torch.optim.Adafactor):
+    """As Muon: what Megatron has noted at a parameter decides how that is stepped."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad *= param.factor
+        super().step()
+
+
 OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "adam": lambda params: torch.optim.Adam(
@@ -52,6 +63,7 @@ OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.01),
     "counts": lambda params: CountsInGroup([{"params": params[:1]}, {"params": []}, {"params": params[1:]}]),
     "whole": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "whole, looks up": lambda params: LooksUp(params, lr=0.01),
 }
 
 
@@ -77,6 +89,8 @@ class Training:
     ) -> None:
         numbers = torch.Generator().manual_seed(1)
         self.params = [torch.randn(shape, generator=numbers).to(on) for shape in SHAPES]
+        for i, param in enumerate(self.params):
+            vars(param)["factor"] = i - 1.5
         self.model = [param.bfloat16() for param in self.params]
         self.optimizer = make(self.params)
         self.numbers = torch.Generator().manual_seed(2)
@@ -135,7 +149,7 @@ def test_as_the_optimizer_alone(name: str, is_born: bool, large_alone: bool, buc
     make = OPTIMIZERS[name]
     swapped = Training(
         make, lambda param: param.numel() > 999 or not large_alone, is_born=is_born, bucket_bytes=bucket_bytes,
-        is_elementwise=name != "whole",
+        is_elementwise="whole" not in name,
     )  # fmt: skip
     assert same(swapped.steps(6).all(), Training(make).steps(6).all())
 
@@ -145,7 +159,7 @@ def test_as_the_optimizer_alone(name: str, is_born: bool, large_alone: bool, buc
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("is_born", [True, False])
 def test_as_the_optimizer_alone_on_a_gpu(name: str, is_born: bool) -> None:
-    make, is_elementwise = OPTIMIZERS[name], name != "whole"
+    make, is_elementwise = OPTIMIZERS[name], "whole" not in name
     swapped = Training(make, lambda _: True, is_born=is_born, is_elementwise=is_elementwise, on="cuda")
     alone = Training(make, on="cuda")
     try:
@@ -193,7 +207,7 @@ def test_a_wait_that_is_missing_shows(method: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("first", [0, 3])
 def test_what_rests_may_change_between_steps(name: str, first: int) -> None:
     """Also before there is state, and behind a step in which some had no gradient."""
-    swapped = Training(OPTIMIZERS[name], lambda _: True, is_elementwise=name != "whole")
+    swapped = Training(OPTIMIZERS[name], lambda _: True, is_elementwise="whole" not in name)
     alone = Training(OPTIMIZERS[name])
     choices = random.Random(first)
     for number in range(8):
