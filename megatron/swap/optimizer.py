@@ -8,7 +8,7 @@ ones are on the device. Before a checkpoint is saved or loaded what rests is sho
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class OptimizerSwap:
         self._seen_bytes = self._resting_bytes = 0
         self._born: dict[torch.Tensor, Member] = {}
         self._seen: set[torch.Tensor] = set()
+        self._passed_over: list[torch.Tensor] = []
         self._undo: list[Callable[[], None]] = []
 
     def born(self, main_param: torch.Tensor) -> None:
@@ -88,10 +89,16 @@ class OptimizerSwap:
         self._seen.add(main_param)
         if self._rests(main_param):
             self._born[main_param] = self._mover.born(main_param)
+        else:
+            self._passed_over.append(main_param)
 
     def _rests(self, param: torch.Tensor) -> bool:
         """As evenly spread over the parameters as the share goes, whatever is still to come."""
         self._seen_bytes += param.nbytes
+        return self._takes(param)
+
+    def _takes(self, param: torch.Tensor) -> bool:
+        """Whether it fits into the share of what was seen; then it rests."""
         resting_bytes = self._resting_bytes + param.nbytes
         if param.nbytes < max(1, self._min_bytes) or resting_bytes > self._most_share * self._seen_bytes:
             return False
@@ -163,16 +170,12 @@ class OptimizerSwap:
         on_disk, in_host = ([one for one in members if bool(one.disk_bytes) is where] for where in (True, False))
         # Of all bytes, those whose state never rests too.
         to_stay_bytes = max(0.0, self._resting_bytes - part * self._seen_bytes * (1 + ROUNDING))
-        wanted = set()
+        wanted: set[torch.Tensor] = set()
         for some in (on_disk, in_host):
             num_bytes = sum(member.param.nbytes for member in some)
-            share = max(0.0, 1 - to_stay_bytes / num_bytes) if num_bytes else 0.0
-            resting_bytes = seen_bytes = 0
-            for member in some:
-                seen_bytes += member.param.nbytes
-                if resting_bytes + member.param.nbytes <= share * seen_bytes * (1 + ROUNDING):
-                    resting_bytes += member.param.nbytes
-                    wanted.add(member.param)
+            resting = _spread([member.param for member in some], max(0.0, num_bytes - to_stay_bytes))
+            resting_bytes = sum(param.nbytes for param in resting)
+            wanted |= resting
             to_stay_bytes = max(0.0, to_stay_bytes - (num_bytes - resting_bytes))
         for swap in self._swaps:
             swap.let_rest(wanted)
@@ -193,6 +196,8 @@ class OptimizerSwap:
         Args:
             optimizer: a ``MegatronOptimizer``.
         """
+        # A large parameter at the end leaves much of the share open, and large ones do not fit where small ones do.
+        self._born.update((param, self._mover.born(param)) for param in self._passed_over if self._takes(param))
         for one in unchained(optimizer):
             self._attach(one, one.optimizer)
 
@@ -215,9 +220,12 @@ class OptimizerSwap:
                 f"between disk and device. Leave --swap-disk-dir out, or take one of {', '.join(sorted(ELEMENTWISE))}."
             )
         model_values = _model_values(optimizer)
+        others = [param for group in inner.param_groups for param in group["params"] if param not in self._seen]
+        resting = {param for param in others if self._rests(param)}
+        resting |= {param for param in others if param not in resting and self._takes(param)}
         swap = StateSwap(
-            inner, self._mover, self._born, lambda param: param not in self._seen and self._rests(param),
-            self._bucket_bytes, is_elementwise, on_updated, self._overlap.room_in_step,
+            inner, self._mover, self._born, lambda param: param in resting, self._bucket_bytes, is_elementwise,
+            on_updated, self._overlap.room_in_step,
         )  # fmt: skip
         if not swap.num_resting:
             return
@@ -315,6 +323,20 @@ def sharers(args: Any) -> tuple[int, int]:
     """Ranks that share the state of the same parameters, and at least so many those of experts."""
     num_ranks = int(args.data_parallel_size) if args.use_distributed_optimizer else 1
     return num_ranks, max(1, num_ranks // int(args.expert_model_parallel_size))
+
+
+def _spread(params: Sequence[torch.Tensor], most_bytes: float) -> set[torch.Tensor]:
+    """Some of ``params``, as evenly among them as their sizes allow, then whatever else fits."""
+    share = (1 + ROUNDING) * most_bytes / max(1, sum(param.nbytes for param in params))
+    chosen: set[torch.Tensor] = set()
+    chosen_bytes = seen_bytes = 0
+    for is_even in (True, False):
+        for param in params:
+            seen_bytes += param.nbytes if is_even else 0
+            if param not in chosen and chosen_bytes + param.nbytes <= share * seen_bytes:
+                chosen_bytes += param.nbytes
+                chosen.add(param)
+    return chosen
 
 
 def _after(first: Callable[[], None], then: Callable[..., Any]) -> Callable[..., Any]:

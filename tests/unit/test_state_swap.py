@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_arena import HostArena
 from megatron.swap.host_memory import HostMemoryError
+from megatron.swap.optimizer import OptimizerSwap
 from megatron.swap.planner.states import BUCKET_BYTES, BUCKETS_GIB
 from megatron.swap.resting import MAIN, Home
 from megatron.swap.state_mover import StateMover
@@ -370,3 +372,25 @@ def test_the_name_of_main_values_is_no_optimizers() -> None:
     for name, make in OPTIMIZERS.items():
         training = Training(make).steps(1)
         assert not any(MAIN in state for state in training.optimizer.state.values()), name
+
+
+@pytest.mark.parametrize("is_born", [True, False])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.77, 1.0])
+def test_what_rests_is_as_much_as_was_asked_for(share: float, is_born: bool) -> None:
+    """A large parameter in front and one at the end, as those of a vocabulary: nothing is left that would fit."""
+    params = [torch.zeros(KIB * size) for size in (40, *30 * [4, 1], 40)]
+    swap = OptimizerSwap(share, EmulatedDevice(0.0), limit_bytes=16 * MIB, min_bytes=0)
+    optimizer = FP32Optimizer.__new__(FP32Optimizer)
+    optimizer.optimizer = torch.optim.Adam(params)
+    for param in params if is_born else ():
+        swap.born(param)
+    swap.attach(optimizer)
+    (inside,) = swap._swaps
+    for part in (share, share / 2):
+        swap.let_rest(part)
+        sizes = [param.nbytes for param in params]
+        resting = [param.nbytes for param in inside._members]
+        stays = [size for size in set(sizes) if sizes.count(size) > resting.count(size)]
+        room_bytes = part * sum(sizes) - sum(resting)
+        assert -1 < room_bytes < min(stays, default=1)
+    swap.close()
