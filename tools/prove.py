@@ -103,7 +103,8 @@ def measured(result: dict[str, Any]) -> Row:
         del result[key]
     return {
         **result,
-        "tokens_per_s": result["tokens_per_step"] / result["step_ms_median"] * 1e3,
+        # A run that plans itself may end before its plan stands.
+        "tokens_per_s": result["tokens_per_step"] / step_ms * 1e3 if (step_ms := result["step_ms_median"]) else None,
         "device_peak_gib": None if summary["device_peak_bytes"] is None else summary["device_peak_bytes"] / 2**30,
         "host_leased_gib": summary["host_leased_peak_bytes"] / 2**30,
         "host_booked_gib": summary["host_booked_bytes"] / 2**30,

@@ -48,6 +48,7 @@ ASK_FOR_ADDRESS = frozenset(
         torch.Tensor.__format__,
         torch.Tensor.__deepcopy__,
         torch.Tensor.untyped_storage,  # as pickling and saving do
+        torch.Tensor.storage,
         torch.Tensor.share_memory_,
         torch.Tensor.data_ptr,
         torch.Tensor.numpy,

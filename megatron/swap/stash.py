@@ -28,10 +28,11 @@ import torch
 class Stash:
     """Tensors that stand in the graph. Dropped with ``ctx``, or earlier by whoever holds it."""
 
-    __slots__ = ("_end",)
+    __slots__ = ("_end", "_tensors")
 
-    def __init__(self, end: torch.Tensor) -> None:
+    def __init__(self, end: torch.Tensor | None, tensors: tuple[torch.Tensor, ...] = ()) -> None:
         self._end = end  # holds the node, which holds them
+        self._tensors = tensors
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """As they were stashed; what was swapped out has come back.
@@ -39,12 +40,16 @@ class Stash:
         Raises:
             RuntimeError: one was changed in place since, as autograd raises for what it saves.
         """
+        if self._end is None:
+            return self._tensors
         node: Any = self._end.grad_fn
         return node.saved_tensors
 
 
 def stash(*tensors: torch.Tensor) -> Stash:
     """Hand ``tensors`` to autograd as saved ones, from within a forward, where gradients are off, or from anywhere."""
+    if torch.is_inference_mode_enabled():
+        return Stash(None, tensors)  # there is no graph, and no backward
     with torch.enable_grad():
         # A node of a graph that ends here: autograd packs what it saves and never runs it.
         end = _Node.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))

@@ -289,7 +289,7 @@ class TensorSwap:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise UsageError(f"{what}: it is a {type(tensor).__name__}. Give the plain tensors that it is made of.")
         if tensor.layout is not torch.strided:
-            raise UsageError(f"{what}: its layout is {tensor.layout}. Give its dense parts (indices, values).")
+            raise UsageError(f"{what}: its layout is {tensor.layout}. Only dense ones can.")
         if tensor.device != self.device:
             raise UsageError(f"{what}: it is on {tensor.device}, this TensorSwap moves those of {self.device}.")
         storage = storage_of(tensor)

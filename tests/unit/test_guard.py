@@ -16,7 +16,7 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.handle import Handle
 from megatron.swap.manager import SwapManager
 from megatron.swap.native.guarding import native
-from megatron.swap.types import ACTIVATION, LINEAR, MIB, NORM, SwapError
+from megatron.swap.types import ACTIVATION, KIB, LINEAR, MIB, NORM, SwapError, UsageError
 from tests.engine import (
     Engine,
     HeldEvent,
@@ -334,14 +334,29 @@ def test_it_may_end_and_begin_again_while_tensors_are_taken() -> None:
 def test_no_room_on_the_host_is_an_error_not_a_wrong_result() -> None:
     layers = stack(6)
     plain = train_step(copy.deepcopy(layers), PIPELINE)
-    with Engine(layers, swapped=(), guarded=True, host_bytes=MIB) as engine:
-        train_step(layers, PIPELINE)
-        peak = peak_bytes(lambda: train_step(layers, PIPELINE))
-        layers.zero_grad()
-        with pytest.raises(torch.OutOfMemoryError, match="the host has no room for them"):
-            limited(lambda: train_step(layers, PIPELINE), 0.7 * peak)
-        assert train_step(layers, PIPELINE).same_as(plain)
-        assert engine.guard.take_rescues() == []
+    for host_bytes, num_rescues in ((128 * KIB, 0), (MIB, 1)):  # no piece of 256 KiB, and some that are soon full
+        with Engine(layers, swapped=(), guarded=True, host_bytes=host_bytes) as engine:
+            layers.zero_grad()
+            train_step(layers, PIPELINE)
+            peak = peak_bytes(lambda: train_step(layers, PIPELINE))
+            layers.zero_grad()
+            with pytest.raises(torch.OutOfMemoryError, match="the host has no room for them"):
+                limited(lambda: train_step(layers, PIPELINE), 0.7 * peak)
+            layers.zero_grad()
+            assert train_step(layers, PIPELINE).same_as(plain)
+            assert len(engine.guard.take_rescues()) == num_rescues
+
+
+def test_one_guard_at_a_time() -> None:
+    """Else allocations would ask the one that was opened last, and after that nobody."""
+    first, second = stack(2), stack(2)
+    with Engine(first, swapped=(), guarded=True):
+        with pytest.raises(UsageError, match=r"one at a time\. Close what opened it first"):
+            Engine(second, guarded=True).__enter__()
+        with Engine(second):
+            train_step(second, PIPELINE)
+    with Engine(second, guarded=True) as engine:
+        assert engine.guard.is_on
 
 
 class Shares(Layer):

@@ -112,18 +112,22 @@ def test_libraries_find_memory_where_pytorch_has_run_out() -> None:
 
 
 def test_a_second_stream_runs_out_at_the_same_time() -> None:
-    """Backward allocates on autograd's thread, the other thread on a stream of its own."""
+    """Backward allocates on autograd's thread, the other thread on a stream of its own: both get what they ask for in
+    steps that need rescues and come out right."""
     layers = stack(4).cuda()
     plain = step(copy.deepcopy(layers))
     over = threading.Event()
     failed: list[BaseException] = []
+    num_got = 0
 
     def allocate() -> None:
+        nonlocal num_got
         stream = torch.cuda.Stream()
         while not over.is_set():
             try:
                 with torch.cuda.stream(stream):
                     torch.full((16 * MIB,), 7, dtype=torch.uint8, device="cuda").add_(1)
+                num_got += 1
             except torch.OutOfMemoryError:
                 pass
             except BaseException as error:
@@ -135,20 +139,22 @@ def test_a_second_stream_runs_out_at_the_same_time() -> None:
         peak = peak_bytes(lambda: step(layers))
         other = threading.Thread(target=allocate)
         other.start()
-        num_good = 0
-        for percent in range(80, 30, -5):  # how soon a swapped layer's memory is back, and what it takes, varies
+        rescued: list[tuple[int, int, int]] = []
+        for percent in range(90, 30, -2):  # how soon a swapped layer's memory is back, and what it takes, varies
             layers.zero_grad()
+            engine.guard.take_rescues()
+            got_before = num_got
             try:
                 assert limited(lambda: step(layers), percent / 100 * peak).same_as(plain)
-                num_good += 1
             except torch.OutOfMemoryError:
-                pass
+                continue
+            rescued.append((percent, len(engine.guard.take_rescues()), num_got - got_before))
         over.set()
         other.join(120)
         assert not other.is_alive()
         assert not failed
-        assert num_good > 0
-        assert engine.guard.take_rescues()
+        print("part of the peak, rescues, allocations beside:", rescued)
+        assert any(num_rescues and num_beside for _, num_rescues, num_beside in rescued), rescued
 
 
 def resident_bytes() -> int:

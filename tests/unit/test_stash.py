@@ -114,3 +114,10 @@ def test_changed_in_place_is_an_error():
     hidden.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.tensors()
+
+
+def test_in_inference_mode_there_is_nobody_to_save_for():
+    with torch.inference_mode():
+        a = torch.ones(3)
+        (b,) = stash(a).tensors()
+        assert b is a

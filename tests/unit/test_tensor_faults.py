@@ -74,6 +74,7 @@ class TestErrors:
             for read in (
                 torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.data_ptr, torch.Tensor.__array__, repr,
                 copy.deepcopy, pickle.dumps, lambda given: torch.save(given, io.BytesIO()), "{}".format,
+                lambda given: given.storage().tolist(),
             ):  # fmt: skip
                 a = tensor()
                 swap.swap_out(a)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron.swap.devices.base import Device
-from megatron.swap.native.guarding import Flag, GuardCore, native
+from megatron.swap.native.guarding import Flag, GuardCore, native, ram_guard
 from megatron.swap.trace import Ranges
 from megatron.swap.types import GIB, SwapError
 
@@ -150,7 +150,7 @@ class EmulatedDevice(Device):
     ) -> None:
         self._is_limited = memory_gib is not None
         if memory_gib is not None:
-            native().limit_ram(int(memory_gib * GIB))
+            native("memory of an emulated device needs").limit_ram(int(memory_gib * GIB))
         self._ranges = ranges or Ranges()
         self._num_copies = 0
         self.torch_device = torch.device("cpu")
@@ -243,7 +243,7 @@ class EmulatedDevice(Device):
         pass
 
     def make_guard(self, most_host_bytes: int) -> GuardCore:
-        self.guard = native().Guard(most_host_bytes)
+        self.guard = ram_guard(most_host_bytes)
         return self.guard
 
     def native_event(self, event: EmulatedEvent) -> int:

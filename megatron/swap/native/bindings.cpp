@@ -240,6 +240,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
 
   module.def("make_room_address", [] { return reinterpret_cast<std::uintptr_t>(&make_room); });
   module.def("report_address", [] { return reinterpret_cast<std::uintptr_t>(&report); });
+  module.def("is_any_guard_in_force", &is_any_in_force, Unlocked());
   module.def("limit_ram", &limit_ram, py::arg("num_bytes"));
   module.def("unlimit_ram", &unlimit_ram);
   module.def("ram_in_use", &ram_in_use);

@@ -100,7 +100,11 @@ def load() -> Native | None:
     try:
         return _imported(build(cache_folder()))
     except (BuildError, ImportError, OSError, RuntimeError) as error:
-        logger.warning("swap: no native transfer queue, the one in Python works instead, more slowly: %s", error)
+        logger.warning(
+            "swap: without its C++ part: no --swap-oom-guard; copies are begun in Python, more slowly; and of tensors "
+            "that TensorSwap has out, another thread's operation, DLPack or C++ finds a null pointer, not an error. %s",
+            error,
+        )
         return None
 
 

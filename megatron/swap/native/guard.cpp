@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <stdexcept>
 #include <utility>
 
 #include "storage_access.h"
@@ -37,6 +38,9 @@ Guard::~Guard() {
 
 void Guard::begin() {
   std::lock_guard lock(in_force_mutex);
+  if (in_force != nullptr && in_force != this) {
+    throw std::runtime_error("another out-of-memory guard is at work in this process, and there can be one at a time");
+  }
   in_force = this;
 }
 
@@ -206,6 +210,11 @@ bool make_room(std::size_t num_bytes, int device, std::uint64_t* seen) {
   std::vector<c10::DataPtr> taken;  // freed at the very end, behind the lock
   std::lock_guard lock(in_force_mutex);
   return in_force != nullptr && in_force->make_room(num_bytes, device, seen, taken);
+}
+
+bool is_any_in_force() {
+  std::lock_guard lock(in_force_mutex);
+  return in_force != nullptr;
 }
 
 std::size_t report(char* text, std::size_t size) {

@@ -132,5 +132,6 @@ void pause_here(bool pause);
 // What allocators call; the guard in force, if there is one, answers.
 bool make_room(std::size_t num_bytes, int device, std::uint64_t* seen);
 std::size_t report(char* text, std::size_t size);  // how much of `text` was written
+bool is_any_in_force();
 
 }  // namespace megatron_swap

@@ -63,6 +63,7 @@ class _Native(Protocol):
     Flag: type[Flag]
 
     def Guard(self, most_host_bytes: int, *cuda: object) -> GuardCore: ...
+    def is_any_guard_in_force(self) -> bool: ...
     def limit_ram(self, num_bytes: int) -> None: ...
     def unlimit_ram(self) -> None: ...
     def ram_in_use(self) -> int: ...
@@ -71,8 +72,8 @@ class _Native(Protocol):
     def report_address(self) -> int: ...
 
 
-def native() -> _Native:
-    """The C++.
+def native(needs: str = NEEDS) -> _Native:
+    """The C++. ``needs``: who does.
 
     Raises:
         UsageError: it cannot be built here, or is not wanted.
@@ -80,7 +81,7 @@ def native() -> _Native:
     found = load()
     if found is None:
         raise UsageError(
-            f"{NEEDS} the C++ part of this package, which is built on first use: there is no compiler here (g++, c++, "
+            f"{needs} the C++ part of this package, which is built on first use: there is no compiler here (g++, c++, "
             "clang++ or CXX), it failed (see the warning), or MEGATRON_SWAP_NATIVE=0 is set. Drop the flag, or install "
             "a compiler."
         )
@@ -105,18 +106,36 @@ def _cuda_allocator() -> CDLL:
         raise UsageError(f"{NEEDS} a library of ours behind PyTorch's allocator: {error}. Drop the flag.") from error
 
 
+def ram_guard(most_host_bytes: int) -> GuardCore:
+    """Where RAM plays the device.
+
+    Raises:
+        UsageError: there is none here, or one already.
+    """
+    return _new_guard(most_host_bytes)
+
+
+def _new_guard(most_host_bytes: int, *cuda: object) -> GuardCore:
+    if native().is_any_guard_in_force():
+        raise UsageError(
+            "an out-of-memory guard is at work in this process already (--swap-oom-guard, oom_guard=True), and there "
+            "can be one at a time. Close what opened it first, or open this one without."
+        )
+    return native().Guard(most_host_bytes, *cuda)
+
+
 def cuda_guard(most_host_bytes: int, device: int, stream: int, done: int) -> GuardCore:
     """For CUDA device number ``device``, whose allocator asks it from now on; stream and event (by address) are the
     guard's alone.
 
     Raises:
-        UsageError: there is none here.
+        UsageError: there is none here, or one already.
     """
     cuda_library = loaded_cuda_library()
     if cuda_library is None:
         raise UsageError(f"{NEEDS} libcudart as a library of its own, and this PyTorch has loaded none. Drop the flag.")
     try:
-        core = native().Guard(most_host_bytes, cuda_library, device, stream, done)
+        core = _new_guard(most_host_bytes, cuda_library, device, stream, done)
     except RuntimeError as error:
         raise UsageError(f"{NEEDS} CUDA's runtime: {error}. Drop the flag.") from error
     library = _cuda_allocator()

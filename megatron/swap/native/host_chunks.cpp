@@ -11,14 +11,16 @@ HostChunks::~HostChunks() {
 }
 
 bool HostChunks::grow() {
-  if (mapped_bytes() + kSlabBytes > most_bytes_) return false;
-  void* const address = mmap(nullptr, kSlabBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped_bytes_ + kChunkBytes > most_bytes_) return false;
+  const std::size_t num_bytes = std::min(kSlabBytes, (most_bytes_ - mapped_bytes_) / kChunkBytes * kChunkBytes);
+  void* const address = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (address == MAP_FAILED) return false;
   // A forked child (a data loader's worker) would otherwise make the first write to each page copy it.
-  madvise(address, kSlabBytes, MADV_DONTFORK);
-  slabs_.push_back(static_cast<char*>(address));
-  for (std::size_t offset = kSlabBytes; offset > 0; offset -= kChunkBytes) {
-    free_.push_back(slabs_.back() + offset - kChunkBytes);
+  madvise(address, num_bytes, MADV_DONTFORK);
+  slabs_.push_back({address, num_bytes});
+  mapped_bytes_ += num_bytes;
+  for (std::size_t offset = num_bytes; offset > 0; offset -= kChunkBytes) {
+    free_.push_back(static_cast<char*>(address) + offset - kChunkBytes);
   }
   return true;
 }
@@ -35,8 +37,9 @@ Pieces HostChunks::take(std::size_t num_bytes) {
     free_.pop_back();
     const std::size_t size = std::min(left, kChunkBytes);
     const bool is_next = !pieces.empty() && static_cast<char*>(pieces.back().address) + pieces.back().num_bytes == chunk;
+    const auto begins_here = [chunk](const Piece& slab) { return slab.address == chunk; };
     // Slabs may lie next to each other, but each is pinned for itself: CUDA refuses a copy that spans two.
-    if (is_next && std::find(slabs_.begin(), slabs_.end(), chunk) == slabs_.end()) {
+    if (is_next && std::none_of(slabs_.begin(), slabs_.end(), begins_here)) {
       pieces.back().num_bytes += size;
     } else {
       pieces.push_back({chunk, size});
@@ -56,15 +59,16 @@ void HostChunks::give_back(const Pieces& pieces) {
 }
 
 void HostChunks::pin(const std::function<void(Piece)>& pin) {
-  for (; num_pinned_ < slabs_.size(); ++num_pinned_) pin({slabs_[num_pinned_], kSlabBytes});
+  for (; num_pinned_ < slabs_.size(); ++num_pinned_) pin(slabs_[num_pinned_]);
 }
 
 void HostChunks::close(const std::function<void(Piece)>& unpin) {
   for (std::size_t i = 0; i < slabs_.size(); ++i) {
-    if (i < num_pinned_) unpin({slabs_[i], kSlabBytes});
-    munmap(slabs_[i], kSlabBytes);
+    if (i < num_pinned_) unpin(slabs_[i]);
+    munmap(slabs_[i].address, slabs_[i].num_bytes);
   }
   slabs_.clear();
+  mapped_bytes_ = 0;
   free_.clear();
   num_pinned_ = 0;
 }

@@ -28,7 +28,7 @@ class HostChunks {
 
   // What is mapped may no longer grow beyond this.
   void set_most(std::size_t most_bytes) { most_bytes_ = most_bytes; }
-  std::size_t mapped_bytes() const { return slabs_.size() * kSlabBytes; }
+  std::size_t mapped_bytes() const { return mapped_bytes_; }
   std::size_t used_bytes() const { return used_bytes_; }
 
   // Tells `pin` of each slab that it was not told of.
@@ -37,13 +37,14 @@ class HostChunks {
   void close(const std::function<void(Piece)>& unpin);
 
   static constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
-  static constexpr std::size_t kSlabBytes = std::size_t{64} << 20;
+  static constexpr std::size_t kSlabBytes = std::size_t{64} << 20;  // or what is left
 
  private:
   bool grow();
 
   std::size_t most_bytes_;
-  std::vector<char*> slabs_;
+  std::vector<Piece> slabs_;
+  std::size_t mapped_bytes_ = 0;
   std::size_t num_pinned_ = 0;
   std::vector<char*> free_;  // chunks, the next one last
   std::size_t used_bytes_ = 0;

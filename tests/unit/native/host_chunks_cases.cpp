@@ -59,13 +59,20 @@ void no_piece_spans_two_slabs() {
 }
 
 void no_more_is_mapped_than_may_be() {
-  HostChunks chunks(2 * kSlab - 1);
+  constexpr std::size_t kMost = 2 * kSlab - 1, kLast = kSlab - HostChunks::kChunkBytes;
+  HostChunks chunks(kMost);
   const Pieces pieces = chunks.take(kSlab);
-  expect(pieces.size() == 1, "there is room for one slab");
-  expect(chunks.take(1).empty() && chunks.mapped_bytes() == kSlab, "more than may be");
+  expect(pieces.size() == 1 && chunks.mapped_bytes() == kSlab, "there is room for one slab");
+  expect(chunks.take(kLast + 1).empty() && chunks.mapped_bytes() == kSlab + kLast, "more than may be");
+  Pinned pinned;
+  chunks.pin([&](Piece slab) { pinned.add(slab); });
+  const Pieces rest = chunks.take(kLast);
+  expect(size_of(rest) == kLast && pinned.holds(rest.front()), "what is left of it makes a shorter slab");
   chunks.set_most(0);
   chunks.give_back(pieces);
   expect(!chunks.take(kSlab).empty(), "what is mapped stays usable");
+  HostChunks none(HostChunks::kChunkBytes - 1);
+  expect(none.take(1).empty() && none.mapped_bytes() == 0, "room where there is none");
 }
 
 // Any order of taking and giving back: nobody's room is another's, and all of it comes back.

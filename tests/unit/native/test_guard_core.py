@@ -184,11 +184,18 @@ def test_room_on_the_host_is_used_again(offers: Offers) -> None:
 def test_only_the_guard_in_force_is_asked(offers: Offers) -> None:
     key = offers.add()
     second = native().Guard(1 << 30)
+    assert native().is_any_guard_in_force()
+    with pytest.raises(RuntimeError, match="another out-of-memory guard is at work in this process"):
+        second.begin()
+    second.end()  # which it never was
+    offers.core.end()
+    assert not native().is_any_guard_in_force()
     second.begin()
     with pytest.raises(torch.OutOfMemoryError):
         offers.taken_for()
+    second.end()
     offers.core.begin()
-    second.end()  # which it is not any more
+    offers.core.begin()
     assert offers.taken_for() == [key]
 
 

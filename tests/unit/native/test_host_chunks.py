@@ -30,6 +30,6 @@ def test_every_case_holds(tmp_path: Path) -> None:
 
 def test_a_copy_over_two_registrations_is_noticed(tmp_path: Path) -> None:
     source = (NATIVE / "host_chunks.cpp").read_text()
-    check = "is_next && std::find(slabs_.begin(), slabs_.end(), chunk) == slabs_.end()"
+    check = "is_next && std::none_of(slabs_.begin(), slabs_.end(), begins_here)"
     assert source.count(check) == 1, "plant the fault anew"
     assert "a piece spans two slabs" in wrongs(tmp_path, source.replace(check, "is_next"))
