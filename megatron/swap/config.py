@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.swap.plan import Plan
-from megatron.swap.types import GIB, MOST, PRODUCERS, UsageError
+from megatron.swap.types import GIB, MOST, PRODUCERS, UsageError, is_within
 
 LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
 LOG_LEVELS = ("quiet", "info", "debug")
@@ -152,12 +152,13 @@ class SwapConfig:
             ("--swap-prefetch-gib", self.prefetch_gib),
             ("--swap-cpu-memory-gib", self.cpu_memory_gib),
         ):
-            _require(gib is None or 0 < gib <= MOST, flag, gib, f"a number of GiB above 0, at most {MOST:g}")
+            _require(gib is None or (is_within(0, gib, MOST) and gib > 0), flag, gib,
+                     f"a number of GiB above 0, at most {MOST:g}")  # fmt: skip
         for flag, given, what in (
             ("--swap-min-mib", self.min_mib, "a number of MiB"),
             ("--swap-cpu-delay-ms", self.cpu_delay_ms, "milliseconds"),
         ):
-            _require(0 <= given <= MOST, flag, given, f"{what}, 0 or more, at most {MOST:g}")
+            _require(is_within(0, given, MOST), flag, given, f"{what}, 0 or more, at most {MOST:g}")
         if self.memory_fraction is not None:
             given = self.memory_fraction
             _require(0 < given <= 1, "--swap-memory-fraction", given, "above 0 and at most 1, a part of the device's "

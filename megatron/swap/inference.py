@@ -33,7 +33,7 @@ from megatron.swap.host_memory import (
 )
 from megatron.swap.packed_weights import LEAVE_OUT, Block, Layer, find_blocks, is_view_of, named_layers
 from megatron.swap.trace import Counters
-from megatron.swap.types import GIB, SwapError, UsageError, format_bytes
+from megatron.swap.types import GIB, MOST, SwapError, UsageError, format_bytes, is_within
 
 NUM_BUFFERS = 2
 """One is computed with while the other is filled."""
@@ -160,6 +160,8 @@ class WeightSwap:
         if not needed_bytes:
             raise UsageError("layers= have no weights of their own; what they share with others stays on the device.")
         if host_gib is not None:
+            if not is_within(0, host_gib, MOST):
+                raise UsageError(f"host_gib={host_gib!r}: a number of GiB is expected, 0 or more, at most {MOST:g}")
             limit_bytes, limited_by = int(host_gib * GIB), f"host_gib={host_gib:g}"
         else:
             budget = safe_host_bytes(local_world_size())

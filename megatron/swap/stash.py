@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from megatron.swap.types import UsageError
+
 
 class Stash:
     """Tensors that stand in the graph. Dropped with ``ctx``, or earlier by whoever holds it."""
@@ -47,7 +49,14 @@ class Stash:
 
 
 def stash(*tensors: torch.Tensor) -> Stash:
-    """Hand ``tensors`` to autograd as saved ones, from within a forward, where gradients are off, or from anywhere."""
+    """Hand ``tensors`` to autograd as saved ones, from within a forward, where gradients are off, or from anywhere.
+
+    Raises:
+        UsageError: one is no tensor.
+    """
+    for given in tensors:
+        if not isinstance(given, torch.Tensor):
+            raise UsageError(f"stash: tensors are expected, a {type(given).__name__} was given; leave it on ctx.")
     if torch.is_inference_mode_enabled():
         return Stash(None, tensors)  # there is no graph, and no backward
     with torch.enable_grad():

@@ -39,7 +39,7 @@ from megatron.swap.native.queue import queue_class
 from megatron.swap.operations import Addresses, Operations, storage_of
 from megatron.swap.storage_mover import State, StorageMover
 from megatron.swap.transfers import Transfers
-from megatron.swap.types import GIB, MIB, MOST, SwapError, UsageError, format_bytes
+from megatron.swap.types import GIB, MIB, MOST, SwapError, UsageError, format_bytes, is_within
 
 SLAB_BYTES = 64 * MIB
 """Host memory is booked in such pieces, or in larger ones for larger tensors."""
@@ -78,8 +78,8 @@ class TensorSwap:
     def __init__(
         self, host_gib: float, device: torch.device | str | None = None, queue: type[TransferQueue] | None = None
     ) -> None:
-        if not MIB / GIB <= host_gib <= MOST:
-            raise UsageError(f"TensorSwap(host_gib={host_gib}): a number from {MIB / GIB:.4f} (1 MiB) on is expected")
+        if not is_within(MIB / GIB, host_gib, MOST):
+            raise UsageError(f"TensorSwap(host_gib={host_gib!r}): a number from {MIB / GIB:.4f} (1 MiB) on is expected")
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = _with_index(torch.device(default if device is None else device))
         if self.device.type not in ("cuda", "cpu"):
@@ -235,7 +235,7 @@ class TensorSwap:
     def is_out(self, tensor: torch.Tensor) -> bool:
         """Whether its memory on the device is free."""
         self._check_open()
-        return self._mover.state(storage_of(tensor)) is State.OUT
+        return isinstance(tensor, torch.Tensor) and self._mover.state(storage_of(tensor)) is State.OUT
 
     @property
     def stats(self) -> TensorStats:

@@ -128,6 +128,11 @@ class MemoryRow:
     disk_bytes: int = 0
 
 
+def is_within(least: float, value: object, most: float) -> bool:
+    """Whether ``value`` is a number, and from ``least`` to ``most``."""
+    return isinstance(value, int | float) and least <= value <= most
+
+
 def format_bytes(num_bytes: float) -> str:
     """Bytes as a person reads them: ``412 MiB``, ``1.50 GiB``."""
     if num_bytes >= GIB:

@@ -311,6 +311,8 @@ def test_host_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [tensor.data_ptr() for tensor in model.parameters()]
     with pytest.raises(HostMemoryError, match=r"5 layers take 1.27 MiB.*1.00 MiB may be taken.*raise host_gib="):
         swap.weights(model, model.layers, host_gib=1 / 1024)
+    with pytest.raises(UsageError, match=r"host_gib=-1: a number of GiB is expected, 0 or more"):
+        swap.weights(model, model.layers, host_gib=-1)
     budget = HostBudget(MIB, MIB, None, MIB // 8, "little")
     monkeypatch.setattr(inference, "safe_host_bytes", lambda _: budget)
     assert before == [tensor.data_ptr() for tensor in model.parameters()]

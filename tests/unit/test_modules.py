@@ -355,6 +355,7 @@ def refused() -> dict[str, tuple[Callable[[], Any], str]]:
         "a number": (lambda: swap.activations(model, 3), "given 3 as layers"),  # type: ignore[arg-type]
         "min_mib": (lambda: swap.activations(model, min_mib=-1), "--swap-min-mib"),
         "host_gib": (lambda: swap.activations(model, host_gib=0), "--swap-host-gib"),
+        "a word": (lambda: swap.activations(model, min_mib="1"), "must be a number of MiB"),  # type: ignore[arg-type]
         "inside": (lambda: swap.activations([model, model[1]]), "layer 0 of list .Sequential. contains layer 1"),
         "the last": (lambda: swap.activations(model, "1-2"), "of 3 layers only the last"),
         "one": (lambda: swap.activations([Mlp()], prefetch_gib=1), "of 1 layers only the last"),

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.swap.stash import stash
+from megatron.swap.types import UsageError
 from tests.engine import (
     HIDDEN,
     TOKENS,
@@ -121,3 +122,8 @@ def test_in_inference_mode_there_is_nobody_to_save_for():
         a = torch.ones(3)
         (b,) = stash(a).tensors()
         assert b is a
+
+
+def test_what_is_no_tensor_is_refused():
+    with pytest.raises(UsageError, match="a NoneType was given; leave it on ctx"):
+        stash(torch.ones(1), None)  # type: ignore[arg-type]

@@ -218,8 +218,8 @@ class TestErrors:
                 swap.swap_out(a)
             assert torch.equal(a, tensor(4 * MIB))
 
-    @pytest.mark.parametrize("host_gib", [0, -1, float("inf"), float("nan")])
-    def test_host_memory_that_cannot_be(self, host_gib: float):
+    @pytest.mark.parametrize("host_gib", [0, -1, float("inf"), float("nan"), "16", None])
+    def test_host_memory_that_cannot_be(self, host_gib: Any):
         with pytest.raises(UsageError, match="host_gib="):
             TensorSwap(host_gib)
 

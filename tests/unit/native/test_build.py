@@ -8,10 +8,12 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.swap.native import base, build
 from megatron.swap.native.base import State, TransferQueue
@@ -132,6 +134,19 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_folder() == tmp_path / "megatron_swap"
+
+
+@NEEDS_COMPILER
+def test_no_header_of_cuda_is_needed() -> None:
+    """Neither a toolkit's nor those of PyTorch's that include them: a PyTorch for CPUs is enough."""
+    here, of_torch = Path(base.__file__).parent, Path(torch.__file__).parent / "include"
+    folders = [word for folder in (of_torch, sysconfig.get_path("include")) for word in ("-isystem", str(folder))]
+    sources = [str(here / name) for name in build.NATIVE.sources]
+    done = subprocess.run(["g++", *build.FLAGS, *folders, "-M", *sources], capture_output=True, text=True, check=True)
+    headers = {Path(word).resolve() for word in done.stdout.replace("\\\n", " ").split() if "/" in word}
+    assert here / "guard.h" in headers
+    assert of_torch / "c10/core/StorageImpl.h" in headers
+    assert [path for path in headers if "cuda" in str(path).lower() and not path.is_relative_to(here)] == []
 
 
 @NEEDS_COMPILER
