@@ -102,7 +102,7 @@ def test_nothing_trains(tmp_path: Path) -> None:
     (found,) = found_in(rows)
     assert found.best is None
     assert found.stopped_by == "16 layers: out of host memory"
-    assert "| none | none | – |" in markdown(rows)
+    assert "| none | none that was tried | – |" in markdown(rows)
 
 
 def test_all_that_is_not_pruned_trains(tmp_path: Path) -> None:
