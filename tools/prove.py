@@ -5,7 +5,7 @@
     python tools/prove.py overhead --case L16-h4096 --output overhead.jsonl
     python tools/prove.py ranks --case tp2-sp pp2-vpp dp2-distopt --output ranks.jsonl
     python tools/prove.py equality --case L32-h2048 --extra "--micro-batch-size 23 --global-batch-size 23" --settings \
-        "--swap-layers none --swap-oom-guard" "--swap-memory-gib 130 --swap-oom-guard" --output guard.jsonl
+        "--swap-layers none --swap-oom-guard" "--swap-memory-gib 130 --swap-oom-guard" --held-gib 16 --output out.jsonl
 
 Every run is a process of its own through the real trainer (pretrain_gpt_swap.py), one after the other in the order of
 the rows that are written. A row says what was run, on what, and what came out.
@@ -17,6 +17,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from proof import machine
 from proof.rows import UNPLANNED, Row, read_rows, write_rows
 from proof.run import launch
+from proof.run.held import held
 from proof.run.request import Request
 
 NUM_WARM_UP = 3
@@ -232,6 +234,10 @@ def main() -> None:
         "--settings", nargs="+", help="equality, ranks: what is compared with no swapping, each the flags of one run"
     )
     parser.add_argument("--extra", default="", help="more flags for every run")
+    parser.add_argument(
+        "--held-gib", nargs="+", type=float, default=[],
+        help="GiB that another program holds meanwhile of the first GPU, the second, ...",
+    )  # fmt: skip
     parser.add_argument("--output", required=True, help="JSON lines, one row a run; appended")
     options = parser.parse_args()
     if options.steps < NUM_WARM_UP + 2:
@@ -242,12 +248,15 @@ def main() -> None:
     output = Path(options.output)
     earlier = read_rows(output) if output.exists() else []  # before anything is measured: it may not be such a file
     facts = machine.facts()
+    if len(options.held_gib) > (num_gpus := facts["machine"]["num_gpus"]):
+        parser.error(f"--held-gib has {len(options.held_gib)} figures, there are {num_gpus} GPUs")
     command = shlex.join(["python", "tools/prove.py", *sys.argv[1:]])
-    made_by = {"suite": f"prove-{options.what}", "command": command, **facts}
+    made_by = {"suite": f"prove-{options.what}", "command": command, "held_gib": options.held_gib, **facts}
     rows = list(earlier)
-    for row in {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what](Prover(options, facts)):
-        rows.append({**UNPLANNED, **made_by, **row})
-        write_rows(output, rows)
+    with held(options.held_gib) if options.held_gib else nullcontext():
+        for row in {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what](Prover(options, facts)):
+            rows.append({**UNPLANNED, **made_by, **row})
+            write_rows(output, rows)
     if any(row["outcome"] != "ok" for row in rows[len(earlier) :]):
         sys.exit(1)
 

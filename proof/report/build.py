@@ -48,20 +48,24 @@ class Results:
     profiles: list[profiles.Group]
     literature: list[dict[str, Any]]
     suites: dict[str, list[Row]] = field(init=False)
+    """Of each benchmark by its file's name, of each proof by that of its suite."""
     sweeps: dict[str, list[Row]] = field(init=False)
 
     def __post_init__(self) -> None:
         others, self.sweeps = sweeps.split(self.files)
         self.suites = {}
-        for row in others:
-            self.suites.setdefault(row["suite"], []).append(row)
+        for name, row in others:
+            # Times of a benchmark are put beside those of its file alone: another day is another machine.
+            suite = row["suite"] if row["suite"].startswith("prove-") else Path(name).stem
+            self.suites.setdefault(suite, []).append(row)
 
 
 def read_results(folder: Path) -> Results:
     """Raises: RowError for a row that does not keep to the schema."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder: the report is made of the results in it")
-    paths = [path for path in sorted(folder.glob("*.jsonl")) if not any(word in path.stem for word in ASIDE)]
+    paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stem)
+    paths = [path for path in paths if not any(word in path.stem for word in ASIDE)]
     literature = folder / "literature.toml"
     return Results(
         folder,
@@ -193,17 +197,20 @@ def build_suites(results: Results, pictures: Path) -> list[Suite]:
     """Those that the report is about, measured or not, and any other benchmark there is."""
     others = [name for name in results.suites if name not in SUITES and not name.startswith("prove-")]
     suites = []
+    measured = [row for rows in results.suites.values() for row in rows]
     for name in (*SUITES, *others):
         cases = []
-        planned = _planned(name)
-        for case, rows in compare.cases(results.suites.get(name, [])).items():
+        measured_here = results.suites.get(name, [])
+        suite = measured_here[0]["suite"] if measured_here else name
+        planned = _planned(suite)
+        ran = {(row["case"], row["method"]) for row in measured if row["suite"] == suite}
+        for case, rows in compare.cases(measured_here).items():
             path = pictures / f"{profiles.anchor(f'{name} {case}')}.png"
             has_points = bool(compare.points(rows)) and all("is_ours" in row for row in rows)
-            ran = {row["method"] for row in rows}
-            unmeasured = [method for method in planned.get(case, ()) if method not in ran]
+            unmeasured = [method for method in planned.get(case, ()) if (case, method) not in ran]
             cases.append(Case(case, rows, frontier_picture(path, rows) if has_points else None, unmeasured))
         command = COMMANDS.get(name, f"python tools/bench.py --suite {name}")
-        left = [case for case in planned if case not in {measured.name for measured in cases}]
+        left = [case for case in planned if case not in {case for case, _ in ran}]
         suites.append(Suite(name, command, cases, left))
     return suites
 

@@ -110,6 +110,13 @@ def without_swap(row: Row) -> tuple[str, ...]:
     return tuple(words)
 
 
+def training(row: Row) -> tuple[str, ...]:
+    """What is trained, however long and with whatever swapped: rows that agree make the same steps."""
+    words = without_swap(row)
+    length = words.index("--train-iters") if "--train-iters" in words else len(words)
+    return (str(row["case"]), str(row.get("num_ranks") or 1), *words[:length], *words[length + 2 :])
+
+
 def added(row: Row, others: Sequence[Row]) -> str:
     """The flags that a run has beyond those that it begins with like all of ``others``."""
     words = shlex.split(row["flags"])

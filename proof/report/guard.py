@@ -4,36 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from proof.report.flags import is_guarded
-from proof.report.tables import equal_runs
-from proof.report.text import ABSENT, Table, cell_gib, cell_ms, cell_number
+from proof.report.flags import is_guarded, training
+from proof.report.text import ABSENT, Table, cell_gib, cell_ms, cell_number, listed
 from proof.rows import GIB, Row, outcome
 
 
 def guarded(rows: Sequence[Row]) -> list[Row]:
-    """Those of cases in which one run has the guard."""
+    """Those of cases in which one run has the guard; together those that train the same."""
     cases = {(row["command"], row["case"]) for row in rows if is_guarded(row)}
-    return [row for row in rows if (row["command"], row["case"]) in cases]
+    found = [row for row in rows if (row["command"], row["case"]) in cases]
+    order = list(dict.fromkeys(training(row) for row in found))
+    return sorted(found, key=lambda row: order.index(training(row)))
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Peaks are those of the rank that has most."""
+    """Rescues and bytes are those of all ranks, peaks of the rank that has most. Equal: to the first run that trains
+    the same, of whichever command, as many steps as both made."""
     head = [
-        "case", "GPUs", "flags", "outcome", "steps", "autograd held GiB", "of a device GiB", "rescues in step 1",
-        "most in a later step", "all left the device with GiB", "first step s", "later steps ms", "equal",
+        "case", "GPUs", "flags", "another program holds GiB", "outcome", "steps", "autograd held GiB",
+        "of a device GiB", "rescues", "in rank 0's step 1", "most in a step of it", "last in its step",
+        "all left the device with GiB", "first step s", "later steps ms", "equal",
     ]  # fmt: skip
     lines = []
-    for run in equal_runs(rows):
-        row = run.row
+    references: dict[tuple[str, ...], Row] = {}
+    for row in rows:
         rescues, num_steps = row.get("rescues_by_step") or (), len(row.get("losses") or ())
         first_ms = row.get("first_step_ms")
+        trained = row["outcome"] == "ok"
+        reference = references.get(training(row))
+        if trained:
+            references.setdefault(training(row), row)
         lines.append([
             str(row["case"]), str(row.get("num_ranks") or 1), f"`--{row['method']}`",
-            "trained to the end" if row["outcome"] == "ok" else outcome(row), str(num_steps or ABSENT),
+            listed([f"{gib:g}" for gib in row.get("held_gib") or ()]) or ABSENT,
+            "trained to the end" if trained else outcome(row), str(num_steps or ABSENT),
             cell_gib(row.get("saved_peak_gib") or None), cell_gib(row["machine"]["device_memory_gib"]),
-            str(rescues[0]) if rescues else ABSENT, str(max(rescues[1:])) if rescues[1:] else ABSENT,
+            cell_number(row.get("num_rescues")),
+            *([str(rescues[0]), str(max(rescues))] if rescues else [ABSENT, ABSENT]),
+            str(max((step for step, number in enumerate(rescues, 1) if number), default=ABSENT)),
             cell_gib(row["rescued_bytes"] / GIB if "rescued_bytes" in row else None),
             cell_number(first_ms / 1e3) if first_ms else ABSENT, cell_ms(row["step_ms_median"]),
-            "reference" if run.is_reference else ("yes" if run.is_equal else "**no**") if run.is_compared else ABSENT,
+            ABSENT if not trained else "reference" if reference is None else _equal(row, reference),
         ])  # fmt: skip
     return Table(head, lines)
+
+
+def _equal(row: Row, reference: Row) -> str:
+    """Losses and gradient norms of each step, and the final weights where both end with the same."""
+    ours, theirs = ([*zip(one["losses"], one["grad_norms"], strict=True)] for one in (row, reference))
+    num_steps = min(len(ours), len(theirs))
+    is_equal = ours[:num_steps] == theirs[:num_steps]
+    if len(ours) == len(theirs):
+        return "yes" if is_equal and row["weights_sha256"] == reference["weights_sha256"] else "**no**"
+    return f"yes, {num_steps} steps" if is_equal else "**no**"

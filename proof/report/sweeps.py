@@ -54,13 +54,13 @@ class SweepResults:
         ]
 
 
-def split(files: Sequence[tuple[str, list[Row]]]) -> tuple[list[Row], dict[str, list[Row]]]:
-    """Rows that are of no sweep, and those of each sweep, by its name.
+def split(files: Sequence[tuple[str, list[Row]]]) -> tuple[list[tuple[str, Row]], dict[str, list[Row]]]:
+    """Rows that are of no sweep, each with its file's name, and those of each sweep, by its name.
 
     Raises:
         RowError: a row of a sweep does not keep to its schema.
     """
-    others: list[Row] = []
+    others: list[tuple[str, Row]] = []
     sweeps: dict[str, list[Row]] = {}
     for name, rows in files:
         for row in rows:
@@ -68,7 +68,7 @@ def split(files: Sequence[tuple[str, list[Row]]]) -> tuple[list[Row], dict[str, 
                 check(row, name)
                 sweeps.setdefault(row["suite"], []).append(row)
             else:
-                others.append(row)
+                others.append((name, row))
     return others, sweeps
 
 

@@ -111,11 +111,11 @@ def champions(rows: Sequence[Row]) -> list[Row]:
 
 
 def limit_of(rows: Sequence[Row]) -> Limit:
-    """Of the machine that the rows come from; of what disks had free the least, which all runs had."""
+    """Of the machine that the rows come from: of host memory the most that a run could have, of what disks had free
+    the least, which all runs had."""
     tiers = [row["tiers_gib"] for row in rows]
-    return Limit(
-        tiers[0]["device"] or 0.0, tiers[0]["host"], min(one["disk"] for one in tiers), rows[0]["param_bytes"]
-    )
+    host_gib, disk_gib = max(one["host"] for one in tiers), min(one["disk"] for one in tiers)
+    return Limit(tiers[0]["device"] or 0.0, host_gib, disk_gib, rows[0]["param_bytes"])
 
 
 HEAD = (

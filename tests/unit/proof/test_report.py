@@ -12,7 +12,7 @@ import pytest
 
 from proof.bench import losses
 from proof.report import guard, overhead, tables
-from proof.report.build import HERE, Case, Suite, build, check, read_results, to_html
+from proof.report.build import HERE, Case, Suite, build, build_suites, check, read_results, to_html
 from proof.report.flags import is_ours, means, recomputed_sites, shape, swapped_layers, swapped_modules, without_swap
 from proof.report.profiles import read_profiles
 from proof.report.text import Table
@@ -278,7 +278,10 @@ def test_the_first_run_of_a_case_is_its_reference(made: Path) -> None:
 
 def test_a_run_that_died_is_no_reference_and_rescues_have_a_table(made: Path) -> None:
     row = read_results(made / "results").suites["prove-equality"][0]
-    measured = {"rescues_by_step": [3, 5, 4], "rescued_bytes": 3 * GIB, "saved_peak_gib": 7.0, "first_step_ms": 2e3}
+    measured = {
+        "rescues_by_step": [3, 5, 4], "num_rescues": 12, "rescued_bytes": 3 * GIB, "saved_peak_gib": 7.0,
+        "first_step_ms": 2e3,
+    }  # fmt: skip
     rows = [
         {**row, "method": "swap-layers none", "outcome": "oom_device", "losses": [], "step_ms_median": None},
         {**row, **measured, "method": "swap-layers none --swap-oom-guard", "flags": f"{row['flags']} --swap-oom-guard"},
@@ -289,12 +292,46 @@ def test_a_run_that_died_is_no_reference_and_rescues_have_a_table(made: Path) ->
     assert [run.is_ours for run in runs] == [False, True, False]
     assert guard.guarded([*rows, {**row, "case": "another"}]) == rows
     lines = guard.table(rows).rows
-    assert [line[3] for line in lines] == ["out of device memory", *["trained to the end"] * 2]
-    assert lines[1][5] == "7.00"
-    assert lines[1][7:11] == ["3", "5", "3.00", "2"]
+    assert [line[4] for line in lines] == ["out of device memory", *["trained to the end"] * 2]
+    assert lines[1][6] == "7.00"
+    assert lines[1][8:14] == ["12", "3", "5", "3", "3.00", "2"]
     assert [line[-1] for line in lines] == ["–", "reference", "yes"]
-    assert guard.table([{**rows[2], "losses_equal": False}, *rows]).rows[0][-1] == "reference"
-    assert guard.table([*rows, {**rows[2], "losses_equal": False}]).rows[-1][-1] == "**no**"
+
+
+def test_runs_that_train_the_same_are_compared_whichever_command_made_them(made: Path) -> None:
+    row = read_results(made / "results").suites["prove-equality"][0]
+    guarded = {**row, "flags": f"{row['flags']} --swap-oom-guard", "rescues_by_step": [1, 0, 0]}
+    flags = re.sub(r"--train-iters \d+", "--train-iters 99", guarded["flags"])
+    assert flags != guarded["flags"]
+    longer = {
+        **guarded, "command": "another", "flags": flags,
+        "losses": [*row["losses"], "0x1p+0"], "grad_norms": [*row["grad_norms"], "0x1p+0"], "held_gib": [0, 35.5],
+    }  # fmt: skip
+    of_another = {**guarded, "command": "one more", "flags": f"{guarded['flags']} --seq-length 8"}
+    assert guard.guarded([guarded, of_another, longer]) == [guarded, longer, of_another]
+    num_steps = len(row["losses"])
+    lines = guard.table([guarded, longer, of_another]).rows
+    assert [line[-1] for line in lines] == ["reference", f"yes, {num_steps} steps", "reference"]
+    assert [line[3] for line in lines] == ["–", "0 and 35.5", "–"]
+    assert lines[0][9:12] == ["1", "1", "1"]
+    for field, value in (("losses", ["0x1p+9", *row["losses"][1:]]), ("weights_sha256", "others")):
+        assert guard.table([guarded, {**guarded, field: value}]).rows[-1][-1] == "**no**"
+
+
+def test_benchmarks_are_put_beside_those_of_their_file_alone(made: Path) -> None:
+    there = made / "results" / "h200-dense.jsonl"
+    another = made / "results" / "h200-dense-more.jsonl"
+    rows = [json.loads(line) for line in there.read_text().splitlines()]
+    left = rows.pop()
+    write_rows(there, rows)
+    write_rows(another, [left])
+    results = read_results(made / "results")
+    assert {name: len(found) for name, found in results.suites.items() if name.startswith("h200")} == {
+        "h200-dense": len(rows), "h200-dense-more": 1
+    }  # fmt: skip
+    suites = {suite.name: suite for suite in build_suites(results, made / "report")}
+    names = [case.name for case in suites["h200-dense-more"].cases]
+    assert names == [left["case"]]
 
 
 def test_where_there_are_no_peers_nothing_is_put_beside_them() -> None:

@@ -1,0 +1,50 @@
+"""Another program on the GPUs: what it holds of their memory, a run there does not find.
+
+``python -m proof.run.held GIB [GIB ...]`` takes so much of each GPU, says so, and holds it until it is ended.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from proof.machine import ROOT
+
+READY = "held"
+
+
+@contextmanager
+def held(gib: Sequence[float]) -> Iterator[None]:
+    """A process that holds so many GiB of the first GPU, of the second, and so on, as long as this lasts.
+
+    Raises:
+        RuntimeError: it cannot have them.
+    """
+    command = [sys.executable, "-m", "proof.run.held", *map(str, gib)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != READY:
+            said = process.communicate()[1].strip().splitlines()
+            raise RuntimeError(f"{' and '.join(map(str, gib))} GiB of GPU memory cannot be held: {said[-1]}")
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def main(gib: Sequence[float]) -> None:
+    import torch
+
+    taken = [torch.empty(int(each * 2**30), dtype=torch.uint8, device=f"cuda:{at}") for at, each in enumerate(gib)]
+    for tensor in taken:
+        torch.cuda.synchronize(tensor.device)
+    print(READY, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main([float(word) for word in sys.argv[1:]])
