@@ -89,7 +89,8 @@ def check(options: argparse.Namespace) -> None:
             raise UsageError(f"{_flag(name)} {given:g}: must be a number {least}, at most {MOST:g}.")
     if options.curve is not None:
         check_picture(options.curve)
-    check_files({"--save": options.save, "--save-profile": options.save_profile, "--curve": options.curve})
+    written = {"--save": options.save, "--save-profile": options.save_profile, "--curve": options.curve}
+    check_files(written, {"--profile": options.profile, "--summary": options.summary})
 
 
 def _flag(name: str) -> str:

@@ -128,6 +128,7 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         modules=tuple(args.swap_modules),
         recompute=tuple(dict.fromkeys(args.swap_recompute)),
         plan=plan,
+        plan_file=args.swap_plan,
         auto=auto,
         memory_gib=args.swap_memory_gib,
         memory_fraction=args.swap_memory_fraction,

@@ -36,6 +36,8 @@ class SwapConfig:
     """Kinds of cheap outputs that are made again in backward, in all layers; some of ``PRODUCERS``."""
     plan: Plan | None = None
     """Which action for which site, instead of layers, modules and kinds."""
+    plan_file: str | None = None
+    """Where that was read from."""
     auto: bool = False
     """Find the plan while training."""
     memory_gib: float | None = None
@@ -121,7 +123,7 @@ class SwapConfig:
     def __post_init__(self) -> None:
         self._check_numbers()
         files = {"--swap-save-plan": self.save_plan, "--swap-save-profile": self.save_profile}
-        check_files(files | {"--swap-summary": self.summary})
+        check_files(files | {"--swap-summary": self.summary}, {"--swap-plan": self.plan_file})
         for kind in self.recompute:
             _require(kind in PRODUCERS, "--swap-recompute", kind, " or ".join(PRODUCERS))
         _require(0 <= self.optimizer <= 1, "--swap-optimizer", self.optimizer, "0 to 1, a part of its state")
@@ -212,14 +214,15 @@ def parse_layers(text: str, num_layers: int) -> frozenset[int]:
     return frozenset(layers)
 
 
-def check_files(files: Mapping[str, str | Path | None]) -> None:
-    """Before hours of training: the file of each of these flags can be written, and none is another one's.
+def check_files(written: Mapping[str, str | Path | None], read: Mapping[str, str | Path | None]) -> None:
+    """Before hours of training: the file of each flag of ``written`` can be written, and none is another one's, also
+    of those that are ``read``.
 
     Raises:
         UsageError: names the flag.
     """
-    flags: dict[str, str] = {}
-    for flag, path in files.items():
+    flags = {os.path.realpath(path): flag for flag, path in read.items() if path is not None}
+    for flag, path in written.items():
         if path is not None:
             _check_writable(flag, Path(path))
             first = flags.setdefault(os.path.realpath(path), flag)

@@ -92,6 +92,8 @@ def test_what_goes_together(folder: Path, flags: str, fields: dict) -> None:
         ("--swap-save-plan new.json", "--swap-save-plan new.json: nothing is swapped or recomputed"),
         ("--swap-layers 0 --swap-save-plan .", "--swap-save-plan .: must be a file, not a folder"),
         ("--swap-layers 0 --swap-save-plan plan.json/new", "plan.json is none"),
+        ("--swap-plan plan.json --swap-save-plan ./plan.json", "must be another file than that of --swap-plan, which"),
+        ("--swap-plan plan.json --swap-summary plan.json", "must be another file than that of --swap-plan, which it"),
         ("--swap-layers 0 --swap-save-profile p.json", "only the planner measures a profile"),
         ("--swap-plan none.json", "none.json: cannot be read (No such file or directory)"),
         ("--swap-optimizer 1.5", "--swap-optimizer 1.5: must be 0 to 1, a part of its state"),

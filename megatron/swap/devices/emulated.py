@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron.swap.devices.base import Device
-from megatron.swap.native.guarding import Flag, GuardCore, native, ram_guard
+from megatron.swap.native.guarding import Flag, GuardCore, native, new_guard
 from megatron.swap.trace import Ranges
 from megatron.swap.types import GIB, SwapError
 
@@ -243,7 +243,7 @@ class EmulatedDevice(Device):
         pass
 
     def make_guard(self, most_host_bytes: int) -> GuardCore:
-        self.guard = ram_guard(most_host_bytes)
+        self.guard = new_guard(most_host_bytes)
         return self.guard
 
     def native_event(self, event: EmulatedEvent) -> int:

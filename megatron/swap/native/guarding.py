@@ -106,16 +106,12 @@ def _cuda_allocator() -> CDLL:
         raise UsageError(f"{NEEDS} a library of ours behind PyTorch's allocator: {error}. Drop the flag.") from error
 
 
-def ram_guard(most_host_bytes: int) -> GuardCore:
-    """Where RAM plays the device.
+def new_guard(most_host_bytes: int, *cuda: object) -> GuardCore:
+    """Of a device that RAM plays; or, by ``cuda_guard``, of a CUDA device.
 
     Raises:
         UsageError: there is none here, or one already.
     """
-    return _new_guard(most_host_bytes)
-
-
-def _new_guard(most_host_bytes: int, *cuda: object) -> GuardCore:
     if native().is_any_guard_in_force():
         raise UsageError(
             "an out-of-memory guard is at work in this process already (--swap-oom-guard, oom_guard=True), and there "
@@ -135,7 +131,7 @@ def cuda_guard(most_host_bytes: int, device: int, stream: int, done: int) -> Gua
     if cuda_library is None:
         raise UsageError(f"{NEEDS} libcudart as a library of its own, and this PyTorch has loaded none. Drop the flag.")
     try:
-        core = _new_guard(most_host_bytes, cuda_library, device, stream, done)
+        core = new_guard(most_host_bytes, cuda_library, device, stream, done)
     except RuntimeError as error:
         raise UsageError(f"{NEEDS} CUDA's runtime: {error}. Drop the flag.") from error
     library = _cuda_allocator()

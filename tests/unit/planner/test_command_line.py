@@ -128,6 +128,18 @@ def test_one_file_for_two(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("flag", ["--save", "--save-profile", "--curve"])
+def test_what_is_read_is_not_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    pytest.importorskip("matplotlib")
+    (folder / "profile.png").symlink_to("profile.json")
+    before = (folder / "profile.json").read_bytes()
+    said = refusal(monkeypatch, f"--profile profile.json {flag} profile.png")
+    assert said == (
+        f"error: {flag} profile.png: must be another file than that of --profile, which it would overwrite."
+    )
+    assert (folder / "profile.json").read_bytes() == before
+
+
 def test_missing_folders_are_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     line = "plan.py --profile profile.json --save a/plan.json --save-profile b/profile.json --curve c/curve.svg"
