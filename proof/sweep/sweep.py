@@ -115,7 +115,8 @@ class Sweep:
                     "of transformer_engine layers on a GPU alone. Give a part, 0 to 1, instead."
                 )
             if trial.forecast.fits:
-                return trial
+                finer = map(with_part, range(part - STEP + 1, part))
+                return next((less for less in finer if less.forecast.fits), trial)
         near = min(found, key=lambda part: found[part].forecast.fullness)
         found.update({part: with_part(part) for part in range(near - STEP + 1, min(near + STEP, 101)) if part != near})
         return min(found.values(), key=lambda trial: trial.forecast.fullness)
