@@ -1,11 +1,11 @@
 """Another program on the GPUs: what it holds of their memory, a run there does not find.
 
-``python -m proof.run.held GIB [GIB ...]`` takes so much of each GPU, says so, and holds it until it is ended.
+``python -m proof.run.held GIB [GIB ...]`` takes so much of each GPU, says so, and holds it until its input ends: so it
+outlives nobody who started it.
 """
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,8 @@ def held(gib: Sequence[float]) -> Iterator[None]:
         RuntimeError: it cannot have them.
     """
     command = [sys.executable, "-m", "proof.run.held", *map(str, gib)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     try:
         assert process.stdout is not None
         if process.stdout.readline().strip() != READY:
@@ -32,8 +33,7 @@ def held(gib: Sequence[float]) -> Iterator[None]:
             raise RuntimeError(f"{' and '.join(map(str, gib))} GiB of GPU memory cannot be held: {said[-1]}")
         yield
     finally:
-        process.kill()
-        process.communicate()
+        process.communicate()  # its input ends
 
 
 def main(gib: Sequence[float]) -> None:
@@ -43,7 +43,7 @@ def main(gib: Sequence[float]) -> None:
     for tensor in taken:
         torch.cuda.synchronize(tensor.device)
     print(READY, flush=True)
-    signal.pause()
+    sys.stdin.read()
 
 
 if __name__ == "__main__":
