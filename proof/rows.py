@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron.swap.records import write_text
 
 GIB = 2**30
 Row = dict[str, Any]
@@ -151,7 +152,4 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     """Check the rows and write them, so that a reader never sees half a file."""
     for number, row in enumerate(rows, 1):
         check_row(row, f"{path}:{number}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    draft.replace(path)
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -24,7 +24,7 @@ from rich.console import Console  # noqa: E402
 from proof.trace.analysis import analyse  # noqa: E402
 from proof.trace.reader import read_trace  # noqa: E402
 from proof.trace.records import TraceError  # noqa: E402
-from proof.trace.report import print_report, save  # noqa: E402
+from proof.trace.report import LEFT, print_report, save  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,18 +35,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where files go (default: beside the trace)")
     parser.add_argument("--step", type=int, metavar="N", help="which step to draw (default: the last traced one)")
     options = parser.parse_args(arguments)
+    folder = options.output or options.trace.parent
     try:
+        _check_inputs([path for path in (options.trace, options.summary, options.about) if path], folder)
         about = _read_about(options.about)
         link = (about or {}).get("link")
         link_gb_s = min(link.values()) if link else None
         analysis = analyse(read_trace(options.trace), _read_summary(options.summary), link_gb_s)
         print_report(analysis, _console())
-        saved = save(analysis, options.output or options.trace.parent, options.step, about)
+        saved = save(analysis, folder, options.step, about)
     except TraceError as error:
         print(f"analyze_trace: {error}", file=sys.stderr)
         return 2
     print(" saved: " + ", ".join(str(path) for path in saved))
     return 0 if analysis.is_clean else 1
+
+
+def _check_inputs(inputs: Sequence[Path], folder: Path) -> None:
+    """None of them may be overwritten by what comes out."""
+    left = {(folder / name).resolve(): name for name in LEFT}
+    for path in inputs:
+        if path.resolve() in left:
+            raise TraceError(f"{path}: {left[path.resolve()]} is written there; name another --output folder")
 
 
 def _read_summary(path: Path | None) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from proof import machine
-from proof.bench.output import INTERRUPTED, RUNS_LEFT, alone, check_options, interrupt
+from proof.bench.output import INTERRUPTED, RUNS_LEFT, alone, check_beside, check_options, interrupt
 from proof.bench.picture import draw
 from proof.bench.progress import Display
 from proof.bench.results import Book
@@ -51,6 +51,7 @@ def main() -> None:
         if options.list:
             show(chosen)
         else:
+            check_beside(options.output)
             with alone(options.output):
                 sys.exit(bench(suite, chosen, options))
     except (SuiteError, RowError) as error:

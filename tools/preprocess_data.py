@@ -31,7 +31,7 @@ from indexed_text import (
     BYTE_VOCAB_SIZE,
     DatasetWriter,
     Tokens,
-    dataset_exists,
+    dataset_files,
     encode_bytes,
     quiet_imports,
 )
@@ -244,7 +244,7 @@ def run(args: argparse.Namespace) -> int:
     files = find_inputs(args.input, args.glob)
     stem: Path = args.output_prefix
     prefixes = {key: stem.with_name(f"{stem.name}_{key}_document") for key in args.json_keys}
-    taken = [str(prefix) for prefix in prefixes.values() if dataset_exists(prefix)]
+    taken = [str(path) for prefix in prefixes.values() for path in dataset_files(prefix) if path.exists()]
     if taken and not args.overwrite:
         raise FileExistsError(f"{', '.join(taken)}: there already; choose another --output-prefix or add --overwrite")
     encoder = build_encoder(args)

@@ -53,12 +53,12 @@ case " $* " in
     *" --swap-layers "* | *" --swap-layers="*) ;;
     *) swap_die "without --swap-layers nothing is swapped and there is nothing to judge. Say which layers: bash tools/profile.sh --swap-layers 0-3" ;;
 esac
+[ ! -e "$folder/findings.json" ] || swap_die "$folder holds what another run has found. Name another PROFILE_DIR, or remove that one."
 mkdir -p "$folder"
 folder="$(cd "$folder" && pwd)"
 export SUMMARY="$folder/run.json"
-# A run that fails half-way must not leave what an earlier one has found as if it were its own.
-(cd "$folder" && rm -f about.json run.json rank-*.json.gz trace.nsys-rep trace.qdstrm trace.sqlite \
-    findings.json copies.csv step.png trace.perfetto.json.gz)
+# Of a run that failed half-way nothing may be taken for this one's.
+(cd "$folder" && rm -f about.json run.json rank-*.json.gz trace.nsys-rep trace.qdstrm trace.sqlite copies.csv step.png trace.perfetto.json.gz)
 # What the findings are of; with a GPU also what the link gives when nothing else runs, which the copies are compared with.
 (cd "$SWAP_ROOT" && "$SWAP_PYTHON" -W ignore -m proof.machine --command "bash tools/profile.sh $*") >"$folder/about.json"
 if [ -n "$nsys" ]; then

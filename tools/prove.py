@@ -14,19 +14,22 @@ the rows that are written. A row says what was run, on what, and what came out.
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from proof import machine
-from proof.rows import UNPLANNED, Row, read_rows, write_rows
+from proof.bench.output import INTERRUPTED, alone, interrupt
+from proof.bench.toml_file import SuiteError
+from proof.rows import UNPLANNED, Row, RowError, read_rows, write_rows
 from proof.run import launch
-from proof.run.held import held
+from proof.run.held import HeldError, held
 from proof.run.request import Request
 
 NUM_WARM_UP = 3
@@ -101,10 +104,10 @@ class Prover:
 def measured(result: dict[str, Any]) -> Row:
     """The fields of a row out of what the process has left and the engine's own summary."""
     summary = result.pop("summary")
-    for key in ("planning", "unstable_steps"):  # of the planner's suites
-        del result[key]
+    planning = result.pop("planning") or {}
     return {
         **result,
+        **{field: planning[field] for field in UNPLANNED if field in planning},
         # A run that plans itself may end before its plan stands.
         "tokens_per_s": result["tokens_per_step"] / step_ms * 1e3 if (step_ms := result["step_ms_median"]) else None,
         "device_peak_gib": None if summary["device_peak_bytes"] is None else summary["device_peak_bytes"] / 2**30,
@@ -222,6 +225,22 @@ def device_flags(on_gpu: bool) -> str:
     return "--distributed-backend gloo " + " ".join(f"--no-{name}-fusion" for name in fusions)
 
 
+def prove(options: argparse.Namespace, output: Path) -> int:
+    """Make the runs and add their rows to the file; returns the exit status."""
+    earlier = read_rows(output) if output.exists() else []  # before anything is measured: it may not be such a file
+    facts = machine.facts()
+    if len(options.held_gib) > (num_gpus := facts["machine"]["num_gpus"]):
+        raise SuiteError(f"--held-gib has {len(options.held_gib)} figures, there are {num_gpus} GPUs")
+    command = shlex.join(["python", "tools/prove.py", *sys.argv[1:]])
+    made_by = {"suite": f"prove-{options.what}", "command": command, "held_gib": options.held_gib, **facts}
+    rows = list(earlier)
+    with held(options.held_gib):
+        for row in {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what](Prover(options, facts)):
+            rows.append({**UNPLANNED, **made_by, **row})
+            write_rows(output, rows)
+    return int(any(row["outcome"] != "ok" for row in rows[len(earlier) :]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["equality", "overhead", "ranks"])
@@ -238,27 +257,24 @@ def main() -> None:
         "--held-gib", nargs="+", type=float, default=[],
         help="GiB that another program holds meanwhile of the first GPU, the second, ...",
     )  # fmt: skip
-    parser.add_argument("--output", required=True, help="JSON lines, one row a run; appended")
+    parser.add_argument("--output", required=True, type=Path, help="JSON lines, one row a run; appended")
     options = parser.parse_args()
     if options.steps < NUM_WARM_UP + 2:
         least = NUM_WARM_UP + 2
         parser.error(f"--steps {options.steps}: {NUM_WARM_UP} are warm-up and one may be traced; at least {least}")
+    if not all(0 <= gib < math.inf for gib in options.held_gib):
+        parser.error(f"--held-gib {' '.join(map(str, options.held_gib))}: must be numbers of GiB, 0 or more")
     usual = {"equality": ["L8-h1024"], "overhead": ["L16-h4096"], "ranks": list(RANKS)}
     options.case = options.case or usual[options.what]
-    output = Path(options.output)
-    earlier = read_rows(output) if output.exists() else []  # before anything is measured: it may not be such a file
-    facts = machine.facts()
-    if len(options.held_gib) > (num_gpus := facts["machine"]["num_gpus"]):
-        parser.error(f"--held-gib has {len(options.held_gib)} figures, there are {num_gpus} GPUs")
-    command = shlex.join(["python", "tools/prove.py", *sys.argv[1:]])
-    made_by = {"suite": f"prove-{options.what}", "command": command, "held_gib": options.held_gib, **facts}
-    rows = list(earlier)
-    with held(options.held_gib) if options.held_gib else nullcontext():
-        for row in {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what](Prover(options, facts)):
-            rows.append({**UNPLANNED, **made_by, **row})
-            write_rows(output, rows)
-    if any(row["outcome"] != "ok" for row in rows[len(earlier) :]):
-        sys.exit(1)
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with alone(options.output):
+            sys.exit(prove(options, options.output))
+    except (SuiteError, RowError, HeldError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("interrupted: what is done is kept", flush=True)
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

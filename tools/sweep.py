@@ -26,7 +26,7 @@ from megatron.swap.host_memory import safe_host_bytes
 from megatron.swap.planner.gpus import GPUS, find_gpu, gpu_of
 from megatron.swap.types import UsageError, format_bytes
 from proof import machine
-from proof.bench.output import INTERRUPTED, RUNS_LEFT, alone, check_options, interrupt
+from proof.bench.output import INTERRUPTED, RUNS_LEFT, alone, check_beside, check_options, interrupt
 from proof.bench.progress import Steps
 from proof.bench.toml_file import SuiteError
 from proof.rows import GIB, NOT_FALLING, Row, RowError
@@ -62,6 +62,7 @@ def main() -> None:
         elif options.dry_run:
             foretell(sweep, scene(sweep, options.gpu), options)
         else:
+            check_beside(options.output)
             with alone(options.output):
                 sys.exit(run(sweep, scene(sweep, None), options))
     except (SuiteError, RowError, UsageError) as error:

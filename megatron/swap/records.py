@@ -70,11 +70,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def save(record: Any, path: str | Path, name: str, version: int) -> None:
-    """Write a dataclass so that ``load`` gives it back; folders that are missing are made.
+    """Write a dataclass so that ``load`` gives it back, as ``write_text`` does."""
+    write_text(path, to_text(record, name, version))
 
-    A file that is there stays as it is until the new one is whole.
-    """
-    text = to_text(record, name, version)
+
+def write_text(path: str | Path, text: str) -> None:
+    """Folders that are missing are made; a file that is there stays as it is until the new one is whole."""
     if Path(path).exists() and not Path(path).is_file():
         Path(path).write_text(text)  # /dev/stdout, say: nothing may take its place
         return

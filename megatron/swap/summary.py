@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron.swap.config import SwapConfig
 from megatron.swap.guard import Rescue
+from megatron.swap.records import write_text
 from megatron.swap.trace import Totals
 from megatron.swap.types import GIB, MemoryRow, Site, format_bytes, places
 
@@ -256,16 +255,8 @@ def build_summary(
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
-    """Write ``content`` so that a reader never sees half of it."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_text(json.dumps(content, indent=1) + "\n")
-        draft.replace(target)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+    """As ``write_text`` does."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def start_table(

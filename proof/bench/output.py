@@ -24,6 +24,17 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"--output {options.output}: the name of the rows must end in .jsonl")
 
 
+def check_beside(path: Path) -> None:
+    """Table and picture take the name of the rows: before there are any, those that are there are somebody's.
+
+    Raises:
+        SuiteError: names the file that would be overwritten.
+    """
+    for other in (path.with_suffix(".md"), path.with_suffix(".png")):
+        if other.exists() and not path.exists():
+            raise SuiteError(f"--output {path}: {other} is there, and would be overwritten. Name another file.")
+
+
 def interrupt(number: int, frame: Any) -> None:
     """Being told to end is being interrupted: measured processes are stopped, what is done is written."""
     raise KeyboardInterrupt

@@ -48,7 +48,7 @@ class Results:
     profiles: list[profiles.Group]
     literature: list[dict[str, Any]]
     suites: dict[str, list[Row]] = field(init=False)
-    """Of each benchmark by its file's name, of each proof by that of its suite."""
+    """By the name of the suite; of a benchmark whose file has another name with that."""
     sweeps: dict[str, list[Row]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,8 +56,8 @@ class Results:
         self.suites = {}
         for name, row in others:
             # Times of a benchmark are put beside those of its file alone: another day is another machine.
-            suite = row["suite"] if row["suite"].startswith("prove-") else Path(name).stem
-            self.suites.setdefault(suite, []).append(row)
+            suite, has_own = row["suite"], row["suite"].startswith("prove-") or Path(name).stem == row["suite"]
+            self.suites.setdefault(suite if has_own else f"{suite}, {name}", []).append(row)
 
 
 def read_results(folder: Path) -> Results:
@@ -195,10 +195,11 @@ class Suite:
 
 def build_suites(results: Results, pictures: Path) -> list[Suite]:
     """Those that the report is about, measured or not, and any other benchmark there is."""
+    measured = [row for rows in results.suites.values() for row in rows]
+    missing = {*SUITES} - {row["suite"] for row in measured}
     others = [name for name in results.suites if name not in SUITES and not name.startswith("prove-")]
     suites = []
-    measured = [row for rows in results.suites.values() for row in rows]
-    for name in (*SUITES, *others):
+    for name in (*(name for name in SUITES if name in results.suites or name in missing), *others):
         cases = []
         measured_here = results.suites.get(name, [])
         suite = measured_here[0]["suite"] if measured_here else name
@@ -272,6 +273,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "equality": equality,
         "guard": guard,
         "guarded": [row for name in equality for row in guard.guarded(results.suites.get(name, []))],
+        "guard_costs": guard.costs([case for suite in suites for case in suite.cases]),
         "literature": results.literature,
         "files": results.files,
         "versions": _versions(results),
@@ -344,6 +346,7 @@ def data_uri(path: Path) -> str:
 def build(results: Path, output: Path) -> list[Path]:
     """Write report.md, report.html and the pictures; returns what was written."""
     named, pictures = context(read_results(results), output)
+    output.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
         picture.draw()
     report = render(named)

@@ -110,11 +110,22 @@ def without_swap(row: Row) -> tuple[str, ...]:
     return tuple(words)
 
 
+def without_guard(row: Row) -> list[str]:
+    """The flags of the same run without the out-of-memory guard, and without saying that nothing is swapped."""
+    words = [word for word in row["flags"].split() if word != "--swap-oom-guard"]
+    pairs = [*itertools.pairwise([*words, ""])]
+    nothing = [at for at, pair in enumerate(pairs) if pair == ("--swap-layers", "none")]
+    return [word for at, word in enumerate(words) if at not in nothing and at - 1 not in nothing]
+
+
 def training(row: Row) -> tuple[str, ...]:
-    """What is trained, however long and with whatever swapped: rows that agree make the same steps."""
+    """What is trained, with whatever swapped: rows that agree make the same steps, as many as both make."""
     words = without_swap(row)
-    length = words.index("--train-iters") if "--train-iters" in words else len(words)
-    return (str(row["case"]), str(row.get("num_ranks") or 1), *words[:length], *words[length + 2 :])
+    if value(row, "--lr-decay-style") == "constant" and "--train-iters" in words:  # else the length tells the rate
+        length = words.index("--train-iters")
+        words = words[:length] + words[length + 2 :]
+    versions = (f"{name} {version}" for name, version in sorted(row["versions"].items()))
+    return (*versions, row["machine"]["gpu"], str(row["case"]), str(row.get("num_ranks") or 1), *words)
 
 
 def added(row: Row, others: Sequence[Row]) -> str:

@@ -47,9 +47,10 @@ class SweepResults:
     @property
     def short(self) -> list[str]:
         """Of ours and of the others the one that got furthest."""
+        still_open = [one.method for one in found.found_in(self.rows) if one.is_open]
         return [
             f"`{row['method']}` {row['case']} ({found.short(found.params_of(row))}, "
-            f"{row['tokens_per_s']:,.0f} tokens/s)"
+            f"{row['tokens_per_s']:,.0f} tokens/s{'; nothing larger was tried' if row['method'] in still_open else ''})"
             for row in found.champions(self.rows)
         ]
 

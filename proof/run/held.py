@@ -16,13 +16,20 @@ from proof.machine import ROOT
 READY = "held"
 
 
+class HeldError(Exception):
+    """There is not so much."""
+
+
 @contextmanager
 def held(gib: Sequence[float]) -> Iterator[None]:
     """A process that holds so many GiB of the first GPU, of the second, and so on, as long as this lasts.
 
     Raises:
-        RuntimeError: it cannot have them.
+        HeldError: it cannot have them.
     """
+    if not any(gib):
+        yield
+        return
     command = [sys.executable, "-m", "proof.run.held", *map(str, gib)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -30,7 +37,7 @@ def held(gib: Sequence[float]) -> Iterator[None]:
         assert process.stdout is not None
         if process.stdout.readline().strip() != READY:
             said = process.communicate()[1].strip().splitlines()
-            raise RuntimeError(f"{' and '.join(map(str, gib))} GiB of GPU memory cannot be held: {said[-1]}")
+            raise HeldError(f"{' and '.join(map(str, gib))} GiB of GPU memory cannot be held: {''.join(said[-1:])}")
         yield
     finally:
         process.communicate()  # its input ends
@@ -39,7 +46,9 @@ def held(gib: Sequence[float]) -> Iterator[None]:
 def main(gib: Sequence[float]) -> None:
     import torch
 
-    taken = [torch.empty(int(each * 2**30), dtype=torch.uint8, device=f"cuda:{at}") for at, each in enumerate(gib)]
+    taken = [
+        torch.empty(int(each * 2**30), dtype=torch.uint8, device=f"cuda:{at}") for at, each in enumerate(gib) if each
+    ]
     for tensor in taken:
         torch.cuda.synchronize(tensor.device)
     print(READY, flush=True)

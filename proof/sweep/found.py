@@ -45,6 +45,11 @@ class Found:
         return self.stopped_by
 
     @property
+    def is_open(self) -> bool:
+        """Something trains, and nobody knows whether anything larger does."""
+        return self.best is not None and self.stop is None
+
+    @property
     def limit(self) -> str:
         """What fills the device at the largest value; empty where the memory model says nothing of it."""
         row = self.best or self.stop
@@ -59,8 +64,10 @@ class Found:
         elsewhere = [f"{told[f'{tier}_gib']:.1f} GiB of {tier}" for tier in ("host", "disk") if told[f"{tier}_gib"]]
         text += f"; {' and '.join(elsewhere)} memory beside it" if elsewhere else ""
         if static >= STATIC_SHARE * device:
-            return f"{text}. Activations hardly count: only moving state makes room for a larger model."
-        return f"{text}; the rest are activations and what kernels need."
+            text += ". Activations hardly count: only more of the state elsewhere makes room for a larger model."
+        else:
+            text += "; the rest are activations and what kernels need."
+        return f"{text} Nothing larger was tried: this is not its limit." if self.is_open else text
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,10 @@ def copy_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
             yield dict(zip(COPY_COLUMNS, values, strict=True))
 
 
+LEFT = ("findings.json", "copies.csv", "step.png", "trace.perfetto.json.gz")
+"""Files that ``save`` writes."""
+
+
 def save(analysis: Analysis, folder: Path, step: int | None = None, about: dict[str, Any] | None = None) -> list[Path]:
     """Write findings, copies, picture (of ``step``, else of the last one) and Perfetto trace; returns the files.
 
@@ -166,8 +170,7 @@ def save(analysis: Analysis, folder: Path, step: int | None = None, about: dict[
     """
     scene = scene_of(analysis, step)
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("findings.json", "copies.csv", "step.png", "trace.perfetto.json.gz")
-    found, copies, picture, perfetto = (folder / name for name in names)
+    found, copies, picture, perfetto = (folder / name for name in LEFT)
     found.write_text(json.dumps({"about": about, **findings(analysis)}, indent=1) + "\n")
     with copies.open("w", newline="") as file:
         writer = csv.DictWriter(file, COPY_COLUMNS)

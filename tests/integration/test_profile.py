@@ -49,6 +49,11 @@ def test_a_run_is_traced_and_judged(tmp_path: Path):
     assert all(check["num_checked"] for check in findings["checks"].values())
     with gzip.open(tmp_path / "new" / "trace.perfetto.json.gz") as file:
         assert json.load(file)["traceEvents"]
+    before = {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()}
+    again = profile(tmp_path / "new", "--swap-layers", "0-5", "--swap-memmory", "3")
+    assert again.returncode != 0
+    assert "holds what another run has found. Name another PROFILE_DIR" in again.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == before
 
 
 def test_settings_that_cannot_work_are_told_before_training(tmp_path: Path):

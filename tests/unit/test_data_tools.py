@@ -153,6 +153,9 @@ def test_an_existing_dataset_is_not_replaced_unasked(tmp_path: Path, capsys: pyt
     assert read_documents(tmp_path / "set_text_document") == [list(b"old")]
     assert convert("--input", tmp_path / "b.jsonl", *words, "--overwrite") == 0
     assert read_documents(tmp_path / "set_text_document") == [list(b"new")]
+    (tmp_path / "set_text_document.idx").unlink()  # half of one may be on its way here
+    assert convert("--input", tmp_path / "a.jsonl", *words) == 1
+    assert "set_text_document.bin: there already" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:

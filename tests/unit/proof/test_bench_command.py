@@ -31,6 +31,7 @@ def bench(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
         (("--time-limit-s", "nan"), "--time-limit-s nan: must be more than 0"),
         (("--output", "folder.jsonl", "--resume"), "--output folder.jsonl is no file"),
         (("--output", "held.jsonl"), "--output held.jsonl: another run is writing it"),
+        (("--output", "x.jsonl"), "--output x.jsonl: x.md is there, and would be overwritten. Name another file."),
     ],
 )
 def test_what_is_refused(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:

@@ -1,9 +1,18 @@
-"""What tools/prove.py makes of a run."""
+"""What tools/prove.py makes of a run, and of what it is told."""
 
 from __future__ import annotations
 
+import fcntl
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
 import prove
 import pytest
+
+from proof.rows import Row, read_rows
+from tests.unit.proof.made_report import a_row
 
 
 @pytest.mark.parametrize(("step_ms", "tokens_per_s"), [(500.0, 16.0), (None, None)])
@@ -19,3 +28,78 @@ def test_a_run_whose_plan_never_stood_has_no_time(step_ms: float | None, tokens_
     row = prove.measured(result)
     assert row["tokens_per_s"] == tokens_per_s
     assert (row["device_peak_gib"], row["layer_out_bytes"], row["rescues_by_step"]) == (2.0, {"0": 8}, [3])
+
+
+FACTS = {"versions": {}, "machine": {"gpu": "H200", "num_gpus": 2}, "commit": "c0ffee", "link": None}
+
+
+@pytest.fixture
+def holds(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """What is held while a run is made; runs are made up."""
+    seen: list[list[float]] = []
+    now: list[float] = []
+
+    @contextmanager
+    def held(gib: Sequence[float]) -> Iterator[None]:
+        now.extend(gib)
+        yield
+        now.clear()
+
+    def run(prover: prove.Prover, name: str, flags: str, **_: object) -> Row:
+        seen.append([*now])
+        losses = {"losses": ["0x1p+0"], "grad_norms": ["0x1p+0"], "weights_sha256": "x"}
+        return {**a_row(name, 10.0, 1.0), "flags": flags, **losses}
+
+    monkeypatch.setattr(prove.machine, "facts", lambda: FACTS)
+    monkeypatch.setattr(prove, "held", held)
+    monkeypatch.setattr(prove.Prover, "run", run)
+    return seen
+
+
+def status(monkeypatch: pytest.MonkeyPatch, *words: object) -> int | str:
+    monkeypatch.setattr(sys, "argv", ["prove.py", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        prove.main()
+    assert ended.value.code is not None
+    return ended.value.code
+
+
+def test_what_another_program_holds_is_held_in_every_run_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: list[list[float]]
+) -> None:
+    output = tmp_path / "new" / "rows.jsonl"
+    words = ("equality", "--settings", "--swap-layers all", "--output", output)
+    assert status(monkeypatch, *words, "--held-gib", 0, 1.5) == 0
+    assert status(monkeypatch, *words) == 0
+    assert holds == [[0, 1.5], [0, 1.5], [], []]
+    assert [row["held_gib"] for row in read_rows(output)] == [[0, 1.5], [0, 1.5], [], []]
+    assert [path.name for path in output.parent.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("held_gib", "said"),
+    [
+        (["-1"], "--held-gib -1.0: must be numbers of GiB, 0 or more"),
+        (["nan"], "--held-gib nan: must be numbers of GiB, 0 or more"),
+        (["1", "inf"], "--held-gib 1.0 inf: must be numbers of GiB, 0 or more"),
+        (["1", "1", "1"], "--held-gib has 3 figures, there are 2 GPUs"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], holds: list[list[float]],
+    held_gib: list[str], said: str,
+) -> None:  # fmt: skip
+    found = status(monkeypatch, "equality", "--output", tmp_path / "rows.jsonl", "--held-gib", *held_gib)
+    assert said in f"{found} {capsys.readouterr().err}"
+    assert holds == []
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_two_at_once_do_not_lose_each_others_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: list[list[float]]
+) -> None:
+    with (tmp_path / ".rows.jsonl.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        said = status(monkeypatch, "equality", "--output", tmp_path / "rows.jsonl")
+    assert "another run is writing it" in str(said)
+    assert holds == []

@@ -314,24 +314,70 @@ def test_runs_that_train_the_same_are_compared_whichever_command_made_them(made:
     assert [line[-1] for line in lines] == ["reference", f"yes, {num_steps} steps", "reference"]
     assert [line[3] for line in lines] == ["–", "0 and 35.5", "–"]
     assert lines[0][9:12] == ["1", "1", "1"]
-    for field, value in (("losses", ["0x1p+9", *row["losses"][1:]]), ("weights_sha256", "others")):
-        assert guard.table([guarded, {**guarded, field: value}]).rows[-1][-1] == "**no**"
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict"),
+    [
+        ({}, "yes"),
+        ({"losses": ["0x1p+9"]}, "**no**"),
+        ({"grad_norms": ["0x1p+9"]}, "**no**"),
+        ({"weights_sha256": "others"}, "**no**"),
+        ({"weights_sha256": None}, "yes, 1 steps"),
+        ({"grad_norms": ["0x1p+0", "0x1p+0"]}, "yes, 1 steps"),
+        ({"losses": None}, "–"),
+        ({"grad_norms": []}, "–"),
+        ({"rescued_bytes": None}, "yes"),
+        ({"case": "another"}, "reference"),
+        ({"num_ranks": 2}, "reference"),
+        ({"versions": {"torch": "2.12.0"}}, "reference"),
+        ({"flags": "--lr-decay-style linear --train-iters 2 --swap-oom-guard"}, "reference"),
+    ],
+)
+def test_what_is_equal_and_what_cannot_be_compared(made: Path, changed: Row, verdict: str) -> None:
+    row = read_results(made / "results").suites["prove-equality"][0]
+    first = {
+        **row, "flags": "--lr-decay-style linear --train-iters 1 --swap-oom-guard", "losses": ["0x1p+0"],
+        "grad_norms": ["0x1p+0"], "weights_sha256": "these",
+    }  # fmt: skip
+    assert guard.table([first, {**first, **changed}]).rows[-1][-1] == verdict
+
+
+def test_what_the_guard_costs_is_told_beside_the_same_run_without() -> None:
+    flags = "--num-layers 2 --swap-layers 0-1"
+    rows = [
+        a_row("none", 100.0, 9.0, flags="--num-layers 2"),
+        a_row("guard", 101.0, 9.0, flags="--num-layers 2 --swap-layers none --swap-oom-guard"),
+        a_row("ours", 110.0, 7.0, flags=flags, step_ms_rounds=[100.0, 104.0]),
+        a_row("ours-guard", 110.0, 7.0, flags=f"{flags} --swap-oom-guard", step_ms_rounds=[100.0, 101.0]),
+        a_row("alone", 110.0, 7.0, flags="--num-layers 2 --swap-layers 0 --swap-oom-guard"),
+    ]
+    costs = guard.costs([Case("one", rows, None, [])])
+    assert costs is not None
+    assert [line[1:] for line in costs.rows] == [
+        ["`none`", "100.0", "`guard`", "101.0", "1.010", "–"],
+        ["`ours`", "110.0", "`ours-guard`", "110.0", "1.000", "up to 4.0 %"],
+    ]
+    assert guard.costs([Case("one", rows[:1], None, [])]) is None
 
 
 def test_benchmarks_are_put_beside_those_of_their_file_alone(made: Path) -> None:
     there = made / "results" / "h200-dense.jsonl"
-    another = made / "results" / "h200-dense-more.jsonl"
+    another = made / "results" / "more.jsonl"
     rows = [json.loads(line) for line in there.read_text().splitlines()]
     left = rows.pop()
     write_rows(there, rows)
-    write_rows(another, [left])
+    write_rows(another, [left, {**left, "suite": "h200-guard"}])
     results = read_results(made / "results")
     assert {name: len(found) for name, found in results.suites.items() if name.startswith("h200")} == {
-        "h200-dense": len(rows), "h200-dense-more": 1
+        "h200-dense": len(rows), "h200-dense, more.jsonl": 1, "h200-guard, more.jsonl": 1
     }  # fmt: skip
     suites = {suite.name: suite for suite in build_suites(results, made / "report")}
-    names = [case.name for case in suites["h200-dense-more"].cases]
-    assert names == [left["case"]]
+    assert [case.name for case in suites["h200-dense, more.jsonl"].cases] == [left["case"]]
+    there.unlink()
+    names = [suite.name for suite in build_suites(read_results(made / "results"), made / "report")]
+    assert "h200-dense" not in names, "it was measured, in a file of another name"
+    assert "h200-moe" in names
 
 
 def test_where_there_are_no_peers_nothing_is_put_beside_them() -> None:

@@ -206,3 +206,6 @@ def test_the_physical_limit_and_the_champions(tmp_path: Path) -> None:
     )
     assert [row["value"] for row in champions(rows)] == [24, 24]
     assert "weights, gradients and the optimizer state that stays take" in markdown(rows)
+    assert "Nothing larger was tried" not in markdown(rows)
+    smaller = [row for row in rows if row["outcome"] == "ok" or row["method"] != "none"]
+    assert markdown(smaller).count("Nothing larger was tried: this is not its limit.") == 1

@@ -50,6 +50,20 @@ def test_the_tool_judges_a_clean_run_and_saves_everything(tmp_path: Path):
     assert png_size(tmp_path / "step.png")[0] == 1600
 
 
+@pytest.mark.parametrize("renamed", ["findings.json", "trace.perfetto.json.gz"])
+def test_what_it_reads_is_not_overwritten(tmp_path: Path, renamed: str):
+    trace, summary = write_run(tmp_path, *train())
+    taken = tmp_path / renamed
+    (summary if renamed.startswith("findings") else trace).rename(taken)
+    before = taken.read_bytes()
+    words = (trace, "--summary", taken) if renamed.startswith("findings") else (taken, "--summary", summary)
+    done = run_tool(*words)
+    assert done.returncode == 2
+    assert f"{renamed} is written there; name another --output folder" in done.stderr
+    assert taken.read_bytes() == before
+    assert run_tool(*words, "--output", tmp_path / "out").returncode == 0
+
+
 def test_the_tool_fails_with_the_reason(tmp_path: Path):
     made, summary = train(Plan(bytes_per_ns=1.0, waits=False))
     summary["steps"][0]["num_in_copies"] = 1
