@@ -58,15 +58,23 @@ def test_a_run_that_has_enough_is_not_touched(trainer: Trainer) -> None:
     assert "the out-of-memory guard was not needed" in run.output
 
 
-def test_a_run_that_plans_itself_is_rescued_until_its_plan_fits(trainer: Trainer) -> None:
+@pytest.mark.parametrize(
+    ("more", "ranks"),
+    [
+        pytest.param("", 1, id="alone"),
+        pytest.param("--pipeline-model-parallel-size 2 --global-batch-size 8", 2, id="pp2"),
+    ],
+)
+def test_a_run_that_plans_itself_is_rescued_until_its_plan_fits(trainer: Trainer, more: str, ranks: int) -> None:
     """The budget promises more than there is: the plan that would do is found by what was missing."""
-    flags = f"{LARGER} --train-iters 20 --lr-decay-iters 20"
-    plain = trainer.run(f"{flags} --swap-layers none --swap-cpu-memory-gib 4 {recorded('torch')}")
+    flags = f"{LARGER} --train-iters 20 --lr-decay-iters 20 {more}"
+    plain = trainer.run(f"{flags} --swap-layers none --swap-cpu-memory-gib 4 {recorded('torch')}", ranks=ranks)
     saved_bytes = plain.summary["saved_peak_bytes"]
     memory = (plain.summary["device_peak_bytes"] - 0.3 * saved_bytes) / GIB
     run = trainer.run(
         f"{flags} {SWAP_SMALL} --swap-oom-guard --swap-cpu-memory-gib {memory} "
-        f"--swap-memory-gib {0.95 * saved_bytes / GIB} {recorded('torch')}"
+        f"--swap-memory-gib {0.95 * saved_bytes / GIB} {recorded('torch')}",
+        ranks=ranks,
     )
     assert_same_training(plain, run)
     rescued = [step["iteration"] for step in run.summary["steps"] if step["num_rescues"]]
