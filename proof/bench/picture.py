@@ -110,9 +110,11 @@ def _panel(panel: Any, rows: Sequence[Row]) -> None:
     absent = [_why_absent(row) for row in rows if row not in points]
     note = "".join("\n" + line for line in textwrap.wrap("outside: " + "; ".join(absent), 130)) if absent else ""
     panel.set_xlabel(f"{AXES[rows[0].get('peak') or 'allocated']}, GiB{note}", fontsize=11)
-    kinds = [("Megatron Swap", OURS, "D"), ("others", PEERS, "o")]
-    if any(_colour(row) == PLANNED for row in points):
-        kinds.insert(1, ("Megatron Swap, planned; |: its budget", PLANNED, "D"))
+    all_kinds = [
+        ("Megatron Swap", OURS, "D"), ("Megatron Swap, planned; |: its budget", PLANNED, "D"), ("others", PEERS, "o")
+    ]  # fmt: skip
+    shown = {_colour(row) for row in points}
+    kinds = [kind for kind in all_kinds if kind[1] in shown]
     for name, color, marker in kinds:
         panel.scatter([], [], color=color, marker=marker, label=name)
     if any(row not in trusted for row in points):

@@ -272,7 +272,7 @@ def test_everything_in_the_tree_exists() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_path_and_link_exists(page: Path) -> None:
     text = page.read_text()
-    words = re.findall(r"(?<![\w./])((?:megatron/swap|patches|tools|examples|tests|docs)/[\w./]*[\w/])", text)
+    words = re.findall(r"(?<![\w./])((?:megatron/swap|patches|tools|examples|tests|docs)/[\w./-]*[\w/])", text)
     words += [name for name in re.findall(r"`(\w+\.(?:py|sh|txt|toml))`", text) if (ROOT / name).exists()]
     to_come = {"megatron/swap/tiers/disk.py"}
     assert [word for word in words if word not in to_come and not (ROOT / word).exists()] == []
