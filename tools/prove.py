@@ -225,8 +225,9 @@ def device_flags(on_gpu: bool) -> str:
     return "--distributed-backend gloo " + " ".join(f"--no-{name}-fusion" for name in fusions)
 
 
-def prove(options: argparse.Namespace, output: Path) -> int:
+def prove(options: argparse.Namespace) -> int:
     """Make the runs and add their rows to the file; returns the exit status."""
+    output = options.output
     earlier = read_rows(output) if output.exists() else []  # before anything is measured: it may not be such a file
     facts = machine.facts()
     if len(options.held_gib) > (num_gpus := facts["machine"]["num_gpus"]):
@@ -269,7 +270,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, interrupt)
     try:
         with alone(options.output):
-            sys.exit(prove(options, options.output))
+            sys.exit(prove(options))
     except (SuiteError, RowError, HeldError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
