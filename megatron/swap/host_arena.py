@@ -17,6 +17,9 @@ from megatron.swap.host_memory import (
 )
 from megatron.swap.types import MIB, format_bytes
 
+SHARERS = 4
+"""Of a mapping, at least: larger pieces have one of their own."""
+
 
 class HostArena:
     """Memory for optimizer state. Unlike ``HostPool`` it never splits a piece, so that each is one tensor.
@@ -24,14 +27,14 @@ class HostArena:
     Args:
         limit_bytes: most that is taken.
         pinned: registered with CUDA for the current device, and near it.
-        region_bytes: of a mapping that small pieces share; those of a quarter of it or more have their own.
+        region_bytes: of a mapping that small pieces share.
     """
 
     def __init__(self, *, limit_bytes: int, pinned: bool, region_bytes: int = 64 * MIB) -> None:
         self.limit_bytes = limit_bytes
         self.booked_bytes = 0
         self._region_bytes = region_bytes
-        self._large_bytes = region_bytes // 4
+        self._large_bytes = region_bytes // SHARERS
         self._device = torch.cuda.current_device() if pinned else None
         self._numa_node = gpu_numa_node(self._device) if self._device is not None else None
         self._strategy = PinStrategy(touch="pages" if pinned else "none")
@@ -54,6 +57,17 @@ class HostArena:
             _alone((next(regions) if num_bytes >= self._large_bytes else self._cut(_paged(num_bytes)))[:num_bytes])
             for num_bytes in sizes
         ]
+
+    def sure_bytes(self, sizes: Sequence[int]) -> int:
+        """Of pieces of these sizes: so many bytes are sure to find room, whichever and in whatever order they come."""
+        paged = [_paged(num_bytes) for num_bytes in sizes]
+        lost_bytes = sum(paged) - sum(sizes)
+        # Of a mapping that is shared less is left than a piece, so a third of what is used of it; all of the last one.
+        lost_bytes += sum(num_bytes for num_bytes in paged if num_bytes < self._large_bytes) // (SHARERS - 1)
+        left_bytes = self.limit_bytes - self.booked_bytes
+        if min(paged, default=self._large_bytes) < self._large_bytes and left_bytes >= 2 * self._region_bytes:
+            lost_bytes += self._region_bytes
+        return max(0, left_bytes - lost_bytes)
 
     def num_that_fit(self, sizes: Sequence[int]) -> int:
         """How many of the first of them ``take_all`` can take."""

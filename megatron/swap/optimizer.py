@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -21,8 +21,9 @@ from torch import nn
 from megatron.swap.devices.base import Device
 from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_arena import HostArena
+from megatron.swap.planner.flags import state_bytes_of
 from megatron.swap.planner.profile import Resting
-from megatron.swap.planner.states import BUCKET_BYTES, PART_OF_HOST, States, bucket_bytes_before_disk
+from megatron.swap.planner.states import BUCKET_BYTES, PART_OF_HOST, bucket_bytes_before_disk
 from megatron.swap.resting import Home, Member
 from megatron.swap.state_mover import StateMover
 from megatron.swap.state_swap import StateSwap
@@ -34,11 +35,27 @@ ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "L
 """Optimizers, by the name of their class, that look at each element alone: they may step slices of parameters."""
 PARAMETERWISE = frozenset({"OrthogonalizedOptimizer", "SOAP"})
 """By the name of their class or of one that it is made from: each parameter alone, as a whole. Muon is one."""
+MOST_HOMES = 3
+"""Of a parameter whose state rests: the main value, and two moments."""
 ROUNDING = 1e-9
 """The whole is the sum of its parts."""
 SAVES = ("state_dict", "save_parameter_state", "get_parameter_state_dp_zero")
 LOADS = ("load_parameter_state", "load_parameter_state_from_dp_zero", "reload_model_params")
 """Methods of a Megatron optimizer that read everything, or replace it; a chained one calls some of each directly."""
+
+
+class Expected(NamedTuple):
+    """What is known of the state before it is made: ranks that share that of the same parameters, and at least so many
+    that of experts; most bytes of one parameter's."""
+
+    num_sharers: int
+    num_expert_sharers: int
+    state_bytes: int
+
+    def bytes_of(self, param: torch.Tensor) -> int:
+        """On this rank, of a parameter of the model. Megatron marks those of experts, which fewer ranks share."""
+        num_sharers = self.num_sharers if getattr(param, "allreduce", True) else self.num_expert_sharers
+        return -(-param.numel() * self.state_bytes // num_sharers)
 
 
 class OptimizerSwap:
@@ -50,8 +67,8 @@ class OptimizerSwap:
         limit_bytes: most host memory that is taken.
         min_bytes: smaller parameters stay.
         disk: where rests what host memory has no room for.
-        num_sharers: no more rests than there is room for beside activations, of state that so many ranks share, and
-            of that of experts; ``None``: an error where there is less room.
+        expected: no more rests than there is room for beside activations, of state like this; ``None``: an error where
+            there is less room.
     """
 
     def __init__(
@@ -61,19 +78,18 @@ class OptimizerSwap:
         limit_bytes: int,
         min_bytes: int,
         disk: DiskFile | None = None,
-        num_sharers: tuple[int, int] | None = None,
+        expected: Expected | None = None,
     ) -> None:
-        self._share = share
-        self._num_sharers = num_sharers
-        self._num_params = 0.0
+        self._share = self._most_share = share
+        self._expected = expected
+        self._expected_homes: list[int] = []
         self._device = device
         self._disk = disk
-        if num_sharers is not None:
+        if expected is not None:
             limit_bytes = int(PART_OF_HOST * limit_bytes)
         self._arena = HostArena(limit_bytes=limit_bytes, pinned=device.torch_device.type == "cuda")
         self._bucket_bytes = BUCKET_BYTES if disk is None else bucket_bytes_before_disk(limit_bytes)
         self._mover = StateMover(device, self._arena, disk, self._bucket_bytes)
-        self._room_bytes = limit_bytes - self._arena.booked_bytes + (0 if disk is None else disk.limit_bytes)
         self._min_bytes = min_bytes
         self._swaps: list[StateSwap] = []
         self._overlap = StepOverlap(device, self._mover, self._swaps, self._bucket_bytes)
@@ -105,18 +121,14 @@ class OptimizerSwap:
         self._resting_bytes = resting_bytes
         return True
 
-    @property
-    def _most_share(self) -> float:
-        if self._num_sharers is None:
-            return self._share
-        return min(self._share, self._room_bytes / (States.state_bytes * max(1.0, self._num_params)))
-
     def watch(self, chunk: nn.Module) -> None:
         """Copies run beside the layers of this model chunk, where memory is free."""
-        for param in chunk.parameters():
-            # Megatron marks those of experts, which fewer ranks hold in common.
-            sharers = 1 if self._num_sharers is None else self._num_sharers[not getattr(param, "allreduce", True)]
-            self._num_params += param.numel() / sharers
+        if self._expected is not None:
+            for param in chunk.parameters():
+                self._expected_homes += [self._expected.bytes_of(param) // MOST_HOMES] * MOST_HOMES
+            disk_bytes = 0 if self._disk is None else self._disk.limit_bytes
+            room_bytes = self._arena.sure_bytes(self._expected_homes) + disk_bytes
+            self._most_share = min(self._share, room_bytes / max(1, sum(self._expected_homes)))
         for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
             for layer in block.layers:
                 self._undo.append(layer.register_forward_pre_hook(self._layer_begins, with_kwargs=True).remove)
@@ -319,10 +331,10 @@ def unchained(optimizer: Any) -> Iterator[Any]:
         yield optimizer
 
 
-def sharers(args: Any) -> tuple[int, int]:
-    """Ranks that share the state of the same parameters, and at least so many those of experts."""
+def expected_state(args: Any) -> Expected:
+    """Of a run with Megatron's arguments."""
     num_ranks = int(args.data_parallel_size) if args.use_distributed_optimizer else 1
-    return num_ranks, max(1, num_ranks // int(args.expert_model_parallel_size))
+    return Expected(num_ranks, max(1, num_ranks // int(args.expert_model_parallel_size)), state_bytes_of(args))
 
 
 def _spread(params: Sequence[torch.Tensor], most_bytes: float) -> set[torch.Tensor]:

@@ -30,7 +30,7 @@ from megatron.swap.layer import Boundaries, num_micro_batches, pipeline_rank
 from megatron.swap.manager import SwapManager
 from megatron.swap.native.guarding import build_guard
 from megatron.swap.observer import Observer
-from megatron.swap.optimizer import OptimizerSwap, sharers, unchained
+from megatron.swap.optimizer import OptimizerSwap, expected_state, unchained
 from megatron.swap.plan_run import PlanRun
 from megatron.swap.planner.flags import model_of
 from megatron.swap.planner.profile import Resting
@@ -218,7 +218,7 @@ class SwapSession:
             min_bytes = int(self.config.min_mib * MIB)
             self._optimizer = OptimizerSwap(
                 self.config.optimizer, self._device_of_rank(), self._host.optimizer_bytes, min_bytes, self._disk,
-                sharers(self._args) if self.config.optimizer_auto else None,
+                expected_state(self._args) if self.config.optimizer_auto else None,
             )  # fmt: skip
         return self._optimizer
 

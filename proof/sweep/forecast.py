@@ -121,10 +121,10 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     if offloaded:
         states = replace(states, resting=offloaded)
     params = params_of_rank(training.model, training.tied)
-    if states.auto:  # as training does
-        states = replace(states, resting=min(1.0, PART_OF_HOST * tiers.host / states.state_gib(params)))
-    static_gib, resting_gib = states.device_gib(params), states.host_gib(params)
     engine_gib = min(tiers.host, tiers.host if offloaded else _number(flags, "--swap-host-gib", tiers.host))
+    if states.auto:  # as training does
+        states = replace(states, resting=min(1.0, PART_OF_HOST * engine_gib / states.state_gib(params)))
+    static_gib, resting_gib = states.device_gib(params), states.host_gib(params)
     known = None
     if gpu is not None and tiers.device is not None and by_flags and not offloaded:
         room_gib = max(0.0, engine_gib - resting_gib)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import random
 import time
+from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.optimizer.optimizer import FP32Optimizer
+from torch import nn
 
+from megatron.swap import optimizer
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_arena import HostArena
 from megatron.swap.host_memory import HostMemoryError
-from megatron.swap.optimizer import OptimizerSwap
+from megatron.swap.optimizer import OptimizerSwap, expected_state
 from megatron.swap.planner.states import BUCKET_BYTES, BUCKETS_GIB
 from megatron.swap.resting import MAIN, Home
 from megatron.swap.state_mover import StateMover
@@ -354,6 +358,20 @@ class TestArena:
         with pytest.raises(HostMemoryError):
             arenas[1].take_all(sizes[: number + 1])
 
+    @pytest.mark.parametrize("seed", range(40))
+    def test_what_is_sure_to_fit_fits(self, seed: int) -> None:
+        numbers = random.Random(seed)
+        choice = [1, 3000, 5000, 14_000, 15_999, 17_000, 66_000] if seed % 4 else [16 * KIB, 66_000]
+        sizes = [numbers.choice(choice) for _ in range(100)]
+        arena = HostArena(limit_bytes=numbers.choice([100, 400, 4000]) * KIB, pinned=False, region_bytes=64 * KIB)
+        sure_bytes = arena.sure_bytes(sizes)
+        taken_bytes = 0
+        for size in numbers.sample(sizes, len(sizes)):
+            if taken_bytes + size <= sure_bytes:
+                taken_bytes += arena.take(size).numel()
+        if seed % 4 == 0:
+            assert sure_bytes >= arena.limit_bytes - 100 * 4 * KIB
+
     def test_a_piece_is_a_storage_of_its_own(self) -> None:
         """A checkpoint has whole storages."""
         arena = HostArena(limit_bytes=MIB, pinned=False, region_bytes=64 * KIB)
@@ -372,6 +390,33 @@ def test_the_name_of_main_values_is_no_optimizers() -> None:
     for name, make in OPTIMIZERS.items():
         training = Training(make).steps(1)
         assert not any(MAIN in state for state in training.optimizer.state.values()), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "state_bytes"),
+    [((), 8), (("bf16",), 12), (("fp16",), 12), (("bf16", "use_precision_aware_optimizer"), 10),
+     (("fp16", "use_precision_aware_optimizer"), 12)],
+)  # fmt: skip
+def test_before_the_state_is_there_its_size_is_known(
+    flags: tuple[str, ...], state_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three quarters of host memory are filled, and no more, of ranks that share less of experts' state."""
+    monkeypatch.setattr(optimizer, "HostArena", partial(HostArena, region_bytes=64 * KIB))
+    args = Namespace(
+        data_parallel_size=4, use_distributed_optimizer=True, expert_model_parallel_size=2,
+        **{name: name in flags for name in ("bf16", "fp16", "use_precision_aware_optimizer")},
+    )  # fmt: skip
+    chunk = nn.ParameterList(torch.empty(MIB, device="meta") for _ in range(100))
+    for param in chunk[::2]:
+        param.allreduce = False
+    shards = [torch.zeros(MIB // (4 if getattr(param, "allreduce", True) else 2)) for param in chunk]
+    num_params = sum(shard.numel() for shard in shards)
+    swap = OptimizerSwap(1.0, EmulatedDevice(0.0), state_bytes * num_params // 2, 0, expected=expected_state(args))
+    swap.watch(chunk)
+    for shard in shards:
+        swap.born(shard)
+    assert 3 / 8 - 0.03 < sum(shard.numel() for shard in swap._born) / num_params <= 3 / 8
+    swap.close()
 
 
 @pytest.mark.parametrize("is_born", [True, False])

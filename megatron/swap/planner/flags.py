@@ -78,14 +78,13 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     part = parse_part(known.swap_optimizer)
     if part is not None and not 0 <= part <= 1:
         raise UsageError(f"--swap-optimizer {part:g}: must be 0 to 1, a part of its state, or auto.")
-    is_half = known.bf16 or known.fp16
     states = States(
         gradient_bytes=2 if is_aware and known.main_grads_dtype == "bf16" else 4,
-        state_bytes=10 if is_aware else 12 if is_half else 8,
+        state_bytes=state_bytes_of(known),
         shards=data * context if known.use_distributed_optimizer else 1,
         resting=1.0 if part is None else part,
         auto=part is None,
-        weight_bytes=2 if is_half else 4,
+        weight_bytes=2 if known.bf16 or known.fp16 else 4,
     )
     return Training(
         model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states,
@@ -136,6 +135,13 @@ def _host_gib(text: str | None) -> float | None:
     if given is not None and not 0 < given <= MOST:
         raise UsageError(f"--swap-host-gib {text}: a number is expected, above 0 and at most {MOST:g}.")
     return given
+
+
+def state_bytes_of(args: argparse.Namespace) -> int:
+    """See ``States.state_bytes``; other optimizers than Adam have less, moments of lower precision, too."""
+    if args.use_precision_aware_optimizer and args.bf16:
+        return 10  # of the main value 16 bits: the others are the weight
+    return 12 if args.bf16 or args.fp16 else 8
 
 
 def model_of(args: argparse.Namespace) -> Model:
