@@ -21,6 +21,7 @@ from megatron.swap.config import SwapConfig
 from megatron.swap.devices.base import Device
 from megatron.swap.footprint import Footprint, FootprintMeter
 from megatron.swap.guard import OomGuard
+from megatron.swap.host_memory import HostMemoryError
 from megatron.swap.layer import Boundaries
 from megatron.swap.plan import Infeasible, Model, Plan, merged, save_plan
 from megatron.swap.planner import profile as profiles
@@ -90,6 +91,7 @@ class AutoPlan:
         self._num_micro_batches = 0
         self._evaluates = True  # building the model leaves as much
         self._reserved_bytes = 0
+        self._has_been_full = False
         self._undo: list[Callable[[], None]] = []
         self.has_switched = False
 
@@ -171,6 +173,12 @@ class AutoPlan:
     def _is_larger(self) -> None:
         """In a forward: more is saved than is planned for. The rest of the step keeps as little as it can."""
         self.policy.is_short = True
+
+    def host_is_full(self, error: HostMemoryError) -> None:
+        """What is to be swapped has no room, and stays: while steps are measured, or before longer ones are."""
+        if not self._has_been_full:
+            self._has_been_full = True
+            self._say(f"what has no room in host memory stays on the device for now ({error})")
 
     @property
     def is_measuring(self) -> bool:

@@ -27,6 +27,7 @@ from megatron.swap.devices.base import Device, Stream
 from megatron.swap.group import Group
 from megatron.swap.guard import OomGuard
 from megatron.swap.handle import Handle, Orphans, State, alias_of
+from megatron.swap.host_memory import HostMemoryError
 from megatron.swap.lending import Lending
 from megatron.swap.order import BackwardOrder
 from megatron.swap.reads import Reads
@@ -58,6 +59,7 @@ class SwapManager:
         verify: compare checksums of every storage that comes back.
         ranges: where a profiler, if one runs, is told what is being done.
         guard: may take what nobody uses when an allocation fails; ``None``: nobody may.
+        on_full: told when the tier has no room for a storage, which stays then; ``None``: that is an error.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class SwapManager:
         verify: bool = False,
         ranges: Ranges | None = None,
         guard: OomGuard | None = None,
+        on_full: Callable[[HostMemoryError], None] | None = None,
     ) -> None:
         self.counters = Counters()
         self.ranges = ranges or Ranges()
@@ -96,6 +99,7 @@ class SwapManager:
         self._reads = Reads(device)
         self._drained = False
         self.guard = guard or OomGuard(device)
+        self._on_full = on_full
         self._saved: list[Handle] = []
 
     # ------------------------------------------------------------------ forward
@@ -188,7 +192,14 @@ class SwapManager:
             if handle.changed():
                 self._stay(handle)
                 continue
-            handle.slot = self._tier.reserve(handle.num_bytes)
+            try:
+                handle.slot = self._tier.reserve(handle.num_bytes)
+            except HostMemoryError as error:
+                if self._on_full is None:
+                    raise
+                self._on_full(error)
+                self._stay(handle, is_refused=False)
+                continue
             read = self._reads.event_of(handle.slot.fence)
             if read is not None:
                 self._device.wait(self._out_stream, read)
@@ -252,13 +263,14 @@ class SwapManager:
         handle.storage = None
         self.ranges.memory()
 
-    def _stay(self, handle: Handle) -> None:
-        """Others hold the storage, or wrote to it: dropping our reference would free nothing, or be wrong."""
+    def _stay(self, handle: Handle, *, is_refused: bool = True) -> None:
+        """Others hold the storage, or wrote to it: dropping our reference would free nothing, or be wrong.
+        ``is_refused``: so it will be the next time; else there was just no room."""
         if self._reclaim(handle):
             return  # it has left in the meantime; where it was changed before, backward says so
         handle.move_to(State.STAYS)
         handle.free_slot()
-        self._stays[handle.site] += 1
+        self._stays[handle.site] += is_refused
         self.counters.layers[handle.site.layer].stayed_bytes += handle.num_bytes
 
     # ----------------------------------------------------------------- backward

@@ -242,11 +242,11 @@ class SwapSession:
             self._tier = spill_tier(host, self._disk)
         if not config.optimizer:  # else it comes first: its size is known, and it does not grow
             pool.book(min(self._host.least_bytes, pool.limit_bytes))
-        window_bytes = config.window_bytes(config.plan)
         guard = OomGuard(self._device, pool, int(config.min_mib * MIB), self._host.guard_bytes)
         self._manager = SwapManager(
-            self._device, self._tier, self._policy.without_recipe, window_bytes, config.verify, self._ranges, guard
-        )
+            self._device, self._tier, self._policy.without_recipe, config.window_bytes(config.plan), config.verify,
+            self._ranges, guard, None if self._auto is None else self._auto.host_is_full,
+        )  # fmt: skip
         if config.oom_guard:
             guard.begin()
         producers = None

@@ -146,7 +146,8 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         resting_gib = split.state_in_host
     else:
         whose = "the machine's" if engine_gib >= tiers.host else "--swap-host-gib"
-        needs.append(Need("host", resting_gib + moved_gib, engine_gib, whose))
+        plans = known is not None and known.least_gib is not None
+        needs.append(Need("host", resting_gib + moved_gib, engine_gib, whose, resting_gib if plans else None))
     if tiers.device is None:
         needs.append(Need("host", static_gib + resting_gib, tiers.host, "the machine's, which has no device"))
     return Forecast(tuple(needs), static_gib, is_bound=known is None and tiers.device is not None)

@@ -67,6 +67,17 @@ def test_below_a_budget(trainer: Trainer, flags: str, share: float) -> None:
     assert last["swapped_out_bytes"] + last["recomputed_bytes"] > 0
 
 
+def test_what_has_no_room_in_host_memory_stays(trainer: Trainer) -> None:
+    """While steps are measured, which would swap more than there is room for; the plan goes by what there is."""
+    more = f"--swap-host-gib {5 * MIB / GIB}"
+    run = budgeted(trainer, "--micro-batch-size 8 --global-batch-size 8", 0.5, more=more)
+    assert run.output.count("what has no room in host memory stays on the device") == 1
+    assert stages(run) == ["profile", "search", "stable"]
+    assert 4 * MIB < run.summary["host_leased_peak_bytes"] <= 5 * MIB
+    assert run.summary["stayed_bytes"] > MIB
+    assert_peak_as_predicted(run)
+
+
 def test_a_budget_above_the_need_moves_nothing(trainer: Trainer) -> None:
     run = budgeted(trainer, "", 1.5)
     assert stages(run) == ["profile", "stable"]

@@ -49,7 +49,7 @@ def test_buffers_before_a_disk_are_counted() -> None:
     ("host_gib", "settings"),
     [
         (0.002, {"auto": True}), (0.007, {"optimizer": 1.0}), (0.0105, {"auto": True, "optimizer": 1.0}),
-        (0.034, {"auto": True, "optimizer": 1.0, "optimizer_auto": True}),
+        (0.028, {"auto": True, "optimizer": 1.0, "optimizer_auto": True}),
     ],
 )
 def test_no_room_for_the_buffers(host_gib: float, settings: dict[str, object]) -> None:
@@ -59,7 +59,7 @@ def test_no_room_for_the_buffers(host_gib: float, settings: dict[str, object]) -
 
 
 def test_room_for_the_buffers_and_little_more() -> None:
-    for host_gib, settings in ((0.034, {"optimizer_auto": False}), (0.04, {"optimizer_auto": True})):
+    for host_gib, settings in ((0.028, {"optimizer_auto": False}), (0.03, {"optimizer_auto": True})):
         share(host_gib, disk_dir=".", auto=True, optimizer=1.0, **settings)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron.swap import manager as manager_module
 from megatron.swap.handle import State
+from megatron.swap.host_memory import HostMemoryError
 from megatron.swap.host_pool import HostPool
 from megatron.swap.manager import SwapManager
 from megatron.swap.tiers.host import HostTier
@@ -104,6 +105,23 @@ class TestOneStorage:
             assert torch.equal(tensor, torch.arange(4096.0))
         group = bare.manager.begin_forward(0, FIRST)
         assert bare.manager.take(torch.arange(4096.0), SITE, group) is None
+
+    def test_what_has_no_room_stays_if_someone_wants_to_know_and_goes_when_there_is_some(self):
+        bare, told = Bare(), []
+        kept = bare.pool.lease(MIB)
+        with pytest.raises(HostMemoryError):
+            bare.swap_out(torch.arange(4096.0))
+        bare.manager._on_full = told.append
+        for number in range(1, 2 + manager_module.STAYS_BEFORE_GIVING_UP):
+            handle, group = bare.swap_out(torch.arange(4096.0))
+            assert (handle.state, len(told)) == (State.STAYS, number)
+            storage = bare.manager.fetch(handle, group, 0)
+            assert torch.equal(torch.empty(0).set_(storage, 0, (4096,), (1,)), torch.arange(4096.0))
+        kept.free()
+        handle, _ = bare.swap_out(torch.arange(4096.0))
+        bare.go_on()
+        assert handle.state is State.OUT
+        assert bare.device.num_copies == {"out": 1, "in": 0}
 
     def test_an_output_that_the_next_layer_has_as_its_input_leaves_behind_that_one(self):
         bare = Bare()

@@ -400,7 +400,7 @@ def test_the_name_of_main_values_is_no_optimizers() -> None:
 def test_before_the_state_is_there_its_size_is_known(
     flags: tuple[str, ...], state_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three quarters of host memory are filled, and no more, of ranks that share less of experts' state."""
+    """Nine tenths of host memory are filled, and no more, of ranks that share less of experts' state."""
     monkeypatch.setattr(optimizer, "HostArena", partial(HostArena, region_bytes=64 * KIB))
     args = Namespace(
         data_parallel_size=4, use_distributed_optimizer=True, expert_model_parallel_size=2,
@@ -415,7 +415,7 @@ def test_before_the_state_is_there_its_size_is_known(
     swap.watch(chunk)
     for shard in shards:
         swap.born(shard)
-    assert 3 / 8 - 0.03 < sum(shard.numel() for shard in swap._born) / num_params <= 3 / 8
+    assert 0.45 - 0.03 < sum(shard.numel() for shard in swap._born) / num_params <= 0.45
     swap.close()
 
 

@@ -13,8 +13,9 @@ BUCKETS_GIB = 3 * BUCKET_BYTES / GIB
 GAPS_GIB = 5 * BUCKET_BYTES / GIB
 """What buckets leave unused between activations, which they come and go beside: 1.1 GiB were measured (8B, where what
 held 133.8 GiB while they did not held 134.9 when they did)."""
-PART_OF_HOST = 0.75
-"""Of host memory may be the state's, where the planner decides how much rests: activations need some, too."""
+PART_OF_HOST = 0.9
+"""Of host memory may be the state's, where the planner decides how much rests. For the time of a step it hardly matters
+who has it; activations can be made again instead, so the largest models want it for the state."""
 NUM_STAGED = 7
 MOST_SPILL_BYTES = 64 << 20
 """Buffers in host memory, between disk and device, and most bytes of one for activations: as ``staging.py`` and
