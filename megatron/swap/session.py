@@ -385,6 +385,7 @@ class SwapSession:
             num_rescues=len(rescues),
             rescued_bytes=sum(rescue.freed_bytes for rescue in rescues),
             short_bytes=max((rescue.short_bytes for rescue in rescues), default=0),
+            num_alloc_retries=self._device_of_rank().take_retries(),
         )
 
     def _on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:
@@ -433,9 +434,7 @@ class SwapSession:
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             device_peak_bytes=self._device_of_rank().peak_bytes(),  # a recorder resets torch's own
             saved_peak_bytes=None if self._observer is None else self._observer.peak_bytes,
-            host_booked_bytes=0,
-            host_leased_peak_bytes=0,
-            stayed_bytes=0,
+            host_booked_bytes=0, host_leased_peak_bytes=0, stayed_bytes=0,
             device_reserved_bytes=self._device_of_rank().peak_reserved_bytes(),
         )
         if self._optimizer is not None:

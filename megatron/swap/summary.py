@@ -15,6 +15,8 @@ from megatron.swap.types import GIB, MemoryRow, Site, format_bytes, places
 
 MANY_FRAGMENTS = 0.02
 """Of what is in use at the peak: held beside it, worth a word."""
+FEW_FULL_STEPS = 2
+"""First uses, and plans that are tried, may fill a device that is not full later."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class StepRecord:
     """... how much that was together ..."""
     short_bytes: int = 0
     """... and most that the device had no room for at once."""
+    num_alloc_retries: int = 0
+    """Allocations for which PyTorch's allocator gave back all that it cached, and waited."""
 
 
 @dataclass
@@ -184,6 +188,9 @@ def device_line(summary: dict[str, Any], expands: bool) -> str | None:
     line = f" swap: the device held at most {format_bytes(reserved_bytes)}, {format_bytes(peak_bytes)} of it in use"
     if reserved_bytes - peak_bytes > MANY_FRAGMENTS * peak_bytes and not expands:
         line += "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer fragments"
+    num_full = sum(step["num_alloc_retries"] > 0 for step in summary["steps"])
+    if num_full > FEW_FULL_STEPS:
+        line += f"; in {num_full} steps it was full, and everything waited while the allocator gave back what it cached"
     return line
 
 
@@ -235,6 +242,7 @@ def build_summary(
         "num_rescues": sum(step.num_rescues for step in all_steps),
         "rescued_bytes": sum(step.rescued_bytes for step in all_steps),
         "short_bytes": max((step.short_bytes for step in all_steps), default=0),
+        "num_alloc_retries": sum(step.num_alloc_retries for step in all_steps),
         "layers": [
             {"layer": layer, "swapped_out_bytes": out_bytes, "swapped_in_bytes": in_bytes}
             for layer, (out_bytes, in_bytes) in layers.items()
@@ -244,7 +252,8 @@ def build_summary(
              "swapped_in_bytes": step.moved.in_bytes, "num_out_copies": step.moved.num_out_copies,
              "num_in_copies": step.moved.num_in_copies, "num_late": step.moved.num_late, "wait_ms": step.moved.wait_ms,
              "recomputed_bytes": step.moved.recomputed_bytes, "num_recomputed": step.moved.num_recomputed,
-             "num_rescues": step.num_rescues, "rescued_bytes": step.rescued_bytes, "short_bytes": step.short_bytes}
+             "num_rescues": step.num_rescues, "rescued_bytes": step.rescued_bytes, "short_bytes": step.short_bytes,
+             "num_alloc_retries": step.num_alloc_retries}
             for step in (ranks[0].steps if ranks else [])
         ],
         "losses": [step.loss.hex() for step in with_loss if step.loss is not None],

@@ -9,6 +9,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +56,7 @@ class Stopwatch:
         self._chunks: list[Any] = []
         self._ends: list[float] = []
         self._allocated: list[int] = []
+        self._num_retries: list[int] = []  # so far
         self._losses: list[torch.Tensor] = []
         self._engine: dict[str, Any] = {}
 
@@ -94,7 +96,9 @@ class Stopwatch:
         self._ends.append(time.perf_counter())
         self._losses += [loss.detach().clone() for loss in list(losses.values())[:1]]  # read at the end
         if torch.cuda.is_available():
-            self._allocated.append(torch.cuda.memory_allocated())
+            found = torch.cuda.memory_stats_as_nested_dict()
+            self._allocated.append(found["allocated_bytes"]["all"]["current"])
+            self._num_retries.append(found["num_alloc_retries"])
         if len(self._ends) == 1:
             self._listener.tell("stepped")
             self._listener.await_word("time")
@@ -131,6 +135,7 @@ class Stopwatch:
             "first_step_ms": 1e3 * (self._ends[0] - self._start),
             "began_cuda_early": self.began_cuda,
             "build_ms": 1e3 * (self._built - self._start),
+            "alloc_retries_by_step": [after - before for before, after in pairwise([0, *self._num_retries])],
             "tokens_per_step": batch * args.seq_length,
             "step_flops": num_floating_point_operations(args, batch),
             "num_params": sum(p.numel() for chunk in self._chunks for p in chunk.parameters()),

@@ -22,7 +22,7 @@ MEASURED = (
     "step_ms_median", "step_ms_all", "first_step_ms", "build_ms", "tokens_per_step", "step_flops", "num_params",
     "device_peak_gib", "device_reserved_gib", "device_static_gib", "host_peak_gib", "host_rss_growth_gib",
     "host_pinned_gib", "disk_peak_gib", "swapped_out_bytes", "swapped_in_bytes", "num_late", "wait_ms",
-    "optimizer_out_bytes", "optimizer_in_bytes", "losses", "began_cuda_early",
+    "optimizer_out_bytes", "optimizer_in_bytes", "losses", "began_cuda_early", "alloc_retries_by_step",
 )  # fmt: skip
 COMPARABLE = ("suite", "commit", "machine", "versions", "flags", "env")
 """What rows of one file have in common with runs of now."""
@@ -191,11 +191,13 @@ def measured(result: dict[str, Any], gpu: Gpu | None) -> Row:
     row: Row = {field: result.get(field) for field in MEASURED}
     losses, median_ms = [float.fromhex(loss) for loss in row["losses"] or ()], row["step_ms_median"]
     quarter = max(1, len(losses) // 4)
+    planning = result.get("planning") or {}
     tflops = row["step_flops"] / median_ms / 1e9 if median_ms else None
     return {
         **row,
         **UNPLANNED,
-        **{field: value for field, value in (result.get("planning") or {}).items() if field in UNPLANNED},
+        "stages": None,
+        **{field: value for field, value in planning.items() if field in (*UNPLANNED, "stages")},
         "losses_equal": None,
         "loss_hex": row["losses"][-1] if losses else None,
         "loss_first": statistics.mean(losses[:quarter]) if losses else None,

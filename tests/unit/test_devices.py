@@ -265,6 +265,14 @@ class TestMeasuring:
         assert device.reserved_bytes() >= now  # type: ignore[operator]
 
 
+    def test_what_a_full_device_costs_is_counted(self, device: Device):
+        assert device.take_retries() >= 0
+        if device.torch_device.type == "cuda":
+            with pytest.raises(torch.OutOfMemoryError):
+                device.allocate(1 << 50)
+            assert device.take_retries() == 1
+        assert device.take_retries() == 0
+
     def test_large_copies_in_one_call(self, device: Device):
         sizes = [40 * MIB, MIB, 70 * MIB + 1]
         sources = [host_bytes(size, device, seed) for seed, size in enumerate(sizes)]

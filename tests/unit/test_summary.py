@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,15 @@ def test_the_device_line_has_what_is_held_and_says_what_leaves_fewer_fragments()
     tight = build_summary(1, [rank([], [], device_peak_bytes=100 * MIB, device_reserved_bytes=101 * MIB)])
     assert "expandable" not in str(device_line(tight, expands=False))
     assert device_line(build_summary(1, [rank([], [])]), expands=False) is None
+
+
+@pytest.mark.parametrize(("retries", "is_told"), [([0, 3, 1, 0], False), ([5, 0, 1, 2], True)])
+def test_a_device_that_is_full_in_many_steps_is_told(retries: list[int], is_told: bool):
+    steps = [replace(step(i, {}, None), num_alloc_retries=number) for i, number in enumerate(retries)]
+    full = build_summary(1, [rank(steps, [], device_peak_bytes=100 * MIB, device_reserved_bytes=101 * MIB)])
+    assert full["num_alloc_retries"] == sum(retries)
+    assert [one["num_alloc_retries"] for one in full["steps"]] == retries
+    assert ("in 3 steps it was full" in str(device_line(full, expands=True))) is is_told
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,10 @@ class Device(ABC):
     def peak_reserved_bytes(self) -> int | None:
         """Most that the allocator has held in the run, whatever ``take_peak`` forgets; ``None`` as above."""
 
+    def take_retries(self) -> int:
+        """Since the last call, allocations for which the allocator had to give back all that it caches, and wait."""
+        return 0
+
     @abstractmethod
     def give_back(self) -> None:
         """Let the allocator give back memory that it holds and nobody uses. May take long."""

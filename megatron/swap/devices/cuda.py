@@ -83,6 +83,7 @@ class CudaDevice(Device):
         self.name = torch.cuda.get_device_name(self.torch_device)
         self._turns: dict[torch.cuda.Stream, _Turns] = {}
         self._peak_bytes = self._peak_reserved_bytes = 0
+        self._num_retries = 0
         self._of_guard: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._fractions: tuple[float, float] | None = None
 
@@ -168,6 +169,11 @@ class CudaDevice(Device):
 
     def peak_reserved_bytes(self) -> int:
         return max(self._peak_reserved_bytes, self._statistics("reserved_bytes")["peak"])
+
+    def take_retries(self) -> int:
+        before = self._num_retries
+        self._num_retries = torch.cuda.memory_stats_as_nested_dict(self.torch_device)["num_alloc_retries"]
+        return self._num_retries - before
 
     def give_back(self) -> None:
         torch.cuda.empty_cache()
