@@ -30,6 +30,7 @@ def measured(file: str, case: str, method: str) -> list[dict[str, object]]:
         ("h200-dense.jsonl", "L16-h4096", "full-recompute", 0.0),
         ("h200-dense.jsonl", "L16-h4096", "recompute-mlp", 0.0),
         ("h200-dense.jsonl", "L4-h8192", "ours-all", 0.0),
+        ("h200-optimizer.jsonl", "8b", "megatron-0.5", 0.0),
         # Before gradients were added up where they are computed, and the loss was computed in parts.
         ("h200-optimizer-earlier.jsonl", "8b", "ours-0.5", 0.11),
         ("h200-optimizer-earlier.jsonl", "8b", "ours-0.3", 0.0),
@@ -44,8 +45,8 @@ def test_what_was_measured_is_within_the_margin(file: str, case: str, method: st
         assert not told.is_bound
         peak_gib, device = row["device_peak_gib"], told.of("device")
         assert device == pytest.approx(peak_gib, rel=max(MARGIN, earlier)), (device, peak_gib)
-        if "--swap-optimizer" in str(row["flags"]):
-            assert told.of("host") == pytest.approx(row["host_peak_gib"], rel=0.07)
+        if "megatron" in method or "--swap-optimizer" in str(row["flags"]):
+            assert told.of("host") == pytest.approx(row["host_peak_gib"], rel=0.08)
 
 
 def shape(more: str, layers: int = 32) -> list[str]:
@@ -83,7 +84,6 @@ def test_what_host_memory_has_no_room_for_goes_to_disk() -> None:
     [
         "--fine-grained-activation-offloading --offload-modules core_attn",
         "--cpu-offloading-num-layers 3",
-        "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
         "--num-experts 8",
     ],
 )
@@ -91,7 +91,16 @@ def test_of_others_it_knows_the_least(more: str) -> None:
     told = forecast(shape(more), TIERS, H200)
     assert told.is_bound
     assert told.of("device") == told.static_gib
-    assert (told.of("host") or 0) > 40 or "optimizer" not in more
+
+
+def test_megatrons_offload_has_gradients_in_fp32_wherever_its_state_is() -> None:
+    """7.94 B parameters: where gradients are in bf16 there are two of each."""
+    flags = shape("--optimizer-cpu-offload --optimizer-offload-fraction 0.25", 24)
+    told, gib = forecast(flags, TIERS, H200), 7.94e9 / 2**30
+    assert told.static_gib == pytest.approx((4 + 0.75 * 16) * gib, rel=0.01)
+    assert told.of("host") == pytest.approx(0.25 * 16 * gib, rel=0.01)
+    in_fp32 = forecast([word for word in flags if word not in ("--main-grads-dtype", "bf16")], TIERS, H200)
+    assert in_fp32.static_gib == pytest.approx((2 + 4 + 0.75 * 12) * gib, rel=0.01)
 
 
 def test_a_peer_around_the_model_is_not_known() -> None:
