@@ -43,6 +43,8 @@ from megatron.swap.types import GIB, MIB, UsageError, format_bytes
 OVERLAP_STEPS = 1
 """Until optimizer state passes through beside layers as it will: buckets come in ahead once it is known what layers
 hold, and leave beside the forward after that."""
+FULL_BYTES = GIB // 2
+"""A device that is full says not by how much it is too small: so much is tried."""
 
 
 class _Measured(NamedTuple):
@@ -92,6 +94,7 @@ class AutoPlan:
         self._evaluates = True  # building the model leaves as much
         self._reserved_bytes = 0
         self._has_been_full = False
+        self._full_plan: Plan | None = None
         self._undo: list[Callable[[], None]] = []
         self.has_switched = False
 
@@ -193,11 +196,13 @@ class AutoPlan:
 
     # ------------------------------------------------------------ between steps
 
-    def step_ended(self, number: int, short_bytes: int = 0) -> None:
+    def step_ended(self, number: int, short_bytes: int = 0, num_retries: int = 0) -> None:
         """Step ``number`` is over on this rank, and for its recorder: measure it, agree, decide, switch.
 
         Args:
             short_bytes: what the device had no room for in it: there is less than the budget allows.
+            num_retries: allocations for which the allocator gave back all that it caches. The next ones take it again:
+                steps that go on like this are slow, so that counts as short of memory, too.
 
         Raises:
             Infeasible: no plan fits the budget, and none was made before.
@@ -214,6 +219,9 @@ class AutoPlan:
         ms = self._clock.end(wait=stage is not Stage.STABLE)
         saved_mib = footprint.num_bytes / MIB
         peak_gib = self._peak_gib()
+        if num_retries and not self.is_measuring:
+            short_bytes = max(short_bytes, FULL_BYTES)
+            self._say_full(num_retries)
         if short_bytes:
             peak_gib = max(peak_gib, self._budget_gib) + short_bytes / GIB
         step = self._ranks.worst(
@@ -243,6 +251,12 @@ class AutoPlan:
             self._save()
         self._reserved_bytes = self._device.reserved_bytes() or 0
         self._guard_or_not()
+
+    def _say_full(self, num_retries: int) -> None:
+        if self._full_plan is not self._stages.plan:  # of each plan once
+            self._full_plan = self._stages.plan
+            told = f"the device is full: its allocator had to give back what it cached, {num_retries} times in a step"
+            self._say(f"{told}. That counts as {format_bytes(FULL_BYTES)} above the budget")
 
     def _guard_or_not(self) -> None:
         if self._guard is None or self._guard.is_on == self.is_measuring:

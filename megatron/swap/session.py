@@ -332,7 +332,7 @@ class SwapSession:
         if self._recorder is not None:
             self._recorder.step_ended(iteration + 1)
         if self._auto is not None:
-            self._auto.step_ended(iteration, step.short_bytes)
+            self._auto.step_ended(iteration, step.short_bytes, step.num_alloc_retries)
         if self._optimizer is not None:
             auto = self._auto
             self._optimizer.step_ended(auto is None or not auto.is_measuring, auto is None or not auto.has_switched)

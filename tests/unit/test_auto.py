@@ -17,7 +17,7 @@ from megatron.swap.footprint import FootprintMeter
 from megatron.swap.plan import Plan, load_plan
 from megatron.swap.planner.profile import load_profile
 from megatron.swap.recorder import Recorder
-from megatron.swap.stages import Step
+from megatron.swap.stages import Stage, Step
 from megatron.swap.trace import Ranges
 from megatron.swap.types import GIB
 from tests.lazy_device import LazyDevice
@@ -58,7 +58,8 @@ class Training:
         self.chunk = nn.Linear(2, 2)
         self.steps: list[Step] = []
         config = SwapConfig(frozenset(), auto=True, memory_gib=12.0)
-        self.auto = AutoPlan(config, model(8), 80.0, (), lambda line: None)
+        self.lines: list[str] = []
+        self.auto = AutoPlan(config, model(8), 80.0, (), self.lines.append)
         unused: Any = None
         recorder = Recorder(device, Ranges(), device.taken)
         self.num_followed = 0
@@ -72,13 +73,13 @@ class Training:
         self.num_followed += 1
         self.windows.append(window_bytes)
 
-    def step(self, gib: float, is_short: bool = False) -> float:
+    def step(self, gib: float, is_short: bool = False, num_retries: int = 0) -> float:
         """The peak that it is judged by."""
         for _ in range(2):
             self.chunk(torch.ones(2))
             self.device.use(gib)
         self.auto.policy.is_short = is_short
-        self.auto.step_ended(len(self.steps) + 1)
+        self.auto.step_ended(len(self.steps) + 1, num_retries=num_retries)
         return self.steps[-1].peak_gib
 
     def evaluate(self, gib: float) -> None:
@@ -128,6 +129,22 @@ def test_what_building_the_model_took_is_not_the_first_steps(monkeypatch: pytest
     device = CachingDevice()
     device.use(20.0)
     assert Training(device, monkeypatch).step(10.0) == 10.0
+
+
+def test_a_device_that_is_full_counts_as_above_the_budget_once_plans_are_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(CachingDevice(), monkeypatch)
+    assert training.step(11.0, num_retries=3) == 11.0, "while steps are measured the device may be full"
+    training.auto._stages.stage = Stage.STABLE
+    training.auto._stages.plan = Plan(model(8), None, None, None, ())
+    told = len(training.lines)
+    assert training.step(11.0) == 11.0
+    assert training.step(11.0, num_retries=3) == 12.5
+    assert training.step(13.0, num_retries=1) == 13.5
+    assert len(training.lines) == told + 1
+    assert "the device is full" in training.lines[-1]
+    assert training.step(11.0) == 13.0, "the allocator has it still"
 
 
 def test_what_a_step_took_that_was_larger_than_planned_is_not_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:
