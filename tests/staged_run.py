@@ -20,7 +20,7 @@ PROFILED = RECORDED + SETTLING_STEPS + TIMED_STEPS
 
 
 class Run:
-    """Steps of a run: ``ms`` and ``peak_gib`` by plan, what is saved as set."""
+    """Steps of a run: ``ms`` and ``peak_gib`` by plan, what is saved as set; with ``full`` plans the device is full."""
 
     def __init__(self, plans: Sequence[Plan], ms: Sequence[float], peaks: Sequence[float]) -> None:
         self.plans = list(plans)
@@ -34,6 +34,7 @@ class Run:
         self.number = 0
         self.num_tensors, self.saved_mib = 100.0, 1000.0
         self.num_micro_batches = 2
+        self.full: list[Plan] = []
         self.stages = Stages(BUDGET_GIB, self.make_plans, 3, self.said.append)
 
     def make_plans(self, workload: Workload, budget_gib: float) -> Sequence[Plan]:
@@ -53,7 +54,8 @@ class Run:
             plan = self.stages.plan
             ms, peak = (200.0, 5.0) if plan is None else (self.ms[id(plan)], self.peaks[id(plan)])
             saved = self.num_tensors, self.saved_mib, self.num_micro_batches
-            self.stages.step_ended(Step(self.number, ms * slower, peak, *saved))
+            full_gib = 0.5 if any(plan is one for one in self.full) else 0.0
+            self.stages.step_ended(Step(self.number, ms * slower, peak, *saved, full_gib))
         return seen
 
 

@@ -7,7 +7,7 @@ stage of a pipeline plans its own layers, and ranks that hold the same layers fo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -21,7 +21,6 @@ from megatron.swap.config import SwapConfig
 from megatron.swap.devices.base import Device
 from megatron.swap.footprint import Footprint, FootprintMeter
 from megatron.swap.guard import OomGuard
-from megatron.swap.host_memory import HostMemoryError
 from megatron.swap.layer import Boundaries
 from megatron.swap.plan import Infeasible, Model, Plan, merged, save_plan
 from megatron.swap.planner import profile as profiles
@@ -38,7 +37,7 @@ from megatron.swap.stages import DRIFT, SETTLING_STEPS, Stage, Stages, Step, Wor
 from megatron.swap.step_clock import StepClock
 from megatron.swap.switch import SafePolicy, SwitchingPolicy
 from megatron.swap.tiers.base import Tier
-from megatron.swap.types import GIB, MIB, UsageError, format_bytes
+from megatron.swap.types import GIB, MIB, SwapError, UsageError, format_bytes
 
 OVERLAP_STEPS = 1
 """Until optimizer state passes through beside layers as it will: buckets come in ahead once it is known what layers
@@ -63,6 +62,7 @@ class AutoPlan:
         device_gib: memory of the device.
         recompute: producers whose outputs may be recomputed.
         say: told of every change of stage, for people.
+        tell: told of what is this rank's alone.
 
     Attributes:
         policy: answers for every saved tensor; it changes between steps.
@@ -76,6 +76,7 @@ class AutoPlan:
         device_gib: float,
         recompute: Collection[str],
         say: Callable[[str], None],
+        tell: Callable[[Sequence[str]], None],
     ) -> None:
         min_bytes = int(config.min_mib * MIB)
         self._safe = SafePolicy(min_bytes, recompute)
@@ -86,6 +87,7 @@ class AutoPlan:
         self._budget_gib = config.budget_gib(device_gib)
         self._most_telling = most_telling(model.pipeline_parallel)
         self._say = say
+        self._tell = tell
         self._link: Link | None = None
         self._recorded = Footprint(())
         self._untimed: Profile | None = None
@@ -93,8 +95,7 @@ class AutoPlan:
         self._num_micro_batches = 0
         self._evaluates = True  # building the model leaves as much
         self._reserved_bytes = 0
-        self._has_been_full = False
-        self._full_plan: Plan | None = None
+        self._told: dict[str, Plan | None] = {}
         self._undo: list[Callable[[], None]] = []
         self.has_switched = False
 
@@ -170,6 +171,7 @@ class AutoPlan:
     def _evaluation_is_over(self) -> None:
         """What it held at most is not the next step's, nor what the allocator reserved for it beyond that of steps."""
         self._take_peak()
+        self._device.take_retries()
         if (self._device.reserved_bytes() or 0) > self._reserved_bytes:
             self._device.give_back()
 
@@ -177,11 +179,15 @@ class AutoPlan:
         """In a forward: more is saved than is planned for. The rest of the step keeps as little as it can."""
         self.policy.is_short = True
 
-    def host_is_full(self, error: HostMemoryError) -> None:
+    def tier_is_full(self, error: SwapError) -> None:
         """What is to be swapped has no room, and stays: while steps are measured, or before longer ones are."""
-        if not self._has_been_full:
-            self._has_been_full = True
-            self._say(f"what has no room in host memory stays on the device for now ({error})")
+        self._tell_once("tier", f"what has no room outside the device stays on it for now ({error})")
+
+    def _tell_once(self, what: str, line: str) -> None:
+        """Of each plan; this rank may be the only one."""
+        if self._told.get(what, False) is not self._stages.plan:
+            self._told[what] = self._stages.plan
+            self._tell([line])
 
     @property
     def is_measuring(self) -> bool:
@@ -219,14 +225,18 @@ class AutoPlan:
         ms = self._clock.end(wait=stage is not Stage.STABLE)
         saved_mib = footprint.num_bytes / MIB
         peak_gib = self._peak_gib()
-        if num_retries and not self.is_measuring:
-            short_bytes = max(short_bytes, FULL_BYTES)
-            self._say_full(num_retries)
+        is_full = num_retries > 0 and not short_bytes and not self.is_measuring
+        if is_full:
+            told = f"the device is full: its allocator had to give back what it cached, {num_retries} times in a step"
+            self._tell_once("device", f"{told}. That counts as {format_bytes(FULL_BYTES)} above the budget")
         if short_bytes:
             peak_gib = max(peak_gib, self._budget_gib) + short_bytes / GIB
         step = self._ranks.worst(
-            Step(number, ms, peak_gib, footprint.num_tensors, saved_mib, self._num_micro_batches)
-        )
+            Step(
+                number, ms, peak_gib, footprint.num_tensors, saved_mib, self._num_micro_batches,
+                is_full * FULL_BYTES / GIB,
+            )
+        )  # fmt: skip
         if self._timer.on:
             self._timer.step_ended(number + 1)
             self._timed.append((step, self._timer.stop()))
@@ -251,12 +261,6 @@ class AutoPlan:
             self._save()
         self._reserved_bytes = self._device.reserved_bytes() or 0
         self._guard_or_not()
-
-    def _say_full(self, num_retries: int) -> None:
-        if self._full_plan is not self._stages.plan:  # of each plan once
-            self._full_plan = self._stages.plan
-            told = f"the device is full: its allocator had to give back what it cached, {num_retries} times in a step"
-            self._say(f"{told}. That counts as {format_bytes(FULL_BYTES)} above the budget")
 
     def _guard_or_not(self) -> None:
         if self._guard is None or self._guard.is_on == self.is_measuring:

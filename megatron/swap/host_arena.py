@@ -17,7 +17,7 @@ from megatron.swap.host_memory import (
 )
 from megatron.swap.types import MIB, format_bytes
 
-SHARERS = 4
+SHARERS = 64
 """Of a mapping, at least: larger pieces have one of their own."""
 
 
@@ -58,16 +58,13 @@ class HostArena:
             for num_bytes in sizes
         ]
 
-    def sure_bytes(self, sizes: Sequence[int]) -> int:
-        """Of pieces of these sizes: so many bytes are sure to find room, whichever and in whatever order they come."""
-        paged = [_paged(num_bytes) for num_bytes in sizes]
-        lost_bytes = sum(paged) - sum(sizes)
-        # Of a mapping that is shared less is left than a piece, so a third of what is used of it; all of the last one.
-        lost_bytes += sum(num_bytes for num_bytes in paged if num_bytes < self._large_bytes) // (SHARERS - 1)
+    def sure_bytes(self, num_pieces: int) -> int:
+        """Of so many pieces, whatever their sizes and in whatever order they come: so many bytes surely find room."""
         left_bytes = self.limit_bytes - self.booked_bytes
-        if min(paged, default=self._large_bytes) < self._large_bytes and left_bytes >= 2 * self._region_bytes:
-            lost_bytes += self._region_bytes
-        return max(0, left_bytes - lost_bytes)
+        if left_bytes >= 2 * self._region_bytes:
+            left_bytes -= self._region_bytes  # the last mapping that is shared
+        # Of each of those before it less is left than a piece that shares.
+        return max(0, left_bytes * (SHARERS - 1) // SHARERS - num_pieces * PAGE_BYTES)
 
     def num_that_fit(self, sizes: Sequence[int]) -> int:
         """How many of the first of them ``take_all`` can take."""

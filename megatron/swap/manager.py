@@ -27,7 +27,6 @@ from megatron.swap.devices.base import Device, Stream
 from megatron.swap.group import Group
 from megatron.swap.guard import OomGuard
 from megatron.swap.handle import Handle, Orphans, State, alias_of
-from megatron.swap.host_memory import HostMemoryError
 from megatron.swap.lending import Lending
 from megatron.swap.order import BackwardOrder
 from megatron.swap.reads import Reads
@@ -71,7 +70,7 @@ class SwapManager:
         verify: bool = False,
         ranges: Ranges | None = None,
         guard: OomGuard | None = None,
-        on_full: Callable[[HostMemoryError], None] | None = None,
+        on_full: Callable[[SwapError], None] | None = None,
     ) -> None:
         self.counters = Counters()
         self.ranges = ranges or Ranges()
@@ -194,7 +193,7 @@ class SwapManager:
                 continue
             try:
                 handle.slot = self._tier.reserve(handle.num_bytes)
-            except HostMemoryError as error:
+            except SwapError as error:
                 if self._on_full is None:
                     raise
                 self._on_full(error)

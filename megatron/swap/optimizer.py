@@ -16,10 +16,11 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import is_te_min_version
 from torch import nn
 
 from megatron.swap.devices.base import Device
-from megatron.swap.disk_file import DiskFile
+from megatron.swap.disk_file import BLOCK_BYTES, DiskFile
 from megatron.swap.host_arena import HostArena
 from megatron.swap.planner.flags import state_bytes_of
 from megatron.swap.planner.profile import Resting
@@ -82,7 +83,7 @@ class OptimizerSwap:
     ) -> None:
         self._share = self._most_share = share
         self._expected = expected
-        self._expected_homes: list[int] = []
+        self._expected_sizes: list[int] = []
         self._device = device
         self._disk = disk
         if expected is not None:
@@ -124,14 +125,21 @@ class OptimizerSwap:
     def watch(self, chunk: nn.Module) -> None:
         """Copies run beside the layers of this model chunk, where memory is free."""
         if self._expected is not None:
-            for param in chunk.parameters():
-                self._expected_homes += [self._expected.bytes_of(param) // MOST_HOMES] * MOST_HOMES
-            disk_bytes = 0 if self._disk is None else self._disk.limit_bytes
-            room_bytes = self._arena.sure_bytes(self._expected_homes) + disk_bytes
-            self._most_share = min(self._share, room_bytes / max(1, sum(self._expected_homes)))
+            self._expected_sizes += [self._expected.bytes_of(one) for one in chunk.parameters() if one.requires_grad]
+            self._most_share = min(self._share, self._room_bytes() / max(1, sum(self._expected_sizes)))
         for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
             for layer in block.layers:
                 self._undo.append(layer.register_forward_pre_hook(self._layer_begins, with_kwargs=True).remove)
+
+    def _room_bytes(self) -> int:
+        """What surely finds room of what is expected."""
+        num_homes = MOST_HOMES * len(self._expected_sizes)
+        room_bytes = self._arena.sure_bytes(num_homes)
+        if self._disk is not None:
+            # A home that has no room in host memory goes there whole, and each takes whole blocks.
+            lost_bytes = max(self._expected_sizes, default=0) // 2 + num_homes * BLOCK_BYTES
+            room_bytes += max(0, self._disk.limit_bytes - lost_bytes)
+        return room_bytes
 
     def _layer_begins(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         if not layer.training:
@@ -334,7 +342,11 @@ def unchained(optimizer: Any) -> Iterator[Any]:
 def expected_state(args: Any) -> Expected:
     """Of a run with Megatron's arguments."""
     num_ranks = int(args.data_parallel_size) if args.use_distributed_optimizer else 1
-    return Expected(num_ranks, max(1, num_ranks // int(args.expert_model_parallel_size)), state_bytes_of(args))
+    num_expert_ranks = max(1, num_ranks // int(args.expert_model_parallel_size))
+    state_bytes = state_bytes_of(args)
+    if args.use_precision_aware_optimizer and not is_te_min_version("2.1.0"):
+        state_bytes = 12  # main values are kept whole
+    return Expected(num_ranks, num_expert_ranks, state_bytes)
 
 
 def _spread(params: Sequence[torch.Tensor], most_bytes: float) -> set[torch.Tensor]:

@@ -32,12 +32,12 @@ class Ranks:
         if self.number == 1:
             return step
         ms = UNKNOWN_MS if step.ms is None else step.ms
-        figures = [ms, step.peak_gib, step.num_tensors, step.saved_mib, step.num_micro_batches]
+        figures = [ms, step.peak_gib, step.num_tensors, step.saved_mib, step.num_micro_batches, step.full_gib]
         most = torch.tensor(figures, dtype=torch.float64)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self._group)
-        ms, peak_gib, num_tensors, saved_mib, num_micro_batches = most.tolist()
+        ms, peak_gib, num_tensors, saved_mib, num_micro_batches, full_gib = most.tolist()
         known_ms = None if ms == UNKNOWN_MS else ms
-        return Step(step.number, known_ms, peak_gib, num_tensors, saved_mib, int(num_micro_batches))
+        return Step(step.number, known_ms, peak_gib, num_tensors, saved_mib, int(num_micro_batches), full_gib)
 
     def gather[T](self, item: T) -> list[T]:
         """``item`` of every rank, by rank."""

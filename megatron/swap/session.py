@@ -87,7 +87,8 @@ class SwapSession:
         self._kinds = recompute_kinds(args, config)
         self._auto: AutoPlan | None = None
         if config.auto:
-            self._auto = AutoPlan(config, model_of(args), device_memory_gib(args), self._kinds, self._say)
+            memory_gib = device_memory_gib(args)
+            self._auto = AutoPlan(config, model_of(args), memory_gib, self._kinds, self._say, self._tell)
         self._policy = self._auto.policy if self._auto is not None else _policy(config)
         self._swaps = any(map(self._policy.swaps_layer, range(args.num_layers)))
         wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)
@@ -245,7 +246,7 @@ class SwapSession:
         guard = OomGuard(self._device, pool, int(config.min_mib * MIB), self._host.guard_bytes)
         self._manager = SwapManager(
             self._device, self._tier, self._policy.without_recipe, config.window_bytes(config.plan), config.verify,
-            self._ranges, guard, None if self._auto is None else self._auto.host_is_full,
+            self._ranges, guard, None if self._auto is None else self._auto.tier_is_full,
         )  # fmt: skip
         if config.oom_guard:
             guard.begin()

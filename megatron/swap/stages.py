@@ -12,6 +12,7 @@ told the same figures (``auto.py`` merges them), so they decide the same.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +61,7 @@ class Step:
         peak_gib: most memory that the device had to hold in it.
         num_tensors, saved_mib: what the largest micro-batch saved.
         num_micro_batches: that the step had.
+        full_gib: the device was full below its budget: so much less is tried.
     """
 
     number: int
@@ -68,6 +70,11 @@ class Step:
     num_tensors: float
     saved_mib: float
     num_micro_batches: int
+    full_gib: float = 0.0
+
+    def over_gib(self, budget_gib: float) -> float:
+        """So much more than there is was held; below 0: so much less."""
+        return max(self.peak_gib - budget_gib, self.full_gib or -math.inf)
 
 
 @dataclass(eq=False)
@@ -124,11 +131,12 @@ class Entered:
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate of a search and how it did."""
+    """A candidate of a search and how it did; ``over_gib``: see ``Step``."""
 
     plan: Plan
     ms: float
     peak_gib: float
+    over_gib: float
 
 
 class Stages:
@@ -316,17 +324,17 @@ class Stages:
             return
         if not self._current.is_like(step) or self._num_in_stage <= self._settling_steps or step.ms is None:
             return
-        self._tried.append(Tried(self.plan, step.ms, step.peak_gib))
+        self._tried.append(Tried(self.plan, step.ms, step.peak_gib, step.over_gib(self._budget_gib)))
         self._num_in_stage = 0
         if self._candidates:
             self.plan = self._candidates.pop(0)
             return
-        fitting = [tried for tried in self._tried if tried.peak_gib <= self._budget_gib]
+        fitting = [tried for tried in self._tried if tried.over_gib <= 0]
         if fitting:
             best = min(fitting, key=lambda tried: tried.ms)
             self._settle(step, best.plan, best.ms, _described(best, self._tried.index(best) + 1, len(self._tried)))
         else:
-            self._tighten(step, min(self._tried, key=lambda tried: tried.peak_gib))
+            self._tighten(step, min(self._tried, key=lambda tried: (tried.over_gib, tried.peak_gib)))
 
     def _settle(self, step: Step, plan: Plan, ms: float | None, note: str) -> None:
         assert self._current is not None
@@ -344,7 +352,7 @@ class Stages:
         """
         current = self._current
         assert current is not None
-        over_gib = lowest.peak_gib - self._budget_gib
+        over_gib = lowest.over_gib
         wrong_gib = over_gib if lowest.plan.predicted is None else lowest.peak_gib - lowest.plan.predicted.peak_gib
         over = format_bytes(over_gib * GIB)
         current.num_tightened += 1
@@ -373,9 +381,10 @@ class Stages:
             return
         if not current.is_like(step) or self._num_in_stage <= SETTLING_STEPS:
             return
-        if step.peak_gib > self._budget_gib and current.num_tightened <= MAX_TIGHTENINGS:
+        over_gib = step.over_gib(self._budget_gib)
+        if over_gib > 0 and current.num_tightened <= MAX_TIGHTENINGS:
             assert self.plan is not None
-            self._tighten(step, Tried(self.plan, step.ms or 0.0, step.peak_gib))
+            self._tighten(step, Tried(self.plan, step.ms or 0.0, step.peak_gib, over_gib))
             return
         if current.best_ms is None:
             current.best_ms = step.ms

@@ -188,7 +188,7 @@ def device_line(summary: dict[str, Any], expands: bool) -> str | None:
     line = f" swap: the device held at most {format_bytes(reserved_bytes)}, {format_bytes(peak_bytes)} of it in use"
     if reserved_bytes - peak_bytes > MANY_FRAGMENTS * peak_bytes and not expands:
         line += "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer fragments"
-    num_full = sum(step["num_alloc_retries"] > 0 for step in summary["steps"])
+    num_full = summary["num_full_steps"]
     if num_full > FEW_FULL_STEPS:
         line += f"; in {num_full} steps it was full, and everything waited while the allocator gave back what it cached"
     return line
@@ -243,6 +243,7 @@ def build_summary(
         "rescued_bytes": sum(step.rescued_bytes for step in all_steps),
         "short_bytes": max((step.short_bytes for step in all_steps), default=0),
         "num_alloc_retries": sum(step.num_alloc_retries for step in all_steps),
+        "num_full_steps": max((sum(step.num_alloc_retries > 0 for step in rank.steps) for rank in ranks), default=0),
         "layers": [
             {"layer": layer, "swapped_out_bytes": out_bytes, "swapped_in_bytes": in_bytes}
             for layer, (out_bytes, in_bytes) in layers.items()

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from megatron.swap.config import USUAL_FRACTION
-from megatron.swap.plan import Infeasible, load_plan
+from megatron.swap.plan import Infeasible, Model, load_plan
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.profile import Profile
@@ -26,10 +26,6 @@ MARGIN = 0.05
 """Of a tier. What is predicted to leave so much free is where a search begins; what is predicted to take so much more
 than there is is not tried. Predictions were off by up to 3 % with activations alone, by up to 4 % with optimizer state
 at rest, and CUDA's own memory is not counted."""
-
-OFFLOADED_BYTES = 16
-"""Of a parameter whose state is in host memory by Megatron's own means, at least: value, moments and gradient in fp32.
-(PyTorch rounds the sizes of pinned blocks up to powers of two: 17.4 were measured with 8B.)"""
 
 
 @dataclass(frozen=True)
@@ -126,12 +122,13 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         # What stays is in fp32, too, and of gradients that are not there is a copy.
         states = replace(states, resting=offloaded, state_bytes=12 if states.gradient_bytes == 4 else 16)
     params = params_of_rank(training.model, training.tied)
-    engine_gib = min(tiers.host, tiers.host if offloaded else _number(flags, "--swap-host-gib", tiers.host))
-    if states.auto:  # as training does
+    # What processes take beside is the same, whoever has the state there.
+    engine_gib = min(tiers.host, _number(flags, "--swap-host-gib", tiers.host))
+    if states.auto:  # as training does without a disk
         states = replace(states, resting=min(1.0, PART_OF_HOST * engine_gib / states.state_gib(params)))
     static_gib, resting_gib = states.device_gib(params), states.host_gib(params)
     if offloaded:
-        resting_gib = offloaded * params * OFFLOADED_BYTES / states.shards / GIB
+        resting_gib = _offloaded_gib(training.model, offloaded * params / states.shards)
     known = None
     if gpu is not None and tiers.device is not None and by_flags:
         room_gib, of_gpu = max(0.0, engine_gib - resting_gib), replace(gpu, memory_gib=tiers.device)
@@ -153,11 +150,25 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         resting_gib = split.state_in_host
     else:
         whose = "the machine's" if engine_gib >= tiers.host else "--swap-host-gib"
+        whose = "the machine's, less what processes take" if offloaded else whose
         plans = known is not None and known.least_gib is not None
         needs.append(Need("host", resting_gib + moved_gib, engine_gib, whose, resting_gib if plans else None))
     if tiers.device is None:
         needs.append(Need("host", static_gib + resting_gib, tiers.host, "the machine's, which has no device"))
     return Forecast(tuple(needs), static_gib, is_bound=known is None and tiers.device is not None)
+
+
+def _offloaded_gib(model: Model, params: float) -> float:
+    """Of so many parameters whose state is in host memory by Megatron's own means: value and moments, and gradients in
+    pinned blocks, whose sizes PyTorch rounds up to powers of two. (Of experts that is not counted.)"""
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    head = model.head_size or hidden // heads
+    of_layer = [hidden * head * (heads + 2 * model.num_query_groups), hidden * head * heads]
+    of_layer += [hidden * model.ffn_hidden_size * (1 + model.gated), hidden * model.ffn_hidden_size]
+    sizes = [] if model.num_experts else of_layer * model.num_layers
+    sizes = [4 * size // model.tensor_parallel for size in (*sizes, hidden * model.padded_vocab_size)]
+    rounded = sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes)
+    return params * (12 + 4 * rounded) / GIB
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,11 @@ class CachingDevice(LazyDevice):
         super().__init__()
         self.reserves = reserves
         self.reserved_gib = self.peak_gib = 0.0
-        self.num_given_back = 0
+        self.num_given_back = self.num_retries = 0
+
+    def take_retries(self) -> int:
+        taken, self.num_retries = self.num_retries, 0
+        return taken
 
     def use(self, gib: float) -> None:
         """So much, for a while."""
@@ -59,7 +63,7 @@ class Training:
         self.steps: list[Step] = []
         config = SwapConfig(frozenset(), auto=True, memory_gib=12.0)
         self.lines: list[str] = []
-        self.auto = AutoPlan(config, model(8), 80.0, (), self.lines.append)
+        self.auto = AutoPlan(config, model(8), 80.0, (), self.lines.append, self.lines.extend)
         unused: Any = None
         recorder = Recorder(device, Ranges(), device.taken)
         self.num_followed = 0
@@ -73,13 +77,18 @@ class Training:
         self.num_followed += 1
         self.windows.append(window_bytes)
 
-    def step(self, gib: float, is_short: bool = False, num_retries: int = 0) -> float:
+    def over(self, gib: float, num_retries: int = 0, short_gib: float = 0.0) -> float:
+        """By how much more than there is a step is judged to hold."""
+        self.step(gib, num_retries=num_retries, short_gib=short_gib)
+        return self.steps[-1].over_gib(12.0)
+
+    def step(self, gib: float, is_short: bool = False, num_retries: int = 0, short_gib: float = 0.0) -> float:
         """The peak that it is judged by."""
         for _ in range(2):
             self.chunk(torch.ones(2))
             self.device.use(gib)
         self.auto.policy.is_short = is_short
-        self.auto.step_ended(len(self.steps) + 1, num_retries=num_retries)
+        self.auto.step_ended(len(self.steps) + 1, int(short_gib * GIB), num_retries)
         return self.steps[-1].peak_gib
 
     def evaluate(self, gib: float) -> None:
@@ -139,12 +148,26 @@ def test_a_device_that_is_full_counts_as_above_the_budget_once_plans_are_followe
     training.auto._stages.stage = Stage.STABLE
     training.auto._stages.plan = Plan(model(8), None, None, None, ())
     told = len(training.lines)
-    assert training.step(11.0) == 11.0
-    assert training.step(11.0, num_retries=3) == 12.5
-    assert training.step(13.0, num_retries=1) == 13.5
+    assert training.over(11.0) == -1.0
+    assert training.over(11.0, num_retries=3) == 0.5
+    assert training.over(11.0, num_retries=1) == 0.5
+    assert training.over(11.0, num_retries=1, short_gib=0.25) == 0.25, "a rescue says how much there was too little"
+    assert training.over(13.0, num_retries=1) == 1.0
     assert len(training.lines) == told + 1
     assert "the device is full" in training.lines[-1]
-    assert training.step(11.0) == 13.0, "the allocator has it still"
+    training.auto._stages.plan = Plan(model(8), None, None, None, (), 0.5)
+    training.over(11.0, num_retries=1)
+    assert len(training.lines) == told + 2, "of each plan once"
+
+
+def test_what_an_evaluation_had_to_take_again_is_not_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(CachingDevice(), monkeypatch)
+    training.device.num_retries = 2
+    training.step(11.0)
+    training.evaluate(11.0)
+    training.device.num_retries = 5
+    training.step(11.0)
+    assert training.device.take_retries() == 0
 
 
 def test_what_a_step_took_that_was_larger_than_planned_is_not_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:

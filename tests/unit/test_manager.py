@@ -115,6 +115,7 @@ class TestOneStorage:
         for number in range(1, 2 + manager_module.STAYS_BEFORE_GIVING_UP):
             handle, group = bare.swap_out(torch.arange(4096.0))
             assert (handle.state, len(told)) == (State.STAYS, number)
+            assert bare.manager.counters.layers[0].stayed_bytes == number * handle.num_bytes
             storage = bare.manager.fetch(handle, group, 0)
             assert torch.equal(torch.empty(0).set_(storage, 0, (4096,), (1,)), torch.arange(4096.0))
         kept.free()
@@ -122,6 +123,19 @@ class TestOneStorage:
         bare.go_on()
         assert handle.state is State.OUT
         assert bare.device.num_copies == {"out": 1, "in": 0}
+
+    def test_what_is_smaller_may_still_have_room(self):
+        bare, told = Bare(), []
+        bare.manager._on_full = told.append
+        kept = bare.pool.lease(MIB - 16 * KIB)
+        group = bare.manager.begin_forward(0, FIRST)
+        sizes = [8192, 2048, 8192]
+        taken = [bare.manager.take(torch.ones(size), Site(0, "mlp", i), group) for i, size in enumerate(sizes)]
+        bare.manager.end_forward(group)
+        bare.go_on()
+        assert [handle.state for handle, _ in taken] == [State.STAYS, State.OUT, State.STAYS]
+        assert len(told) == 2
+        kept.free()
 
     def test_an_output_that_the_next_layer_has_as_its_input_leaves_behind_that_one(self):
         bare = Bare()

@@ -55,3 +55,19 @@ def test_with_no_layers_nothing_is_installed():
     before = patched()
     SwapSession.install(arguments("--swap-layers", "none"), model_config).close()
     assert (patched(), model_config.pre_wrap_hooks) == (before, [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+def test_the_planner_is_told_that_the_device_was_full(monkeypatch: pytest.MonkeyPatch):
+    flags = arguments("--swap-layers", "none", "--swap-summary", "x.json")
+    session = SwapSession.install(flags, SimpleNamespace(pre_wrap_hooks=[]))
+    told: list[tuple[int, ...]] = []
+    try:
+        monkeypatch.setattr(session._device_of_rank(), "take_retries", lambda: 3)
+        session._auto = SimpleNamespace(step_ended=lambda *figures: told.append(figures))  # type: ignore[assignment]
+        session._on_iteration(7, {}, None, False, None)
+        assert told == [(7, 0, 3)]
+        assert session._steps[-1].num_alloc_retries == 3
+    finally:
+        session._auto = None
+        session.close()

@@ -57,6 +57,25 @@ class TestFirstPlan:
         until_stable(run)
         assert run.stages.plan is run.plans[0]
 
+    def test_a_plan_with_which_the_device_is_full_loses(self) -> None:
+        run = three()
+        run.full = [run.plans[1]]
+        until_stable(run)
+        assert run.stages.plan is run.plans[0]
+        assert run.budgets == [BUDGET_GIB]
+
+    def test_if_the_device_is_full_with_all_the_solver_gets_so_much_less(self) -> None:
+        run = three(peaks=(9.0, 9.0, 9.0))
+        run.full = run.plans
+        run.steps(PROFILED + 6)
+        assert run.budgets == [10.0, 9.5]
+        run.full = []
+        until_stable(run)
+        run.full = run.plans
+        run.steps(SETTLING_STEPS + 1)
+        assert run.budgets == [10.0, 9.5, 9.0]
+        assert run.stages.stage is Stage.SEARCH
+
     def test_nothing_is_tried_where_nothing_has_to_move(self) -> None:
         run = Run([a_plan("a", "keep")], [100.0], [9.0])
         assert until_stable(run) == PROFILED

@@ -83,13 +83,20 @@ def test_the_device_line_has_what_is_held_and_says_what_leaves_fewer_fragments()
     assert device_line(build_summary(1, [rank([], [])]), expands=False) is None
 
 
-@pytest.mark.parametrize(("retries", "is_told"), [([0, 3, 1, 0], False), ([5, 0, 1, 2], True)])
-def test_a_device_that_is_full_in_many_steps_is_told(retries: list[int], is_told: bool):
-    steps = [replace(step(i, {}, None), num_alloc_retries=number) for i, number in enumerate(retries)]
-    full = build_summary(1, [rank(steps, [], device_peak_bytes=100 * MIB, device_reserved_bytes=101 * MIB)])
+@pytest.mark.parametrize(("retries", "told"), [([0, 3, 1, 0], None), ([5, 0, 1, 2], "in 3 steps it was full")])
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_device_that_is_full_in_many_steps_is_told(retries: list[int], told: str | None, full_rank: int):
+    ranks = []
+    for number in (0, 1):
+        counts = retries if number == full_rank else [0] * 4
+        steps = [replace(step(i, {}, None), num_alloc_retries=count) for i, count in enumerate(counts)]
+        ranks.append(rank(steps, [], device_peak_bytes=100 * MIB, device_reserved_bytes=101 * MIB))
+    full = build_summary(1, ranks)
     assert full["num_alloc_retries"] == sum(retries)
-    assert [one["num_alloc_retries"] for one in full["steps"]] == retries
-    assert ("in 3 steps it was full" in str(device_line(full, expands=True))) is is_told
+    assert [one["num_alloc_retries"] for one in full["steps"]] == (retries if full_rank == 0 else [0] * 4)
+    line = str(device_line(full, expands=True))
+    assert ("was full" in line) is (told is not None)
+    assert (told or "") in line
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def _host_gib(text: str | None) -> float | None:
 
 def state_bytes_of(args: argparse.Namespace) -> int:
     """See ``States.state_bytes``; other optimizers than Adam have less, moments of lower precision, too."""
-    if args.use_precision_aware_optimizer and args.bf16:
+    if args.use_precision_aware_optimizer and args.bf16 and getattr(args, "fp8_recipe", None) in (None, "delayed"):
         return 10  # of the main value 16 bits: the others are the weight
     return 12 if args.bf16 or args.fp16 else 8
 

@@ -46,7 +46,7 @@ def test_what_was_measured_is_within_the_margin(file: str, case: str, method: st
         peak_gib, device = row["device_peak_gib"], told.of("device")
         assert device == pytest.approx(peak_gib, rel=max(MARGIN, earlier)), (device, peak_gib)
         if "megatron" in method or "--swap-optimizer" in str(row["flags"]):
-            assert told.of("host") == pytest.approx(row["host_peak_gib"], rel=0.08)
+            assert told.of("host") == pytest.approx(row["host_peak_gib"], rel=0.07)
 
 
 def shape(more: str, layers: int = 32) -> list[str]:
@@ -98,9 +98,18 @@ def test_megatrons_offload_has_gradients_in_fp32_wherever_its_state_is() -> None
     flags = shape("--optimizer-cpu-offload --optimizer-offload-fraction 0.25", 24)
     told, gib = forecast(flags, TIERS, H200), 7.94e9 / 2**30
     assert told.static_gib == pytest.approx((4 + 0.75 * 16) * gib, rel=0.01)
-    assert told.of("host") == pytest.approx(0.25 * 16 * gib, rel=0.01)
+    assert told.of("host") == pytest.approx(0.25 * 19.2 * gib, rel=0.01), "pinned gradients take 1.8 times their size"
     in_fp32 = forecast([word for word in flags if word not in ("--main-grads-dtype", "bf16")], TIERS, H200)
     assert in_fp32.static_gib == pytest.approx((2 + 4 + 0.75 * 12) * gib, rel=0.01)
+
+
+def test_megatrons_offload_that_ran_out_of_host_memory_does_not_fit() -> None:
+    (row,) = [
+        row for row in map(json.loads, (RESULTS / "h200-depth-sweep-second.jsonl").read_text().splitlines())
+        if (row["method"], row["value"]) == ("megatron-optimizer-1", 18)
+    ]  # fmt: skip
+    assert row["outcome"] == "oom_host"
+    assert not forecast(row["flags"].split(), Tiers(**row["tiers_gib"]), H200).fits
 
 
 def test_a_peer_around_the_model_is_not_known() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from proof.bench.toml_file import SuiteError
-from proof.rows import RowError
+from proof.rows import UNPLANNED, RowError
 from proof.sweep import rows as sweep_rows
+from proof.sweep.book import measured
 from proof.sweep.found import champions, found_in, limit_of, markdown
 from proof.sweep.runner import measure, prove
 from proof.sweep.search import following
@@ -209,3 +210,12 @@ def test_the_physical_limit_and_the_champions(tmp_path: Path) -> None:
     assert "Nothing larger was tried" not in markdown(rows)
     smaller = [row for row in rows if row["outcome"] == "ok" or row["method"] != "none"]
     assert markdown(smaller).count("Nothing larger was tried: this is not its limit.") == 1
+
+
+def test_a_row_has_the_stages_of_a_run_that_planned_itself() -> None:
+    stages = [{"stage": "profile", "first_step": 1}]
+    result = {"planning": {**UNPLANNED, "budget_gib": 5.0, "stages": stages, "num_infeasible": 0}, "losses": []}
+    row = measured(result, None)
+    assert (row["stages"], row["budget_gib"]) == (stages, 5.0)
+    assert "num_infeasible" not in row
+    assert measured({"losses": []}, None)["stages"] is None
