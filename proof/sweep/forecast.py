@@ -124,8 +124,11 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     params = params_of_rank(training.model, training.tied)
     # What processes take beside is the same, whoever has the state there.
     engine_gib = min(tiers.host, _number(flags, "--swap-host-gib", tiers.host))
-    if states.auto:  # as training does without a disk
-        states = replace(states, resting=min(1.0, PART_OF_HOST * engine_gib / states.state_gib(params)))
+    if states.auto:  # as training does: half of host memory is the activations', where a disk stands behind it
+        most_gib = PART_OF_HOST * engine_gib
+        if "--swap-disk-dir" in flags:
+            most_gib = most_gib / 2 + min(tiers.disk, disk_limit_gib(flags))
+        states = replace(states, resting=min(1.0, most_gib / states.state_gib(params)))
     static_gib, resting_gib = states.device_gib(params), states.host_gib(params)
     if offloaded:
         resting_gib = _offloaded_gib(training.model, offloaded * params / states.shards)

@@ -7,6 +7,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
 from megatron.swap.host_arena import HostArena
 from megatron.swap.host_memory import HostMemoryError
-from megatron.swap.optimizer import OptimizerSwap, expected_state
+from megatron.swap.optimizer import Expected, OptimizerSwap, expected_state
 from megatron.swap.planner.states import BUCKET_BYTES, BUCKETS_GIB
 from megatron.swap.resting import MAIN, Home
 from megatron.swap.state_mover import StateMover
@@ -440,6 +441,29 @@ def test_before_the_state_is_there_its_size_is_known(
         swap.born(shard)
     assert 0.45 - 0.03 < sum(shard.numel() for shard in swap._born) / num_params <= 0.45
     swap.close()
+
+
+def test_without_the_distributed_optimizer_nobody_shares() -> None:
+    args = Namespace(
+        data_parallel_size=4, use_distributed_optimizer=False, expert_model_parallel_size=2, bf16=True, fp16=False,
+        use_precision_aware_optimizer=False,
+    )  # fmt: skip
+    assert expected_state(args) == (1, 1, 12)
+
+
+def test_what_has_no_room_in_host_memory_is_expected_on_disk(tmp_path: Path) -> None:
+    """But for a piece, which goes there whole."""
+    params = nn.ParameterList(torch.empty(20 * MIB, device="meta") for _ in range(4))
+    found_mib = []
+    for disk_mib in (0, 600):
+        disk = DiskFile(tmp_path, disk_mib * MIB) if disk_mib else None
+        swap = OptimizerSwap(1.0, EmulatedDevice(0.0), 200 * MIB, 0, disk, Expected(1, 1, 12))
+        swap.watch(params)
+        found_mib.append(swap._most_share * 960)
+        swap.close()
+    buffers_mib = 7 * 200 / 16  # between host memory and the disk
+    assert 100 < found_mib[0] < 180
+    assert 600 - 120 - 1 < found_mib[1] - found_mib[0] + buffers_mib < 600
 
 
 @pytest.mark.parametrize("is_born", [True, False])

@@ -136,6 +136,8 @@ def test_what_may_rest_is_what_training_lets_rest() -> None:
         assert told.static_gib == pytest.approx(14 * 15.55e9 / 2**30 - 0.9 * min(112.0, host_gib), rel=0.01)
         assert told.of("host") == pytest.approx(min(112.0, host_gib), rel=0.1)
         assert told.fits, "activations can do with less"
+    disk = forecast([*flags, "--swap-disk-dir", "/tmp"], Tiers(139.8, 122.0, 80.0), H200)
+    assert disk.static_gib == pytest.approx(14 * 15.55e9 / 2**30 - 0.9 * 56.0 - 80.0, rel=0.01)
 
 
 def test_without_a_gpu_all_is_host_memory() -> None:
