@@ -18,6 +18,8 @@ OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_nor
 OUR_CHOICES = ("--swap-layers", PLAN_FLAG, *SEARCHES, "--swap-policy", "--swap-optimizer")
 """One of them says what is swapped."""
 NUM_LAYERS_WORDS = ("all-but-one", "half")
+OPTIMIZER_WORDS = {"overlap": "--overlap-cpu-optimizer-d2h-h2d", "unpinned": "--no-pin-cpu-grads"}
+"""Of Megatron's optimizer offload. Pinned blocks are rounded up to powers of two: without, larger models fit."""
 
 
 class MethodError(ValueError):
@@ -106,18 +108,20 @@ def _layer_offload(arguments: list[str], num_layers: int) -> Piece:
 
 
 def _optimizer_cpu_offload(arguments: list[str], num_layers: int) -> Piece:
-    part, *overlap = arguments or [""]
+    """Without workers of the data loader: they are forked once Megatron's optimizer is built, and the memory that they
+    share with it then stays in use when the optimizer gives it back or writes to it."""
+    part, *words = arguments or [""]
     try:
         is_part = 0 < float(part) <= 1
     except ValueError:
         is_part = False
-    if not is_part or overlap not in ([], ["overlap"]):
+    if not is_part or set(words) - set(OPTIMIZER_WORDS) or len(set(words)) != len(words):
         raise MethodError(
-            "optimizer-cpu-offload takes a part of the optimizer's state, above 0 and at most 1, and perhaps the word "
-            f"overlap; given: {shlex.join(arguments) or 'nothing'}"
+            "optimizer-cpu-offload takes a part of the optimizer's state, above 0 and at most 1, and perhaps the words "
+            f"{', '.join(OPTIMIZER_WORDS)}; given: {shlex.join(arguments) or 'nothing'}"
         )
-    overlapped = ("--overlap-cpu-optimizer-d2h-h2d",) if overlap else ()
-    return Piece(flags=("--optimizer-cpu-offload", "--optimizer-offload-fraction", part, *overlapped))
+    more = (OPTIMIZER_WORDS[word] for word in words)
+    return Piece(flags=("--optimizer-cpu-offload", "--optimizer-offload-fraction", part, *more, "--num-workers", "0"))
 
 
 def _wrapped(name: str, *requires: str) -> Callable[[list[str], int], Piece]:

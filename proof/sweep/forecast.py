@@ -131,7 +131,7 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         states = replace(states, resting=min(1.0, most_gib / states.state_gib(params)))
     static_gib, resting_gib = states.device_gib(params), states.host_gib(params)
     if offloaded:
-        resting_gib = _offloaded_gib(training.model, offloaded * params / states.shards)
+        resting_gib = _offloaded_gib(training.model, offloaded * params / states.shards, flags)
     known = None
     if gpu is not None and tiers.device is not None and by_flags:
         room_gib, of_gpu = max(0.0, engine_gib - resting_gib), replace(gpu, memory_gib=tiers.device)
@@ -161,9 +161,13 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     return Forecast(tuple(needs), static_gib, is_bound=known is None and tiers.device is not None)
 
 
-def _offloaded_gib(model: Model, params: float) -> float:
-    """Of so many parameters whose state is in host memory by Megatron's own means: value and moments, and gradients in
-    pinned blocks, whose sizes PyTorch rounds up to powers of two. (Of experts that is not counted.)"""
+def _offloaded_gib(model: Model, params: float, flags: Sequence[str]) -> float:
+    """Of so many parameters whose state is in host memory by Megatron's own means: value, moments and gradients.
+
+    Pinned gradients are in blocks whose sizes PyTorch rounds up to powers of two. (Of experts that is not counted.)
+    Workers of the data loader keep two values more, in what they share with the trainer that forked them: those of the
+    optimizer that Megatron builds first and replaces, and those from before the first step.
+    """
     hidden, heads = model.hidden_size, model.num_attention_heads
     head = model.head_size or hidden // heads
     of_layer = [hidden * head * (heads + 2 * model.num_query_groups), hidden * head * heads]
@@ -171,7 +175,9 @@ def _offloaded_gib(model: Model, params: float) -> float:
     sizes = [] if model.num_experts else of_layer * model.num_layers
     sizes = [4 * size // model.tensor_parallel for size in (*sizes, hidden * model.padded_vocab_size)]
     rounded = sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes)
-    return params * (12 + 4 * rounded) / GIB
+    gradients = 4 if "--no-pin-cpu-grads" in flags else 4 * rounded
+    kept = 0 if _number(flags, "--num-workers", 2) == 0 else 8
+    return params * (12 + gradients + kept) / GIB
 
 
 @dataclass(frozen=True)

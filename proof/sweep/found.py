@@ -50,8 +50,15 @@ class Found:
         return self.best is not None and self.stop is None
 
     @property
+    def lacks(self) -> str:
+        """The tier that the next value does not fit in."""
+        outcome, why = ("", "") if self.stop is None else (self.stop["outcome"], self.stop["why"] or "")
+        others = (tier for tier in ("host", "disk") if outcome == f"oom_{tier}" or f"GiB of {tier} memory," in why)
+        return next(others, "device")
+
+    @property
     def limit(self) -> str:
-        """What fills the device at the largest value; empty where the memory model says nothing of it."""
+        """What fills memory at the largest value; empty where the memory model says nothing of it."""
         row = self.best or self.stop
         if row is None or row["predicted"].get("is_bound") or row["predicted"]["device_gib"] is None:
             return ""
@@ -63,7 +70,9 @@ class Found:
         )
         elsewhere = [f"{told[f'{tier}_gib']:.1f} GiB of {tier}" for tier in ("host", "disk") if told[f"{tier}_gib"]]
         text += f"; {' and '.join(elsewhere)} memory beside it" if elsewhere else ""
-        if static >= STATIC_SHARE * device:
+        if self.lacks != "device":
+            text += f". It is {self.lacks} memory that the next one lacks."
+        elif static >= STATIC_SHARE * device:
             text += ". Activations hardly count: only more of the state elsewhere makes room for a larger model."
         else:
             text += "; the rest are activations and what kernels need."
@@ -104,8 +113,11 @@ def found_in(rows: Sequence[Row]) -> list[Found]:
         mine = [row for row in rows if row["method"] == method]
         best = max((row for row in mine if row["outcome"] == "ok"), key=lambda row: row["value"], default=None)
         above = [row for row in mine if row["outcome"] != "ok" and (best is None or row["value"] > best["value"])]
-        # A run that failed says more than one that was not begun.
-        stop = min(above, key=lambda row: (row["value"], row["outcome"] == PRUNED), default=None)
+        # A run that failed says more than one that was not begun; of those what was said when the largest ran.
+        last = best["commit"] if best is not None else None
+        stop = min(
+            above, key=lambda row: (row["value"], row["outcome"] == PRUNED, row["commit"] != last), default=None
+        )
         found.append(Found(method, mine[0]["is_ours"], best, stop))
     return found
 

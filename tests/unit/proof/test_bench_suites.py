@@ -193,10 +193,14 @@ def parsed(text: str, **changed: object) -> Method:
         ("layer-offload half", "--cpu-offloading-num-layers 3"),
         ("layer-offload 2", "--cpu-offloading-num-layers 2"),
         ("save-on-cpu", ""),
-        ("optimizer-cpu-offload 0.5", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"),
+        ("optimizer-cpu-offload 0.5", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --num-workers 0"),
         (
             "optimizer-cpu-offload 1 overlap",
-            "--optimizer-cpu-offload --optimizer-offload-fraction 1 --overlap-cpu-optimizer-d2h-h2d",
+            "--optimizer-cpu-offload --optimizer-offload-fraction 1 --overlap-cpu-optimizer-d2h-h2d --num-workers 0",
+        ),
+        (
+            "optimizer-cpu-offload 0.5 unpinned",
+            "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --no-pin-cpu-grads --num-workers 0",
         ),
         ("ours --swap-optimizer 0.5", "--swap-optimizer 0.5"),
         (
@@ -228,7 +232,8 @@ def test_what_methods_need() -> None:
         ("optimizer-cpu-offload", {}, "a part of the optimizer's state, above 0 and at most 1.*given: nothing"),
         ("optimizer-cpu-offload half", {}, "given: half"),
         ("optimizer-cpu-offload 0", {}, "given: 0"),
-        ("optimizer-cpu-offload 0.5 often", {}, "given: 0.5 often"),
+        ("optimizer-cpu-offload 0.5 often", {}, "the words overlap, unpinned; given: 0.5 often"),
+        ("optimizer-cpu-offload 0.5 overlap overlap", {}, "given: 0.5 overlap overlap"),
         ("none --swap-layers all", {}, "none takes no arguments"),
         ("ours", {}, "ours takes --swap-layers"),
         ("ours --swap-layers all --recompute-granularity full", {}, "added as a part of its own"),

@@ -103,6 +103,7 @@ def test_nothing_trains(tmp_path: Path) -> None:
     (found,) = found_in(rows)
     assert found.best is None
     assert found.stopped_by == "16 layers: out of host memory"
+    assert found.limit.endswith("It is host memory that the next one lacks.")
     assert "| none | none that was tried | – |" in markdown(rows)
 
 
@@ -113,6 +114,11 @@ def test_all_that_is_not_pruned_trains(tmp_path: Path) -> None:
     assert found.best is not None
     assert found.best["value"] == 28
     assert found.stopped_by.startswith("not tried: 30 layers is predicted to take")
+    assert found.lacks == "device"
+    short_of_disk = {**rows[-1], "value": 30, "why": str(rows[-1]["why"]).replace("device", "disk")}
+    assert found_in([*rows[:-1], short_of_disk])[0].lacks == "disk"
+    others = [{**row, "commit": "0" * 40, "why": "of another day"} for row in rows if row["outcome"] == "pruned"]
+    assert found_in([*others, *rows]) == found_in([*rows, *others]) == [found]
 
 
 def test_a_loss_that_does_not_fall_is_no_training(tmp_path: Path) -> None:
