@@ -163,7 +163,9 @@ class AutoPlan:
             self._evaluation_is_over()
         self._clock.begin()
         self._footprint.begin_chunk()
-        self._num_micro_batches = self._get_num_micro_batches()
+        before, self._num_micro_batches = self._num_micro_batches, self._get_num_micro_batches()
+        if self._num_micro_batches != before:
+            self._clock.forget()
         expected = self._stages.expected
         if expected is not None and min(self._num_micro_batches, self._most_telling) > expected.num_micro_batches:
             self._is_larger()  # a pipeline may hold more of them at once

@@ -309,6 +309,20 @@ def _action_of(packed: Packed) -> Action:
     return Action.SWAP if isinstance(packed, PackedTensor) and not packed.handle.is_kept else Action.KEEP
 
 
+def put_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """``module`` runs ``forward`` from now on. Returns what gives it its own back: its class's, or that which another
+    library has put there."""
+    own = vars(module).get("forward")
+    module.forward = forward  # type: ignore[method-assign]
+
+    def take_off() -> None:
+        del module.forward
+        if own is not None:
+            module.forward = own  # type: ignore[method-assign]
+
+    return take_off
+
+
 class LayerBoundary:
     """Replaces the ``forward`` of one layer by one that swaps what the layer saves.
 
@@ -346,9 +360,8 @@ class LayerBoundary:
         self._on_run_without_grad = on_run_without_grad
         self._names = SiteNames(layer, module) if hooked else None
         self._constants = [*module.parameters(), *module.buffers()]
-        self._own_forward = vars(module).get("forward")  # some other library's, around the class's
         self._inner = module.forward
-        module.forward = self._forward  # type: ignore[method-assign]
+        self._take_off = put_forward(module, self._forward)
 
     def stand_at(self, place: Place, checkpoint: Callable[..., Any] | None = None) -> None:
         """From the next forward on this is where the layer stands, and by what it runs again, if as a whole."""
@@ -359,9 +372,7 @@ class LayerBoundary:
         """Give the layer its own forward back."""
         if self._names is not None:
             self._names.remove()
-        del self.module.forward
-        if self._own_forward is not None:
-            self.module.forward = self._own_forward
+        self._take_off()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward():

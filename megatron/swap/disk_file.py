@@ -115,8 +115,8 @@ class DiskFile:
     def __init__(self, folder: str | Path, limit_bytes: int | None = None, num_ranks: int = 1) -> None:
         self._folder = folder
         try:
-            self.descriptor = _nameless(Path(folder))
             free_bytes = shutil.disk_usage(folder).free
+            self.descriptor = _nameless(Path(folder))
         except OSError as error:
             raise UsageError(
                 f"--swap-disk-dir {folder}: no file can be made there ({error.strerror}). Name a folder on a local "
@@ -135,8 +135,7 @@ class DiskFile:
         self._mapping: weakref.ref[mmap.mmap] | None = None
         self.is_direct = True
         try:
-            self._direct = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDWR | os.O_DIRECT)
-            os.preadv(self._direct, [mmap.mmap(-1, BLOCK_BYTES)], 0)
+            self._direct = _direct(self.descriptor)
         except OSError as error:
             self.is_direct = False
             self._direct = os.dup(self.descriptor)
@@ -238,6 +237,17 @@ def _parts(memory: torch.Tensor) -> list[tuple[int, memoryview]]:
 def padded(num_bytes: int) -> int:
     """Up to the end of the last block."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _direct(descriptor: int) -> int:
+    """The same file past the page cache. Raises ``OSError`` where it cannot be read so."""
+    direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_DIRECT)
+    try:
+        os.preadv(direct, [mmap.mmap(-1, BLOCK_BYTES)], 0)
+    except OSError:
+        os.close(direct)
+        raise
+    return direct
 
 
 def _nameless(folder: Path) -> int:

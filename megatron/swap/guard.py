@@ -120,7 +120,7 @@ class OomGuard:
             UsageError: there is no native part here.
         """
         if self._core is None:
-            self._core = self._device.make_guard(0)
+            self._core = self._device.make_guard()
         self._core.set_most_host_bytes(self._room_bytes())
         self._core.begin()
         self._device.leave_free(True)

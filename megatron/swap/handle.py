@@ -167,11 +167,6 @@ class Handle:
     def label(self) -> str:
         return f"{self.site} mb{self.group.micro_batch}"
 
-    @property
-    def on_device(self) -> bool:
-        """Whether a view can be given out without a copy."""
-        return self.state in (State.RESIDENT, State.LEAVING, State.STAYS, State.BACK)
-
     def changed(self) -> bool:
         """Whether anybody wrote into the storage, or emptied it, after it was saved."""
         assert self.storage is not None

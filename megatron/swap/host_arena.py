@@ -49,8 +49,14 @@ class HostArena:
         """Pieces of these sizes in bytes: at once they are made ready faster than one by one.
 
         Raises:
-            HostMemoryError: the limit or the machine does not allow it.
+            HostMemoryError: the limit does not allow it, and nothing was taken; or the machine does not.
         """
+        if not self._fit(sizes):
+            raise HostMemoryError(
+                f"{format_bytes(sum(map(_paged, sizes)))} more of host memory are wanted for what rests: "
+                f"{format_bytes(self.booked_bytes)} are taken, the limit is {format_bytes(self.limit_bytes)}. "
+                "Raise --swap-host-gib, or lower --swap-optimizer."
+            )
         large = [_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._large_bytes]
         regions = iter(self._book(large))
         return [
@@ -93,16 +99,9 @@ class HostArena:
         return taken
 
     def _book(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        num_bytes = sum(sizes)
-        if self.booked_bytes + num_bytes > self.limit_bytes:
-            raise HostMemoryError(
-                f"optimizer state takes {format_bytes(num_bytes)} more of host memory: "
-                f"{format_bytes(self.booked_bytes)} are taken, the limit is {format_bytes(self.limit_bytes)}. "
-                "Raise --swap-host-gib, or lower --swap-optimizer."
-            )
         regions, _ = prepare_regions(sizes, strategy=self._strategy, device=self._device, numa_node=self._numa_node)
         self._regions += regions
-        self.booked_bytes += num_bytes
+        self.booked_bytes += sum(sizes)
         return [region.tensor for region in regions]
 
     def close(self) -> None:

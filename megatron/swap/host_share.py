@@ -58,7 +58,7 @@ def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
         HostMemoryError: activations have no room in it, and no disk behind it; or the buffers before a disk have none.
     """
     has_disk = config.disk_dir is not None
-    if not swaps and not config.optimizer:
+    if not swaps and not config.optimizer and not config.oom_guard:
         return HostShare(MIB, 0, has_disk, 0)  # nothing is swapped; a pool just may not be empty
     budget = safe_host_bytes(local_world_size())
     limit_bytes, limited_by = budget.safe_bytes, budget.reason

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -206,7 +206,7 @@ class SwapManager:
         if not going:
             return
         with self.ranges.group("swap_out", going[0].group, sum(handle.num_bytes for handle in going)):
-            for stream in _distinct(handle.stream for handle in going):
+            for stream in dict.fromkeys(handle.stream for handle in going):
                 self._device.wait(self._out_stream, self._device.record(stream))
             for handle in going:
                 assert handle.slot is not None
@@ -251,7 +251,7 @@ class SwapManager:
         self.counters.add_stall(self._device.timed_wait(compute, handle.out_event))
         # The block goes back to the stream that it was allocated on, which need not be this one: a layer may save
         # on a side stream (shared experts) what its main stream has made.
-        for stream in _distinct((handle.stream, self._main_stream)):
+        for stream in dict.fromkeys((handle.stream, self._main_stream)):
             if stream != compute:
                 self._device.wait(stream, handle.out_event)
         handle.move_to(State.OUT)
@@ -333,13 +333,18 @@ class SwapManager:
         """Backward wants ``handle`` soon: if it has not left the device yet, it does not leave at all."""
         self._reclaim(handle)
         if handle.state is State.LEAVING:
-            self._leaving.remove(handle)
-            self._leaving_bytes -= handle.num_bytes
+            self._leaves_not(handle)
             handle.move_to(State.STAYS)
             handle.free_slot()  # later writes into it are on the same stream, behind this copy
         elif handle.state is State.RESIDENT:
             handle.move_to(State.STAYS)
         return handle.state
+
+    def _leaves_not(self, handle: Handle) -> None:
+        """It waits no longer to be dropped, if it did: after ``drain`` nothing does."""
+        if handle in self._leaving:
+            self._leaving.remove(handle)
+            self._leaving_bytes -= handle.num_bytes
 
     def _bring_back(self, handles: list[Handle], why: str = "prefetch") -> None:
         """Enqueue the copies in, in the order given. Where memory is short what is prefetched comes later.
@@ -439,9 +444,8 @@ class SwapManager:
     def _reclaim(self, handle: Handle) -> bool:
         """From now on the guard does not take its memory; whether it had."""
         before = self.guard.claim(handle)
-        if before is State.LEAVING and handle in self._leaving:
-            self._leaving.remove(handle)
-            self._leaving_bytes -= handle.num_bytes
+        if before is State.LEAVING:
+            self._leaves_not(handle)
         elif before is State.RETURNING:
             handle.group.ahead_bytes -= handle.num_bytes
             handle.group.came_in_vain = True
@@ -472,7 +476,7 @@ class SwapManager:
         """Free storages whose handles died during a copy (a prefetched tensor that no gradient needed, say)."""
         while self._orphans:
             storage, event = self._orphans.popleft()
-            for stream in _distinct((self._device.current_stream(), self._main_stream)):
+            for stream in dict.fromkeys((self._device.current_stream(), self._main_stream)):
                 self._device.wait(stream, event)
             del storage  # from here on its block may be reused: everything later is ordered behind the copy
 
@@ -489,11 +493,3 @@ class SwapManager:
         self._leaving_bytes = 0
         self._reads.clear()
         self._orphans.clear()
-
-
-def _distinct(streams: Iterable) -> list:
-    found: list = []
-    for stream in streams:
-        if stream not in found:
-            found.append(stream)
-    return found

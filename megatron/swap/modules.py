@@ -171,9 +171,11 @@ class SwappedActivations:
             return
         for boundary in self._boundaries:
             boundary.remove()
-        self._manager.drain()  # before the figures: now every wait has its length
-        self._last = self.stats()
-        self._tier.close()
+        try:
+            self._manager.drain()  # before the figures: now every wait has its length
+        finally:
+            self._last = self.stats()
+            self._tier.close()
 
     def __enter__(self) -> Self:
         return self

@@ -100,6 +100,7 @@ class OptimizerSwap:
         self._seen: set[torch.Tensor] = set()
         self._passed_over: list[torch.Tensor] = []
         self._undo: list[Callable[[], None]] = []
+        self._undo_saves: list[Callable[[], None]] = []
 
     def born(self, main_param: torch.Tensor) -> None:
         """Megatron has just made ``main_param``: it rests at once, or all of them would not fit the device."""
@@ -256,7 +257,7 @@ class OptimizerSwap:
         self._replace(optimizer, "_copy_main_params_to_model_params", lambda _: lambda: None)
         self._replace(optimizer, "_copy_model_params_to_main_params", lambda copy: _one_by_one(optimizer, copy))
         for name in SAVES:
-            self._replace(optimizer, name, lambda save: _after(swap.show, save))
+            self._replace(optimizer, name, lambda save: _after(swap.show, save), self._undo_saves)
         for name in LOADS:
             self._replace(optimizer, name, lambda load: _around(swap.show, load, swap.loaded))
 
@@ -276,14 +277,16 @@ class OptimizerSwap:
 
             return run
 
-        self._replace(optimizer, "sharded_state_dict", sharded)
+        self._replace(optimizer, "sharded_state_dict", sharded, self._undo_saves)
 
-    def _replace(self, owner: Any, name: str, build: Callable[[Any], Any]) -> None:
+    def _replace(
+        self, owner: Any, name: str, build: Callable[[Any], Any], undo: list[Callable[[], None]] | None = None
+    ) -> None:
         original = getattr(owner, name, None)
         if original is None:
             return
         setattr(owner, name, build(original))
-        self._undo.append(functools.partial(delattr, owner, name))
+        (self._undo if undo is None else undo).append(functools.partial(delattr, owner, name))
 
     def homes(self) -> list[Home]:
         """Of all that rests now."""
@@ -315,7 +318,8 @@ class OptimizerSwap:
         report.optimizer_out_bytes, report.optimizer_in_bytes = self._mover.out_bytes, self._mover.in_bytes
 
     def remove(self) -> None:
-        """Give Megatron's optimizers their own methods back."""
+        """Training broke off: give Megatron's optimizers their own methods back, but for those that save. What rests
+        is shown when they are called: nobody waits for it here."""
         while self._undo:
             self._undo.pop()()
 
@@ -326,6 +330,8 @@ class OptimizerSwap:
                 swap.show()  # a disk that fails now ends the run: the last checkpoint would be made of what is hidden
         finally:
             self.remove()
+            while self._undo_saves:
+                self._undo_saves.pop()()
             self._device.synchronize()
             self._arena.close()
 

@@ -13,6 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from torch import nn
 
+from megatron.swap.autograd import put_forward
 from megatron.swap.recipes import Recipes
 from megatron.swap.types import ACTIVATION, LINEAR, NORM, PRODUCERS, ROTARY
 
@@ -66,8 +67,7 @@ class Producers:
 
     def _watch_module(self, producer: str, module: nn.Module, part: int | None = None) -> None:
         if producer in self._kinds:
-            module.forward = self._recipes.watched(producer, module.forward, part)  # type: ignore[method-assign]
-            self._undo.append(partial(delattr, module, "forward"))
+            self._undo.append(put_forward(module, self._recipes.watched(producer, module.forward, part)))
 
     def _watch_queries(self, attention: SelfAttention) -> None:
         """Several heads of queries share one of keys and values: cut out of linear_qkv's output they are a copy."""

@@ -16,7 +16,7 @@ from torch import nn
 from megatron.swap import accumulators, cross_entropy, ledger
 from megatron.swap.arguments import device_memory_gib, recompute_kinds, swap_config
 from megatron.swap.auto import AutoPlan
-from megatron.swap.autograd import SavedTensors
+from megatron.swap.autograd import SavedTensors, put_forward
 from megatron.swap.config import SwapConfig
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice, expands_segments
@@ -95,7 +95,7 @@ class SwapSession:
         self._plan_run = PlanRun(config, model_of(args)) if wants_plan else None
         counts = config.summary is not None or (config.auto and not torch.cuda.is_available())
         self._observer = Observer() if counts else None
-        self._host = host_share(config, args, self._swaps or config.oom_guard)
+        self._host = host_share(config, args, self._swaps)
         limit_bytes = None if config.disk_gib is None else int(config.disk_gib * GIB)
         self._disk = DiskFile(config.disk_dir, limit_bytes, local_world_size()) if config.disk_dir is not None else None
         self._device: Device | None = None
@@ -107,9 +107,8 @@ class SwapSession:
         self._pool: HostPool | None = None
         self._optimizer: OptimizerSwap | None = None
         self._num_told = 0
-        self._surrounded: list[nn.Module] = []
         self._accumulators: list[Any] = []
-        self._unwatch: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
         self._patches: AppliedPatches | None = None
         self._pre_wrap_hooks: list[Any] = []
         self._steps: list[StepRecord] = []
@@ -153,14 +152,19 @@ class SwapSession:
         if ACTIVATION in session._kinds:
             patches += fused_activations.fused_activations_patches(functools.partial(session._watched, ACTIVATION))
         if NORM in session._kinds and with_te:
-            patches.append(te_normalization.te_normalization_patch(session._tell_norm_of_linear))
+            tell = functools.partial(session._told, tell_norm_of_linear)
+            patches.append(te_normalization.te_normalization_patch(tell))
         if ROTARY in session._kinds:
             patches.append(rotary.rotary_patch(functools.partial(session._watched, ROTARY)))
         if ROTARY in session._kinds and with_te:
-            patches.append(te_qkv_layout.te_qkv_layout_patch(session._tell_copy))
+            patches.append(te_qkv_layout.te_qkv_layout_patch(functools.partial(session._told, tell_copy)))
         if config.acts and args.recompute_granularity == "full":
             patches.append(checkpointed_forward.checkpointed_forward_patch(session._around_checkpointed_forward))
-        session._patches = registry.apply(patches)
+        try:
+            session._patches = registry.apply(patches)
+        except BaseException:
+            session.close()
+            raise
         if model_config is not None:
             session._pre_wrap_hooks = model_config.pre_wrap_hooks
             session._pre_wrap_hooks.append(session.attach)
@@ -182,7 +186,7 @@ class SwapSession:
             assert self._boundaries is not None
             assert self._recorder is not None
             for chunk in chunks:
-                self._unwatch.append(self._recorder.watch(chunk))
+                self._undo.append(self._recorder.watch(chunk))
                 self._boundaries.install(
                     chunk, self.config.modules, ends_in_loss=bool(getattr(chunk, "post_process", True))
                 )
@@ -202,8 +206,7 @@ class SwapSession:
                     stack.enter_context(self._boundaries.around_layers(chunk))
                 return inner(*args, **kwargs)
 
-        chunk.forward = forward  # type: ignore[method-assign]
-        self._surrounded.append(chunk)
+        self._undo.append(put_forward(chunk, forward))
 
     def _device_of_rank(self) -> Device:
         # Not before now: the device of this rank is chosen, and CUDA started, when Megatron initializes.
@@ -313,13 +316,9 @@ class SwapSession:
 
         return tells
 
-    def _tell_norm_of_linear(self, *what: Any) -> None:
+    def _told(self, tell: Callable[..., None], *what: Any) -> None:
         if self._recipes is not None:
-            tell_norm_of_linear(self._recipes, *what)
-
-    def _tell_copy(self, given: Any, used: Any) -> None:
-        if self._recipes is not None:
-            tell_copy(self._recipes, given, used)
+            tell(self._recipes, *what)
 
     # ---------------------------------------------------------------- training
 
@@ -457,19 +456,20 @@ class SwapSession:
 
         The end of training does it. A script calls it where training was installed and never began.
         """
-        if self._optimizer is not None:
-            self._optimizer.close()
-            self._optimizer = None
-        self._uninstall()
-        if self._manager is not None and self._tier is not None:
-            self._manager.drain()
-            self._tier.close()
-            self._manager = self._tier = None
-        elif self._device is not None:
-            self._device.close()
-        if self._disk is not None:
-            self._disk.close()
-            self._disk = None
+        optimizer, self._optimizer = self._optimizer, None
+        manager, self._manager = self._manager, None
+        disk, self._disk = self._disk, None
+        with ExitStack() as last_first:  # whatever becomes of each: a disk may fail now
+            if disk is not None:
+                last_first.callback(disk.close)
+            if manager is not None and self._tier is not None:
+                last_first.callback(self._tier.close)
+                last_first.callback(manager.drain)
+            elif self._device is not None:
+                last_first.callback(self._device.close)
+            last_first.callback(self._uninstall)
+            if optimizer is not None:
+                last_first.callback(optimizer.close)
 
     def _uninstall(self) -> None:
         if self._optimizer is not None:
@@ -479,8 +479,8 @@ class SwapSession:
         if self._recorder is not None:
             self._recorder.abandon()
         self._accumulators.clear()
-        while self._unwatch:
-            self._unwatch.pop()()
+        while self._undo:
+            self._undo.pop()()
         if self._patches is not None:
             self._patches.revert()
             self._patches = None
@@ -489,9 +489,8 @@ class SwapSession:
         if self._boundaries is not None:
             self._boundaries.remove()
             self._boundaries = None
-        for chunk in self._surrounded:
-            del chunk.forward
-        self._surrounded.clear()
+        if self._manager is not None:
+            self._manager.guard.end()
 
 
 def _policy(config: SwapConfig) -> Policy:

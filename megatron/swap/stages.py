@@ -223,6 +223,9 @@ class Stages:
             self._num_micro_batches = step.num_micro_batches
             for workload in (*self._workloads, *([self._current] if self._current is not None else [])):
                 workload.best_ms = None  # steps take another time now
+            if self.stage is Stage.SEARCH:
+                self._candidates += [tried.plan for tried in self._tried]
+                self._tried = []
         step = replace(step, num_micro_batches=min(step.num_micro_batches, self._most_telling))
         self._num_in_stage += 1
         if self.timing:

@@ -117,7 +117,7 @@ class StateSwap:
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """What ``optimizer.step`` does, for all of its parameters."""
+        """What ``optimizer.step`` does, for all of its parameters. Where it fails some are a step ahead."""
         if closure is not None:
             raise SwapError("an optimizer whose state is swapped takes no closure: it would run once a bucket.")
         self.hide()
@@ -246,7 +246,13 @@ class StateSwap:
             params[member.group].append(param)
             pieces.append((piece, param))
         began = self._mover.mark()
-        advanced = self._step_of(params)
+        try:
+            advanced = self._step_of(params)
+        except BaseException:
+            for _, param in pieces:
+                state.pop(param, None)
+            self._mover.put_back(bucket)
+            raise
         self._updates.append((began, self._mover.mark()))
         moves: list[tuple[Span, torch.Tensor]] = []
         for piece, param in pieces:

@@ -114,9 +114,6 @@ class GroupKey:
     layer: int
     micro_batch: int
 
-    def __str__(self) -> str:
-        return f"layers.{self.layer} mb{self.micro_batch}"
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:

@@ -36,10 +36,6 @@ class Tiers:
     host: float
     disk: float
 
-    @property
-    def all_gib(self) -> float:
-        return (self.device or 0.0) + self.host + self.disk
-
 
 @dataclass(frozen=True)
 class Need:

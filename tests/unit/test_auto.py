@@ -61,6 +61,7 @@ class Training:
         self.device = device
         self.chunk = nn.Linear(2, 2)
         self.steps: list[Step] = []
+        self.num_micro_batches = 1
         config = SwapConfig(frozenset(), auto=True, memory_gib=12.0)
         self.lines: list[str] = []
         self.auto = AutoPlan(config, model(8), 80.0, (), self.lines.append, self.lines.extend)
@@ -69,7 +70,10 @@ class Training:
         self.num_followed = 0
         self.windows: list[int | None] = []
         boundaries: Any = SimpleNamespace(follow_policy=self.follow_policy)
-        self.auto.begin(boundaries, device, unused, recorder, FootprintMeter(), 0, lambda: 1, lambda: GIB, device.taken)
+        self.auto.begin(
+            boundaries, device, unused, recorder, FootprintMeter(), 0, lambda: self.num_micro_batches, lambda: GIB,
+            device.taken,
+        )  # fmt: skip
         monkeypatch.setattr(self.auto._stages, "step_ended", self.steps.append)
         self.auto.watch(self.chunk)
 
@@ -158,6 +162,17 @@ def test_a_device_that_is_full_counts_as_above_the_budget_once_plans_are_followe
     training.auto._stages.plan = Plan(model(8), None, None, None, (), 0.5)
     training.over(11.0, num_retries=1)
     assert len(training.lines) == told + 2, "of each plan once"
+
+
+def test_a_step_is_not_judged_by_the_time_of_one_with_fewer_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the device once a plan stands: what is known then is the time of the step before."""
+    training = Training(CachingDevice(), monkeypatch)
+    training.auto._stages.stage = Stage.STABLE
+    known = []
+    for training.num_micro_batches in (1, 1, 1, 4, 4, 2, 2):
+        training.step(11.0)
+        known.append(training.steps[-1].ms is not None)
+    assert known == [False, True, True, False, True, False, True]
 
 
 def test_what_an_evaluation_had_to_take_again_is_not_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:

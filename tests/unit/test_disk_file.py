@@ -172,6 +172,19 @@ class TestFaults:
         with pytest.raises(UsageError, match=r"--swap-disk-dir .*: no file can be made there \(No such file"):
             DiskFile(tmp_path / "none", MIB)
 
+    def test_where_direct_access_cannot_read_nothing_stays_open(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuses(*_: object) -> int:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        monkeypatch.setattr(os, "preadv", refuses)
+        disk = DiskFile(tmp_path, MIB)
+        assert not disk.is_direct
+        disk.close()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
     def test_without_direct_access_it_works_and_says_so(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

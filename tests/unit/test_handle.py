@@ -141,13 +141,3 @@ class TestTheEnd:
         slot = handle.slot = FakeSlot()
         del handle
         assert slot.freed == [0]
-
-
-def test_states_on_the_device():
-    handle = make(torch.ones(4))
-    there = set()
-    for state in State:
-        handle.state = state
-        if handle.on_device:
-            there.add(state)
-    assert there == {State.RESIDENT, State.LEAVING, State.STAYS, State.BACK}

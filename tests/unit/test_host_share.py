@@ -45,6 +45,13 @@ def test_buffers_before_a_disk_are_counted() -> None:
     assert share(1.0, auto=True).buffers_bytes == 0
 
 
+def test_a_guard_swaps_no_layers_so_it_needs_no_buffers() -> None:
+    found = share(1.0, swaps=False, optimizer=1.0, oom_guard=True, disk_dir=".")
+    assert (found.buffers_bytes, found.guard_bytes) == (0, GIB // 4)
+    assert found.optimizer_bytes == GIB - found.guard_bytes
+    assert share(1.0, swaps=False, oom_guard=True).guard_bytes == GIB // 4
+
+
 @pytest.mark.parametrize(
     ("host_gib", "settings"),
     [

@@ -417,6 +417,15 @@ class TestExceptions:
             assert train_step(layers, one_after_the_other(1)).same_as(plain)
             assert engine.num_leases == 0
 
+    def test_after_drain_a_graph_has_what_is_on_the_device(self):
+        bare = Bare()
+        values = torch.arange(4096.0)
+        handle, group = bare.swap_out(values)
+        assert handle.state is State.LEAVING
+        bare.manager.drain()
+        assert bare.manager.fetch(handle, group, 0).data_ptr() == values.data_ptr()
+        assert handle.state is State.STAYS
+
     def test_drain_with_copies_under_way(self):
         layers = stack(6)
         engine = Engine(layers)

@@ -292,6 +292,21 @@ def test_close_leaves_the_modules_as_they_were() -> None:
     assert footprint(model) == before
 
 
+def test_a_copy_that_failed_is_told_once_and_all_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlps()
+    before = footprint(model)
+    swapped = swap.activations(model, "0-3", **ALL)
+
+    def fails() -> None:
+        raise SwapError("an emulated copy failed")
+
+    monkeypatch.setattr(swapped._manager, "drain", fails)
+    with pytest.raises(SwapError, match="copy failed"):
+        swapped.close()
+    swapped.close()
+    assert footprint(model) == before
+
+
 def test_an_error_inside_with_closes() -> None:
     model = mlps()
     before = footprint(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron.swap.arguments import add_swap_args
+from megatron.swap.disk_file import DiskError
 from megatron.swap.session import SwapSession
 from patches import registry
 
@@ -48,6 +50,50 @@ def test_a_closed_session_leaves_nothing_and_another_can_be_installed(flags: str
         assert patched() == before
         assert model_config.pre_wrap_hooks == []
         assert "forward" not in vars(chunk)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+def test_what_fails_at_the_end_leaves_nothing_either():
+    session = SwapSession.install(arguments("--swap-layers", "all"), SimpleNamespace(pre_wrap_hooks=[]))
+    chunk = nn.Linear(2, 2)
+    chunk.forward = own = lambda inputs: inputs * 42  # some other library's
+    session.attach([chunk])
+
+    def fails() -> None:
+        raise DiskError("the disk broke")
+
+    session._optimizer = SimpleNamespace(close=fails, remove=lambda: None)  # type: ignore[assignment]
+    with pytest.raises(DiskError, match="broke"):
+        session.close()
+    assert not patched()
+    assert session._manager is None
+    assert vars(chunk)["forward"] is own
+    session.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+def test_after_a_failure_no_allocation_is_rescued_any_more():
+    session = SwapSession.install(
+        arguments("--swap-layers", "all", "--swap-oom-guard"), SimpleNamespace(pre_wrap_hooks=[])
+    )
+    session.attach([nn.Linear(2, 2)])
+    assert session._manager is not None
+    guard = session._manager.guard
+    assert guard.is_on
+    session._on_finish(RuntimeError("somebody's"), [], None)
+    assert not guard.is_on
+    session.close()
+
+
+def test_another_megatron_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: object) -> None:
+        raise registry.PatchError("not the one")
+
+    monkeypatch.setattr(registry, "apply", refuse)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(registry.PatchError, match="not the one"):
+        SwapSession.install(arguments("--swap-layers", "all", "--swap-disk-dir", str(tmp_path)))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_with_no_layers_nothing_is_installed():

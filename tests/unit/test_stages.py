@@ -458,6 +458,16 @@ class TestChange:
         run.steps(1)
         assert run.stages.stage is Stage.PROFILE
 
+    def test_candidates_are_compared_by_steps_with_as_many_micro_batches(self) -> None:
+        run = three((200.0, 105.0, 120.0))
+        run.stages = Stages(BUDGET_GIB, run.make_plans, 3, run.said.append, most_telling=2)
+        run.steps(PROFILED + SETTLING_STEPS + 1)
+        assert run.stages.plan is run.plans[1], "the first was tried"
+        run.num_micro_batches = 4
+        run.steps(3 * (SETTLING_STEPS + 1), slower=2.0)
+        assert run.stages.plan is run.plans[1]
+        assert "plan 1 of 3, 210.0 ms" in run.said[-1]
+
     def test_batches_that_grow_while_steps_are_recorded_are_recorded_together(self) -> None:
         run = three()
         run.stages = Stages(BUDGET_GIB, run.make_plans, 3, run.said.append, most_telling=2)

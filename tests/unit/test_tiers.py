@@ -30,7 +30,7 @@ def disk_tier() -> Tier:
 
 
 TIERS: dict[str, Callable[[], Tier]] = {"host": host_tier, "disk": disk_tier}
-LIMIT_FLAGS = {"host": "--swap-host-gib", "disk": "--swap-disk-gib"}
+LIMIT_FLAGS = {HostTier: "--swap-host-gib", DiskTier: "--swap-disk-gib"}
 
 
 @pytest.fixture(params=TIERS)
@@ -129,7 +129,7 @@ def test_the_figures_are_exact(tier: Tier):
 def test_a_full_tier_says_so_and_nothing_has_changed(tier: Tier):
     slots = [tier.reserve(MIB) for _ in range(LIMIT_BYTES // MIB)]
     before = tier.stats()
-    with pytest.raises(SwapError, match=rf"limit.*{LIMIT_FLAGS[tier.name]}"):
+    with pytest.raises(SwapError, match=rf"limit.*{LIMIT_FLAGS[type(tier)]}"):
         tier.reserve(4 * KIB)
     assert tier.stats() == before
     slots[0].free()

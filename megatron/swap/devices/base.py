@@ -154,8 +154,8 @@ class Device(ABC):
         """More than this the allocator has nowhere, whatever it gives back."""
         return math.inf
 
-    def make_guard(self, most_host_bytes: int) -> GuardCore:
-        """Make ``guard``, which takes so much host memory at most.
+    def make_guard(self) -> GuardCore:
+        """Make ``guard``, which takes no host memory until it is told how much it may.
 
         Raises:
             UsageError: there is none here.

@@ -190,10 +190,10 @@ class CudaDevice(Device):
         # memory_allocated() would first flatten all of the allocator's statistics.
         return torch.cuda.memory_stats_as_nested_dict(self.torch_device)[what]["all"]
 
-    def make_guard(self, most_host_bytes: int) -> GuardCore:
+    def make_guard(self) -> GuardCore:
         stream, done = torch.cuda.Stream(self.torch_device), torch.cuda.Event()
         done.record(stream)  # it has an address only then
-        self.guard = cuda_guard(most_host_bytes, self.torch_device.index, stream.cuda_stream, done.cuda_event)
+        self.guard = cuda_guard(self.torch_device.index, stream.cuda_stream, done.cuda_event)
         self._of_guard = stream, done
         return self.guard
 

@@ -85,7 +85,8 @@ class ComputeStream:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ComputeStream)
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return hash(ComputeStream)
 
 
 class CopyStream:
@@ -242,8 +243,8 @@ class EmulatedDevice(Device):
     def give_back(self) -> None:
         pass
 
-    def make_guard(self, most_host_bytes: int) -> GuardCore:
-        self.guard = new_guard(most_host_bytes)
+    def make_guard(self) -> GuardCore:
+        self.guard = new_guard()
         return self.guard
 
     def native_event(self, event: EmulatedEvent) -> int:

@@ -106,7 +106,7 @@ def _cuda_allocator() -> CDLL:
         raise UsageError(f"{NEEDS} a library of ours behind PyTorch's allocator: {error}. Drop the flag.") from error
 
 
-def new_guard(most_host_bytes: int, *cuda: object) -> GuardCore:
+def new_guard(*cuda: object) -> GuardCore:
     """Of a device that RAM plays; or, by ``cuda_guard``, of a CUDA device.
 
     Raises:
@@ -117,10 +117,10 @@ def new_guard(most_host_bytes: int, *cuda: object) -> GuardCore:
             "an out-of-memory guard is at work in this process already (--swap-oom-guard, oom_guard=True), and there "
             "can be one at a time. Close what opened it first, or open this one without."
         )
-    return native().Guard(most_host_bytes, *cuda)
+    return native().Guard(0, *cuda)
 
 
-def cuda_guard(most_host_bytes: int, device: int, stream: int, done: int) -> GuardCore:
+def cuda_guard(device: int, stream: int, done: int) -> GuardCore:
     """For CUDA device number ``device``, whose allocator asks it from now on; stream and event (by address) are the
     guard's alone.
 
@@ -131,7 +131,7 @@ def cuda_guard(most_host_bytes: int, device: int, stream: int, done: int) -> Gua
     if cuda_library is None:
         raise UsageError(f"{NEEDS} libcudart as a library of its own, and this PyTorch has loaded none. Drop the flag.")
     try:
-        core = new_guard(most_host_bytes, cuda_library, device, stream, done)
+        core = new_guard(cuda_library, device, stream, done)
     except RuntimeError as error:
         raise UsageError(f"{NEEDS} CUDA's runtime: {error}. Drop the flag.") from error
     library = _cuda_allocator()

@@ -44,17 +44,3 @@ def schedule(num_micro_batches: int, size: int = 1, rank: int = 0, num_chunks: i
 def most_telling(size: int) -> int:
     """So many micro-batches tell all of a step's memory, in a pipeline of ``size``: further ones are like the last."""
     return 2 if size == 1 else 3 * size
-
-
-def live_peaks(units: list[Unit], num_chunks: int) -> list[tuple[int, ...]]:
-    """How many micro-batches of each chunk are between forward and backward at once: the worst moments."""
-    live = [0] * num_chunks
-    seen: set[tuple[int, ...]] = set()
-    for unit in units:
-        live[unit.chunk] += 1 if unit.is_forward else -1
-        if unit.is_forward:
-            seen.add(tuple(live))
-    return sorted(
-        counts for counts in seen
-        if not any(other != counts and all(a >= b for a, b in zip(other, counts, strict=True)) for other in seen)
-    )

@@ -1,1 +1,1 @@
-"""Where swapped bytes rest: pinned host memory (disk can follow: same contract, same tests)."""
+"""Where swapped bytes rest: pinned host memory, a disk behind it. Same contract, same tests."""

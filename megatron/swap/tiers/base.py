@@ -51,8 +51,6 @@ class TierStats:
 class Tier(ABC):
     """A place for swapped storages."""
 
-    name: str
-
     @abstractmethod
     def reserve(self, num_bytes: int) -> Slot:
         """Room for ``num_bytes``.

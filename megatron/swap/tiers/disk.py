@@ -55,8 +55,6 @@ class DiskTier(Tier):
         pinned: they are registered with CUDA.
     """
 
-    name = "disk"
-
     def __init__(self, disk: DiskFile, buffer_bytes: int, pinned: bool) -> None:
         self._disk = disk
         self._buffer_bytes = padded(buffer_bytes)

@@ -15,8 +15,6 @@ from megatron.swap.tiers.base import Slot, Tier, TierStats
 class HostTier(Tier):
     """Slots are leases of a ``HostPool``; a lease in several extents is copied piece by piece."""
 
-    name = "host"
-
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
 

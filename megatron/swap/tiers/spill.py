@@ -41,8 +41,6 @@ class SpillTier(Tier):
     all of it: the disk works while forward and backward last, not only where they meet.
     """
 
-    name = "host and disk"
-
     def __init__(self, host: HostTier, disk: DiskTier) -> None:
         self.disk = disk
         self._host = host

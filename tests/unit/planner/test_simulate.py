@@ -16,7 +16,7 @@ from megatron.swap.manager import SwapManager
 from megatron.swap.plan import Plan
 from megatron.swap.planner.assignment import layer_script
 from megatron.swap.planner.profile import LayerClass, Link, Outside, Pipeline, Profile, Section
-from megatron.swap.planner.schedule import live_peaks, schedule
+from megatron.swap.planner.schedule import Unit, schedule
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
 from megatron.swap.tiers.host import HostTier
@@ -29,6 +29,20 @@ ONE = LayerClass(tuple(range(4)), 2.0, 4.0, (site("a/0", 100, 1.0, 1.0, 2.0),))
 
 def gib(mib: float) -> float:
     return pytest.approx(mib / 1024)  # type: ignore[return-value]
+
+
+def live_peaks(units: list[Unit], num_chunks: int) -> list[tuple[int, ...]]:
+    """How many micro-batches of each chunk are between forward and backward at once: the worst moments."""
+    live = [0] * num_chunks
+    seen: set[tuple[int, ...]] = set()
+    for unit in units:
+        live[unit.chunk] += 1 if unit.is_forward else -1
+        if unit.is_forward:
+            seen.add(tuple(live))
+    return sorted(
+        counts for counts in seen
+        if not any(other != counts and all(a >= b for a, b in zip(other, counts, strict=True)) for other in seen)
+    )
 
 
 class TestByHand:
