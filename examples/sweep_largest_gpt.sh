@@ -10,7 +10,7 @@
 # picture are written as it goes, so that it can be interrupted and resumed.
 #
 # Expected, by arithmetic:
-#   h200-depth   one GPU of 140 GiB, 118 GiB of host memory, and what /tmp has free. About three runs a method; the time is that of building and
+#   h200-depth   one GPU of 140 GiB, 122 GiB of host memory, 20 GiB of disk. About three runs a method; the time is that of building and
 #                training models of 8 to 24 billion parameters, minutes a run, hours in all. Choose with --method, cut with --time-limit-s and --resume.
 #   quick        below 2 GiB of host memory; about ten runs of some seconds each on 2 CPU cores: minutes.
 # Another GPU: copy proof/sweep/sweeps/h200-depth.toml, change host_limit_gib and --swap-host-gib, give its path as SWEEP.

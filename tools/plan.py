@@ -35,7 +35,7 @@ from megatron.swap.planner.shape import params_of_rank, shape_profile
 from megatron.swap.planner.shares import solve_shares, with_share
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import Solution, curve, empty_plan
-from megatron.swap.planner.states import PART_OF_HOST
+from megatron.swap.planner.states import most_resting
 from megatron.swap.planner.table import memory_table, outside_table, plan_heading, plan_table, prediction_text
 from megatron.swap.planner.what_if import with_link, with_tokens
 from megatron.swap.records import from_json
@@ -121,7 +121,7 @@ def plan(options: argparse.Namespace) -> None:
         num_params = params_of_rank(profile.model, training.tied, profile.pipeline.rank)
         states = training.states if part is None else replace(training.states, resting=part)
         limit_gib = host_limit_gib(options, training)
-        before_disk_gib = None if not training.has_disk else math.inf if limit_gib is None else limit_gib
+        before_disk_gib = None if not training.disk_gib else math.inf if limit_gib is None else limit_gib
         table = memory_table(states, num_params, planned, solution.prediction, before_disk_gib, measured)
         print(table, end="\n\n")
     print(prediction_text(planned, solution.prediction, unswapped, solution.lower_bound_ms))
@@ -142,14 +142,15 @@ def find_profile(options: argparse.Namespace, training: Training | None) -> Prof
         states = training.states
         num_params = params_of_rank(training.model, training.tied, rank)
         if states.auto and host_gib is not None:
-            states = replace(states, resting=min(1.0, PART_OF_HOST * host_gib / states.state_gib(num_params)))
+            most_gib = most_resting(host_gib, training.disk_gib)
+            states = replace(states, resting=min(1.0, most_gib / states.state_gib(num_params)))
         profile = shape_profile(
             training.model, find_gpu(options.gpu), training.num_micro_batches, tied=training.tied,
             states=states, pipeline_rank=rank,
         )  # fmt: skip
         if host_gib is not None:
             resting_gib = states.host_gib(num_params)
-            if resting_gib > host_gib and not training.has_disk:
+            if resting_gib > host_gib and not training.disk_gib:
                 flag = "--host-gib" if options.host_gib is not None else "--swap-host-gib"
                 raise UsageError(
                     f"{flag} {host_gib:g}: the optimizer's state that rests takes {resting_gib:.2f} GiB. Lower "

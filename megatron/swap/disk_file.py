@@ -97,13 +97,38 @@ class Traffic:
         return found
 
 
+def disk_limit_bytes(folder: str | Path, limit_bytes: int | None = None, num_ranks: int = 1) -> int:
+    """Room for one of so many ranks of this host on the disk that ``folder`` is on: ``limit_bytes``, or its share of
+    what is free, less ``SPARE_BYTES``.
+
+    Raises:
+        UsageError: it is no folder, or the limit is above what is free.
+    """
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    if limit_bytes is not None and limit_bytes > free_bytes:
+        raise UsageError(
+            f"--swap-disk-gib: {format_bytes(limit_bytes)} are asked for, {format_bytes(free_bytes)} are free in "
+            f"{folder}. Lower it, or name another --swap-disk-dir."
+        )
+    return max(0, free_bytes - SPARE_BYTES) // num_ranks if limit_bytes is None else limit_bytes
+
+
+def _unusable(folder: str | Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"--swap-disk-dir {folder}: no file can be made there ({error.strerror}). Name a folder on a local disk that "
+        "this user may write to."
+    )
+
+
 class DiskFile:
     """Room on the disk that ``folder`` is on.
 
     Args:
         folder: where files can be made.
-        limit_bytes: most that is taken; ``None``: what is free, less ``SPARE_BYTES``, and so many ranks share it.
-        num_ranks: of this host.
+        limit_bytes: most that is taken; ``None``: what is free, less ``SPARE_BYTES``.
 
     Attributes:
         traffic: all reads and writes.
@@ -112,24 +137,13 @@ class DiskFile:
         UsageError: nothing can be written there, or the limit is above what is free.
     """
 
-    def __init__(self, folder: str | Path, limit_bytes: int | None = None, num_ranks: int = 1) -> None:
+    def __init__(self, folder: str | Path, limit_bytes: int | None = None) -> None:
         self._folder = folder
+        self.limit_bytes = disk_limit_bytes(folder, limit_bytes)
         try:
-            free_bytes = shutil.disk_usage(folder).free
             self.descriptor = _nameless(Path(folder))
         except OSError as error:
-            raise UsageError(
-                f"--swap-disk-dir {folder}: no file can be made there ({error.strerror}). Name a folder on a local "
-                "disk that this user may write to."
-            ) from error
-        shared_bytes = max(0, free_bytes - SPARE_BYTES) // num_ranks
-        self.limit_bytes = shared_bytes if limit_bytes is None else limit_bytes
-        if self.limit_bytes > free_bytes:
-            os.close(self.descriptor)
-            raise UsageError(
-                f"--swap-disk-gib: {format_bytes(self.limit_bytes)} are asked for, {format_bytes(free_bytes)} are free "
-                f"in {folder}. Lower it, or name another --swap-disk-dir."
-            )
+            raise _unusable(folder, error) from error
         self.booked_bytes = 0
         self.traffic = Traffic()
         self._mapping: weakref.ref[mmap.mmap] | None = None

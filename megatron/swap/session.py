@@ -23,7 +23,6 @@ from megatron.swap.devices.cuda import CudaDevice, expands_segments
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.disk_file import DiskFile
 from megatron.swap.guard import OomGuard
-from megatron.swap.host_memory import local_world_size
 from megatron.swap.host_pool import HostPool
 from megatron.swap.host_share import host_share
 from megatron.swap.layer import Boundaries, num_micro_batches, pipeline_rank
@@ -59,7 +58,7 @@ from megatron.swap.tiers.base import Tier
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.tiers.spill import spill_tier
 from megatron.swap.trace import Ranges, Totals
-from megatron.swap.types import ACTIVATION, GIB, MIB, NORM, ROTARY, MemoryRow
+from megatron.swap.types import ACTIVATION, MIB, NORM, ROTARY, MemoryRow
 from patches import (
     checkpointed_forward,
     fused_activations,
@@ -96,8 +95,7 @@ class SwapSession:
         counts = config.summary is not None or (config.auto and not torch.cuda.is_available())
         self._observer = Observer() if counts else None
         self._host = host_share(config, args, self._swaps)
-        limit_bytes = None if config.disk_gib is None else int(config.disk_gib * GIB)
-        self._disk = DiskFile(config.disk_dir, limit_bytes, local_world_size()) if config.disk_dir is not None else None
+        self._disk = DiskFile(config.disk_dir, self._host.disk_bytes) if config.disk_dir is not None else None
         self._device: Device | None = None
         self._tier: Tier | None = None
         self._manager: SwapManager | None = None

@@ -358,11 +358,12 @@ class Stages:
         over_gib = lowest.over_gib
         wrong_gib = over_gib if lowest.plan.predicted is None else lowest.peak_gib - lowest.plan.predicted.peak_gib
         over = format_bytes(over_gib * GIB)
+        where = f"{over} above the budget" if lowest.peak_gib > self._budget_gib else "at all that the device has"
         current.num_tightened += 1
         if current.num_tightened <= MAX_TIGHTENINGS:
             current.spare_gib = max(current.spare_gib + over_gib, wrong_gib)
             spare = format_bytes(current.spare_gib * GIB)
-            self._say(f"the peak was {over} above the budget: planned again with {spare} to spare")
+            self._say(f"the peak was {where}: planned again with {spare} to spare")
             self.num_replans += 1
             try:
                 plans = self._make_plans(current, self._budget_gib - current.spare_gib)
@@ -371,7 +372,7 @@ class Stages:
             else:
                 self._begin_search(step, plans)
                 return
-        note = f"no plan was found that does better: the peak stays {over} above the budget"
+        note = f"no plan was found that does better: the peak stays {where}"
         self._settle(step, lowest.plan, None, note)
 
     # ------------------------------------------------------------------- stable

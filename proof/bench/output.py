@@ -31,7 +31,7 @@ def check_beside(path: Path) -> None:
         SuiteError: names the file that would be overwritten.
     """
     for other in (path.with_suffix(".md"), path.with_suffix(".png")):
-        if other.exists() and not path.exists():
+        if other.exists() and (not path.exists() or not path.stat().st_size or not other.is_file()):
             raise SuiteError(f"--output {path}: {other} is there, and would be overwritten. Name another file.")
 
 
@@ -50,7 +50,8 @@ def alone(path: Path) -> Iterator[None]:
     if path.exists() and not path.is_file():
         raise SuiteError(f"--output {path} is no file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(f".{path.name}.lock")
+    real = path.resolve()  # a file may have several names
+    lock = real.with_name(f".{real.name}.lock")
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -99,4 +99,4 @@ def number(where: str, words: Sequence[str], flag: str) -> int:
 def check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise SuiteError(f"{what} {unknown[0]}: not in this suite; there are {', '.join(known)}")
+        raise SuiteError(f"{what} {unknown[0]}: there is none of that name; there are {', '.join(known)}")

@@ -24,7 +24,7 @@ MEASURED = (
     "host_pinned_gib", "disk_peak_gib", "swapped_out_bytes", "swapped_in_bytes", "num_late", "wait_ms",
     "optimizer_out_bytes", "optimizer_in_bytes", "losses", "began_cuda_early", "alloc_retries_by_step",
 )  # fmt: skip
-COMPARABLE = ("suite", "commit", "machine", "versions", "flags", "env")
+COMPARABLE = ("suite", "commit", "machine", "versions", "flags", "env", "warm_up")
 """What rows of one file have in common with runs of now."""
 ANY_GPU = next(iter(GPUS.values()))
 """For the memory model, where the GPU is not in the table: memory hardly depends on speed."""
@@ -67,9 +67,17 @@ class Book:
         if path is not None and path.exists():
             if not resume:
                 raise SuiteError(f"--output {path} exists: continue it with --resume, or name another file")
-            self._rows = sweep_rows.read(path)
+            self._rows = [row for row in sweep_rows.read(path) if not self._has_more_now(row)]
             for row in self._rows:
                 self._check(row)
+
+    def _has_more_now(self, row: Row) -> bool:
+        """Whether a run was stopped by a limit that has been raised since: it is made again."""
+        limit = {"timeout": "time_limit_s", "oom_host": "host_limit_gib"}.get(row["outcome"])
+        if limit is None or limit not in row:
+            return False
+        before, now = row[limit], getattr(self._sweep, limit)
+        return before is not None and (now is None or now > before)
 
     def _check(self, row: Row) -> None:
         """Raise unless a row of the file could be one of now."""
@@ -84,7 +92,7 @@ class Book:
         trial = self.trial(row["method"], numbers.index(row["value"]))
         mine = {**self._scene.facts, **self._named(trial)}
         for field in COMPARABLE:
-            if row[field] != mine[field]:
+            if row.get(field, mine[field]) != mine[field]:
                 raise SuiteError(
                     f"--resume: {self._path} has {field} {row[field]!r} for {trial.label}, this run has "
                     f"{mine[field]!r}: rows of one file must be comparable. Name another --output."
@@ -173,6 +181,8 @@ class Book:
             "axis": self._sweep.axis_name, "unit": self._sweep.axis.unit, "value": trial.value.number,
             "values": [trial.value.number], "params": trial.params, "param_bytes": trial.param_bytes,
             "predicted": trial.forecast.as_row(),
+            "warm_up": self._sweep.num_warm_up, "time_limit_s": self._sweep.time_limit_s,
+            "host_limit_gib": self._sweep.host_limit_gib,
             "tiers_gib": {"device": tiers.device, "host": tiers.host, "disk": tiers.disk},
         }  # fmt: skip
 

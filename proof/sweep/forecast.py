@@ -17,7 +17,7 @@ from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.planner.shares import solve_shares
 from megatron.swap.planner.simulate import simulate
-from megatron.swap.planner.states import BUCKETS_GIB, PART_OF_HOST, split_before_disk
+from megatron.swap.planner.states import BUCKETS_GIB, most_resting, split_before_disk
 from megatron.swap.types import GIB, UsageError, format_bytes
 from proof.run.planning import plan_file, searches
 from proof.sweep.plans import plan_of, with_megatrons_loss, with_mlp_section
@@ -26,6 +26,11 @@ MARGIN = 0.05
 """Of a tier. What is predicted to leave so much free is where a search begins; what is predicted to take so much more
 than there is is not tried. Predictions were off by up to 3 % with activations alone, by up to 4 % with optimizer state
 at rest, and CUDA's own memory is not counted."""
+
+
+PROCESSES_GIB = 6
+"""Of host memory, what processes, the kernel and the driver take beside what is booked: 5 were measured, with 113 GiB
+booked on a machine with one GPU."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     Raises:
         UsageError: a flag is missing or its value impossible.
     """
+    flags = [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
     training = read_flags(flags)
     states = training.states
     offloaded = _number(flags, "--optimizer-offload-fraction", 1.0) if "--optimizer-cpu-offload" in flags else 0.0
@@ -118,12 +124,12 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         # What stays is in fp32, too, and of gradients that are not there is a copy.
         states = replace(states, resting=offloaded, state_bytes=12 if states.gradient_bytes == 4 else 16)
     params = params_of_rank(training.model, training.tied)
-    # What processes take beside is the same, whoever has the state there.
     engine_gib = min(tiers.host, _number(flags, "--swap-host-gib", tiers.host))
-    if states.auto:  # as training does: half of host memory is the activations', where a disk stands behind it
-        most_gib = PART_OF_HOST * engine_gib
-        if "--swap-disk-dir" in flags:
-            most_gib = most_gib / 2 + min(tiers.disk, disk_limit_gib(flags))
+    if offloaded:  # no flag says what Megatron may take
+        engine_gib = max(0.0, tiers.host - PROCESSES_GIB)
+    if states.auto:
+        disk_gib = min(tiers.disk, disk_limit_gib(flags)) if "--swap-disk-dir" in flags else 0.0
+        most_gib = most_resting(engine_gib, disk_gib)
         states = replace(states, resting=min(1.0, most_gib / states.state_gib(params)))
     static_gib, resting_gib = states.device_gib(params), states.host_gib(params)
     if offloaded:
@@ -169,7 +175,7 @@ def _offloaded_gib(model: Model, params: float, flags: Sequence[str]) -> float:
     of_layer = [hidden * head * (heads + 2 * model.num_query_groups), hidden * head * heads]
     of_layer += [hidden * model.ffn_hidden_size * (1 + model.gated), hidden * model.ffn_hidden_size]
     sizes = [] if model.num_experts else of_layer * model.num_layers
-    sizes = [4 * size // model.tensor_parallel for size in (*sizes, hidden * model.padded_vocab_size)]
+    sizes = [4 * size for size in (*sizes, hidden * model.padded_vocab_size)]
     rounded = sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes)
     gradients = 4 if "--no-pin-cpu-grads" in flags else 4 * rounded
     kept = 0 if _number(flags, "--num-workers", 2) == 0 else 8

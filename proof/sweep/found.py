@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proof.bench.table import heading
 from proof.rows import GIB, PRUNED, Row, outcome
 from proof.sweep.axes import AXES
+from proof.sweep.rows import TIERS
 
 ABSENT = "–"
 STATIC_SHARE = 0.9
@@ -21,12 +23,14 @@ class Found:
     Attributes:
         best: the row of the largest value that trains; ``None``: none does.
         stop: the row of the next value; ``None``: there is none, or nobody has tried it yet.
+        is_apart: between the two are values that nobody has tried.
     """
 
     method: str
     is_ours: bool
     best: Row | None
     stop: Row | None
+    is_apart: bool = False
 
     @property
     def stopped_by(self) -> str:
@@ -35,7 +39,8 @@ class Found:
             return "nothing larger was tried" if self.best is not None else "nothing was tried"
         if self.stop["outcome"] == PRUNED:
             return f"not tried: {self.stop['why']}"
-        return f"{self.stop['case']}: {outcome(self.stop)}"
+        text = f"{self.stop['case']}: {outcome(self.stop)}"
+        return f"{text}; nothing between was tried" if self.is_apart else text
 
     @property
     def stopped_short(self) -> str:
@@ -47,14 +52,15 @@ class Found:
     @property
     def is_open(self) -> bool:
         """Something trains, and nobody knows whether anything larger does."""
-        return self.best is not None and self.stop is None
+        return self.best is not None and (self.stop is None or self.is_apart)
 
     @property
-    def lacks(self) -> str:
-        """The tier that the next value does not fit in."""
-        outcome, why = ("", "") if self.stop is None else (self.stop["outcome"], self.stop["why"] or "")
-        others = (tier for tier in ("host", "disk") if outcome == f"oom_{tier}" or f"GiB of {tier} memory," in why)
-        return next(others, "device")
+    def lacks(self) -> str | None:
+        """The tier that the next value does not fit in; ``None``: something else ended it, or nobody knows."""
+        if self.stop is None:
+            return None
+        told = re.search(r" of (device|host|disk) memory, ", self.stop["why"] or "")
+        return told[1] if told else {f"oom_{tier}": tier for tier in TIERS}.get(self.stop["outcome"])
 
     @property
     def limit(self) -> str:
@@ -71,12 +77,14 @@ class Found:
         elsewhere = [f"{told[f'{tier}_gib']:.1f} GiB of {tier}" for tier in ("host", "disk") if told[f"{tier}_gib"]]
         text += f"; {' and '.join(elsewhere)} memory beside it" if elsewhere else ""
         if self.lacks != "device":
-            text += f". It is {self.lacks} memory that the next one lacks."
+            text += f". It is {self.lacks} memory that the next one lacks." if self.lacks else "."
         elif static >= STATIC_SHARE * device:
             text += ". Activations hardly count: only more of the state elsewhere makes room for a larger model."
         else:
             text += "; the rest are activations and what kernels need."
-        return f"{text} Nothing larger was tried: this is not its limit." if self.is_open else text
+        if not self.is_open:
+            return text
+        return f"{text} Nothing {'between' if self.is_apart else 'larger'} was tried: this is not its limit."
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class Limit:
 
 def found_in(rows: Sequence[Row]) -> list[Found]:
     """One a method, in the order of the rows."""
-    found = []
+    found, values = [], {row["value"] for row in rows}
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
         best = max((row for row in mine if row["outcome"] == "ok"), key=lambda row: row["value"], default=None)
@@ -118,7 +126,12 @@ def found_in(rows: Sequence[Row]) -> list[Found]:
         stop = min(
             above, key=lambda row: (row["value"], row["outcome"] == PRUNED, row["commit"] != last), default=None
         )
-        found.append(Found(method, mine[0]["is_ours"], best, stop))
+        known = {row["value"] for row in mine}
+        between = [
+            value for value in values
+            if best and stop and best["value"] < value < stop["value"] and value not in known
+        ]  # fmt: skip
+        found.append(Found(method, mine[0]["is_ours"], best, stop, bool(between)))
     return found
 
 

@@ -25,17 +25,22 @@ def test_nothing_swaps() -> None:
 
 
 def test_without_a_disk_state_takes_what_activations_leave() -> None:
-    assert HostShare(100 * MIB, 30 * MIB + 1, False, 0).optimizer_bytes == 69 * MIB
-    assert HostShare(100 * MIB, 0, False, 0).optimizer_bytes == 100 * MIB
+    assert HostShare(100 * MIB, 30 * MIB + 1, 0, 0).optimizer_bytes == 69 * MIB
+    assert HostShare(100 * MIB, 0, 0, 0).optimizer_bytes == 100 * MIB
 
 
 def test_with_a_disk_each_has_half_at_least() -> None:
-    assert HostShare(100 * MIB, 80 * MIB, True, 10 * MIB).optimizer_bytes == 45 * MIB
-    assert HostShare(100 * MIB, 20 * MIB, True, 10 * MIB).optimizer_bytes == 70 * MIB
-    unknown = HostShare(100 * MIB, 0, True, 10 * MIB)  # the planner decides, say
+    assert HostShare(100 * MIB, 80 * MIB, GIB, 10 * MIB).optimizer_bytes == 45 * MIB
+    assert HostShare(100 * MIB, 20 * MIB, GIB, 10 * MIB).optimizer_bytes == 70 * MIB
+    unknown = HostShare(100 * MIB, 0, GIB, 10 * MIB)  # the planner decides, say
     assert unknown.optimizer_bytes == 45 * MIB
-    alone = HostShare(100 * MIB, 0, True, 0)
+    alone = HostShare(100 * MIB, 0, GIB, 0)
     assert alone.optimizer_bytes == 100 * MIB
+
+
+def test_a_small_disk_leaves_state_as_much_room_as_none() -> None:
+    for disk_bytes, expected_mib in ((1, 89), (20 * MIB, 70), (50 * MIB, 45)):
+        assert HostShare(100 * MIB, 0, disk_bytes, 10 * MIB).optimizer_bytes // MIB == expected_mib
 
 
 def test_buffers_before_a_disk_are_counted() -> None:

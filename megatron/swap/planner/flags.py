@@ -24,15 +24,15 @@ UNKNOWN = frozenset({
 
 @dataclass(frozen=True)
 class Training:
-    """What ``shape_profile`` needs to know of a run; ``host_gib`` and ``has_disk``: host memory that it may take, where
-    a flag says so, and whether what rests may go to disk beyond that."""
+    """What ``shape_profile`` needs to know of a run; ``host_gib``: host memory that it may take, where a flag says so;
+    ``disk_gib``: of a disk, beyond that; infinite where no flag says how much."""
 
     model: Model
     num_micro_batches: int
     tied: bool
     states: States
     host_gib: float | None = None
-    has_disk: bool = False
+    disk_gib: float = 0.0
 
 
 def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
@@ -88,7 +88,8 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     )
     return Training(
         model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states,
-        _host_gib(known.swap_host_gib), known.swap_disk_dir is not None,
+        _gib("--swap-host-gib", known.swap_host_gib),
+        0.0 if known.swap_disk_dir is None else _gib("--swap-disk-gib", known.swap_disk_gib) or math.inf,
     )  # fmt: skip
 
 
@@ -126,14 +127,14 @@ def parse_part(text: str) -> float | None:
         raise UsageError(f"--swap-optimizer {text}: must be 0 to 1, a part of its state, or auto.") from None
 
 
-def _host_gib(text: str | None) -> float | None:
-    """What ``--swap-host-gib`` says."""
+def _gib(flag: str, text: str | None) -> float | None:
+    """What such a flag says, if it is there."""
     try:
         given = None if text is None else float(text)
     except ValueError:
         given = math.nan
     if given is not None and not 0 < given <= MOST:
-        raise UsageError(f"--swap-host-gib {text}: a number is expected, above 0 and at most {MOST:g}.")
+        raise UsageError(f"{flag} {text}: a number is expected, above 0 and at most {MOST:g}.")
     return given
 
 
@@ -205,6 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--swap-optimizer", default="0")
     parser.add_argument("--swap-host-gib")
     parser.add_argument("--swap-disk-dir")
+    parser.add_argument("--swap-disk-gib")
     parser.add_argument("--main-grads-dtype", default="fp32")
     parser.add_argument("--optimizer", default="adam")
     for name in ("group-query-attention", "swiglu", "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer",

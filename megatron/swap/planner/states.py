@@ -22,6 +22,17 @@ MOST_SPILL_BYTES = 64 << 20
 ``tiers/spill.py`` have them, which need torch."""
 
 
+def part_before_disk(host: float, disk: float) -> float:
+    """Of so much host memory, what is the state's where nobody knows yet what activations take. With a disk half, so
+    that they need not go there in every micro-batch; more where that and the disk would be less than without."""
+    return max(host / 2, host - disk) if disk else host
+
+
+def most_resting(host_gib: float, disk_gib: float) -> float:
+    """GiB of state that may rest, where the planner decides how much does."""
+    return PART_OF_HOST * part_before_disk(host_gib, disk_gib) + disk_gib
+
+
 def bucket_bytes_before_disk(host_bytes: int) -> int:
     """Of a bucket, where some rest on disk: the buffers in between are part of ``host_bytes`` of host memory."""
     return max(MIB, min(BUCKET_BYTES, host_bytes // 16))

@@ -147,9 +147,9 @@ def test_a_choice(tmp_path: Path) -> None:
     assert len(chosen.cases[0].methods) == 1
     without = suite.chosen([], ["all"], None)
     assert [case.name for case in without.cases] == ["one"], "a case without methods is left out"
-    with pytest.raises(SuiteError, match="--case three: not in this suite; there are one, two"):
+    with pytest.raises(SuiteError, match="--case three: there is none of that name; there are one, two"):
         suite.chosen(["three"], [], None)
-    with pytest.raises(SuiteError, match="--method first: not in this suite; there are none, all"):
+    with pytest.raises(SuiteError, match="--method first: there is none of that name; there are none, all"):
         suite.chosen(["one"], ["first"], None)
     with pytest.raises(SuiteError, match=r"no such suite; there are h200-dense, .*quick"):
         find_suite("slow")
@@ -167,7 +167,7 @@ def test_a_choice(tmp_path: Path) -> None:
         ('device = "cpu"', 'device = "tpu"', "device = 'tpu'; allowed: cpu or gpu"),
         ('none = "none"', 'none = "nothing"', "method 'none': 'nothing' is no kind of method; known: none, full-rec"),
         ('none = "none"', "none = 1", "method 'none' is 1, not a string"),
-        ('without = ["all"]', 'without = ["al"]', r"without al: not in this suite; there are none, all"),
+        ('without = ["all"]', 'without = ["al"]', r"without al: there is none of that name; there are none, all"),
         ("description", "descriptoin", "key 'description' is missing"),
         ('device = "cpu"', 'device = "cpu', "not TOML"),
         ("[cases.one]", "[cases.one]\nextra = 1", "unknown key 'extra'"),

@@ -110,7 +110,7 @@ def test_fit_needs_a_prediction(tmp_path: Path) -> None:
 
 
 def test_names_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(SuiteError, match=r"--method other: not in this suite; there are none, deep, ours"):
+    with pytest.raises(SuiteError, match=r"--method other: there is none of that name; there are none, deep, ours"):
         a_sweep(tmp_path).chosen(["other"])
     with pytest.raises(SuiteError, match="--sweep slow: no such sweep; there are h200-depth"):
         find_sweep("slow")

@@ -11,7 +11,7 @@ from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import find_gpu, gpu_of
 from megatron.swap.planner.states import States
 from megatron.swap.types import UsageError
-from proof.sweep.forecast import MARGIN, Tiers, forecast
+from proof.sweep.forecast import MARGIN, PROCESSES_GIB, Tiers, forecast
 from tests.unit.proof.sweep_cases import SHAPE, TIERS
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
@@ -70,6 +70,27 @@ def test_what_it_says_of_tiers() -> None:
     assert half.static_gib == pytest.approx((4 + 5) * params / 2**30, rel=0.01)
 
 
+def test_a_value_may_stand_behind_an_equals_sign() -> None:
+    apart = forecast(shape("--swap-optimizer 0.5 --swap-host-gib 20"), TIERS, H200)
+    assert forecast(shape("--swap-optimizer=0.5 --swap-host-gib=20"), TIERS, H200) == apart
+    assert not apart.fits
+
+
+def test_what_a_peer_may_take_is_no_flag_of_ours() -> None:
+    flags = "--optimizer-cpu-offload --optimizer-offload-fraction 1 --num-workers 0"
+    told = forecast(shape(f"{flags} --swap-host-gib 20", 18), TIERS, H200)
+    (host,) = (need for need in told.needs if need.tier == "host")
+    assert host.limit_gib == TIERS.host - PROCESSES_GIB
+
+
+@pytest.mark.parametrize("disk_gib", [20, 40, 60])
+def test_a_disk_makes_no_planned_model_smaller(disk_gib: int) -> None:
+    flags = "--swap-memory-gib 134 --swap-optimizer auto --swap-host-gib 112"
+    tiers = Tiers(139.8, 122.0, 60.0)
+    assert forecast(shape(flags, 50), tiers, H200).fits
+    assert forecast(shape(f"{flags} --swap-disk-dir /tmp --swap-disk-gib {disk_gib}", 50), tiers, H200).fits
+
+
 def test_what_host_memory_has_no_room_for_goes_to_disk() -> None:
     flags = shape("--swap-optimizer 1 --swap-disk-dir /tmp --swap-disk-gib 60", 48)
     told = forecast(flags, Tiers(139.8, 118.0, 50.0), H200)
@@ -104,6 +125,8 @@ def test_megatrons_offload_has_gradients_in_fp32_wherever_its_state_is() -> None
     assert told.of("host") == pytest.approx(0.25 * 19.2 * gib, rel=0.01), "pinned gradients take 1.8 times their size"
     unpinned = forecast([*flags, "--no-pin-cpu-grads"], TIERS, H200)
     assert unpinned.of("host") == pytest.approx(0.25 * 16 * gib, rel=0.01)
+    shared = forecast([*flags, "--context-parallel-size", "2", "--use-distributed-optimizer"], TIERS, H200)
+    assert shared.of("host") == pytest.approx(told.of("host") / 2)
     in_fp32 = forecast([word for word in flags if word not in ("--main-grads-dtype", "bf16")], TIERS, H200)
     assert in_fp32.static_gib == pytest.approx((2 + 4 + 0.75 * 12) * gib, rel=0.01)
 

@@ -115,10 +115,24 @@ def test_all_that_is_not_pruned_trains(tmp_path: Path) -> None:
     assert found.best["value"] == 28
     assert found.stopped_by.startswith("not tried: 30 layers is predicted to take")
     assert found.lacks == "device"
+    for outcome in ("timeout", "failed (1)", "loss not falling"):
+        ended = {**rows[-1], "value": 30, "outcome": outcome, "why": None}
+        assert found_in([*rows[:-1], ended])[0].lacks is None
     short_of_disk = {**rows[-1], "value": 30, "why": str(rows[-1]["why"]).replace("device", "disk")}
     assert found_in([*rows[:-1], short_of_disk])[0].lacks == "disk"
     others = [{**row, "commit": "0" * 40, "why": "of another day"} for row in rows if row["outcome"] == "pruned"]
     assert found_in([*others, *rows]) == found_in([*rows, *others]) == [found]
+
+
+def test_a_search_that_was_interrupted_is_no_answer(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path).chosen(["none"])
+    rows = search(sweep, a_book(sweep, tmp_path), FakeProver(layers(20)))["none"]
+    best = next(row for row in rows if row["value"] == 20)
+    failed = {**best, "value": 24, "case": "later", "outcome": "oom_host", "why": None}
+    (found, _) = found_in([best, failed, {**best, "value": 22, "method": "another"}])
+    assert found.is_open
+    assert found.stopped_by == "later: out of host memory; nothing between was tried"
+    assert found.limit.endswith("Nothing between was tried: this is not its limit.")
 
 
 def test_a_loss_that_does_not_fall_is_no_training(tmp_path: Path) -> None:
@@ -157,6 +171,23 @@ def test_time_is_up(tmp_path: Path) -> None:
     assert book.num_left(sweep.methods) >= 9
 
 
+@pytest.mark.parametrize(
+    ("outcome", "raised"),
+    [("timeout", ("time_limit_s = 60", "time_limit_s = 61")), ("oom_host", ("host_limit_gib = 118", ""))],
+)
+def test_what_a_limit_has_stopped_is_run_again_with_a_higher_one(
+    outcome: str, raised: tuple[str, str], tmp_path: Path
+) -> None:
+    sweep = a_sweep(tmp_path).chosen(["none"])
+    search(sweep, a_book(sweep, tmp_path), FakeProver(layers(20), outcome=outcome))
+    again = FakeProver(layers(26))
+    search(sweep, a_book(sweep, tmp_path, resume=True), again)
+    assert not again.asked, "nothing has changed"
+    sweep = a_sweep(tmp_path, FILE.replace(*raised)).chosen(["none"])
+    rows = search(sweep, a_book(sweep, tmp_path, resume=True), again)["none"]
+    assert max(row["value"] for row in rows if row["outcome"] == "ok") == 26
+
+
 def test_what_cannot_be_resumed(tmp_path: Path) -> None:
     sweep = a_sweep(tmp_path).chosen(["none"])
     search(sweep, a_book(sweep, tmp_path), FakeProver(layers(24)))
@@ -166,6 +197,8 @@ def test_what_cannot_be_resumed(tmp_path: Path) -> None:
         a_book(sweep, tmp_path, resume=True, commit="other")
     with pytest.raises(SuiteError, match=r"has flags .* rows of one file must be comparable"):
         a_book(a_sweep(tmp_path, FILE.replace("4096", "2048")), tmp_path, resume=True)
+    with pytest.raises(SuiteError, match=r"has warm_up 2 for .*, this run has 3"):
+        a_book(a_sweep(tmp_path, f"warm_up = 3\n{FILE}"), tmp_path, resume=True)
     with pytest.raises(SuiteError, match=r"has none .* layers, which sweep small has not"):
         a_book(a_sweep(tmp_path, FILE.replace("first = 16", "first = 17")), tmp_path, resume=True)
 
