@@ -101,7 +101,7 @@ def scene(sweep: Sweep, gpu_name: str | None) -> Scene:
     host_gib = min(budget.total_bytes, budget.cgroup_limit_bytes or budget.total_bytes) / GIB
     if sweep.host_limit_gib is not None:
         host_gib = sweep.host_limit_gib if assumed else min(host_gib, sweep.host_limit_gib)
-    tiers = Tiers(device_gib, host_gib, sweep.disk_gib)
+    tiers = Tiers(device_gib, host_gib, sweep.disk_gib(assumed=assumed is not None))
     return Scene(facts, tiers, gpu, shlex.join(["python", "tools/sweep.py", *sys.argv[1:]]))
 
 

@@ -116,7 +116,7 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     Raises:
         UsageError: a flag is missing or its value impossible.
     """
-    flags = [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    flags = _apart(flags)
     training = read_flags(flags)
     states = training.states
     offloaded = _number(flags, "--optimizer-offload-fraction", 1.0) if "--optimizer-cpu-offload" in flags else 0.0
@@ -282,11 +282,16 @@ def _number(flags: Sequence[str], flag: str, default: float) -> float:
         raise UsageError(f"{flag} {value}: a number is expected") from error
 
 
+def _apart(flags: Sequence[str]) -> list[str]:
+    """Names and values, which may stand behind an equals sign."""
+    return [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
+
+
 def disk_folder(flags: Sequence[str]) -> Path | None:
     """Where ``flags`` let optimizer state rest on disk."""
-    folder = _value(flags, "--swap-disk-dir")
+    folder = _value(_apart(flags), "--swap-disk-dir")
     return None if folder is None else Path(folder)
 
 
 def disk_limit_gib(flags: Sequence[str]) -> float:
-    return _number(flags, "--swap-disk-gib", math.inf)
+    return _number(_apart(flags), "--swap-disk-gib", math.inf)

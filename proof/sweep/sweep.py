@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from megatron.swap.disk_file import SPARE_BYTES
@@ -140,9 +140,9 @@ class Sweep:
             requires=piece.requires,
         )  # fmt: skip
 
-    @cached_property
-    def disk_gib(self) -> float:
-        """The most that a method may take on disk: what it says, and what is free there."""
+    def disk_gib(self, *, assumed: bool = False) -> float:
+        """The most that a method may take on disk: what it says, and what is free there; ``assumed``: on some other
+        machine, which has what it says."""
         most = 0.0
         for name, text in self.methods.items():
             whole = FIT.sub("--swap-optimizer 1", text)
@@ -150,7 +150,9 @@ class Sweep:
             folder = disk_folder(flags)
             if folder is not None:
                 free = shutil.disk_usage(folder).free - SPARE_BYTES if folder.is_dir() else 0
-                most = max(most, min(disk_limit_gib(flags), max(0, free) / GIB))
+                limit_gib = disk_limit_gib(flags)
+                is_known = assumed and limit_gib < math.inf
+                most = max(most, limit_gib if is_known else min(limit_gib, max(0, free) / GIB))
         return most
 
 

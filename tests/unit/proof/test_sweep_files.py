@@ -109,6 +109,16 @@ def test_fit_needs_a_prediction(tmp_path: Path) -> None:
         sweep.trial("ours", 0, TIERS, H200)
 
 
+@pytest.mark.parametrize("form", ["--swap-disk-dir={} --swap-disk-gib 7", "--swap-disk-dir={} --swap-disk-gib=7"])
+def test_of_an_assumed_machine_the_disk_is_what_the_sweep_says(form: str, tmp_path: Path) -> None:
+    flags = form.format(tmp_path / "not-here")
+    sweep = a_sweep(tmp_path, FILE.replace("--swap-optimizer fit", f"--swap-optimizer fit {flags}"))
+    assert (sweep.disk_gib(), sweep.disk_gib(assumed=True)) == (0.0, 7.0)
+    folder_alone = flags.partition(" --swap-disk-gib")[0]
+    says_nothing = a_sweep(tmp_path, FILE.replace("--swap-optimizer fit", f"--swap-optimizer fit {folder_alone}"))
+    assert says_nothing.disk_gib(assumed=True) == 0.0
+
+
 def test_names_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(SuiteError, match=r"--method other: there is none of that name; there are none, deep, ours"):
         a_sweep(tmp_path).chosen(["other"])
