@@ -6,12 +6,11 @@ import dataclasses
 
 import pytest
 
-from megatron.swap.types import GIB, KIB, MIB, GroupKey, Site, SwapError, UsageError, format_bytes, places
+from megatron.swap.types import GIB, KIB, MIB, Site, SwapError, UsageError, format_bytes, places
 
 
 def test_a_site_reads_as_layer_path_and_ordinal():
     assert str(Site(3, "mlp.linear_fc2", 0)) == "layers.3/mlp.linear_fc2/0"
-    assert str(GroupKey(2, 5)) == "layers.2 mb5"
 
 
 def test_records_cannot_be_changed():
