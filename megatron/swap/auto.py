@@ -165,7 +165,7 @@ class AutoPlan:
         self._footprint.begin_chunk()
         before, self._num_micro_batches = self._num_micro_batches, self._get_num_micro_batches()
         if self._num_micro_batches != before:
-            self._clock.forget()
+            self._clock.forget()  # else that step's time would be told as this one's
         expected = self._stages.expected
         if expected is not None and min(self._num_micro_batches, self._most_telling) > expected.num_micro_batches:
             self._is_larger()  # a pipeline may hold more of them at once

@@ -109,7 +109,7 @@ def test_fit_needs_a_prediction(tmp_path: Path) -> None:
         sweep.trial("ours", 0, TIERS, H200)
 
 
-@pytest.mark.parametrize("form", ["--swap-disk-dir={} --swap-disk-gib 7", "--swap-disk-dir={} --swap-disk-gib=7"])
+@pytest.mark.parametrize("form", ["--swap-disk-dir {} --swap-disk-gib 7", "--swap-disk-dir={} --swap-disk-gib=7"])
 def test_of_an_assumed_machine_the_disk_is_what_the_sweep_says(form: str, tmp_path: Path) -> None:
     flags = form.format(tmp_path / "not-here")
     sweep = a_sweep(tmp_path, FILE.replace("--swap-optimizer fit", f"--swap-optimizer fit {flags}"))
