@@ -115,7 +115,7 @@ class Limit:
 
 
 def found_in(rows: Sequence[Row]) -> list[Found]:
-    """One a method, in the order of the rows."""
+    """One a method; those that get furthest stand last, of equal ones the fastest."""
     found, values = [], {row["value"] for row in rows}
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
@@ -132,14 +132,18 @@ def found_in(rows: Sequence[Row]) -> list[Found]:
             if best and stop and best["value"] < value < stop["value"] and value not in known
         ]  # fmt: skip
         found.append(Found(method, mine[0]["is_ours"], best, stop, bool(between)))
-    return found
+    return sorted(found, key=lambda one: _rank(one.best))
 
 
 def champions(rows: Sequence[Row]) -> list[Row]:
     """The row of ours that got furthest, and that of the others; of equal ones the fastest."""
     best = [one.best for one in found_in(rows) if one.best is not None]
     sides = ([row for row in best if row["is_ours"] == is_ours] for is_ours in (True, False))
-    return [max(side, key=lambda row: (row["value"], row["tokens_per_s"])) for side in sides if side]
+    return [max(side, key=_rank) for side in sides if side]
+
+
+def _rank(row: Row | None) -> tuple[float, float]:
+    return (row["value"], row["tokens_per_s"]) if row is not None else (0.0, 0.0)
 
 
 def limit_of(rows: Sequence[Row]) -> Limit:

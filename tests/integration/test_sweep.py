@@ -48,7 +48,7 @@ def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = sweep_rows.read(output)
     assert [row for row in rows if row in kept] == kept
-    none, host = found_in(rows)
+    host, none = found_in(rows)
     assert none.best is not None
     assert none.best["value"] == 4
     assert none.stopped_by == "nothing larger was tried"

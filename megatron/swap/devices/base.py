@@ -7,7 +7,6 @@ the device (the emulation's compute stream *is* the calling thread, so there a w
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -40,8 +39,6 @@ class Device(ABC):
     """Whether equal work takes equally long."""
     guard: GuardCore | None = None
     """What takes storages from this device when an allocation fails, once there is one."""
-    _was_short = False
-    """Whether what was asked for ahead once found no room."""
 
     @abstractmethod
     def current_stream(self) -> Stream:
@@ -123,36 +120,27 @@ class Device(ABC):
 
     def allocate_if_free(self, num_bytes: int) -> torch.Tensor | None:
         """As ``allocate``; where there is no room nothing is taken from others: ``None``."""
-        found = self.allocate_all([num_bytes], is_ahead=True)
-        return found[0] if found else None
+        try:
+            if self.guard is not None:
+                self.guard.pause_here(True)
+            return self.allocate(num_bytes)
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            if self.guard is not None:
+                self.guard.pause_here(False)
 
     def allocate_all(self, sizes: Sequence[int], *, is_ahead: bool) -> list[torch.Tensor]:
         """A tensor of each size; ``is_ahead``: as many of the first as there is room for, nothing taken from others."""
         if not is_ahead:
             return [self.allocate(num_bytes) for num_bytes in sizes]
         found: list[torch.Tensor] = []
-        # Before PyTorch's allocator says no it gives back all that it caches, and waits for the device. So it is not
-        # asked for what it cannot have, once it has said no: to look costs something, too.
-        room_bytes = self._most_free_bytes() if self._was_short else math.inf
         for num_bytes in sizes:
-            room_bytes -= num_bytes
-            if room_bytes < 0:
+            tensor = self.allocate_if_free(num_bytes)
+            if tensor is None:
                 break
-            try:
-                if self.guard is not None:
-                    self.guard.pause_here(True)
-                found.append(self.allocate(num_bytes))
-            except torch.OutOfMemoryError:
-                self._was_short = True
-                break
-            finally:
-                if self.guard is not None:
-                    self.guard.pause_here(False)
+            found.append(tensor)
         return found
-
-    def _most_free_bytes(self) -> float:
-        """More than this the allocator has nowhere, whatever it gives back."""
-        return math.inf
 
     def make_guard(self) -> GuardCore:
         """Make ``guard``, which takes no host memory until it is told how much it may.

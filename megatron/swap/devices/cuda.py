@@ -141,14 +141,6 @@ class CudaDevice(Device):
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def _most_free_bytes(self) -> float:
-        statistics = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
-        allocated_bytes = statistics["allocated_bytes"]["all"]["current"]
-        reserved_bytes = statistics["reserved_bytes"]["all"]["current"]
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
-        allowed_bytes = torch.cuda.get_per_process_memory_fraction(self.torch_device) * total_bytes
-        return reserved_bytes - allocated_bytes + max(0.0, min(free_bytes, allowed_bytes - reserved_bytes))
-
     def discard(self, storage: torch.UntypedStorage) -> None:
         # Nothing to do: the caching allocator gives the block to later work of the same stream, which is ordered.
         pass

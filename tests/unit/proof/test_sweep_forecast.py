@@ -33,6 +33,9 @@ def measured(file: str, case: str, method: str) -> list[dict[str, object]]:
         ("h200-optimizer.jsonl", "8b", "megatron-0.5", 0.0),
         ("h200-depth-sweep-third.jsonl", "22 layers", "megatron-optimizer-0.5-full-recompute", 0.0),
         ("h200-depth-sweep-third.jsonl", "54 layers", "ours-auto", 0.0),
+        ("h200-depth-sweep-fourth.jsonl", "18 layers", "megatron-optimizer-1", 0.0),
+        ("h200-depth-sweep-fourth.jsonl", "34 layers", "megatron-optimizer-0.5-full-recompute", 0.0),
+        ("h200-depth-sweep-fourth.jsonl", "38 layers", "megatron-optimizer-0.55-unpinned-full-recompute", 0.0),
         # Before gradients were added up where they are computed, and the loss was computed in parts.
         ("h200-optimizer-earlier.jsonl", "8b", "ours-0.5", 0.11),
         ("h200-optimizer-earlier.jsonl", "8b", "ours-0.3", 0.0),
