@@ -93,7 +93,7 @@ class AutoPlan:
         self._untimed: Profile | None = None
         self._timed: list[tuple[Step, Recording]] = []
         self._num_micro_batches = 0
-        self._evaluates = True  # building the model leaves as much
+        self._is_between_steps = True
         self._reserved_bytes = 0
         self._told: dict[str, Plan | None] = {}
         self._undo: list[Callable[[], None]] = []
@@ -150,17 +150,17 @@ class AutoPlan:
 
     def watch(self, chunk: nn.Module) -> None:
         """``chunk`` is one of the model's on this rank."""
-        # First of all hooks: what an evaluation leaves goes before the step is timed or recorded.
+        # First of all hooks: what lies between steps leaves nothing when the next one is timed or recorded.
         self._undo.append(chunk.register_forward_pre_hook(self._chunk_begins, prepend=True).remove)
         self._undo.append(self._timer.watch(chunk))
 
     def _chunk_begins(self, *_: object) -> None:
         if not torch.is_grad_enabled():
-            self._evaluates = True
+            self._is_between_steps = True
             return
-        if self._evaluates:
-            self._evaluates = False
-            self._evaluation_is_over()
+        if self._is_between_steps:
+            self._is_between_steps = False
+            self._step_begins()
         self._clock.begin()
         self._footprint.begin_chunk()
         before, self._num_micro_batches = self._num_micro_batches, self._get_num_micro_batches()
@@ -170,8 +170,9 @@ class AutoPlan:
         if expected is not None and min(self._num_micro_batches, self._most_telling) > expected.num_micro_batches:
             self._is_larger()  # a pipeline may hold more of them at once
 
-    def _evaluation_is_over(self) -> None:
-        """What it held at most is not the next step's, nor what the allocator reserved for it beyond that of steps."""
+    def _step_begins(self) -> None:
+        """What an evaluation held at most, a checkpoint, or building the model, is not this step's, nor what the
+        allocator reserved for it beyond that of steps."""
         self._take_peak()
         self._device.take_retries()
         if (self._device.reserved_bytes() or 0) > self._reserved_bytes:
@@ -262,6 +263,7 @@ class AutoPlan:
         if stages.stage is Stage.STABLE and stages.stage is not stage:
             self._save()
         self._reserved_bytes = self._device.reserved_bytes() or 0
+        self._is_between_steps = True
         self._guard_or_not()
 
     def _guard_or_not(self) -> None:

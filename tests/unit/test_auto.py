@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,11 @@ class Training:
         self.auto.step_ended(len(self.steps) + 1, int(short_gib * GIB), num_retries)
         return self.steps[-1].peak_gib
 
+    def save(self, gib: float) -> None:
+        """A checkpoint, for which all state is made anew."""
+        self.device.use(gib)
+        self.device.num_retries += 1
+
     def evaluate(self, gib: float) -> None:
         with torch.no_grad():
             for _ in range(2):
@@ -103,13 +109,16 @@ class Training:
 
 
 @pytest.mark.parametrize("reserves", [True, False])
-def test_what_an_evaluation_takes_is_not_the_next_steps(reserves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("between", [Training.evaluate, Training.save])
+def test_what_lies_between_steps_is_not_the_next_ones(
+    between: Callable[[Training, float], None], reserves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = Training(CachingDevice(reserves), monkeypatch)
     assert training.step(10.0) == 10.0
-    training.evaluate(14.0)
+    between(training, 14.0)
     assert training.step(10.0) == 10.0
-    training.evaluate(14.0)
-    training.evaluate(9.0)
+    between(training, 14.0)
+    between(training, 9.0)
     assert training.step(11.0) == 11.0
     assert training.step(12.0) == 12.0
 
@@ -175,11 +184,14 @@ def test_a_step_is_not_judged_by_the_time_of_one_with_fewer_micro_batches(monkey
     assert known == [False, True, True, False, True, False, True]
 
 
-def test_what_an_evaluation_had_to_take_again_is_not_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("between", [Training.evaluate, Training.save])
+def test_what_had_to_be_taken_again_between_steps_is_not_the_next_ones(
+    between: Callable[[Training, float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = Training(CachingDevice(), monkeypatch)
     training.device.num_retries = 2
     training.step(11.0)
-    training.evaluate(11.0)
+    between(training, 11.0)
     training.device.num_retries = 5
     training.step(11.0)
     assert training.device.take_retries() == 0
