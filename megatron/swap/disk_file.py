@@ -102,18 +102,26 @@ def disk_limit_bytes(folder: str | Path, limit_bytes: int | None = None, num_ran
     what is free, less ``SPARE_BYTES``.
 
     Raises:
-        UsageError: it is no folder, or the limit is above what is free.
+        UsageError: it is no folder, or no such room is there for all of them.
     """
     try:
         free_bytes = shutil.disk_usage(folder).free
     except OSError as error:
         raise _unusable(folder, error) from error
-    if limit_bytes is not None and limit_bytes > free_bytes:
+    if limit_bytes is None:
+        if free_bytes <= SPARE_BYTES:
+            raise UsageError(
+                f"--swap-disk-dir {folder}: {format_bytes(free_bytes)} are free there, and {format_bytes(SPARE_BYTES)} "
+                "are left to others. Say how much it may take with --swap-disk-gib, or name another folder."
+            )
+        return (free_bytes - SPARE_BYTES) // num_ranks
+    if limit_bytes * num_ranks > free_bytes:
+        of_each = f", for each of {num_ranks} ranks" if num_ranks > 1 else ""
         raise UsageError(
-            f"--swap-disk-gib: {format_bytes(limit_bytes)} are asked for, {format_bytes(free_bytes)} are free in "
-            f"{folder}. Lower it, or name another --swap-disk-dir."
+            f"--swap-disk-gib: {format_bytes(limit_bytes)} are asked for{of_each}, {format_bytes(free_bytes)} are free "
+            f"in {folder}. Lower it, or name another --swap-disk-dir."
         )
-    return max(0, free_bytes - SPARE_BYTES) // num_ranks if limit_bytes is None else limit_bytes
+    return limit_bytes
 
 
 def _unusable(folder: str | Path, error: OSError) -> UsageError:
@@ -128,18 +136,18 @@ class DiskFile:
 
     Args:
         folder: where files can be made.
-        limit_bytes: most that is taken; ``None``: what is free, less ``SPARE_BYTES``.
+        limit_bytes: most that is taken.
 
     Attributes:
         traffic: all reads and writes.
 
     Raises:
-        UsageError: nothing can be written there, or the limit is above what is free.
+        UsageError: nothing can be written there.
     """
 
-    def __init__(self, folder: str | Path, limit_bytes: int | None = None) -> None:
+    def __init__(self, folder: str | Path, limit_bytes: int) -> None:
         self._folder = folder
-        self.limit_bytes = disk_limit_bytes(folder, limit_bytes)
+        self.limit_bytes = limit_bytes
         try:
             self.descriptor = _nameless(Path(folder))
         except OSError as error:
@@ -167,8 +175,8 @@ class DiskFile:
         if self.booked_bytes + num_bytes > self.limit_bytes:
             raise DiskError(
                 f"{format_bytes(num_bytes)} more are to rest on disk: {format_bytes(self.booked_bytes)} are taken in "
-                f"{self._folder}, the limit is {format_bytes(self.limit_bytes)}. Raise --swap-disk-gib, or swap less "
-                "(--swap-optimizer, --swap-layers)."
+                f"{self._folder}, the limit is {format_bytes(self.limit_bytes)}. Raise --swap-disk-gib or "
+                "--swap-host-gib, or swap less (--swap-optimizer, --swap-layers)."
             )
         try:
             if num_bytes:
@@ -230,8 +238,9 @@ class DiskFile:
         with suppress(OSError):
             free = f", {format_bytes(shutil.disk_usage(self._folder).free)} are free"
             return DiskError(
-                f"--swap-disk-dir {self._folder}: {what} failed ({error.strerror}{free}). The last checkpoint is "
-                "intact: go on from it with another --swap-disk-dir, or with less on disk (--swap-host-gib)."
+                f"--swap-disk-dir {self._folder}: {what} failed ({error.strerror}{free}). A checkpoint that "
+                "was saved is intact: go on from it, with another --swap-disk-dir or with less on disk (a lower "
+                "--swap-disk-gib, a higher --swap-host-gib)."
             )
         return DiskError(f"--swap-disk-dir {self._folder}: {what} failed ({error.strerror}).")
 

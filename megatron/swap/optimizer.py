@@ -347,8 +347,12 @@ def unchained(optimizer: Any) -> Iterator[Any]:
 
 def expected_state(args: Any) -> Expected:
     """Of a run with Megatron's arguments."""
-    num_ranks = int(args.data_parallel_size) if args.use_distributed_optimizer else 1
-    num_expert_ranks = max(1, num_ranks // int(args.expert_model_parallel_size))
+    num_ranks = num_expert_ranks = 1
+    if args.use_distributed_optimizer:
+        # Replicas, and the ranks of a sequence, share one optimizer; of several instances each has a copy of all state.
+        of_shards = args.data_parallel_size * args.context_parallel_size // args.num_distributed_optimizer_instances
+        of_experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+        num_ranks, num_expert_ranks = of_shards, max(1, of_shards * args.tensor_model_parallel_size // of_experts)
     state_bytes = state_bytes_of(args)
     if args.use_precision_aware_optimizer and not is_te_min_version("2.1.0"):
         state_bytes = 12  # main values are kept whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.swap import disk_file
-from megatron.swap.disk_file import BLOCK_BYTES, DiskError, DiskFile, DiskRoom, Traffic
+from megatron.swap.disk_file import BLOCK_BYTES, DiskError, DiskFile, DiskRoom, Traffic, disk_limit_bytes
 from megatron.swap.types import GIB, MIB, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +144,7 @@ class TestFaults:
     ) -> None:
         (room,) = disk.take_all([BLOCK_BYTES])
         monkeypatch.setattr(os, "pwritev", failing(number))
-        with pytest.raises(DiskError, match=r"writing failed .* last checkpoint is intact: .*--swap-disk-dir"):
+        with pytest.raises(DiskError, match=r"writing failed .* that was saved is intact: .*--swap-disk-dir"):
             written(disk, room, 0, aligned(BLOCK_BYTES))
 
     def test_a_call_that_does_nothing_is_one(self, disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +168,20 @@ class TestFaults:
 
     def test_a_limit_above_what_is_free(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"--swap-disk-gib: .* are asked for, .* are free in"):
-            DiskFile(tmp_path, 1 << 60)
+            disk_limit_bytes(tmp_path, 1 << 60)
+
+    def test_all_ranks_of_a_host_take_as_much(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * GIB))
+        assert disk_limit_bytes(tmp_path, GIB, 3) == GIB
+        assert disk_limit_bytes(tmp_path, None, 4) == GIB // 2
+        with pytest.raises(UsageError, match=r"1\.00 GiB are asked for, for each of 4 ranks, 3\.00 GiB are free"):
+            disk_limit_bytes(tmp_path, GIB, 4)
+
+    def test_a_disk_with_less_than_is_left_to_others(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
+        with pytest.raises(UsageError, match=r"1\.00 GiB are free there, and 1\.00 GiB are .* others\. .*--swap-disk-gib"):
+            disk_limit_bytes(tmp_path)
+        assert disk_limit_bytes(tmp_path, GIB) == GIB
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"--swap-disk-dir .*: no file can be made there \(No such file"):

@@ -117,7 +117,7 @@ def test_a_disk_that_fails_ends_training(call: str, disk: DiskFile, monkeypatch:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         monkeypatch.setattr(os, call, fails)
-        with pytest.raises(DiskError, match="The last checkpoint is intact"):
+        with pytest.raises(DiskError, match="A checkpoint that was saved is intact"):
             run(layers)
 
 

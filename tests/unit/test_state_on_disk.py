@@ -171,7 +171,7 @@ def test_a_disk_that_fails_ends_training_and_no_checkpoint_is_made_of_it(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, call, fails)
-    with pytest.raises(DiskError, match="The last checkpoint is intact"):
+    with pytest.raises(DiskError, match="A checkpoint that was saved is intact"):
         swapped.steps(1).all()  # shows what rests, as Megatron does before it saves
 
 

@@ -370,7 +370,9 @@ def test_before_the_state_is_there_its_size_is_known(
     monkeypatch.setattr(optimizer, "HostArena", partial(HostArena, region_bytes=MIB))
     monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version(te))
     args = Namespace(
-        data_parallel_size=4, use_distributed_optimizer=True, expert_model_parallel_size=2, fp8_recipe=recipe,
+        data_parallel_size=4, context_parallel_size=3, num_distributed_optimizer_instances=3,
+        tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1,
+        use_distributed_optimizer=True, fp8_recipe=recipe,
         **{name: name in flags for name in ("bf16", "fp16", "use_precision_aware_optimizer")},
     )  # fmt: skip
     chunk = nn.ParameterList(torch.empty(MIB, device="meta") for _ in range(100))
@@ -390,7 +392,7 @@ def test_before_the_state_is_there_its_size_is_known(
 
 def test_without_the_distributed_optimizer_nobody_shares() -> None:
     args = Namespace(
-        data_parallel_size=4, use_distributed_optimizer=False, expert_model_parallel_size=2, bf16=True, fp16=False,
+        data_parallel_size=4, use_distributed_optimizer=False, bf16=True, fp16=False,
         use_precision_aware_optimizer=False,
     )  # fmt: skip
     assert expected_state(args) == (1, 1, 12)

@@ -54,9 +54,14 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         known.tensor_model_parallel_size, known.pipeline_model_parallel_size, known.context_parallel_size,
     )  # fmt: skip
     replica = tensor * pipeline * context
-    data = (replica if num_gpus is None else num_gpus) // replica
+    data, instances = (replica if num_gpus is None else num_gpus) // replica, known.num_distributed_optimizer_instances
     if data < 1 or (num_gpus or replica) % replica:
         raise UsageError(f"--num-gpus {num_gpus}: must be a multiple of {replica}, the GPUs of one model replica.")
+    if data * context % instances:
+        raise UsageError(
+            f"--num-distributed-optimizer-instances {instances}: must divide {data * context}, the ranks that share "
+            "optimizer state."
+        )
     per_round = known.micro_batch_size * data
     batch = known.global_batch_size or per_round
     if batch % per_round:
@@ -81,7 +86,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     states = States(
         gradient_bytes=2 if is_aware and known.main_grads_dtype == "bf16" else 4,
         state_bytes=state_bytes_of(known),
-        shards=data * context if known.use_distributed_optimizer else 1,
+        shards=data * context // instances if known.use_distributed_optimizer else 1,
         resting=1.0 if part is None else part,
         auto=part is None,
         weight_bytes=2 if known.bf16 or known.fp16 else 4,
@@ -198,7 +203,8 @@ def _parser() -> argparse.ArgumentParser:
                  "padded-vocab-size"):  # fmt: skip
         parser.add_argument(f"--{name}", type=int)
     for name in ("num-query-groups", "tensor-model-parallel-size", "pipeline-model-parallel-size",
-                 "context-parallel-size", "expert-model-parallel-size"):  # fmt: skip
+                 "context-parallel-size", "expert-model-parallel-size",
+                 "num-distributed-optimizer-instances"):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)

@@ -158,6 +158,10 @@ class TestShapes:
         shape = training.model
         assert (shape.padded_vocab_size, shape.num_query_groups, shape.sequence_parallel) == (32000, 8, True)
         assert (training.num_micro_batches, training.tied, training.states) == (1, False, States(shards=2))
+        copies = [*FLAGS.split(), "--use-distributed-optimizer", "--num-distributed-optimizer-instances"]
+        assert read_flags([*copies, "2"], num_gpus=2).states == States(shards=1)
+        with pytest.raises(UsageError, match="--num-distributed-optimizer-instances 3: must divide 2"):
+            read_flags([*copies, "3"], num_gpus=2)
         short = "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --seq-length 8 --micro-batch-size 1"
         short += " --vocab-size 256"
         assert read_flags(f"{short} --swiglu".split()).model.ffn_hidden_size == 10880
