@@ -1,4 +1,4 @@
-"""Tell us when training has ended, however it ended.
+"""Tell us when training begins and when it has ended, however it ended.
 
 ``train`` may leave by ``sys.exit`` (time limits, signals, ``--exit-interval``), and ``pretrain`` goes on
 afterwards with a last evaluation and checkpoint, so code behind ``pretrain`` is too late or never runs.
@@ -13,14 +13,17 @@ from typing import Any
 from patches.registry import Patch
 
 
-def train_patch(on_finish: Callable[[BaseException | None, Sequence[Any], Any], None]) -> Patch:
-    """``on_finish`` runs once training has ended; it gets the exception (or ``SystemExit``) that ended it, if any, the
-    model's chunks and the optimizer."""
+def train_patch(
+    on_begin: Callable[[], None], on_finish: Callable[[BaseException | None, Sequence[Any], Any], None]
+) -> Patch:
+    """``on_begin`` runs before the first step, and what it raises ends training. ``on_finish`` runs once that has
+    ended; it gets the exception (or ``SystemExit``) that ended it, if any, the model's chunks and the optimizer."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def train(forward_step_func: Any, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
             try:
+                on_begin()
                 result = original(forward_step_func, model, optimizer, *arguments, **options)
             except BaseException as failure:
                 on_finish(failure, model, optimizer)
@@ -34,7 +37,7 @@ def train_patch(on_finish: Callable[[BaseException | None, Sequence[Any], Any], 
         module="megatron.training.training",
         attribute="train",
         build=build,
-        reason="no hook runs when training ends by sys.exit",
+        reason="no hook runs when training begins, nor when it ends by sys.exit",
         written_for="megatron-core 0.19.2",
         source_sha256="3c2299658ae7928bf0e4a3585531f2350de38c161984f12b9e17410102965e35",
     )

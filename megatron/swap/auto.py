@@ -131,6 +131,7 @@ class AutoPlan:
         self._tier = tier
         self._recorder = recorder
         self._timer = recorder.for_times()
+        self._undo.append(self._timer.abandon)
         self._footprint = footprint
         self._pipeline_rank = pipeline_rank
         self._get_num_micro_batches = num_micro_batches
@@ -199,7 +200,6 @@ class AutoPlan:
 
     def close(self) -> None:
         """Take it off the model again."""
-        self._timer.abandon()
         while self._undo:
             self._undo.pop()()
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
+from megatron.swap.config import SwapConfig
 from megatron.swap.plan import LAYER_SECTION, Plan
 from megatron.swap.sites import CHECKPOINT_PATH
-from megatron.swap.types import Action, Site
+from megatron.swap.types import MIB, Action, Site
 
 
 class Policy(ABC):
@@ -117,6 +118,13 @@ class PlanPolicy(Policy):
             return Action.SWAP if site.layer in self._swaps else Action.KEEP  # its input is all that it can swap
         named = self._sites.get(site.layer)
         return named.get(f"{site.path}/{site.ordinal}", Action.KEEP) if named else Action.KEEP
+
+
+def policy_of(config: SwapConfig) -> Policy:
+    """What the settings say, where nobody has to measure first."""
+    if config.plan is not None:
+        return PlanPolicy(config.plan)
+    return ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB), config.recompute)
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -33,7 +33,7 @@ from megatron.swap.optimizer import OptimizerSwap, expected_state, unchained
 from megatron.swap.plan_run import PlanRun
 from megatron.swap.planner.flags import model_of
 from megatron.swap.planner.profile import Resting
-from megatron.swap.policy import ManualPolicy, PlanPolicy, Policy
+from megatron.swap.policy import policy_of
 from megatron.swap.producers import Producers, tell_copy, tell_norm_of_linear
 from megatron.swap.profiler import Profiler
 from megatron.swap.ranks import gather, is_last_rank
@@ -58,7 +58,7 @@ from megatron.swap.tiers.base import Tier
 from megatron.swap.tiers.host import HostTier
 from megatron.swap.tiers.spill import spill_tier
 from megatron.swap.trace import Ranges, Totals
-from megatron.swap.types import ACTIVATION, MIB, NORM, ROTARY, MemoryRow
+from megatron.swap.types import ACTIVATION, MIB, NORM, ROTARY, MemoryRow, UsageError
 from patches import (
     checkpointed_forward,
     fused_activations,
@@ -88,7 +88,7 @@ class SwapSession:
         if config.auto:
             memory_gib = device_memory_gib(args)
             self._auto = AutoPlan(config, model_of(args), memory_gib, self._kinds, self._say, self._tell)
-        self._policy = self._auto.policy if self._auto is not None else _policy(config)
+        self._policy = self._auto.policy if self._auto is not None else policy_of(config)
         self._swaps = any(map(self._policy.swaps_layer, range(args.num_layers)))
         wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)
         self._plan_run = PlanRun(config, model_of(args)) if wants_plan else None
@@ -104,6 +104,7 @@ class SwapSession:
         self._recorder: Recorder | None = None
         self._pool: HostPool | None = None
         self._optimizer: OptimizerSwap | None = None
+        self._is_attached = False
         self._num_told = 0
         self._accumulators: list[Any] = []
         self._undo: list[Callable[[], None]] = []
@@ -136,7 +137,8 @@ class SwapSession:
         session = cls(args, config)
         if not config.does_anything:
             return session
-        patches = [training_log.training_log_patch(session._on_iteration), train.train_patch(session._on_finish)]
+        patches = [train.train_patch(session._on_begin, session._on_finish)]
+        patches.append(training_log.training_log_patch(session._on_iteration))
         if config.acts:
             patches.append(recompile_limit.PATCH)
         if config.acts or config.optimizer:
@@ -170,6 +172,7 @@ class SwapSession:
 
     def attach(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
         """Put the boundaries around the layers of this rank's model chunks; they are returned as they came."""
+        self._is_attached = True
         self._device_of_rank()
         for chunk in chunks:
             if self.config.acts or self._observer is not None:
@@ -209,8 +212,7 @@ class SwapSession:
     def _device_of_rank(self) -> Device:
         # Not before now: the device of this rank is chosen, and CUDA started, when Megatron initializes.
         if self._device is None:
-            delay_s = self.config.cpu_delay_ms / 1e3
-            on_gpu = torch.cuda.is_available()
+            delay_s, on_gpu = self.config.cpu_delay_ms / 1e3, torch.cuda.is_available()
             rank, memory_gib = self._args.rank, self.config.cpu_memory_gib
             self._device = CudaDevice() if on_gpu else EmulatedDevice(delay_s, rank, self._ranges, memory_gib)
         return self._device
@@ -319,6 +321,13 @@ class SwapSession:
             tell(self._recipes, *what)
 
     # ---------------------------------------------------------------- training
+
+    def _on_begin(self) -> None:
+        if not self._is_attached and (self.config.acts or self.config.optimizer or self._observer is not None):
+            raise UsageError(
+                "SwapSession.install does not know the model that trains: pass it the model_config of that model, or "
+                "hand its chunks to attach before they are wrapped for data parallelism."
+            )
 
     def _on_iteration(
         self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
@@ -489,9 +498,3 @@ class SwapSession:
             self._boundaries = None
         if self._manager is not None:
             self._manager.guard.end()
-
-
-def _policy(config: SwapConfig) -> Policy:
-    if config.plan is not None:
-        return PlanPolicy(config.plan)
-    return ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB), config.recompute)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -188,7 +189,7 @@ def all_patches() -> list[Patch]:
             elif isinstance(value, tuple) and all(isinstance(item, Patch) for item in value):
                 made = value
             elif name.endswith("_patch") and not name.startswith("_"):
-                made = (value(None),)
+                made = (value(*[None] * len(inspect.signature(value).parameters)),)
             elif name.endswith("_patches") and not name.startswith("_"):
                 made = value(None)
             found.update({id(patch): patch for patch in made})

@@ -141,7 +141,7 @@ def test_a_failing_build_leaves_nothing_behind(upstream: Any) -> None:
 
 ALL = (
     compile_helpers.PATCH,
-    train.train_patch(lambda failure, model, optimizer: None),
+    train.train_patch(lambda: None, lambda failure, model, optimizer: None),
     training_log.training_log_patch(lambda **news: None),
     checkpointed_forward.checkpointed_forward_patch(lambda block: nullcontext()),
     *fused_activations.fused_activations_patches(lambda function: function),

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.training import training
 from torch import nn
 
 from megatron.swap.arguments import add_swap_args
 from megatron.swap.disk_file import DiskError
 from megatron.swap.session import SwapSession
+from megatron.swap.types import UsageError
 from patches import registry
 
 
@@ -24,7 +26,11 @@ def arguments(*flags: str) -> argparse.Namespace:
         add_bias_linear=True, recompute_granularity="selective", recompute_modules=["core_attn"], fp8=None,
         cpu_offloading_num_layers=0, fine_grained_activation_offloading=False, cuda_graph_impl="none",
         gradient_accumulation_fusion=True, gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1,
-        use_megatron_fsdp=False, use_torch_fsdp2=False,
+        use_megatron_fsdp=False, use_torch_fsdp2=False, fp4=None, sequence_parallel=False, hidden_size=64,
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=1, expert_model_parallel_size=1, num_attention_heads=4, group_query_attention=False,
+        num_query_groups=None, kv_channels=None, ffn_hidden_size=256, seq_length=32, micro_batch_size=1,
+        num_experts=None, padded_vocab_size=256, bf16=False, fp16=False,
     )
     return args
 
@@ -68,6 +74,22 @@ def test_what_fails_at_the_end_leaves_nothing_either():
     assert not patched()
     assert session._manager is None
     assert vars(chunk)["forward"] is own
+    session.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+@pytest.mark.parametrize("flags", ["--swap-layers all", "--swap-summary x.json", "--swap-memory-gib 1"])
+def test_a_model_that_nobody_told_of_does_not_train(flags: str):
+    before = patched()
+    SwapSession.install(arguments(*flags.split()))
+    with pytest.raises(UsageError, match=r"pass it the model_config of that model, or hand its chunks to attach"):
+        training.train(None, [], None)
+    assert patched() == before
+
+
+def test_a_trace_needs_no_boundaries(tmp_path: Path):
+    session = SwapSession.install(arguments("--swap-profile", str(tmp_path)))
+    session._on_begin()
     session.close()
 
 
