@@ -20,7 +20,7 @@
 #   8b       32 x 4096, 8192          135 GiB               40 GiB      16 s on one GPU's share of work; needs two or more, split by
 #                                                                       tensor parallelism or --use-distributed-optimizer
 #
-# Measured on one H200 (docs/report.md): 1.3b with --swap-layers 0-3 takes 1.2 s a step and 49 GiB at the peak, with 0-23 3.6 s and 31 GiB: the link
+# Measured on one H200 (docs/report.md): 1.3b with --swap-layers 0-3 takes 1.2 s a step and 44 GiB in use at the peak, with 0-23 3.6 s and 27 GiB: the link
 # carries 88 GiB each way then, for which forward is too short.
 #
 # Settings from the environment:

@@ -210,9 +210,11 @@ def _part_at_rest(args: argparse.Namespace, auto: bool, plan: Plan | None) -> fl
 
 
 def _wants_auto(args: argparse.Namespace) -> bool:
-    given = [flag for flag, value in _memory_flags(args).items() if value is not None]
+    flags = _memory_flags(args)
+    given = [flag for flag, value in flags.items() if value is not None]
     if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} both say how much memory a step may take. Drop one.")
+        both = " and ".join(f"{flag} {flags[flag]:g}" for flag in given)
+        raise UsageError(f"{both} both say how much memory a step may take. Drop one.")
     if given and args.swap_policy == "manual":
         raise UsageError(f"{given[0]} lets the planner decide; --swap-policy manual says it may not. Drop one.")
     return bool(given) or args.swap_policy == "auto"
@@ -262,7 +264,13 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _check_unused(config: SwapConfig) -> None:
-    """Files that nothing would be written to, what only the planner heeds, and what only the emulation does."""
+    """Choices of what nobody asked for, files that nothing would be written to, what only the planner heeds, and what
+    only the emulation does."""
+    if config.modules and not config.layers:
+        raise UsageError(
+            f"--swap-modules {' '.join(config.modules)}: of no layer. Add --swap-layers, such as all, or drop "
+            "--swap-modules."
+        )
     if config.cpu_memory_gib is not None and torch.cuda.is_available():
         raise UsageError(
             f"--swap-cpu-memory-gib {config.cpu_memory_gib:g}: this machine has a GPU, whose memory is what there is. "

@@ -125,8 +125,8 @@ class SwapConfig:
         files = {"--swap-save-plan": self.save_plan, "--swap-save-profile": self.save_profile}
         check_files(files | {"--swap-summary": self.summary}, {"--swap-plan": self.plan_file})
         for kind in self.recompute:
-            _require(kind in PRODUCERS, "--swap-recompute", kind, " or ".join(PRODUCERS))
-        _require(0 <= self.optimizer <= 1, "--swap-optimizer", self.optimizer, "0 to 1, a part of its state")
+            _require(kind in PRODUCERS, "--swap-recompute", kind, f"{' or '.join(PRODUCERS)} (several: with spaces)")
+        _require(0 <= self.optimizer <= 1, "--swap-optimizer", self.optimizer, "0 to 1, a part of its state, or auto")
         self._check_disk()
         if self.profile is not None:
             _require(not Path(self.profile).is_file(), "--swap-profile", self.profile, "a folder or 'nsys', not a file")
@@ -137,14 +137,14 @@ class SwapConfig:
 
     def _check_disk(self) -> None:
         if self.disk_gib is not None:
-            _require(self.disk_dir is not None, "--swap-disk-gib", self.disk_gib, "beside --swap-disk-dir")
+            _require(self.disk_dir is not None, "--swap-disk-gib", self.disk_gib, "given with --swap-disk-dir DIR")
         if self.disk_dir is not None:
             folder = Path(self.disk_dir)
             _require(folder.is_dir(), "--swap-disk-dir", folder, "a folder that is there")
             _require(os.access(folder, os.W_OK | os.X_OK), "--swap-disk-dir", folder, "a folder that may be written to")
             swaps = bool(self.layers or self.auto or self.plan is not None)
             _require(self.optimizer > 0 or swaps, "--swap-disk-dir", folder,
-                     "beside --swap-optimizer or what swaps activations: nothing else goes to disk")  # fmt: skip
+                     "given with --swap-optimizer or what swaps activations: nothing else goes to disk")  # fmt: skip
 
     def _check_numbers(self) -> None:
         for flag, gib in (

@@ -165,7 +165,10 @@ def _layer_table(summary: dict[str, Any]) -> str:
     if not any(out for _, (out, _) in rows):
         if summary.get("planning") is not None:
             return " swap: the last step swapped nothing: its plan keeps everything or makes it again"
-        return " swap: nothing was swapped: no saved tensor is as large as --swap-min-mib, or all layers are the tail"
+        return (
+            " swap: nothing was swapped: each saved tensor is smaller than --swap-min-mib, or its layer is one of the "
+            "last, which stay"
+        )
     return table(shown, ("layers", "number", "out a step, each", "in a step, each", "out a step, together"))
 
 

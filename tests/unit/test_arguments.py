@@ -79,7 +79,7 @@ def test_what_goes_together(folder: Path, flags: str, fields: dict) -> None:
         ("--swap-plan plan.json --swap-policy auto", "cannot be combined with --swap-policy auto: the plan"),
         ("--swap-policy auto --swap-layers all", "auto cannot be combined with --swap-layers all: the planner"),
         ("--swap-memory-fraction 0.5 --swap-recompute norm", "0.5 cannot be combined with --swap-recompute norm"),
-        ("--swap-memory-gib 4 --swap-memory-fraction 0.5", "--swap-memory-gib and --swap-memory-fraction both say"),
+        ("--swap-memory-gib 4 --swap-memory-fraction 0.5", "--swap-memory-gib 4 and --swap-memory-fraction 0.5 both"),
         ("--swap-memory-gib 4 --swap-policy manual", "--swap-memory-gib lets the planner decide; --swap-policy manual"),
         ("--swap-memory-gib 0", "--swap-memory-gib 0.0: must be a number of GiB above 0"),
         ("--swap-memory-gib nan", "--swap-memory-gib nan: must be a number of GiB above 0"),
@@ -100,9 +100,10 @@ def test_what_goes_together(folder: Path, flags: str, fields: dict) -> None:
         ("--swap-optimizer -0.1", "--swap-optimizer -0.1: must be 0 to 1"),
         ("--swap-optimizer nan", "--swap-optimizer nan: must be 0 to 1"),
         ("--swap-optimizer 1 --swap-disk-dir none", "--swap-disk-dir none: must be a folder that is there"),
-        ("--swap-disk-dir .", "--swap-disk-dir .: must be beside --swap-optimizer or what swaps activations"),
+        ("--swap-modules mlp", "--swap-modules mlp: of no layer. Add --swap-layers"),
+        ("--swap-disk-dir .", "--swap-disk-dir .: must be given with --swap-optimizer or what swaps activations"),
         ("--swap-optimizer 1 --swap-disk-dir . --swap-disk-gib 0", "--swap-disk-gib 0.0: must be a number of GiB"),
-        ("--swap-optimizer 1 --swap-disk-gib 5", "--swap-disk-gib 5.0: must be beside --swap-disk-dir"),
+        ("--swap-optimizer 1 --swap-disk-gib 5", "--swap-disk-gib 5.0: must be given with --swap-disk-dir DIR"),
     ],
 )  # fmt: skip
 def test_what_does_not(folder: Path, flags: str, message: str) -> None:

@@ -354,7 +354,7 @@ def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
     return Infeasible(
         f"no plan stays below {budget_gib:.10g} GiB: the smallest budget that was found feasible is "
         f"{_rounded_up(smallest)} GiB. "
-        f"Give at least that, or lower it by {'; '.join(hints)}.",
+        f"Give at least that, or make it smaller: {'; '.join(hints)}.",
         float(_rounded_up(smallest)),
     )
 
