@@ -94,7 +94,7 @@ class AutoPlan:
         self._timed: list[tuple[Step, Recording]] = []
         self._num_micro_batches = 0
         self._is_between_steps = True
-        self._reserved_bytes = 0
+        self._reserved_bytes: int | None = None
         self._told: dict[str, Plan | None] = {}
         self._undo: list[Callable[[], None]] = []
         self.has_switched = False
@@ -174,10 +174,26 @@ class AutoPlan:
     def _step_begins(self) -> None:
         """What an evaluation held at most, a checkpoint, or building the model, is not this step's, nor what the
         allocator reserved for it beyond that of steps."""
+        if self._reserved_bytes is None:
+            self._check_room()
         self._take_peak()
         self._device.take_retries()
-        if (self._device.reserved_bytes() or 0) > self._reserved_bytes:
+        if (self._device.reserved_bytes() or 0) > (self._reserved_bytes or 0):
             self._device.give_back()
+
+    def _check_room(self) -> None:
+        """Before the first step. The optimizer stands, too, and as much of its state rests as may.
+
+        Raises:
+            UsageError: this rank's device holds more than the budget, and nothing was saved for backward yet.
+        """
+        held_bytes = self._device.allocated_bytes() or 0
+        if held_bytes > self._budget_gib * GIB:
+            raise UsageError(
+                f"the planner may use {self._budget_gib:g} GiB of device memory, and weights, gradients and optimizer "
+                f"state take {format_bytes(held_bytes)} before the first step. Raise --swap-memory-gib or "
+                "--swap-memory-fraction, or take --swap-optimizer auto, --use-distributed-optimizer or more stages."
+            )
 
     def _is_larger(self) -> None:
         """In a forward: more is saved than is planned for. The rest of the step keeps as little as it can."""

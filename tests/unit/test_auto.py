@@ -20,7 +20,7 @@ from megatron.swap.planner.profile import load_profile
 from megatron.swap.recorder import Recorder
 from megatron.swap.stages import Stage, Step
 from megatron.swap.trace import Ranges
-from megatron.swap.types import GIB
+from megatron.swap.types import GIB, UsageError
 from tests.lazy_device import LazyDevice
 from tests.unit.planner.cases import model, random_profile
 
@@ -31,7 +31,7 @@ class CachingDevice(LazyDevice):
     def __init__(self, reserves: bool = True) -> None:
         super().__init__()
         self.reserves = reserves
-        self.reserved_gib = self.peak_gib = 0.0
+        self.allocated_gib = self.reserved_gib = self.peak_gib = 0.0
         self.num_given_back = self.num_retries = 0
 
     def take_retries(self) -> int:
@@ -45,6 +45,9 @@ class CachingDevice(LazyDevice):
 
     def reserved_bytes(self) -> int | None:  # type: ignore[override]
         return int(self.reserved_gib * GIB) if self.reserves else None
+
+    def allocated_bytes(self) -> int:  # type: ignore[override]
+        return int(self.allocated_gib * GIB)
 
     def give_back(self) -> None:
         self.num_given_back += 1
@@ -106,6 +109,21 @@ class Training:
             for _ in range(2):
                 self.chunk(torch.ones(2))
                 self.device.use(gib)
+
+
+def test_a_budget_that_the_model_alone_exceeds_is_refused_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(CachingDevice(), monkeypatch)
+    training.device.allocated_gib = 12.5
+    told = r"may use 12 GiB of device memory, and weights, .* take 12\.50 GiB before the first step"
+    with pytest.raises(UsageError, match=told):
+        training.step(13.0)
+    training = Training(CachingDevice(), monkeypatch)
+    training.device.allocated_gib = 11.5
+    training.step(12.0)
+    training.device.allocated_gib = 12.5
+    training.step(12.0)
 
 
 @pytest.mark.parametrize("reserves", [True, False])
