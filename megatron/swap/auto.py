@@ -94,7 +94,7 @@ class AutoPlan:
         self._timed: list[tuple[Step, Recording]] = []
         self._num_micro_batches = 0
         self._is_between_steps = True
-        self._reserved_bytes: int | None = None
+        self._reserved_bytes: int | None = None  # until the first step has ended
         self._told: dict[str, Plan | None] = {}
         self._undo: list[Callable[[], None]] = []
         self.has_switched = False
