@@ -55,7 +55,7 @@ class HostArena:
             raise HostMemoryError(
                 f"{format_bytes(sum(map(_paged, sizes)))} more of host memory are wanted for what rests: "
                 f"{format_bytes(self.booked_bytes)} are taken, the limit is {format_bytes(self.limit_bytes)}. "
-                "Raise --swap-host-gib, or let less rest: a lower --swap-optimizer."
+                "Raise --swap-host-gib, let less rest (a lower --swap-optimizer), or add a disk: --swap-disk-dir."
             )
         large = [_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._large_bytes]
         regions = iter(self._book(large))

@@ -195,7 +195,8 @@ def params_of(row: Row) -> int:
 
 def short(params: float) -> str:
     """Three digits of a number of parameters."""
-    return f"{params / 1e9:.3g} B" if params >= 1e9 else f"{params / 1e6:.3g} M"
+    value, unit = (params / 1e9, "B") if params >= 999.5e6 else (params / 1e6, "M")
+    return f"{format(value, '#.3g').rstrip('.')} {unit}"
 
 
 def _cell(value: float | None, form: str) -> str:

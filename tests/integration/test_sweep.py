@@ -56,7 +56,7 @@ def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
     assert host.best["value"] == 2
     assert host.stop is not None
     assert (host.stop["value"], host.stop["outcome"]) == (4, "oom_host")
-    assert "Raise --swap-host-gib, or let less rest" in host.stop["output_tail"]
+    assert "Raise --swap-host-gib, let less rest" in host.stop["output_tail"]
     for row in (none.best, host.best):
         assert len(row["losses"]) == 20
         assert row["loss_last"] < row["loss_first"]

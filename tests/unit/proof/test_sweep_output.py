@@ -13,6 +13,7 @@ from proof.report.build import build, check
 from proof.rows import RowError, write_rows
 from proof.sweep import picture
 from proof.sweep import rows as sweep_rows
+from proof.sweep.found import short
 from tests.unit.proof.made_report import suite
 from tests.unit.proof.sweep_cases import FILE, FakeProver, a_book, a_sweep, search
 
@@ -41,6 +42,17 @@ def test_the_picture_has_no_words_upon_words(tmp_path: Path, monkeypatch: pytest
     assert any("physical limit" in name for name, _ in boxes)
     plt.close("all")
     assert matplotlib.image.imread(tmp_path / "rows.png").shape[0] > 300
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (19_994_362_880, "20.0 B"), (8_580_000_000, "8.58 B"), (125e9, "125 B"), (999_600_000, "1.00 B"),
+        (999_400_000, "999 M"), (124_400_000, "124 M"), (5_000_000, "5.00 M"),
+    ],
+)  # fmt: skip
+def test_a_number_of_parameters_has_three_digits(params: float, text: str) -> None:
+    assert short(params) == text
 
 
 def test_a_picture_of_sequences_has_no_limit(tmp_path: Path) -> None:
