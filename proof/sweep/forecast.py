@@ -119,24 +119,20 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     flags = _apart(flags)
     training = read_flags(flags)
     states = training.states
-    offloaded = _number(flags, "--optimizer-offload-fraction", 1.0) if "--optimizer-cpu-offload" in flags else 0.0
+    offloaded, room = _offloaded(flags), room_of(flags, tiers)
     if offloaded:
         # What stays is in fp32, too, and of gradients that are not there is a copy.
         states = replace(states, resting=offloaded, state_bytes=12 if states.gradient_bytes == 4 else 16)
     params = params_of_rank(training.model, training.tied)
-    engine_gib = min(tiers.host, _number(flags, "--swap-host-gib", tiers.host))
-    if offloaded:  # no flag says what Megatron may take
-        engine_gib = max(0.0, tiers.host - PROCESSES_GIB)
     if states.auto:
-        disk_gib = min(tiers.disk, disk_limit_gib(flags)) if "--swap-disk-dir" in flags else 0.0
-        most_gib = most_resting(engine_gib, disk_gib)
+        most_gib = most_resting(room.host, room.disk)
         states = replace(states, resting=min(1.0, most_gib / states.state_gib(params)))
     static_gib, resting_gib = states.device_gib(params), states.host_gib(params)
     if offloaded:
         resting_gib = _offloaded_gib(training.model, offloaded * params / states.shards, flags)
     known = None
     if gpu is not None and tiers.device is not None and by_flags:
-        room_gib, of_gpu = max(0.0, engine_gib - resting_gib), replace(gpu, memory_gib=tiers.device)
+        room_gib, of_gpu = max(0.0, room.host - resting_gib), replace(gpu, memory_gib=tiers.device)
         known = _activations(flags, replace(training, states=states), of_gpu, room_gib, rests=not offloaded)
     peak_gib, moved_gib = (known.peak_gib, known.moved_gib) if known else (static_gib, 0.0)
 
@@ -146,18 +142,18 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         whose = "the device's" if limit_gib >= tiers.device else "its budget"
         needs.append(Need("device", peak_gib, limit_gib, whose, known.least_gib if known else None))
     if "--swap-disk-dir" in flags:
-        split = split_before_disk(resting_gib, engine_gib, moved_gib)
+        split = split_before_disk(resting_gib, room.host, moved_gib)
         disk_gib = split.state_on_disk + split.moved_on_disk
         needs += [
-            Need("disk", disk_gib, min(tiers.disk, disk_limit_gib(flags)), "free, or --swap-disk-gib"),
+            Need("disk", disk_gib, room.disk, "free, or --swap-disk-gib"),
             Need("host", split.state_in_host + split.moved_in_host, math.inf, "what it has no room for goes to disk"),
         ]
         resting_gib = split.state_in_host
     else:
-        whose = "the machine's" if engine_gib >= tiers.host else "--swap-host-gib"
+        whose = "the machine's" if room.host >= tiers.host else "--swap-host-gib"
         whose = "the machine's, less what processes take" if offloaded else whose
         plans = known is not None and known.least_gib is not None
-        needs.append(Need("host", resting_gib + moved_gib, engine_gib, whose, resting_gib if plans else None))
+        needs.append(Need("host", resting_gib + moved_gib, room.host, whose, resting_gib if plans else None))
     if tiers.device is None:
         needs.append(Need("host", static_gib + resting_gib, tiers.host, "the machine's, which has no device"))
     return Forecast(tuple(needs), static_gib, is_bound=known is None and tiers.device is not None)
@@ -274,6 +270,11 @@ def _value(flags: Sequence[str], flag: str) -> str | None:
     return next((value for name, value in reversed(list(itertools.pairwise(flags))) if name == flag), None)
 
 
+def _offloaded(flags: Sequence[str]) -> float:
+    """The part of the optimizer's state that Megatron's own offload keeps in host memory."""
+    return _number(flags, "--optimizer-offload-fraction", 1.0) if "--optimizer-cpu-offload" in flags else 0.0
+
+
 def _number(flags: Sequence[str], flag: str, default: float) -> float:
     value = _value(flags, flag)
     try:
@@ -285,6 +286,16 @@ def _number(flags: Sequence[str], flag: str, default: float) -> float:
 def _apart(flags: Sequence[str]) -> list[str]:
     """Names and values, which may stand behind an equals sign."""
     return [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
+
+
+def room_of(flags: Sequence[str], tiers: Tiers) -> Tiers:
+    """What a run with these flags may have of those tiers."""
+    flags = _apart(flags)
+    host_gib = min(tiers.host, _number(flags, "--swap-host-gib", tiers.host))
+    if _offloaded(flags):  # no flag says what Megatron may take
+        host_gib = max(0.0, tiers.host - PROCESSES_GIB)
+    disk_gib = min(tiers.disk, disk_limit_gib(flags)) if "--swap-disk-dir" in flags else 0.0
+    return Tiers(tiers.device, host_gib, disk_gib)
 
 
 def disk_folder(flags: Sequence[str]) -> Path | None:

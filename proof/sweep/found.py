@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proof.bench.table import heading
 from proof.rows import GIB, PRUNED, Row, outcome
 from proof.sweep.axes import AXES
+from proof.sweep.forecast import Tiers, room_of
 from proof.sweep.rows import TIERS
 
 ABSENT = "–"
 STATIC_SHARE = 0.9
 """Of what a run takes of the device: from there on weights, gradients and optimizer state are what limits it."""
+FULL_SHARE = 0.9
+"""Of what a run may have of host memory or disk: with so much in use nobody would look for room there."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +68,30 @@ class Found:
 
     @property
     def limit(self) -> str:
-        """What fills memory at the largest value; empty where the memory model says nothing of it."""
+        """What fills memory at the largest value; empty where no device is, or nothing is known of it."""
         row = self.best or self.stop
-        if row is None or row["predicted"].get("is_bound") or row["predicted"]["device_gib"] is None:
+        if row is None or row["predicted"]["device_gib"] is None:
             return ""
-        told, tiers = row["predicted"], row["tiers_gib"]
-        static, device = told["static_gib"], told["device_gib"]
+        told, device, source = row["predicted"], row["predicted"]["device_gib"], "predicted"
+        if told.get("is_bound"):  # of activations the memory model knows nothing there
+            device, source = row["device_peak_gib"], "measured"
+        if device is None:
+            return ""
+        static, tiers = told["static_gib"], Tiers(**row["tiers_gib"])
         text = (
             f"at {row['case']} weights, gradients and the optimizer state that stays take {static:.1f} of the "
-            f"{device:.1f} GiB that are predicted of the device's {tiers['device']:.1f}"
+            f"{device:.1f} GiB that are {source} of the device's {tiers.device:.1f}"
         )
-        elsewhere = [f"{told[f'{tier}_gib']:.1f} GiB of {tier}" for tier in ("host", "disk") if told[f"{tier}_gib"]]
-        text += f"; {' and '.join(elsewhere)} memory beside it" if elsewhere else ""
+        room = room_of(shlex.split(row["flags"]), tiers)
+        used = {tier: (told[f"{tier}_gib"], getattr(room, tier)) for tier in ("host", "disk") if told[f"{tier}_gib"]}
+        elsewhere = " and ".join(f"{gib:.1f} of {limit:.1f} GiB of {tier}" for tier, (gib, limit) in used.items())
+        text += f"; {elsewhere} memory beside it" if used else ""
         if self.lacks != "device":
             text += f". It is {self.lacks} memory that the next one lacks." if self.lacks else "."
         elif static >= STATIC_SHARE * device:
-            text += ". Activations hardly count: only more of the state elsewhere makes room for a larger model."
+            text += ". Activations hardly count: only more of the state elsewhere makes room for a larger model"
+            is_full = bool(used) and all(gib >= FULL_SHARE * limit for gib, limit in used.values())
+            text += ", and little is left there." if is_full else "."
         else:
             text += "; the rest are activations and what kernels need."
         if not self.is_open:

@@ -126,6 +126,29 @@ def test_all_that_is_not_pruned_trains(tmp_path: Path) -> None:
     assert found_in([*others, *rows]) == found_in([*rows, *others]) == [found]
 
 
+def test_what_limits_a_method_says_how_full_each_tier_is(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path)
+    search(sweep, a_book(sweep, tmp_path), FakeProver(layers(26)))
+    found = {one.method: one for one in found_in(book_rows(tmp_path))}
+    assert "that are measured of the device's 139.8" in found["deep"].limit, "the memory model does not know it"
+    assert "of 112.0 GiB of host memory beside it" in found["ours"].limit
+    best, stop = found["ours"].best, found["ours"].stop
+    assert best is not None
+    assert stop is not None
+    crowded = {**best, "predicted": {**best["predicted"], "device_gib": 130.0, "static_gib": 125.0, "host_gib": 108.0}}
+    with_disk = {**crowded, "flags": f"{best['flags']} --swap-disk-dir /tmp --swap-disk-gib 20"}
+    for row, disk_gib, text in (
+        (crowded, None, "a larger model, and little is left there."),
+        ({**crowded, "predicted": {**crowded["predicted"], "host_gib": 60.0}}, None, "makes room for a larger model."),
+        (with_disk, 19.0, "108.0 of 112.0 GiB of host and 19.0 of 20.0 GiB of disk memory beside it. Activations"),
+        (with_disk, 5.0, "makes room for a larger model."),
+    ):
+        told = {**row, "predicted": {**row["predicted"], "disk_gib": disk_gib}}
+        told["tiers_gib"] = {**row["tiers_gib"], "disk": 60.0}
+        ended = {**stop, "outcome": "oom_device", "why": None}
+        assert text in found_in([told, ended])[0].limit
+
+
 def test_a_search_that_was_interrupted_is_no_answer(tmp_path: Path) -> None:
     sweep = a_sweep(tmp_path).chosen(["none"])
     rows = search(sweep, a_book(sweep, tmp_path), FakeProver(layers(20)))["none"]
