@@ -27,7 +27,8 @@ MARGIN = 0.05
 than there is is not tried. Predictions were off by up to 3 % with activations alone, by up to 4 % with optimizer state
 at rest, and CUDA's own memory is not counted."""
 
-
+CUDA_GIB = 2.8
+"""Of the device, what CUDA and its libraries take beside PyTorch's allocator, which got 137.0 of an H200's 139.8."""
 PROCESSES_GIB = 6
 """Of host memory, what processes, the kernel and the driver take beside what is booked: 5 were measured, with 113 GiB
 booked on a machine with one GPU."""
@@ -86,8 +87,9 @@ class Forecast:
 
     @property
     def fullness(self) -> float:
-        """Of the tier that is fullest, as a part of what it has."""
-        return max(need.gib / need.limit_gib if need.limit_gib > 0 else math.inf for need in self.needs if need.gib > 0)
+        """Of the tier that is fullest, as a part of what it has, less CUDA's."""
+        rooms = [(need.gib, need.limit_gib - CUDA_GIB * (need.tier == "device")) for need in self.needs]
+        return max(gib / room if room > 0 else math.inf for gib, room in rooms if gib > 0)
 
     @property
     def excess(self) -> Need | None:
