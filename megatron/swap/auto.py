@@ -189,10 +189,12 @@ class AutoPlan:
         """
         held_bytes = self._device.allocated_bytes() or 0
         if held_bytes > self._budget_gib * GIB:
+            rest = "" if self._config.optimizer_auto else "let optimizer state rest (--swap-optimizer auto), "
             raise UsageError(
                 f"the planner may use {self._budget_gib:g} GiB of device memory, and weights, gradients and optimizer "
                 f"state take {format_bytes(held_bytes)} before the first step. Raise --swap-memory-gib or "
-                "--swap-memory-fraction, or take --swap-optimizer auto, --use-distributed-optimizer or more stages."
+                f"--swap-memory-fraction, {rest}or split the model further (--use-distributed-optimizer, "
+                "--tensor-model-parallel-size, --pipeline-model-parallel-size)."
             )
 
     def _is_larger(self) -> None:

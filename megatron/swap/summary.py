@@ -166,8 +166,8 @@ def _layer_table(summary: dict[str, Any]) -> str:
         if summary.get("planning") is not None:
             return " swap: the last step swapped nothing: its plan keeps everything or makes it again"
         return (
-            " swap: nothing was swapped: each saved tensor is smaller than --swap-min-mib, or its layer is one of the "
-            "last, which stay"
+            " swap: nothing was swapped: each saved tensor is smaller than --swap-min-mib, of no module that was "
+            "chosen, or its layer is one of the last, which stay"
         )
     return table(shown, ("layers", "number", "out a step, each", "in a step, each", "out a step, together"))
 

@@ -67,6 +67,14 @@ class Found:
         return told[1] if told else {f"oom_{tier}": tier for tier in TIERS}.get(self.stop["outcome"])
 
     @property
+    def lacks_too(self) -> list[str]:
+        """Other tiers of which the next value is predicted to take more than there is."""
+        if self.stop is None or self.lacks is None:
+            return []
+        told, room = self.stop["predicted"], _room(self.stop)
+        return [tier for tier in TIERS if tier != self.lacks and (told[f"{tier}_gib"] or 0.0) > room[tier]]
+
+    @property
     def limit(self) -> str:
         """What fills memory at the largest value; empty where no device is, or nothing is known of it."""
         row = self.best or self.stop
@@ -77,17 +85,18 @@ class Found:
             device, source = row["device_peak_gib"], "measured"
         if device is None:
             return ""
-        static, tiers = told["static_gib"], Tiers(**row["tiers_gib"])
+        static, room = told["static_gib"], _room(row)
         text = (
             f"at {row['case']} weights, gradients and the optimizer state that stays take {static:.1f} of the "
-            f"{device:.1f} GiB that are {source} of the device's {tiers.device:.1f}"
+            f"{device:.1f} GiB that are {source} of the device's {room['device']:.1f}"
         )
-        room = room_of(shlex.split(row["flags"]), tiers)
-        used = {tier: (told[f"{tier}_gib"], getattr(room, tier)) for tier in ("host", "disk") if told[f"{tier}_gib"]}
+        used = {tier: (told[f"{tier}_gib"], room[tier]) for tier in ("host", "disk") if told[f"{tier}_gib"]}
         elsewhere = " and ".join(f"{gib:.1f} of {limit:.1f} GiB of {tier}" for tier, (gib, limit) in used.items())
         text += f"; {elsewhere} memory beside it" if used else ""
-        if self.lacks != "device":
-            text += f". It is {self.lacks} memory that the next one lacks." if self.lacks else "."
+        if self.lacks is None:
+            text += "."
+        elif self.lacks != "device":
+            text += f". It is {' and '.join([self.lacks, *self.lacks_too])} memory that the next one lacks."
         elif static >= STATIC_SHARE * device:
             text += ". Activations hardly count: only more of the state elsewhere makes room for a larger model"
             is_full = bool(used) and all(gib >= FULL_SHARE * limit for gib, limit in used.values())
@@ -121,8 +130,8 @@ class Limit:
     @property
     def text(self) -> str:
         return (
-            f"The physical limit of this machine: {short(self.params)} parameters, {self.sum} memory at "
-            f"{self.param_bytes} bytes a parameter."
+            f"The physical limit of this machine: {short(self.params)} parameters, {self.sum} memory, as much as the "
+            f"sweep lets a run have, at {self.param_bytes} bytes a parameter."
         )
 
 
@@ -154,8 +163,14 @@ def champions(rows: Sequence[Row]) -> list[Row]:
     return [max(side, key=_rank) for side in sides if side]
 
 
+def _room(row: Row) -> dict[str, float]:
+    """GiB of each tier that the run of a row may have; of a device that is not there, none."""
+    room = room_of(shlex.split(row["flags"]), Tiers(**row["tiers_gib"]))
+    return {"device": room.device or 0.0, "host": room.host, "disk": room.disk}
+
+
 def _rank(row: Row | None) -> tuple[float, float]:
-    return (row["value"], row["tokens_per_s"]) if row is not None else (0.0, 0.0)
+    return (row["value"], row["tokens_per_s"] or 0.0) if row is not None else (0.0, 0.0)
 
 
 def limit_of(rows: Sequence[Row]) -> Limit:

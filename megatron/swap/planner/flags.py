@@ -60,7 +60,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     if data * context % instances:
         raise UsageError(
             f"--num-distributed-optimizer-instances {instances}: must divide {data * context}, the ranks that share "
-            "optimizer state."
+            "optimizer state (--num-gpus says how many train)."
         )
     per_round = known.micro_batch_size * data
     batch = known.global_batch_size or per_round

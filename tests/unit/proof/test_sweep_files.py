@@ -46,6 +46,15 @@ def test_values_and_flags(tmp_path: Path) -> None:
     assert (trial.label, trial.param_bytes) == ("early 16 layers", 14)
 
 
+def test_the_part_that_rests_leaves_cuda_its_share_of_the_device(tmp_path: Path) -> None:
+    """With 63 % the device would have 137.59 GiB; PyTorch got 137.0, and that run died. With 64 % it trained."""
+    sweep = a_sweep(tmp_path)
+    place = [value.number for value in sweep.values].index(58)
+    trial = sweep.trial("ours", place, Tiers(139.8, 122.0, 0.0), H200)
+    assert trial.flags[trial.flags.index("--swap-optimizer") + 1] == "0.64"
+    assert trial.forecast.fullness < 1
+
+
 def test_widths_keep_their_ratios(tmp_path: Path) -> None:
     head = HEAD.replace('"depth"', '"width"').replace("first = 16", "first = 2048").replace("last = 80", "last = 8192")
     head = head.replace("step = 2", "factor = 2")

@@ -147,6 +147,10 @@ def test_what_limits_a_method_says_how_full_each_tier_is(tmp_path: Path) -> None
         told["tiers_gib"] = {**row["tiers_gib"], "disk": 60.0}
         ended = {**stop, "outcome": "oom_device", "why": None}
         assert text in found_in([told, ended])[0].limit
+    large = {**stop["predicted"], "device_gib": 150.0, "host_gib": 119.0, "disk_gib": None}
+    for outcome, last in (("oom_host", "host and device"), ("oom_disk", "disk and device and host")):
+        (one,) = found_in([best, {**stop, "predicted": large, "outcome": outcome, "why": None}])
+        assert one.limit.endswith(f" It is {last} memory that the next one lacks.")
 
 
 def test_a_search_that_was_interrupted_is_no_answer(tmp_path: Path) -> None:
@@ -267,7 +271,8 @@ def test_the_physical_limit_and_the_champions(tmp_path: Path) -> None:
     rows = book_rows(tmp_path)
     assert limit_of(rows).params == pytest.approx((139.8 + 118.0) * 2**30 / 14)
     assert limit_of(rows).text.endswith(
-        "19.8 B parameters, 139.8 GiB of device + 118.0 GiB of host memory at 14 bytes a parameter."
+        "19.8 B parameters, 139.8 GiB of device + 118.0 GiB of host memory, as much as the sweep lets a run have, at "
+        "14 bytes a parameter."
     )
     assert [row["value"] for row in champions(rows)] == [24, 24]
     assert "weights, gradients and the optimizer state that stays take" in markdown(rows)
