@@ -1,0 +1,441 @@
+"""What others rely on, and no move of modules may change: flags, keys of files, names on a timeline, import paths.
+
+``tests/goldens`` has it as it was; ``python -m tests.integration.test_goldens`` writes it anew, which is a conscious
+act. Looked at from outside alone (programs, public import paths), so that modules may move. Flags, names that are
+imported and suites may come on top; keys, scalars and ranges are compared as whole sets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gzip
+import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.integration.harness import ROOT, SWAP_SMALL, Trainer, Zygote, environment
+
+GOLDENS = ROOT / "tests" / "goldens"
+VARYING = Path(__file__).with_name("varying_script.py")
+PATIENCE_S = 240.0
+
+SUITES = (
+    "h200-dense", "h200-guard", "h200-long-context", "h200-moe", "h200-optimizer", "h200-planner", "quick",
+    "quick-planner",
+)  # fmt: skip
+SWEEPS = ("h200-depth", "h200-family", "h200-micro-batch", "h200-sequence", "h200-width", "quick")
+
+SMALLEST_SWEEP = """
+description = "One model."
+device = "cpu"
+axis = "depth"
+first = 2
+last = 2
+step = 2
+micro_batches = 2
+num_steps = 20
+time_limit_s = 60
+flags = \"\"\"
+--transformer-impl local --distributed-backend gloo --num-workers 0 --no-persist-layer-norm --no-masked-softmax-fusion
+--no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-bias-swiglu-fusion
+--no-rope-fusion --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --position-embedding-type rope
+--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant
+--eval-iters 0 --eval-interval 100000 --log-interval 1 --no-create-attention-mask-in-dataloader
+--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1
+--swap-log-level quiet
+\"\"\"
+
+[methods]
+none = "none"
+"""
+ROWS = {
+    "bench": "--suite quick --method ours-all --rounds 1",
+    # One run that works, one that is refused: rows of both kinds.
+    "verify": "equality --case tiny --spec local --steps 5 --settings '--swap-layers 0-99'",
+    "sweep": "--sweep smallest.toml",
+}
+
+MODULES = {
+    "megatron.swap": ("SwapStats", "SwappedActivations", "TensorSwap", "WeightSwap", "activations", "weights"),
+    "megatron.swap.arguments": ("add_swap_args",),
+    "megatron.swap.attention": ("sdpa_layer_spec",),
+    "megatron.swap.prepare": ("prepare",),
+    "megatron.swap.session": ("SwapSession",),
+    "megatron.swap.tensors": ("TensorStats", "TensorSwap"),
+}
+ONE_BY_ONE = """
+import json, runpy, sys
+for words in json.loads(sys.argv[1]):
+    sys.argv = words
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    print(end=chr(12))
+"""
+CONSTRUCTED = ("TensorSwap",)
+"""Classes that a user calls; the others are handed out."""
+
+
+# ------------------------------------------------------------------------------------------------ what there is
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
+    """Each flag of ours by its first name: what it is called, takes and is by default."""
+    found = {}
+    for action in parser._actions:
+        names = [name for name in action.option_strings if name.startswith("--swap-")]
+        if names:
+            found[names[0]] = {
+                "options": names,
+                "default": action.default,
+                "choices": None if action.choices is None else list(action.choices),
+                "nargs": action.nargs,
+                "type": taken(parser, names[0], action.nargs, action.choices),
+            }
+    return found
+
+
+def taken(
+    parser: argparse.ArgumentParser, name: str, nargs: int | str | None, choices: Iterable[Any] | None
+) -> str:
+    """The type of what the flag leaves when it is given."""
+    words = [] if nargs == 0 else [str(next(iter(choices)))] if choices else ["7"]
+    before, after = vars(parser.parse_args([])), vars(parser.parse_args([name, *words]))
+    changed = [after[key] for key in after if key.startswith("swap_") and after[key] != before.get(key)]
+    return type(changed[0]).__name__ if changed else "str"
+
+
+def flags() -> dict[str, Any]:
+    parser = argparse.ArgumentParser(add_help=False)
+    import_module("megatron.swap.arguments").add_swap_args(parser)
+    return flags_of(parser)
+
+
+def parameters(name: str, function: Callable[..., Any], *, is_bound: bool) -> Iterator[str]:
+    """A line for each parameter: ``name(parameter=default)``. One that is optional may come on top."""
+    yield f"{name}()"
+    for parameter in list(inspect.signature(function).parameters.values())[is_bound:]:
+        yield f"{name}({str(parameter.replace(annotation=inspect.Parameter.empty)).replace(' ', '')})"
+
+
+def members(name: str, kind: type) -> Iterator[str]:
+    """A line for each public method, its parameters, property and field."""
+    yield name
+    if name.split(".")[-1] in CONSTRUCTED:
+        yield from parameters(name, kind, is_bound=False)
+    fields = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    for member in {*dir(kind), *fields}:
+        if not member.startswith("_"):
+            there = inspect.getattr_static(kind, member, None)
+            is_method = inspect.isroutine(there) and not isinstance(there, functools.cached_property)
+            if is_method or isinstance(there, classmethod | staticmethod):
+                is_bound = not isinstance(there, classmethod | staticmethod)
+                yield from parameters(f"{name}.{member}", getattr(kind, member), is_bound=is_bound)
+            else:
+                yield f"{name}.{member}"
+
+
+def imports() -> list[str]:
+    """A line for whatever can be imported from the public paths."""
+    found = [f"megatron.swap.__all__: {name}" for name in import_module("megatron.swap").__all__]
+    for path, names in MODULES.items():
+        for name in names:
+            there = getattr(import_module(path), name)
+            whole = f"{path}.{name}"
+            found += members(whole, there) if inspect.isclass(there) else parameters(whole, there, is_bound=False)
+    types = import_module("megatron.swap.types")
+    for name, there in vars(types).items():
+        if inspect.isclass(there) and issubclass(there, Exception):
+            bases = there.__mro__[1 : there.__mro__.index(Exception)]
+            found += [f"megatron.swap.types.{name} is a {base.__name__}" for base in bases]
+    return sorted(found)
+
+
+def said_by(command: list[str]) -> str:
+    """What a Python program prints."""
+    done = subprocess.run([sys.executable, *command], env=quiet(), capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def tool(name: str) -> str:
+    return str(ROOT / "tools" / f"{name.replace('verify', 'prove')}.py")
+
+
+def lists(name: str, option: str, ours: Sequence[str]) -> dict[str, str]:
+    """What the tool lists for each of ours. In one process: imports take longest."""
+    commands = json.dumps([[tool(name), option, one, "--list"] for one in ours])
+    return dict(zip(ours, said_by(["-c", ONE_BY_ONE, commands]).split("\f")[:-1], strict=True))
+
+
+def names() -> dict[str, Any]:
+    """Cases and methods of the suites, values and methods of the sweeps, and what verify.py may be told."""
+    suites: dict[str, dict[str, list[str]]] = {}
+    for suite, text in lists("bench", "--suite", SUITES).items():
+        suites[suite] = {}
+        for case in re.split(r"^(?=\S+ \(\d+ rounds?\)$)", text, flags=re.M)[1:]:
+            suites[suite][case.split()[0]] = re.findall(r"^  (\S+): ", case, flags=re.M)
+    sweeps = {}
+    for sweep, text in lists("sweep", "--sweep", SWEEPS).items():
+        axis = re.search(r"^([\w-]+): (.*)$", text.split("\n", 2)[2], flags=re.M)
+        assert axis is not None, text
+        sweeps[sweep] = {
+            "axis": axis[1], "values": axis[2].split(", "), "methods": re.findall(r"^  (\S+): ", text, flags=re.M)
+        }  # fmt: skip
+    choices = re.findall(r"\{([^}]+)\}", said_by([tool("verify"), "--help"]))
+    return {
+        "suites": suites, "sweeps": sweeps, "verify": sorted({name for one in choices for name in one.split(",")})
+    }  # fmt: skip
+
+
+def paths(value: Any, path: str = "") -> Iterator[str]:
+    """The paths of all keys, of a list's items together; keys that are data (sites, layers) are one, ``*``."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            name = "*" if "/" in key or key.isdigit() else key
+            below = f"{path}.{name}" if path else name
+            yield below
+            yield from paths(inner, below)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from paths(inner, f"{path}[]")
+
+
+def keys(*values: Any) -> list[str]:
+    return sorted({path for value in values for path in paths(value)})
+
+
+def general(name: str) -> str:
+    """A range's name without what differs from run to run: layers, submodules, counts and sizes."""
+    name = re.sub(r"\b(layers\.\d+)/[\w.]+/(\d+)", r"\1/PATH/\2", name)
+    name = re.sub(r"\b[\d.]+ [KMG]iB\b", "SIZE", name)
+    return re.sub(r"\d+", "N", name)
+
+
+def ranges(trace: Path) -> list[str]:
+    """The names on a profiler's timeline that are none of PyTorch's own."""
+    with gzip.open(trace) as file:
+        events = json.load(file)["traceEvents"]
+    named = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+    return sorted({general(name) for name in named if "#" not in name and not name.startswith("gloo:")})
+
+
+def from_training(trainer: Trainer) -> dict[str, Any]:
+    """Of a run that plans itself, and of two that are traced: by flags, and by a plan with what only plans can say."""
+    found = trainer.run(
+        f"--train-iters 7 --lr-decay-iters 14 {SWAP_SMALL} --swap-memory-gib 0.006 --swap-summary summary.json "
+        "--swap-save-plan plan.json --swap-save-profile profile.json --tensorboard-dir tensorboard "
+        "--tensorboard-log-interval 1"
+    )
+    files = {name: json.loads((found.directory / f"{name}.json").read_text()) for name in ("plan", "profile")}
+    events = EventAccumulator(str(found.directory / "tensorboard"))
+    events.Reload()
+
+    traced = f"{SWAP_SMALL} --swap-summary summary.json --swap-profile ."
+    # Storages of the first two steps are too small to be looked at, so that recipes are tried in the step that is
+    # traced. Of what comes back hardly anything may come ahead, so that some does and some does not.
+    by_flags = trainer.run(
+        f"{traced} --swap-profile-steps 3 --train-iters 3 --lengths 2:16 1:64 --swap-layers 0-6 --swap-min-mib 0.03 "
+        "--swap-recompute norm activation --swap-prefetch-gib 0.00001",
+        program=VARYING,
+    )
+    plan = files["plan"] | {"budget_gib": None, "predicted": None, "profile_sha256": None}
+    plan["classes"] = [
+        {"layers": "0-3", "sites": {"mlp/0": {"action": "swap"}}, "sections": []},
+        {"layers": "4-5", "sites": {}, "sections": ["layer"]},
+    ]
+    (found.directory / "whole.json").write_text(json.dumps(plan))
+    by_plan = trainer.run(
+        f"{traced} --swap-profile-steps 3 --swap-plan {found.directory / 'whole.json'}"
+    )
+    traces = [run.directory / "rank-0.json.gz" for run in (by_flags, by_plan)]
+    folder = by_flags.directory
+    files_of_trace = ["--summary", str(folder / "summary.json"), "--output", str(folder)]
+    said_by([tool("analyze_trace"), str(traces[0]), *files_of_trace])
+    return {
+        "keys": {
+            "summary": keys(found.summary), **{name: keys(content) for name, content in files.items()},
+            "scalars": sorted(name for name in events.Tags()["scalars"] if "swap" in name),
+            "findings": keys(json.loads((folder / "findings.json").read_text())),
+            "copies": (folder / "copies.csv").read_text().splitlines()[0].split(","),
+        },
+        "ranges": sorted({name for trace in traces for name in ranges(trace)}),
+    }  # fmt: skip
+
+
+def quiet() -> dict[str, str]:
+    """For a tool without a GPU."""
+    ours = environment(0, 1, 0)
+    names = ("PYTHONPATH", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES")
+    return {**os.environ, **{name: ours[name] for name in names}, "SWAP_COMMIT": "c0ffee"}
+
+
+def from_tools(folder: Path) -> dict[str, list[str]]:
+    """The keys of the rows that each tool writes, by what became of the run. The tools run side by side."""
+    (folder / "smallest.toml").write_text(SMALLEST_SWEEP)
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, tool(name), *shlex.split(words), "--output", f"{name}.jsonl"], cwd=folder,
+            env={**quiet(), "TMPDIR": str(folder)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for name, words in ROWS.items()
+    }  # fmt: skip
+    said = {name: process.communicate(timeout=PATIENCE_S)[0] for name, process in running.items()}
+    found = {}
+    for name in ROWS:
+        assert (folder / f"{name}.jsonl").exists(), said[name]
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for outcome in sorted({row["outcome"] for row in rows}):
+            found[f"{name}: {outcome}"] = keys(*(row for row in rows if row["outcome"] == outcome))
+    return found
+
+
+# --------------------------------------------------------------------------------------------- what has changed
+
+
+def golden(name: str) -> Any:
+    return json.loads((GOLDENS / f"{name}.json").read_text())
+
+
+def changed_flags(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What a command line of before would miss; aliases and more flags are none of it."""
+    by_option = {option: flag for flag in now.values() for option in flag["options"]}
+    problems = []
+    for flag in before.values():
+        for option in flag["options"]:
+            there = by_option.get(option)
+            if there is None:
+                problems.append(f"{option} is gone")
+                continue
+            for what in ("default", "choices", "nargs", "type"):
+                if there[what] != flag[what]:
+                    problems.append(f"{option}: {what} was {flag[what]!r}, is {there[what]!r}")
+    return problems
+
+
+def gone(before: Any, now: Any, path: str = "") -> list[str]:
+    """What is not there any more: keys of dictionaries, items of lists."""
+    if isinstance(before, dict):
+        problems = [f"{path}{key} is gone" for key in before if key not in now]
+        kept = [key for key in before if key in now]
+        return problems + [line for key in kept for line in gone(before[key], now[key], f"{path}{key}: ")]
+    if isinstance(before, list):
+        return [f"{path}{item} is gone" for item in before if item not in now]
+    return [] if before == now else [f"{path}was {before!r}, is {now!r}"]
+
+
+def differences(before: Any, now: Any) -> list[str]:
+    """What is gone, and what is new."""
+    return gone(before, now) + [line.removesuffix("is gone") + "is new" for line in gone(now, before)]
+
+
+# ------------------------------------------------------------------------------------------------------- tests
+
+
+def test_flags() -> None:
+    assert changed_flags(golden("flags"), flags()) == []
+
+
+def test_import_paths() -> None:
+    assert gone(golden("imports"), imports()) == []
+
+
+def test_names_of_suites_and_sweeps() -> None:
+    assert gone(golden("names"), names()) == []
+
+
+@pytest.mark.slow
+def test_files_and_ranges_of_training(trainer: Trainer) -> None:
+    now = from_training(trainer)
+    assert differences(golden("keys"), now["keys"]) == []
+    assert differences(golden("ranges"), now["ranges"]) == []
+
+
+@pytest.mark.slow
+def test_rows_of_the_tools(tmp_path: Path) -> None:
+    assert differences(golden("rows"), from_tools(tmp_path)) == []
+
+
+class TestAPlantedDifferenceIsFound:
+    @staticmethod
+    def parser(**changes: Any) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(add_help=False)
+        options = {"type": float, "default": 1.0, **changes}
+        parser.add_argument(*options.pop("names", ("--swap-min-mib",)), **options)
+        return parser
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"default": 2.0}, ["--swap-min-mib: default was 1.0, is 2.0"]),
+            ({"nargs": "+"}, ["--swap-min-mib: nargs was None, is '+'", "--swap-min-mib: type was 'float', is 'list'"]),
+            ({"choices": [1.5, 1.0]}, ["--swap-min-mib: choices was None, is [1.5, 1.0]"]),
+            ({"type": str}, ["--swap-min-mib: type was 'float', is 'str'"]),
+            ({"names": ["--swap-least-mib"]}, ["--swap-min-mib is gone"]),
+            ({"names": ["--swap-least-mib", "--swap-min-mib"]}, []),
+        ],
+    )
+    def test_in_a_flag(self, changes: dict[str, Any], said: list[str]) -> None:
+        before = flags_of(self.parser(default=1.0))
+        assert changed_flags(before, flags_of(self.parser(**changes))) == said
+
+    def test_in_our_flags(self) -> None:
+        before, now = golden("flags"), golden("flags")
+        now["--swap-new"] = {**now["--swap-layers"], "options": ["--swap-new"]}
+        assert changed_flags(before, now) == []
+        now["--swap-layers"]["default"] = "all"
+        del now["--swap-plan"]
+        assert changed_flags(before, now) == ["--swap-layers: default was 'none', is 'all'", "--swap-plan is gone"]
+
+    def test_in_keys(self) -> None:
+        before = {"summary": keys({"a": 1, "layers": [{"layer": 0, "mlp/0": {"mib": 1}}, {"3": None}]})}
+        assert before == {"summary": ["a", "layers", "layers[].*", "layers[].*.mib", "layers[].layer"]}
+        now = {"summary": keys({"b": 1, "layers": [{"layer": 0, "mlp.linear_fc1/0": {"mib": 1}}]})}
+        assert differences(before, before) == []
+        assert differences(before, now) == ["summary: a is gone", "summary: b is new"]
+        assert differences(before, {}) == ["summary is gone"]
+
+    def test_in_a_range(self) -> None:
+        name = "copy_out layers.3/mlp.linear_fc1/0 mb0 134217728"
+        assert general(name) == "copy_out layers.N/PATH/N mbN N"
+        assert general("swap_out layers.3 mb0 1.50 GiB") == general("swap_out layers.12 mb1 412 MiB")
+        said = differences(golden("ranges"), sorted({*golden("ranges"), "copy_away layers.N mbN"} - {general(name)}))
+        assert said == ["copy_out layers.N/PATH/N mbN N is gone", "copy_away layers.N mbN is new"]
+
+    def test_in_an_import_and_in_a_name(self) -> None:
+        assert gone(golden("imports"), golden("imports")[1:]) == [f"{golden('imports')[0]} is gone"]
+        now = golden("names")
+        del now["suites"]["quick"]["L6-h64"][0]
+        assert gone(golden("names"), now) == ["suites: quick: L6-h64: none is gone"]
+
+
+def write() -> None:
+    """All goldens, as things are now."""
+    with tempfile.TemporaryDirectory() as folder, closing(Zygote()) as zygote:
+        base = Path(folder)
+        trained = from_training(Trainer(zygote, base / "runs", base / "shared"))
+        found = {"flags": flags(), "imports": imports(), "names": names(), **trained, "rows": from_tools(base)}
+    GOLDENS.mkdir(exist_ok=True)
+    for name, content in found.items():
+        (GOLDENS / f"{name}.json").write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    write()
