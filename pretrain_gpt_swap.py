@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron.swap.patches.registry import PatchError
 from megatron.swap.prepare import prepare
 from megatron.swap.types import SwapError
-from patches.registry import PatchError
 
 # One dictionary of tensors per micro-batch, as the data loader makes it; None where this rank reads no data.
 Batch = dict[str, Any]

@@ -13,7 +13,7 @@
 #   h200-depth   one GPU of 140 GiB, 122 GiB of host memory, 20 GiB of disk. About three runs a method; the time is that of building and
 #                training models of 8 to 24 billion parameters, minutes a run, hours in all. Choose with --method, cut with --time-limit-s and --resume.
 #   quick        below 2 GiB of host memory; about ten runs of some seconds each on 2 CPU cores: minutes.
-# Another GPU: copy proof/sweep/sweeps/h200-depth.toml, change host_limit_gib and --swap-host-gib, give its path as SWEEP.
+# Another GPU: copy benchmarks/sweeps/definitions/h200-depth.toml, change host_limit_gib and --swap-host-gib, give its path as SWEEP.
 #
 # Settings from the environment:
 #   SWEEP=NAME|FILE.toml    which sweep (default: h200-depth with a GPU, quick without)

@@ -1,7 +1,7 @@
-"""Let a context stand around a block's forward with full recomputation.
+"""Run a block's forward with full recomputation inside a context of ours.
 
-The tensors that full recomputation keeps are saved by its ``CheckpointFunction``, between the layers of a block, where
-no layer's boundary reaches; the block itself has no seam there.
+The tensors that full recomputation keeps are saved by Megatron's ``CheckpointFunction``, between the layers of a block.
+No layer's boundary encloses that place, and the block has no hook there.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def checkpointed_forward_patch(around: Callable[[Any], AbstractContextManager[None]]) -> Patch:
-    """``around(block)`` gives the context in which the block's checkpointed forward runs."""
+    """Make the patch. ``around(block)`` returns the context in which the block's checkpointed forward runs."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -29,7 +29,7 @@ def checkpointed_forward_patch(around: Callable[[Any], AbstractContextManager[No
         module="megatron.core.transformer.transformer_block",
         attribute="checkpointed_forward",
         build=build,
-        reason="the inputs of recomputed segments are saved where no layer's boundary reaches",
+        reason="full recomputation saves the inputs of its segments outside the boundaries of layers",
         written_for="megatron-core 0.19.2",
         source_sha256="163861b4ad4fa9d4a7262711df2a7b957e8a9215a7b0086960d45a05ea2c5565",
     )

@@ -1,7 +1,7 @@
-"""Megatron compiles its dataset index builder by ``make``; the wheel ships it compiled, without a Makefile.
+"""Skip compiling Megatron's dataset index builder where it is compiled already.
 
-Upstream then ends the whole process, on machines with a GPU too. A source checkout has the Makefile: there
-upstream goes on as ever.
+Megatron runs ``make``. Its wheel ships the compiled module and no Makefile, so ``make`` fails and upstream ends the
+whole process, on machines with a GPU too. A source checkout has the Makefile; there upstream's own function runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def _build(original: Callable[[], Any]) -> Callable[[], Any]:
@@ -27,7 +27,7 @@ PATCH = Patch(
     module="megatron.core.datasets.utils",
     attribute="compile_helpers",
     build=_build,
-    reason="the wheel has helpers_cpp compiled but no Makefile; `make` fails and upstream exits",
+    reason="the wheel ships helpers_cpp compiled and no Makefile, so `make` fails and upstream exits",
     written_for="megatron-core 0.19.2",
     source_sha256="84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63",
 )

@@ -1,15 +1,15 @@
-"""Put another cross entropy in the place of Megatron's."""
+"""Replace Megatron's cross entropy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def cross_entropy_patch(replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
-    """``replaced(function)`` takes the place of ``vocab_parallel_cross_entropy``."""
+    """Make the patch. ``replaced(function)`` returns what replaces ``vocab_parallel_cross_entropy``."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         return replaced(original)
@@ -18,7 +18,7 @@ def cross_entropy_patch(replaced: Callable[[Callable[..., Any]], Callable[..., A
         module="megatron.core.tensor_parallel",
         attribute="vocab_parallel_cross_entropy",
         build=build,
-        reason="copies all logits in single precision: around the loss, where the peak is, thrice their memory",
+        reason="copies all logits in single precision, which takes three times their memory at the peak of a step",
         written_for="megatron-core 0.19.2",
         source_sha256="136feeeb3234d3d9d0e8b4fb91d82e88d4cb951e50f2a4d85ee6a5e0974b7f5d",
         whole_module=True,

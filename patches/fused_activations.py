@@ -1,6 +1,6 @@
-"""Tell what Megatron's fused activation functions make.
+"""Watch the calls of Megatron's fused activation functions, so that their outputs can be recomputed.
 
-They are functions that the MLPs call by name: no submodule stands for them, and nothing else tells what they made.
+The MLPs call these functions by name. No submodule computes them, so no hook sees their inputs and outputs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 HASHES = {
     "bias_gelu_impl": "18544ac1e3c3c4cbf96ed73a81774857b5b9a0683f773dc75e996c6f5313bcdb",
@@ -18,7 +18,7 @@ HASHES = {
     "weighted_bias_quick_geglu_impl": "7a23f78fb6827f0e2fe3157c679fa735727373c81f3555f950650930c0824727",
     "weighted_squared_relu_impl": "fe2e2a320e75718c049e5dd9c15c1f5d5aee5146b358ee60d42c1293829489e4",
 }
-"""Source of each function."""
+"""Source hash of each function."""
 
 CALLERS = {
     "mlp": ("bias_gelu_impl", "bias_geglu_impl", "bias_swiglu_impl", "weighted_bias_swiglu_impl",
@@ -26,13 +26,13 @@ CALLERS = {
     "moe.experts": ("weighted_bias_swiglu_impl", "weighted_bias_quick_geglu_impl", "weighted_squared_relu_impl"),
     "moe.shared_experts": ("bias_gelu_impl", "bias_geglu_impl", "bias_swiglu_impl"),
 }  # fmt: skip
-"""Modules under ``megatron.core.transformer``, and the names by which they call them."""
+"""Modules under ``megatron.core.transformer``, and the functions that each of them calls."""
 
 Function = Callable[..., Any]
 
 
 def fused_activations_patches(watched: Callable[[Function], Function]) -> tuple[Patch, ...]:
-    """``watched(function)`` takes the place of each function."""
+    """Make the patches. ``watched(function)`` returns what replaces each function."""
 
     def build(original: Function) -> Function:
         return watched(original)
@@ -42,7 +42,7 @@ def fused_activations_patches(watched: Callable[[Function], Function]) -> tuple[
             module=f"megatron.core.transformer.{module}",
             attribute=name,
             build=build,
-            reason="a fused activation is a function called by name: nothing else tells what it made",
+            reason="a fused activation is a function called by name, so no hook sees its output",
             written_for="megatron-core 0.19.2",
             source_sha256=HASHES[name],
         )

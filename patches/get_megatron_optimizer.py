@@ -1,4 +1,4 @@
-"""Hand over the optimizer as soon as it is built, before a checkpoint is loaded into it."""
+"""Report the optimizer as soon as it is built, before a checkpoint is loaded into it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def get_megatron_optimizer_patch(on_built: Callable[[Any], None]) -> Patch:
-    """``on_built`` gets the ``MegatronOptimizer``."""
+    """Make the patch. ``on_built`` is called with the ``MegatronOptimizer``."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -1,8 +1,8 @@
 """Give backward the weight itself where linear layers add its gradient to ``main_grad`` themselves.
 
-With ``--gradient-accumulation-fusion`` Megatron's linear layers look at attributes of the weight that they have saved,
-and set one: its gradient has been added. Behind saved-tensor hooks autograd hands a bare tensor on the same memory to
-backward instead of the parameter, whatever the hooks return: it has no attributes. No gradient comes out then, and
+With ``--gradient-accumulation-fusion`` Megatron's linear layers read attributes of their saved weight and set one,
+which says that its gradient has been added. With saved-tensor hooks autograd passes backward a plain tensor on the same
+memory instead of the parameter, whatever the hooks return. That tensor has no attributes: the gradient is lost, and
 with ``--overlap-grad-reduce`` Megatron stops. TransformerEngine's modules keep a reference to the parameter themselves.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 class _WithWeight:
-    """The context of a backward, whose saved weight is the parameter that forward was called with."""
+    """A backward's context whose saved weight is the parameter that forward was called with."""
 
     def __init__(self, ctx: Any) -> None:
         object.__setattr__(self, "_ctx", ctx)
@@ -51,7 +51,7 @@ PATCH = Patch(
     module="megatron.core.tensor_parallel.layers",
     attribute="LinearWithGradAccumulationAndAsyncCommunication",
     build=_build,
-    reason="reads and sets attributes of its saved weight; behind saved-tensor hooks that is a bare tensor",
+    reason="reads and sets attributes of its saved weight, which is a plain tensor with saved-tensor hooks",
     written_for="megatron-core 0.19.2",
     source_sha256="9ffc0bd1a94437d4df8f32e6d9e68ceb63baead65e91dbefcc419d14ba4005a6",
 )

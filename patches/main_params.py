@@ -1,8 +1,8 @@
-"""Copy parameters in 16 bits once, not twice, where Megatron makes single-precision ones of them.
+"""Copy 16-bit parameters once, not twice, where Megatron creates single-precision main parameters, and report each.
 
-It clones each first, and the clones' memory lies between those that stay for good: holes as large as each layer's
-smallest weight (32 MiB at hidden size 4096), all through training. And it makes all of them on the device before
-anybody could take one away.
+Megatron clones each parameter before it copies it in single precision. The clones' memory lies between main parameters
+that stay for good, so it leaves holes as large as each layer's smallest weight (32 MiB at hidden size 4096) all through
+training. Megatron also creates all main parameters on the device before anybody could offload one.
 """
 
 from __future__ import annotations
@@ -14,46 +14,50 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
-Born = Callable[[torch.Tensor], None]
-REASON = "clones each parameter before it copies it in single precision: holes between those that stay"
+OnCreated = Callable[[torch.Tensor], None]
+REASON = "clones each parameter before it copies it in single precision, which fragments memory all through training"
 
 
 class _WithoutClones(TorchFunctionMode):
-    """The tensor itself for a clone of it, if it is in 16 bits: ``float``, which is what follows, copies it anyway."""
+    """Returns a 16-bit tensor itself instead of its clone: the call of ``float`` that follows copies it anyway."""
 
-    def __init__(self, on_born: Born | None) -> None:
+    def __init__(self, on_created: OnCreated | None) -> None:
         super().__init__()
-        self._on_born = on_born
+        self._on_created = on_created
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_short = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype in (torch.bfloat16, torch.float16)
         if function is torch.Tensor.clone and is_short:
             return args[0].detach()
         result = function(*args, **(kwargs or {}))
-        if function is torch.Tensor.float and is_short and self._on_born is not None:
-            self._on_born(result)
+        if function is torch.Tensor.float and is_short and self._on_created is not None:
+            self._on_created(result)
         return result
 
 
-def _build(original: Callable[..., Any], on_born: Born | None) -> Callable[..., Any]:
+def _build(original: Callable[..., Any], on_created: OnCreated | None) -> Callable[..., Any]:
     @functools.wraps(original)
     def without_clones(*arguments: Any, **options: Any) -> Any:
-        with _WithoutClones(on_born):
+        with _WithoutClones(on_created):
             return original(*arguments, **options)
 
     return without_clones
 
 
-def main_params_patches(on_born: Born | None = None) -> tuple[Patch, ...]:
-    """``on_born`` is told of each main parameter as soon as it is there, before the next one is made."""
+def main_params_patches(on_created: OnCreated | None = None) -> tuple[Patch, ...]:
+    """Make the patches.
+
+    Args:
+        on_created: called with each main parameter as soon as it is created, before the next one is.
+    """
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
-        return _build(original, on_born)
+        return _build(original, on_created)
 
     def build_static(original: Callable[..., Any]) -> Any:
-        return staticmethod(_build(original, on_born))  # the class is bound to it already
+        return staticmethod(_build(original, on_created))  # the class is bound to it already
 
     return (
         Patch(

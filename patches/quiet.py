@@ -1,8 +1,8 @@
-"""Keep Megatron's start-up chatter out of a newcomer's way: what is left is what matters.
+"""Drop the lines that Megatron prints at start-up and that tell a user nothing.
 
-Only known lines are dropped, each by its beginning; whatever is not listed here, every iteration's line and
-everything about errors is printed as ever. ``hush()`` comes first of all, before anything of Megatron is
-imported (it warns while it is imported); the patches of ``QUIET_PATCHES`` go in with the others.
+Only known lines are dropped, each by its beginning. Everything else is printed: every iteration's line, and everything
+about errors. Call ``hush()`` before anything of Megatron is imported, because Megatron warns while it is imported;
+apply ``QUIET_PATCHES`` with the other patches.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 _MEGATRON = "megatron-core 0.19.2"
 
-# Beginnings of printed lines that say what the user has asked for anyway, or what time it is.
+# Beginnings of printed lines that repeat what the user has asked for, or tell the time.
 _PRINTED = (
     "using world size: ",
     "Number of virtual stages per pipeline stage: ",
@@ -48,7 +48,7 @@ _PRINTED = (
     "WARNING: one_logger package is required",
 )
 
-# The modules that print them. `print_rank_0` and `print_rank_last` print in common_utils, whoever calls them.
+# Modules that print them. `print_rank_0` and `print_rank_last` print in common_utils, whichever module calls them.
 _PRINTING_MODULES = (
     "megatron.training.arguments",
     "megatron.training.utils.common_utils",
@@ -57,7 +57,7 @@ _PRINTING_MODULES = (
     "megatron.training.global_vars",
 )
 
-# Warnings about optional packages: their absence is a choice; what they would change is in the user guide.
+# Warnings about optional packages. Their absence is a choice; the user guide says what they would change.
 _WARNINGS = (
     r"Transformer Engine and Apex are not installed",
     r"Apex is not installed",
@@ -71,10 +71,10 @@ _WARNINGS = (
     r"The AccumulateGrad node's stream does not match",
 )
 
-# Advice that means nothing without CUDA (the flag it names orders CUDA's queues).
+# Advice about a flag that orders CUDA's queues, which means nothing without CUDA.
 _WARNINGS_WITHOUT_CUDA = (r"When using async grad allreduce it is recommended",)
 
-# Logged: which logger, and how the line begins.
+# Loggers, and beginnings of the lines that they log.
 _LOGGED = {
     "torch.utils.cpp_extension": ("No CUDA runtime is found",),
     "megatron.core.rerun_state_machine": (
@@ -99,7 +99,11 @@ _LOGGED = {
 
 
 def hush() -> Callable[[], None]:
-    """Drop known warnings and Megatron's informational log (its timers stay). Returns what undoes it."""
+    """Drop known warnings and Megatron's informational log, except its timers.
+
+    Returns:
+        a function that undoes it.
+    """
     old_filters = warnings.filters[:]
     for message in _WARNINGS if torch.cuda.is_available() else _WARNINGS + _WARNINGS_WITHOUT_CUDA:
         warnings.filterwarnings("ignore", message=message)
@@ -147,7 +151,7 @@ QUIET_PATCHES = (
         module="megatron.training.arguments",
         attribute="_print_args",
         build=_nothing,
-        reason="prints some 900 lines, one for every argument of Megatron",
+        reason="prints some 900 lines, one for each argument of Megatron",
         written_for=_MEGATRON,
         source_sha256="1930963d3725fcf51e3abf4c8cb726437ee9dcaed81e43ea1e86067cdaf1e99b",
     ),
@@ -159,9 +163,9 @@ QUIET_PATCHES = (
         written_for=_MEGATRON,
         source_sha256="8f498c2b52a6fb610848b5f4e5d6e6a78b8026e9cda8746250077d7410de38cd",
     ),
-    # A module's own `print` stands before the builtin: the narrowest place to drop a printed line.
+    # A module's own `print` hides the builtin there: the narrowest place to drop a printed line.
     *(
-        Patch(module, "print", _print, "start-up chatter", written_for=_MEGATRON)
+        Patch(module, "print", _print, "prints start-up lines that tell a user nothing", written_for=_MEGATRON)
         for module in _PRINTING_MODULES
     ),
 )

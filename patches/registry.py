@@ -1,11 +1,11 @@
-"""What a patch is, and how a set of them goes in and comes out again.
+"""What a patch is, and how a set of patches is applied and reverted.
 
-A patch replaces one upstream symbol *where it is looked up*: a function that another upstream module has
-imported by name must be replaced in the importing module, or nothing changes.
+A patch replaces one upstream symbol *where it is looked up*: a function that another upstream module has imported by
+name is replaced in the importing module, or nothing changes.
 
-A patch fits the source that it was written for. Version numbers do not tell (vendors build variants of one
-version), so every patch of a Megatron symbol carries the hash of that symbol's source, compared before
-anything is touched.
+A patch fits the source that it was written for. A version number is not enough, because vendors build variants of one
+version. So every patch of a Megatron symbol carries the hash of that symbol's source, which is compared before anything
+is changed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any
 
 UNCHECKED_VARIABLE = "MEGATRON_SWAP_UNCHECKED_UPSTREAM"
 
-# Symbols that are replaced right now: a second replacement would keep the first as its "original".
+# Symbols that are replaced now. A second patch of one would take the first one's replacement for the original.
 _in_place: set[str] = set()
 
 
 class PatchError(RuntimeError):
-    """A patch cannot be applied; the message names the symbol and the way on."""
+    """A patch cannot be applied. The message names the symbol and what to do."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One upstream symbol and what takes its place."""
+    """One upstream symbol and what replaces it."""
 
     module: str
     """Dotted path of the module in which the symbol is looked up."""
@@ -41,35 +41,38 @@ class Patch:
     build: Callable[[Any], Any]
     """Takes the original, returns the replacement."""
     reason: str
-    """Why upstream's own behaviour does not do."""
+    """Why upstream's own behaviour is not enough, in a sentence for docs/architecture.md."""
     written_for: str
     """Upstream distribution and version, e.g. ``megatron-core 0.19.2``."""
     source_sha256: str | None = None
     """Hash of the original's source (``source_hash``); ``None`` for symbols whose version is pinned."""
     whole_module: bool = False
-    """The hash is that of the module which defines the original: the replacement does the work of more than that."""
+    """The hash is that of the whole module that defines the original, since the replacement does more of its work."""
 
     @property
     def symbol(self) -> str:
+        """Dotted path of the symbol."""
         return f"{self.module}.{self.attribute}"
 
     @property
     def file(self) -> str:
         """The file to review when upstream has changed."""
-        return self.build.__module__.replace(".", "/") + ".py"
+        return self.build.__module__.removeprefix("megatron.swap.").replace(".", "/") + ".py"
 
 
 class AppliedPatches:
-    """Patches in place; ``revert`` takes them out, last one first. A context manager for tests."""
+    """Patches that are applied, until ``revert``. Tests use it as a context manager."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[str, Callable[[], None]]] = []
 
     @property
     def symbols(self) -> tuple[str, ...]:
+        """The patched symbols, in the order of their patches."""
         return tuple(symbol for symbol, _ in self._undo)
 
     def revert(self) -> None:
+        """Give every symbol back, the last one first. Later calls do nothing."""
         while self._undo:
             symbol, undo = self._undo.pop()
             undo()
@@ -84,13 +87,12 @@ class AppliedPatches:
     def _put(self, patch: Patch) -> None:
         owner, name, original = _locate(patch)
         replacement = patch.build(original)
-        # What the owner itself holds (a staticmethod object, say), or nothing if the symbol is inherited or a
-        # builtin: taking the patch out must leave the owner as it was, not with a copy of what it used to
-        # inherit.
+        # Keep what the owner itself holds (a staticmethod object, say), or nothing where the symbol is inherited or a
+        # builtin. Reverting must leave the owner as it was, not with a copy of what it inherits.
         missing = object()
         own = vars(owner).get(name, missing)
         if own is missing and isinstance(owner, ModuleType) and type(owner) is not ModuleType:
-            own = original  # torch's settings: whoever deletes one forbids to read it
+            own = original  # torch's settings: one that is deleted cannot be read any more
         setattr(owner, name, replacement)
 
         def undo() -> None:
@@ -104,11 +106,10 @@ class AppliedPatches:
 
 
 def apply(patches: Sequence[Patch]) -> AppliedPatches:
-    """Verify all patches, then apply them all in order.
+    """Verify all patches, then apply them in order.
 
     Raises:
-        PatchError: a symbol is missing, has another source than expected, or is patched already. Nothing is
-        changed.
+        PatchError: as ``verify``. Nothing was changed.
     """
     verify(patches)
     applied = AppliedPatches()
@@ -122,14 +123,16 @@ def apply(patches: Sequence[Patch]) -> AppliedPatches:
 
 
 def verify(patches: Sequence[Patch]) -> None:
-    """Raise ``PatchError`` unless every patch fits the installed upstream and is not in place yet."""
+    """Check every patch against the installed upstream.
+
+    Raises:
+        PatchError: a symbol is missing, has another source than expected, or is patched already.
+    """
     unchecked = {name.strip() for name in os.environ.get(UNCHECKED_VARIABLE, "").split(",")}
     seen: set[str] = set()
     for patch in patches:
         if patch.symbol in _in_place or patch.symbol in seen:
-            raise PatchError(
-                f"{patch.symbol} is patched already ({patch.file}): revert the first application."
-            )
+            raise PatchError(f"{patch.symbol} is patched already ({patch.file}): revert the first application.")
         seen.add(patch.symbol)
         _, _, original = _locate(patch)
         if patch.source_sha256 is None or patch.symbol in unchecked:
@@ -145,7 +148,7 @@ def verify(patches: Sequence[Patch]) -> None:
 
 
 def source_hash(symbol: Any) -> str:
-    """SHA-256 of a symbol's source, looking through decorators that keep the original."""
+    """Return the SHA-256 of a symbol's source, looking through decorators that keep the original."""
     try:
         source = inspect.getsource(symbol)
     except (OSError, TypeError):
@@ -154,13 +157,13 @@ def source_hash(symbol: Any) -> str:
 
 
 def _locate(patch: Patch) -> tuple[Any, str, Any]:
-    """The object that holds the symbol, the symbol's name there, and the symbol itself."""
+    """Return the object that holds the symbol, the symbol's name there, and the symbol itself."""
     *path, name = patch.attribute.split(".")
     try:
         owner: Any = importlib.import_module(patch.module)
         for part in path:
             owner = getattr(owner, part)
-        # A module may be given a name of its own that stands before a builtin (`print`).
+        # A name that is set in a module hides the builtin there (`print`).
         if not path and not hasattr(owner, name) and hasattr(builtins, name):
             return owner, name, getattr(builtins, name)
         return owner, name, getattr(owner, name)

@@ -1,6 +1,6 @@
-"""Tell what attention's rotary embedding makes.
+"""Watch the calls of attention's rotary embedding, so that its outputs can be recomputed.
 
-It is a function that attention calls by name, fused or not: no submodule stands for it.
+It is a function that attention calls by name, fused or not. No submodule computes it, so no hook sees its output.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def rotary_patch(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Patch:
-    """``watched(function)`` takes the function's place."""
+    """Make the patch. ``watched(function)`` returns what replaces the function."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         return watched(original)
@@ -21,7 +21,7 @@ def rotary_patch(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
         module="megatron.core.transformer.attention",
         attribute="apply_rotary_pos_emb",
         build=build,
-        reason="rotary embedding is a function called by name: nothing else tells what it made",
+        reason="rotary embedding is a function called by name, so no hook sees its output",
         written_for="megatron-core 0.19.2",
         source_sha256="6ebc796813c1ef91d786eef53def01cea8a613d60185be166b6d4f5f232a49ba",
     )

@@ -1,6 +1,6 @@
-"""Tell what TransformerEngine's norm-and-linear modules normalize.
+"""Report each normalization in TransformerEngine's norm-and-linear modules, so that its output can be recomputed.
 
-Their norm's output is made and saved inside one autograd function; there is no module or hook in between.
+One autograd function computes the norm's output and saves it; no module or hook is in between.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
-def te_normalization_patch(tell: Callable[..., None]) -> Patch:
-    """``tell(original, arguments, options, result)`` is called after each normalization."""
+def te_normalization_patch(on_normalized: Callable[..., None]) -> Patch:
+    """Make the patch. ``on_normalized(original, arguments, options, result)`` is called after each normalization."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def apply_normalization(*arguments: Any, **options: Any) -> Any:
             result = original(*arguments, **options)
-            tell(original, arguments, options, result)
+            on_normalized(original, arguments, options, result)
             return result
 
         return apply_normalization
@@ -28,7 +28,7 @@ def te_normalization_patch(tell: Callable[..., None]) -> Patch:
         module="transformer_engine.pytorch.module.layernorm_linear",
         attribute="apply_normalization",
         build=build,
-        reason="the norm's output is made and saved inside one autograd function",
+        reason="one autograd function computes the norm's output and saves it, so no hook sees it",
         written_for="transformer_engine 2.20.2",
         source_sha256="8e3428cbd710590537f86cb01cdb7c93ce437726103ebde78ea091801828d820",
     )

@@ -1,7 +1,7 @@
-"""Tell us when training begins and when it has ended, however it ended.
+"""Report when training begins and when it ends, however it ends.
 
-``train`` may leave by ``sys.exit`` (time limits, signals, ``--exit-interval``), and ``pretrain`` goes on
-afterwards with a last evaluation and checkpoint, so code behind ``pretrain`` is too late or never runs.
+``train`` may end by ``sys.exit`` (time limits, signals, ``--exit-interval``). Otherwise ``pretrain`` goes on with a
+last evaluation and checkpoint. So code after ``pretrain`` runs too late or never.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def train_patch(
     on_begin: Callable[[], None], on_finish: Callable[[BaseException | None, Sequence[Any], Any], None]
 ) -> Patch:
-    """``on_begin`` runs before the first step, and what it raises ends training. ``on_finish`` runs once that has
-    ended; it gets the exception (or ``SystemExit``) that ended it, if any, the model's chunks and the optimizer."""
+    """Make the patch.
+
+    Args:
+        on_begin: called before the first step; an exception that it raises ends training.
+        on_finish: called once when training has ended, with the exception (or ``SystemExit``) that ended it or
+            ``None``, the model's chunks, and the optimizer.
+    """
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

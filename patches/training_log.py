@@ -1,7 +1,6 @@
-"""Tell us about every iteration, with the losses as they are, next to Megatron's own log line.
+"""Report every iteration with its losses, next to Megatron's own log line.
 
-Megatron has no seam for it: the losses of an iteration go from ``train_step`` to ``training_log`` and are
-gone.
+Megatron has no hook for it: ``train_step`` passes an iteration's losses to ``training_log``, which keeps sums alone.
 """
 
 from __future__ import annotations
@@ -12,11 +11,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 class OnIteration(Protocol):
-    """Called after Megatron has logged. ``losses`` is empty on all pipeline stages but the last."""
+    """Called after Megatron has logged. ``losses`` is empty on all pipeline stages but the last.
+
+    ``is_logged``: Megatron printed its line. ``writer``: its TensorBoard writer, or ``None``.
+    """
 
     def __call__(
         self, iteration: int, losses: dict[str, Tensor], grad_norm: Any, is_logged: bool, writer: Any
@@ -24,7 +26,7 @@ class OnIteration(Protocol):
 
 
 def training_log_patch(on_iteration: OnIteration) -> Patch:
-    """``is_logged``: Megatron printed its line; ``writer``: its TensorBoard writer or ``None``."""
+    """Make the patch. ``on_iteration`` is called for every iteration."""
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -43,9 +45,8 @@ def training_log_patch(on_iteration: OnIteration) -> Patch:
         ) -> Any:
             from megatron.training import get_args, get_tensorboard_writer
 
-            # Upstream adds these tensors into running sums that begin as 0.0 + loss: it never writes into
-            # them, but a copy of the dictionary costs nothing and keeps us apart from whatever it does with
-            # it.
+            # Upstream adds these tensors to running sums and never writes to them. A copy of the dictionary costs
+            # nothing, and whatever upstream does with its own does not concern us.
             losses = dict(loss_dict)
             result = original(
                 loss_dict,

@@ -18,24 +18,27 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron.swap import manager as manager_module
-from megatron.swap.autograd import LayerBoundary, SavedTensors
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.types import ACTIVATION, KIB, LINEAR, MIB, NORM, Site, layer_positions
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.disk_file import DiskFile
-from megatron.swap.guard import OomGuard
-from megatron.swap.host_pool import HostPool
-from megatron.swap.manager import SwapManager
-from megatron.swap.observer import Observer
-from megatron.swap.policy import ManualPolicy, Policy
-from megatron.swap.recipes import Recipes
-from megatron.swap.recorder import Recorder
-from megatron.swap.tiers.base import Tier
-from megatron.swap.tiers.disk import DiskTier
-from megatron.swap.tiers.host import HostTier
-from megatron.swap.tiers.spill import SpillTier
-from megatron.swap.trace import Ranges
-from megatron.swap.types import ACTIVATION, KIB, LINEAR, MIB, NORM, places
+from megatron.swap.engine import offload as offload_module
+from megatron.swap.engine.build import build_engine
+from megatron.swap.engine.handle import Group, Handle
+from megatron.swap.engine.layer_hooks import BoundaryOptions, LayerBoundary
+from megatron.swap.engine.manager import SwapManager
+from megatron.swap.engine.oom_guard import OomGuard
+from megatron.swap.engine.policy import ManualPolicy, Policy
+from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.engine.settings import EngineSettings, Instruments
+from megatron.swap.memory.disk_file import DiskFile
+from megatron.swap.memory.host_pool import HostPool
+from megatron.swap.memory.tiers.base import Tier
+from megatron.swap.memory.tiers.disk import DiskTier
+from megatron.swap.memory.tiers.host import HostTier
+from megatron.swap.memory.tiers.spill import SpillTier
+from megatron.swap.profiling.observer import Observer
+from megatron.swap.profiling.recorder import Recorder
 
 HIDDEN = 32
 TOKENS = 64
@@ -98,17 +101,29 @@ def batch(number: int = 0, dtype: torch.dtype | None = None, tokens: int = TOKEN
     return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(100 + number)).to(dtype)
 
 
-def watch(layer: nn.Module, recipes: Recipes) -> Iterator[Callable[[], None]]:
-    """Let norms, activation functions, linear_qkv and linear_fc1 tell what they make; what takes that off again."""
+def wrap(layer: nn.Module, recomputer: Recomputer) -> Iterator[Callable[[], None]]:
+    """Let norms, activation functions, linear_qkv and linear_fc1 record what they make; yield what undoes that."""
     for path, module in layer.named_modules():
         if isinstance(module, nn.LayerNorm) or path.endswith(("linear_qkv", "linear_fc1")):
             kind = NORM if isinstance(module, nn.LayerNorm) else LINEAR
-            module.forward = recipes.watched(kind, module.forward)  # type: ignore[method-assign]
+            module.forward = recomputer.recorded(kind, module.forward)  # type: ignore[method-assign]
             yield partial(delattr, module, "forward")
         elif "activation" in vars(module):
             plain = module.activation
-            module.activation = recipes.watched(ACTIVATION, plain)
+            module.activation = recomputer.recorded(ACTIVATION, plain)
             yield partial(setattr, module, "activation", plain)
+
+
+EVERYTHING = ManualPolicy(range(1000), (), 0)
+"""A policy that offloads whatever it may."""
+
+
+def save(manager: SwapManager, tensor: torch.Tensor, site: Site, group: Group) -> tuple[Handle, int] | None:
+    """Play autograd, which saves ``tensor``: its handle and its number there; ``None``: it is kept without one."""
+    storage, offload = tensor.untyped_storage(), manager.offload
+    if (handle := offload.find(storage)) is None:
+        handle = offload.begin(storage, site, group, manager.decider.decide(site, storage, group.position))
+    return None if handle is None else (handle, offload.join(tensor, handle, group))
 
 
 class Engine:
@@ -139,7 +154,7 @@ class Engine:
         verify: bool = False,
         ends_in_loss: bool = True,
         chunks: Sequence[int] | None = None,
-        commit_bytes: int = manager_module.COMMIT_BYTES,
+        commit_bytes: int = offload_module.COMMIT_BYTES,
         observer: Observer | None = None,
         ranges: Ranges | None = None,
         policy: Policy | None = None,
@@ -164,34 +179,34 @@ class Engine:
         self.guard = OomGuard(self.device, self.pool, min_bytes)
         if guarded:
             self.guard.begin()
-        self.manager = SwapManager(
-            self.device, self.tier, policy.without_recipe, window_bytes, verify, ranges, self.guard
-        )
-        self.recipes = Recipes(self.device, policy.action, self.manager.counters, self.manager.ranges, verify)
+        ranges = ranges or Ranges()
         self.recorder = None
         if recorded:
             assert observer is not None
-            self.recorder = Recorder(self.device, self.manager.ranges, observer.take_peak, from_use)
-        self.saved_tensors = saved_tensors = SavedTensors(
-            self.manager, self.device.torch_device, observer, self.recipes, self.recorder
-        )
-        self._undo = [undo for layer in layers for undo in watch(layer, self.recipes)]
+            self.recorder = Recorder(self.device, ranges, observer.take_peak, from_use)
+        engine = build_engine(
+            self.device, self.tier, policy, EngineSettings(window_bytes=window_bytes, verify=verify, recomputes=True),
+            Instruments(ranges=ranges, observer=observer, recorder=self.recorder), self.guard,
+        )  # fmt: skip
+        assert engine.recomputer is not None
+        self.manager, self.saved_tensors, self.recomputer = engine.manager, engine.saved_tensors, engine.recomputer
+        self._undo = [undo for layer in layers for undo in wrap(layer, self.recomputer)]
         self.boundaries: list[LayerBoundary] = []
         first = 0
         for number, size in enumerate(chunks := chunks or [len(layers)]):
             here = range(first, first + size)
             last = number == len(chunks) - 1
-            here_places = places([i in self.swapped for i in here], ends_in_loss and last)
-            for layer, place in zip(here, here_places, strict=True):
+            positions = layer_positions([i in self.swapped for i in here], ends_in_loss and last)
+            for layer, position in zip(here, positions, strict=True):
                 hooked = recorded or guarded or layer in self.swapped or policy.recomputes_layer(layer)
                 runs_again = layer in whole or policy.recomputes_whole(layer)
                 again = partial(checkpoint, use_reentrant=True) if runs_again else None
                 self.boundaries.append(
-                    LayerBoundary(layer, layers[layer], self.manager, saved_tensors, hooked=hooked, place=place,
-                                  checkpoint=again, is_idle=lambda: policy.is_idle)
+                    LayerBoundary(layer, layers[layer], self.saved_tensors, position,
+                                  BoundaryOptions(hooked=hooked, is_idle=lambda: policy.is_idle), again)
                 )  # fmt: skip
             first += size
-        self._commit_bytes, manager_module.COMMIT_BYTES = manager_module.COMMIT_BYTES, commit_bytes
+        self._commit_bytes, offload_module.COMMIT_BYTES = offload_module.COMMIT_BYTES, commit_bytes
 
     def __enter__(self) -> Engine:
         return self
@@ -208,7 +223,7 @@ class Engine:
         return self.pool.stats.num_leases
 
     def close(self) -> None:
-        manager_module.COMMIT_BYTES = self._commit_bytes
+        offload_module.COMMIT_BYTES = self._commit_bytes
         for boundary in self.boundaries:
             boundary.remove()
         for undo in self._undo:

@@ -193,7 +193,7 @@ class LazyDevice(Device):
     def peak_reserved_bytes(self) -> None:
         return None
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         pass
 
     def mark(self) -> ClockMark:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from megatron.swap.policy import Policy
-from megatron.swap.types import Action, Site
+from megatron.swap.common.types import Action, Site
+from megatron.swap.engine.policy import Policy
 from tests.engine import HIDDEN, Engine, Result, one_after_the_other, stack, train_step
 from tests.lazy_device import LazyDevice
 

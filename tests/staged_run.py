@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from megatron.swap.plan import Plan, PlanClass, Predicted, SitePlan
-from megatron.swap.stages import RECORDED_STEPS, SETTLING_STEPS, TIMED_STEPS, Stage, Stages, Step, Workload
+from megatron.swap.autotune.state_machine import (
+    RECORDED_STEPS,
+    SETTLING_STEPS,
+    TIMED_STEPS,
+    Measurement,
+    SearchLimits,
+    Stage,
+    StateMachine,
+    Transition,
+)
+from megatron.swap.autotune.workload import Step, Workload
+from megatron.swap.common.plan import Plan, PlanClass, Predicted, SitePlan
 from tests.unit.planner.cases import model
 
 BUDGET_GIB = 10.0
@@ -17,12 +29,26 @@ def a_plan(name: str, action: str = "swap", peak_gib: float = 9.0) -> Plan:
 
 RECORDED = SETTLING_STEPS + RECORDED_STEPS
 PROFILED = RECORDED + SETTLING_STEPS + TIMED_STEPS
+LIMITS = SearchLimits(BUDGET_GIB, max_candidates=3)
 
 
 class Run:
-    """Steps of a run: ``ms`` and ``peak_gib`` by plan, what is saved as set; with ``full`` plans the device is full."""
+    """Steps of a run: ``ms`` and ``peak_gib`` by plan, saved bytes as set; with ``full`` plans the device is full.
 
-    def __init__(self, plans: Sequence[Plan], ms: Sequence[float], peaks: Sequence[float]) -> None:
+    Args:
+        plans: what the solver returns; ``ms`` and ``peaks`` are measured of each.
+        make_plans: solves instead, called with the run.
+        limits: as in ``SearchLimits``, where they differ from ``LIMITS``.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        ms: Sequence[float],
+        peaks: Sequence[float],
+        make_plans: Callable[[Run, Workload, float], Sequence[Plan]] | None = None,
+        **limits: Any,
+    ) -> None:
         self.plans = list(plans)
         self.ms = {id(plan): value for plan, value in zip(plans, ms, strict=True)}
         self.peaks = {id(plan): value for plan, value in zip(plans, peaks, strict=True)}
@@ -31,41 +57,58 @@ class Run:
         self.said: list[str] = []
         self.recorded: list[int] = []
         self.timed: list[int] = []
+        self.transitions: list[Transition] = []
         self.number = 0
         self.num_tensors, self.saved_mib = 100.0, 1000.0
         self.num_micro_batches = 2
         self.full: list[Plan] = []
-        self.stages = Stages(BUDGET_GIB, self.make_plans, 3, self.said.append)
+
+        def solve(workload: Workload, budget_gib: float) -> Sequence[Plan]:
+            return (make_plans or Run.make_plans)(self, workload, budget_gib)
+
+        self.machine = StateMachine(replace(LIMITS, **limits), solve)
 
     def make_plans(self, workload: Workload, budget_gib: float) -> Sequence[Plan]:
         self.asked.append(workload)
         self.budgets.append(budget_gib)
         return self.plans
 
+    def step(self, step: Step) -> None:
+        """A step ended: note what follows from it."""
+        before = self.machine.plan
+        transition = self.machine.step_ended(step)
+        assert (transition.stage, transition.plan) == (self.machine.stage, self.machine.plan)
+        assert transition.is_new_plan or transition.plan is before
+        self.transitions.append(transition)
+        self.said += transition.lines
+        if transition.measurement is Measurement.RECORD:
+            self.recorded.append(step.number + 1)
+        if transition.measurement is Measurement.TIME:
+            self.timed.append(step.number + 1)
+
     def steps(self, number: int, slower: float = 1.0) -> list[Stage]:
+        """Run ``number`` steps that take ``slower`` times as long; return their stages."""
         seen = []
         for _ in range(number):
             self.number += 1
-            seen.append(self.stages.stage)
-            if self.stages.recording:
-                self.recorded.append(self.number)
-            if self.stages.timing:
-                self.timed.append(self.number)
-            plan = self.stages.plan
+            seen.append(self.machine.stage)
+            plan = self.machine.plan
             ms, peak = (200.0, 5.0) if plan is None else (self.ms[id(plan)], self.peaks[id(plan)])
             saved = self.num_tensors, self.saved_mib, self.num_micro_batches
             full_gib = 0.5 if any(plan is one for one in self.full) else 0.0
-            self.stages.step_ended(Step(self.number, ms * slower, peak, *saved, full_gib))
+            self.step(Step(self.number, ms * slower, peak, *saved, full_gib))
         return seen
 
 
 def until_stable(run: Run) -> int:
     for _ in range(40):
-        if run.stages.stage is Stage.STABLE:
+        if run.machine.stage is Stage.STABLE:
             return run.number
         run.steps(1)
     raise AssertionError(run.said)
 
 
-def three(ms: Sequence[float] = (110.0, 105.0, 120.0), peaks: Sequence[float] = (9.0, 9.5, 9.0)) -> Run:
-    return Run([a_plan("a"), a_plan("b"), a_plan("c")], ms, peaks)
+def three(
+    ms: Sequence[float] = (110.0, 105.0, 120.0), peaks: Sequence[float] = (9.0, 9.5, 9.0), **options: Any
+) -> Run:
+    return Run([a_plan("a"), a_plan("b"), a_plan("c")], ms, peaks, **options)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.swap.common.types import GIB
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.types import GIB
 from tests.lazy_device import LazyDevice
 
 

@@ -21,17 +21,18 @@ sys.path.insert(0, str(ROOT))
 
 from rich.console import Console  # noqa: E402
 
-from proof.trace.analysis import analyse  # noqa: E402
-from proof.trace.reader import read_trace  # noqa: E402
-from proof.trace.records import TraceError  # noqa: E402
-from proof.trace.report import LEFT, print_report, save  # noqa: E402
+from benchmarks.traces.analysis import analyse  # noqa: E402
+from benchmarks.traces.reader import read_trace  # noqa: E402
+from benchmarks.traces.records import TraceError  # noqa: E402
+from benchmarks.traces.report import LEFT, print_report, save  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="rank-N.json[.gz] of torch.profiler, or a .sqlite of nsys export")
     parser.add_argument("--summary", type=Path, metavar="RUN.JSON", help="what --swap-summary wrote in the same run")
-    parser.add_argument("--about", type=Path, metavar="FILE.JSON", help="what `python -m proof.machine` printed there")
+    parser.add_argument("--about", type=Path, metavar="FILE.JSON",
+        help="what `python -m benchmarks.machine` printed there")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where files go (default: beside the trace)")
     parser.add_argument("--step", type=int, metavar="N", help="which step to draw (default: the last traced one)")
     options = parser.parse_args(arguments)
@@ -77,7 +78,7 @@ def _read_about(path: Path | None) -> dict[str, Any] | None:
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise TraceError(f"--about {path}: not what `python -m proof.machine` prints: {_said(error)}") from error
+        raise TraceError(f"--about {path}: not what `python -m benchmarks.machine` prints: {_said(error)}") from error
 
 
 def _said(error: Exception) -> str:

@@ -1,107 +1,12 @@
 #!/usr/bin/env python3
-"""Compare every way of saving activation memory: same model, data and seed, each method in processes of its own.
+"""Compare every way of saving activation memory: same model, data and seed, each method in processes of its own."""
 
-    python tools/bench.py --suite quick
-    python tools/bench.py --suite h200-dense --case L16-h4096 --method none full-recompute ours-0-3 --output dense.jsonl
-    python tools/bench.py --suite h200-dense --resume --time-limit-s 540 --output dense.jsonl
-    python tools/bench.py --suite h200-dense --list
-
-Rows go to the output file as they come; beside it, with the same name, a Markdown table and (with a GPU) a picture of
-step time against peak memory. Exit status: 0 all done, 1 a run failed, ran out of time, could not
-begin or was timed before its plan was stable, 75 runs are left (``--resume``), 130 interrupted (what is done is kept).
-"""
-
-from __future__ import annotations
-
-import argparse
-import shlex
-import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from proof import machine
-from proof.bench.output import INTERRUPTED, RUNS_LEFT, alone, check_beside, check_options, interrupt
-from proof.bench.picture import draw
-from proof.bench.progress import Display
-from proof.bench.results import Book
-from proof.bench.runner import items, measure
-from proof.bench.suite import Suite, SuiteError, find_suite, load_suite, suite_names
-from proof.bench.table import markdown
-from proof.rows import NOT_READY, NOT_STABLE, RowError, peak_gib
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", required=True, help=f"{', '.join(suite_names())}, or a .toml file")
-    parser.add_argument("--case", nargs="+", default=[], help="only these cases")
-    parser.add_argument("--method", nargs="+", default=[], help="only these methods")
-    parser.add_argument("--rounds", type=int, help="instead of the suite's")
-    parser.add_argument("--output", type=Path, default=Path("results.jsonl"), help="rows, one a case and method")
-    parser.add_argument("--resume", action="store_true", help="continue the output file: skip what is in it")
-    parser.add_argument("--time-limit-s", type=float, help="start no run that may not end within this time")
-    parser.add_argument("--list", action="store_true", help="print cases and methods with their flags, run nothing")
-    options = parser.parse_args()
-    check_options(parser, options)
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        suite = load_suite(find_suite(options.suite))
-        chosen = suite.chosen(options.case, options.method, options.rounds)
-        if options.list:
-            show(chosen)
-        else:
-            check_beside(options.output)
-            with alone(options.output):
-                sys.exit(bench(suite, chosen, options))
-    except (SuiteError, RowError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("interrupted before the first run", flush=True)
-        sys.exit(INTERRUPTED)
-
-
-def show(suite: Suite) -> None:
-    print(f"{suite.name}: {suite.description}")
-    for case in suite.cases:
-        print(f"\n{case.name} ({case.rounds} rounds)")
-        for method in case.methods:
-            env = "".join(f"{name}={value} " for name, value in {**case.env, **method.piece.env}.items())
-            print(f"  {method.name}: {method.what}\n      {env}{' '.join((*case.flags, *method.piece.flags))}")
-
-
-def bench(suite: Suite, chosen: Suite, options: argparse.Namespace) -> int:
-    """Run what is chosen of the suite and write all that is known then; returns the exit status."""
-    facts = machine.facts()
-    if suite.on_gpu and facts["machine"]["gpu"] == "none":
-        raise SuiteError(f"suite {suite.name} needs a GPU, and this machine has none; --suite quick runs on the CPU")
-    command = shlex.join(["python", "tools/bench.py", *sys.argv[1:]])
-    book = Book(suite, options.output, facts, command, resume=options.resume)
-    todo = [item for item in items(chosen) if not book.is_done(item.case, item.method, item.number)]
-    print(f"{suite.name}: {len(todo)} runs to do, into {options.output}", flush=True)
-    status = 0
-    try:
-        with Display(todo) as display:
-            if not measure(chosen, book, time_limit_s=options.time_limit_s, on_done=display.done):
-                print("time is up: continue with --resume", flush=True)
-                status = RUNS_LEFT
-    except KeyboardInterrupt:
-        print("interrupted: what is done is kept, continue with --resume", flush=True)
-        status = INTERRUPTED
-    rows = book.rows()
-    if rows:
-        written = [options.output, options.output.with_suffix(".md")]
-        written[1].write_text(markdown(rows))
-        if any(peak_gib(row) is not None for row in rows):
-            written.append(options.output.with_suffix(".png"))
-            draw(rows, written[-1])
-        print(f"{written[1].read_text()}\nwritten: {', '.join(map(str, written))}", flush=True)
-    for row in rows:
-        if row["outcome"] in ("timeout", NOT_READY, NOT_STABLE) or row["outcome"].startswith("failed"):
-            print(f"{row['case']} {row['method']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)
-            status = status or 1
-    return status
-
+from benchmarks.suites.command import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

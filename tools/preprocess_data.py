@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line: errors are a sentence, not a traceback."""
     try:
         return run(parse_arguments(argv))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:  # rich is of the extra `measure`
         print(f"error: {error}", file=sys.stderr)
         return 1
 

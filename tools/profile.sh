@@ -60,7 +60,7 @@ export SUMMARY="$folder/run.json"
 # Of a run that failed half-way nothing may be taken for this one's.
 (cd "$folder" && rm -f about.json run.json rank-*.json.gz trace.nsys-rep trace.qdstrm trace.sqlite copies.csv step.png trace.perfetto.json.gz)
 # What the findings are of; with a GPU also what the link gives when nothing else runs, which the copies are compared with.
-(cd "$SWAP_ROOT" && "$SWAP_PYTHON" -W ignore -m proof.machine --command "bash tools/profile.sh $*") >"$folder/about.json"
+(cd "$SWAP_ROOT" && "$SWAP_PYTHON" -W ignore -m benchmarks.machine --command "bash tools/profile.sh $*") >"$folder/about.json"
 if [ -n "$nsys" ]; then
     swap_say "tracing steps $steps with $("$nsys" --version)"
     # The sampling of call stacks would need rights that containers lack, and says nothing about copies.

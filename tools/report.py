@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from proof.report.build import build, check  # noqa: E402
-from proof.rows import RowError  # noqa: E402
+from benchmarks.report.build import build, check  # noqa: E402
+from benchmarks.rows import RowError  # noqa: E402
 
 
 def main() -> int:

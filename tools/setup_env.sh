@@ -104,7 +104,7 @@ swap_check_existing() { # kind
     SWAP_PYTHON="$(type -P "$MEGATRON_SWAP_PYTHON")" || swap_die "MEGATRON_SWAP_PYTHON=$MEGATRON_SWAP_PYTHON: no such program"
     # Found beside an installed megatron-core, because neither has a megatron/__init__.py.
     export PYTHONPATH="$SWAP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
-    "$SWAP_PYTHON" "$SWAP_ROOT/tools/check_environment.py" "$1" || exit 1
+    "$SWAP_PYTHON" "$SWAP_ROOT/tools/check_environment.py" "$1" >/dev/null || exit 1
 }
 
 swap_setup_env() { # kind (run|dev)

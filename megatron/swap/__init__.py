@@ -1,8 +1,16 @@
-"""Megatron Swap: activations leave the GPU between forward and backward, and come back in time.
+"""Megatron Swap: saved activations leave the GPU between forward and backward, and come back in time.
 
-``megatron.swap.session`` does so for Megatron's trainer. What is offered here does for any PyTorch model:
-``activations`` while it trains, ``weights`` while it infers, ``TensorSwap`` tensor by tensor. Nothing is imported
-before it is asked for: the planner runs on machines without torch.
+The public names are loaded when they are first asked for: the planner runs on machines without torch.
+
+======================  =====================================================================================
+``add_swap_args``       Megatron's ``extra_args_provider``: adds the ``--swap-…`` flags
+``SwapSession``         one training run of Megatron's trainer: ``SwapSession.install(args, model_config)``
+``activations``         any PyTorch model while it trains: ``SwappedActivations``, whose ``stats()`` are ``SwapStats``
+``weights``             any PyTorch model while it infers: a ``WeightSwap``
+``TensorSwap``          tensor by tensor
+``stash``               what an autograd function keeps on its context, as saved tensors
+``SwapError``           base of the errors that this package raises on purpose
+======================  =====================================================================================
 """
 
 from __future__ import annotations
@@ -11,23 +19,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.swap.inference import WeightSwap, weights
-    from megatron.swap.modules import SwappedActivations, SwapStats, activations
-    from megatron.swap.tensors import TensorSwap
+    from megatron.swap.common.types import SwapError
+    from megatron.swap.engine.stash import stash
+    from megatron.swap.megatron_lm.arguments import add_swap_args
+    from megatron.swap.nn.module_activations import SwappedActivations, SwapStats, activations
+    from megatron.swap.nn.module_weights import WeightSwap, weights
+    from megatron.swap.nn.tensors import TensorSwap
+    from megatron.swap.session.session import SwapSession
 
-__all__ = ["SwapStats", "SwappedActivations", "TensorSwap", "WeightSwap", "activations", "weights"]
+__all__ = [
+    "SwapError",
+    "SwapSession",
+    "SwapStats",
+    "SwappedActivations",
+    "TensorSwap",
+    "WeightSwap",
+    "activations",
+    "add_swap_args",
+    "stash",
+    "weights",
+]
 
 _MODULES = {
-    "SwapStats": "modules",
-    "SwappedActivations": "modules",
-    "TensorSwap": "tensors",
-    "WeightSwap": "inference",
-    "activations": "modules",
-    "weights": "inference",
+    "SwapError": "common.types",
+    "SwapSession": "session.session",
+    "SwapStats": "nn.module_activations",
+    "SwappedActivations": "nn.module_activations",
+    "TensorSwap": "nn.tensors",
+    "WeightSwap": "nn.module_weights",
+    "activations": "nn.module_activations",
+    "add_swap_args": "megatron_lm.arguments",
+    "stash": "engine.stash",
+    "weights": "nn.module_weights",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"megatron.swap.{_MODULES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,12 +1,12 @@
-"""Let Megatron's real trainer run without CUDA, ``torch.cuda.is_available()`` staying honestly False.
+"""Let Megatron's real trainer run without CUDA, while ``torch.cuda.is_available()`` stays False.
 
-Each file is one seam with its reason. Tensors that upstream asks for on ``cuda`` are made on the CPU, streams
-do nothing, and what upstream calls the CUDA random state *is* the CPU's one.
+Each file is one seam with its reason. Tensors that upstream creates on ``cuda`` are created on the CPU, streams do
+nothing, and the CUDA random state is the CPU's.
 """
 
 from __future__ import annotations
 
-from patches.cpu import (
+from megatron.swap.patches.cpu import (
     current_device,
     data_loader,
     device_arch,
@@ -19,7 +19,7 @@ from patches.cpu import (
     tensor_type,
     token_counts,
 )
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 CPU_PATCHES: tuple[Patch, ...] = (
     *current_device.PATCHES,

@@ -1,4 +1,4 @@
-"""Upstream writes ``device=torch.cuda.current_device()`` throughout: answer with the CPU."""
+"""Return the CPU as the current device: upstream writes ``device=torch.cuda.current_device()`` throughout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def _build(original: Callable[[], int]) -> Callable[[], Any]:
@@ -22,7 +22,7 @@ PATCHES = (
         module="torch.cuda",
         attribute="current_device",
         build=_build,
-        reason="used as a device argument by upstream; raises without CUDA",
+        reason="upstream uses it as a device argument; it raises without CUDA",
         written_for="torch 2.11.0",
     ),
 )

@@ -1,8 +1,8 @@
-"""The data loader must not draw from dropout's generator, nor pin memory for a device that is not there.
+"""Give the data loader a random generator of its own, and no pinned memory.
 
-Every iterator over a loader draws its workers' seed. On a GPU that comes from the CPU generator, which
-dropout never sees. Here both are one, and a resumed run builds its iterators at another point of the
-sequence: it would not continue the interrupted run to the bit.
+Every iterator over a loader draws a seed for its workers from the CPU generator. On a GPU dropout draws from another
+one. Without CUDA both are one generator, and a resumed run builds its iterators at another point of the sequence: it
+would not continue the interrupted run to the bit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def _build(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +33,7 @@ PATCHES = (
         module="megatron.training.training",
         attribute="build_pretraining_data_loader",
         build=_build,
-        reason="draws from dropout's generator (resume is not exact) and warns about pinned memory",
+        reason="draws from dropout's generator, so resuming is not exact, and warns about pinned memory",
         written_for="megatron-core 0.19.2",
         source_sha256="1f53bc68dccca32d8f845c2fb031b20f5ff2ca794bc11e3d3b0a1129a470bc97",
     ),

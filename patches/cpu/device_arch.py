@@ -1,12 +1,12 @@
-"""Checks of arguments ask for the generation of the GPU: answer with one that demands least."""
+"""Answer Megatron's checks of arguments, which ask for the GPU's generation, with the one that demands least."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
-_BLACKWELL = 10  # from this generation on CUDA_DEVICE_MAX_CONNECTIONS is not asked for
+_BLACKWELL = 10  # from this generation on Megatron does not ask for CUDA_DEVICE_MAX_CONNECTIONS
 
 
 def _build(original: Callable[[], int]) -> Callable[[], int]:
@@ -22,7 +22,7 @@ PATCHES = (
         module="megatron.training.arguments",
         attribute="get_device_arch_version",
         build=_build,
-        reason="asks CUDA for the properties of device 0, which raises; needed for tensor parallelism",
+        reason="asks CUDA for the properties of device 0, which raises; tensor parallelism needs it",
         written_for="megatron-core 0.19.2",
         source_sha256="b7e375abfdb1f4f5b5c237090bd1df62a0fdcc1db8326564391c6d38899a09b6",
     ),

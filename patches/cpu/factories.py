@@ -1,4 +1,4 @@
-"""Upstream makes flags, counters and norms by ``torch.tensor(..., device="cuda")``: make them on the CPU."""
+"""Create on the CPU what upstream creates by ``torch.tensor(..., device="cuda")``: flags, counters and norms."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
-# Those that the training loop calls with a CUDA device.
+# Factories that the training loop calls with a CUDA device.
 _FACTORIES = ("tensor", "zeros", "ones", "rand", "empty", "empty_like", "full", "arange")
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether a device argument, in any spelling, means CUDA."""
+    """Return whether a device argument, in any spelling, means CUDA."""
     return (isinstance(device, str) and device.startswith("cuda")) or (
         isinstance(device, torch.device) and device.type == "cuda"
     )
@@ -36,7 +36,7 @@ PATCHES = tuple(
         module="torch",
         attribute=name,
         build=_build,
-        reason='upstream writes device="cuda"; torch then tries to initialize CUDA and raises',
+        reason='upstream passes device="cuda", and torch raises when it cannot initialize CUDA',
         written_for="torch 2.11.0",
     )
     for name in _FACTORIES

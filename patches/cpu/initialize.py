@@ -1,6 +1,6 @@
-"""Initialize Megatron without CUDA: its own ``allow_no_cuda`` skips process groups and named random states.
+"""Initialize Megatron without CUDA, with process groups and named random states.
 
-Upstream does both only where it counts at least one CUDA device, so it counts one while it initializes, and
+Upstream's own ``allow_no_cuda`` skips both where it counts no CUDA device. So it counts one while it initializes, and
 only then.
 """
 
@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def _build(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,13 +29,13 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialize_megatron
 
 
-# `pretrain` sees the name that megatron.training.training has imported.
+# `pretrain` calls the function that megatron.training.training has imported by name.
 PATCHES = (
     Patch(
         module="megatron.training.training",
         attribute="initialize_megatron",
         build=_build,
-        reason="asserts that CUDA is available; without it sets up neither process groups nor random states",
+        reason="asserts that CUDA is available; without CUDA it sets up neither process groups nor random states",
         written_for="megatron-core 0.19.2",
         source_sha256="d9b467adcaed1325932422670da7ee3b374bcd0f07f2f329780b54d41ca829c7",
     ),

@@ -1,11 +1,11 @@
-"""Upstream prints how much CUDA memory is allocated: without CUDA that is a line of zeros, and no news."""
+"""Drop upstream's line about allocated CUDA memory, which shows zeros without CUDA."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def _build(original: Callable[..., Any]) -> Callable[..., None]:
@@ -21,7 +21,7 @@ PATCHES = (
         module="megatron.training.training",
         attribute="report_memory",
         build=_build,
-        reason="reports zeros; with --log-device-memory-used it raises",
+        reason="reports zeros, and raises with --log-device-memory-used",
         written_for="megatron-core 0.19.2",
         source_sha256="ba08bcff29266712da37191bd768d0748769cf94fb6bd27907b39d8e03debd09",
     ),

@@ -1,10 +1,9 @@
-"""On the CPU there is one random state: what upstream calls the CUDA state is the CPU's.
+"""Let every access to the CUDA random state be an access to the CPU's.
 
-Megatron keeps named random states (one for what tensor-parallel ranks draw differently, one for experts …)
-and swaps them in and out of the *CUDA* generator. Dropout on the CPU draws from the CPU generator, so without
-these patches the named states would never be drawn from: losses change, tensor-parallel ranks draw alike,
-recomputed dropout differs from the first pass, and nothing says so. That is why every access is patched, none
-left to chance.
+Megatron keeps named random states (one for what tensor-parallel ranks draw differently, one for experts …) and loads
+them into the *CUDA* generator in turn. Dropout on the CPU draws from the CPU generator, so without these patches
+nothing would draw from the named states. Losses would change, tensor-parallel ranks would draw alike, recomputed
+dropout would differ from the first pass, and no error would say so. So every access is patched.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 _TORCH = "torch 2.11.0"
 _MEGATRON = "megatron-core 0.19.2"
@@ -56,7 +55,7 @@ def _fork(original: Callable[..., Any]) -> Callable[..., Any]:
     @contextlib.contextmanager
     @functools.wraps(original)
     def fork(self: Any, *arguments: Any, **options: Any) -> Iterator[None]:
-        # Upstream warns when the CPU's state moves inside, once for every dropout: here it is meant to.
+        # Upstream warns at every dropout that the CPU's state has moved inside, as it should here.
         logger = logging.getLogger("megatron.core.tensor_parallel.random")
         forked = original(self, *arguments, **options)
         forked.__enter__()
@@ -73,34 +72,34 @@ def _fork(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = (
-    Patch("torch.cuda", "manual_seed", _manual_seed, "seeds a named state", _TORCH),
+    Patch("torch.cuda", "manual_seed", _manual_seed, "it seeds a named random state", _TORCH),
     Patch(
         "torch.cuda",
         "get_rng_state",
         _get_rng_state,
-        "reads the state to name it, checkpoint it, replay it",
+        "it reads the state to name, checkpoint or replay it",
         _TORCH,
     ),
     Patch(
         "torch.cuda",
         "set_rng_state",
         _set_rng_state,
-        "restores the state of a checkpoint or a replay",
+        "it restores the state of a checkpoint or a replay",
         _TORCH,
     ),
-    # Upstream reaches this one through the submodule, a lookup of its own.
+    # Upstream calls this one through the submodule, which is another lookup.
     Patch(
         "torch.cuda.random",
         "get_rng_state",
         _get_rng_state,
-        "reads the state on entering a named one",
+        "it reads the state when a named one is entered",
         _TORCH,
     ),
     Patch(
         module="megatron.core.tensor_parallel.random",
         attribute="_set_cuda_rng_state",
         build=_set_cuda_rng_state,
-        reason="without CUDA the original only queues the call for later: states would silently never be set",
+        reason="without CUDA the original queues the call for later, so states are silently never set",
         written_for=_MEGATRON,
         source_sha256="b179c9d95438b61c1d9b58e8e13cc6534f2ae2f870d991c42438de53829ed398",
     ),
@@ -108,7 +107,7 @@ PATCHES = (
         module="megatron.core.tensor_parallel.random",
         attribute="CudaRNGStatesTracker.fork",
         build=_fork,
-        reason="warns at every dropout that the CPU's state has moved, which is right here",
+        reason="warns at every dropout that the CPU's state has moved, as it should without CUDA",
         written_for=_MEGATRON,
         source_sha256="6821e1e397253d43b111f5cb8f7feab6301faacf24deaece01416a7c644322d5",
     ),

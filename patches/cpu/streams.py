@@ -1,4 +1,4 @@
-"""The CPU runs everything in order: its one stream is always done, and to wait for it is nothing to do."""
+"""Replace streams by one that is always done: the CPU runs everything in order, so a wait has nothing to do."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 class PassedEvent:
-    """A mark in a stream that has always got there already."""
+    """An event that has always passed already."""
 
     def wait(self, stream: Any = None) -> None:
         pass
@@ -23,7 +23,7 @@ class PassedEvent:
 
 
 class InOrderStream:
-    """What upstream calls on a stream, for a device that has finished whatever it was told."""
+    """The methods that upstream calls on a stream, for a device whose work is always done."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         pass
@@ -77,8 +77,8 @@ def _patch(attribute: str, build: Callable[[Any], Any], reason: str) -> Patch:
 
 
 PATCHES = (
-    _patch("synchronize", _no_operation, "timers and pipeline communication call it; raises without CUDA"),
-    _patch("Stream", _stream_class, "data-parallel set-up makes one; raises without CUDA"),
-    _patch("current_stream", _current_stream, "asked for by data-parallel set-up; raises without CUDA"),
+    _patch("synchronize", _no_operation, "timers and pipeline communication call it; it raises without CUDA"),
+    _patch("Stream", _stream_class, "data-parallel set-up creates one; it raises without CUDA"),
+    _patch("current_stream", _current_stream, "data-parallel set-up calls it; it raises without CUDA"),
     _patch("stream", _stream_context, "data-parallel set-up enters the context of its stream"),
 )

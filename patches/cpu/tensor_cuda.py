@@ -1,4 +1,4 @@
-"""``Tensor.cuda()`` (and with it ``Module.cuda()``) leaves a tensor where it is."""
+"""Let ``Tensor.cuda()``, and with it ``Module.cuda()``, leave a tensor where it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def _build(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,7 +22,7 @@ PATCHES = (
         module="torch",
         attribute="Tensor.cuda",
         build=_build,
-        reason="upstream moves parameters, batches and restored optimizer state by it",
+        reason="upstream calls it to move parameters, batches and restored optimizer state",
         written_for="torch 2.11.0",
     ),
 )

@@ -1,4 +1,4 @@
-"""Megatron's optimizers and gradient clipping sort parameters by spelling: ``"torch.cuda.FloatTensor"``."""
+"""Spell types of CPU tensors ``"torch.cuda.FloatTensor"``, by which Megatron's optimizers sort parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def _build(original: Callable[..., Any]) -> Callable[..., Any]:

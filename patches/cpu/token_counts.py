@@ -1,4 +1,4 @@
-"""Expert parallelism wants split sizes as plain numbers; upstream converts only what leaves a GPU."""
+"""Convert split sizes of expert parallelism to plain numbers; upstream converts only tensors that leave a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from patches.registry import Patch
+from megatron.swap.patches.registry import Patch
 
 
 def _build(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,7 +25,7 @@ PATCHES = (
         module="megatron.core.transformer.moe.token_dispatcher",
         attribute="maybe_move_tensor_to_cpu",
         build=_build,
-        reason="leaves split sizes as tensors when they are on the CPU already; all-to-all refuses those",
+        reason="leaves split sizes that are on the CPU already as tensors, which all-to-all refuses",
         written_for="megatron-core 0.19.2",
         source_sha256="8fc5847a887d73195b064efc01599f8768a48bbe3327b8fa50f34112cbbf1153",
     ),

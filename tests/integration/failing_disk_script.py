@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import pretrain_gpt_swap as program
-from megatron.swap.disk_file import BLOCK_BYTES
+from megatron.swap.memory.disk_file import BLOCK_BYTES
 
 if __name__ == "__main__":
     most = int(sys.argv.pop())

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
-from megatron.swap.prepare import prepare
+from megatron.swap.session.prepare import prepare
 
 prepare(sys.argv)
 
@@ -17,16 +18,16 @@ from megatron.training import pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
-from megatron.swap.arguments import add_swap_args
-from megatron.swap.attention import sdpa_layer_spec
-from megatron.swap.config import SwapConfig
-from megatron.swap.planner.build import build_profile
+from megatron.swap.autotune.switch import SafePolicy
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.types import MIB, PRODUCERS, Action, Site
+from megatron.swap.engine.policy import Policy
+from megatron.swap.megatron_lm.arguments import add_swap_args
+from megatron.swap.megatron_lm.attention import sdpa_layer_spec
 from megatron.swap.planner.flags import model_of
 from megatron.swap.planner.profile import Device, Link, Pipeline, save_profile
-from megatron.swap.policy import Policy
-from megatron.swap.session import SwapSession
-from megatron.swap.switch import SafePolicy
-from megatron.swap.types import MIB, PRODUCERS, Action, Site
+from megatron.swap.planner.profile_builder import build_profile
+from megatron.swap.session.session import SwapSession
 from pretrain_gpt_swap import forward_step, provide_datasets
 
 WHAT = {"keep": Action.KEEP, "swap": Action.SWAP}
@@ -53,15 +54,15 @@ class Hooked(Policy):
 class RecordingSession(SwapSession):
     def __init__(self, args: Namespace, config: SwapConfig) -> None:
         super().__init__(args, config)
-        self._policy = policy_of(args.record_policy, int(config.min_mib * MIB))
+        self.planned = replace(self.planned, policy=policy_of(args.record_policy, int(config.min_mib * MIB)))
 
-    def _on_iteration(self, iteration: int, *others: Any) -> None:
-        super()._on_iteration(iteration, *others)
-        assert self._recorder is not None
+    def on_iteration(self, iteration: int, *others: Any) -> None:
+        super().on_iteration(iteration, *others)
+        assert self.parts is not None
         if iteration == FIRST - 1:
-            self._recorder.start(FIRST)
+            self.parts.recorder.start(FIRST)
         if iteration == LAST:
-            recording = self._recorder.stop()
+            recording = self.parts.recorder.stop()
             args = self._args
             rank, size = args.rank, args.pipeline_model_parallel_size
             deep = args.num_layers // size

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron.swap.plan import load_plan
+from megatron.swap.common.plan import load_plan
+from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.planner.profile import load_profile, sha256
-from megatron.swap.types import GIB, MIB, format_bytes
 from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MOE
 

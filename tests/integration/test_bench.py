@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from proof.rows import read_rows
+from benchmarks.rows import read_rows
 from tests.integration.harness import ROOT
 
 BENCH = [sys.executable, str(ROOT / "tools" / "bench.py")]
@@ -27,7 +27,7 @@ def processes_of(folder: Path) -> list[str]:
             command = path.read_text()
         except OSError:
             continue
-        if "proof.run.child" in command and str(folder) in command:
+        if "benchmarks.runner.child" in command and str(folder) in command:
             found.append(command)
     return found
 
@@ -47,7 +47,7 @@ def test_the_quick_suite_interrupted_and_resumed(tmp_path: Path) -> None:
     first.send_signal(signal.SIGINT)
     said, _ = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 130, said
-    assert "what is done is kept, continue with --resume" in said
+    assert "finished runs are kept, continue with --resume" in said
     assert processes_of(tmp_path) == []
     kept = read_rows(output)
     assert 1 <= len(kept) < 6

@@ -176,7 +176,7 @@ def said_by(command: list[str]) -> str:
 
 
 def tool(name: str) -> str:
-    return str(ROOT / "tools" / f"{name.replace('verify', 'prove')}.py")
+    return str(ROOT / "tools" / f"{name}.py")
 
 
 def lists(name: str, option: str, ours: Sequence[str]) -> dict[str, str]:

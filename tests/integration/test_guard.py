@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from megatron.swap.types import GIB, MIB
+from megatron.swap.common.types import GIB, MIB
 from tests.integration.harness import SWAP_SMALL, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MOE
 from tests.unit.native.helpers import NEEDS_COMPILER

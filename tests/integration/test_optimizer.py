@@ -1,4 +1,4 @@
-"""Optimizer state that rests in host memory, through the real trainer: equal to the bit, also from a checkpoint on."""
+"""Optimizer state offloaded by the real trainer: equal to the bit, also from a checkpoint on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.swap.common.plan import load_plan
+from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.optimizer import OptimizerSwap
-from megatron.swap.plan import load_plan
+from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
 from megatron.swap.planner.profile import load_profile
-from megatron.swap.types import GIB, MIB, UsageError
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, assert_same_training, recorded
 
 FAILING_DISK = Path(__file__).with_name("failing_disk_script.py")
@@ -25,16 +25,16 @@ BF16 = "--bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weig
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
-def swapped(trainer: Trainer, flags: str, part: float, *, ranks: int = 1, saved: str = "torch") -> Run:
+def swapped(trainer: Trainer, flags: str, fraction: float, *, ranks: int = 1, saved: str = "torch") -> Run:
     """Compared with the same run without swapping."""
     plain = trainer.unswapped(flags, ranks=ranks, saved=saved)
-    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-optimizer {part} {recorded(saved)}", ranks=ranks)
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-optimizer {fraction} {recorded(saved)}", ranks=ranks)
     assert_same_training(plain, run)
     assert "optimizer state of" in run.output
     summary = run.summary
     assert summary["optimizer_host_bytes"] > 0
-    # All of it comes and goes in each step; when main parameters are born they only go, and in the first step moments.
-    # What comes ahead of a step that is skipped comes in vain.
+    # Each step loads and offloads all of it. Created main parameters are only offloaded, and so are moments in the
+    # first step. What is loaded ahead of a step that is skipped is loaded in vain.
     assert 0.5 < summary["optimizer_in_bytes"] / summary["optimizer_out_bytes"] < (1.5 if SKIPS_STEPS in flags else 1)
     return run
 
@@ -77,7 +77,7 @@ def test_muon_on_two_ranks(trainer: Trainer, more: str) -> None:
 
 
 def test_rules_that_are_not_known_are_refused() -> None:
-    swap = OptimizerSwap(1.0, EmulatedDevice(0.0), limit_bytes=MIB, min_bytes=0)
+    swap = OptimizerSwap(EmulatedDevice(0.0), OffloadSettings(1.0, MIB))
     with pytest.raises(UsageError, match=r"whether Adafactor steps each parameter alone.* Leave --swap-optimizer out"):
         swap.attach(Namespace(optimizer=torch.optim.Adafactor([torch.zeros(8)])))
     swap.close()
@@ -96,10 +96,10 @@ def test_together_with_activations(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize(("flags", "ranks"), [(BF16, 1), (f"{BF16} {DISTRIBUTED}", 2)])
 @pytest.mark.parametrize(("part", "least", "most"), [(0.3, 0.5, 1.0), (1.5, 0.0, 1.0), (4.0, 0.0, 0.0)])
-def test_as_much_rests_as_the_budget_asks_for(
+def test_as_much_is_offloaded_as_the_budget_asks_for(
     trainer: Trainer, flags: str, ranks: int, part: float, least: float, most: float
 ) -> None:
-    """Budgets as parts of what activations take: where RAM plays the device state counts that could rest, too. In
+    """Budgets as fractions of what activations take. Where RAM plays the device, state that is kept counts too. In
     between it depends on how fast this machine copies."""
     flags += " --train-iters 16 --lr-decay-iters 16"
     plain = trainer.unswapped(flags, ranks=ranks)
@@ -111,10 +111,10 @@ def test_as_much_rests_as_the_budget_asks_for(
     )
     assert_same_training(plain, run)
     assert run.summary["planning"]["stages"][-1]["stage"] == "stable"
-    found = load_plan(run.directory / "plan.json").resting
+    found = load_plan(run.directory / "plan.json").offload_fraction
     assert found is not None
     assert least <= found <= most
-    # The plan that it leaves says how much is to rest.
+    # The plan that it saves says how much is to be offloaded.
     again = trainer.run(
         f"{flags} {SWAP_SMALL} --swap-optimizer auto --swap-plan {run.directory / 'plan.json'} {recorded('torch')}",
         ranks=ranks,
@@ -123,7 +123,7 @@ def test_as_much_rests_as_the_budget_asks_for(
     assert ("optimizer state of" in again.output) == (found > 0)
 
 
-def test_what_rests_on_disk_is_part_of_the_plan(trainer: Trainer) -> None:
+def test_state_on_disk_is_part_of_the_plan(trainer: Trainer) -> None:
     """The profile says how long the disk takes, which is known once some of it has been read and written."""
     flags = f"{BF16} --train-iters 16 --lr-decay-iters 16"
     plain = trainer.unswapped(flags)
@@ -134,10 +134,10 @@ def test_what_rests_on_disk_is_part_of_the_plan(trainer: Trainer) -> None:
     assert_same_training(plain, run)
     assert run.summary["optimizer_disk_bytes"] > 0
     assert run.summary["planning"]["stages"][-1]["stage"] == "stable"
-    resting = load_profile(run.directory / "profile.json").resting
-    assert resting is not None
-    assert resting.disk_gib >= run.summary["optimizer_disk_bytes"] / GIB * 0.99
-    assert resting.disk_ms > 0
+    offloaded_state = load_profile(run.directory / "profile.json").offloaded_state
+    assert offloaded_state is not None
+    assert offloaded_state.disk_gib >= run.summary["optimizer_disk_bytes"] / GIB * 0.99
+    assert offloaded_state.disk_ms > 0
 
 
 @pytest.mark.parametrize("saved", ["torch", "torch_dist"])
@@ -148,7 +148,7 @@ def test_what_rests_on_disk_is_part_of_the_plan(trainer: Trainer) -> None:
         ("1", "0", MUON), ("0", "1", MUON),
     ],
 )  # fmt: skip
-def test_a_checkpoint_goes_on_with_another_part(
+def test_a_checkpoint_goes_on_with_another_fraction(
     trainer: Trainer, saved: str, first: str, then: str, more: str
 ) -> None:
     """Four steps, and four more from there: as eight at once."""
@@ -166,7 +166,7 @@ def test_a_checkpoint_goes_on_with_another_part(
 
 @pytest.mark.parametrize("saved", ["torch", "torch_dist"])
 @pytest.mark.parametrize(("first", "then"), [("1", "0"), ("0", "1"), ("0.5", f"1 {ON_DISK}")])
-def test_a_checkpoint_of_the_distributed_optimizer_goes_on_with_another_part(
+def test_a_checkpoint_of_the_distributed_optimizer_goes_on_with_another_fraction(
     trainer: Trainer, first: str, then: str, saved: str
 ) -> None:
     """Two ranks, with the kind of Adam that upstream can resume it with."""
@@ -249,7 +249,7 @@ EXPERTS = (
 @pytest.mark.parametrize("saved", ["torch", "torch_dist"])
 @pytest.mark.parametrize("flags", [EXPERTS, f"{EXPERTS} --use-distributed-optimizer"])
 def test_a_checkpoint_in_the_middle_of_training_of_several_optimizers(trainer: Trainer, flags: str, saved: str) -> None:
-    """Experts have an optimizer of their own. What rests is written as it is, not as what stands there meanwhile."""
+    """Experts have an optimizer of their own. Offloaded state is saved with its values, not with its placeholders."""
     flags = f"{flags} --train-iters 4 --exit-interval 2 {recorded(saved)}"
     plain = trainer.run(flags, ranks=2)
     run = trainer.run(f"{flags} {SWAP_SMALL} --swap-optimizer 1", ranks=2)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.swap.plan import LAYER_SECTION, Plan, PlanClass, SitePlan, load_plan, save_plan
+from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass, SitePlan, load_plan, save_plan
+from megatron.swap.common.types import Action, Site
 from megatron.swap.planner.flags import read_flags
-from megatron.swap.types import Action, Site
 from tests.integration.harness import (
     SWAP_SMALL,
     WITH_FUSION,
@@ -206,7 +206,7 @@ class TestRefusedBeforeTheModelIsBuilt:
     def test_more_host_memory_than_there_is(self, trainer: Trainer, tmp_path: Path) -> None:
         save_plan(plan_for("", PlanClass("0-7", {FC1_OUTPUT: swap(100.0)})), tmp_path / "plan.json")
         run = trainer.failing(f"--swap-plan {tmp_path / 'plan.json'} --swap-host-gib 0.5 --swap-host-unchecked")
-        assert_refused(run, "--swap-plan", "takes at least 600 MiB", "512 MiB may be booked", "a plan that swaps less")
+        assert_refused(run, "--swap-plan", "takes at least 600 MiB", "512 MiB may be reserved", "plan that swaps less")
 
     def test_a_file_that_is_no_plan(self, trainer: Trainer, tmp_path: Path) -> None:
         (tmp_path / "plan.json").write_text(json.dumps({"format": "megatron-swap profile"}))

@@ -189,7 +189,7 @@ def test_whole_layers(trainer: Trainer, tmp_path: Path, flags: str, ranks: int) 
     program = tmp_path / "program.py"
     program.write_text(
         "import runpy\n"
-        "from megatron.swap.policy import ManualPolicy\n"
+        "from megatron.swap.engine.policy import ManualPolicy\n"
         "ManualPolicy.recomputes_whole = lambda self, layer: layer % 2 == 1\n"
         f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')\n"
     )

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.swap.plan import Plan, save_plan
+from megatron.swap.common.plan import Plan, save_plan
+from megatron.swap.common.types import GIB, MIB, PRODUCERS, Action
 from megatron.swap.planner.profile import LayerClass, Link, Profile, load_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, smallest_budget, solve
-from megatron.swap.types import GIB, MIB, PRODUCERS, Action
 from tests.integration.harness import ROOT, SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
 from tests.integration.test_training import LLAMA, MOE
 
@@ -37,12 +37,12 @@ def shape(profile: Profile) -> object:
     return [
         (
             entry.layers,
-            [(one.site, one.mib, one.stays) for one in entry.sites],
+            [(one.site, one.mib, one.is_ineligible) for one in entry.sites],
             max((mib for _, mib in entry.temporaries), default=0.0),
             entry.forward_peak_mib,
         )
         for entry in profile.layers
-    ], profile.outside.kept_gib, profile.outside.peak_gib, [(one.site, one.mib) for one in profile.outside.sites]
+    ], profile.non_layer.kept_gib, profile.non_layer.peak_gib, [(one.site, one.mib) for one in profile.non_layer.sites]
 
 
 def recipes(entry: LayerClass) -> dict[str, tuple[str, ...]]:
@@ -70,7 +70,7 @@ def test_the_profile_does_not_depend_on_the_policy(
         shapes.append([shape(profile) for profile in profiles])
         for profile in profiles:
             first, *_ = profile.chunks[0]
-            assert profile.of_layer(first).sites[0].stays  # the schedule or the model holds it
+            assert profile.of_layer(first).sites[0].is_ineligible  # the schedule or the model holds it
             known = {len(recipes(entry)) for entry in profile.layers}
             assert known == {num_recipes if policy == "safe" else 0}
     assert shapes[1] == shapes[0]
@@ -106,15 +106,15 @@ def test_what_is_saved_outside_the_layers_has_a_name(
         of_loss = [2 * TOKENS * VOCABULARY, 4 * TOKENS, 4 * TOKENS, 8 * TOKENS, TOKENS]
     loss = {"output_layer/0": hidden, **{f"loss/{i}": size for i, size in enumerate(of_loss)}}
     for rank in range(ranks):
-        outside = load_profile(run.directory / f"profile-{rank}.json").outside
+        non_layer = load_profile(run.directory / f"profile-{rank}.json").non_layer
         is_first, is_last = rank == 0, rank == ranks - 1
         expected = {**((tokens | mask) if is_first else {}), **((norm | loss) if is_last else {})}
-        assert {one.site: one.mib * MIB for one in outside.sites} == expected
+        assert {one.site: one.mib * MIB for one in non_layer.sites} == expected
         batch_bytes = 8 * TOKENS if is_first else 0  # between steps the data loader may hold as much
-        assert 0 <= sum(expected.values()) - outside.kept_gib * GIB <= batch_bytes
-        held = {one.site for one in outside.sites if one.stays == "held"}
+        assert 0 <= sum(expected.values()) - non_layer.kept_gib * GIB <= batch_bytes
+        held = {one.site for one in non_layer.sites if one.ineligible == "held"}
         assert held == {*(["output_layer/0"] if is_last else [])}  # by the model's own frames, while it has the logits
-        idle = {one.site: one.idle_ms for one in outside.sites}
+        idle = {one.site: one.idle_ms for one in non_layer.sites}
         if is_first and is_last:
             assert idle["embedding.word_embeddings/0"] > 4 * idle["decoder.final_layernorm/0"] > 4 * idle["loss/0"]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from proof.rows import GIB
-from proof.sweep import rows as sweep_rows
-from proof.sweep.forecast import MARGIN, Tiers
-from proof.sweep.found import found_in
-from proof.sweep.sweep import find_sweep, load_sweep
+from benchmarks.rows import GIB, read_rows
+from benchmarks.sweeps import rows as sweep_rows
+from benchmarks.sweeps.forecast import MARGIN, Tiers
+from benchmarks.sweeps.sweep import find_sweep, load_sweep
+from benchmarks.sweeps.table import largest_by_method
 from tests.integration.harness import ROOT
 
 COMMAND = [sys.executable, str(ROOT / "tools" / "sweep.py")]
@@ -42,13 +42,13 @@ def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
     first.send_signal(signal.SIGTERM)
     said, _ = first.communicate(timeout=PATIENCE_S)
     assert first.returncode == 130, said
-    kept = sweep_rows.read(output)
+    kept = read_rows(output, sweep_rows.check)
 
     done = subprocess.run([*command, "--resume"], env=env, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = sweep_rows.read(output)
+    rows = read_rows(output, sweep_rows.check)
     assert [row for row in rows if row in kept] == kept
-    host, none = found_in(rows)
+    host, none = largest_by_method(rows)
     assert none.best is not None
     assert none.best["value"] == 4
     assert none.stopped_by == "nothing larger was tried"
@@ -56,7 +56,7 @@ def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
     assert host.best["value"] == 2
     assert host.stop is not None
     assert (host.stop["value"], host.stop["outcome"]) == (4, "oom_host")
-    assert "Raise --swap-host-gib, let less rest" in host.stop["output_tail"]
+    assert "Raise --swap-host-gib, offload less (a lower --swap-optimizer)" in host.stop["output_tail"]
     for row in (none.best, host.best):
         assert len(row["losses"]) == 20
         assert row["loss_last"] < row["loss_first"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.swap.types import GIB
+from megatron.swap.common.types import GIB
 from tests.integration.harness import (
     SWAP_SMALL,
     Trainer,

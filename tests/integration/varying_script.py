@@ -9,7 +9,7 @@ import pretrain_gpt_swap as program
 
 
 def add_args(parser: Any) -> Any:
-    from megatron.swap.arguments import add_swap_args
+    from megatron.swap.megatron_lm.arguments import add_swap_args
 
     parser.add_argument("--lengths", nargs="+", required=True)
     return add_swap_args(parser)

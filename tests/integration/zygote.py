@@ -25,7 +25,7 @@ PRELOADED = (
     "megatron.training.models.gpt",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.datasets.blended_megatron_dataset_builder",
-    "megatron.swap.session",
+    "megatron.swap.session.session",
 )
 
 

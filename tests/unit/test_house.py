@@ -13,45 +13,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from megatron import swap
 
 ROOT = Path(__file__).resolve().parents[2]
 SWAP = ROOT / "megatron" / "swap"
 
-# Top to bottom; a module imports its own row and the rows below. docs/architecture.md says what each is for.
-LAYERS: list[set[str]] = [
-    {"session", "prepare", "modules", "inference", "tensors"},
-    {"auto"},
-    {"layer", "optimizer", "arguments", "attention", "producers", "host_share"},  # the Megatron edge
-    {"summary", "profiler", "plan_run", "ledger"},
-    {"autograd"},
-    {"observer"},
-    {"calibration"},
-    {"planner"},
-    {"ranks"},
-    {"stages"},
-    {"switch"},
-    {"policy", "site_log"},
-    {"recipes", "made"},
-    {"manager", "step_overlap", "storage_mover"},
-    {"state_swap"},
-    {"order", "state_mover", "guard", "lending", "reads"},
-    {"group"},
-    {"handle", "transfers", "operations", "packed_weights"},
-    {"tiers", "staging", "resting"},
-    {"host_pool", "host_arena", "disk_file"},
-    {"host_memory"},
-    {"recorder", "step_clock"},
-    {"outside"},
-    {"devices"},
-    {"native"},
-    {"checksum"},
-    {"trace"},
-    {"cross_entropy"},
-    {"plan", "config", "types", "sites", "records", "recording", "footprint", "accumulators", "lives", "loss_kernels",
-     "stash"},
-]
-MEGATRON_EDGE = LAYERS[2]
-PATCHES_ALLOWED = {"session", "prepare"} | MEGATRON_EDGE
+# Top to bottom; a module imports its own room and the rooms below. Each room's `__init__` says what it is for.
+ROOMS = (
+    "cli", "session", "megatron_lm", "nn", "autotune", "reporting", "optimizer", "engine", "profiling", "planner",
+    "memory", "devices", "native", "common", "patches",
+)  # fmt: skip
+# Public paths: one import each, for scripts of users. Nothing in a room imports them.
+PUBLIC_PATHS = {"arguments", "attention", "prepare", "tensors", "types"}
+# Rooms that may import less than all that is below them.
+ONLY: dict[str, set[str]] = {
+    "cli": {"planner", "common"},
+    "planner": {"common"},
+    "optimizer": {"memory", "devices", "native", "common"},
+    "patches": set(),
+    "common": set(),
+}
+MEGATRON_EDGE = {"megatron_lm"}
+PATCHES_ALLOWED = {"session", "megatron_lm"}
 
 MAX_LINES = 500
 SOURCE_SUFFIXES = {".py", ".sh", ".cpp", ".h"}
@@ -61,7 +44,7 @@ NOT_OURS = {".git", ".venv", ".data", ".whl", "__pycache__", "build", "runs", "c
 IMPORT_GRAPH = """
 import importlib.util, json, sys, grimp
 spec = importlib.util.find_spec("megatron.swap")
-graph = grimp.build_graph("megatron.swap", exclude_type_checking_imports=True, cache_dir=None)
+graph = grimp.build_graph("megatron.swap", cache_dir=None)
 edges = [
     (importer, graph.get_import_details(importer=importer, imported=imported)[0]["line_number"], imported)
     for importer in sorted(graph.modules)
@@ -73,7 +56,7 @@ print(json.dumps({"origin": spec.origin or list(spec.submodule_search_locations)
 
 
 def import_graph(root: Path) -> tuple[list[str], list[tuple[str, int, str]]]:
-    """Return the modules of `megatron.swap` under `root`, and who imports whom on which line (annotations aside)."""
+    """Return the modules of `megatron.swap` under `root`, and who imports whom on which line."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_GRAPH],
         cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True,
@@ -84,26 +67,54 @@ def import_graph(root: Path) -> tuple[list[str], list[tuple[str, int, str]]]:
     return found["modules"], [(importer, line, imported) for importer, line, imported in found["edges"]]
 
 
-def component(module: str) -> str:
-    """`megatron.swap.tiers.host` -> `tiers`; the package itself -> ''."""
+def room_of(module: str) -> str:
+    """`megatron.swap.memory.tiers.host` -> `memory`; the package itself -> ''."""
     return (module.split(".") + [""] * 3)[2]
 
 
-def layer_violations(root: Path) -> list[str]:
-    """Say which imports point upwards, which modules have no layer, and which two components import each other."""
-    row = {name: number for number, names in enumerate(LAYERS) for name in names}
+def import_violations(root: Path) -> list[str]:
+    """Say which imports point upwards or where a room may not look, what stands in no room, and what is a cycle."""
+    rank = {room: number for number, room in enumerate(ROOMS)}
     modules, edges = import_graph(root)
-    problems = [f"{name} has no row in LAYERS" for name in sorted({component(m) for m in modules} - set(row) - {""})]
+    rooms = {room_of(module) for module in modules} - {""}
+    problems = [f"{room} is neither a room nor a public path" for room in sorted(rooms - set(ROOMS) - PUBLIC_PATHS)]
     for importer, line, imported in edges:
-        above, below = component(importer), component(imported)
-        # The package's own __init__ re-exports; nothing below may lean on it.
-        if below == "" and above != "":
-            problems.append(f"{importer}:{line} imports the package itself: name the module")
-        elif above in row and below in row and row[below] < row[above]:
+        above, below = room_of(importer), room_of(imported)
+        if above in PUBLIC_PATHS | {""}:
+            continue
+        if below in PUBLIC_PATHS | {""}:
+            problems.append(f"{importer}:{line} imports a public path: name the room's module instead of {imported}")
+        elif above in rank and below in rank and rank[below] < rank[above]:
             problems.append(f"{importer}:{line} imports upwards: {imported}")
-    pairs = {(component(a), component(b)) for a, _, b in edges if component(a) != component(b)}
-    problems += [f"{a} and {b} import each other" for a, b in sorted(pairs) if a < b and (b, a) in pairs]
+        elif above != below and above in ONLY and below not in ONLY[above]:
+            problems.append(f"{importer}:{line} imports {imported}: {above} may import {sorted(ONLY[above])} alone")
+        elif below == "patches" and above not in PATCHES_ALLOWED | {"patches"}:
+            problems.append(f"{importer}:{line} imports {imported}: patches are for {sorted(PATCHES_ALLOWED)}")
+    problems += [f"a cycle of imports: {', '.join(cycle)}" for cycle in cycles(edges)]
     return problems
+
+
+def cycles(edges: list[tuple[str, int, str]]) -> list[list[str]]:
+    """Sets of modules each of which reaches all the others by imports."""
+    below: dict[str, set[str]] = {}
+    for importer, _, imported in edges:
+        below.setdefault(importer, set()).add(imported)
+
+    def reached(module: str) -> set[str]:
+        found: set[str] = set()
+        waiting = [module]
+        while waiting:
+            waiting += (new := below.get(waiting.pop(), set()) - found)
+            found |= new
+        return found
+
+    everything = {module: reached(module) for module in below}
+    found = {
+        tuple(sorted(other for other in everything[module] if module in everything.get(other, set())))
+        for module in below
+        if module in everything[module]
+    }
+    return [list(cycle) for cycle in sorted(found)]
 
 
 def imported_names(source: str) -> Iterator[tuple[int, str]]:
@@ -118,16 +129,14 @@ def imported_names(source: str) -> Iterator[tuple[int, str]]:
 
 
 def edge_violations(root: Path) -> list[str]:
-    """Say who imports Megatron, or our patches of it, without being the edge."""
+    """Say who imports Megatron without being the edge."""
     problems = []
     for path in sorted((root / "megatron" / "swap").rglob("*.py")):
-        name = path.relative_to(root / "megatron" / "swap").with_suffix("").parts[0]
+        room = path.relative_to(root / "megatron" / "swap").with_suffix("").parts[0]
         for line, imported in imported_names(path.read_text()):
             words = imported.split(".")
             upstream = words[:2] in (["megatron", "core"], ["megatron", "training"])
-            if upstream and name not in MEGATRON_EDGE:
-                problems.append(f"{path.relative_to(root)}:{line} imports {imported}")
-            if words[0] == "patches" and name not in PATCHES_ALLOWED:
+            if upstream and room not in MEGATRON_EDGE | {"patches"}:
                 problems.append(f"{path.relative_to(root)}:{line} imports {imported}")
     return problems
 
@@ -147,8 +156,6 @@ def our_files(root: Path = ROOT) -> list[Path]:
 def copy(tmp_path: Path) -> Path:
     """A copy of the tree to plant violations in."""
     shutil.copytree(SWAP, tmp_path / "megatron" / "swap", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("session.py", "types.py", "policy.py"):
-        (tmp_path / "megatron" / "swap" / name).touch()
     return tmp_path
 
 
@@ -157,26 +164,63 @@ def append(path: Path, line: str) -> None:
 
 
 def test_imports_point_downwards() -> None:
-    assert layer_violations(ROOT) == []
+    assert import_violations(ROOT) == []
 
 
 @pytest.mark.parametrize(
     ("file", "line", "said"),
     [
-        ("types.py", "from megatron.swap.session import SwapSession", "megatron.swap.types:"),
-        ("types.py", "def late():\n    import megatron.swap.session", "megatron.swap.types:"),
-        ("policy.py", "from .session import SwapSession", "megatron.swap.policy:"),
-        ("policy.py", "from megatron.swap import session", "megatron.swap.policy:"),
-        ("stray.py", "x = 1", "stray has no row in LAYERS"),
+        ("common/types.py", "from megatron.swap.session.session import SwapSession", "imports upwards"),
+        ("common/types.py", "def late():\n    import megatron.swap.session.session", "imports upwards"),
+        ("engine/policy.py", "from ..session.session import SwapSession", "imports upwards"),
+        ("engine/policy.py", "from megatron.swap import session", "megatron.swap.engine.policy:"),
+        ("engine/policy.py", "if TYPE_CHECKING:\n    import megatron.swap.autotune.switch", "imports upwards"),
+        ("engine/policy.py", "from megatron.swap.patches import registry", "patches are for"),
+        ("engine/policy.py", "from megatron.swap.types import UsageError", "imports a public path"),
+        ("planner/solve.py", "import megatron.swap.memory.disk_file", "planner may import ['common'] alone"),
+        ("common/types.py", "from megatron.swap.common import records", "a cycle of imports"),
+        ("stray.py", "x = 1", "stray is neither a room nor a public path"),
     ],
 )
-def test_a_planted_upward_import_is_caught(copy: Path, file: str, line: str, said: str) -> None:
-    before = layer_violations(copy)
+def test_a_planted_violation_is_caught(copy: Path, file: str, line: str, said: str) -> None:
+    before = import_violations(copy)
     path = copy / "megatron" / "swap" / file
     path.touch()
     append(path, line)
-    new = [problem for problem in layer_violations(copy) if problem not in before]
+    new = [problem for problem in import_violations(copy) if problem not in before]
     assert any(said in problem for problem in new), new
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room != "patches"])
+def test_every_room_says_what_it_is_for(room: str) -> None:
+    said = ast.get_docstring(ast.parse((SWAP / room / "__init__.py").read_text()))
+    assert said is not None
+    assert 2 <= len(said.splitlines()) <= 12
+    words = " ".join(said.split())
+    assert "Owns " in words
+    assert re.search(r"\b[Mm]ay import|Imports no other room", words)
+
+
+def test_a_public_path_only_imports() -> None:
+    """What a user's script imports stays; what it does lies in a room."""
+    there = {path.stem for path in SWAP.glob("*.py")}
+    assert there == PUBLIC_PATHS | {"__init__"}
+    for name in PUBLIC_PATHS:
+        body = ast.parse((SWAP / f"{name}.py").read_text()).body
+        assert {type(node) for node in body} <= {ast.Expr, ast.ImportFrom, ast.Assign}, name
+
+
+def test_no_room_or_public_path_hides_a_public_name() -> None:
+    """Importing ``megatron.swap.activations``, a package, would hide the function of that name."""
+    assert not (set(ROOMS) | PUBLIC_PATHS) & set(swap.__all__)
+
+
+def test_the_planner_loads_no_torch() -> None:
+    names = [f"megatron.swap.planner.{path.stem}" for path in (SWAP / "planner").glob("*.py")]
+    assert len(names) > 10
+    program = f"import sys, {', '.join(names)}; assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_only_the_edge_knows_megatron() -> None:
@@ -191,12 +235,11 @@ def test_only_the_edge_knows_megatron() -> None:
         "from megatron import training",
         "def late():\n    from megatron.training import get_args",
         "import importlib\nimportlib.import_module('megatron.core.parallel_state')",
-        "from patches import registry",
     ],
 )
 def test_a_planted_megatron_import_is_caught(copy: Path, line: str) -> None:
     before = edge_violations(copy)
-    append(copy / "megatron" / "swap" / "policy.py", line)
+    append(copy / "megatron" / "swap" / "engine" / "policy.py", line)
     assert len(edge_violations(copy)) == len(before) + 1
 
 

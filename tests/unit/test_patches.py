@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from patches import (
+from megatron.swap.patches import (
     checkpointed_forward,
     compile_helpers,
     fused_activations,
@@ -25,8 +25,8 @@ from patches import (
     train,
     training_log,
 )
-from patches.cpu import CPU_PATCHES
-from patches.registry import UNCHECKED_VARIABLE, Patch, PatchError, apply, source_hash, verify
+from megatron.swap.patches.cpu import CPU_PATCHES
+from megatron.swap.patches.registry import UNCHECKED_VARIABLE, Patch, PatchError, apply, source_hash, verify
 
 
 class Base:
@@ -220,9 +220,9 @@ def test_main_parameters_are_copied_once() -> None:
         made.append(parameter.detach().clone())
         return made[0].float(), torch.ones(2).clone()
 
-    born: list[torch.Tensor] = []
-    main, other = main_params._build(as_megatron_does, born.append)()
-    assert born == [main]
+    created: list[torch.Tensor] = []
+    main, other = main_params._build(as_megatron_does, created.append)()
+    assert created == [main]
     assert made[0].data_ptr() == parameter.data_ptr()
     assert main.data_ptr() != parameter.data_ptr()
     assert main.dtype is torch.float32

@@ -1,4 +1,4 @@
-"""A GPU through torch.cuda."""
+"""A GPU, through torch.cuda."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.swap.devices.base import Device
+from megatron.swap.common.types import GIB, MIB
+from megatron.swap.devices.base import Device, Event, Stream
 from megatron.swap.native.guarding import GuardCore, cuda_guard, stop_watching_allocator
-from megatron.swap.types import GIB, MIB
 
-IN_A_ROW_BYTES = 32 * MIB
-"""Most that is copied without a break, and the size of pieces.
+COPY_CHUNK_BYTES = 32 * MIB
+"""Most that one stream copies without a break, and the size of the chunks that tensors are split into.
 
-All copies in one direction stand in one line, whatever their streams: a counter that Megatron copies to the host
-(tokens of each expert, in every layer) waits for everything that is on its way out. Work that has to wait for another
-stream lets the line pass, so copies go by two streams in turns; no slower, on an H200. Where
-CUDA_DEVICE_MAX_CONNECTIONS is 1 this does not help: all streams are one line then.
+All copies in one direction queue up in one hardware queue, whatever their streams: a counter that Megatron copies to
+the host (tokens of each expert, in every layer) would wait for everything that is being offloaded. Work that waits for
+another stream lets others pass, so copies alternate between two streams; on an H200 that is no slower. Where
+CUDA_DEVICE_MAX_CONNECTIONS is 1 it does not help: all streams share one queue then.
 """
-
 
 FREE_ALONE_BYTES = 256 * MIB
 FREE_AMONG_RANKS_BYTES = 4 * GIB
-"""What ``leave_free`` leaves for libraries: NCCL's buffers, made when ranks first talk, and kernels.
-Of 2 GiB that a guard left in a pipeline of two H200, 16 MiB were free in the end. On a small device less is left, a
-16th of it."""
+"""What ``leave_free`` leaves for kernels, and among ranks for NCCL's buffers, made when ranks first communicate.
+
+Of 2 GiB that were left in a pipeline of two H200, 16 MiB were free in the end. On a small device at most a 16th of it
+is left."""
 
 
 def expands_segments() -> bool:
-    """Whether PyTorch's allocator was told to grow segments that it has (by its variable, older or newer spelling)."""
-    told = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    return "expandable_segments:true" in told.lower().replace(" ", "")
+    """Whether PyTorch's allocator is configured to grow its segments, by either spelling of its variable."""
+    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 def most_fraction(reserved_bytes: int, free_bytes: int, total_bytes: int, others_bytes: int) -> float:
-    """Of the device's memory, what PyTorch may hold in all so that ``others_bytes`` of what is free stay free, a 16th
-    of the device at most. Never less than what it holds already."""
+    """Return the fraction of the device's memory that PyTorch may reserve while ``others_bytes`` stay free.
+
+    At most a 16th of the device stays free. The fraction is never below what PyTorch has reserved already.
+    """
     left_bytes = min(others_bytes, total_bytes // 16)
     return (reserved_bytes + max(0, free_bytes - left_bytes)) / total_bytes
 
@@ -69,10 +71,11 @@ class _Mark:
 
 @dataclass
 class _Turns:
-    """The stream that takes turns with another, and what was copied since the last turn."""
+    """The two streams that take turns for one copy stream, and what the current one has copied in its turn."""
 
+    own: torch.cuda.Stream
     other: torch.cuda.Stream
-    in_a_row_bytes: int = 0
+    turn_bytes: int = 0
 
 
 class CudaDevice(Device):
@@ -81,10 +84,10 @@ class CudaDevice(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.torch_device)
-        self._turns: dict[torch.cuda.Stream, _Turns] = {}
+        self._turns: dict[Stream, _Turns] = {}
         self._peak_bytes = self._peak_reserved_bytes = 0
         self._num_retries = 0
-        self._of_guard: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._guard_objects: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._fractions: tuple[float, float] | None = None
 
     def current_stream(self) -> torch.cuda.Stream:
@@ -92,60 +95,49 @@ class CudaDevice(Device):
 
     def copy_stream(self, name: str) -> torch.cuda.Stream:
         stream = torch.cuda.Stream(self.torch_device)
-        self._turns[stream] = _Turns(torch.cuda.Stream(self.torch_device))
+        self._turns[stream] = _Turns(stream, torch.cuda.Stream(self.torch_device))
         return stream
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event
-
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        stream.wait_event(event)
-
-    def timed_wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> _Stall | _NoStall:
+    def timed_wait(self, stream: Stream, event: Event) -> _Stall | _NoStall:
         if event.query():
-            # Still placed: it costs nothing on the device, and the order then never hangs on what the host saw.
+            # Still placed: it costs nothing on the device, and so the order never depends on what the host saw.
             stream.wait_event(event)
             return _NoStall()
         stall = _Stall()
-        stall.before.record(stream)
+        stream.record_event(stall.before)
         stream.wait_event(event)
-        stall.after.record(stream)
+        stream.record_event(stall.after)
         return stall
 
-    def has_passed(self, event: torch.cuda.Event) -> bool:
-        return event.query()
-
-    def copy(
-        self, stream: torch.cuda.Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> int:
-        turns, on, num_pieces = self._turns[stream], stream, 0
+    def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+        turns, num_copies = self._turns[stream], 0
+        current = turns.own
         for target, source in zip(targets, sources, strict=True):
-            pieces = zip(target.split(IN_A_ROW_BYTES), source.split(IN_A_ROW_BYTES), strict=True)
-            for target_piece, source_piece in pieces:
-                num_bytes = target_piece.numel()
-                if turns.in_a_row_bytes + num_bytes > IN_A_ROW_BYTES:
-                    after, on = on, turns.other if on is stream else stream
-                    on.wait_stream(after)
-                    turns.in_a_row_bytes = 0
-                with torch.cuda.stream(on):
-                    target_piece.copy_(source_piece, non_blocking=True)
-                turns.in_a_row_bytes += num_bytes
-                num_pieces += 1
-        if on is not stream:  # for whoever waits for it
-            stream.wait_stream(on)
-            turns.in_a_row_bytes = 0
-        return num_pieces
+            chunks = zip(target.split(COPY_CHUNK_BYTES), source.split(COPY_CHUNK_BYTES), strict=True)
+            for target_chunk, source_chunk in chunks:
+                num_bytes = target_chunk.numel()
+                if turns.turn_bytes + num_bytes > COPY_CHUNK_BYTES:
+                    previous, current = current, turns.other if current is turns.own else turns.own
+                    current.wait_stream(previous)
+                    turns.turn_bytes = 0
+                with torch.cuda.stream(current):
+                    target_chunk.copy_(source_chunk, non_blocking=True)
+                turns.turn_bytes += num_bytes
+                num_copies += 1
+        if current is not turns.own:  # callers record their events on that one
+            turns.own.wait_stream(current)
+            turns.turn_bytes = 0
+        return num_copies
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def discard(self, storage: torch.UntypedStorage) -> None:
-        # Nothing to do: the caching allocator gives the block to later work of the same stream, which is ordered.
+        # Nothing to do: the caching allocator hands the block to later work of the same stream, which is ordered.
         pass
 
-    def used_on(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream) -> None:
+    def used_on(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        assert isinstance(stream, torch.cuda.Stream)
         # Only for the rare tensor that a side stream consumes (Megatron's shared-expert overlap): the block goes back
         # to the stream that allocated it, and nothing else orders that stream behind this one.
         torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(storage).record_stream(stream)
@@ -175,7 +167,7 @@ class CudaDevice(Device):
         self._num_retries = torch.cuda.memory_stats_as_nested_dict(self.torch_device)["num_alloc_retries"]
         return self._num_retries - before
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         torch.cuda.empty_cache()
 
     def _statistics(self, what: str) -> dict[str, int]:
@@ -184,9 +176,9 @@ class CudaDevice(Device):
 
     def make_guard(self) -> GuardCore:
         stream, done = torch.cuda.Stream(self.torch_device), torch.cuda.Event()
-        done.record(stream)  # it has an address only then
+        done.record(stream)  # an event has no address before
         self.guard = cuda_guard(self.torch_device.index, stream.cuda_stream, done.cuda_event)
-        self._of_guard = stream, done
+        self._guard_objects = stream, done
         return self.guard
 
     def leave_free(self, is_wanted: bool) -> None:
@@ -200,11 +192,12 @@ class CudaDevice(Device):
             self._fractions = now, torch.cuda.get_per_process_memory_fraction(self.torch_device)
         elif not is_wanted and self._fractions is not None:
             before, ours = self._fractions
-            if now == ours:  # else someone has set another one since
+            if now == ours:  # else the user has set another one since
                 torch.cuda.set_per_process_memory_fraction(before, self.torch_device)
             self._fractions = None
 
-    def native_event(self, event: torch.cuda.Event) -> int:
+    def native_event(self, event: Event) -> int:
+        assert isinstance(event, torch.cuda.Event)
         return event.cuda_event
 
     def mark(self) -> _Mark:
@@ -214,10 +207,10 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
-        for stream in self._turns:  # the other of each pair was waited for
-            stream.synchronize()
+        for turns in self._turns.values():  # which has waited for the other of its pair
+            turns.own.synchronize()
         self._turns.clear()
-        if self._of_guard is not None:
+        if self._guard_objects is not None:
             stop_watching_allocator()
             self.leave_free(False)
-            self._of_guard = None
+            self._guard_objects = None

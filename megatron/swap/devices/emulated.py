@@ -1,8 +1,8 @@
 """A machine without a GPU: RAM plays the device, threads play the copy engines.
 
-It exists to find ordering faults. Copies really run later, on another thread, after a random delay if asked for;
-memory that was released is overwritten with NaN at once, and memory for a swap-in starts as NaN. A wait that is
-missing anywhere therefore changes the loss, in CI, instead of once in a while on somebody's GPU.
+It exists to find ordering faults. Copies really run later, on another thread, after a random delay if asked for.
+Released memory is overwritten with NaN at once, and memory for a reload starts as NaN. So a missing wait changes the
+loss in CI, instead of once in a while on somebody's GPU.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron.swap.devices.base import Device
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.types import GIB, SwapError
+from megatron.swap.devices.base import Device, Event, Stream
 from megatron.swap.native.guarding import Flag, GuardCore, native, new_guard
-from megatron.swap.trace import Ranges
-from megatron.swap.types import GIB, SwapError
 
 POISON = 0xFF
 """Every float made of these bytes is NaN, in any precision."""
@@ -29,11 +29,11 @@ POISON = 0xFF
 _memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
-"""Holds the interpreter's lock: nobody frees memory between the look whether it exists and the copy."""
+"""Keeps the GIL, so that nobody frees memory between the check that it exists and the copy."""
 
 
 class _Place:
-    """The bytes of a tensor, without a hold on them."""
+    """The bytes of a tensor, by address and a weak reference."""
 
     def __init__(self, data: torch.Tensor) -> None:
         storage = data.untyped_storage()
@@ -63,14 +63,14 @@ class EmulatedEvent:
 
     @property
     def flag(self) -> Flag:
-        """For native code, which cannot wait for what is Python's; it says nothing of a failure."""
+        """The same event for native code, which cannot wait for Python's. It does not carry a failure."""
         if self._flag is None:
             self._flag = native().Flag()
-        if self._passed.is_set():  # before the flag was there, perhaps
+        if self._passed.is_set():  # perhaps before the flag was made
             self._flag.raise_()
         return self._flag
 
-    def has_passed(self) -> bool:
+    def query(self) -> bool:
         return self._passed.is_set()
 
     def synchronize(self) -> None:
@@ -80,7 +80,7 @@ class EmulatedEvent:
 
 
 class ComputeStream:
-    """The calling thread: its work is done when the call returns, so its events have passed when recorded."""
+    """The calling thread: work is done when a call returns, so an event has passed when it is recorded."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ComputeStream)
@@ -88,9 +88,17 @@ class ComputeStream:
     def __hash__(self) -> int:
         return hash(ComputeStream)
 
+    def record_event(self, event: EmulatedEvent | None = None) -> EmulatedEvent:
+        event = event or EmulatedEvent()
+        event.trigger()
+        return event
+
+    def wait_event(self, event: EmulatedEvent) -> None:
+        event.synchronize()
+
 
 class CopyStream:
-    """A thread that runs what was enqueued, in order, each after a random delay."""
+    """A thread that runs what was enqueued, in order; each copy waits for a random delay first."""
 
     def __init__(self, name: str, longest_delay_s: float, seed: int) -> None:
         self.direction = {"out": "DtoH", "in": "HtoD"}.get(name, name)
@@ -103,6 +111,14 @@ class CopyStream:
 
     def enqueue(self, work: Callable[[], None]) -> None:
         self._work.put(work)
+
+    def record_event(self, event: EmulatedEvent | None = None) -> EmulatedEvent:
+        recorded = event or EmulatedEvent()
+        self.enqueue(lambda: recorded.trigger(self.failure))
+        return recorded
+
+    def wait_event(self, event: EmulatedEvent) -> None:
+        self.enqueue(event.synchronize)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -129,7 +145,7 @@ class _Elapsed:
 
 
 class ClockMark:
-    """The compute stream is the calling thread: its moments are those of the clock."""
+    """A moment of the compute stream, which is the calling thread: read from the clock."""
 
     def __init__(self) -> None:
         self._seconds = time.perf_counter()
@@ -139,11 +155,16 @@ class ClockMark:
 
 
 class EmulatedDevice(Device):
-    """RAM as a device. ``longest_delay_s`` bounds the random delay before every copy.
+    """RAM as a device.
 
-    ``memory_gib``: most that tensors which are made from now on until ``close`` may take.
+    Args:
+        longest_delay_s: bound of the random delay before every copy.
+        seed: of these delays.
+        ranges: gets the launch of each copy and the copy itself, under one number, since a profiler sees neither.
+        memory_gib: most that tensors made between now and ``close`` may take; ``None``: no limit.
 
-    A profiler knows nothing of these copies, so each tells ``ranges`` of its launch and of itself, under one number.
+    Raises:
+        UsageError: ``memory_gib`` is given, and the native part cannot be built here.
     """
 
     def __init__(
@@ -156,7 +177,7 @@ class EmulatedDevice(Device):
         self._num_copies = 0
         self.torch_device = torch.device("cpu")
         self.name = "cpu"
-        self.keeps_time = False  # other programs share this machine
+        self.keeps_time = False  # other programs run on this CPU
         self._longest_delay_s = longest_delay_s
         self._seed = seed
         self._streams: list[CopyStream] = []
@@ -169,43 +190,26 @@ class EmulatedDevice(Device):
         self._streams.append(stream)
         return stream
 
-    def record(self, stream: ComputeStream | CopyStream) -> EmulatedEvent:
-        event = EmulatedEvent()
-        if isinstance(stream, CopyStream):
-            stream.enqueue(lambda: event.trigger(stream.failure))
-        else:
-            event.trigger()
-        return event
-
-    def wait(self, stream: ComputeStream | CopyStream, event: EmulatedEvent) -> None:
-        if isinstance(stream, CopyStream):
-            stream.enqueue(event.synchronize)
-        else:
-            event.synchronize()
-
-    def timed_wait(self, stream: ComputeStream | CopyStream, event: EmulatedEvent) -> _Elapsed:
+    def timed_wait(self, stream: Stream, event: Event) -> _Elapsed:
         start = time.perf_counter()
         self.wait(stream, event)
         return _Elapsed(time.perf_counter() - start)
 
-    def has_passed(self, event: EmulatedEvent) -> bool:
-        return event.has_passed()
-
-    def copy(
-        self, stream: CopyStream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
-    ) -> int:
+    def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+        assert isinstance(stream, CopyStream)
         # Weak references and bare addresses, as a copy engine has them: nothing here keeps memory alive that the
-        # manager let go of. What is gone, or was emptied by its owner (``resize_(0)``), is left out: a GPU would copy
-        # whatever is there by then.
+        # manager has released. A tensor that is gone, or that its owner has emptied (``resize_(0)``), is left out,
+        # where a GPU would copy whatever is there by then.
         moves = [
-            (self._launched(), _Place(target), _Place(source)) for target, source in zip(targets, sources, strict=True)
+            (self._launched(), _Place(target), _Place(source)) for target, source in zip(targets, sources,
+            strict=True)
         ]
 
         def run() -> None:
             stream.delay()
             for number, target, source in moves:
                 with self._ranges.mark(f"emulated copy {number} {stream.direction} {target.num_bytes}"):
-                    if target.exists() and source.exists():  # nothing may come between the look and the copy
+                    if target.exists() and source.exists():  # nothing may come between check and copy
                         _memmove(target.address, source.address, target.num_bytes)
 
         stream.enqueue(run)
@@ -222,7 +226,7 @@ class EmulatedDevice(Device):
     def discard(self, storage: torch.UntypedStorage) -> None:
         torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
 
-    def used_on(self, storage: torch.UntypedStorage, stream: ComputeStream) -> None:
+    def used_on(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         pass
 
     def peak_bytes(self) -> int | None:
@@ -240,14 +244,15 @@ class EmulatedDevice(Device):
     def peak_reserved_bytes(self) -> None:
         return None
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         pass
 
     def make_guard(self) -> GuardCore:
         self.guard = new_guard()
         return self.guard
 
-    def native_event(self, event: EmulatedEvent) -> int:
+    def native_event(self, event: Event) -> int:
+        assert isinstance(event, EmulatedEvent)
         return event.flag.address
 
     def mark(self) -> ClockMark:
@@ -255,7 +260,7 @@ class EmulatedDevice(Device):
 
     def synchronize(self) -> None:
         for stream in self._streams:
-            self.record(stream).synchronize()
+            stream.record_event().synchronize()
 
     def close(self) -> None:
         for stream in self._streams:

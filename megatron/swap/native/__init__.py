@@ -1,1 +1,4 @@
-"""Transfers by a thread that needs no interpreter: C++, built on first use, and a twin in Python where it cannot be."""
+"""C++ parts, built on first use: the transfer queue, storages that refuse access, the out-of-memory guard.
+
+Owns the sources, their build, and a Python fallback for the transfer queue. May import `common`.
+"""

@@ -1,4 +1,4 @@
-"""Storages that refuse to be looked at: an error for whoever reads memory that is not there, instead of a crash."""
+"""Storages that refuse access: reading memory that is not there raises an error instead of crashing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.swap.native.build import load
 
 
 class StorageAccess:
-    """Without the native part ``refuse`` does nothing: whoever reads an empty storage then finds a null pointer.
+    """Refuses and allows access to storages. Without the native part a read of an empty storage meets a null pointer.
 
     Args:
         native: use the native part, where there is one.
@@ -24,49 +24,51 @@ class StorageAccess:
 
     @property
     def refuses(self) -> bool:
-        """Whether it can."""
+        """Whether there is a native part, so that ``refuse`` has an effect."""
         return self._native is not None
 
     def refuse(self, storage: torch.UntypedStorage, message: str) -> None:
-        """From now on every access to the address of ``storage`` raises a RuntimeError with ``message``."""
+        """Let every access to the address of ``storage`` raise a RuntimeError with ``message`` from now on."""
         self._refused.add(storage._cdata)
         if self._native is not None:
             self._native.refuse(storage._cdata, message)
 
     def allow(self, storage: torch.UntypedStorage) -> None:
-        """No longer; ``resize_`` needs that."""
+        """End ``refuse``; needed before ``resize_``."""
         self._refused.discard(storage._cdata)
         if self._native is not None:
             self._native.allow(storage._cdata)
 
     def is_refused(self, storage: torch.UntypedStorage) -> bool:
-        """Whether anybody in this process has it refuse; also where ``refuse`` can do nothing."""
+        """Whether anybody in this process has called ``refuse`` on it, with or without the native part."""
         return storage._cdata in self._refused
 
     def forget(self, address: int) -> None:
-        """The storage whose ``StorageImpl`` was there is gone; another one may come."""
+        """Note that the storage whose ``StorageImpl`` was at ``address`` is gone; another one may come there."""
         self._refused.discard(address)
 
-    def on_use(self, key: int, bring_back: Callable[[int], bool]) -> Callable[[], None]:
-        """C++ operators that declare what they use (``operator.h``) have it brought back.
+    def on_use(self, key: int, reload: Callable[[int], bool]) -> Callable[[], None]:
+        """Let C++ operators that declare what they use (``operator.h``) have it reloaded first.
 
         Args:
-            key: of the caller.
-            bring_back: called with a storage's address; whether it was the caller's to bring back.
+            key: identifies the caller.
+            reload: called with the address of a ``StorageImpl``; returns whether the caller owns it, and has reloaded
+                it.
 
-        Returns: what ends it.
+        Returns:
+            A function that ends this.
         """
         if self._native is None:
             return lambda: None
-        self._native.add_bring_back(key, bring_back)
-        return functools.partial(self._native.remove_bring_back, key)
+        self._native.add_reload(key, reload)
+        return functools.partial(self._native.remove_reload, key)
 
     def in_use(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a C++ operator has declared it and not ended."""
+        """Whether a C++ operator has declared its use of ``storage`` and not ended."""
         return self._native is not None and self._native.in_use(storage._cdata)
 
 
 @functools.cache
 def storage_access() -> StorageAccess:
-    """The one of this process."""
+    """Return the ``StorageAccess`` of this process."""
     return StorageAccess()

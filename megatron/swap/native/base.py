@@ -1,8 +1,9 @@
 """The contract of transfer queues: jobs of steps between host memory, files and CUDA devices, done by one thread.
 
-Both implementations have a *core*, which does the work and knows states and tickets; what is checked and said is here,
-once. Addresses, streams, events and descriptors are plain integers, as ``data_ptr()``, ``Stream.cuda_stream``,
-``Event.cuda_event`` and ``fileno()`` give them: the caller keeps what they stand for alive until the job is done.
+Both implementations have a *core*, which does the work and knows states and tickets. Checks and error messages are
+here, once for both. Addresses, streams, events and descriptors are plain integers, as ``data_ptr()``,
+``Stream.cuda_stream``, ``Event.cuda_event`` and ``fileno()`` return them: the caller keeps what they stand for alive
+until the job is done.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Protocol
 
+from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.native.cuda_library import loaded_cuda_library
-from megatron.swap.types import SwapError, UsageError
 
 WAKE_S = 0.1
-"""How often a waiting thread comes back to the interpreter, which then handles Ctrl-C."""
+"""How often a waiting thread returns to the interpreter, which then handles Ctrl-C."""
 
 MAY_BE_ZERO = {"num_bytes", "stream", "after", "device", "file", "offset"}
 
@@ -65,8 +66,10 @@ class CudaCopy:
 
 @dataclass(frozen=True, slots=True)
 class FileRead:
-    """``num_bytes`` of the open ``file`` from byte ``offset`` on; fewer are an error. Of direct I/O the caller keeps
-    the rules: whole blocks."""
+    """Read ``num_bytes`` of the open ``file`` from byte ``offset`` on; fewer are an error.
+
+    The caller keeps the rules of direct I/O: whole blocks.
+    """
 
     file: int
     offset: int
@@ -79,7 +82,7 @@ class FileRead:
 
 @dataclass(frozen=True, slots=True)
 class FileWrite:
-    """The other way round."""
+    """Write ``num_bytes`` to the open ``file`` from byte ``offset`` on, as ``FileRead``."""
 
     file: int
     offset: int
@@ -94,9 +97,11 @@ Step = HostCopy | CudaCopy | FileRead | FileWrite
 Job = Sequence[Step]
 
 
-class State(IntEnum):
-    """How far a job is. The first four come in this order; the others are ends as well. ``transfer_queue.h`` has the
-    same numbers."""
+class JobState(IntEnum):
+    """How far a job is; ``transfer_queue.h`` has the same numbers.
+
+    The first four follow each other. ``DONE`` and the others are final.
+    """
 
     WAITING = 0
     RUNNING = 1
@@ -120,7 +125,7 @@ class Core(Protocol):
     def dequeue(self) -> int: ...
     def state(self, ticket: int) -> int: ...
     def wait(self, ticket: int, until: int, seconds: float) -> int:
-        """Until the job's state is ``until`` or beyond, or so much time has passed: the state."""
+        """Wait until the job's state is ``until`` or beyond, or so much time has passed; returns the state."""
 
     def wait_all(self, seconds: float) -> bool: ...
     def failure(self, ticket: int) -> tuple[int, str]:
@@ -150,10 +155,10 @@ class TransferQueue(ABC):
     A job that fails leaves out its other steps; later jobs go on. The error is raised at whoever waits for it:
     ``OSError`` with ``errno`` for files, ``SwapError`` (a ``RuntimeError``) for CUDA.
 
-    What is kept of a job that is over: nothing, unless it has failed; of one that was withdrawn: its number.
+    Of a job that is over the queue keeps nothing unless it has failed; of one that was withdrawn it keeps the number.
 
     Every method may be called from any thread. Waiting lets other threads run, and Ctrl-C interrupts it. When the queue
-    goes, or the interpreter ends, jobs under way are finished and the others dropped.
+    is finalized, or the interpreter ends, jobs under way are finished and the others dropped.
 
     Args:
         name: of the thread, for profilers, and in errors.
@@ -192,7 +197,7 @@ class TransferQueue(ABC):
 
     def erase(self, ticket: int) -> bool:
         """Withdraw a job. True: it had not begun and never will; False: it has begun, or is over."""
-        if self._core.state(ticket) == State.UNKNOWN:
+        if self._core.state(ticket) == JobState.UNKNOWN:
             raise self._unknown(ticket)
         return self._core.erase(ticket)
 
@@ -206,29 +211,29 @@ class TransferQueue(ABC):
         Raises:
             UsageError: the job was withdrawn, or is none of this queue's.
         """
-        return self._checked(ticket, self._core.state(ticket)) in (State.DONE, State.FAILED)
+        return self._checked(ticket, self._core.state(ticket)) in (JobState.DONE, JobState.FAILED)
 
     def wait_issued(self, ticket: int) -> None:
-        """Until all steps of the job are issued: those of host and files are complete, CUDA copies are on their streams
-        and ``done`` recorded, so that another stream can wait for it.
+        """Wait until all steps of the job are issued: those of host and files are complete, CUDA copies are on their
+        streams and ``done`` recorded, so that another stream can wait for it.
 
         Raises:
             UsageError: the job was withdrawn, is none of this queue's, or waits and nobody has started the queue.
             OSError, SwapError: the job failed.
         """
-        self._wait(ticket, State.ISSUED)
+        self._wait(ticket, JobState.ISSUED)
 
     def wait(self, ticket: int) -> None:
-        """Until the job is complete. Raises what ``wait_issued`` raises."""
-        self._wait(ticket, State.DONE)
+        """Wait until the job is complete. Raises what ``wait_issued`` raises."""
+        self._wait(ticket, JobState.DONE)
 
     def wait_all(self) -> None:
-        """Until nothing waits and nothing is under way, what others add meanwhile included.
+        """Wait until nothing waits and nothing is under way, including what others add meanwhile.
 
         Raises:
             UsageError: jobs wait, and nobody has started the queue.
-            OSError, SwapError: a job failed, and nobody has been told yet: the one with the lowest ticket. Others are
-                raised by further calls.
+            OSError, SwapError: a job has failed whose error was not raised yet; the lowest ticket first. Further calls
+                raise the others.
         """
         while not self._core.wait_all(0):
             if self._core.num_waiting() and not self._core.is_started():
@@ -270,23 +275,23 @@ class TransferQueue(ABC):
             raise UsageError(f"transfer queue {self.name}: it was stopped and takes no more jobs")
         return ticket
 
-    def _wait(self, ticket: int, until: State) -> None:
+    def _wait(self, ticket: int, until: JobState) -> None:
         seconds = 0.0
         while (state := self._checked(ticket, self._core.wait(ticket, until, seconds))) < until:
-            if state == State.WAITING and not self._core.is_started():
+            if state == JobState.WAITING and not self._core.is_started():
                 raise UsageError(
                     f"transfer queue {self.name}: job {ticket} waits for ever, since it was not started: call start()"
                 )
             seconds = WAKE_S
-        if state == State.FAILED:
+        if state == JobState.FAILED:
             raise self._failure(ticket)
 
-    def _checked(self, ticket: int, state: int) -> State:
-        if state == State.UNKNOWN:
+    def _checked(self, ticket: int, state: int) -> JobState:
+        if state == JobState.UNKNOWN:
             raise self._unknown(ticket)
-        if state == State.WITHDRAWN:
+        if state == JobState.WITHDRAWN:
             raise UsageError(f"transfer queue {self.name}: job {ticket} was withdrawn before it began")
-        return State(state)
+        return JobState(state)
 
     def _unknown(self, ticket: int) -> UsageError:
         return UsageError(f"transfer queue {self.name}: {ticket} is no ticket of this queue: enqueue() returns them")
@@ -298,7 +303,7 @@ class TransferQueue(ABC):
 
 
 def _check(step: Step) -> None:
-    """Here, where the step is made: in the worker a wrong address would end the process."""
+    """Check a step where it is made: in the worker a wrong address would end the process."""
     for field in fields(step):
         value = getattr(step, field.name)
         least = 0 if field.name in MAY_BE_ZERO else 1

@@ -116,7 +116,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
            Unlocked())
       .def("wait",
            [](const TransferQueue& queue, Ticket ticket, int until, double seconds) {
-             return static_cast<int>(queue.wait(ticket, static_cast<State>(until), seconds));
+             return static_cast<int>(queue.wait(ticket, static_cast<JobState>(until), seconds));
            },
            Unlocked())
       .def("wait_all", &TransferQueue::wait_all, Unlocked())
@@ -141,9 +141,9 @@ PYBIND11_MODULE(megatron_swap_native, module) {
   module.def("allow", [](std::uintptr_t address) { allow(storage(address)); }, py::arg("storage_impl"));
 
   set_bring_back(bring_back);
-  module.def("add_bring_back", [](py::int_ key, py::function function) { bring_back_functions()[key] = function; },
+  module.def("add_reload", [](py::int_ key, py::function function) { bring_back_functions()[key] = function; },
              py::arg("key"), py::arg("function"));
-  module.def("remove_bring_back", [](py::int_ key) { bring_back_functions().attr("pop")(key, py::none()); },
+  module.def("remove_reload", [](py::int_ key) { bring_back_functions().attr("pop")(key, py::none()); },
              py::arg("key"));
   py::class_<Flag>(module, "Flag")
       .def(py::init<>())
@@ -192,7 +192,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
            },
            py::arg("key"), py::arg("storage_impl"), py::arg("num_bytes"), py::arg("num_owners"), py::arg("next_use"),
            py::arg("is_copied"), py::arg("event"), py::arg("group"))
-      .def("claim",
+      .def("withdraw",
            [](Guard& guard, Key key) -> py::object {
              std::optional<Pieces> pieces;
              {
@@ -203,7 +203,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
              return to_tuples(*pieces);
            },
            py::arg("key"))
-      .def("give_back",
+      .def("release",
            [](Guard& guard, const py::iterable& tuples) {
              const Pieces pieces = to_pieces(tuples);
              py::gil_scoped_release unlocked;

@@ -38,14 +38,14 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What is built. Each is a library of its own, so that one which cannot be built keeps no other away.
+    """What to build. Each library is built by itself, so that one which cannot be built does not prevent the others.
 
     Attributes:
-        name: of its file, before the key.
-        sources: in this folder.
-        linked: libraries, of torch's folder or the system's.
-        include_folders: beside torch's and Python's.
-        exported: the symbols that others see, of a library that is loaded for all to see. Without, what headers say.
+        name: first part of the file's name, before the key.
+        sources: file names in this folder.
+        linked: names of libraries in torch's folder or the system's.
+        include_folders: folders of headers, beside torch's and Python's.
+        exported: for a library that is loaded globally, the symbols that it exports; empty: what the headers say.
     """
 
     name: str
@@ -71,30 +71,34 @@ class Native(Protocol):
     """What the C++ offers. A storage is given by ``tensor.untyped_storage()._cdata``; its owner keeps it alive.
 
     ``refuse`` makes every access to its bytes, read or write, raise a RuntimeError with that message, until ``allow``.
-    To take bytes away: ``resize_(0)``, then refuse; to bring them back: allow, ``resize_(n)``, then copy. A *new* view
-    of a storage that was emptied torch itself refuses, in its own words. There is no twin of these two in Python.
+    To take the bytes away: ``resize_(0)``, then refuse. To restore them: allow, ``resize_(n)``, then copy. A *new* view
+    of an emptied storage is refused by torch itself, in its own words. These two have no Python fallback.
     """
 
     def Core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core: ...
     def refuse(self, storage_impl: int, message: str) -> None: ...
     def allow(self, storage_impl: int) -> None: ...
-    def add_bring_back(self, key: int, function: Callable[[int], bool]) -> None:
-        """A C++ operator that is about to use a storage which refuses access (``operator.h``) calls ``function`` with
-        its address: True, it is back; False, it is somebody else's."""
+    def add_reload(self, key: int, function: Callable[[int], bool]) -> None:
+        """Let C++ operators (``operator.h``) call ``function`` before they use a storage that refuses access.
 
-    def remove_bring_back(self, key: int) -> None: ...
+        It gets the address of the storage, and returns whether it has reloaded it; False: it does not own it.
+        """
+
+    def remove_reload(self, key: int) -> None: ...
     def in_use(self, storage_impl: int) -> bool:
-        """Whether a C++ operator has declared it and not ended."""
+        """Whether a C++ operator has declared its use and not ended."""
 
 
 class BuildError(Exception):
-    """Why a library cannot be built; ``load`` says it and goes on without."""
+    """Why a library cannot be built; ``load`` logs it and goes on without."""
 
 
 @functools.cache
 def load() -> Native | None:
-    """The native part, built if need be; ``None`` where that is not possible, which is said once, or not wanted
-    (``MEGATRON_SWAP_NATIVE=0``)."""
+    """Return the native part, built if need be.
+
+    ``None`` where it cannot be built, which is logged once, or is not wanted (``MEGATRON_SWAP_NATIVE=0``).
+    """
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return None
     try:
@@ -109,22 +113,22 @@ def load() -> Native | None:
 
 
 def include_folder() -> Path:
-    """Where extensions of others find ``megatron_swap/operator.h``."""
+    """Return the folder in which extensions of others find ``megatron_swap/operator.h``."""
     return Path(__file__).parent / "include"
 
 
 def cache_folder() -> Path:
-    """Where what was built is kept: what torch keeps its own in, or the user's cache."""
+    """Return the folder of built libraries: the one of torch's own extensions, or the user's cache."""
     if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_swap"
 
 
 def build(folder: Path, library: Library = NATIVE) -> Path:
-    """The file of ``library`` in ``folder``, compiled unless it is there. Several processes may call it at once.
+    """Return the file of ``library`` in ``folder``; compile it if it is missing. Safe among processes.
 
     Raises:
-        BuildError: there is no compiler, or it failed: its last words.
+        BuildError: there is no compiler, or it failed, with its last words.
         OSError: nothing can be written there.
     """
     built = folder / f"{library.name}-{_key(library)}.so"
@@ -132,17 +136,17 @@ def build(folder: Path, library: Library = NATIVE) -> Path:
         return built
     folder.mkdir(parents=True, exist_ok=True)
     with built.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # goes with its process, however that ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with its process, however that ends
         if not built.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 made = Path(scratch) / built.name
                 _compile(library, made)
-                made.replace(built)  # whoever sees it, on another host perhaps, sees all of it
+                made.replace(built)  # others, perhaps on another host, see the whole file or none
     return built
 
 
 def _key(library: Library = NATIVE) -> str:
-    """Of everything that the result depends on, but the compiler: any will do."""
+    """A hash of all that the result depends on but the compiler, since any will do."""
     here = Path(__file__).parent
     parts = [torch.__version__, sys.version, platform.machine(), *FLAGS, *library.linked, *library.exported]
     parts += map(str, library.include_folders)
@@ -178,7 +182,7 @@ def _compile(library: Library, target: Path) -> None:
 
 
 def _imported(library: Path) -> Native:
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # Python alone would keep operator.h's table to itself
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # Python's own import would hide the table of operator.h
     spec = importlib.util.spec_from_file_location(MODULE, library)
     assert spec is not None
     assert spec.loader is not None

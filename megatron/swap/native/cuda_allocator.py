@@ -1,4 +1,4 @@
-"""Builds and loads ``cuda_allocator.cpp``, which needs CUDA's headers and knows torch's allocators by heart.
+"""Builds and loads ``cuda_allocator.cpp``, which needs CUDA's headers and is written for torch's allocator classes.
 
 CUDA's headers come in parts: torch's own packages bring those of the runtime, but not the folder ``crt/`` that they
 include. A toolkit has it, and so has triton, which comes with torch.
@@ -34,14 +34,14 @@ thread holds it and waits for what this one holds."""
 
 @functools.cache
 def load_cuda_allocator() -> ctypes.CDLL:
-    """The library, built if need be. It changes nothing before it is told to:
+    """Return the library, built if need be. It changes nothing until one of its functions is called:
 
     ``megatron_swap_cuda_install(make_room, report)`` takes two addresses of functions that stay for as long as the
     process, the second may be ``None``; returns ``None``, or as bytes why it did nothing.
     ``megatron_swap_cuda_remove()``.
 
     Raises:
-        BuildError: what is missing, or what of this torch we do not know.
+        BuildError: what is missing, or what in this torch is unknown to us.
     """
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         raise BuildError("MEGATRON_SWAP_NATIVE=0: nothing native is wanted")
@@ -62,7 +62,7 @@ def load_cuda_allocator() -> ctypes.CDLL:
 
 
 def include_places() -> list[Path]:
-    """Where CUDA's headers may be, best first: those that belong to this torch, a toolkit, triton's."""
+    """Folders in which CUDA's headers may be, best first: those of this torch, of a toolkit, of triton."""
     packages = Path(torch.__file__).parent.parent
     toolkits = [folder for name in ("CUDA_HOME", "CUDA_PATH") if (folder := os.environ.get(name))]
     return [
@@ -73,10 +73,10 @@ def include_places() -> list[Path]:
 
 
 def cuda_include_folders(version: str) -> tuple[Path, ...]:
-    """Of the CUDA that torch was built with, give or take its minor version: one folder, or a second for ``crt/``.
+    """Return the folders of headers for CUDA ``version``, whatever its minor version: one, or a second for ``crt/``.
 
     Raises:
-        BuildError: something is missing, and where was looked.
+        BuildError: something is missing; the message lists the folders that were searched.
     """
     places = include_places()
     major = version.split(".")[0]
@@ -90,7 +90,7 @@ def cuda_include_folders(version: str) -> tuple[Path, ...]:
 
 
 def _major(place: Path) -> str | None:
-    """Of the headers there."""
+    """The major version of CUDA whose headers are in that folder; ``None`` without headers."""
     header = place / "cuda_runtime_api.h"
     if not header.exists() or not (place / "cuda_runtime.h").exists():
         return None
@@ -99,14 +99,16 @@ def _major(place: Path) -> str | None:
 
 
 def check_virtuals(headers: dict[str, str]) -> None:
-    """A virtual function that a later torch adds with a default body would compile, and then answer with that default
-    instead of the real allocator's.
+    """Check that our allocator overrides every virtual function of torch's.
+
+    A function that a later torch adds with a default body would compile, and then run that default instead of the real
+    allocator's function.
 
     Args:
         headers: texts, by the class that each declares.
 
     Raises:
-        BuildError: which we do not override, or that a class has other bases than we know.
+        BuildError: names the functions that we do not override, or the class whose bases are not those that we know.
     """
     theirs: Counter[str] = Counter()
     for name, base in zip(BASES, [*list(BASES)[1:], None], strict=True):
@@ -121,7 +123,7 @@ def check_virtuals(headers: dict[str, str]) -> None:
 
 
 def class_body(text: str, name: str) -> tuple[list[str] | None, str]:
-    """Names of the bases of a class, ``None`` where there is no such class, and what stands between its braces."""
+    """Return the names of a class's bases (``None``: there is no such class), and the text between its braces."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
     head = re.search(rf"\b(?:class|struct)\s+(?:\w+\s+)?{name}\b(?:\s+final)?\s*(?::([^;{{(]*))?{{", text)
     if head is None:
@@ -135,7 +137,7 @@ def class_body(text: str, name: str) -> tuple[list[str] | None, str]:
 
 
 def virtuals(body: str) -> Iterator[str]:
-    """Names of the virtual functions that a class declares first, one for each overload, destructors left out."""
+    """Yield the names of the virtual functions that a class declares first: each overload, no destructors."""
     for declared in re.findall(r"\bvirtual\b([^;{]*)", body):
         before = ""
         while declared != before:  # arguments of templates, which may have parentheses of their own

@@ -6,8 +6,10 @@ from pathlib import Path
 
 
 def loaded_cuda_library() -> str | None:
-    """Its path, ``None`` where there is none. torch loads it at import, from wherever torch was told to: under another
-    path, or in another version, streams and events of torch would mean nothing."""
+    """Return the path of the CUDA runtime that this process has loaded; ``None`` where there is none.
+
+    torch loads it at import. In a runtime of another path or version torch's streams and events would mean nothing.
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.partition("/")[2]
         if path.rpartition("/")[2].startswith("libcudart"):

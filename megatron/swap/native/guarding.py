@@ -1,4 +1,4 @@
-"""The native part of the out-of-memory guard, for each kind of device, and why there is none."""
+"""The native core of the out-of-memory guard, for each kind of device, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from ctypes import CDLL
 from typing import Protocol, cast
 
+from megatron.swap.common.types import UsageError
 from megatron.swap.native.build import BuildError, load
 from megatron.swap.native.cuda_allocator import MAKE_ROOM, REPORT, load_cuda_allocator
 from megatron.swap.native.cuda_library import loaded_cuda_library
-from megatron.swap.types import UsageError
 
 NEEDS = "--swap-oom-guard needs"
 
@@ -18,7 +18,7 @@ Piece = tuple[int, int]
 
 
 class NativeRescue(Protocol):
-    """What was done for an allocation that had failed."""
+    """What the guard did for an allocation that had failed: ``engine.oom_guard.Rescue`` says what each field means."""
 
     wanted_bytes: int
     freed_bytes: int
@@ -29,7 +29,7 @@ class NativeRescue(Protocol):
 
 
 class Flag(Protocol):
-    """An event of a device that threads play. It lives as long as anybody may ask for it by its address."""
+    """An event of the emulated device for native code. It must live as long as anybody may use its address."""
 
     address: int
 
@@ -37,26 +37,60 @@ class Flag(Protocol):
 
 
 class GuardCore(Protocol):
-    """``native/guard.h``. A storage is given by ``untyped_storage()._cdata``, an event by its address."""
+    """``native/guard.h``: evicts offered storages when an allocation fails, on whatever thread, without Python.
 
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
+    A storage is given by ``untyped_storage()._cdata``, an event by its address.
+    """
+
+    def begin(self) -> None:
+        """Rescue allocations from now on."""
+
+    def end(self) -> None:
+        """Rescue no more. Offers stay until they are withdrawn."""
+
     def pause_here(self, pause: bool) -> None:
-        """On this thread allocations fail as if there were no guard, until told otherwise."""
+        """While paused, allocations of this thread fail as if there were no guard."""
 
     def offer(
         self, key: int, storage_impl: int, num_bytes: int, num_owners: int, next_use: int, is_copied: bool,
         event: int, group: int,
-    ) -> None: ...  # fmt: skip
-    def claim(self, key: int) -> list[Piece] | None: ...
-    def give_back(self, pieces: Iterable[Piece]) -> None: ...
-    def take_evicted(self) -> list[int]: ...
-    def num_evictions(self) -> int: ...
-    def take_rescues(self) -> list[NativeRescue]: ...
-    def set_most_host_bytes(self, num_bytes: int) -> None: ...
-    def mapped_bytes(self) -> int: ...
-    def pin(self) -> None: ...
-    def report(self) -> str: ...
+    ) -> None:  # fmt: skip
+        """Allow the eviction of a storage until ``withdraw``, under the number ``key``.
+
+        Args:
+            num_owners: references to the storage that are the caller's; one that has more is not evicted.
+            next_use: the higher the later. What needs no copy is evicted first, then the rest; of each, the latest use.
+            is_copied: the bytes are on the host already, once ``event`` has passed; else they are copied first.
+            event: passes before the memory may be copied or taken; it must live until the offer is withdrawn.
+            group: returned in the rescues.
+        """
+
+    def withdraw(self, key: int) -> list[Piece] | None:
+        """End an offer. ``None``: it was not evicted; else the host memory of its bytes, none if they were copied."""
+
+    def release(self, pieces: Iterable[Piece]) -> None:
+        """Return host memory that nobody reads any more."""
+
+    def take_evicted(self) -> list[int]:
+        """Keys of offers that were evicted and not withdrawn; each is returned once."""
+
+    def num_evictions(self) -> int:
+        """Storages evicted so far."""
+
+    def take_rescues(self) -> list[NativeRescue]:
+        """Rescues since the last call."""
+
+    def set_most_host_bytes(self, num_bytes: int) -> None:
+        """Limit the host memory that is mapped."""
+
+    def mapped_bytes(self) -> int:
+        """Host memory that is mapped now."""
+
+    def pin(self) -> None:
+        """Register what was mapped with CUDA, so that copies are fast."""
+
+    def report(self) -> str:
+        """What the guard holds and what went wrong, for the message of an allocation that it could not rescue."""
 
 
 class _Native(Protocol):
@@ -73,7 +107,10 @@ class _Native(Protocol):
 
 
 def native(needs: str = NEEDS) -> _Native:
-    """The C++. ``needs``: who does.
+    """Return the C++ part.
+
+    Args:
+        needs: who needs it, for the error.
 
     Raises:
         UsageError: it cannot be built here, or is not wanted.
@@ -92,7 +129,7 @@ def build_guard(on_gpu: bool) -> None:
     """Build what a guard needs.
 
     Raises:
-        UsageError: that is not possible here, and why.
+        UsageError: that is not possible here; the message says why.
     """
     native()
     if on_gpu:
@@ -107,10 +144,10 @@ def _cuda_allocator() -> CDLL:
 
 
 def new_guard(*cuda: object) -> GuardCore:
-    """Of a device that RAM plays; or, by ``cuda_guard``, of a CUDA device.
+    """Make the core for the emulated device, or for a CUDA device (``cuda_guard`` passes what that takes).
 
     Raises:
-        UsageError: there is none here, or one already.
+        UsageError: the C++ part cannot be built here, or this process has a guard already.
     """
     if native().is_any_guard_in_force():
         raise UsageError(
@@ -121,11 +158,13 @@ def new_guard(*cuda: object) -> GuardCore:
 
 
 def cuda_guard(device: int, stream: int, done: int) -> GuardCore:
-    """For CUDA device number ``device``, whose allocator asks it from now on; stream and event (by address) are the
-    guard's alone.
+    """Make the core for CUDA device number ``device``, whose allocator calls it from now on.
+
+    Args:
+        stream, done: addresses of a stream and an event that only the guard uses.
 
     Raises:
-        UsageError: there is none here, or one already.
+        UsageError: the C++ part or CUDA's runtime is missing here, or this process has a guard already.
     """
     cuda_library = loaded_cuda_library()
     if cuda_library is None:
@@ -143,5 +182,5 @@ def cuda_guard(device: int, stream: int, done: int) -> GuardCore:
 
 
 def stop_watching_allocator() -> None:
-    """CUDA's allocator fails as it did before ``cuda_guard``."""
+    """Undo ``cuda_guard``: the allocator of CUDA memory fails as it did before."""
     load_cuda_allocator().megatron_swap_cuda_remove()

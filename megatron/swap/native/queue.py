@@ -1,18 +1,18 @@
-"""Which transfer queue: the native one where it can be built, else its twin."""
+"""Chooses the transfer queue: the native one where it can be built, else the Python fallback."""
 
 from __future__ import annotations
 
+from megatron.swap.common.types import SwapError
 from megatron.swap.native.base import Core, TransferQueue
 from megatron.swap.native.build import load
-from megatron.swap.native.twin import PythonQueue
-from megatron.swap.types import SwapError
+from megatron.swap.native.python_queue import PythonQueue
 
 
 class NativeQueue(TransferQueue):
-    """A transfer queue whose worker is a C++ thread: no interpreter holds it up.
+    """A transfer queue whose worker is a C++ thread, which never waits for the interpreter.
 
     Raises:
-        SwapError: the native part cannot be built here; ``queue_class`` does not choose it then.
+        SwapError: the native part cannot be built here; ``queue_class`` does not choose this class then.
     """
 
     def _make_core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core:
@@ -23,5 +23,5 @@ class NativeQueue(TransferQueue):
 
 
 def queue_class() -> type[NativeQueue] | type[PythonQueue]:
-    """The class for this process."""
+    """Return the class of transfer queues for this process."""
     return PythonQueue if load() is None else NativeQueue

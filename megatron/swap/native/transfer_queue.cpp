@@ -80,14 +80,14 @@ Ticket TransferQueue::dequeue() {
   return ticket;
 }
 
-State TransferQueue::state(Ticket ticket) const {
+JobState TransferQueue::state(Ticket ticket) const {
   std::lock_guard lock(mutex_);
   return state_now(ticket);
 }
 
-State TransferQueue::wait(Ticket ticket, State until, double seconds) const {
+JobState TransferQueue::wait(Ticket ticket, JobState until, double seconds) const {
   std::unique_lock lock(mutex_);
-  State state = State::unknown;
+  JobState state = JobState::unknown;
   changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
     state = state_now(ticket);
     return state >= until;  // those behind `done` are ends as well
@@ -143,16 +143,16 @@ std::size_t TransferQueue::num_under_way() const {
   return in_flight_.size() + (running_ != 0 ? 1 : 0);
 }
 
-State TransferQueue::state_now(Ticket ticket) const {
-  if (ticket < 1 || ticket > last_) return State::unknown;
-  if (ticket == running_) return State::running;
-  if (places_.contains(ticket)) return State::waiting;
+JobState TransferQueue::state_now(Ticket ticket) const {
+  if (ticket < 1 || ticket > last_) return JobState::unknown;
+  if (ticket == running_) return JobState::running;
+  if (places_.contains(ticket)) return JobState::waiting;
   for (const Flight& flight : in_flight_) {
     // One that has failed is told of only when its memory is no longer in use.
-    if (flight.ticket == ticket) return flight.failure ? State::running : State::issued;
+    if (flight.ticket == ticket) return flight.failure ? JobState::running : JobState::issued;
   }
-  if (failures_.contains(ticket)) return State::failed;
-  return withdrawn_.contains(ticket) ? State::withdrawn : State::done;
+  if (failures_.contains(ticket)) return JobState::failed;
+  return withdrawn_.contains(ticket) ? JobState::withdrawn : JobState::done;
 }
 
 bool TransferQueue::is_idle() const { return waiting_.empty() && in_flight_.empty() && running_ == 0; }

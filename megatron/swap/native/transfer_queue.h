@@ -1,7 +1,7 @@
 // A queue of transfers between places in memory, files and CUDA devices, done by one thread of its own.
 //
 // Pure C++20: no Python and no torch, so that it runs under ThreadSanitizer, and so that nothing here can ask for the
-// interpreter's lock. What it promises is written down in base.py; twin.py is the same in Python.
+// interpreter's lock. What it promises is written down in base.py; python_queue.py is the fallback in Python.
 #pragma once
 
 #include <condition_variable>
@@ -57,7 +57,7 @@ using Job = std::vector<Step>;
 using Ticket = std::int64_t;  // 1, 2, 3, …
 
 // In the order in which a job goes through the first four; `issued` only with CUDA copies. The numbers are base.py's.
-enum class State { waiting = 0, running = 1, issued = 2, done = 3, failed = 4, withdrawn = 5, unknown = 6 };
+enum class JobState { waiting = 0, running = 1, issued = 2, done = 3, failed = 4, withdrawn = 5, unknown = 6 };
 
 struct Failure {
   int error_number;  // errno of a file's step, 0 of any other
@@ -76,9 +76,9 @@ class TransferQueue {
   Ticket add(Job job, bool at_head);     // 0: the queue takes no more
   bool erase(Ticket ticket);             // whether it had not begun: now it never will
   Ticket dequeue();                      // the first that has not begun, undone; 0: there is none
-  State state(Ticket ticket) const;
+  JobState state(Ticket ticket) const;
   // Until the job is so far, or can get no further, or so much time has passed; then its state.
-  State wait(Ticket ticket, State until, double seconds) const;
+  JobState wait(Ticket ticket, JobState until, double seconds) const;
   bool wait_all(double seconds) const;   // whether nothing waits or is under way
   Failure failure(Ticket ticket);        // of a job that failed; from now on it counts as raised
   Ticket first_failure() const;          // the lowest that has not been raised; 0: there is none
@@ -103,7 +103,7 @@ class TransferQueue {
   };
 
   // With the lock:
-  State state_now(Ticket ticket) const;
+  JobState state_now(Ticket ticket) const;
   bool can_begin() const;
   bool is_idle() const;
   Waiting take(std::map<std::int64_t, Waiting>::iterator at);

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.swap.plan import LAYER_SECTION, Plan
+from megatron.swap.common.plan import LAYER_SECTION, Plan
+from megatron.swap.common.types import Action, UsageError
 from megatron.swap.planner.profile import LayerClass, Profile, Section
-from megatron.swap.types import Action, UsageError
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,10 @@ def layer_script(
         for name in names:
             if name not in there:
                 raise UsageError(f"the plan names the {what} {name!r} in {where}; the profile has {', '.join(there)}.")
-    chosen = {name: Action.KEEP if sites[name].stays else action for name, action in actions.items()}
+    chosen = {name: Action.KEEP if sites[name].is_ineligible else action for name, action in actions.items()}
     parts = []
     for name in sections:
-        frees = tuple(site for site in known[name].frees if not sites[site].stays)
+        frees = tuple(site for site in known[name].frees if not sites[site].is_ineligible)
         parts.append(_part(known[name], frees))
         chosen.update((site, Action.RECOMPUTE) for site in frees)
     of_section = {site for part in parts for site in part.frees}

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.swap.plan import Model
+from megatron.swap.common.plan import Model
+from megatron.swap.common.types import MOST, UsageError
 from megatron.swap.planner.states import States
-from megatron.swap.types import MOST, UsageError
 
 UNKNOWN = frozenset({
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
@@ -80,14 +80,14 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     if known.num_experts is not None:
         _check_whole(known, "num_experts", known.expert_model_parallel_size, "--expert-model-parallel-size")
     is_aware = known.use_precision_aware_optimizer
-    part = parse_part(known.swap_optimizer)
+    part = parse_fraction(known.swap_optimizer)
     if part is not None and not 0 <= part <= 1:
         raise UsageError(f"--swap-optimizer {part:g}: must be 0 to 1, a part of its state, or auto.")
     states = States(
         gradient_bytes=2 if is_aware and known.main_grads_dtype == "bf16" else 4,
         state_bytes=state_bytes_of(known),
         shards=data * context // instances if known.use_distributed_optimizer else 1,
-        resting=1.0 if part is None else part,
+        offload_fraction=1.0 if part is None else part,
         auto=part is None,
         weight_bytes=2 if known.bf16 or known.fp16 else 4,
     )
@@ -120,7 +120,7 @@ def _check_whole(known: argparse.Namespace, name: str, parts: int, what: str) ->
         raise UsageError(f"--{name.replace('_', '-')} {getattr(known, name)}: must be a multiple of {parts}, {what}.")
 
 
-def parse_part(text: str) -> float | None:
+def parse_fraction(text: str) -> float | None:
     """What ``--swap-optimizer`` says: a number, or ``None`` for ``auto``.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.swap.types import UsageError
+from megatron.swap.common.types import UsageError
 
 
 @dataclass(frozen=True)

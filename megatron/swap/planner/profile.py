@@ -7,14 +7,14 @@ or backward. Sizes are those of whole storages, each named by the site that save
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron.swap import records
-from megatron.swap.plan import Model
+from megatron.swap.common import records
+from megatron.swap.common.plan import Model
+from megatron.swap.common.types import GIB, MIB, MOST, UsageError
 from megatron.swap.planner.states import GAPS_GIB
-from megatron.swap.types import GIB, MIB, MOST, UsageError
 
 FORMAT = "megatron-swap profile"
 VERSION = 1
@@ -51,52 +51,53 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Resting:
-    """Optimizer state of which the planner decides how much rests in host memory, and behind that on disk.
+class OffloadedState:
+    """Optimizer state of which the planner decides how much is offloaded to host memory, and behind that to disk.
 
     Attributes:
         state_gib: all of it, on this rank.
-        share: of it, 0 to 1, what rested when the profile was made. No more can.
+        fraction: part of it, 0 to 1, that was offloaded when the profile was made. No more can be.
         update_ms: what the optimizer's own kernels take for all of it; copies run beside them. 0: not known.
         disk_gib: of what rested then, the state of parameters of which some was on disk: it is the first to stay.
         disk_ms: what reading and writing that takes in a step.
     """
 
     state_gib: float
-    share: float
+    fraction: float = field(metadata={"key": "share"})
     update_ms: float
     disk_gib: float = 0.0
     disk_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.state_gib, self.update_ms, self.disk_gib, self.disk_ms) < 0 or not 0 <= self.share <= 1:
-            raise UsageError(f"resting: {self} is given; share must be 0 to 1, all others 0 or more.")
+        if min(self.state_gib, self.update_ms, self.disk_gib, self.disk_ms) < 0 or not 0 <= self.fraction <= 1:
+            raise UsageError(f"resting: {records.to_json(self)} is given; share must be 0 to 1, all others 0 or more.")
 
-    def with_share(self, share: float) -> Resting:
-        """If ``share`` of the state rested: less of it is on disk, or none."""
-        left_gib = max(0.0, self.disk_gib - (self.share - share) * self.state_gib)
+    def with_fraction(self, fraction: float) -> OffloadedState:
+        """Return the state as if ``fraction`` of it was offloaded: less of it is on disk, or none."""
+        left_gib = max(0.0, self.disk_gib - (self.fraction - fraction) * self.state_gib)
         disk_ms = self.disk_ms * left_gib / self.disk_gib if self.disk_gib else 0.0
-        return replace(self, share=share, disk_gib=left_gib, disk_ms=disk_ms)
+        return replace(self, fraction=fraction, disk_gib=left_gib, disk_ms=disk_ms)
 
 
 @dataclass(frozen=True)
-class OutsideSite:
+class NonLayerSite:
     """A storage that autograd saves outside the layers. It is kept.
 
     Attributes:
         site: ``path/ordinal``; in no submodule ``model/…`` before the layers, ``loss/…`` behind them.
         idle_ms: from when it is saved to its first use in backward.
-        stays: ``held``: others hold it, too, until forward ends at least (the model's frames, the batch); ``small``.
+        ineligible: why it is never offloaded. ``held``: others hold it until forward ends at least (the model's frames,
+            the batch); ``small``.
     """
 
     site: str
     mib: float
     idle_ms: float
-    stays: Literal["held", "small"] | None = None
+    ineligible: Literal["held", "small"] | None = field(metadata={"key": "stays"}, default=None)
 
 
 @dataclass(frozen=True)
-class Outside:
+class NonLayer:
     """What is not in a layer.
 
     Attributes:
@@ -112,7 +113,7 @@ class Outside:
     optimizer_ms: float
     kept_gib: float
     peak_gib: float
-    sites: tuple[OutsideSite, ...] = ()
+    sites: tuple[NonLayerSite, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class SiteProfile:
         done_at_ms: when backward is through with it, so that its memory is free.
         recompute_ms: cost of making it again; ``None``: no recipe.
         recompute_needs: sites that the recipe reads.
-        stays: others hold it (the first layer's input, say): nothing frees it.
+        is_ineligible: others hold it (the first layer's input, say), so that offloading would not free it.
     """
 
     site: str
@@ -145,7 +146,7 @@ class SiteProfile:
     done_at_ms: float
     recompute_ms: float | None = None
     recompute_needs: tuple[str, ...] = ()
-    stays: bool = False
+    is_ineligible: bool = field(metadata={"key": "stays"}, default=False)
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class Profile:
         allocator_gib: what the allocator held beyond what was in use at the peak while this was measured; 0 where
             there was none.
         host_gib: host memory that this rank may book for activations; ``None``: as much as it needs.
-        resting: ``None``: what rests is not the planner's to decide.
+        offloaded_state: ``None``: how much is offloaded is not the planner's to decide.
     """
 
     source: str
@@ -233,10 +234,10 @@ class Profile:
     allocator_gib: float
     host_gib: float | None
     num_micro_batches: int
-    outside: Outside
+    non_layer: NonLayer = field(metadata={"key": "outside"})
     layers: tuple[LayerClass, ...]
     pipeline: Pipeline = Pipeline()
-    resting: Resting | None = None
+    offloaded_state: OffloadedState | None = field(metadata={"key": "resting"}, default=None)
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1 or self.allocator_gib < 0:
@@ -254,7 +255,7 @@ class Profile:
     def fragments_gib(self) -> float:
         """What the allocator is expected to hold beyond what is in use under any plan: holes as large as the largest
         tensor, or what it held while it was measured; and what buckets of optimizer state leave between others."""
-        gaps_gib = GAPS_GIB if self.resting is not None and self.resting.share else 0.0
+        gaps_gib = GAPS_GIB if self.offloaded_state is not None and self.offloaded_state.fraction else 0.0
         return self._holes_gib + gaps_gib if self.allocator_gib else 0.0
 
     @property

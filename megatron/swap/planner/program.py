@@ -43,7 +43,7 @@ class Block:
 
     def freed(self, section: Section) -> list[SiteProfile]:
         """What ``section`` frees: others may hold some of it."""
-        return [site for site in self.entry.sites if site.site in section.frees and not site.stays]
+        return [site for site in self.entry.sites if site.site in section.frees and not site.is_ineligible]
 
 
 def blocks(profile: Profile) -> list[Block]:
@@ -102,7 +102,7 @@ def search_windows(profile: Profile) -> Windows:
 def micro_batch_ms(profile: Profile) -> float:
     """Forward and backward of one micro-batch, nothing swapped."""
     inside = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in profile.layers)
-    return inside + profile.outside.forward_ms + profile.outside.backward_ms
+    return inside + profile.non_layer.forward_ms + profile.non_layer.backward_ms
 
 
 def step_factor(profile: Profile) -> float:
@@ -148,11 +148,11 @@ class Program:
                 self.columns.append((number, "section", part.name))
                 upper.append(size)
             for site in block.entry.sites:
-                if not site.stays and site.recompute_ms is not None:
+                if not site.is_ineligible and site.recompute_ms is not None:
                     self.columns.append((number, "recompute", site.site))
                     upper.append(size)
             for site in block.entry.sites:
-                if not site.stays and block.num_swappable:
+                if not site.is_ineligible and block.num_swappable:
                     self.columns.append((number, "swap", site.site))
                     upper.append(block.num_swappable)
             self.columns.append((number, "touched", ""))
@@ -262,7 +262,7 @@ class Program:
         )  # fmt: skip
         if done.x is None:
             return None
-        base = factor * micro_batch_ms(profile) + profile.outside.optimizer_ms
+        base = factor * micro_batch_ms(profile) + profile.non_layer.optimizer_ms
         slack = float(self._small[: self._num] @ self._upper[: self._num])
         bound = -np.inf if least_memory else base + done.mip_dual_bound / UNIT - slack
         return Answer(
@@ -315,15 +315,15 @@ def _live_moments(profile: Profile) -> list[tuple[tuple[int, ...], float]]:
     num_chunks, size = len(profile.chunks), profile.pipeline.size
     num = min(profile.num_micro_batches, 1 if size == 1 else 3 * size)
     live = [0] * num_chunks
-    outside = profile.outside
+    non_layer = profile.non_layer
     seen: set[tuple[tuple[int, ...], float]] = set()
     last = num_chunks - 1 if profile.has_loss else 0
     for unit in schedule(num, size, profile.pipeline.rank, num_chunks):
         if unit.is_forward:
             live[unit.chunk] += 1
             at_loss = profile.has_loss and unit.chunk == last
-            others = (live[last] - (1 if at_loss or unit.chunk == last else 0)) * outside.kept_gib
-            seen.add((tuple(live), ((outside.peak_gib if at_loss else 0.0) + others) * MIB_PER_GIB))
+            others = (live[last] - (1 if at_loss or unit.chunk == last else 0)) * non_layer.kept_gib
+            seen.add((tuple(live), ((non_layer.peak_gib if at_loss else 0.0) + others) * MIB_PER_GIB))
         else:
             live[unit.chunk] -= 1
 

@@ -41,6 +41,7 @@ def schedule(num_micro_batches: int, size: int = 1, rank: int = 0, num_chunks: i
     return units + [unit(False, index) for index in range(total - num_warm_up, total)]
 
 
-def most_telling(size: int) -> int:
-    """So many micro-batches tell all of a step's memory, in a pipeline of ``size``: further ones are like the last."""
+def most_micro_batches(size: int) -> int:
+    """Return how many micro-batches show all of a step's memory in a pipeline of ``size``: further ones are like the
+    last of these."""
     return 2 if size == 1 else 3 * size

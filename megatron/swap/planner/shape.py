@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron.swap.plan import Model
+from megatron.swap.common.plan import Model
+from megatron.swap.common.types import GIB, LOSS_ROWS, MIB, UsageError
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.profile import (
     Device,
     LayerClass,
     Link,
-    Outside,
-    OutsideSite,
+    NonLayer,
+    NonLayerSite,
+    OffloadedState,
     Pipeline,
     Profile,
-    Resting,
     Section,
     SiteProfile,
 )
 from megatron.swap.planner.states import States
-from megatron.swap.types import GIB, LOSS_ROWS, MIB, UsageError
 
 BYTES = 2
 """Of bf16."""
@@ -148,7 +148,7 @@ def _backward_ms(step: Kernel, gpu: Gpu) -> float:
     return _forward_ms(replace(step, flops=step.flops * step.backward_flops, num_bytes=num_bytes), gpu)
 
 
-def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], input_stays: bool = False) -> LayerClass:
+def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: bool = False) -> LayerClass:
     """Equal layers. ``input_stays``: others hold their input."""
 
     steps = kernels(model)
@@ -178,7 +178,7 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], input_stays: bo
         SiteProfile(
             site, sizes[site] / MIB, saved_at[site], needed_at[site], done_at[site],
             recompute_ms=costs.get(site), recompute_needs=RECIPES[site] if site in costs else (),
-            stays=input_stays and site == "self_attention.linear_qkv/0",
+            is_ineligible=is_input_held and site == "self_attention.linear_qkv/0",
         )
         for site in sizes
     )  # fmt: skip
@@ -261,7 +261,7 @@ def shape_profile(
     )
     here = [layer for chunk in chunks for layer in chunk]
     heads = {chunk[0] for chunk in chunks}  # a stage's input is held by the schedule
-    classes = [layer_class(model, gpu, tuple(sorted(heads)), input_stays=True)]
+    classes = [layer_class(model, gpu, tuple(sorted(heads)), is_input_held=True)]
     inner = tuple(layer for layer in here if layer not in heads)
     if inner:
         classes.append(layer_class(model, gpu, inner))
@@ -280,23 +280,23 @@ def shape_profile(
         allocator_gib=0.0,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,
-        outside=_outside(model, gpu, has_input, has_loss, layers_ms, optimizer_ms),
+        non_layer=_non_layer(model, gpu, has_input, has_loss, layers_ms, optimizer_ms),
         layers=tuple(classes),
         pipeline=Pipeline(stages, pipeline_rank, chunks),
-        resting=Resting(states.state_gib(params), states.resting, 0.0) if states.auto else None,
+        offloaded_state=OffloadedState(states.state_gib(params), states.offload_fraction, 0.0) if states.auto else None,
     )
 
 
-def _outside(
+def _non_layer(
     model: Model, gpu: Gpu, has_input: bool, has_loss: bool, layers_ms: float, optimizer_ms: float
-) -> Outside:
+) -> NonLayer:
     """Final norm, logits and cross entropy, which keeps the logits and works on parts (``cross_entropy.py``).
 
     The embedding saves token numbers, which the batch holds anyway. The model's frames hold the final norm's output,
     which the output layer saves, until forward ends.
     """
     size, sites, loss_ms = _sizes(model), [], 0.0
-    outside = Outside(0.0, 0.0, optimizer_ms, 0.0, 0.0)
+    non_layer = NonLayer(0.0, 0.0, optimizer_ms, 0.0, 0.0)
     if has_loss:
         logits = size.tokens * model.padded_vocab_size / model.tensor_parallel
         flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
@@ -304,11 +304,11 @@ def _outside(
         entropy_ms, gradient_ms = 12 * logits / (gpu.memory_gb_s * 1e6), 4 * logits / (gpu.memory_gb_s * 1e6)
         loss_ms = 3 * flops + entropy_ms + gradient_ms
         sites = [
-            OutsideSite("decoder.final_layernorm/0", size.sharded / MIB, loss_ms),
-            OutsideSite("output_layer/0", size.sharded / MIB, entropy_ms + gradient_ms, "held"),
-            OutsideSite("loss/0", 2 * logits / MIB, 0.0),
+            NonLayerSite("decoder.final_layernorm/0", size.sharded / MIB, loss_ms),
+            NonLayerSite("output_layer/0", size.sharded / MIB, entropy_ms + gradient_ms, "held"),
+            NonLayerSite("loss/0", 2 * logits / MIB, 0.0),
         ]
-        outside = Outside(
+        non_layer = NonLayer(
             forward_ms=flops + entropy_ms,
             backward_ms=2 * flops + gradient_ms,
             optimizer_ms=optimizer_ms,
@@ -316,32 +316,32 @@ def _outside(
             peak_gib=(2 * size.sharded + 2 * logits + part) / GIB,
         )
     if has_input:
-        sites.insert(0, OutsideSite("embedding.word_embeddings/0", 8 * size.tokens / MIB, layers_ms + loss_ms, "held"))
-    return replace(outside, sites=tuple(sites))
+        sites.insert(0, NonLayerSite("embedding.word_embeddings/0", 8 * size.tokens / MIB, layers_ms + loss_ms, "held"))
+    return replace(non_layer, sites=tuple(sites))
 
 
 def with_times(profile: Profile, forward_ms: float, backward_ms: float, step_ms: float) -> Profile:
     """``profile`` with all its times scaled so that a micro-batch's forward and backward take what was measured."""
-    outside, layers = profile.outside, profile.layers
-    forward = forward_ms / (outside.forward_ms + sum(len(e.layers) * e.forward_ms for e in layers))
-    backward = backward_ms / (outside.backward_ms + sum(len(e.layers) * e.backward_ms for e in layers))
+    non_layer, layers = profile.non_layer, profile.layers
+    forward = forward_ms / (non_layer.forward_ms + sum(len(e.layers) * e.forward_ms for e in layers))
+    backward = backward_ms / (non_layer.backward_ms + sum(len(e.layers) * e.backward_ms for e in layers))
     rest = max(0.0, step_ms - profile.num_micro_batches * (forward_ms + backward_ms))
     return replace(
         profile,
-        outside=replace(outside_scaled(outside, forward, backward), optimizer_ms=rest),
+        non_layer=replace(non_layer_scaled(non_layer, forward, backward), optimizer_ms=rest),
         layers=tuple(scaled(entry, forward, backward) for entry in layers),
     )
 
 
-def outside_scaled(outside: Outside, forward: float, backward: float, mib: float = 1.0) -> Outside:
+def non_layer_scaled(non_layer: NonLayer, forward: float, backward: float, mib: float = 1.0) -> NonLayer:
     """What is not in a layer, as ``scaled``. How long sites are idle goes with backward."""
     return replace(
-        outside,
-        forward_ms=outside.forward_ms * forward,
-        backward_ms=outside.backward_ms * backward,
-        kept_gib=outside.kept_gib * mib,
-        peak_gib=outside.peak_gib * mib,
-        sites=tuple(replace(site, mib=site.mib * mib, idle_ms=site.idle_ms * backward) for site in outside.sites),
+        non_layer,
+        forward_ms=non_layer.forward_ms * forward,
+        backward_ms=non_layer.backward_ms * backward,
+        kept_gib=non_layer.kept_gib * mib,
+        peak_gib=non_layer.peak_gib * mib,
+        sites=tuple(replace(site, mib=site.mib * mib, idle_ms=site.idle_ms * backward) for site in non_layer.sites),
     )
 
 

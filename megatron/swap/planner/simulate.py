@@ -11,11 +11,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
-from megatron.swap.plan import Plan
+from megatron.swap.common.plan import Plan
+from megatron.swap.common.types import Action, LayerPosition, layer_positions
 from megatron.swap.planner.assignment import LayerScript, scripts
 from megatron.swap.planner.profile import Profile
-from megatron.swap.planner.schedule import Unit, most_telling, schedule
-from megatron.swap.types import Action, Place, places
+from megatron.swap.planner.schedule import Unit, most_micro_batches, schedule
 
 MIB_PER_GIB = 1024.0
 COMMIT_MIB = 16.0
@@ -48,7 +48,7 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
     added as (size - 1) / virtual stages of a micro-batch's time.
     """
     size, total = profile.pipeline.size, profile.num_micro_batches
-    played = min(total, most_telling(size))
+    played = min(total, most_micro_batches(size))
     step = _Step(profile, plan, played)
     times = step.times
     if size == 1:
@@ -65,7 +65,7 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
     return Prediction(
         peak_gib=profile.static_gib + profile.fragments_gib + step.peak_mib / MIB_PER_GIB,
         peak_at=step.peak_at,
-        step_ms=elapsed + profile.outside.optimizer_ms + (size - 1) / len(profile.chunks) * each[0],
+        step_ms=elapsed + profile.non_layer.optimizer_ms + (size - 1) / len(profile.chunks) * each[0],
         out_stall_ms=out_stall,
         in_stall_ms=in_stall,
         recompute_ms=recompute,
@@ -76,7 +76,7 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
 
 @dataclass(eq=False, slots=True)
 class _Storage:
-    """A swapped storage: ``state`` is one of resident, leaving, out, returning, back, stays."""
+    """A swapped storage: ``state`` is one of resident, offloading, offloaded, reloading, reloaded, kept."""
 
     mib: float
     group: _Group
@@ -86,7 +86,7 @@ class _Storage:
 
 
 @dataclass(eq=False, slots=True)
-class _Run:
+class _ForwardPass:
     """One forward of one chunk, and MiB kept in its layers: see ``group.Run``."""
 
     kept_begun_mib: float = 0.0
@@ -95,13 +95,13 @@ class _Run:
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """A layer's run over one micro-batch."""
+    """A layer over one micro-batch."""
 
-    place: Place
-    run: _Run
-    lends_mib: float
+    position: LayerPosition
+    run: _ForwardPass
+    kept_mib: float
     mib: float = 0.0
-    ahead_mib: float = 0.0
+    prefetched_mib: float = 0.0
     storages: dict[int, _Storage] = field(default_factory=dict)
     to_fetch: list[_Storage] = field(default_factory=list)
     """Last one first, as ``Group.in_backward_order``; those that were asked for are gone from it."""
@@ -123,8 +123,8 @@ class _Step:
         self._now = self._out_free = self._in_free = 0.0
         self._out_stall = self._in_stall = self._recompute = 0.0
         self._mib = self._host_mib = 0.0
-        self._leaving: deque[_Storage] = deque()
-        self._leaving_mib = self._ahead_mib = self._unclaimed_mib = 0.0
+        self._offloading: deque[_Storage] = deque()
+        self._offloading_mib = self._prefetched_mib = self._uncharged_mib = 0.0
         self._groups: dict[tuple[int, int], _Group] = {}
         self._youngest: _Group | None = None
         self._current: _Group | None = None
@@ -135,21 +135,22 @@ class _Step:
         self.marks: list[tuple[float, float, float, float]] = []
 
         chunks, size, rank = profile.chunks, profile.pipeline.size, profile.pipeline.rank
-        self._place: dict[int, Place] = {}
+        self._positions: dict[int, LayerPosition] = {}
         for number, chunk in enumerate(chunks):
             ends_in_loss = profile.has_loss and number == len(chunks) - 1
-            self._place.update(zip(chunk, places([plan.swaps_layer(n) for n in chunk], ends_in_loss), strict=True))
+            positions = layer_positions([plan.swaps_layer(n) for n in chunk], ends_in_loss)
+            self._positions.update(zip(chunk, positions, strict=True))
         # The manager learns the largest group in the first forward: as soon as it knows one, it keeps the tail.
         largest_mib = 0.0
         for layer in (layer for chunk in chunks for layer in chunk):
-            if not self._place[layer].is_tail(_window_groups(plan, largest_mib)):
+            if not self._positions[layer].is_trailing_kept(_window_groups(plan, largest_mib)):
                 largest_mib = max(largest_mib, self._scripts[layer].swapped_mib)
         self._window_groups = _window_groups(plan, largest_mib)
         self._chosen_window_mib = inf if plan.prefetch_gib is None else plan.prefetch_gib * MIB_PER_GIB
         self._window_mib = largest_mib if plan.prefetch_gib is None else self._chosen_window_mib
-        self._lends_mib = {layer: self._lent_by(layer) for layer in self._scripts}
-        self._lent_after = {
-            layer: sum(self._lends_mib[after] for after in chunk[i + 1 :])
+        self._kept_mib = {layer: self._kept_by(layer) for layer in self._scripts}
+        self._kept_after = {
+            layer: sum(self._kept_mib[after] for after in chunk[i + 1 :])
             for chunk in chunks for i, layer in enumerate(chunk)
         }
         units = schedule(num_micro_batches, size, rank, len(chunks))
@@ -167,9 +168,9 @@ class _Step:
         """Elapsed, waited for copies out, for copies in, recomputed, in ms."""
         return self._now, self._out_stall, self._in_stall, self._recompute
 
-    def _lent_by(self, layer: int) -> float:
-        """What ``layer`` keeps: it lends that while it has not claimed it yet, and once its backward is over."""
-        tail = self._place[layer].is_tail(self._window_groups)
+    def _kept_by(self, layer: int) -> float:
+        """Return what ``layer`` keeps, in MiB: slack until the layer has saved it, and once its backward is over."""
+        tail = self._positions[layer].is_trailing_kept(self._window_groups)
         return sum(
             mib for _, mib, action in self._scripts[layer].saves
             if action is Action.KEEP or (tail and action is Action.SWAP)
@@ -178,31 +179,31 @@ class _Step:
     # ------------------------------------------------------------------ forward
 
     def _forward(self, unit: Unit, chunk: tuple[int, ...]) -> None:
-        outside = self._profile.outside
-        run = _Run()
+        non_layer = self._profile.non_layer
+        run = _ForwardPass()
         if unit.chunk == 0 and not self._profile.has_loss:
-            self._now += outside.forward_ms
+            self._now += non_layer.forward_ms
         for layer in chunk:
             self._forward_layer(layer, unit.micro_batch, run)
         if self._profile.has_loss and unit.chunk == len(self._profile.chunks) - 1:
-            self._now += outside.forward_ms
-            self._note(f"at the loss, micro-batch {unit.micro_batch}", outside.peak_gib * MIB_PER_GIB)
-        if unit.chunk == self._outside_chunk:
-            self._mib += outside.kept_gib * MIB_PER_GIB
+            self._now += non_layer.forward_ms
+            self._note(f"at the loss, micro-batch {unit.micro_batch}", non_layer.peak_gib * MIB_PER_GIB)
+        if unit.chunk == self._non_layer_chunk:
+            self._mib += non_layer.kept_gib * MIB_PER_GIB
 
     @property
-    def _outside_chunk(self) -> int:
+    def _non_layer_chunk(self) -> int:
         """The chunk that the figures outside layers belong to: the one with the loss, else the one with the input."""
         return len(self._profile.chunks) - 1 if self._profile.has_loss else 0
 
-    def _forward_layer(self, layer: int, micro_batch: int, run: _Run) -> None:
-        script, place = self._scripts[layer], self._place[layer]
+    def _forward_layer(self, layer: int, micro_batch: int, run: _ForwardPass) -> None:
+        script, position = self._scripts[layer], self._positions[layer]
         begin, waited = self._now, 0.0
         where = f"forward of layer {layer}, micro-batch {micro_batch}"
-        group = self._youngest = _Group(place, run, self._lends_mib[layer])
+        group = self._youngest = _Group(position, run, self._kept_mib[layer])
         self._groups[layer, micro_batch] = group
-        keeps_all = place.is_tail(self._window_groups)
-        self._unclaimed_mib = group.lends_mib if place.lends_own else 0.0
+        keeps_all = position.is_trailing_kept(self._window_groups)
+        self._uncharged_mib = group.kept_mib if position.early_release else 0.0
         waited += self._release(layer)
         pending: list[_Storage] = []
         pending_mib = recomputed_mib = 0.0
@@ -214,8 +215,8 @@ class _Step:
             if action is Action.RECOMPUTE:
                 recomputed_mib += mib
             elif action is Action.KEEP or keeps_all:
-                if self._unclaimed_mib > 0:
-                    self._unclaimed_mib = max(0.0, self._unclaimed_mib - mib)
+                if self._uncharged_mib > 0:
+                    self._uncharged_mib = max(0.0, self._uncharged_mib - mib)
                     waited += self._release(layer)
             else:
                 group.storages[index] = storage = _Storage(mib, group)
@@ -230,34 +231,34 @@ class _Step:
         self._now = begin + waited + script.forward_ms
         self._note(where, script.forward_peak_mib)
         self._mib -= recomputed_mib
-        self._unclaimed_mib = 0.0
+        self._uncharged_mib = 0.0
         self._commit(pending)
         self._release(layer)
         self.timeline.append((self._now, self._mib, where))
-        if place.num_after == 0 and not place.ends_in_loss:
+        if position.num_after == 0 and not position.ends_in_loss:
             self._prefetch()
 
     def _commit(self, pending: list[_Storage]) -> None:
         for storage in pending:
             self._out_free = max(self._out_free, self._now) + storage.mib * self._profile.out_ms_per_mib
             storage.out_end_ms = self._out_free
-            storage.state = "leaving"
-            self._leaving.append(storage)
-            self._leaving_mib += storage.mib
+            storage.state = "offloading"
+            self._offloading.append(storage)
+            self._offloading_mib += storage.mib
             self._host_mib += storage.mib
         self.host_peak_mib = max(self.host_peak_mib, self._host_mib)
         pending.clear()
 
     def _release(self, layer: int) -> float:
         """``SwapManager._release``: returns the milliseconds that compute waited."""
-        allowed = self._lent_after[layer] + self._unclaimed_mib
-        if not self._place[layer].ends_in_loss:
+        allowed = self._kept_after[layer] + self._uncharged_mib
+        if not self._positions[layer].ends_in_loss:
             allowed += self._window_mib
         waited = 0.0
-        while self._leaving_mib > allowed + 1e-6 and self._leaving[0].group is not self._youngest:
-            storage = self._leaving.popleft()
-            self._leaving_mib -= storage.mib
-            storage.state = "out"
+        while self._offloading_mib > allowed + 1e-6 and self._offloading[0].group is not self._youngest:
+            storage = self._offloading.popleft()
+            self._offloading_mib -= storage.mib
+            storage.state = "offloaded"
             self._mib -= storage.mib
             waited += max(0.0, storage.out_end_ms - self._now)
             self._now = max(self._now, storage.out_end_ms)
@@ -267,15 +268,15 @@ class _Step:
     # ----------------------------------------------------------------- backward
 
     def _backward(self, unit: Unit, chunk: tuple[int, ...]) -> None:
-        outside = self._profile.outside
-        if unit.chunk == self._outside_chunk:
+        non_layer = self._profile.non_layer
+        if unit.chunk == self._non_layer_chunk:
             if self._profile.has_loss:
-                self._now += outside.backward_ms
-            self._mib -= outside.kept_gib * MIB_PER_GIB
+                self._now += non_layer.backward_ms
+            self._mib -= non_layer.kept_gib * MIB_PER_GIB
         for layer in reversed(chunk):
             self._backward_layer(layer, unit.micro_batch)
         if unit.chunk == 0 and not self._profile.has_loss:
-            self._now += outside.backward_ms
+            self._now += non_layer.backward_ms
 
     def _backward_layer(self, layer: int, micro_batch: int) -> None:
         script = self._scripts[layer]
@@ -283,10 +284,10 @@ class _Step:
         where = f"backward of layer {layer}, micro-batch {micro_batch}"
         self._cursor += 1
         group.run.kept_over_mib = group.run.kept_begun_mib
-        group.run.kept_begun_mib += group.lends_mib
-        self._ahead_mib -= group.ahead_mib
+        group.run.kept_begun_mib += group.kept_mib
+        self._prefetched_mib -= group.prefetched_mib
         while group.to_fetch:
-            self._claim(group.to_fetch.pop())
+            self._reload(group.to_fetch.pop())
         self._prefetch()
 
         storages = group.storages
@@ -308,7 +309,7 @@ class _Step:
                     begin += self._wait(storages[-1 - i])
             else:
                 self._mib -= script.saves[i][1]
-                if i in storages and storages[i].state != "stays":
+                if i in storages and storages[i].state != "kept":
                     self._host_mib -= storages[i].mib
                     self._prefetch()
             if self._mib + temporary_mib > self.peak_mib:
@@ -317,25 +318,25 @@ class _Step:
         self.timeline.append((self._now, self._mib, where))
 
     def _wait(self, storage: _Storage) -> float:
-        if storage.state != "returning":
+        if storage.state != "reloading":
             return 0.0
         waited = max(0.0, storage.in_end_ms - self._now)
         self._now += waited
         self._in_stall += waited
-        storage.state = "back"
+        storage.state = "reloaded"
         return waited
 
-    def _claim(self, storage: _Storage) -> None:
-        """Backward wants it: what has not left stays, what is out comes in."""
-        if storage.state == "leaving":
-            self._leaving.remove(storage)
-            self._leaving_mib -= storage.mib
+    def _reload(self, storage: _Storage) -> None:
+        """Backward needs ``storage``: keep it if its memory was not released yet, otherwise reload it."""
+        if storage.state == "offloading":
+            self._offloading.remove(storage)
+            self._offloading_mib -= storage.mib
             self._host_mib -= storage.mib
-            storage.state = "stays"
-        elif storage.state == "out":
+            storage.state = "kept"
+        elif storage.state == "offloaded":
             begin = max(self._in_free, self._now, storage.out_end_ms)
             self._in_free = storage.in_end_ms = begin + storage.mib * self._profile.in_ms_per_mib
-            storage.state = "returning"
+            storage.state = "reloading"
             self._mib += storage.mib
             self._note("prefetch")
 
@@ -348,21 +349,21 @@ class _Step:
                 return
             if not group.mib:
                 num_kept_between += 1
-            allowed = self._allowed_ahead(group, num_kept_between, kept_between_mib) if group.to_fetch else 0.0
-            kept_between_mib += group.lends_mib
+            allowed = self._allowed_prefetch(group, num_kept_between, kept_between_mib) if group.to_fetch else 0.0
+            kept_between_mib += group.kept_mib
             while group.to_fetch:
                 storage = group.to_fetch[-1]
-                if self._ahead_mib + storage.mib > allowed + 1e-6 and (self._ahead_mib > 1e-6 or not allowed):
+                if self._prefetched_mib + storage.mib > allowed + 1e-6 and (self._prefetched_mib > 1e-6 or not allowed):
                     return
                 group.to_fetch.pop()
-                group.ahead_mib += storage.mib
-                self._ahead_mib += storage.mib
-                self._claim(storage)
+                group.prefetched_mib += storage.mib
+                self._prefetched_mib += storage.mib
+                self._reload(storage)
 
-    def _allowed_ahead(self, group: _Group, num_kept_between: int, kept_between_mib: float) -> float:
+    def _allowed_prefetch(self, group: _Group, num_kept_between: int, kept_between_mib: float) -> float:
         """``SwapManager._allowed_ahead``."""
         allowed = self._window_mib
-        if num_kept_between >= group.place.num_tail(self._window_groups):
+        if num_kept_between >= group.position.num_trailing_kept(self._window_groups):
             allowed = max(0.0, allowed - kept_between_mib)
         if self._current is not None and self._current.run is group.run:
             allowed += max(0.0, group.run.kept_over_mib - self._current.mib)

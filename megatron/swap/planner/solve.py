@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Context
 from math import ceil
 
-from megatron.swap.plan import LAYER_SECTION, Infeasible, Plan, PlanClass, Predicted, SitePlan, format_layers
+from megatron.swap.common.layer_ranges import format_ranges
+from megatron.swap.common.plan import LAYER_SECTION, Infeasible, Plan, PlanClass, Predicted, SitePlan
 from megatron.swap.planner.profile import LayerClass, Profile, Section, sha256
 from megatron.swap.planner.program import (
     Block,
@@ -29,14 +30,14 @@ PASSES: tuple[tuple[float, tuple[float, ...]], ...] = (
     (0.3, ()),
     (0.0, ()),
 )
-"""Shares of the program's windows: what is brought back early takes memory too, so that less swapping may fit where
+"""Fractions of the program's windows: what is brought back early takes memory too, so that less swapping may fit where
 more does not. With each the prefetch windows that are chosen, in largest layers; none: the engine's own.
 
 A chosen window lets no more than twice itself come ahead: that helps where memory is short in backward, and hurts where
 the link is busy then. Not in a pipeline, where the next backward may be of another chunk.
 """
 DOUBTS = (1.0, 2 / 3, 1 / 3)
-"""Shares of what is in doubt of the allocator that are left free."""
+"""Fractions of what is in doubt of the allocator that are left free."""
 NEAR_BOUND = (1.001, 1.02)
 """Close enough to the lower bound to stop; behind the second pass more is: what others find there is hardly better."""
 NEAR_OPTIMUM = 1e-4
@@ -78,7 +79,7 @@ def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
     """
     search = _Search(profile)
     keeps_all = search.kept().peak_gib <= budget_gib - DOUBTS[-1] * profile.doubt_gib
-    rooms = (budget_gib - share * profile.doubt_gib for share in (DOUBTS[-1:] if keeps_all else DOUBTS))
+    rooms = (budget_gib - fraction * profile.doubt_gib for fraction in (DOUBTS[-1:] if keeps_all else DOUBTS))
     for room_gib in dict.fromkeys(rooms):
         bound = search.run(room_gib)
         fitting = search.fitting(room_gib)
@@ -175,10 +176,10 @@ class _Search:
         if first is None:
             return float("inf")
         windows = search_windows(profile)
-        for number, (share, window_shares) in enumerate(PASSES):
-            if not window_shares or profile.pipeline.size == 1:
-                part = Windows(_part(windows.out_ms, share), _part(windows.in_ms, share))
-                self._refine(budget_gib, part, window_shares)
+        for number, (fraction, window_fractions) in enumerate(PASSES):
+            if not window_fractions or profile.pipeline.size == 1:
+                part = Windows(_part(windows.out_ms, fraction), _part(windows.in_ms, fraction))
+                self._refine(budget_gib, part, window_fractions)
             fitting = self.fitting(budget_gib)
             if fitting and fitting[0][1].step_ms <= NEAR_BOUND[number >= 1] * first.bound_ms:
                 break
@@ -186,7 +187,7 @@ class _Search:
             self.judge_least()
         return first.bound_ms
 
-    def _refine(self, budget_gib: float, windows: Windows, window_shares: tuple[float, ...]) -> None:
+    def _refine(self, budget_gib: float, windows: Windows, window_fractions: tuple[float, ...]) -> None:
         """Solve, simulate, correct the program where it was too hopeful, again.
 
         Where copies stall more than it thought its windows shrink, at first by that much, which is too much where the
@@ -200,7 +201,7 @@ class _Search:
             answer = self._program.solve(room_gib, host_gib, windows, gap=NEAR_OPTIMUM)
             if answer is None:
                 return
-            judged = self._judge(answer.counts, window_shares=window_shares)
+            judged = self._judge(answer.counts, window_fractions=window_fractions)
             least = min(judged, key=lambda prediction: prediction.peak_gib)
             over_gib = least.peak_gib - budget_gib
             host_over_gib = least.host_gib - profile.host_gib if profile.host_gib is not None else 0.0
@@ -239,23 +240,23 @@ class _Search:
         self,
         counts: Sequence[Counts],
         orders: tuple[bool, ...] = (True, False),
-        window_shares: tuple[float, ...] = (),
+        window_fractions: tuple[float, ...] = (),
     ) -> list[Prediction]:
         judged = []
         for recompute_last in orders:
             assignment = _arrange(self._program.blocks, counts, recompute_last)
-            for share in window_shares or (None,):
-                if (assignment, share) not in self._found:
+            for fraction in window_fractions or (None,):
+                if (assignment, fraction) not in self._found:
                     plan = _to_plan(self._profile, assignment)
-                    if share is not None:
-                        plan = replace(plan, prefetch_gib=_window_gib(plan, share))
-                    self._found[assignment, share] = plan, simulate(self._profile, plan)
-                judged.append(self._found[assignment, share][1])
+                    if fraction is not None:
+                        plan = replace(plan, prefetch_gib=_window_gib(plan, fraction))
+                    self._found[assignment, fraction] = plan, simulate(self._profile, plan)
+                judged.append(self._found[assignment, fraction][1])
         return judged
 
 
-def _part(window_ms: float | None, share: float) -> float | None:
-    return None if window_ms is None else window_ms * share
+def _part(window_ms: float | None, fraction: float) -> float | None:
+    return None if window_ms is None else window_ms * fraction
 
 
 def _narrower(window_ms: float | None, by_ms: float) -> float | None:
@@ -299,7 +300,7 @@ def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
         sites = {}
         for site in entry.sites:
             action = actions.get(site.site, "keep")
-            why = "others hold it" if site.stays else "there is room"
+            why = "others hold it" if site.is_ineligible else "there is room"
             if action == "swap":
                 why = f"{site.mib * profile.out_ms_per_mib:.2f} ms on the link"
             elif action == "recompute":
@@ -309,22 +310,22 @@ def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
                 action, why = "recompute", f"{action}: {cost:.2f} ms for all of it"
             sites[site.site] = SitePlan(action, round(site.mib, 6), why)  # type: ignore[arg-type]
         named = tuple(part.name for part in entry.sections if part.name in sections and not _follows(entry, part))
-        classes.append(PlanClass(format_layers(layers), sites, named))
+        classes.append(PlanClass(format_ranges(layers), sites, named))
     return Plan(profile.model, None, None, None, tuple(classes))
 
 
-def _window_gib(plan: Plan, share: float) -> float | None:
-    """``share`` of what the largest layer swaps; ``None`` where none does."""
+def _window_gib(plan: Plan, fraction: float) -> float | None:
+    """Return ``fraction`` of what the largest layer swaps, in GiB; ``None`` where none does."""
     swapped = [
         sum(site.mib or 0.0 for site in entry.sites.values() if site.action == "swap") for entry in plan.classes
     ]  # fmt: skip
     # Up: one largest layer is to count as one.
-    return ceil(share * max(swapped, default=0.0) / MIB_PER_GIB * 1e6) / 1e6 or None
+    return ceil(fraction * max(swapped, default=0.0) / MIB_PER_GIB * 1e6) / 1e6 or None
 
 
 def _follows(entry: LayerClass, part: Section) -> bool:
     """Whether it is enough to plan the sites of ``part`` as recomputed: see ``layer_script``."""
-    frees = [site for site in entry.sites if site.site in part.frees and not site.stays]
+    frees = [site for site in entry.sites if site.site in part.frees and not site.is_ineligible]
     return part.name != LAYER_SECTION and all(site.recompute_ms is None for site in frees)
 
 
@@ -334,7 +335,8 @@ def _recompute_most(blocks: Sequence[Block], swap_inputs: bool = False) -> list[
     most = []
     for block in blocks:
         widest = max(block.sections, key=lambda part: sum(site.mib for site in block.freed(part)), default=None)
-        inputs = [site.site for site in block.entry.sites if widest and site.site in widest.needs and not site.stays]
+        needs = widest.needs if widest else ()
+        inputs = [site.site for site in block.entry.sites if site.site in needs and not site.is_ineligible]
         swapped = dict.fromkeys(inputs, block.num_swappable) if swap_inputs else {}
         most.append(Counts({widest.name: len(block.layers)} if widest else {}, {}, swapped))
     return most

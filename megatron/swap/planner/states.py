@@ -4,38 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.swap.types import GIB, MIB
+from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, NUM_STAGED, disk_buffer_bytes
+from megatron.swap.common.types import GIB
 
 BUCKET_BYTES = 256 << 20
 """Of state that rests, on the device. Copies of this size run at the link's full speed."""
 BUCKETS_GIB = 3 * BUCKET_BYTES / GIB
-"""While the optimizer steps (``state_swap.py``), once activations are gone."""
+"""While the optimizer steps (``optimizer/stepper.py``), once activations are gone."""
 GAPS_GIB = 5 * BUCKET_BYTES / GIB
 """What buckets leave unused between activations, which they come and go beside: 1.1 GiB were measured (8B, where what
 held 133.8 GiB while they did not held 134.9 when they did)."""
-PART_OF_HOST = 0.9
+STATE_HOST_FRACTION = 0.9
 """Of host memory may be the state's, where the planner decides how much rests. For the time of a step it hardly matters
 who has it; activations can be made again instead, so the largest models want it for the state."""
-NUM_STAGED = 7
-MOST_SPILL_BYTES = 64 << 20
-"""Buffers in host memory, between disk and device, and most bytes of one for activations: as ``staging.py`` and
-``tiers/spill.py`` have them, which need torch."""
 
 
-def part_before_disk(host: float, disk: float) -> float:
+def fraction_before_disk(host: float, disk: float) -> float:
     """Of so much host memory, what is the state's where nobody knows yet what activations take. With a disk half, so
     that they need not go there in every micro-batch; more where that and the disk would be less than without."""
     return max(host / 2, host - disk) if disk else host
 
 
-def most_resting(host_gib: float, disk_gib: float) -> float:
+def max_offload_fraction(host_gib: float, disk_gib: float) -> float:
     """GiB of state that may rest, where the planner decides how much does."""
-    return PART_OF_HOST * part_before_disk(host_gib, disk_gib) + disk_gib
+    return STATE_HOST_FRACTION * fraction_before_disk(host_gib, disk_gib) + disk_gib
 
 
 def bucket_bytes_before_disk(host_bytes: int) -> int:
     """Of a bucket, where some rest on disk: the buffers in between are part of ``host_bytes`` of host memory."""
-    return max(MIB, min(BUCKET_BYTES, host_bytes // 16))
+    return disk_buffer_bytes(host_bytes, BUCKET_BYTES)
 
 
 @dataclass(frozen=True)
@@ -49,22 +46,22 @@ class Split:
     moved_on_disk: float
 
 
-def split_before_disk(resting_gib: float, host_gib: float, moved_gib: float) -> Split:
+def split_before_disk(offloaded_gib: float, host_gib: float, moved_gib: float) -> Split:
     """Where a disk takes what host memory has no room for.
 
     Args:
-        resting_gib: of state, which comes first; half of the room is its at least.
+        offloaded_gib: of state, which comes first; half of the room is its at least.
         host_gib: of host memory; may be infinite.
         moved_gib: of activations at their peak.
     """
     host_bytes = int(min(host_gib * GIB, 16 * BUCKET_BYTES))  # more makes no larger buckets
     bucket_bytes = bucket_bytes_before_disk(host_bytes)
-    spill_bytes = min(bucket_bytes, MOST_SPILL_BYTES)
-    buffers_gib = NUM_STAGED * (bucket_bytes * (resting_gib > 0) + spill_bytes * (moved_gib > 0)) / GIB
+    spill_bytes = min(bucket_bytes, MAX_SPILL_BUFFER_BYTES)
+    buffers_gib = NUM_STAGED * (bucket_bytes * (offloaded_gib > 0) + spill_bytes * (moved_gib > 0)) / GIB
     room_gib = max(0.0, host_gib - buffers_gib)
-    state_gib = min(resting_gib, max(room_gib - moved_gib, room_gib / 2))
+    state_gib = min(offloaded_gib, max(room_gib - moved_gib, room_gib / 2))
     in_host_gib = min(moved_gib, room_gib - state_gib)
-    return Split(state_gib, in_host_gib, buffers_gib, resting_gib - state_gib, moved_gib - in_host_gib)
+    return Split(state_gib, in_host_gib, buffers_gib, offloaded_gib - state_gib, moved_gib - in_host_gib)
 
 
 @dataclass(frozen=True)
@@ -76,15 +73,15 @@ class States:
         state_bytes: of one parameter's main value and two moments, all in fp32; TransformerEngine's precision-aware
             optimizer keeps of the main value only what the bf16 weight lacks.
         shards: ranks that share the state.
-        resting: part of the state that rests in host memory (``--swap-optimizer``).
-        auto: that is the most; how much rests the planner decides.
+        offload_fraction: part of the state that is offloaded to host memory (``--swap-optimizer``).
+        auto: that is the most; the planner decides how much is offloaded.
         weight_bytes: of one parameter: in bf16, or in fp32, where the weights are the main values.
     """
 
     gradient_bytes: int = 4
     state_bytes: int = 12
     shards: int = 1
-    resting: float = 0.0
+    offload_fraction: float = 0.0
     auto: bool = False
     weight_bytes: int = 2
 
@@ -106,7 +103,7 @@ class States:
 
     def host_gib(self, num_params: float) -> float:
         """What rests, a part on disk included."""
-        return self.resting * self.state_gib(num_params)
+        return self.offload_fraction * self.state_gib(num_params)
 
     def device_gib(self, num_params: float) -> float:
         """Weights, gradients, and the state that does not rest."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron.swap.plan import Plan
-from megatron.swap.planner.profile import OutsideSite, Profile
+from megatron.swap.common.plan import Plan
+from megatron.swap.common.types import GIB, MemoryRow, format_bytes
+from megatron.swap.planner.profile import NonLayerSite, Profile
 from megatron.swap.planner.simulate import Prediction
 from megatron.swap.planner.states import BUCKETS_GIB, States, split_before_disk
-from megatron.swap.types import GIB, MemoryRow, format_bytes
 
 
 def plan_heading(plan: Plan) -> str:
@@ -48,17 +48,17 @@ def plan_table(plan: Plan) -> str:
     return "\n".join(_aligned(rows, numbers=2))
 
 
-def outside_table(profile: Profile) -> str:
+def non_layer_table(profile: Profile) -> str:
     """Site, MiB, action and why, of what is saved outside the layers; nothing where no site is known."""
     rows = [("outside the layers", "MiB", "action", "why")]
-    rows += [(site.site, _size(site.mib), "keep", _why_kept(site, profile)) for site in profile.outside.sites]
-    return "\n".join(_aligned(rows, numbers=1)) if profile.outside.sites else ""
+    rows += [(site.site, _size(site.mib), "keep", _why_kept(site, profile)) for site in profile.non_layer.sites]
+    return "\n".join(_aligned(rows, numbers=1)) if profile.non_layer.sites else ""
 
 
-def _why_kept(site: OutsideSite, profile: Profile) -> str:
+def _why_kept(site: NonLayerSite, profile: Profile) -> str:
     link_ms = site.mib * (profile.out_ms_per_mib + profile.in_ms_per_mib)
-    if site.stays:
-        return "too small to move" if site.stays == "small" else "others hold it until forward ends"
+    if site.ineligible:
+        return "too small to move" if site.ineligible == "small" else "others hold it until forward ends"
     if site.idle_ms < link_ms:
         return f"wanted again after {site.idle_ms:.2f} ms: there and back takes {link_ms:.2f} ms on the link"
     return f"idle for {site.idle_ms:.2f} ms, but only what layers save is moved"
@@ -78,17 +78,17 @@ def memory_table(
         before_disk_gib: host memory of the rank, beyond which what rests goes to disk; ``None``: there is no disk.
         measured: of a run, in columns beside what is predicted.
     """
-    resting_gib = states.host_gib(num_params)
+    offloaded_gib = states.host_gib(num_params)
     host_gib = float("inf") if before_disk_gib is None else before_disk_gib
-    split = split_before_disk(resting_gib, host_gib, prediction.host_gib)
+    split = split_before_disk(offloaded_gib, host_gib, prediction.host_gib)
     buffers_gib = 0.0 if before_disk_gib is None else split.buffers
     libraries_gib = profile.static_gib - states.device_gib(num_params)
     activations_gib = prediction.peak_gib - profile.static_gib - profile.fragments_gib
     said: dict[str, tuple[tuple[float, ...], str]] = {
         "weights": ((states.weights_gib(num_params), 0, 0), f"{num_params / 1e9:.2f} billion on this rank"),
         "gradients": ((states.gradients_gib(num_params), 0, 0), ""),
-        "optimizer": ((states.state_gib(num_params) - resting_gib, split.state_in_host, split.state_on_disk),
-                      _resting(states)),
+        "optimizer": ((states.state_gib(num_params) - offloaded_gib, split.state_in_host, split.state_on_disk),
+                      _offload_note(states)),
         "libraries": ((libraries_gib, 0, 0), "workspaces; measured as activations" if measured else "workspaces"),
         "activations": ((activations_gib, split.moved_in_host, split.moved_on_disk),
                         f"with temporaries, {prediction.peak_at}"),
@@ -118,10 +118,11 @@ def _sums(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(map(sum, zip(*rows, strict=True)))
 
 
-def _resting(states: States) -> str:
-    if not states.resting:
+def _offload_note(states: States) -> str:
+    if not states.offload_fraction:
         return ""
-    return f"{states.resting:.0%} of it rests; its step takes {BUCKETS_GIB:g} GiB of buckets, once activations are gone"
+    fraction = f"{states.offload_fraction:.0%} of it is offloaded"
+    return f"{fraction}; its step takes {BUCKETS_GIB:g} GiB of buckets, once activations are gone"
 
 
 def prediction_text(profile: Profile, prediction: Prediction, unswapped: Prediction, lower_bound_ms: float) -> str:

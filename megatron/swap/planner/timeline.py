@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from megatron.swap.recording import (
+from megatron.swap.planner.recording import (
     BRING_BACK,
     EVALUATION,
     RECOMPUTE,
@@ -179,7 +179,7 @@ class Timeline:
             if self._backward is not None:
                 self._backward.way_bytes = max(self._backward.way_bytes, self._way_bytes)
         elif event.what is What.FORWARD_BEGIN:
-            for storage in [one for one in self._held if one.stays and not self._is_wanted(one)]:
+            for storage in [one for one in self._held if one.has_external_refs and not self._is_wanted(one)]:
                 self._drop(storage)  # it belongs to others alone
 
     def _is_wanted(self, storage: SavedStorage) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatron.swap.planner.gpus import GPUS, Gpu
 from megatron.swap.planner.profile import Link, Profile
-from megatron.swap.planner.shape import layer_class, outside_scaled, scaled
+from megatron.swap.planner.shape import layer_class, non_layer_scaled, scaled
 
 
 def with_link(profile: Profile, gb_s: float) -> Profile:
@@ -34,7 +34,7 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
         source=f"{profile.source}; scaled to sequences of {new.seq_length}, micro-batches of {new.micro_batch_size}",
         model=new,
         layers=tuple(scaled(entry, forward, backward, tokens) for entry in profile.layers),
-        outside=outside_scaled(profile.outside, tokens, tokens, tokens),
+        non_layer=non_layer_scaled(profile.non_layer, tokens, tokens, tokens),
     )
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from megatron.swap.native.base import TransferQueue
 from megatron.swap.native.build import load
+from megatron.swap.native.python_queue import PythonQueue
 from megatron.swap.native.queue import NativeQueue
-from megatron.swap.native.twin import PythonQueue
 from tests.unit.native.helpers import HERE, FakeCuda
 
 

@@ -53,13 +53,13 @@ struct Work {
   bool fails = false;
   std::vector<char> source, middle, target;
 
-  void check(State state) const {
-    CHECK(state == State::done || state == State::failed || state == State::withdrawn);
-    CHECK(state != State::done || !fails);
-    CHECK(state != State::failed || fails);
+  void check(JobState state) const {
+    CHECK(state == JobState::done || state == JobState::failed || state == JobState::withdrawn);
+    CHECK(state != JobState::done || !fails);
+    CHECK(state != JobState::failed || fails);
     const std::vector<char> untouched(target.size(), 0);
-    CHECK(target == (state == State::done ? source : untouched));
-    ++(state == State::done ? num_done : state == State::failed ? num_failed : num_withdrawn);
+    CHECK(target == (state == JobState::done ? source : untouched));
+    ++(state == JobState::done ? num_done : state == JobState::failed ? num_failed : num_withdrawn);
   }
 };
 
@@ -104,10 +104,10 @@ std::unique_ptr<Work> make_work(Random& random, int file, int slot, Job& job) {
 }
 
 // Until it is over: states only ever go forward.
-State wait(TransferQueue& queue, Ticket ticket, State until) {
-  State before = State::waiting;
+JobState wait(TransferQueue& queue, Ticket ticket, JobState until) {
+  JobState before = JobState::waiting;
   for (;;) {
-    const State state = queue.wait(ticket, until, 0.01);
+    const JobState state = queue.wait(ticket, until, 0.01);
     CHECK(state >= before);
     if (state >= until) return state;
     before = state;
@@ -126,16 +126,16 @@ void use(TransferQueue& queue, int file, int thread, int num_jobs, std::uint64_t
     Work& some = *works[below(random, static_cast<std::int64_t>(works.size()))];
     switch (below(random, 8)) {
       case 0:
-        if (queue.erase(some.ticket)) CHECK(queue.state(some.ticket) == State::withdrawn);
+        if (queue.erase(some.ticket)) CHECK(queue.state(some.ticket) == JobState::withdrawn);
         break;
       case 1:
-        if (const Ticket taken = queue.dequeue()) CHECK(queue.state(taken) == State::withdrawn);
+        if (const Ticket taken = queue.dequeue()) CHECK(queue.state(taken) == JobState::withdrawn);
         break;
       case 2:
-        if (queue.is_started()) wait(queue, some.ticket, State::done);
+        if (queue.is_started()) wait(queue, some.ticket, JobState::done);
         break;
       case 3:
-        if (queue.is_started()) wait(queue, some.ticket, State::issued);
+        if (queue.is_started()) wait(queue, some.ticket, JobState::issued);
         break;
       case 4:
         queue.wait_all(0.001);
@@ -144,14 +144,14 @@ void use(TransferQueue& queue, int file, int thread, int num_jobs, std::uint64_t
         if (const Ticket failed = queue.first_failure()) CHECK(queue.failure(failed).error_number == EBADF);
         break;
       case 6:
-        CHECK(queue.state(some.ticket) != State::unknown);
+        CHECK(queue.state(some.ticket) != JobState::unknown);
         CHECK(queue.num_under_way() <= 3);
         break;
       default:
         break;
     }
   }
-  for (const auto& work : works) work->check(wait(queue, work->ticket, State::done));
+  for (const auto& work : works) work->check(wait(queue, work->ticket, JobState::done));
 }
 
 void play_round(int file, std::uint64_t seed) {

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.swap.common.types import SwapError
 from megatron.swap.native import base, build
-from megatron.swap.native.base import State, TransferQueue
+from megatron.swap.native.base import JobState, TransferQueue
+from megatron.swap.native.python_queue import PythonQueue
 from megatron.swap.native.queue import NativeQueue, queue_class
-from megatron.swap.native.twin import PythonQueue
-from megatron.swap.types import SwapError
 from tests.unit.native.helpers import NEEDS_COMPILER
 from tests.unit.test_house import ROOT
 
@@ -145,7 +145,7 @@ def test_no_header_of_cuda_is_needed() -> None:
     done = subprocess.run(["g++", *build.FLAGS, *folders, "-M", *sources], capture_output=True, text=True, check=True)
     headers = {Path(word).resolve() for word in done.stdout.replace("\\\n", " ").split() if "/" in word}
     assert here / "guard.h" in headers
-    assert of_torch / "c10/core/StorageImpl.h" in headers
+    assert (of_torch / "c10/core/StorageImpl.h").resolve() in headers
     assert [path for path in headers if "cuda" in str(path).lower() and not path.is_relative_to(here)] == []
 
 
@@ -160,8 +160,8 @@ def test_others_see_two_symbols() -> None:
 
 def test_the_header_has_the_same_states() -> None:
     header = (Path(base.__file__).parent / "transfer_queue.h").read_text()
-    declared = ", ".join(f"{state.name.lower()} = {state.value}" for state in State)
-    assert f"enum class State {{ {declared} }};" in header
+    declared = ", ".join(f"{state.name.lower()} = {state.value}" for state in JobState)
+    assert f"enum class JobState {{ {declared} }};" in header
 
 
 def test_the_core_needs_neither_python_nor_torch() -> None:

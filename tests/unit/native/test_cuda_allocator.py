@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.swap.common.types import MIB
 from megatron.swap.native import cuda_allocator
 from megatron.swap.native.build import BuildError, cache_folder
 from megatron.swap.native.cuda_allocator import (
@@ -26,7 +27,6 @@ from megatron.swap.native.cuda_allocator import (
     load_cuda_allocator,
     virtuals,
 )
-from megatron.swap.types import MIB
 from tests.unit.native.helpers import HERE, NEEDS_COMPILER
 from tests.unit.test_house import ROOT
 

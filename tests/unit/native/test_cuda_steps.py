@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.swap.common.types import MIB, SwapError
 from megatron.swap.native.base import CudaCopy, HostCopy, TransferQueue
 from megatron.swap.native.cuda_library import loaded_cuda_library
-from megatron.swap.types import MIB, SwapError
 from tests.unit.native.helpers import NEEDS_COMPILER, FakeCuda, Memory, copy
 
 Make = Callable[..., TransferQueue]

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from megatron.swap.common.types import MIB
 from megatron.swap.native.guarding import Flag, GuardCore, Piece, native
-from megatron.swap.types import MIB
 from tests.unit.native.helpers import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
@@ -103,10 +103,10 @@ def test_what_has_its_bytes_on_the_host_goes_first_and_of_each_what_is_used_last
     with pytest.raises(torch.OutOfMemoryError, match="has nothing more to take: 5 MiB of saved tensors were taken"):
         offers.taken_for()
     for key in kept:
-        pieces = offers.core.claim(key)
+        pieces = offers.core.withdraw(key)
         assert pieces is not None
         assert bytes_of(pieces) == {key}
-    assert [offers.core.claim(key) for key in copied] == [[], []]
+    assert [offers.core.withdraw(key) for key in copied] == [[], []]
 
 
 def test_no_more_goes_than_is_asked_for_but_a_group_as_a_whole(offers: Offers) -> None:
@@ -126,7 +126,7 @@ def test_what_others_refer_to_was_emptied_or_is_claimed_stays(offers: Offers) ->
     view, emptied, claimed, other = (offers.add(next_use) for next_use in (9, 8, 7, 1))
     held = torch.empty(0, dtype=torch.uint8).set_(offers.storages[view])
     offers.storages[emptied].resize_(0)
-    assert offers.core.claim(claimed) is None
+    assert offers.core.withdraw(claimed) is None
     assert offers.taken_for() == [other]
     assert held.unique().tolist() == [view]
     del held
@@ -138,7 +138,7 @@ def test_memory_that_is_not_the_allocators_stays(offers: Offers) -> None:
     foreign = offers.add(9)
     buffer = bytearray(b"x" * SIZE)
     offers.storages[foreign] = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-    offers.core.claim(foreign)
+    offers.core.withdraw(foreign)
     offers.offer(foreign, 9, False, foreign)
     other = offers.add(1)
     assert offers.taken_for() == [other]
@@ -174,10 +174,10 @@ def test_room_on_the_host_is_used_again(offers: Offers) -> None:
     for _ in range(50):
         key = offers.add(num_bytes=3 * SIZE)
         assert offers.taken_for(3 * SIZE) == [key]
-        pieces = offers.core.claim(key)
+        pieces = offers.core.withdraw(key)
         assert pieces
         mapped.add(offers.core.mapped_bytes())
-        offers.core.give_back(pieces)
+        offers.core.release(pieces)
     assert mapped == {64 * MIB}
 
 
@@ -249,11 +249,11 @@ def test_offers_claims_and_allocations_of_many_threads(offers: Offers) -> None:
                 core.offer(key, storage._cdata, SIZE, 1, turn, False, flag.address, number)
                 with contextlib.suppress(torch.OutOfMemoryError):
                     torch.empty(3 * SIZE, dtype=torch.uint8)
-                pieces = core.claim(key)
+                pieces = core.withdraw(key)
                 found = bytes_of(pieces) if pieces else bytes_of([(storage.data_ptr(), SIZE)])
                 if found != {number * 40 + turn}:
                     wrong.append((key, found))
-                core.give_back(pieces or [])
+                core.release(pieces or [])
                 del storage
         except BaseException as error:
             wrong.append(error)

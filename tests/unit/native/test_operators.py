@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.swap.common.types import SwapError
 from megatron.swap.native.access import storage_access
 from megatron.swap.native.build import include_folder
-from megatron.swap.native.twin import PythonQueue
-from megatron.swap.tensors import TensorSwap
-from megatron.swap.types import SwapError
+from megatron.swap.native.python_queue import PythonQueue
+from megatron.swap.nn.tensors import TensorSwap
 
 HERE = Path(__file__).parent
 HOST_GIB = 1 / 64
@@ -92,7 +92,7 @@ def test_a_copy_that_fails_is_told_to_who_called_it(example: Any, monkeypatch: p
             raise OSError("the link is broken")
 
         with monkeypatch.context() as patch:
-            patch.setattr(swap._mover, "_begin_return", fails)
+            patch.setattr(swap._mover, "_begin_reload", fails)
             with pytest.raises(RuntimeError, match="the link is broken"):
                 example.plus_one(x, True)
         assert torch.equal(x, torch.arange(1000.0))

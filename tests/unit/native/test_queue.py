@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from megatron.swap.native.base import CudaCopy, FileRead, FileWrite, HostCopy, State, TransferQueue
-from megatron.swap.native.twin import PythonCore
-from megatron.swap.types import MIB, SwapError, UsageError
+from megatron.swap.common.types import MIB, SwapError, UsageError
+from megatron.swap.native.base import CudaCopy, FileRead, FileWrite, HostCopy, JobState, TransferQueue
+from megatron.swap.native.python_queue import PythonCore
 from tests.unit.native.helpers import Memory, copy
 from tests.unit.test_house import ROOT
 
@@ -367,7 +367,7 @@ for number in range(3):
 
 
 def run_program(program: str, queue_type: type[TransferQueue], **values: str) -> subprocess.CompletedProcess[str]:
-    module = "queue" if queue_type.__name__ == "NativeQueue" else "twin"
+    module = "queue" if queue_type.__name__ == "NativeQueue" else "python_queue"
     return subprocess.run(
         [sys.executable, "-c", program.format(module=module, name=queue_type.__name__, **values)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
@@ -395,7 +395,7 @@ def test_the_twin_may_be_finalized_in_its_own_thread() -> None:
     assert core._worker is not None
     core._worker.join(20)
     assert not core._worker.is_alive()
-    assert core.state(2) == State.WITHDRAWN
+    assert core.state(2) == JobState.WITHDRAWN
 
 
 def num_threads() -> int:

@@ -7,13 +7,14 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron.swap.plan import Model, Plan, PlanClass, SitePlan, format_layers
+from megatron.swap.common.layer_ranges import format_ranges
+from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
 from megatron.swap.planner.profile import (
     MS_PER_MIB,
     Device,
     LayerClass,
     Link,
-    Outside,
+    NonLayer,
     Pipeline,
     Profile,
     Section,
@@ -39,7 +40,7 @@ def profile(
     *,
     gb_s: float = GB_S,
     micro_batches: int = 1,
-    outside: Outside | None = None,
+    non_layer: NonLayer | None = None,
     pipeline: Pipeline | None = None,
     host_gib: float | None = None,
 ) -> Profile:
@@ -48,7 +49,7 @@ def profile(
     return Profile(
         source="made up", model=model(num_layers), device=Device("none", 1.0), link=Link(gb_s, gb_s, gb_s, gb_s),
         static_gib=0.0, allocator_gib=0.0, host_gib=host_gib, num_micro_batches=micro_batches,
-        outside=outside or Outside(0.0, 0.0, 0.0, 0.0, 0.0), layers=tuple(layers), pipeline=pipeline or Pipeline(),
+        non_layer=non_layer or NonLayer(0.0, 0.0, 0.0, 0.0, 0.0), layers=tuple(layers), pipeline=pipeline or Pipeline(),
     )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def plan(of: Profile, classes: dict[tuple[int, ...], dict[str, str]], **sections
     """A plan by layers and actions; ``sections`` are named by their first layer, ``l3=("mlp",)``."""
     return Plan(of.model, None, None, None, tuple(
         PlanClass(
-            format_layers(layers),
+            format_ranges(layers),
             {name: SitePlan(action) for name, action in sites.items()},  # type: ignore[arg-type]
             sections.get(f"l{layers[0]}", ()),
         )
@@ -74,10 +75,11 @@ def random_class(source: random.Random, layers: tuple[int, ...], num_sites: int)
     needed = sorted((source.uniform(0, backward_ms) for _ in names), reverse=True)
     sites = tuple(
         site(name, source.choice([20, 40, 80, 160, 320]), at, need, source.uniform(need, backward_ms),
-             recompute_ms=source.choice([None, round(source.uniform(0.05, 1.5), 2)]), stays=source.random() < 0.1)
+             recompute_ms=source.choice([None, round(source.uniform(0.05, 1.5), 2)]),
+             is_ineligible=source.random() < 0.1)
         for name, at, need in zip(names, saved, needed, strict=True)
     )  # fmt: skip
-    # Recipes read what was saved before; it may be recomputed too.
+    # Recomputation reads what was saved before; it may be recomputed too.
     sites = tuple(
         replace(one, recompute_needs=tuple(source.sample(names[:i], source.randint(0, i))))
         if one.recompute_ms is not None else one
@@ -100,7 +102,9 @@ def random_profile(seed: int, most_layers: int = 3, most_sites: int = 3) -> Prof
         [random_class(source, part, source.randint(1, most_sites)) for part in parts],
         gb_s=GB_S * source.uniform(0.3, 3),
         micro_batches=source.randint(1, 3),
-        outside=Outside(source.uniform(0, 2), source.uniform(0, 2), source.uniform(0, 5), 0.0, source.uniform(0, 0.3)),
+        non_layer=NonLayer(
+            source.uniform(0, 2), source.uniform(0, 2), source.uniform(0, 5), 0.0, source.uniform(0, 0.3)
+        ),
         host_gib=source.choice([None, None, source.uniform(0.05, 1.0)]),
     )
 
@@ -115,7 +119,7 @@ def layer_choices(entry: LayerClass, can_swap: bool) -> Iterator[Choice]:
         freed = {name for part in entry.sections if part.name in sections for name in part.frees}
         free = [one for one in entry.sites if one.site not in freed]
         allowed = [
-            ["keep"] if one.stays else
+            ["keep"] if one.is_ineligible else
             ["keep", *(["swap"] if can_swap else []), *(["recompute"] if one.recompute_ms is not None else [])]
             for one in free
         ]  # fmt: skip
@@ -138,9 +142,10 @@ def linear_cost(of: Profile, choices: dict[int, Choice]) -> tuple[float, float, 
     for layer, (sections, actions) in choices.items():
         entry = of.of_layer(layer)
         recompute += sum(part.recompute_ms for part in entry.sections
-                         if part.name in sections and any(not s.stays for s in entry.sites if s.site in part.frees))
+                         if part.name in sections
+                         and any(not one.is_ineligible for one in entry.sites if one.site in part.frees))
         for one in entry.sites:
-            action = "keep" if one.stays else actions.get(one.site, "section")
+            action = "keep" if one.is_ineligible else actions.get(one.site, "section")
             kept += one.mib * (action == "keep")
             swapped_of[entry] += one.mib * (action == "swap")
             recompute += (one.recompute_ms or 0.0) * (action == "recompute")
@@ -153,11 +158,11 @@ def linear_cost(of: Profile, choices: dict[int, Choice]) -> tuple[float, float, 
         later = sum(mib for entry, mib in swapped_of.items() if begin[entry] >= start)
         out_exposed = max(out_exposed, later * of.out_ms_per_mib - (forward - start))
     swapped = sum(swapped_of.values())
-    each = of.outside.forward_ms + of.outside.backward_ms + forward + backward + recompute
+    each = of.non_layer.forward_ms + of.non_layer.backward_ms + forward + backward + recompute
     each += out_exposed
     each += max(0.0, swapped * of.in_ms_per_mib - backward - recompute)
-    step = of.num_micro_batches * each + of.outside.optimizer_ms
-    return step, of.static_gib + kept / 1024 + of.outside.peak_gib, swapped / 1024
+    step = of.num_micro_batches * each + of.non_layer.optimizer_ms
+    return step, of.static_gib + kept / 1024 + of.non_layer.peak_gib, swapped / 1024
 
 
 def to_plan(of: Profile, choices: dict[int, Choice]) -> Plan:

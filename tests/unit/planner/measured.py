@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.sweeps.plans import plan_of, with_megatrons_loss, with_mlp_section
 from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import Link, Profile
 from megatron.swap.planner.shape import shape_profile, with_times
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import empty_plan, solve
-from proof.sweep.plans import plan_of, with_megatrons_loss, with_mlp_section
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 FILES = ("h200-dense.jsonl", "h200-long-context.jsonl", "h200-overhead.jsonl")

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from megatron.swap.plan import PlanClass, SitePlan, load_plan, save_plan
+from megatron.swap.common.plan import PlanClass, SitePlan, load_plan, save_plan
+from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.planner.flags import model_of, read_flags
 from megatron.swap.planner.gpus import GPUS, find_gpu
 from megatron.swap.planner.profile import (
     LayerClass,
-    Outside,
-    OutsideSite,
+    NonLayer,
+    NonLayerSite,
     Pipeline,
     Section,
     load_profile,
@@ -29,9 +30,8 @@ from megatron.swap.planner.shape import RECIPES, WORKSPACE_GIB, params_of_rank, 
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
 from megatron.swap.planner.states import States
-from megatron.swap.planner.table import outside_table
+from megatron.swap.planner.table import non_layer_table
 from megatron.swap.planner.what_if import with_link, with_tokens
-from megatron.swap.types import GIB, MIB, UsageError
 from tests.unit.planner.cases import model, profile, random_profile, site
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,7 +97,7 @@ def test_sections_nest_or_stand_apart() -> None:
 
 def _device_bytes(states: States) -> float:
     """Of a parameter."""
-    return 2 + states.gradient_bytes + states.state_bytes * (1 - states.resting) / states.shards
+    return 2 + states.gradient_bytes + states.state_bytes * (1 - states.offload_fraction) / states.shards
 
 
 class TestShapes:
@@ -110,7 +110,7 @@ class TestShapes:
             f"{context}/1": 128, f"{context}/2": 128, f"{context}/3": 128, f"{context}/6": 2, "mlp.linear_fc1/0": 128,
             "mlp.linear_fc1/1": 128, "mlp/0": 688, "mlp.linear_fc2/0": 344,
         }  # fmt: skip
-        assert [one.site for one in of.layers[0].sites if one.stays] == ["self_attention.linear_qkv/0"]
+        assert [one.site for one in of.layers[0].sites if one.is_ineligible] == ["self_attention.linear_qkv/0"]
         assert of.num_micro_batches == 2
 
     def test_what_can_run_again(self) -> None:
@@ -130,7 +130,7 @@ class TestShapes:
         ("flags", "states"),
         [
             ("", States()),
-            ("--swap-optimizer 0.25", States(resting=0.25)),
+            ("--swap-optimizer 0.25", States(offload_fraction=0.25)),
             ("--use-distributed-optimizer --use-precision-aware-optimizer", States(state_bytes=10)),
             ("--use-precision-aware-optimizer --main-grads-dtype bf16", States(gradient_bytes=2, state_bytes=10)),
             ("--main-grads-dtype bf16", States()),  # Megatron refuses it
@@ -143,11 +143,11 @@ class TestShapes:
         params = params_of_rank(training.model, training.tied)
         assert kept.static_gib == pytest.approx(params * _device_bytes(states) / GIB + WORKSPACE_GIB)
         without = shape_profile(training.model, find_gpu("h200"), 2, tied=training.tied)
-        more_ms = kept.outside.optimizer_ms - without.outside.optimizer_ms
-        assert more_ms == pytest.approx(states.resting * states.state_bytes * params / 49e6)
+        more_ms = kept.non_layer.optimizer_ms - without.non_layer.optimizer_ms
+        assert more_ms == pytest.approx(states.offload_fraction * states.state_bytes * params / 49e6)
 
     def test_what_rests_is_somewhere(self) -> None:
-        states = States(gradient_bytes=2, state_bytes=10, shards=4, resting=0.3)
+        states = States(gradient_bytes=2, state_bytes=10, shards=4, offload_fraction=0.3)
         everything_gib = 1e9 * (2 + 2 + 10 / 4) / GIB
         assert states.device_gib(1e9) + states.host_gib(1e9) == pytest.approx(everything_gib)
         assert states.host_gib(1e9) == pytest.approx(0.3 * states.state_gib(1e9))
@@ -168,19 +168,19 @@ class TestShapes:
 
     def test_what_is_saved_outside_the_layers_is_what_is_kept_there(self) -> None:
         shape = read_flags(FLAGS.split()).model
-        outside = shape_profile(shape, find_gpu("h200"), 2).outside
+        non_layer = shape_profile(shape, find_gpu("h200"), 2).non_layer
         tokens = 4 * 4096
-        sizes = {one.site: one.mib * MIB for one in outside.sites}
+        sizes = {one.site: one.mib * MIB for one in non_layer.sites}
         assert sizes == {
             "embedding.word_embeddings/0": 8 * tokens, "decoder.final_layernorm/0": 2 * tokens * 4096,
             "output_layer/0": 2 * tokens * 4096, "loss/0": 2 * tokens * 32000,
         }  # fmt: skip
-        assert sum(list(sizes.values())[1:]) == outside.kept_gib * GIB
+        assert sum(list(sizes.values())[1:]) == non_layer.kept_gib * GIB
         for rank, ends in ((0, ["embedding.word_embeddings/0"]), (1, []), (3, list(sizes)[1:])):
             stage = shape_profile(replace(shape, pipeline_parallel=4), find_gpu("h200"), 2, pipeline_rank=rank)
-            assert [one.site for one in stage.outside.sites] == ends
-        twice = with_tokens(shape_profile(shape, find_gpu("h200"), 2), seq_length=8192).outside
-        for one, other in zip(outside.sites, twice.sites, strict=True):
+            assert [one.site for one in stage.non_layer.sites] == ends
+        twice = with_tokens(shape_profile(shape, find_gpu("h200"), 2), seq_length=8192).non_layer
+        for one, other in zip(non_layer.sites, twice.sites, strict=True):
             assert (other.site, other.mib, other.idle_ms) == (one.site, 2 * one.mib, 2 * one.idle_ms)
 
     def test_parallelism_divides(self) -> None:
@@ -245,7 +245,7 @@ class TestWhatIf:
         assert scaled.model == new
         assert scaled.layers[1].num_mib == made.layers[1].num_mib
         assert scaled.layers[1].forward_ms == pytest.approx(made.layers[1].forward_ms)
-        assert scaled.outside.peak_gib == pytest.approx(made.outside.peak_gib)
+        assert scaled.non_layer.peak_gib == pytest.approx(made.non_layer.peak_gib)
         assert "scaled to sequences of 16384" in scaled.source
 
     def test_another_link(self) -> None:
@@ -268,14 +268,15 @@ def test_a_profile_without_sites_outside_the_layers_is_read(tmp_path: Path) -> N
     del text["outside"]["sites"]
     (tmp_path / "profile.json").write_text(json.dumps(text))
     assert load_profile(tmp_path / "profile.json") == of
-    assert outside_table(of) == ""
+    assert non_layer_table(of) == ""
 
 
 def test_the_table_says_why_sites_outside_the_layers_are_kept() -> None:
-    sites = (OutsideSite("mask/0", 100, 500), OutsideSite("norm/0", 100, 1.5), OutsideSite("ids/0", 100, 500, "held"),
-             OutsideSite("scale/0", 0.25, 500, "small"))  # fmt: skip
-    of = profile([LayerClass((0,), 1, 2, (site("a/0", 1, 0, 0),))], outside=Outside(0, 0, 0, 0, 0, sites))
-    rows = [line.split(maxsplit=3) for line in outside_table(of).splitlines()[1:]]
+    sites = (NonLayerSite("mask/0", 100, 500), NonLayerSite("norm/0", 100, 1.5),
+             NonLayerSite("ids/0", 100, 500, "held"),
+             NonLayerSite("scale/0", 0.25, 500, "small"))  # fmt: skip
+    of = profile([LayerClass((0,), 1, 2, (site("a/0", 1, 0, 0),))], non_layer=NonLayer(0, 0, 0, 0, 0, sites))
+    rows = [line.split(maxsplit=3) for line in non_layer_table(of).splitlines()[1:]]
     assert rows == [
         ["mask/0", "100", "keep", "idle for 500.00 ms, but only what layers save is moved"],
         ["norm/0", "100", "keep", "wanted again after 1.50 ms: there and back takes 2.00 ms on the link"],
@@ -300,7 +301,7 @@ class TestCommandLine:
         for entry in plan.classes:
             assert any(line.startswith(entry.layers + " ") for line in done.stdout.splitlines())
         assert f"{plan.predicted.peak_gib:.2f} GiB" in done.stdout
-        assert outside_table(load_profile(profile_path)) in done.stdout
+        assert non_layer_table(load_profile(profile_path)) in done.stdout
         again = self.run("--profile", str(profile_path), "--memory-gib", "83")
         tables = done.stdout.split("\n\n")
         assert again.stdout == "\n\n".join(table for table in tables if not table.startswith("memory "))
@@ -323,10 +324,10 @@ class TestCommandLine:
             assert rows["together"][column] == pytest.approx(
                 sum(row[column] for name, row in rows.items() if name != "together"), abs=0.04
             )
-        assert "40% of it rests" in table
+        assert "40% of it is offloaded" in table
         refused = self.run("--gpu", "h200", "--host-gib", "10", "--", *flags)
         assert refused.stderr == (
-            f"error: --host-gib 10: the optimizer's state that rests takes {0.4 * state_gib:.2f} GiB. Lower "
+            f"error: --host-gib 10: the offloaded optimizer state takes {0.4 * state_gib:.2f} GiB. Lower "
             "--swap-optimizer among the training flags, or add --swap-disk-dir to them.\n"
         )
 

@@ -8,19 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.swap import manager as manager_module
+from megatron.swap.common.plan import Plan
+from megatron.swap.common.types import KIB, MIB, Action, Site, UsageError, layer_positions
 from megatron.swap.devices.emulated import EmulatedDevice
-from megatron.swap.handle import Handle
-from megatron.swap.host_pool import HostPool
-from megatron.swap.manager import SwapManager
-from megatron.swap.plan import Plan
+from megatron.swap.engine import offload as offload_module
+from megatron.swap.engine.handle import Handle
+from megatron.swap.engine.manager import SwapManager
+from megatron.swap.engine.policy import PlanPolicy
+from megatron.swap.memory.host_pool import HostPool
+from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.planner.assignment import layer_script
-from megatron.swap.planner.profile import LayerClass, Link, Outside, Pipeline, Profile, Section
+from megatron.swap.planner.profile import LayerClass, Link, NonLayer, Pipeline, Profile, Section
 from megatron.swap.planner.schedule import Unit, schedule
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
-from megatron.swap.tiers.host import HostTier
-from megatron.swap.types import KIB, MIB, Action, Site, UsageError, places
+from tests.engine import save
 from tests.unit.planner.cases import GB_S, plan, profile, random_class, site
 
 ONE = LayerClass(tuple(range(4)), 2.0, 4.0, (site("a/0", 100, 1.0, 1.0, 2.0),))
@@ -40,14 +42,15 @@ def live_peaks(units: list[Unit], num_chunks: int) -> list[tuple[int, ...]]:
         if unit.is_forward:
             seen.add(tuple(live))
     return sorted(
-        counts for counts in seen
+        counts
+        for counts in seen
         if not any(other != counts and all(a >= b for a, b in zip(other, counts, strict=True)) for other in seen)
     )
 
 
 class TestByHand:
     def test_nothing_swapped(self) -> None:
-        of = profile([ONE], micro_batches=3, outside=Outside(1.0, 2.0, 7.0, 0.1, 0.25))
+        of = profile([ONE], micro_batches=3, non_layer=NonLayer(1.0, 2.0, 7.0, 0.1, 0.25))
         told = simulate(of, empty_plan(of))
         assert told.step_ms == pytest.approx(3 * (1 + 8 + 2 + 16) + 7)
         assert told.peak_gib == pytest.approx(400 / 1024 + 0.25)
@@ -55,7 +58,7 @@ class TestByHand:
         assert told.host_gib == told.out_stall_ms == told.in_stall_ms == 0
 
     def test_a_hidden_layer_costs_memory_only_on_the_host(self) -> None:
-        of = profile([ONE], outside=Outside(0, 0, 0, 0, 200 / 1024))
+        of = profile([ONE], non_layer=NonLayer(0, 0, 0, 0, 200 / 1024))
         told = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
         assert told.step_ms == pytest.approx(4 * 6)
         assert told.peak_gib == gib(300 + 200)
@@ -102,7 +105,7 @@ class TestByHand:
     def test_a_section_runs_once_for_all_that_it_frees(self) -> None:
         sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 2.0, 3.0), site("b/0", 40, 1.5, 1.0, 2.0))
         entry = LayerClass((0, 1), 2.0, 4.0, sites, (Section("mlp", ("a/0", "b/0"), ("in/0",), 1.5),))
-        of = profile([entry], outside=Outside(0, 0, 0, 0, 1.0))
+        of = profile([entry], non_layer=NonLayer(0, 0, 0, 0, 1.0))
         told = simulate(of, plan(of, {(0, 1): {}}, l0=("mlp",)))
         assert told.recompute_ms == pytest.approx(3.0)
         assert told.peak_gib == gib(20 + 1024)
@@ -182,7 +185,7 @@ class TestByHand:
         assert told.peak_at == "backward of layer 0, micro-batch 0"
 
     def test_what_others_hold_stays(self) -> None:
-        of = profile([replace(ONE, sites=(site("a/0", 100, 1.0, 1.0, stays=True),))])
+        of = profile([replace(ONE, sites=(site("a/0", 100, 1.0, 1.0, is_ineligible=True),))])
         told = simulate(of, plan(of, {(0, 1): {"a/0": "swap"}}))
         assert (told.host_gib, told.peak_gib) == (0, gib(400))
 
@@ -243,9 +246,9 @@ class Played:
     def __init__(self, of: Profile, what: Plan) -> None:
         self._of, self._what = of, what
         self._pool = HostPool(limit_bytes=64 * MIB, slab_bytes=MIB, pinned=False, poison=False)
-        self._manager = SwapManager(EmulatedDevice(), HostTier(self._pool), lambda where, _: what.action(where))
+        self._manager = SwapManager(EmulatedDevice(), HostTier(self._pool), PlanPolicy(what))
         (chunk,) = of.chunks
-        self._places = places([what.swaps_layer(layer) for layer in chunk], ends_in_loss=True)
+        self._places = layer_positions([what.swaps_layer(layer) for layer in chunk], ends_in_loss=True)
         self._saved: dict[int, list[tuple[torch.Tensor | None, tuple[Handle, int] | None]]] = {}
         self.levels: list[float] = []
 
@@ -258,7 +261,7 @@ class Played:
             self._saved[layer] = []
             for number, one in enumerate(self._of.of_layer(layer).sites):
                 tensor = torch.empty(int(one.mib * KIB), dtype=torch.uint8)
-                taken = self._manager.take(tensor, Site(layer, f"m{number}", 0), groups[layer])
+                taken = save(self._manager, tensor, Site(layer, f"m{number}", 0), groups[layer])
                 self._saved[layer].append((tensor if taken is None else None, taken))
                 frame.append(tensor)
             self._manager.end_forward(groups[layer])
@@ -269,7 +272,7 @@ class Played:
             while self._saved[layer]:
                 taken = self._saved[layer][-1][1]
                 if taken is not None:
-                    self._manager.fetch(taken[0], groups[layer], taken[1])
+                    self._manager.reload.fetch(taken[0], groups[layer], taken[1])
                 del taken
                 self._saved[layer].pop()
             self.levels.append(self._level())
@@ -291,7 +294,7 @@ class Played:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_simulator_holds_what_the_manager_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every layer boundary of forward and backward, for layers that swap all, nothing, or a part."""
-    monkeypatch.setattr(manager_module, "COMMIT_BYTES", 16 * KIB)
+    monkeypatch.setattr(offload_module, "COMMIT_BYTES", 16 * KIB)
     source = random.Random(seed)
     num_layers, num_sites = source.randint(2, 10), source.randint(1, 4)
     entry = random_class(source, tuple(range(num_layers)), num_sites)

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.swap.plan import LAYER_SECTION, Infeasible, parse_layers
+from megatron.swap.common.plan import LAYER_SECTION, Infeasible
+from megatron.swap.common.types import Action
 from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.profile import LayerClass, Outside, Profile, Resting, Section
+from megatron.swap.planner.profile import LayerClass, NonLayer, OffloadedState, Profile, Section
 from megatron.swap.planner.program import Program, Windows, bound_windows
 from megatron.swap.planner.shape import shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import curve, empty_plan, smallest_budget, solve
 from megatron.swap.planner.states import GAPS_GIB
-from megatron.swap.types import Action
 from tests.unit.planner.cases import all_choices, linear_cost, model, profile, random_profile, site, to_plan
 
 NEAR_MS = 0.02
@@ -26,7 +26,7 @@ NEAR_MS = 0.02
 
 
 def random_budget(of: Profile, seed: int) -> float:
-    full = of.outside.peak_gib + sum(len(entry.layers) * entry.num_mib for entry in of.layers) / 1024
+    full = of.non_layer.peak_gib + sum(len(entry.layers) * entry.num_mib for entry in of.layers) / 1024
     return full * random.Random(seed).uniform(0.2, 1.1)
 
 
@@ -115,9 +115,9 @@ def test_what_is_expected_of_the_allocator(allocator_gib: float, expected_gib: f
     entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 1024, 0.0, 7.0), site("b/0", 10, 0.0, 7.0)))
     of = replace(profile([entry]), allocator_gib=allocator_gib)
     assert (of.fragments_gib, of.doubt_gib) == (expected_gib, doubt_gib)
-    for share in (0.0, 0.5):
-        rests = replace(of, resting=Resting(40.0, share, 0.0))
-        gaps_gib = GAPS_GIB if share and allocator_gib else 0.0
+    for fraction in (0.0, 0.5):
+        rests = replace(of, offloaded_state=OffloadedState(40.0, fraction, 0.0))
+        gaps_gib = GAPS_GIB if fraction and allocator_gib else 0.0
         assert (rests.fragments_gib, rests.doubt_gib) == (expected_gib + gaps_gib, doubt_gib)
     # As much where no tensor is as large, but backward takes five times that besides.
     entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 10, 0.0, 7.0),), (), ((0.0, 100.0), (2.0, 5120.0)))
@@ -165,7 +165,7 @@ def six_layers(host_gib: float | None = None) -> Profile:
     """Each saves 100 MiB in a forward of 2 ms, as copying takes; recomputing it takes 1 ms. The loss takes as much."""
     entry = LayerClass(tuple(range(6)), 2.0, 4.0, (site("a/0", 50, 0.5, 2, 3, recompute_ms=0.5),
                                                    site("b/0", 50, 1.5, 0, 1, recompute_ms=0.5)))  # fmt: skip
-    return profile([entry], host_gib=host_gib, outside=Outside(0, 0, 0, 0, 100 / 1024))
+    return profile([entry], host_gib=host_gib, non_layer=NonLayer(0, 0, 0, 0, 100 / 1024))
 
 
 def test_host_memory_is_a_budget_too() -> None:
@@ -181,12 +181,13 @@ def test_host_memory_is_a_budget_too() -> None:
 def test_the_earliest_layers_swap() -> None:
     solution = solve(six_layers(), 500 / 1024)
     swapped = [entry for entry in solution.plan.classes if "swap" in {s.action for s in entry.sites.values()}]
-    assert [parse_layers(entry.layers) for entry in swapped] == [(0, 1)]
+    assert [entry.numbers() for entry in swapped] == [(0, 1)]
     assert solution.prediction.step_ms == simulate(six_layers(), empty_plan(six_layers())).step_ms
 
 
 def test_no_feasible_plan_says_what_would_be() -> None:
-    entry = LayerClass(tuple(range(4)), 2.0, 4.0, (site("a/0", 100, 1, 2, 3), site("b/0", 100, 1.5, 0, 1, stays=True)))
+    sites = site("a/0", 100, 1, 2, 3), site("b/0", 100, 1.5, 0, 1, is_ineligible=True)
+    entry = LayerClass(tuple(range(4)), 2.0, 4.0, sites)
     of = profile([entry], host_gib=0.1)
     with pytest.raises(Infeasible, match=r"^no plan stays below 0\.2 GiB: .* found feasible is 0\.\d+ GiB") as refusal:
         solve(of, 0.2)
@@ -217,7 +218,7 @@ def test_a_section_is_written_into_the_plan() -> None:
     plan = solve(of, smallest_budget(of)).plan
     for layer in range(of.model.num_layers):
         freed = {name for part in of.layers[0].sections if part.name in plan.sections(layer) for name in part.frees}
-        stays = {one.site for one in of.layers[0].sites if one.stays}
+        stays = {one.site for one in of.layers[0].sites if one.is_ineligible}
         actions = plan.sites(layer)
         assert all(actions[name] is Action.RECOMPUTE for name in freed - stays)
 

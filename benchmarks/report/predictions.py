@@ -1,0 +1,79 @@
+"""Predictions that were committed before their run, and must not have changed since."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.machine import ROOT
+from benchmarks.report.flags import value
+from benchmarks.rows import Row
+from benchmarks.runner.planning import NUMBERS, PLAN_FLAG, promised
+
+FOLDER = "predictions"
+"""Below docs/results: plan files, and the profiles that they were made from (``profile-*.json``)."""
+TAKEN = re.compile(r"\b(?:budget (?P<gib>\d+(?:\.\d+)?) GiB|no budget)\b")
+"""In a profile's ``source``: the budget of the run in which it was taken."""
+SAME_GIB = 0.1
+
+
+def broken(folder: Path, rows: Sequence[Row], root: Path = ROOT) -> list[str]:
+    """What is wrong with the predictions in ``folder`` (docs/results) that ``rows`` were run by; empty: nothing.
+
+    A row carries the prediction and the profile's hash of its plan file. The profile is there under that hash and was
+    taken under another budget. Where git knows the row's commit, that commit has the very same file.
+    """
+    found = []
+    for row in rows:
+        path = value(row, PLAN_FLAG)
+        if path is None or Path(path).parent.name != FOLDER:
+            continue
+        where = f"{row['suite']}, {row['case']}, {row['method']}: {path}"
+        plan = folder / FOLDER / Path(path).name
+        if not plan.is_file():
+            found.append(f"{where} is not there")
+            continue
+        promise = promised(plan)
+        found += [
+            f"{where} has {field} {promise[field]!r}, the row {row[field]!r}"
+            for field in NUMBERS
+            if row["outcome"] == "ok" and promise[field] != row[field]
+        ]
+        found += [f"{where} {problem}" for problem in _of_profile(folder / FOLDER, promise)]
+        before = _at(row["commit"], path, root)
+        if before is not None and before != plan.read_bytes():
+            found.append(f"{where} is not what the row's commit {row['commit'][:7]} has: it was not committed before")
+    return found
+
+
+def _of_profile(folder: Path, promise: dict[str, object]) -> list[str]:
+    """What is wrong with the profile that a plan names."""
+    budget, digest = promise["budget_gib"], promise["profile_sha256"]
+    paths = [
+        path for path in folder.glob("profile-*.json") if hashlib.sha256(path.read_bytes()).hexdigest() == digest
+    ]
+    if not paths:
+        return [f"was made from the profile {digest}, and no profile-*.json beside it has this hash"]
+    source = json.loads(paths[0].read_text())["source"]
+    taken = TAKEN.search(source)
+    if taken is None:
+        return [f"was made from {paths[0].name}, whose source does not say 'budget N GiB' or 'no budget': {source!r}"]
+    if not isinstance(budget, int | float) or (taken["gib"] and abs(float(taken["gib"]) - budget) < SAME_GIB):
+        return [f"is for a budget of {budget} GiB, under which its profile {paths[0].name} was taken: {source!r}"]
+    return []
+
+
+def _at(commit: str, path: str, root: Path) -> bytes | None:
+    """A file as a commit has it, empty where it has none; ``None``: git does not know the commit."""
+    git = ["git", "-C", str(root)]
+    try:
+        known = subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False)
+    except FileNotFoundError:
+        return None
+    if not commit or known.returncode != 0:
+        return None
+    return subprocess.run([*git, "show", f"{commit}:{path}"], capture_output=True, check=False).stdout

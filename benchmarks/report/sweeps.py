@@ -1,0 +1,84 @@
+"""The largest model by method: sweeps as the template shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.report.pictures import Picture
+from benchmarks.report.profiles import anchor
+from benchmarks.report.text import Table
+from benchmarks.rows import Row
+from benchmarks.sweeps import table as sweep_table
+from benchmarks.sweeps.axes import AXES
+from benchmarks.sweeps.picture import draw
+from benchmarks.sweeps.rows import check, is_sweep
+
+COMMAND = "python tools/sweep.py --sweep h200-depth --output docs/results/h200-depth-sweep.jsonl"
+
+
+@dataclass(frozen=True)
+class SweepSection:
+    """What the report shows of one sweep that was run."""
+
+    name: str
+    rows: list[Row]
+    picture: Picture
+
+    @property
+    def axis(self) -> str:
+        return str(self.rows[0]["axis"])
+
+    @property
+    def table(self) -> Table:
+        return Table(list(sweep_table.HEAD), sweep_table.table(self.rows))
+
+    @property
+    def limits(self) -> list[tuple[str, str]]:
+        """Return each method with what fills the device at its largest."""
+        return [(one.method, one.limit) for one in sweep_table.largest_by_method(self.rows) if one.limit]
+
+    @property
+    def physical_limit(self) -> str | None:
+        """Return the limit of the machine, where the axis grows the number of parameters."""
+        return sweep_table.machine_limit(self.rows).text if AXES[self.axis].grows else None
+
+    @property
+    def short(self) -> list[str]:
+        """Return the method that got furthest among ours, and among the others."""
+        still_open = [one.method for one in sweep_table.largest_by_method(self.rows) if one.is_open]
+        return [
+            f"`{row['method']}` {row['case']} ({sweep_table.short(sweep_table.params_of(row))}, "
+            f"{row['tokens_per_s']:,.0f} tokens/s{'; nothing larger was tried' if row['method'] in still_open else ''})"
+            for row in sweep_table.champions(self.rows)
+        ]
+
+
+def split(files: Sequence[tuple[str, list[Row]]]) -> tuple[list[tuple[str, Row]], dict[str, list[Row]]]:
+    """Return the rows that are of no sweep, each with its file's name, and those of each sweep, by its name.
+
+    Raises:
+        RowError: a row of a sweep does not keep to its schema.
+    """
+    others: list[tuple[str, Row]] = []
+    sweeps: dict[str, list[Row]] = {}
+    for name, rows in files:
+        for row in rows:
+            if is_sweep(row):
+                check(row, name)
+                sweeps.setdefault(row["suite"], []).append(row)
+            else:
+                others.append((name, row))
+    return others, sweeps
+
+
+def build_sweeps(sweeps: dict[str, list[Row]], pictures: Path) -> list[SweepSection]:
+    """Return the sweeps that were run, with their pictures."""
+    return [SweepSection(name, rows, _picture(pictures, name, rows)) for name, rows in sweeps.items()]
+
+
+def _picture(pictures: Path, name: str, rows: list[Row]) -> Picture:
+    stops = [one.stopped_short for one in sweep_table.largest_by_method(rows)]
+    shown = [sweep_table.table(rows), stops, asdict(sweep_table.machine_limit(rows))]
+    return Picture(pictures / f"{anchor(f'{name} sweep')}.png", shown, lambda target: draw(rows, target))

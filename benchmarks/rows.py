@@ -1,0 +1,157 @@
+"""Result rows: one JSON object a line, the same fields in every file of docs/results."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.swap.common.records import write_text
+
+GIB = 2**30
+Row = dict[str, Any]
+Check = Callable[[Row, str], None]
+"""Raises `RowError` unless a row keeps to its schema; the text says where the row stands."""
+
+NOT_READY, NOT_STABLE = "not ready", "not stable"
+"""What the run needs is not there yet; a step that was timed was not one of the plan that stayed."""
+NOT_FALLING, PRUNED = "loss not falling", "pruned"
+"""Of a sweep: a run took all its steps and learned nothing; a run was never begun, for a reason that the row gives."""
+OUTCOME = re.compile(
+    rf"ok|oom_device|oom_host|oom_disk|refused|timeout|{NOT_READY}|{NOT_STABLE}|{NOT_FALLING}|{PRUNED}|"
+    r"failed \(-?\d+\)|missing: \S+"
+)
+WORDS = {
+    "oom_device": "out of device memory",
+    "oom_host": "out of host memory",
+    "oom_disk": "out of disk",
+    "refused": "refused by upstream",
+    "timeout": "stopped: too slow",
+    NOT_READY: "could not begin",
+    NOT_FALLING: "the loss did not fall",
+    NOT_STABLE: "timed before its plan was stable",
+}
+_NUMBER = (int, float)
+# Always there, whatever became of the run.
+_NAMED: dict[str, tuple[type, ...]] = {
+    "suite": (str,),
+    "case": (str,),
+    "method": (str,),
+    "flags": (str,),
+    "outcome": (str,),
+    "versions": (dict,),
+    "machine": (dict,),
+    "commit": (str,),
+    "command": (str,),
+}
+# What a run has measured; null where it failed.
+_MEASURED: dict[str, tuple[type, ...]] = {
+    "step_ms_median": _NUMBER,
+    "step_ms_all": (list,),
+    "first_step_ms": _NUMBER,
+    "host_peak_gib": _NUMBER,
+    "tokens_per_s": _NUMBER,
+    "num_params": (int,),
+    "loss_hex": (str,),
+}
+# Null on a machine without a GPU as well; losses_equal: without anything to compare with.
+_OPTIONAL: dict[str, tuple[type, ...]] = {
+    "device_peak_gib": _NUMBER,
+    "device_static_gib": _NUMBER,
+    "device_reserved_gib": _NUMBER,
+    "losses_equal": (bool,),
+}
+# What a run was planned for and with; null where nothing planned.
+_PLANNED: dict[str, tuple[type, ...]] = {
+    "budget_gib": _NUMBER,
+    "predicted_peak_gib": _NUMBER,
+    "predicted_step_ms": _NUMBER,
+    "profile_sha256": (str,),
+    "num_replans": (int,),
+}
+FIELDS = (*_NAMED, *_MEASURED, *_OPTIONAL, *_PLANNED)
+UNPLANNED: Row = dict.fromkeys(_PLANNED)
+
+PEAKS = {"allocated": "device_peak_gib", "reserved": "device_reserved_gib", "saved": "saved_peak_gib"}
+"""Which field counts as the peak of a row, by the row's ``peak``: what PyTorch's allocator had given out, what it held,
+what autograd held (all that can be told without a GPU)."""
+
+
+class RowError(ValueError):
+    """A row that does not keep to the schema; the message names the row and the field."""
+
+
+def peak_gib(row: Row) -> float | None:
+    """The peak that counts for a row; ``None``: not measured."""
+    found = row.get(PEAKS[row.get("peak") or "allocated"])
+    return None if found is None else float(found)
+
+
+def outcome(row: Row) -> str:
+    """What became of a run, in words."""
+    found: str = row["outcome"]
+    return WORDS.get(found, found.replace("missing:", "not installed:"))
+
+
+def check_row(row: Row, where: str = "row") -> None:
+    """Raise ``RowError`` unless ``row`` has every field, each of its type."""
+    name = f"{where} (case {row.get('case')!r}, method {row.get('method')!r})"
+    for field in FIELDS:
+        if field not in row:
+            raise RowError(f"{name}: field {field!r} is missing")
+    if not isinstance(row["outcome"], str) or OUTCOME.fullmatch(row["outcome"]) is None:
+        raise RowError(f"{name}: field 'outcome' is {row['outcome']!r}; allowed: {OUTCOME.pattern}")
+    worked = row["outcome"] == "ok"
+    for fields, is_needed in ((_NAMED, True), (_MEASURED, worked), (_OPTIONAL, False), (_PLANNED, False)):
+        for field, types in fields.items():
+            _check_field(name, field, row[field], types, is_needed)
+    if row.get("peak") is not None and row["peak"] not in PEAKS:
+        raise RowError(f"{name}: field 'peak' is {row['peak']!r}; allowed: {', '.join(PEAKS)}")
+    for step_ms in row["step_ms_all"] or ():
+        _check_field(name, "step_ms_all[]", step_ms, _NUMBER, True)
+
+
+def _check_field(name: str, field: str, value: Any, types: tuple[type, ...], is_needed: bool) -> None:
+    if value is None:
+        if is_needed:
+            raise RowError(f"{name}: field {field!r} is null")
+    elif not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        allowed = " or ".join(t.__name__ for t in types)
+        raise RowError(f"{name}: field {field!r} is {value!r}, not of type {allowed}")
+
+
+def read_rows(path: Path, check: Check = check_row) -> list[Row]:
+    """Return the checked rows of a file. Rows from before the planner lack its fields: they become null.
+
+    Raises:
+        RowError: the file is no text, a line is no JSON object, or a row does not keep to the schema.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RowError(f"{path}: cannot be read as rows: {error}") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RowError(f"{where}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise RowError(f"{where}: a JSON object is expected, not {type(row).__name__}")
+        if not row.keys() & UNPLANNED.keys():
+            row |= UNPLANNED
+        check(row, where)
+        rows.append(row)
+    return rows
+
+
+def write_rows(path: Path, rows: Sequence[Row], check: Check = check_row) -> None:
+    """Check the rows and write them, so that a reader never sees half a file."""
+    for number, row in enumerate(rows, 1):
+        check(row, f"{path}:{number}")
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

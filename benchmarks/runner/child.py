@@ -1,0 +1,149 @@
+"""The process of one measured run: `python -m benchmarks.runner.child REQUEST RESULT [CHANNEL]`.
+
+It imports everything, without touching the GPU, and then waits for `go` on its standard input, so that it can be
+started while another run is still measured. After the first step it waits for `time` (no other process imports now).
+CHANNEL is the file descriptor to which it writes how far it got. Without it (several ranks, started by torchrun) it
+waits for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runner.request import Request
+from benchmarks.runner.schedule import cut, length_at
+from benchmarks.runner.stopwatch import EnoughSteps, Stopwatch
+
+PRELOADED = (
+    "torch.utils.tensorboard",
+    "megatron.training.training",
+    "megatron.training.argument_utils",
+    "megatron.training.models.gpt",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.swap.session.session",
+)
+
+
+class Channel:
+    """The line to the program that started this one. Without a descriptor nothing is written or waited for."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    @property
+    def is_open(self) -> bool:
+        return self._descriptor is not None
+
+    def report(self, stage: str) -> None:
+        if self._descriptor is not None:
+            os.write(self._descriptor, f"{stage}\n".encode())
+
+    def await_word(self, word: str) -> None:
+        """Wait for one line on the standard input; another one ends the process.
+
+        However long it takes: a run before may last as long as its suite allows. Whoever started us closes the input
+        when it ends, in whatever way.
+        """
+        if self._descriptor is None:
+            return
+        heard = b""
+        while not heard.endswith(b"\n") and (byte := os.read(0, 1)):  # past Python's buffer: it would take two lines
+            heard += byte
+        if heard != f"{word}\n".encode():
+            sys.exit(f"waited for {word!r} on the standard input, heard {heard!r}")
+
+
+def load(path: str) -> Any:
+    """``module:name``."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def main() -> None:
+    request = Request.from_json(Path(sys.argv[1]).read_text())
+    result_path = Path(sys.argv[2])
+    channel = Channel(int(sys.argv[3]) if len(sys.argv) > 3 else None)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv = ["pretrain_gpt_swap.py", *request.flags, *_more_flags(request, folder)]
+        import torch
+
+        import pretrain_gpt_swap
+        from megatron.swap.session.prepare import prepare
+
+        prepare(sys.argv)  # before Megatron is imported
+        for name in (*PRELOADED, *request.requires):
+            importlib.import_module(name)
+        watch = Stopwatch(request, channel, load(request.wrap) if request.wrap else None)
+        _put_between(watch)
+        if request.sequence_schedule:
+            cut(pretrain_gpt_swap, lambda: length_at(request.sequence_schedule, watch.step))
+        watch.began_cuda = torch.cuda.is_initialized()
+        channel.report("ready")
+        channel.await_word("go")
+        watch.start()
+        with contextlib.suppress(EnoughSteps):
+            pretrain_gpt_swap.main()
+        result = watch.result(Path(folder))
+        if os.environ.get("RANK", "0") == "0":
+            result_path.write_text(json.dumps(result))
+        channel.report("done")
+    if channel.is_open:
+        leave(0)
+
+
+def _more_flags(request: Request, folder: str) -> list[str]:
+    flags = []
+    if request.has_summary or request.observes:
+        flags += ["--swap-summary", f"{folder}/summary.json"]
+    if request.profile_step:
+        flags += [
+            "--profile", "--use-pytorch-profiler", "--profile-step-start", str(request.profile_step - 1),
+            "--profile-step-end", str(request.profile_step), "--tensorboard-dir", f"{folder}/tensorboard",
+        ]  # fmt: skip
+    return flags
+
+
+def _put_between(watch: Stopwatch) -> None:
+    """Let the stopwatch see the arguments when the program installs its session, and, by a hook, the built model."""
+    from megatron.swap.session.session import SwapSession
+
+    install = SwapSession.install
+
+    @functools.wraps(install)
+    def install_and_watch(args: Any, model_config: Any = None) -> SwapSession:
+        session = install(args, model_config)
+        watch.before_model(args, session)
+        model_config.pre_wrap_hooks.append(watch.attach)
+        return session
+
+    SwapSession.install = install_and_watch  # type: ignore[method-assign, assignment]
+
+
+def leave(code: int) -> None:
+    """End at once: taking down CUDA, process groups and pinned memory in order takes up to a minute."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SystemExit as stop:
+        if stop.code is not None and not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
+        if stop.code:
+            leave(stop.code if isinstance(stop.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)

@@ -1,0 +1,168 @@
+"""Starts the processes of measured runs, directs them, and says what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT, host_used_bytes
+from benchmarks.rows import GIB
+from benchmarks.runner.outcome import STAGES, TIMED_OUT, classify, tail
+from benchmarks.runner.request import Request
+
+POLL_S = 0.1
+READY_S = 180.0
+GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+# A compiler that the CPU path does not use, and threads that would fight for few cores.
+CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+LONE_RANK = {  # port 0: the only rank serves the store itself, so any free port will do
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run has left."""
+
+    outcome: str
+    result: dict[str, Any]
+    """What the process has measured; empty unless the outcome is `ok`."""
+    output_tail: str
+
+
+class Child:
+    """The process of one run. It imports at once and runs on `say("go")`; leaving the context ends the process."""
+
+    def __init__(self, request: Request, *, on_gpu: bool, num_ranks: int = 1) -> None:
+        self.request = request
+        self._folder = tempfile.TemporaryDirectory(prefix="measured-run-")
+        folder = Path(self._folder.name)
+        (folder / "request.json").write_text(request.to_json())
+        self._result, self._log = folder / "result.json", folder / "log"
+        self._stage = "starting"
+        self._unread = b""
+        self._channel: int | None = None
+        self._quiet_by = time.monotonic() + READY_S
+        self._why_stopped = ""
+        command = ["-m", "benchmarks.runner.child", str(folder / "request.json"), str(self._result)]
+        passed: tuple[int, ...] = ()
+        env = {**(GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT), **os.environ, **request.env}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        if not on_gpu:
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        if num_ranks == 1:
+            env.update(LONE_RANK)
+            self._channel, theirs = os.pipe()
+            command.append(str(theirs))
+            passed = (theirs,)
+        else:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+            command = [*launcher, *command]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *command], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=log,
+                stderr=subprocess.STDOUT, pass_fds=passed, start_new_session=True,
+            )  # fmt: skip
+        for descriptor in passed:
+            os.close(descriptor)
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def is_quiet(self) -> bool:
+        """Whether it waits for `go` with everything imported, or has ended: it does no work beside a measurement."""
+        self._listen(0.0)
+        if self._stage == "starting" and self._process.poll() is None and time.monotonic() > self._quiet_by:
+            self._kill()
+            self._why_stopped = f"\nstopped: it was still importing after {READY_S:g} s"
+        return self._stage != "starting" or self._process.poll() is not None
+
+    def say(self, word: str) -> None:
+        """Send `go` or `time`; a process that has ended does not matter."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{word}\n".encode())
+            self._process.stdin.flush()
+
+    def finish(
+        self, timeout_s: float, host_limit_gib: float | None = None, on_poll: Callable[[], None] = lambda: None
+    ) -> Finished:
+        """Wait for the end; stop the run when its time is up, or when more host memory is in use than allowed.
+
+        `on_poll` is called about ten times a second until then.
+        """
+        deadline = time.monotonic() + timeout_s
+        code: int | None = None
+        note = ""
+        while code is None:
+            on_poll()
+            self._listen(POLL_S)
+            code = self._process.poll()
+            used_gib = host_used_bytes() / GIB if host_limit_gib is not None else 0.0
+            if code is None and time.monotonic() > deadline:
+                code, note = TIMED_OUT, f"\nstopped: not done after {timeout_s:g} s"
+            elif code is None and host_limit_gib is not None and used_gib > host_limit_gib:
+                code = -signal.SIGKILL
+                note = f"\nstopped: {used_gib:.1f} GiB of host memory are in use, the suite allows {host_limit_gib:g}"
+        self._kill()
+        self._listen(0.0)
+        output = self._log.read_text(errors="replace")
+        stage = "done" if self._channel is None and self._result.exists() else self._stage
+        # The signal alone would look like the kernel's, when the host's memory has run out.
+        outcome = f"failed ({code})" if self._why_stopped else classify(code, output, stage, self.request.requires)
+        result = json.loads(self._result.read_text()) if outcome == "ok" else {}
+        return Finished(outcome, result, tail(output + note + self._why_stopped))
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        self._kill()
+        if self._channel is not None:
+            os.close(self._channel)
+            self._channel = None
+        self._folder.cleanup()
+
+    def _kill(self) -> None:
+        """End the process and those that it has started: data loaders wait a while before they notice."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def _listen(self, timeout_s: float) -> None:
+        """Take what the process has written, waiting at most `timeout_s` for it."""
+        if self._channel is None:
+            time.sleep(timeout_s)
+            return
+        readable, _, _ = select.select([self._channel], [], [], timeout_s)
+        said = os.read(self._channel, 4096) if readable else b""
+        if readable and not said:
+            time.sleep(timeout_s)  # the process has closed its end and is about to end
+        *words, self._unread = (self._unread + said).split(b"\n")
+        for word in words:
+            assert word.decode() in STAGES, f"the measured process said {word!r}"
+            self._stage = word.decode()
+
+
+def run(request: Request, *, on_gpu: bool, num_ranks: int = 1, timeout_s: float) -> Finished:
+    """Make one run by itself, from its start to its end."""
+    with Child(request, on_gpu=on_gpu, num_ranks=num_ranks) as child:
+        child.say("go")
+        child.say("time")
+        return child.finish(timeout_s)

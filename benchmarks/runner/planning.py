@@ -1,0 +1,69 @@
+"""What a run was planned with, from its session and its plan file."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+PLAN_FLAG = "--swap-plan"
+SEARCHES = ("--swap-memory-gib", "--swap-memory-fraction")
+STABLE = "stable"
+NUMBERS = ("budget_gib", "predicted_peak_gib", "predicted_step_ms", "profile_sha256")
+
+
+def plan_file(flags: tuple[str, ...]) -> str | None:
+    """Return the plan file that the flags load; `None`: they load none."""
+    return next((value for flag, value in itertools.pairwise(flags) if flag == PLAN_FLAG), None)
+
+
+def searches(flags: tuple[str, ...]) -> bool:
+    """Whether the run searches for its plan itself: its first steps profile and try plans."""
+    return any(flag in flags for flag in SEARCHES) or ("--swap-policy", "auto") in itertools.pairwise(flags)
+
+
+def planning(flags: tuple[str, ...], found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what was planned; `None`: nothing was.
+
+    For a plan file that is what the file predicts. For a run that searched it is what its session reports; where it
+    applied several plans, the highest predicted peak counts.
+
+    Raises:
+        ValueError: the session of a run that searched reports nothing.
+    """
+    path = plan_file(flags)
+    if path is not None:
+        found = {"num_replans": 0, "stages": [], **(found or {}), **promised(path)}
+    elif found is not None:
+        # A measured peak is that of the whole run, so the highest prediction of its plans is compared with it.
+        peaks = [stage["predicted_peak_gib"] for stage in found["stages"]]
+        found = {**found, "predicted_peak_gib": max((gib for gib in peaks if gib is not None), default=None)}
+    if found is None and searches(flags):
+        raise ValueError("the session of a run that searched for its plan reports nothing of it")
+    return found
+
+
+def promised(path: str | Path) -> dict[str, Any]:
+    """Return budget, prediction and profile of a plan file; null in a plan that was written by hand."""
+    from megatron.swap.common.plan import load_plan
+
+    plan = load_plan(path)
+    return {
+        "budget_gib": plan.budget_gib,
+        "predicted_peak_gib": plan.predicted and plan.predicted.peak_gib,
+        "predicted_step_ms": plan.predicted and plan.predicted.step_ms,
+        "profile_sha256": plan.profile_sha256,
+    }
+
+
+def unstable_steps(flags: tuple[str, ...], found: dict[str, Any] | None, first: int, last: int) -> list[int]:
+    """Return those of the timed steps `first` to `last` (from 1) in which a run was still profiling or searching."""
+    if found is None or not searches(flags):
+        return []
+    stable = {
+        step
+        for stage in found["stages"]
+        if stage["stage"] == STABLE
+        for step in range(stage["first_step"], (last if stage["last_step"] is None else stage["last_step"]) + 1)
+    }
+    return [step for step in range(first, last + 1) if step not in stable]

@@ -1,0 +1,45 @@
+"""What one measured run is to do, as its process reads it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Request:
+    """One training run. `flags` are those of pretrain_gpt_swap.py."""
+
+    flags: tuple[str, ...]
+    num_warm_up: int
+    """Steps before the timed ones, at least 2: the run waits after the first."""
+    num_timed: int | None = None
+    """End the run after so many timed steps; `None`: after all that `flags` say."""
+    timed_limit_s: float | None = None
+    """End the run once its timed steps took so long, but not before two: slow methods need no more."""
+    env: dict[str, str] = field(default_factory=dict)
+    wrap: str | None = None
+    """``module:function`` that gets the built model chunks before they are wrapped for data parallelism."""
+    requires: tuple[str, ...] = ()
+    """Modules that are imported before the run is ready."""
+    has_phases: bool = False
+    """Time forward and backward on the device too (unswapped runs without recomputation)."""
+    profile_step: int = 0
+    """Trace this step (1-based) with torch.profiler and leave it out of the timed ones; 0: none."""
+    has_summary: bool = False
+    """Also read `--swap-summary` (its observer hooks every saved tensor) and hash the weights."""
+    observes: bool = False
+    """Count what autograd holds, the only peak without a GPU (`--swap-summary`, whose hooks take host time)."""
+    sequence_schedule: tuple[tuple[int, int], ...] = ()
+    """Steps and the length of their sequences, repeated; empty: all are as long as `flags` say."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Request:
+        fields: dict[str, Any] = json.loads(text)
+        fields.update({name: tuple(fields[name]) for name in ("flags", "requires")})
+        fields["sequence_schedule"] = tuple((steps, length) for steps, length in fields["sequence_schedule"])
+        return Request(**fields)

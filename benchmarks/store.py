@@ -1,0 +1,110 @@
+"""The one place where result files are written: rows as they come, resumed, and never by two programs at once."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import Check, Row, check_row, read_rows, write_rows
+
+
+class StoreError(ValueError):
+    """A result file that cannot be written or continued; the message says what to change."""
+
+
+class ResultStore:
+    """The rows of one result file. Every change is written at once, so that an interruption loses nothing.
+
+    Attributes:
+        rows: what the file holds, in its order.
+
+    Args:
+        path: the file; `None`: rows are kept in memory alone.
+        resume: continue a file that exists; without it such a file is refused.
+        check: raises `RowError` for a row that may not be in the file.
+
+    Raises:
+        StoreError: the file exists and is not to be continued.
+        RowError: the file is not one of such rows.
+    """
+
+    def __init__(self, path: Path | None, *, resume: bool, check: Check = check_row) -> None:
+        self._path = path
+        self._check = check
+        self.rows: list[Row] = []
+        if path is None or not path.exists():
+            return
+        if not resume:
+            raise StoreError(f"--output {path} exists: continue it with --resume, or name another file")
+        self.rows = read_rows(path, check)
+
+    def append(self, row: Row) -> None:
+        """Add a row behind the others. Raises: `RowError`."""
+        self.replace([*self.rows, row])
+
+    def replace(self, rows: Sequence[Row]) -> None:
+        """Put these rows in the place of all rows. Raises: `RowError`; the file is then as it was."""
+        if self._path is not None:
+            write_rows(self._path, rows, self._check)
+        self.rows = list(rows)
+
+    def refuse(self, reason: str) -> StoreError:
+        """Return the error for a row of the file that cannot stand beside rows of this run."""
+        return StoreError(f"--resume: {self._path} has {reason}. Name another --output.")
+
+    def require_same(self, label: str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Compare what a row of the file says with what a row of this run would say.
+
+        Args:
+            label: names the row.
+            there: fields of the row, at least those of `now`.
+            now: the fields that must be equal, with the values of this run.
+
+        Raises:
+            StoreError: names the first field that differs.
+        """
+        for field, value in now.items():
+            if there[field] != value:
+                raise self.refuse(
+                    f"{field} {there[field]!r} for {label}, this run has {value!r}: rows of one file must be comparable"
+                )
+
+
+def check_beside(path: Path) -> None:
+    """Refuse to overwrite a table or a picture that this result file has not made: they take its name.
+
+    Raises:
+        StoreError: names the file that would be overwritten.
+    """
+    for other in (path.with_suffix(".md"), path.with_suffix(".png")):
+        if other.exists() and (not path.exists() or not path.stat().st_size or not other.is_file()):
+            raise StoreError(f"--output {path}: {other} is there, and would be overwritten. Name another file.")
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other programs from a result file: of two that rewrite it, each would lose the other's rows.
+
+    Raises:
+        StoreError: another program has locked it, or it is no file.
+    """
+    if path.exists() and not path.is_file():
+        raise StoreError(f"--output {path} is no file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    real = path.resolve()  # a file may have several names
+    lock = real.with_name(f".{real.name}.lock")
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = lock.exists() and lock.samefile(f"/proc/self/fd/{file.fileno()}")
+        except BlockingIOError:
+            is_ours = False
+        if not is_ours:  # locked by another program, or removed by it since we opened it
+            raise StoreError(f"--output {path}: another run is writing it; wait for its end, or name another file")
+        try:
+            yield
+        finally:
+            lock.unlink()

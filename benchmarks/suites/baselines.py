@@ -1,0 +1,78 @@
+"""Baselines that are no flag of Megatron: each wraps the built model chunks and changes nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+def save_on_cpu(chunks: list[Any]) -> None:
+    """Use PyTorch's own: every tensor that the decoder saves is copied to pinned memory, and back on demand."""
+    for chunk in chunks:
+        _around(chunk.decoder, lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
+
+
+def torchtune_offload(chunks: list[Any]) -> None:
+    """Use torchtune's as its recipes do: one context manager for the whole training, entered for each forward."""
+    _torchtune(chunks, use_streams=True)
+
+
+def torchtune_offload_one_stream(chunks: list[Any]) -> None:
+    """Use torchtune's without its copy stream.
+
+    TransformerEngine's backward empties the tensors that it was given (`clear_tensor_data`). The next copy to the
+    device then gets the memory that torchtune had allocated on its copy stream, while kernels still read it.
+    """
+    _torchtune(chunks, use_streams=False)
+
+
+def _torchtune(chunks: list[Any], *, use_streams: bool) -> None:
+    from torchtune.training import OffloadActivations  # type: ignore[import-not-found]
+
+    for chunk in chunks:
+        context = OffloadActivations(use_pin_memory=True, use_streams=use_streams)
+        _around(chunk.decoder, itertools.repeat(context).__next__)
+
+
+def deepspeed_checkpoint(chunks: list[Any]) -> None:
+    """Put DeepSpeed's CheckpointFunction around each layer; the inputs that it keeps go to host memory.
+
+    Its process groups attach to those that Megatron has made; its engine is not used.
+    """
+    import deepspeed  # type: ignore[import-not-found, import-untyped]
+
+    # Its launcher looks for MPI otherwise.
+    deepspeed.init_distributed(auto_mpi_discovery=False, dist_init_required=False, verbose=False)
+    deepspeed.checkpointing.configure(mpu_=None, checkpoint_in_cpu=True)
+    for chunk in chunks:
+        for layer in chunk.decoder.layers:
+            _checkpointed(layer, deepspeed.checkpointing.checkpoint)
+
+
+def _around(module: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return inner(*args, **kwargs)
+
+    module.forward = forward
+
+
+def _checkpointed(layer: Any, checkpoint: Callable[..., Any]) -> None:
+    """Checkpoint a layer by its hidden states alone: masks and rotary tables are one object for all layers."""
+    inner = layer.forward
+
+    def forward(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(hidden_states: Any) -> Any:
+            output, context = inner(hidden_states, *args, **kwargs)
+            assert context is None, "a layer with cross attention"
+            return output
+
+        return checkpoint(run, hidden_states), None
+
+    layer.forward = forward

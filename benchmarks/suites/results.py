@@ -1,0 +1,215 @@
+"""The results of a suite: runs as they come in, merged to one row for each case and method."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import NOT_READY, NOT_STABLE, UNPLANNED, Row
+from benchmarks.runner.request import Request
+from benchmarks.store import ResultStore
+from benchmarks.suites.budgets import Memory, NotReady
+from benchmarks.suites.methods import Method
+from benchmarks.suites.suite import REFERENCE, Case, Suite
+
+Run = dict[str, Any]
+"""What one process has left: `round`, `outcome`, `output_tail` if it failed, else what it measured."""
+
+LARGEST = (
+    "device_peak_gib", "device_reserved_gib", "device_static_gib", "host_peak_gib", "host_rss_growth_gib",
+    "host_pinned_gib", "host_booked_gib", "host_leased_gib", "saved_peak_gib",
+)  # fmt: skip
+MEDIANS = ("first_step_ms", "build_ms", "wait_ms", "first_layer_forward_ms", "forward_ms", "backward_ms")
+SAME = (
+    "began_cuda_early", "num_params", "tokens_per_step", "step_flops", "swapped_out_bytes", "swapped_in_bytes",
+    "optimizer_out_bytes", "optimizer_in_bytes", "num_late",
+)  # fmt: skip
+
+EARLIER: Row = {"peak": "allocated", "sequence_schedule": []}
+"""The values of rows that are older than these fields."""
+
+
+class SuiteResults:
+    """The runs of a suite, and the rows that they make; every run is stored at once.
+
+    Args:
+        suite: all of it, whatever part this program runs.
+        path: the result file; with `resume` the runs in it are taken over and not made again.
+        facts: `versions`, `machine`, `commit`, `link`.
+        command: this program's command line.
+
+    Raises:
+        StoreError: the file exists and is not to be resumed, or is of another suite, commit, machine or flags.
+        RowError: the file does not hold rows.
+    """
+
+    def __init__(self, suite: Suite, path: Path, facts: dict[str, Any], command: str, *, resume: bool) -> None:
+        self._suite = suite
+        self._store = ResultStore(path, resume=resume)
+        self._common = {"suite": suite.name, **facts}
+        self._command = command
+        # A run that was not ready may be by now.
+        self._runs: dict[tuple[str, str], list[Run]] = {
+            (row["case"], row["method"]): [
+                {"link": row.get("link"), **run} for run in row["rounds"] if run["outcome"] != NOT_READY
+            ]
+            for row in self._store.rows
+        }
+        self._check_resumed()
+
+    def _check_resumed(self) -> None:
+        """Raise `StoreError` unless every row of the file is comparable with the runs of this program."""
+        suite = self._suite
+        known = {(case.name, method.name): self._named(case, method) for case in suite.cases for method in case.methods}
+        for row in self._store.rows:
+            key = row["case"], row["method"]
+            mine = known.get(key, {})
+            fields = ["suite", "commit", "machine", "versions", "flags", "env", "peak", "sequence_schedule"]
+            if row["outcome"] == NOT_READY:
+                fields.remove("flags")  # budgets and plans may have become known
+            there = {field: row.get(field, EARLIER.get(field)) for field in fields}
+            now = {field: self._common.get(field, mine.get(field)) for field in fields}
+            self._store.require_same(" ".join(key), there, now)
+
+    def is_done(self, case: Case, method: Method, number: int) -> bool:
+        """Whether round `number` was run, or an earlier one has failed: it would fail again."""
+        runs = self._runs.get((case.name, method.name), [])
+        return any(run["round"] == number or run["outcome"] != "ok" for run in runs)
+
+    def request(self, case: Case, method: Method) -> Request:
+        """Return what the process of a run is to do. Raises: `NotReady`."""
+        return case.request(method, self._memory(case))
+
+    def _memory(self, case: Case) -> Memory | None:
+        """Return what the first unswapped run of a case took; later ones change no budget that is in use."""
+        runs = [run for run in self._runs.get((case.name, REFERENCE), ()) if run["outcome"] == "ok"]
+        if not runs:
+            return None
+        static_gib, peak_gib = runs[0].get("device_static_gib"), runs[0].get("device_peak_gib")
+        if static_gib is not None and peak_gib is not None:
+            return Memory(static_gib, peak_gib - static_gib)
+        saved_gib = runs[0].get("saved_peak_gib")  # without a GPU a budget is of what autograd holds
+        return None if saved_gib is None else Memory(0.0, saved_gib)
+
+    def add(self, case: Case, method: Method, run: Run) -> None:
+        """Store a run."""
+        self._runs.setdefault((case.name, method.name), []).append(
+            {**run, "command": self._command, "link": self._common.get("link")}
+        )
+        self._store.replace(self.rows())
+
+    def rows(self) -> list[Row]:
+        """Return a row for each case and method that was run, in the suite's order."""
+        rows = []
+        for case in self._suite.cases:
+            runs = {method: self._runs.get((case.name, method.name), []) for method in case.methods}
+            reference = _reference(runs)
+            for method, mine in runs.items():
+                if mine:
+                    merged = merge(mine, runs[reference] if reference else None)
+                    named = self._named(case, method)
+                    link = mine[-1].get("link")  # of the machine that ran it, which may be another one
+                    rows.append({**named, **merged, "link": link, "reference": reference and reference.name})
+        return rows
+
+    def _named(self, case: Case, method: Method) -> Row:
+        return {
+            **self._common,
+            "case": case.name,
+            "method": method.name,
+            "what": method.what,
+            "is_ours": method.is_ours,
+            "flags": self._flags(case, method),
+            "env": {**case.env, **method.piece.env},
+            "wrap": method.piece.wrap,
+            "peak": case.peak,
+            "sequence_schedule": [list(part) for part in case.sequence_schedule],
+        }
+
+    def _flags(self, case: Case, method: Method) -> str:
+        """Return exactly what the trainer got; for a method that is not ready, the flags of the suite."""
+        try:
+            return " ".join(case.flags_of(method, self._memory(case)))
+        except NotReady:
+            return " ".join((*case.flags, *method.piece.flags))
+
+
+def _reference(runs: dict[Method, list[Run]]) -> Method | None:
+    """Return the method whose losses the others are compared with: `none`, or the first that worked if it did not."""
+    worked = [method for method, mine in runs.items() if any(run["outcome"] == "ok" for run in mine)]
+    return next((method for method in worked if method.name == REFERENCE), next(iter(worked), None))
+
+
+def merge(runs: list[Run], reference: list[Run] | None) -> Row:
+    """Return the measured part of a row, from the rounds of one method and those of the reference.
+
+    The step times of all rounds are one sample. Of memory figures the worst round counts. Predictions are those of the
+    first round (each round that searched has its own); `num_replans` is the most of any round. A run in which a timed
+    step was not stable keeps its figures, and its outcome says so. Each round's losses are compared with those of the
+    same round of the reference; the reference's own with its first round, which is the noise of the machine.
+    """
+    good = [run for run in runs if run["outcome"] in ("ok", NOT_STABLE)]
+    failed = next((run for run in runs if run["outcome"] != "ok"), None)
+    row: Row = {
+        "outcome": failed["outcome"] if failed else "ok",
+        "output_tail": failed["output_tail"] if failed else None,
+        "num_rounds": len(good),
+        "command": runs[-1]["command"],
+        "step_ms_median": None, "step_ms_all": None, "step_ms_min": None, "step_ms_max": None,
+        "step_ms_rounds": None, "tokens_per_s": None, "model_tflops_per_s": None, "losses": None, "loss_hex": None,
+        **dict.fromkeys((*LARGEST, *MEDIANS, *SAME)),
+        **losses_against(good, reference),
+        **UNPLANNED,
+        "stages": None,
+        "rounds": runs,
+    }  # fmt: skip
+    if not good:
+        return row
+    step_ms = [time_ms for run in good for time_ms in run["step_ms_all"]]
+    median_ms = statistics.median(step_ms)
+    row.update(
+        step_ms_median=median_ms,
+        step_ms_all=step_ms,
+        step_ms_min=min(step_ms),
+        step_ms_max=max(step_ms),
+        step_ms_rounds=[run["step_ms_median"] for run in good],
+        tokens_per_s=good[0]["tokens_per_step"] / median_ms * 1e3,
+        model_tflops_per_s=good[0]["step_flops"] / median_ms / 1e9,
+        losses=good[0]["losses"],
+        loss_hex=good[0]["losses"][-1],
+    )
+    for fields, pick in ((LARGEST, max), (MEDIANS, statistics.median), (SAME, max)):
+        for field in fields:
+            values = [run[field] for run in good if run.get(field) is not None]
+            row[field] = pick(values) if values else None
+    found = [run["planning"] for run in good if run.get("planning")]
+    if found:
+        row.update({field: found[0][field] for field in (*UNPLANNED, "stages")})
+        row["num_replans"] = max(planning["num_replans"] for planning in found)
+    return row
+
+
+def losses_against(runs: list[Run], reference: list[Run] | None) -> Row:
+    """Return `losses_equal` (to the bit) and `loss_max_rel_diff`; null where there is nothing to compare."""
+    if not runs or reference is None:
+        return {"losses_equal": None, "loss_max_rel_diff": None}
+    by_round = {run["round"]: run["losses"] for run in reference if run["outcome"] == "ok"}
+    first = next(iter(by_round.values()))
+    is_reference = runs[0]["losses"] is first
+    pairs = [(run["losses"], first if is_reference else by_round.get(run["round"], first)) for run in runs]
+    worst = 0.0
+    for mine, theirs in pairs:
+        # A slow method was stopped earlier: only the steps that both have are compared.
+        for one, other in zip(map(float.fromhex, mine), map(float.fromhex, theirs), strict=False):
+            worst = max(worst, _relative(one, other))
+    return {"losses_equal": worst == 0.0, "loss_max_rel_diff": worst}
+
+
+def _relative(one: float, other: float) -> float:
+    """Return the relative difference; infinite where no number says it (a loss is not a number, or 0)."""
+    if one == other:
+        return 0.0
+    difference = abs(one - other) / abs(other) if other else math.inf
+    return math.inf if math.isnan(difference) else difference

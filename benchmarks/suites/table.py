@@ -1,0 +1,87 @@
+"""The results as a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.rows import PEAKS, Row, peak_gib
+from benchmarks.suites import losses
+from benchmarks.suites.frontier import frontier
+
+LEGEND = (
+    "Step: median of all timed steps of all rounds. ×: beside `none`. Allocated, reserved: the most that PyTorch's "
+    "allocator had given out, and held; peak: that of the two that counts here (without a GPU: the most that autograd "
+    "held). − static: peak without weights, gradients and optimizer. Host: growth of the "
+    "process, or pinned memory, whichever is more. Losses: largest relative difference from the reference's, round by "
+    "round (the reference: from its own first round); *other losses*: more than noise: such a "
+    "method counts for nothing else. ★: nothing that was run is faster with less memory."
+)
+HEAD = (
+    "method", "step ms (least–most)", "×", "first step s", "tokens/s", "TFLOP/s", "peak GiB", "− static",
+    "", "host GiB", "budget GiB", "losses", "remarks",
+)  # fmt: skip
+OTHER = {"allocated": "reserved", "reserved": "allocated", "saved": "reserved"}
+"""The peak that is shown beside the one that counts."""
+
+
+def heading(title: str, row: Row, legend: str) -> list[str]:
+    """Lines above a table: what was run where, by a row of it, and what the columns are."""
+    machine = row["machine"]
+    gpu = machine["gpu"] if machine["gpu"] != "none" else f"CPU, {machine['cores']} cores"
+    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
+    run = f"`{row['command']}` on {gpu}; {versions}; commit {row['commit'] or 'unknown'}."
+    return [f"# {title}", "", run, "", legend, ""]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A section a case; rows in their order."""
+    lines = heading(rows[0]["suite"], rows[0], LEGEND)
+    for case in dict.fromkeys(row["case"] for row in rows):
+        lines += _section([row for row in rows if row["case"] == case])
+    return "\n".join(lines)
+
+
+def _section(rows: list[Row]) -> list[str]:
+    none = next((row["step_ms_median"] for row in rows if row["method"] == "none"), None)
+    stars = frontier_methods(rows)
+    noise = losses.loss_noise(rows)
+    num_rounds = max(row["num_rounds"] for row in rows)
+    lines = [f"## {rows[0]['case']}", "", f"Rounds: {num_rounds}. Reference of the losses: {rows[0]['reference']}.", ""]
+    other = OTHER[rows[0].get("peak") or "allocated"]
+    head = [name or f"{other} GiB" for name in HEAD]
+    table = [head, *(_cells(row, none, noise, row["method"] in stars) for row in rows)]
+    # Without a GPU, and where nothing is remarkable, whole columns would be empty.
+    filled = [column for column in range(len(HEAD)) if any(cells[column] for cells in table[1:])]
+    table = [[cells[column] for column in filled] for cells in table]
+    lines += [f"| {' | '.join(cells)} |" for cells in [table[0], ["---"] * len(filled), *table[1:]]]
+    return [*lines, ""]
+
+
+def _cells(row: Row, none_ms: float | None, noise: float | None, is_star: bool) -> list[str]:
+    name = f"**{row['method']}**" if row["is_ours"] else row["method"]
+    if row["step_ms_median"] is None:
+        return [name, row["outcome"], *[""] * (len(HEAD) - 2)]
+    peak, static = peak_gib(row), row["device_static_gib"]
+    other = row[PEAKS[OTHER[row.get("peak") or "allocated"]]]
+    remarks = (["★"] if is_star else []) + ([row["outcome"]] if row["outcome"] != "ok" else [])
+    return [
+        name,
+        f"{row['step_ms_median']:.1f} ({row['step_ms_min']:.1f}–{row['step_ms_max']:.1f})",
+        f"{row['step_ms_median'] / none_ms:.3f}" if none_ms else "",
+        f"{row['first_step_ms'] / 1e3:.1f}",
+        f"{row['tokens_per_s']:.0f}",
+        f"{row['model_tflops_per_s']:.1f}",
+        *("" if value is None else f"{value:.2f}" for value in (
+            peak, None if peak is None or static is None else peak - static, other, row["host_peak_gib"],
+            row["budget_gib"],
+        )),
+        losses.cell(row, noise) or "",
+        " ".join(remarks),
+    ]  # fmt: skip
+
+
+def frontier_methods(rows: Sequence[Row]) -> set[str]:
+    """The methods of one case on the frontier of step time and peak memory; none where no peak was measured."""
+    good = [row for row in losses.comparable(rows) if row["outcome"] == "ok" and peak_gib(row) is not None]
+    chosen = frontier([(peak_gib(row) or 0.0, row["step_ms_median"]) for row in good])
+    return {good[index]["method"] for index in chosen}

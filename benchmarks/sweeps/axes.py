@@ -1,0 +1,145 @@
+"""Axes of a sweep: its values, from the smallest, and what each adds to the training flags."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.suites.toml_file import SuiteError, Table, number
+from megatron.swap.common.types import UsageError
+from megatron.swap.planner.flags import read_flags
+from megatron.swap.planner.shape import params_of_rank
+
+RATIO_KEYS = {"head_size": 128, "ffn_multiple": 256}
+FFN_RATIO = 4.0
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of an axis.
+
+    Attributes:
+        label: for people: ``48 layers``.
+        number: layers, hidden size, tokens, sequences; of a family its place in it, from 1.
+        flags: what it adds to the sweep's.
+    """
+
+    label: str
+    number: int
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a sweep makes larger.
+
+    Attributes:
+        unit: what ``Value.number`` counts.
+        grows: whether the number of parameters does.
+    """
+
+    unit: str
+    grows: bool
+    read: Callable[[Table], list[Value]]
+
+
+def _depth(table: Table) -> list[Value]:
+    return [Value(f"{layers} layers", layers, ("--num-layers", str(layers))) for layers in _numbers(table)]
+
+
+def _width(table: Table) -> list[Value]:
+    """Heads of one size, and a feed-forward layer in proportion, up to the next multiple."""
+    head, multiple = (table.take(key, int, default=value, least=1) for key, value in RATIO_KEYS.items())
+    ratio = table.take("ffn_ratio", float, default=FFN_RATIO)
+    found = []
+    for hidden in _numbers(table):
+        if hidden % head:
+            raise SuiteError(f"{table.path}: hidden size {hidden}: must be a multiple of head_size, {head}")
+        ffn = max(1, round(hidden * ratio / multiple)) * multiple
+        found.append(Value(
+            f"hidden size {hidden}", hidden,
+            ("--hidden-size", str(hidden), "--ffn-hidden-size", str(ffn), "--num-attention-heads", str(hidden // head)),
+        ))  # fmt: skip
+    return found
+
+
+def _family(table: Table) -> list[Value]:
+    """``[family]``: a name and the flags of each shape, the smallest first."""
+    shapes = table.table("family")
+    return [
+        Value(name, place, tuple(shlex.split(shapes.take(name, str))))
+        for place, name in enumerate(shapes.content, 1)
+    ]  # fmt: skip
+
+
+def _sequence(table: Table) -> list[Value]:
+    return [
+        Value(f"{tokens} tokens", tokens, ("--seq-length", str(tokens), "--max-position-embeddings", str(tokens)))
+        for tokens in _numbers(table)
+    ]
+
+
+def _micro_batch(table: Table) -> list[Value]:
+    return [
+        Value(f"micro-batch {size}", size, ("--micro-batch-size", str(size))) for size in _numbers(table)
+    ]  # fmt: skip
+
+
+AXES = {
+    "depth": Axis("layers", True, _depth),
+    "width": Axis("hidden size", True, _width),
+    "family": Axis("shape", True, _family),
+    "sequence": Axis("tokens", False, _sequence),
+    "micro-batch": Axis("sequences", False, _micro_batch),
+}
+
+
+def read_values(name: str, table: Table, flags: tuple[str, ...], micro_batches: int) -> list[Value]:
+    """The values of axis ``name``, each with all of its flags behind the sweep's ``flags``, the batch included.
+
+    Raises:
+        SuiteError: a key is missing or wrong, or a value is no larger than the one before.
+    """
+    values = []
+    before: tuple[str, float] | None = None
+    for value in AXES[name].read(table):
+        where = f"{table.path}: {value.label}"
+        words = (*flags, *value.flags)
+        size = micro_batches * number(where, words, "--micro-batch-size")
+        words = (*words, "--global-batch-size", str(size))
+        measure = num_params(words, where) if AXES[name].grows else float(value.number)
+        if before is not None and measure <= before[1]:
+            raise SuiteError(f"{where}: is no larger than {before[0]}; values must grow from first to last")
+        before = value.label, measure
+        values.append(Value(value.label, value.number, words))
+    if not values:
+        raise SuiteError(f"{table.path}: axis {name} has no values")
+    return values
+
+
+def num_params(flags: tuple[str, ...], where: str) -> int:
+    """Parameters of the model that the flags describe, by arithmetic."""
+    try:
+        training = read_flags(flags)
+        return round(params_of_rank(training.model, training.tied))
+    except UsageError as error:
+        raise SuiteError(f"{where}: {error}") from error
+
+
+def _numbers(table: Table) -> list[int]:
+    """``values = [...]``, or ``first``, ``last`` and ``step`` (the distance) or ``factor``."""
+    if "values" in table.content:
+        values = table.take("values", list)
+        if not all(type(value) is int and value >= 1 for value in values):
+            raise SuiteError(f"{table.path}: values = {values!r}; expected: whole numbers from 1 on")
+        return list(values)
+    first, last = (table.take(key, int, least=1) for key in ("first", "last"))
+    factor = table.take("factor", int, default=1, least=2)
+    step = 0 if factor > 1 else table.take("step", int, least=1)
+    if last < first:
+        raise SuiteError(f"{table.path}: last = {last}; at least first, {first}")
+    found = [first]
+    while (following := found[-1] * factor + step) <= last:
+        found.append(following)
+    return found

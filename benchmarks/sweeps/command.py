@@ -1,0 +1,189 @@
+"""Find the largest GPT, the longest sequence or the largest micro-batch that each method trains on this machine.
+
+    python tools/sweep.py --sweep quick
+    python tools/sweep.py --sweep h200-depth --method none full-recompute ours-fit --output depth.jsonl
+    python tools/sweep.py --sweep h200-depth --resume --time-limit-s 540 --output depth.jsonl
+    python tools/sweep.py --sweep h200-depth --dry-run --gpu h200
+
+The planner's memory model says what cannot fit and where to begin; real training steps, each run in a process of its
+own, say what trains. Rows go to the output file as runs end; beside it, with the same name, a table and a picture.
+Exit status: 0 all done, 1 a run failed for another reason than memory, ran out of time or learned nothing, 75 runs are
+left (--resume), 130 interrupted (finished runs are kept).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import machine
+from benchmarks.rows import GIB, NOT_FALLING, Row, RowError
+from benchmarks.store import StoreError, check_beside, locked
+from benchmarks.suites.output import INTERRUPTED, RUNS_LEFT, check_options, interrupt
+from benchmarks.suites.progress import Steps
+from benchmarks.suites.toml_file import SuiteError
+from benchmarks.sweeps.forecast import Tiers
+from benchmarks.sweeps.picture import draw
+from benchmarks.sweeps.results import Scene, SweepResults
+from benchmarks.sweeps.rows import TIERS
+from benchmarks.sweeps.runner import measure
+from benchmarks.sweeps.sweep import Sweep, Trial, find_sweep, load_sweep, sweep_names
+from benchmarks.sweeps.table import markdown, short
+from megatron.swap.common.types import UsageError, format_bytes
+from megatron.swap.memory.host_memory import safe_host_bytes
+from megatron.swap.planner.gpus import GPUS, find_gpu, gpu_of
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; what is wrong is said in one line.
+
+    Args:
+        arguments: the command line behind the program's name; `None`: that of this process.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", required=True, help=f"{', '.join(sweep_names())}, or a .toml file")
+    parser.add_argument("--method", nargs="+", default=[], help="only these methods")
+    parser.add_argument("--output", type=Path, default=Path("sweep.jsonl"), help="rows, one a run")
+    parser.add_argument("--resume", action="store_true", help="continue the output file: skip what is in it")
+    parser.add_argument("--time-limit-s", type=float, help="start no run that may not end within this time")
+    parser.add_argument("--list", action="store_true", help="print values and methods with their flags, run nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print what is pruned and where to begin, run nothing")
+    parser.add_argument("--gpu", help=f"with --dry-run: as if on one of {', '.join(GPUS)}")
+    options = parser.parse_args(arguments)
+    check_options(parser, options)
+    if options.gpu and not options.dry_run:
+        parser.error("--gpu goes with --dry-run: a sweep takes the GPU that is there")
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        sweep = load_sweep(find_sweep(options.sweep))
+        sweep.chosen(options.method)  # before the machine is looked at, which takes seconds
+        if options.list:
+            show(sweep.chosen(options.method))
+            return 0
+        command = shlex.join(["python", "tools/sweep.py", *arguments])
+        if options.dry_run:
+            print_forecast(sweep, scene(sweep, options.gpu, command), options)
+            return 0
+        check_beside(options.output)
+        with locked(options.output):
+            return run(sweep, scene(sweep, None, command), options)
+    except (SuiteError, RowError, StoreError, UsageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted before the first run", flush=True)
+        return INTERRUPTED
+
+
+def show(sweep: Sweep) -> None:
+    """Print values and methods with their flags."""
+    print(f"{sweep.name}: {sweep.description}\n\n{sweep.axis_name}: {', '.join(v.label for v in sweep.values)}\n")
+    print(f"{' '.join(sweep.values[0].flags)}\n")
+    for name, text in sweep.methods.items():
+        print(f"  {name}: {text}")
+
+
+def scene(sweep: Sweep, gpu_name: str | None, command: str) -> Scene:
+    """Describe this machine, or, with the name of a GPU, this machine as if it had that one.
+
+    Raises:
+        SuiteError: a GPU is needed and there is none.
+    """
+    assumed = None if gpu_name is None else find_gpu(gpu_name)
+    facts = machine.facts()
+    gpu, device_gib = gpu_of(facts["machine"]["gpu"]), facts["machine"]["device_memory_gib"]
+    if assumed is not None:
+        gpu, device_gib = assumed, assumed.memory_gib
+    if sweep.on_gpu and device_gib is None:
+        raise SuiteError(
+            f"sweep {sweep.name} needs a GPU, and this machine has none; --sweep quick runs on the CPU, --dry-run "
+            "--gpu NAME tells what the memory model says"
+        )
+    if not sweep.on_gpu:
+        gpu, device_gib = None, None
+    budget = safe_host_bytes(1)
+    host_gib = min(budget.total_bytes, budget.cgroup_limit_bytes or budget.total_bytes) / GIB
+    if sweep.host_limit_gib is not None:
+        host_gib = sweep.host_limit_gib if assumed else min(host_gib, sweep.host_limit_gib)
+    tiers = Tiers(device_gib, host_gib, sweep.disk_gib(assumed=assumed is not None))
+    return Scene(facts, tiers, gpu, command)
+
+
+def print_forecast(sweep: Sweep, where: Scene, options: argparse.Namespace) -> None:
+    """Print where each method would begin and what is pruned, by the memory model alone; no run is made.
+
+    Raises:
+        StoreError, RowError: the output file cannot be continued.
+    """
+    tiers = where.tiers
+    device = "no device" if tiers.device is None else f"{tiers.device:.1f} GiB of device"
+    print(f"{sweep.name}: {device}, {tiers.host:.1f} of host, {tiers.disk:.1f} of disk memory")
+    results = SweepResults(sweep, options.output if options.resume else None, where, resume=options.resume)
+    for name in sweep.chosen(options.method).methods:
+        count, trial = results.count(name), results.next_trial(name)
+        print(f"\n{name}")
+        if trial is None:
+            print("  nothing to run")
+        else:
+            forecast = trial.forecast
+            tiers_gib = {tier: gib for tier in TIERS if (gib := forecast.of(tier))}
+            needs = ", ".join(f"{format_bytes(round(gib * GIB))} of {tier}" for tier, gib in tiers_gib.items())
+            what = "at least" if forecast.is_bound else "predicted"
+            print(f"  begins at {trial.value.label} ({short(trial.params)} parameters): {what} {needs}")
+        if count < len(sweep.values):
+            beyond = results.trial(name, count)
+            assert beyond.forecast.excess is not None
+            print(f"  pruned from {beyond.value.label} on: {beyond.forecast.excess.text}")
+
+
+def run(sweep: Sweep, where: Scene, options: argparse.Namespace) -> int:
+    """Search with the chosen methods of a sweep, write table and picture, and return the exit status.
+
+    Raises:
+        StoreError, RowError: the output file cannot be continued.
+    """
+    results = SweepResults(sweep, options.output, where, resume=options.resume)
+    chosen = sweep.chosen(options.method)
+    status, num_done = 0, 0
+    print(f"{sweep.name}: about {results.num_left(chosen.methods)} runs, into {options.output}", flush=True)
+    try:
+        with Steps(results.num_left(chosen.methods), "starting") as steps:
+
+            def done(trial: Trial, row: Row, seconds: float) -> None:
+                nonlocal num_done
+                num_done += 1
+                left = results.num_left(chosen.methods)
+                steps.step(num_done, num_done + left, line(trial, row, seconds), trial.method.name)
+
+            if not measure(chosen, results, time_limit_s=options.time_limit_s, on_done=done):
+                print("time is up: continue with --resume", flush=True)
+                status = RUNS_LEFT
+    except KeyboardInterrupt:
+        print("interrupted: finished runs are kept, continue with --resume", flush=True)
+        status = INTERRUPTED
+    rows = results.rows()
+    if rows:
+        written = [options.output, *(options.output.with_suffix(suffix) for suffix in (".md", ".png"))]
+        written[1].write_text(markdown(rows))
+        draw(rows, written[2])
+        print(f"{written[1].read_text()}\nwritten: {', '.join(map(str, written))}", flush=True)
+    for row in rows:
+        if row["outcome"] in ("timeout", NOT_FALLING) or row["outcome"].startswith("failed"):
+            print(f"{row['method']} {row['case']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)
+            status = status or 1
+    return status
+
+
+def line(trial: Trial, row: Row, seconds: float) -> str:
+    """Return what became of one run, in a line; `seconds` is how long it took."""
+    if row["outcome"] != "ok":
+        return f"{trial.label}: {row['outcome']} ({seconds:.0f} s)"
+    peaks = [("device", row["device_peak_gib"]), ("host", row["host_peak_gib"]), ("disk", row["disk_peak_gib"])]
+    used = ", ".join(f"{tier} {gib:.2f} GiB" for tier, gib in peaks if gib is not None)
+    return f"{trial.label}: trains, {row['tokens_per_s']:,.0f} tokens/s, {used} ({seconds:.0f} s)"
+

@@ -1,0 +1,312 @@
+"""What the planner's memory model predicts for a run: how much memory of each tier it takes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from benchmarks.runner.planning import plan_file, searches
+from benchmarks.sweeps.plans import plan_of, with_megatrons_loss, with_mlp_section
+from megatron.swap.common.config import USUAL_FRACTION
+from megatron.swap.common.plan import Infeasible, Model, load_plan
+from megatron.swap.common.types import GIB, UsageError, format_bytes
+from megatron.swap.planner.flags import Training, read_flags
+from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.profile import Profile
+from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
+from megatron.swap.planner.simulate import simulate
+from megatron.swap.planner.state_fraction import solve_fractions
+from megatron.swap.planner.states import BUCKETS_GIB, max_offload_fraction, split_before_disk
+
+MARGIN = 0.05
+"""A fraction of a tier. A search begins where at least so much is predicted to stay free; a run that is predicted to
+exceed the tier by more than that is not tried. Predictions were off by up to 3 % with activations alone, by up to 4 %
+with offloaded optimizer state, and CUDA's own memory is not counted."""
+
+CUDA_GIB = 2.8
+"""Device memory that CUDA and its libraries take beside PyTorch's allocator, which got 137.0 of an H200's 139.8."""
+PROCESSES_GIB = 6
+"""Host memory that processes, the kernel and the driver take beside what is reserved: 5 were measured, with 113 GiB
+reserved on a machine with one GPU."""
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """GiB that a machine has for a run. `device`: `None` without a GPU, where host memory takes its place."""
+
+    device: float | None
+    host: float
+    disk: float
+
+
+@dataclass(frozen=True)
+class Need:
+    """How many GiB of a tier a run is predicted to take, and how many it may take.
+
+    Attributes:
+        whose: what sets the limit.
+        least_gib: the least that a run which plans itself can do with; it takes more where it may.
+    """
+
+    tier: str
+    gib: float
+    limit_gib: float
+    whose: str
+    least_gib: float | None = None
+
+    @property
+    def text(self) -> str:
+        needed, there = (format_bytes(round(gib * GIB)) for gib in (self.gib, self.limit_gib))
+        return f"{needed} of {self.tier} memory, {there} are there ({self.whose})"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The prediction for one run.
+
+    Attributes:
+        static_gib: weights, gradients, and the optimizer state that is not offloaded.
+        is_bound: the run takes at least so much; what activations take of the device is not known.
+    """
+
+    needs: tuple[Need, ...]
+    static_gib: float
+    is_bound: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits with a margin; a bound has none, since it promises nothing beyond itself."""
+        room = 1.0 if self.is_bound else 1 - MARGIN
+        return all(
+            (need.gib if need.least_gib is None else need.least_gib) <= room * need.limit_gib for need in self.needs
+        )
+
+    @property
+    def fullness(self) -> float:
+        """Return the fraction in use of the fullest tier; CUDA's own memory is not part of the device's."""
+        rooms = [(need.gib, need.limit_gib - CUDA_GIB * (need.tier == "device")) for need in self.needs]
+        return max(gib / room if room > 0 else math.inf for gib, room in rooms if gib > 0)
+
+    @property
+    def excess(self) -> Need | None:
+        """Return the need of a tier that cannot hold it, if there is one."""
+        room = 1.0 if self.is_bound else 1 + MARGIN
+        return next((need for need in self.needs if need.gib > room * need.limit_gib), None)
+
+    def of(self, tier: str) -> float | None:
+        """Return the GiB of a tier; `None`: nothing is predicted for it."""
+        return max((need.gib for need in self.needs if need.tier == tier), default=None)
+
+    def as_row(self) -> dict[str, float | bool | None]:
+        """Return the field `predicted` of a row."""
+        return {
+            **{f"{tier}_gib": self.of(tier) for tier in ("device", "host", "disk")},
+            "static_gib": self.static_gib, "is_bound": self.is_bound,
+        }  # fmt: skip
+
+
+def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: bool = True) -> Forecast:
+    """Predict what a run with these flags takes.
+
+    Args:
+        gpu: the GPU of the run; `None`: it runs on a CPU.
+        by_flags: the flags say all that the method does; not so where a baseline is wrapped around the model.
+
+    Raises:
+        UsageError: a flag is missing or its value impossible.
+    """
+    flags = _apart(flags)
+    training = read_flags(flags)
+    states = training.states
+    offloaded, room = _offloaded(flags), room_of(flags, tiers)
+    if offloaded:
+        # The state that is kept is in fp32 as well, and gradients that are offloaded have a copy.
+        states = replace(states, offload_fraction=offloaded, state_bytes=12 if states.gradient_bytes == 4 else 16)
+    params = params_of_rank(training.model, training.tied)
+    if states.auto:
+        most_gib = max_offload_fraction(room.host, room.disk)
+        states = replace(states, offload_fraction=min(1.0, most_gib / states.state_gib(params)))
+    static_gib, offloaded_gib = states.device_gib(params), states.host_gib(params)
+    if offloaded:
+        offloaded_gib = _offloaded_gib(training.model, offloaded * params / states.shards, flags)
+    known = None
+    if gpu is not None and tiers.device is not None and by_flags:
+        room_gib, of_gpu = max(0.0, room.host - offloaded_gib), replace(gpu, memory_gib=tiers.device)
+        known = _activations(flags, replace(training, states=states), of_gpu, room_gib, in_buckets=not offloaded)
+    peak_gib, moved_gib = (known.peak_gib, known.moved_gib) if known else (static_gib, 0.0)
+
+    needs = []
+    if tiers.device is not None:
+        limit_gib = min(known.budget_gib, tiers.device) if known else tiers.device
+        whose = "the device's" if limit_gib >= tiers.device else "its budget"
+        needs.append(Need("device", peak_gib, limit_gib, whose, known.least_gib if known else None))
+    if "--swap-disk-dir" in flags:
+        split = split_before_disk(offloaded_gib, room.host, moved_gib)
+        disk_gib = split.state_on_disk + split.moved_on_disk
+        needs += [
+            Need("disk", disk_gib, room.disk, "free, or --swap-disk-gib"),
+            Need("host", split.state_in_host + split.moved_in_host, math.inf, "what it has no room for goes to disk"),
+        ]
+        offloaded_gib = split.state_in_host
+    else:
+        whose = "the machine's" if room.host >= tiers.host else "--swap-host-gib"
+        whose = "the machine's, less what processes take" if offloaded else whose
+        plans = known is not None and known.least_gib is not None
+        needs.append(Need("host", offloaded_gib + moved_gib, room.host, whose, offloaded_gib if plans else None))
+    if tiers.device is None:
+        needs.append(Need("host", static_gib + offloaded_gib, tiers.host, "the machine's, which has no device"))
+    return Forecast(tuple(needs), static_gib, is_bound=known is None and tiers.device is not None)
+
+
+def _offloaded_gib(model: Model, params: float, flags: Sequence[str]) -> float:
+    """Return the GiB of host memory that Megatron's own offload takes for value, moments and gradients of parameters.
+
+    Pinned gradients are in blocks whose sizes PyTorch rounds up to powers of two (not counted for experts). Workers of
+    the data loader keep two more copies of the values, in memory that they share with the trainer that forked them:
+    those of the optimizer that Megatron builds first and replaces, and those from before the first step.
+    """
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    head = model.head_size or hidden // heads
+    of_layer = [hidden * head * (heads + 2 * model.num_query_groups), hidden * head * heads]
+    of_layer += [hidden * model.ffn_hidden_size * (1 + model.gated), hidden * model.ffn_hidden_size]
+    sizes = [] if model.num_experts else of_layer * model.num_layers
+    sizes = [4 * size for size in (*sizes, hidden * model.padded_vocab_size)]
+    rounded = sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes)
+    gradients = 4 if "--no-pin-cpu-grads" in flags else 4 * rounded
+    kept = 0 if _number(flags, "--num-workers", 2) == 0 else 8
+    return params * (12 + gradients + kept) / GIB
+
+
+@dataclass(frozen=True)
+class _Known:
+    """GiB: the device's peak, what is offloaded from it, what it may hold, and `Need.least_gib`."""
+
+    peak_gib: float
+    moved_gib: float
+    budget_gib: float
+    least_gib: float | None = None
+
+
+def _activations(
+    flags: Sequence[str], training: Training, gpu: Gpu, host_gib: float, *, in_buckets: bool
+) -> _Known | None:
+    """Predict the device's peak with activations; `None`: the model does not know.
+
+    Args:
+        host_gib: host memory for activations.
+        in_buckets: optimizer state is offloaded by us, if at all, and comes back in buckets.
+    """
+    static_gib = training.states.device_gib(params_of_rank(training.model, training.tied)) + WORKSPACE_GIB
+    in_buckets = in_buckets and training.states.offload_fraction > 0
+    least_gib = static_gib + (BUCKETS_GIB if in_buckets else 0.0)
+    if searches(tuple(flags)):
+        return _searched(flags, training, gpu, host_gib, least_gib)
+    found = _beyond_static(tuple(_without(flags, "--swap-optimizer")), gpu, in_buckets)
+    if found is None:
+        return None
+    more_gib, moved_gib = found
+    return _Known(max(static_gib + more_gib, least_gib), moved_gib, gpu.memory_gib)
+
+
+def _searched(
+    flags: Sequence[str], training: Training, gpu: Gpu, host_gib: float, least_gib: float
+) -> _Known | None:
+    """Predict a run that plans itself. `least_gib`: the device memory that its optimizer's step takes."""
+    try:
+        profile = shape_profile(
+            training.model, gpu, training.num_micro_batches, tied=training.tied, states=training.states,
+            host_gib=host_gib,
+        )  # fmt: skip
+    except UsageError:
+        return None  # layers that the formulas do not know
+    fraction = _number(flags, "--swap-memory-fraction", USUAL_FRACTION)
+    budget_gib = _number(flags, "--swap-memory-gib", fraction * gpu.memory_gib)
+    lowest_gib = max(least_gib, _lowest_gib(profile))
+    try:
+        prediction = solve_fractions(profile, budget_gib, 1).prediction
+    except Infeasible:
+        return _Known(lowest_gib, 0.0, budget_gib)
+    return _Known(max(prediction.peak_gib, least_gib), prediction.host_gib, budget_gib, lowest_gib)
+
+
+def _lowest_gib(profile: Profile) -> float:
+    try:
+        return solve_fractions(profile, 0.0, 1).prediction.peak_gib
+    except Infeasible as error:
+        return error.smallest_gib
+
+
+@cache
+def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[float, float] | None:
+    """Return the GiB of activations on the device and in host memory; how much state is offloaded does not matter.
+
+    `in_buckets`: some state is offloaded by us, and so the loss is computed in chunks.
+    """
+    training, path = read_flags(flags), plan_file(flags)
+    try:
+        profile = shape_profile(training.model, gpu, training.num_micro_batches, tied=training.tied)
+        plan = plan_of(training.model, flags) if path is None else load_plan(path)
+    except UsageError:
+        return None
+    if plan is None or plan.model != training.model:
+        return None
+    is_ours = in_buckets or path is not None or _value(flags, "--swap-layers") not in (None, "none")
+    prediction = simulate(with_mlp_section(profile if is_ours else with_megatrons_loss(profile)), plan)
+    return prediction.peak_gib - profile.static_gib, prediction.host_gib
+
+
+def _without(flags: Sequence[str], flag: str) -> list[str]:
+    """Return the other flags and their values."""
+    words = list(flags)
+    while flag in words:
+        at = words.index(flag)
+        del words[at : at + 2]
+    return words
+
+
+def _value(flags: Sequence[str], flag: str) -> str | None:
+    """Return the last value of a flag, which is the one that the trainer takes."""
+    return next((value for name, value in reversed(list(itertools.pairwise(flags))) if name == flag), None)
+
+
+def _offloaded(flags: Sequence[str]) -> float:
+    """Return the fraction of optimizer state that Megatron's own offload keeps in host memory."""
+    return _number(flags, "--optimizer-offload-fraction", 1.0) if "--optimizer-cpu-offload" in flags else 0.0
+
+
+def _number(flags: Sequence[str], flag: str, default: float) -> float:
+    value = _value(flags, flag)
+    try:
+        return default if value is None else float(value)
+    except ValueError as error:
+        raise UsageError(f"{flag} {value}: a number is expected") from error
+
+
+def _apart(flags: Sequence[str]) -> list[str]:
+    """Return names and values as separate words; a value may stand behind an equals sign."""
+    return [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
+
+
+def room_of(flags: Sequence[str], tiers: Tiers) -> Tiers:
+    """Return what a run with these flags may use of those tiers."""
+    flags = _apart(flags)
+    host_gib = min(tiers.host, _number(flags, "--swap-host-gib", tiers.host))
+    if _offloaded(flags):  # no flag limits what Megatron takes
+        host_gib = max(0.0, tiers.host - PROCESSES_GIB)
+    disk_gib = min(tiers.disk, disk_limit_gib(flags)) if "--swap-disk-dir" in flags else 0.0
+    return Tiers(tiers.device, host_gib, disk_gib)
+
+
+def disk_folder(flags: Sequence[str]) -> Path | None:
+    """Return the folder on disk that `flags` offload optimizer state to; `None`: they name none."""
+    folder = _value(_apart(flags), "--swap-disk-dir")
+    return None if folder is None else Path(folder)
+
+
+def disk_limit_gib(flags: Sequence[str]) -> float:
+    """Return the GiB of disk that `flags` allow; infinite without a limit."""
+    return _number(_apart(flags), "--swap-disk-gib", math.inf)

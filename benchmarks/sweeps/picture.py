@@ -1,0 +1,101 @@
+"""The largest of each method as bars; of what grows in parameters also how far the machine's memory would reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+from benchmarks.rows import Row
+from benchmarks.suites.picture import LINE, OURS, PEERS, TEXT
+from benchmarks.sweeps.axes import AXES
+from benchmarks.sweeps.table import LargestValue, MachineLimit, largest_by_method, machine_limit, params_of, short
+
+WIDTH, HEIGHT, HEAD_HEIGHT = 13.0, 0.62, 1.9
+LABELS = 0.42
+"""Of the width of the picture: for the words to the right of the bars."""
+FAR = 6
+"""So many times the longest bar are not drawn: the bars would vanish."""
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Write the picture."""
+    found = largest_by_method(rows)
+    axis = AXES[rows[0]["axis"]]
+    size = WIDTH, HEAD_HEIGHT + HEIGHT * len(found)
+    figure, panel = plt.subplots(figsize=size, dpi=130)
+    lengths = [_length(one, axis.grows) for one in found]
+    limit = machine_limit(rows) if axis.grows else None
+    is_near = limit is not None and limit.params / 1e9 <= FAR * max(lengths)
+    end = max([*lengths, limit.params / 1e9 if limit and is_near else 0.0]) or 1.0
+    for place, (one, length) in enumerate(zip(found, lengths, strict=True)):
+        color = OURS if one.is_ours else PEERS
+        panel.barh(place, length, height=0.62, color=color, zorder=2)
+        if limit is not None and is_near:
+            panel.barh(
+                place, max(0.0, limit.params / 1e9 - length), left=length, height=0.62, color="none", edgecolor=LINE,
+                hatch="////", lw=0.0, zorder=1,
+            )  # fmt: skip
+        _words(panel, place, one, color)
+    if limit is not None and is_near:
+        panel.axvline(limit.params / 1e9, color=TEXT, lw=1.2, zorder=3)
+    panel.set_yticks(range(len(found)), [one.method for one in found], fontsize=10)
+    for label, one in zip(panel.get_yticklabels(), found, strict=True):
+        label.set_color(OURS if one.is_ours else TEXT)
+        label.set_fontweight("bold" if one.is_ours else "normal")
+    panel.set_ylim(len(found) - 0.4, -0.6)
+    panel.set_xlim(0, 1.01 * end)
+    panel.grid(axis="x", alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    title = f"{rows[0]['suite']}: the largest that trains, by {rows[0]['axis']}"
+    panel.set_title(title, loc="left", fontsize=14, fontweight="bold")
+    panel.set_xlabel(_below(axis.unit, limit, is_near), fontsize=10.5, loc="left")
+    # Names to the left are as long as they are: the words to the right get what is left of the width.
+    figure.canvas.draw()
+    canvas: Any = figure.canvas
+    renderer = canvas.get_renderer()
+    names = max(label.get_window_extent(renderer).width for label in panel.get_yticklabels())
+    left = (names + 18) / figure.bbox.width
+    below = 0.85 / size[1]
+    figure.subplots_adjust(left=left, right=1 - LABELS, top=1 - 0.5 / size[1], bottom=below)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _length(found: LargestValue, grows: bool) -> float:
+    if found.best is None:
+        return 0.0
+    return params_of(found.best) / 1e9 if grows else float(found.best["value"])
+
+
+def _words(panel: Any, place: int, found: LargestValue, color: str) -> None:
+    """Two lines beside the bar: what was reached, and what stopped the next."""
+    row = found.best
+    text = "nothing that was tried trains"
+    if row is not None:
+        parts = [row["case"]]
+        if AXES[row["axis"]].grows:
+            parts.append(short(params_of(row)))
+        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+        parts += [f"MFU {row['mfu']:.0%}"] if row["mfu"] is not None else []
+        text = " · ".join(parts)
+    at = panel.get_yaxis_transform()
+    panel.text(1.015, place - 0.06, text, transform=at, va="bottom", fontsize=9.5, color=color, weight="bold")
+    next_one = found.stopped_short if found.stop is None else f"next, {found.stopped_short}"
+    panel.text(1.015, place + 0.06, next_one, transform=at, va="top", fontsize=9, color=TEXT)
+
+
+def _below(unit: str, limit: MachineLimit | None, is_near: bool) -> str:
+    if limit is None:
+        return unit
+    what = "hatched: up to the physical limit" if is_near else "far to the right: the physical limit"
+    return (
+        "billion parameters\n"
+        f"{what}, {short(limit.params)} = ({limit.sum}) / {limit.param_bytes} bytes"
+    )

@@ -1,0 +1,70 @@
+"""The flags of a run that no planner planned, as a plan: what the planner's memory model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron.swap.common.config import parse_layers
+from megatron.swap.common.layer_ranges import format_ranges
+from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
+from megatron.swap.common.types import GIB, LOSS_ROWS
+from megatron.swap.engine.policy import matches
+from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.planner.profile import Profile, Section
+from megatron.swap.planner.shape import kernel_ms, layer_class
+
+
+def with_megatrons_loss(profile: Profile) -> Profile:
+    """The loss as Megatron computes it: logits, copied in single precision, and the copy is what is saved."""
+    model = profile.model
+    tokens = model.seq_length * model.micro_batch_size / model.context_parallel
+    copy_gib = 4 * tokens * model.padded_vocab_size / model.tensor_parallel / GIB
+    part_gib = copy_gib / max(1, tokens // LOSS_ROWS)
+    non_layer = profile.non_layer
+    return replace(profile, non_layer=replace(
+        non_layer, kept_gib=non_layer.kept_gib + copy_gib / 2, peak_gib=non_layer.peak_gib + copy_gib - part_gib
+    ))  # fmt: skip
+
+
+MADE_BY = {"norm": ("self_attention.linear_qkv/1", "mlp.linear_fc1/1"), "activation": ("mlp.linear_fc2/0",)}
+"""What `--swap-recompute` recomputes."""
+
+
+H200 = find_gpu("h200")
+"""Where the runs were measured that predictions are compared with. Names of sites and memory depend on no GPU."""
+
+
+def with_mlp_section(profile: Profile) -> Profile:
+    """Megatron's selective recomputation of the MLP: fc2 runs again as well, though nobody needs its output."""
+    times = kernel_ms(profile.model, H200)
+    frees = ("mlp.linear_fc1/1", "mlp/0", "mlp.linear_fc2/0")
+    mlp = Section("mlp", frees, ("mlp.linear_fc1/0",), times["fc1"] + times["activation"] + times["fc2"])
+    return replace(profile, layers=tuple(replace(one, sections=(mlp, *one.sections)) for one in profile.layers))
+
+
+def plan_of(model: Model, flags: Sequence[str]) -> Plan | None:
+    """The plan that the flags of a run amount to; ``None`` for those of a peer that does something else."""
+    if any(flag.startswith(("--fine-grained", "--cpu-offloading")) for flag in flags):
+        return None
+    words = list(flags)
+    sections: tuple[str, ...] = ()
+    if "--recompute-modules" in flags:
+        modules = words[words.index("--recompute-modules") + 1 :]
+        modules = modules[: next((i for i, word in enumerate(modules) if word.startswith("--")), len(modules))]
+        if set(modules) - {"mlp", "layernorm"} or "mlp" not in modules:
+            return None  # TransformerEngine's norms are inside its linear layers: "layernorm" changes nothing
+        sections = ("mlp",)
+    elif "--recompute-granularity" in flags:
+        sections = ("layer",)
+    names = [one.site for one in layer_class(model, H200, (0,)).sites]
+    swapped: frozenset[int] = frozenset()
+    if "--swap-layers" in flags:
+        swapped = parse_layers(words[words.index("--swap-layers") + 1], model.num_layers)
+    module = words[words.index("--swap-modules") + 1] if "--swap-modules" in flags else ""
+    chosen = {name: SitePlan("swap") for name in names if not module or matches(module, name.split("/")[0])}
+    again = {site: SitePlan("recompute") for kind, sites in MADE_BY.items() if kind in flags for site in sites}
+    others = [layer for layer in range(model.num_layers) if layer not in swapped]
+    classes = [PlanClass(format_ranges(swapped), {**chosen, **again}, sections)] if swapped else []
+    classes += [PlanClass(format_ranges(others), again, sections)] if others else []
+    return Plan(model, None, None, None, tuple(classes))

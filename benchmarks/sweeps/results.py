@@ -1,0 +1,212 @@
+"""The results of a sweep: its rows as runs end, and which run to make next."""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import NOT_FALLING, PRUNED, UNPLANNED, WORDS, Row
+from benchmarks.store import ResultStore
+from benchmarks.sweeps.forecast import Tiers
+from benchmarks.sweeps.rows import check
+from benchmarks.sweeps.search import following
+from benchmarks.sweeps.sweep import Sweep, Trial
+from megatron.swap.planner.gpus import GPUS, Gpu
+
+MEASURED = (
+    "step_ms_median", "step_ms_all", "first_step_ms", "build_ms", "tokens_per_step", "step_flops", "num_params",
+    "device_peak_gib", "device_reserved_gib", "device_static_gib", "host_peak_gib", "host_rss_growth_gib",
+    "host_pinned_gib", "disk_peak_gib", "swapped_out_bytes", "swapped_in_bytes", "num_late", "wait_ms",
+    "optimizer_out_bytes", "optimizer_in_bytes", "losses", "began_cuda_early", "alloc_retries_by_step",
+)  # fmt: skip
+COMPARABLE = ("suite", "commit", "machine", "versions", "flags", "env", "warm_up")
+"""What rows of one file have in common."""
+ANY_GPU = next(iter(GPUS.values()))
+"""What the memory model takes for a GPU that is not in the table: memory hardly depends on speed."""
+EXPECTED_RUNS = 3
+"""Runs of a method that was not begun: one that trains, one that does not, one for an error of the memory model."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where and by what command runs are made.
+
+    Attributes:
+        facts: `versions`, `machine`, `commit`, `link`.
+        gpu: what is known of the GPU; `None`: nothing, or there is none.
+    """
+
+    facts: dict[str, Any]
+    tiers: Tiers
+    gpu: Gpu | None
+    command: str
+
+
+class SweepResults:
+    """The rows of a sweep, stored as runs end, and the runs that are left.
+
+    Args:
+        path: the result file; `None`: no run is to be made.
+
+    Raises:
+        StoreError: the file exists and is not to be resumed, or its rows are not comparable with runs of this program.
+        RowError: the file does not hold rows of a sweep.
+    """
+
+    def __init__(self, sweep: Sweep, path: Path | None, scene: Scene, *, resume: bool) -> None:
+        self._sweep, self._scene = sweep, scene
+        model = scene.gpu or (ANY_GPU if scene.tiers.device is not None else None)
+        self.trial: Callable[[str, int], Trial] = cache(
+            lambda name, place: sweep.trial(name, place, scene.tiers, model)
+        )
+        self._store = ResultStore(path, resume=resume, check=check)
+        # In memory alone: the file is written at the next change, and a dry run leaves it as it is.
+        self._store.rows = [row for row in self._store.rows if not self._was_limited(row)]
+        for row in self._store.rows:
+            self._check_resumed(row)
+
+    def _was_limited(self, row: Row) -> bool:
+        """Whether a run was stopped by a limit that has been raised since: it is made again."""
+        limit = {"timeout": "time_limit_s", "oom_host": "host_limit_gib"}.get(row["outcome"])
+        if limit is None or limit not in row:
+            return False
+        before, now = row[limit], getattr(self._sweep, limit)
+        return before is not None and (now is None or now > before)
+
+    def _check_resumed(self, row: Row) -> None:
+        """Raise `StoreError` unless a row of the file is comparable with those of this program."""
+        numbers = [value.number for value in self._sweep.values]
+        if row["method"] not in self._sweep.methods or row["value"] not in numbers:
+            raise self._store.refuse(f"{row['method']} {row['case']}, which sweep {self._sweep.name} has not")
+        if row["outcome"] == PRUNED:
+            return  # `finish` writes such rows anew
+        trial = self.trial(row["method"], numbers.index(row["value"]))
+        mine = {**self._scene.facts, **self._named(trial)}
+        now = {field: mine[field] for field in COMPARABLE}
+        self._store.require_same(trial.label, {**now, **row}, now)  # older rows lack some of the fields
+
+    # ------------------------------------------------------------------ what is left
+
+    def start(self, name: str) -> int:
+        """Return the largest place that fits by the memory model; 0 where none does."""
+        places = range(self.count(name))
+        return max(0, bisect_left(places, True, key=lambda at: not self.trial(name, at).forecast.fits) - 1)
+
+    def count(self, name: str) -> int:
+        """Return how many places are not pruned: beyond them the prediction exceeds a tier."""
+        places = range(len(self._sweep.values))
+        return bisect_left(places, True, key=lambda at: self.trial(name, at).forecast.excess is not None)
+
+    def next_trial(self, name: str) -> Trial | None:
+        """Return what to run next of a method; `None`: its largest value is known."""
+        count = self.count(name)
+        tried = self._tried(name)
+        if count == 0 or any(outcome.startswith("missing") for outcome in tried.values()):
+            return None
+        trained = {at: outcome == "ok" for at, outcome in tried.items() if at < count}
+        start = self.start(name)
+        place = following(count, start, trained, trusted=not self.trial(name, start).forecast.is_bound)
+        return None if place is None else self.trial(name, place)
+
+    def num_left(self, names: Iterable[str]) -> int:
+        """Return about how many runs of these methods are left, by how many a method usually takes."""
+        left = [name for name in names if self.next_trial(name) is not None]
+        return sum(max(1, EXPECTED_RUNS - len(self._tried(name))) for name in left)
+
+    def _tried(self, name: str) -> dict[int, str]:
+        numbers = [value.number for value in self._sweep.values]
+        return {
+            numbers.index(row["value"]): row["outcome"]
+            for row in self._store.rows if row["method"] == name and row["outcome"] != PRUNED
+        }  # fmt: skip
+
+    # ------------------------------------------------------------------ what is known
+
+    def add(self, trial: Trial, outcome: str, result: dict[str, Any], output_tail: str | None, seconds: float) -> Row:
+        """Store a run and return its row; `seconds` is how long it took."""
+        row = {
+            **self._named(trial), "outcome": outcome, "output_tail": output_tail, "why": None, "run_s": seconds,
+            **measured(result, self._scene.gpu),
+        }  # fmt: skip
+        if outcome == "ok" and not row["loss_last"] < row["loss_first"]:
+            row["outcome"] = NOT_FALLING
+        self._store.replace(self._ordered([*self._store.rows, row]))
+        return row
+
+    def finish(self, name: str) -> None:
+        """Store which values of a method were not tried, being larger than the largest that trains, and why."""
+        rows = [row for row in self._store.rows if (row["method"], row["outcome"]) != (name, PRUNED)]
+        values, count, tried = self._sweep.values, self.count(name), self._tried(name)
+        best = max((at for at, outcome in tried.items() if outcome == "ok"), default=-1)
+        failed = min((at for at, outcome in tried.items() if outcome != "ok" and at > best), default=None)
+        if failed is not None:
+            outcome = WORDS.get(tried[failed], tried[failed])
+            rows += self._pruned(
+                name, [at for at in range(failed + 1, count) if at not in tried],
+                f"{values[failed].label} did not train ({outcome}): nothing larger is tried",
+            )  # fmt: skip
+        if count < len(values):
+            excess = self.trial(name, count).forecast.excess
+            assert excess is not None
+            what = "takes at least" if self.trial(name, count).forecast.is_bound else "is predicted to take"
+            rows += self._pruned(name, list(range(count, len(values))), f"{values[count].label} {what} {excess.text}")
+        self._store.replace(self._ordered(rows))
+
+    def _pruned(self, name: str, places: list[int], why: str) -> list[Row]:
+        """Return the row that stands for all of these places; none where there is no place."""
+        if not places:
+            return []
+        return [{
+            **self._named(self.trial(name, places[0])), "outcome": PRUNED, "output_tail": None, "why": why,
+            "values": [self._sweep.values[at].number for at in places], "run_s": None, **measured({}, None),
+        }]  # fmt: skip
+
+    def _named(self, trial: Trial) -> Row:
+        tiers = self._scene.tiers
+        return {
+            "suite": self._sweep.name, **self._scene.facts, "command": self._scene.command,
+            "case": trial.value.label, "method": trial.method.name, "what": trial.method.what,
+            "is_ours": trial.method.is_ours, "flags": " ".join(trial.flags), "wrap": trial.method.piece.wrap,
+            "env": {**self._sweep.env, **trial.method.piece.env},
+            "axis": self._sweep.axis_name, "unit": self._sweep.axis.unit, "value": trial.value.number,
+            "values": [trial.value.number], "params": trial.params, "param_bytes": trial.param_bytes,
+            "predicted": trial.forecast.as_row(),
+            "warm_up": self._sweep.num_warm_up, "time_limit_s": self._sweep.time_limit_s,
+            "host_limit_gib": self._sweep.host_limit_gib,
+            "tiers_gib": {"device": tiers.device, "host": tiers.host, "disk": tiers.disk},
+        }  # fmt: skip
+
+    def rows(self) -> list[Row]:
+        """Return the rows in the order of the sweep's methods, then of values."""
+        return self._ordered(self._store.rows)
+
+    def _ordered(self, rows: Iterable[Row]) -> list[Row]:
+        order = list(self._sweep.methods)
+        return sorted(rows, key=lambda row: (order.index(row["method"]), row["value"]))
+
+
+def measured(result: dict[str, Any], gpu: Gpu | None) -> Row:
+    """Return the measured part of a row; null is what a run has not measured."""
+    row: Row = {field: result.get(field) for field in MEASURED}
+    losses, median_ms = [float.fromhex(loss) for loss in row["losses"] or ()], row["step_ms_median"]
+    quarter = max(1, len(losses) // 4)
+    planning = result.get("planning") or {}
+    tflops = row["step_flops"] / median_ms / 1e9 if median_ms else None
+    return {
+        **row,
+        **UNPLANNED,
+        "stages": None,
+        **{field: value for field, value in planning.items() if field in (*UNPLANNED, "stages")},
+        "losses_equal": None,
+        "loss_hex": row["losses"][-1] if losses else None,
+        "loss_first": statistics.mean(losses[:quarter]) if losses else None,
+        "loss_last": statistics.mean(losses[-quarter:]) if losses else None,
+        "tokens_per_s": row["tokens_per_step"] / median_ms * 1e3 if median_ms else None,
+        "model_tflops_per_s": tflops,
+        "mfu": tflops / gpu.peak_tflops if tflops and gpu else None,
+    }

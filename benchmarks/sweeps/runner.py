@@ -1,0 +1,56 @@
+"""Runs a sweep, method by method, at the value that narrows the search most, each run in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.rows import Row
+from benchmarks.runner.launch import Child
+from benchmarks.suites.runner import missing, undisturbed
+from benchmarks.sweeps.results import SweepResults
+from benchmarks.sweeps.sweep import Sweep, Trial
+
+Attempt = tuple[str, dict[str, Any], str | None]
+"""Outcome, what was measured, and the last output of a run that failed."""
+
+
+def attempt(sweep: Sweep, trial: Trial) -> Attempt:
+    """Train for as many steps as the sweep says; no other measured process runs."""
+    if (package := missing(trial.method)) is not None:
+        return f"missing: {package}", {}, f"no module named {package}"
+    with undisturbed():
+        child = Child(sweep.request(trial), on_gpu=sweep.on_gpu)
+    with child:
+        child.say("go")
+        child.say("time")
+        finished = child.finish(sweep.time_limit_s, sweep.host_limit_gib)
+    return finished.outcome, finished.result, None if finished.outcome == "ok" else finished.output_tail
+
+
+def measure(
+    sweep: Sweep,
+    results: SweepResults,
+    *,
+    time_limit_s: float | None,
+    on_done: Callable[[Trial, Row, float], None],
+    train: Callable[[Sweep, Trial], Attempt] = attempt,
+) -> bool:
+    """Find the largest value of each of the sweep's methods; `on_done` gets each run and the seconds that it took.
+
+    Returns:
+        Whether all was done; `False`: another run as long as the longest would not end within `time_limit_s`.
+    """
+    began, longest_s = time.monotonic(), 0.0
+    for name in sweep.methods:
+        while (trial := results.next_trial(name)) is not None:
+            start = time.monotonic()
+            if time_limit_s is not None and start - began + longest_s > time_limit_s:
+                return False
+            outcome, result, output_tail = train(sweep, trial)
+            seconds = time.monotonic() - start
+            longest_s = max(longest_s, seconds)
+            on_done(trial, results.add(trial, outcome, result, output_tail, seconds), seconds)
+        results.finish(name)
+    return True

@@ -1,0 +1,254 @@
+"""What the rows of a sweep say: the largest value of each method, and what stopped the next."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.rows import GIB, PRUNED, Row, outcome
+from benchmarks.suites.table import heading
+from benchmarks.sweeps.axes import AXES
+from benchmarks.sweeps.forecast import Tiers, room_of
+from benchmarks.sweeps.rows import TIERS
+
+ABSENT = "–"
+STATIC_SHARE = 0.9
+"""From this fraction of the device memory that a run takes, weights, gradients and optimizer state limit it."""
+FULL_SHARE = 0.9
+"""From this fraction of the host memory or disk that a run may use, there counts as full."""
+
+
+@dataclass(frozen=True)
+class LargestValue:
+    """The largest value that one method trains.
+
+    Attributes:
+        best: the row of that value; `None`: no value trains.
+        stop: the row of the next value; `None`: there is none, or it has not been tried yet.
+        is_apart: between the two are values that were not tried.
+    """
+
+    method: str
+    is_ours: bool
+    best: Row | None
+    stop: Row | None
+    is_apart: bool = False
+
+    @property
+    def stopped_by(self) -> str:
+        """Return what became of the next value, in words."""
+        if self.stop is None:
+            return "nothing larger was tried" if self.best is not None else "nothing was tried"
+        if self.stop["outcome"] == PRUNED:
+            return f"not tried: {self.stop['why']}"
+        text = f"{self.stop['case']}: {outcome(self.stop)}"
+        return f"{text}; nothing between was tried" if self.is_apart else text
+
+    @property
+    def stopped_short(self) -> str:
+        """Return the same, shorter, for a picture."""
+        if self.stop is not None and self.stop["outcome"] == PRUNED:
+            return f"{self.stop['case']}: predicted not to fit"
+        return self.stopped_by
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something trains, and it is not known whether anything larger does."""
+        return self.best is not None and (self.stop is None or self.is_apart)
+
+    @property
+    def lacks(self) -> str | None:
+        """Return the tier that the next value does not fit in; `None`: another reason, or not known."""
+        if self.stop is None:
+            return None
+        stated = re.search(r" of (device|host|disk) memory, ", self.stop["why"] or "")
+        return stated[1] if stated else {f"oom_{tier}": tier for tier in TIERS}.get(self.stop["outcome"])
+
+    @property
+    def lacks_too(self) -> list[str]:
+        """Return the other tiers of which the next value is predicted to take more than there is."""
+        if self.stop is None or self.lacks is None:
+            return []
+        predicted, room = self.stop["predicted"], _room(self.stop)
+        return [tier for tier in TIERS if tier != self.lacks and (predicted[f"{tier}_gib"] or 0.0) > room[tier]]
+
+    @property
+    def limit(self) -> str:
+        """Return what fills memory at the largest value; empty where there is no device, or nothing is known of it."""
+        row = self.best or self.stop
+        if row is None or row["predicted"]["device_gib"] is None:
+            return ""
+        predicted, device, source = row["predicted"], row["predicted"]["device_gib"], "predicted"
+        if predicted.get("is_bound"):  # the memory model does not know the activations there
+            device, source = row["device_peak_gib"], "measured"
+        if device is None:
+            return ""
+        static, room = predicted["static_gib"], _room(row)
+        text = (
+            f"at {row['case']} weights, gradients and the optimizer state that stays take {static:.1f} of the "
+            f"{device:.1f} GiB that are {source} of the device's {room['device']:.1f}"
+        )
+        used = {
+            tier: (gib, room[tier]) for tier in ("host", "disk") if (gib := predicted[f"{tier}_gib"])
+        }
+        elsewhere = " and ".join(f"{gib:.1f} of {limit:.1f} GiB of {tier}" for tier, (gib, limit) in used.items())
+        text += f"; {elsewhere} memory beside it" if used else ""
+        if self.lacks is None:
+            text += "."
+        elif self.lacks != "device":
+            text += f". It is {' and '.join([self.lacks, *self.lacks_too])} memory that the next one lacks."
+        elif static >= STATIC_SHARE * device:
+            text += ". Activations hardly count: only more of the state elsewhere makes room for a larger model"
+            is_full = bool(used) and all(gib >= FULL_SHARE * limit for gib, limit in used.values())
+            text += ", and little is left there." if is_full else "."
+        else:
+            text += "; the rest are activations and what kernels need."
+        if not self.is_open:
+            return text
+        return f"{text} Nothing {'between' if self.is_apart else 'larger'} was tried: this is not its limit."
+
+
+@dataclass(frozen=True)
+class MachineLimit:
+    """All memory of a machine, and the parameters whose weight, gradient and optimizer state fill it."""
+
+    device_gib: float
+    host_gib: float
+    disk_gib: float
+    param_bytes: int
+
+    @property
+    def params(self) -> float:
+        return (self.device_gib + self.host_gib + self.disk_gib) * GIB / self.param_bytes
+
+    @property
+    def sum(self) -> str:
+        """Return the sizes of the tiers that there are, as a sum."""
+        tiers = [("device", self.device_gib), ("host", self.host_gib), ("disk", self.disk_gib)]
+        return " + ".join(f"{gib:.1f} GiB of {tier}" for tier, gib in tiers if gib >= 0.05)
+
+    @property
+    def text(self) -> str:
+        return (
+            f"The physical limit of this machine: {short(self.params)} parameters, {self.sum} memory, as much as the "
+            f"sweep lets a run have, at {self.param_bytes} bytes a parameter."
+        )
+
+
+def largest_by_method(rows: Sequence[Row]) -> list[LargestValue]:
+    """Return one for each method, the largest values last, and of equal ones the fastest."""
+    found, values = [], {row["value"] for row in rows}
+    for method in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in rows if row["method"] == method]
+        best = max((row for row in mine if row["outcome"] == "ok"), key=lambda row: row["value"], default=None)
+        above = [row for row in mine if row["outcome"] != "ok" and (best is None or row["value"] > best["value"])]
+        # A run that failed says more than a pruned one; of several pruned ones that of the best run's commit counts.
+        last = best["commit"] if best is not None else None
+        stop = min(
+            above, key=lambda row: (row["value"], row["outcome"] == PRUNED, row["commit"] != last), default=None
+        )
+        known = {row["value"] for row in mine}
+        between = [
+            value for value in values
+            if best and stop and best["value"] < value < stop["value"] and value not in known
+        ]  # fmt: skip
+        found.append(LargestValue(method, mine[0]["is_ours"], best, stop, bool(between)))
+    return sorted(found, key=lambda one: _rank(one.best))
+
+
+def champions(rows: Sequence[Row]) -> list[Row]:
+    """Return our row with the largest value, and that of the other methods; of equal ones the fastest."""
+    best = [one.best for one in largest_by_method(rows) if one.best is not None]
+    sides = ([row for row in best if row["is_ours"] == is_ours] for is_ours in (True, False))
+    return [max(side, key=_rank) for side in sides if side]
+
+
+def _room(row: Row) -> dict[str, float]:
+    """Return the GiB of each tier that the run of a row may use; 0 of a device that is not there."""
+    room = room_of(shlex.split(row["flags"]), Tiers(**row["tiers_gib"]))
+    return {"device": room.device or 0.0, "host": room.host, "disk": room.disk}
+
+
+def _rank(row: Row | None) -> tuple[float, float]:
+    return (row["value"], row["tokens_per_s"] or 0.0) if row is not None else (0.0, 0.0)
+
+
+def machine_limit(rows: Sequence[Row]) -> MachineLimit:
+    """Return the limit of the machine that the rows come from.
+
+    Of host memory counts the most that any run could have; of disks the least that was free, which all runs had.
+    """
+    tiers = [row["tiers_gib"] for row in rows]
+    host_gib, disk_gib = max(one["host"] for one in tiers), min(one["disk"] for one in tiers)
+    return MachineLimit(tiers[0]["device"] or 0.0, host_gib, disk_gib, rows[0]["param_bytes"])
+
+
+HEAD = (
+    "method", "largest", "parameters", "tokens/s", "MFU", "step ms", "device GiB (reserved)", "host GiB",
+    "disk GiB", "loss", "what stopped the next",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> list[list[str]]:
+    """Return the cells of the columns of `HEAD`, a line for each method."""
+    lines = []
+    for found in largest_by_method(rows):
+        name = f"**{found.method}**" if found.is_ours else found.method
+        row = found.best
+        if row is None:
+            lines.append([name, "none that was tried", *[ABSENT] * 8, found.stopped_by])
+            continue
+        device = _cell(row["device_peak_gib"], ".2f")
+        if row["device_reserved_gib"] is not None:
+            device += f" ({row['device_reserved_gib']:.2f})"
+        lines.append([
+            name,
+            row["case"],
+            short(params_of(row)),
+            _cell(row["tokens_per_s"], ",.0f"),
+            _cell(row["mfu"], ".1%"),
+            _cell(row["step_ms_median"], ",.0f"),
+            device,
+            _cell(row["host_peak_gib"], ".2f"),
+            _cell(row["disk_peak_gib"], ".2f"),
+            f"{row['loss_first']:.3f} → {row['loss_last']:.3f}",
+            found.stopped_by,
+        ])  # fmt: skip
+    return lines
+
+
+def params_of(row: Row) -> int:
+    """Return the number of parameters: counted, or by arithmetic where the run ended before."""
+    return int(row["num_params"] or row["params"])
+
+
+def short(params: float) -> str:
+    """Return three digits of a number of parameters."""
+    value, unit = (params / 1e9, "B") if params >= 999.5e6 else (params / 1e6, "M")
+    return f"{format(value, '#.3g').rstrip('.')} {unit}"
+
+
+def _cell(value: float | None, form: str) -> str:
+    return ABSENT if value is None else format(value, form)
+
+
+LEGEND = (
+    "Largest: every step of it was run, in a process of its own, and its loss fell (mean of the first and of the last "
+    "quarter of its steps). Device: the most that PyTorch's allocator had given out, and held. Host: growth of the "
+    "process, or pinned memory, whichever is more. Step: median after warm-up. MFU: the model's FLOP/s over the data "
+    "sheet's of the GPU."
+)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the page that is written beside the rows."""
+    first = rows[0]
+    lines = heading(f"{first['suite']}: the largest {first['axis']}", first, LEGEND)
+    lines += [f"| {' | '.join(cells)} |" for cells in [HEAD, ["---"] * len(HEAD), *table(rows)]]
+    limits = [f"- {found.method}: {found.limit}" for found in largest_by_method(rows) if found.limit]
+    lines += ["", *limits, *([""] if limits else [])]
+    if AXES[first["axis"]].grows:
+        lines += [machine_limit(rows).text, ""]
+    return "\n".join(lines)

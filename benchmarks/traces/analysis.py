@@ -1,0 +1,210 @@
+"""Everything that is found in one trace: checks, figures, and the record of both that is saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.traces import intervals
+from benchmarks.traces.checks import (
+    RULES,
+    TOLERANCE_NS,
+    Ordering,
+    StepCopies,
+    check_order,
+    compare_with_summary,
+    count_copies,
+    outside_steps,
+)
+from benchmarks.traces.device import CLOSED_GAP_NS, Compute
+from benchmarks.traces.engine import Engine, Step, StorageCopy, read_engine
+from benchmarks.traces.figures import (
+    Gap,
+    Link,
+    Stall,
+    copy_spans,
+    find_gaps,
+    find_stalls,
+    hidden_share,
+    link,
+    predict,
+    stalled_ms,
+)
+from benchmarks.traces.records import MS, US, Trace
+from benchmarks.traces.storages import TracedStorage, find_storages
+
+SLOW_LINK = 0.75
+"""Copies in both directions at once reach 0.89 of the link on an H200; less than this has another reason."""
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One traced step."""
+
+    step: int
+    duration_ms: float
+    """Of the host's range, which ends with a wait for the device where the loss is read every step."""
+    compute_busy_ms: float
+    d2h_ms: float
+    h2d_ms: float
+    stalled_ms: float
+    peak_memory_bytes: int | None
+    copies: StepCopies
+
+
+@dataclass
+class Analysis:
+    """A trace, understood."""
+
+    trace: Trace
+    engine: Engine
+    compute: Compute
+    storages: list[TracedStorage]
+    ordering: Ordering
+    mismatches: list[str]
+    links: dict[str, Link]
+    """By direction: ``out``, ``in``."""
+    hidden_share: float | None
+    """Of copies in both directions together."""
+    predicted: dict[str, float | None]
+    stalls: list[Stall]
+    gaps: list[Gap]
+    steps: list[StepFigures]
+    compared: bool
+    """Whether a summary was given."""
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.ordering.violations and not self.mismatches
+
+
+def analyse(trace: Trace, summary: dict[str, Any] | None = None, link_gb_s: float | None = None) -> Analysis:
+    """Judge a trace.
+
+    Args:
+        trace: the trace.
+        summary: what ``--swap-summary`` wrote in the same run.
+        link_gb_s: what the link between device and host gives when nothing else runs; copies that stay below
+            ``SLOW_LINK`` of it are told as a mismatch.
+
+    Raises:
+        TraceError: there are no traced steps, or nothing was swapped in them.
+    """
+    engine = read_engine(trace)
+    compute = Compute(trace, engine)
+    storages, problems = find_storages(engine)
+    mismatches = [*engine.problems, *problems]
+    if compute.shares_copy_stream:
+        mismatches.append(f"swap copies run on stream {compute.main_stream}, which computes: nothing can overlap")
+    if summary is not None:
+        mismatches += compare_with_summary(engine, summary)
+    within = [copy for copy in engine.copies if engine.step_at(copy.at.start_ns) is not None]
+    steps_ns = sum(step.end_ns - step.start_ns for step in engine.steps)
+    links = {way: link(within, way, compute, steps_ns) for way in ("out", "in")}
+    if link_gb_s is not None:
+        mismatches += slow_links(links, link_gb_s)
+    stalls = find_stalls(storages, compute)
+    return Analysis(
+        trace=trace,
+        engine=engine,
+        compute=compute,
+        storages=storages,
+        ordering=check_order(storages, compute),
+        mismatches=mismatches,
+        links=links,
+        hidden_share=hidden_together(within, compute),
+        predicted={"out": predict(engine, compute, "out"), "in": predict(engine, compute, "in")},
+        stalls=stalls,
+        gaps=find_gaps(engine.steps, compute, stalls, trace.ranges),
+        steps=[_step_figures(step, engine, compute, stalls) for step in engine.steps],
+        compared=summary is not None,
+    )
+
+
+def slow_links(links: dict[str, Link], link_gb_s: float) -> list[str]:
+    """Directions in which copies were much slower than the link."""
+    return [
+        f"copies {way} ran at {figures.gb_per_s:.1f} GB/s, the link gives {link_gb_s:g}: something holds it up"
+        for way, figures in links.items()
+        if figures.gb_per_s is not None and figures.gb_per_s < SLOW_LINK * link_gb_s
+    ]
+
+
+def hidden_together(copies: Sequence[StorageCopy], compute: Compute) -> float | None:
+    """The hidden share of both directions. They overlap each other, so their times are added, not united."""
+    spans = [copy_spans([copy for copy in copies if copy.direction == way]) for way in ("out", "in")]
+    return hidden_share(np.concatenate(spans), compute.busy)
+
+
+def _step_figures(step: Step, engine: Engine, compute: Compute, stalls: Sequence[Stall]) -> StepFigures:
+    copies = [copy for copy in engine.copies if step.start_ns <= copy.at.start_ns <= step.end_ns]
+    window = compute.window(step.start_ns, step.end_ns)
+    marks = [num_bytes for moment, num_bytes in engine.memory if step.start_ns <= moment <= step.end_ns]
+    inside = [s for s in stalls if window and window.start_ns <= s.start_ns <= window.end_ns]
+    busy = intervals.clip(compute.busy, window.start_ns, window.end_ns) if window else np.empty((0, 2), np.int64)
+    return StepFigures(
+        step=step.number,
+        duration_ms=(step.end_ns - step.start_ns) / MS,
+        compute_busy_ms=intervals.total(busy) / MS,
+        d2h_ms=intervals.total(copy_spans([copy for copy in copies if copy.direction == "out"])) / MS,
+        h2d_ms=intervals.total(copy_spans([copy for copy in copies if copy.direction == "in"])) / MS,
+        stalled_ms=stalled_ms(inside),
+        peak_memory_bytes=max(marks, default=None),
+        copies=count_copies(engine, step),
+    )
+
+
+def findings(analysis: Analysis) -> dict[str, Any]:
+    """What is saved as findings.json: plain values only."""
+    engine, ordering, storages = analysis.engine, analysis.ordering, analysis.storages
+    foreign: Counter[str] = Counter()
+    foreign_bytes: Counter[str] = Counter()
+    for memcpy in engine.other_copies:
+        foreign[memcpy.direction] += 1
+        foreign_bytes[memcpy.direction] += memcpy.num_bytes
+    stalls_of = {what: [stall for stall in analysis.stalls if stall.what == what] for what in ("wait", "release")}
+    return {
+        "clean": analysis.is_clean,
+        "format": analysis.trace.format,
+        "emulated": analysis.trace.is_emulated,
+        "compared_with_summary": analysis.compared,
+        "mismatches": analysis.mismatches,
+        "violations": [{**asdict(violation), "rule_text": RULES[violation.rule]} for violation in ordering.violations],
+        "checks": {
+            rule: {"num_checked": ordering.num_checked[rule], "least_margin_us": ordering.least_margin_us[rule]}
+            for rule in RULES
+        },
+        "reuse_not_judged": ordering.reuse_not_judged,
+        "tolerance_us": TOLERANCE_NS / US,
+        "streams": {
+            "num_compute": analysis.compute.num_streams,
+            "main": analysis.compute.main_stream,
+            **{f"copies_{way}": streams for way, streams in engine.streams().items()},
+        },
+        "storages": {
+            "num_copied_out": len(storages),
+            "num_returned": sum(bool(storage.reloads) for storage in storages),
+            "num_overtaken": sum(storage.is_overtaken for storage in storages),
+            "num_stayed": sum(storage.stayed for storage in storages),
+            "num_late": sum(back.copy.why == "swap_in" for storage in storages for back in storage.reloads),
+        },
+        "num_copies_outside_steps": sum(len(copy.pieces) for copy in outside_steps(engine)),
+        "foreign_copies": {
+            direction: {"num_copies": number, "num_bytes": foreign_bytes[direction]}
+            for direction, number in sorted(foreign.items())
+        },
+        "closed_gap_us": CLOSED_GAP_NS / US,
+        "hidden_share": analysis.hidden_share,
+        "predicted_hidden_share": analysis.predicted,
+        "link": {way: asdict(figures) for way, figures in analysis.links.items()},
+        "stalled_ms": {
+            "together": stalled_ms(analysis.stalls),
+            **{what: stalled_ms(stalls) for what, stalls in stalls_of.items()},
+        },
+        "gaps": [asdict(gap) for gap in analysis.gaps],
+        "steps": [asdict(step) for step in analysis.steps],
+    }

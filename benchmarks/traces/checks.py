@@ -1,0 +1,141 @@
+"""Did every copy run when it should, and are these the copies that the engine counted?
+
+Order is judged by who launched what when, never guessed from device times alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.traces.device import Compute
+from benchmarks.traces.engine import Engine, Step, StorageCopy
+from benchmarks.traces.records import US
+from benchmarks.traces.storages import TracedStorage
+
+TOLERANCE_NS = US
+"""The device's clock is not finer than this between its engines."""
+
+RULES = {
+    "out_after_compute": "a copy out starts after the compute launched before its swap_out range",
+    "in_before_use": "a copy in ends before the compute launched after its wait",
+    "out_before_reuse": "a copy out ends before the compute launched after its memory was given back",
+    "in_after_out": "a copy in starts after the same storage's copy out has ended",
+    "in_after_compute": "a copy in starts after the compute launched before its prefetch or swap_in range",
+}
+
+
+UNJUDGED = {
+    "never_given_back": "the memory was never given back",
+    "nothing_computed_after": "nothing was computed after it was given back",
+}
+"""Why nothing can be said of a copy out and the reuse of its memory."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A rule that one storage broke, by how much."""
+
+    rule: str
+    step: int
+    group: str
+    site: str
+    by_us: float
+
+    def __str__(self) -> str:
+        where = f"step {self.step}, {self.site} {self.group.split()[-1]}"
+        return f"{self.rule}: {where}: {self.by_us:.1f} µs too early ({RULES[self.rule]})"
+
+
+@dataclass
+class Ordering:
+    """How often each rule was checked, how close it got, and where it was broken."""
+
+    num_checked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RULES, 0))
+    least_margin_us: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(RULES))
+    violations: list[Violation] = field(default_factory=list)
+    reuse_not_judged: dict[str, int] = field(default_factory=lambda: dict.fromkeys(UNJUDGED, 0))
+    """How many copies out ``out_before_reuse`` says nothing of, by one of ``UNJUDGED``."""
+
+    def check(self, rule: str, storage: TracedStorage, first_ns: int | None, then_ns: int | None) -> None:
+        """``first_ns`` must not be later than ``then_ns``; ``None``: there is nothing to be ordered against."""
+        if first_ns is None or then_ns is None:
+            return
+        margin_us = (then_ns - first_ns) / US
+        least = self.least_margin_us[rule]
+        self.num_checked[rule] += 1
+        self.least_margin_us[rule] = margin_us if least is None else min(least, margin_us)
+        if then_ns - first_ns < -TOLERANCE_NS:
+            out = storage.out
+            self.violations.append(Violation(rule, storage.step.number, out.group, out.site, -margin_us))
+
+
+def check_order(storages: Sequence[TracedStorage], compute: Compute) -> Ordering:
+    """Judge every storage by ``RULES``."""
+    ordering = Ordering()
+    for storage in storages:
+        out = storage.out
+        if out.why:
+            ordering.check("out_after_compute", storage, compute.end_before(out.ordered_ns), out.start_ns)
+        given_back = storage.release or storage.overtaken
+        reused_ns = None if given_back is None else compute.start_after(given_back.at.end_ns)
+        ordering.check("out_before_reuse", storage, out.end_ns, reused_ns)
+        if given_back is None:
+            ordering.reuse_not_judged["never_given_back"] += 1
+        elif reused_ns is None:
+            ordering.reuse_not_judged["nothing_computed_after"] += 1
+        for back in storage.reloads:
+            copy = back.copy
+            ordering.check("in_after_out", storage, out.end_ns, copy.start_ns)
+            if copy.why:
+                ordering.check("in_after_compute", storage, compute.end_before(copy.ordered_ns), copy.start_ns)
+            if back.wait is not None:
+                ordering.check("in_before_use", storage, copy.end_ns, compute.start_after(back.wait.at.end_ns))
+    ordering.violations.sort(key=lambda violation: -violation.by_us)
+    return ordering
+
+
+@dataclass(frozen=True)
+class StepCopies:
+    """Copies that were launched in one step, as the trace has them."""
+
+    num_out_copies: int
+    swapped_out_bytes: int
+    num_in_copies: int
+    swapped_in_bytes: int
+
+
+def count_copies(engine: Engine, step: Step) -> StepCopies:
+    """A storage in several pieces counts as several copies, as the engine counts them."""
+    launched = [copy for copy in engine.copies if step.start_ns <= copy.at.start_ns <= step.end_ns]
+
+    def count(direction: str) -> tuple[int, int]:
+        pieces = [piece for copy in launched if copy.direction == direction for piece in copy.pieces]
+        return len(pieces), sum(piece.num_bytes for piece in pieces)
+
+    return StepCopies(*count("out"), *count("in"))
+
+
+def compare_with_summary(engine: Engine, summary: dict[str, Any]) -> Iterator[str]:
+    """Sentences that say where the trace and the summary of the same run disagree."""
+    records = {record["iteration"]: record for record in summary.get("steps", [])}
+    for step in engine.steps:
+        record = records.get(step.number)
+        if record is None:
+            yield f"step {step.number} is not in the summary, which has {_span(sorted(records))}: is it of another run?"
+            continue
+        for name, in_trace in vars(count_copies(engine, step)).items():
+            if name not in record:
+                yield f"step {step.number}: the summary has no {name}: it was written by an older version"
+            elif record[name] != in_trace:
+                yield f"step {step.number}: {name} is {in_trace} in the trace, {record[name]} in the summary"
+
+
+def outside_steps(engine: Engine) -> list[StorageCopy]:
+    """Copies that were launched in no traced step."""
+    return [copy for copy in engine.copies if engine.step_at(copy.at.start_ns) is None]
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"steps {numbers[0]}-{numbers[-1]}" if numbers else "no steps"

@@ -1,0 +1,209 @@
+"""What the swap engine did, by the ranges that it left in a trace, and which copies are whose.
+
+The names of the ranges are a contract with ``megatron.swap.common.instrumentation.Ranges``;
+docs/architecture.md lists them.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from benchmarks.traces.records import MS, NO_LAUNCH, Memcpy, Range, Trace, TraceError
+
+STEP = re.compile(r"step (\d+)")
+LAYER = re.compile(r"(forward|backward) layers\.(\d+) mb(\d+)")
+GROUP = re.compile(r"(swap_out|prefetch|swap_in) (layers\.\d+ mb\d+) .+")
+COPY = re.compile(r"copy_(out|in) (layers\.(\d+)/\S+) mb(\d+) (\d+)")
+WAIT = re.compile(r"(release|wait) (layers\.(\d+)/\S+) mb(\d+)")
+MEMORY = re.compile(r"memory (\d+)")
+
+LARGE_BYTES = 1 << 20
+"""A copy of this size on a copy stream is the engine's, or a fault."""
+
+Direction = Literal["out", "in"]
+DIRECTION_OF = {"DtoH": "out", "HtoD": "in"}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One traced training iteration, in host time."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """A layer's forward or backward over one micro-batch, in host time."""
+
+    what: Literal["forward", "backward"]
+    layer: int
+    micro_batch: int
+    at: Range
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Compute is told to wait: for a copy out (``release``) or for a copy in (``wait``)."""
+
+    what: Literal["release", "wait"]
+    site: str
+    layer: int
+    micro_batch: int
+    at: Range
+
+
+@dataclass
+class StorageCopy:
+    """One storage on its way, in one piece or in several."""
+
+    direction: Direction
+    site: str
+    layer: int
+    micro_batch: int
+    num_bytes: int
+    at: Range
+    ordered_ns: int = NO_LAUNCH
+    """When its group's range began: what was launched before, the copy waits for."""
+    why: str = ""
+    """``swap_out``, ``prefetch`` or ``swap_in``; empty: it lies in no such range."""
+    pieces: list[Memcpy] = field(default_factory=list)
+
+    @property
+    def group(self) -> str:
+        return f"layers.{self.layer} mb{self.micro_batch}"
+
+    @property
+    def start_ns(self) -> int:
+        return min(piece.start_ns for piece in self.pieces)
+
+    @property
+    def end_ns(self) -> int:
+        return max(piece.end_ns for piece in self.pieces)
+
+
+@dataclass
+class Engine:
+    """The engine's ranges, typed, each list in order of time."""
+
+    steps: list[Step]
+    layers: list[LayerRun]
+    copies: list[StorageCopy]
+    waits: list[Wait]
+    memory: list[tuple[int, int]]
+    """Host time, bytes allocated."""
+    other_copies: list[Memcpy]
+    """Copies between host and device that no range claims."""
+    problems: list[str]
+    """What does not fit together in the trace itself."""
+
+    def step_at(self, moment_ns: int) -> Step | None:
+        """The step during which the host was at ``moment_ns``."""
+        found = bisect_right(self.steps, moment_ns, key=lambda step: step.start_ns) - 1
+        return self.steps[found] if found >= 0 and moment_ns <= self.steps[found].end_ns else None
+
+    def streams(self) -> dict[Direction, list[int]]:
+        """The streams that swap copies ran on, by direction."""
+        found: dict[Direction, set[int]] = {"out": set(), "in": set()}
+        for copy in self.copies:
+            found[copy.direction].update(piece.stream for piece in copy.pieces)
+        return {direction: sorted(streams) for direction, streams in found.items()}
+
+
+def read_engine(trace: Trace) -> Engine:
+    """Find the engine's ranges, and for every copy the range that launched it.
+
+    Raises:
+        TraceError: no ``step`` or no ``copy_out`` range is in the trace.
+    """
+    engine = Engine([], [], [], [], [], [], [])
+    groups: dict[int, list[Range]] = defaultdict(list)
+    for found in trace.ranges:
+        _sort_in(engine, groups, found)
+    if not engine.steps:
+        raise TraceError(
+            "no range 'step N' in the trace: it was not made by --swap-profile, or it ends before the first traced "
+            "step did. tools/profile.sh traces whole steps."
+        )
+    if not any(copy.direction == "out" for copy in engine.copies):
+        raise TraceError(
+            "no range 'copy_out …' in the trace: nothing was swapped in these steps. Choose layers with --swap-layers; "
+            "the table at the start of training says which of them stay."
+        )
+    for copy in engine.copies:
+        group = _holding(groups[copy.at.thread], copy.at.start_ns)
+        if group is None:
+            engine.problems.append(f"copy_{copy.direction} {copy.site} mb{copy.micro_batch} lies in no group's range")
+        else:
+            copy.ordered_ns, copy.why = group.start_ns, group.name.split()[0]
+    _claim_copies(engine, trace.copies)
+    return engine
+
+
+def _sort_in(engine: Engine, groups: dict[int, list[Range]], at: Range) -> None:
+    name = at.name
+    if match := COPY.fullmatch(name):
+        direction: Direction = "out" if match[1] == "out" else "in"
+        engine.copies.append(StorageCopy(direction, match[2], int(match[3]), int(match[4]), int(match[5]), at))
+    elif match := WAIT.fullmatch(name):
+        what: Literal["release", "wait"] = "release" if match[1] == "release" else "wait"
+        engine.waits.append(Wait(what, match[2], int(match[3]), int(match[4]), at))
+    elif match := LAYER.fullmatch(name):
+        way: Literal["forward", "backward"] = "forward" if match[1] == "forward" else "backward"
+        engine.layers.append(LayerRun(way, int(match[2]), int(match[3]), at))
+    elif GROUP.fullmatch(name):
+        groups[at.thread].append(at)
+    elif match := STEP.fullmatch(name):
+        engine.steps.append(Step(int(match[1]), at.start_ns, at.end_ns))
+    elif match := MEMORY.fullmatch(name):
+        engine.memory.append((at.start_ns, int(match[1])))
+
+
+def _holding(ranges: Sequence[Range], moment_ns: int) -> Range | None:
+    """Of disjoint ranges of one thread, in order, the one around ``moment_ns``."""
+    found = bisect_right(ranges, moment_ns, key=lambda at: at.start_ns) - 1
+    return ranges[found] if found >= 0 and moment_ns <= ranges[found].end_ns else None
+
+
+def _claim_copies(engine: Engine, copies: Sequence[Memcpy]) -> None:
+    """Give every copy to the range in which, on whose thread, it was launched; judge what is left."""
+    by_thread: dict[int, list[StorageCopy]] = defaultdict(list)
+    for storage in engine.copies:
+        by_thread[storage.at.thread].append(storage)
+    for memcpy in copies:
+        candidates = by_thread.get(memcpy.thread, [])
+        found = bisect_right(candidates, memcpy.launch_ns, key=lambda storage: storage.at.start_ns) - 1
+        if found >= 0 and memcpy.launch_ns <= candidates[found].at.end_ns:
+            candidates[found].pieces.append(memcpy)
+        else:
+            engine.other_copies.append(memcpy)
+    _judge_pieces(engine)
+
+
+def _judge_pieces(engine: Engine) -> None:
+    streams = {stream for found in engine.streams().values() for stream in found}
+    first_ns = engine.steps[0].start_ns
+    for memcpy in engine.other_copies:
+        is_ours = memcpy.stream in streams and memcpy.direction in DIRECTION_OF and memcpy.num_bytes >= LARGE_BYTES
+        # A copy that was under way when the capture began has no launch in the trace.
+        if is_ours and (memcpy.launch_ns != NO_LAUNCH or memcpy.start_ns >= first_ns):
+            engine.problems.append(
+                f"a {memcpy.direction} copy of {memcpy.num_bytes} bytes on copy stream {memcpy.stream}, "
+                f"{(memcpy.start_ns - first_ns) / MS:.3f} ms after the first step began, belongs to no range"
+            )
+    for storage in engine.copies:
+        moved = sum(piece.num_bytes for piece in storage.pieces)
+        wrong = {piece.direction for piece in storage.pieces if DIRECTION_OF.get(piece.direction) != storage.direction}
+        name = f"copy_{storage.direction} {storage.site} mb{storage.micro_batch}"
+        if moved != storage.num_bytes:
+            engine.problems.append(f"{name}: announced {storage.num_bytes} bytes, its copies moved {moved}")
+        if wrong:
+            engine.problems.append(f"{name}: copied {', '.join(sorted(wrong))}")
+    # Without a copy there are no times: such a storage is a problem, named above, and no more.
+    engine.copies = [storage for storage in engine.copies if storage.pieces]

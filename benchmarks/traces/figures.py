@@ -1,0 +1,203 @@
+"""The figures: copy time hidden under compute, use of the link, stalls and gaps of compute, and the prediction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.traces import intervals
+from benchmarks.traces.device import Compute, Extent
+from benchmarks.traces.engine import Direction, Engine, Step, StorageCopy
+from benchmarks.traces.records import MS, Range
+from benchmarks.traces.storages import TracedStorage
+
+NUM_GAPS = 10
+"""So many of the largest gaps are listed."""
+
+PROFILERS_OWN = "ProfilerStep"
+"""A range that torch.profiler adds by itself: it says nothing."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of the link over all traced steps."""
+
+    num_copies: int
+    num_bytes: int
+    copy_ms: float
+    gb_per_s: float | None
+    """Bytes over the time in which at least one copy ran; 10^9 bytes a second."""
+    busy_share: float
+    """Of the steps' time."""
+    hidden_share: float | None
+    """Share of the copy time in which compute was busy."""
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Compute stood still until a copy was over."""
+
+    what: str
+    """``wait`` (for a copy in), ``release`` (for a copy out, to give its memory back)."""
+    site: str
+    micro_batch: int
+    start_ns: int
+    end_ns: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.what} {self.site} mb{self.micro_batch}"
+
+    @property
+    def ms(self) -> float:
+        return (self.end_ns - self.start_ns) / MS
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A stretch in which the main compute stream idled."""
+
+    step: int
+    start_ms: float
+    """Since the step's first kernel."""
+    ms: float
+    owner: str
+    """The wait that filled most of it, else ``host: …`` and the range that launched the next kernel."""
+    stalled_ms: float
+    """How much of it is stalls by copies."""
+
+
+def copy_spans(copies: Sequence[StorageCopy]) -> np.ndarray:
+    """Time in which at least one of them ran, shape (n, 2)."""
+    pieces = [(piece.start_ns, piece.end_ns) for copy in copies for piece in copy.pieces]
+    spans = np.array(pieces, np.int64).reshape(-1, 2)
+    return intervals.union(spans[:, 0], spans[:, 1])
+
+
+def hidden_share(spans: np.ndarray, busy: np.ndarray) -> float | None:
+    """Share of ``spans`` that lies in ``busy``; ``None`` where there is nothing to hide."""
+    length = intervals.total(spans)
+    return float(intervals.covered(spans[:, 0], spans[:, 1], busy).sum()) / length if length else None
+
+
+def link(within: Sequence[StorageCopy], direction: str, compute: Compute, steps_ns: int) -> Link:
+    """Figures of the copies in one direction; ``steps_ns``: the duration of the steps that they are ``within``."""
+    copies = [copy for copy in within if copy.direction == direction]
+    spans = copy_spans(copies)
+    copy_ns = intervals.total(spans)
+    num_bytes = sum(piece.num_bytes for copy in copies for piece in copy.pieces)
+    return Link(
+        num_copies=sum(len(copy.pieces) for copy in copies),
+        num_bytes=num_bytes,
+        copy_ms=copy_ns / MS,
+        gb_per_s=num_bytes / copy_ns if copy_ns else None,
+        busy_share=copy_ns / steps_ns,
+        hidden_share=hidden_share(spans, compute.busy),
+    )
+
+
+def find_stalls(storages: Sequence[TracedStorage], compute: Compute) -> list[Stall]:
+    """Where compute stood still for a copy.
+
+    The main stream idles from the end of the last kernel launched before the wait to the start of the first one
+    launched after it. Of that, what comes after the host enqueued the wait and before the copy ended is the wait's:
+    earlier the host was late, later nobody held compute up. Stalls of several waits may overlap.
+    """
+    waits = [(storage.release, storage.out) for storage in storages if storage.release]
+    waits += [(storage.overtaken, storage.out) for storage in storages if storage.overtaken]
+    waits += [(back.wait, back.copy) for storage in storages for back in storage.reloads if back.wait]
+    stalls = []
+    for wait, copy in waits:
+        next_start = compute.start_after(wait.at.end_ns)
+        if next_start is None:
+            continue
+        idle_since = compute.end_before(wait.at.start_ns)
+        start_ns = wait.at.start_ns if idle_since is None else max(wait.at.start_ns, idle_since)
+        end_ns = min(copy.end_ns, next_start)
+        if end_ns > start_ns:
+            stalls.append(Stall(wait.what, wait.site, wait.micro_batch, start_ns, end_ns))
+    return sorted(stalls, key=lambda stall: stall.start_ns)
+
+
+def stalled_ms(stalls: Sequence[Stall]) -> float:
+    """Time in which at least one stall lasted."""
+    return intervals.total(_spans(stalls)) / MS
+
+
+def find_gaps(steps: Sequence[Step], compute: Compute, stalls: Sequence[Stall], ranges: Sequence[Range]) -> list[Gap]:
+    """The largest gaps of compute within the steps, the largest first."""
+    rows = []
+    for step in steps:
+        window = compute.window(step.start_ns, step.end_ns)
+        if window is not None:
+            rows += [(end - start, int(start), int(end), step, window) for start, end in compute.gaps(window)]
+    rows.sort(key=lambda row: -row[0])
+    return [_gap(start, end, step, window, compute, stalls, ranges) for _, start, end, step, window in rows[:NUM_GAPS]]
+
+
+def _gap(
+    start_ns: int, end_ns: int, step: Step, window: Extent,
+    compute: Compute, stalls: Sequence[Stall], ranges: Sequence[Range],
+) -> Gap:  # fmt: skip
+    inside = [s for s in stalls if s.end_ns > start_ns and s.start_ns < end_ns]
+    held_ns = intervals.total(intervals.clip(_spans(inside), start_ns, end_ns))
+    if 2 * held_ns >= end_ns - start_ns:
+        owner = max(inside, key=lambda s: min(s.end_ns, end_ns) - max(s.start_ns, start_ns)).name
+    else:
+        owner = f"host: {_launching_range(end_ns, compute, ranges)}"
+    return Gap(step.number, (start_ns - window.start_ns) / MS, (end_ns - start_ns) / MS, owner, held_ns / MS)
+
+
+def _launching_range(start_ns: int, compute: Compute, ranges: Sequence[Range]) -> str:
+    """The innermost range around the launch of the work that starts at ``start_ns``."""
+    launch = compute.launch_of(start_ns)
+    if launch is None:
+        return "unknown"
+    moment, thread = launch
+    around = [
+        at for at in ranges
+        if at.thread == thread and at.start_ns <= moment <= at.end_ns and not at.name.startswith(PROFILERS_OWN)
+    ]  # fmt: skip
+    return min(around, key=lambda at: at.end_ns - at.start_ns).name if around else "outside all ranges"
+
+
+def _spans(stalls: Sequence[Stall]) -> np.ndarray:
+    spans = np.array([(stall.start_ns, stall.end_ns) for stall in stalls], np.int64).reshape(-1, 2)
+    return intervals.union(spans[:, 0], spans[:, 1])
+
+
+def predict(engine: Engine, compute: Compute, direction: Direction) -> float | None:
+    """The hidden share that arithmetic expects of copies in one direction: ``min(1, time × speed / bytes)``.
+
+    A micro-batch's *time* for copies out is what compute was busy on the device from the end of its first layer's
+    forward (nothing is there to copy before) to the end of its last layer's forward; for copies in from the start of
+    the backward of its last layer to the start of the backward of its first layer (nothing is left to copy after).
+    Where compute stood still for copies there was nothing to hide them under. *Speed* is what the
+    copies of this direction reached while they ran, *bytes* what the micro-batch moved. Micro-batches are weighted by
+    their bytes. ``None``: nothing was moved, or the trace has too few layers.
+    """
+    extents: dict[tuple[int, int], list[Extent]] = defaultdict(list)
+    for run in engine.layers:
+        step = engine.step_at(run.at.start_ns)
+        if step is not None and run.what == ("forward" if direction == "out" else "backward"):
+            extent = compute.extent(run.at)
+            if extent is not None:
+                extents[step.number, run.micro_batch].append(extent)
+    num_bytes: dict[tuple[int, int], int] = defaultdict(int)
+    busy_ns = 0
+    for copy in engine.copies:
+        step = engine.step_at(copy.at.start_ns)
+        if step is not None and copy.direction == direction:
+            num_bytes[step.number, copy.micro_batch] += copy.num_bytes
+            busy_ns += sum(piece.end_ns - piece.start_ns for piece in copy.pieces)
+    hidden = 0.0
+    for key, moved in num_bytes.items():
+        if len(extents[key]) < 2:
+            return None
+        edges = sorted(extent.end_ns if direction == "out" else extent.start_ns for extent in extents[key])
+        under_ns = intervals.total(intervals.clip(compute.busy, edges[0], edges[-1]))
+        hidden += min(moved, under_ns * sum(num_bytes.values()) / busy_ns)
+    return hidden / sum(num_bytes.values()) if num_bytes else None

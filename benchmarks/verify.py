@@ -1,0 +1,297 @@
+"""Verify on a GPU what the README claims: equal results to the bit, and the cost of swapping.
+
+    python tools/verify.py equality --spec transformer_engine local --output equality.jsonl
+    python tools/verify.py overhead --case L16-h4096 --output overhead.jsonl
+    python tools/verify.py ranks --case tp2-sp pp2-vpp dp2-distopt --output ranks.jsonl
+    python tools/verify.py equality --case L32-h2048 --extra "--micro-batch-size 23 --global-batch-size 23" --settings \
+        "--swap-layers none --swap-oom-guard" "--swap-memory-gib 130 --swap-oom-guard" --held-gib 16 --output out.jsonl
+
+Every run is a process of its own through the real trainer (pretrain_gpt_swap.py), in the order of the rows. A row says
+what was run, on which machine, and what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+from benchmarks.rows import UNPLANNED, Row, RowError
+from benchmarks.runner import launch
+from benchmarks.runner.memory_hog import MemoryHogError, memory_hog
+from benchmarks.runner.request import Request
+from benchmarks.store import ResultStore, StoreError, locked
+from benchmarks.suites.output import INTERRUPTED, interrupt
+
+NUM_WARM_UP = 3
+
+COMMON = (
+    "--bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --lr 1e-4 --min-lr 1e-5 "
+    "--lr-decay-style constant --eval-iters 0 --eval-interval 100000 --log-interval 1 --no-masked-softmax-fusion "
+    "--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0 --no-create-attention-mask-in-dataloader "
+    "--distributed-timeout-minutes 5 --no-gradient-accumulation-fusion"
+)
+LLAMA = "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
+SHAPES = {
+    "L16-h4096": f"--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
+    f"--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 {LLAMA}",
+    "L4-h8192": f"--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
+    f"--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
+    f"--micro-batch-size 2 {LLAMA}",
+    "L32-h2048": f"--num-layers 32 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 "
+    f"--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4 {LLAMA}",
+    "L8-h1024": "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
+    "--max-position-embeddings 2048 --micro-batch-size 2",
+    "tiny": "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --swap-min-mib 0.001",
+}
+SUMMARY_FIELDS = (
+    "swapped_out_bytes", "swapped_in_bytes", "swapped_layers", "wait_ms", "num_late", "stayed_bytes", "losses",
+    "grad_norms", "num_rescues", "rescued_bytes", "short_bytes",
+)  # fmt: skip
+SETTINGS = (
+    "--swap-layers none",
+    "--swap-layers all",
+    "--swap-layers 0-3 --swap-recompute norm activation rotary linear --swap-verify",
+)
+NULL_WHERE_FAILED = (
+    "step_ms_median", "step_ms_all", "first_step_ms", "device_peak_gib", "device_static_gib", "device_reserved_gib",
+    "host_peak_gib", "tokens_per_s", "num_params", "loss_hex", "losses_equal",
+)  # fmt: skip
+RANKS = {
+    "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
+    "pp2-vpp": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+    "dp2-distopt": "--use-distributed-optimizer",
+}
+
+
+class VerifyError(ValueError):
+    """What this machine cannot verify; the message says why."""
+
+
+class Verifier:
+    """Makes training runs with the options of the command line.
+
+    Args:
+        facts: `versions`, `machine`, `commit`, `link` (GB/s of each direction, measured on this machine).
+    """
+
+    def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
+        self.options = options
+        self.on_gpu = facts["machine"]["gpu"] != "none"
+        self.link: dict[str, float] = facts["link"]
+
+    def run(self, name: str, flags: str, *, num_ranks: int = 1, profile_step: int = 0, timeout_s: int = 400) -> Row:
+        """Make one training run and return the measured part of its row; its `outcome` says whether it worked."""
+        request = Request(
+            flags=tuple(shlex.split(flags)), num_warm_up=NUM_WARM_UP, has_phases=True, profile_step=profile_step,
+            has_summary=True,
+        )  # fmt: skip
+        finished = launch.run(request, on_gpu=self.on_gpu, num_ranks=num_ranks, timeout_s=timeout_s)
+        row: Row = {"method": name, "flags": flags, "num_ranks": num_ranks, "outcome": finished.outcome}
+        if finished.outcome == "ok":
+            row.update(measured(finished.result))
+        else:
+            row.update(dict.fromkeys(NULL_WHERE_FAILED), output_tail=finished.output_tail)
+            print(finished.output_tail, flush=True)
+        step_ms, peak_gib = row["step_ms_median"], row["device_peak_gib"]
+        print(f"{name}: {row['outcome']}, step {step_ms} ms, peak {peak_gib} GiB", flush=True)
+        return row
+
+
+def measured(result: dict[str, Any]) -> Row:
+    """Return the fields of a row, from the measurements of a process and the summary that the engine wrote."""
+    summary = result.pop("summary")
+    planning = result.pop("planning") or {}
+    return {
+        **result,
+        **{field: planning[field] for field in UNPLANNED if field in planning},
+        # A run that plans itself may end before its plan is stable.
+        "tokens_per_s": result["tokens_per_step"] / step_ms * 1e3 if (step_ms := result["step_ms_median"]) else None,
+        "device_peak_gib": None if summary["device_peak_bytes"] is None else summary["device_peak_bytes"] / 2**30,
+        "host_leased_gib": summary["host_leased_peak_bytes"] / 2**30,
+        "host_booked_gib": summary["host_booked_bytes"] / 2**30,
+        "saved_peak_gib": (summary["saved_peak_bytes"] or 0) / 2**30,
+        "layer_out_bytes": {str(entry["layer"]): entry["swapped_out_bytes"] for entry in summary["layers"]},
+        "loss_hex": summary["losses"][-1],
+        "rescues_by_step": [step["num_rescues"] for step in summary["steps"]],
+        **{key: summary[key] for key in SUMMARY_FIELDS},
+    }
+
+
+def equality(verifier: Verifier) -> Iterator[Row]:
+    """Compare losses, gradient norms and weights in deterministic mode: not swapped, then with each of the settings."""
+    options = verifier.options
+    for spec in options.spec:
+        flags = (
+            f"{spec_flags(spec)} {SHAPES[options.case[0]]} {COMMON} {device_flags(verifier.on_gpu)} "
+            f"--global-batch-size 8 --train-iters {options.steps} --swap-deterministic"
+        )
+        yield from compare(verifier, spec, flags, ["--swap-layers none", *(options.settings or SETTINGS)])
+
+
+def ranks(verifier: Verifier) -> Iterator[Row]:
+    """Compare the same on two ranks, for each way of splitting the model or the data."""
+    options = verifier.options
+    for case in options.case:
+        flags = (
+            f"{spec_flags(options.spec[0])} {SHAPES[options.shape]} {COMMON} {device_flags(verifier.on_gpu)} "
+            f"{RANKS[case]} --global-batch-size 16 --train-iters {options.steps} --swap-deterministic"
+        )
+        settings = options.settings or ["--swap-layers all"]
+        yield from compare(verifier, case, flags, ["--swap-layers none", *settings], num_ranks=2)
+
+
+def compare(verifier: Verifier, case: str, flags: str, settings: list[str], num_ranks: int = 1) -> Iterator[Row]:
+    """Train with each of the settings (flags of ours) and compare with the first run that came to its end."""
+    first: Row | None = None
+    for setting in settings:
+        given = f"{flags} {setting} {verifier.options.extra}"
+        row = verifier.run(setting.removeprefix("--"), given, num_ranks=num_ranks)
+        row["case"] = case
+        if first is None and row["outcome"] == "ok":
+            first = row
+        for key in ("losses", "grad_norms", "weights_sha256"):
+            row[f"{key}_equal"] = bool(row.get(key)) and row.get(key) == (first or row).get(key)
+        row["losses_equal"] = row["losses_equal"] and row["grad_norms_equal"] and row["weights_sha256_equal"]
+        print(f"   {case}: equal to the first run: {row['losses_equal']}", flush=True)
+        yield row
+
+
+def overhead(verifier: Verifier) -> Iterator[Row]:
+    """Measure step times and peaks: nothing swapped, everything, and as much as forward hides.
+
+    Raises:
+        VerifyError: there is no GPU.
+    """
+    options, link = verifier.options, verifier.link
+    if not verifier.on_gpu:
+        raise VerifyError("overhead needs a GPU: an emulation has no times to compare")
+    for case in options.case:
+        num_layers = int(SHAPES[case].split("--num-layers ")[1].split()[0])
+        batch = int(SHAPES[case].split("--micro-batch-size ")[1].split()[0])
+        spec = options.spec[0]
+        flags = (
+            f"{spec_flags(spec)} {SHAPES[case]} {COMMON} {device_flags(verifier.on_gpu)} "
+            f"--global-batch-size {batch * options.micro_batches} --train-iters {options.steps} {options.extra}"
+        )
+        none = verifier.run("none", f"{flags} --swap-layers none", profile_step=0)
+        everything = verifier.run("all", f"{flags} --swap-layers all", profile_step=options.steps)
+        mine = [none, everything]
+        if none["outcome"] == everything["outcome"] == "ok":
+            forward = none["forward_ms"] - none["first_layer_forward_ms"]
+            layer_bytes = max(everything["layer_out_bytes"].values()) / options.micro_batches
+            count = int(link["d2h_gb_s"] * 1e6 * forward / layer_bytes)
+            count = min(count, num_layers - 1)
+            mine.append(verifier.run("hidden", f"{flags} --swap-layers 0-{count - 1}", profile_step=options.steps))
+            mine.append(verifier.run("none again", f"{flags} --swap-layers none", profile_step=0))
+        for row in mine:
+            equal = row["losses"] == none["losses"] if "losses" in row and "losses" in none else None
+            row.update(case=f"{case} {spec}", link=link, losses_equal=equal)
+            if row["outcome"] == "ok" and none["outcome"] == "ok":
+                judge(row, none, link, options.micro_batches)
+        yield from mine
+
+
+def judge(row: Row, none: Row, link: dict[str, float], micro_batches: int) -> None:
+    """Add the bounds to a row: what the step may cost by the arithmetic of copies, and how far the peak must fall."""
+    row["step_ratio"] = row["step_ms_median"] / none["step_ms_median"]
+    if not row.get("trace_d2h_bytes"):
+        return
+    out_bytes, in_bytes = row["trace_d2h_bytes"] / micro_batches, row["trace_h2d_bytes"] / micro_batches
+    first_ms = none["first_layer_forward_ms"]
+    rest_ms = none["step_ms_median"] - micro_batches * (none["forward_ms"] + none["backward_ms"])
+    model_ms = first_ms + max(none["forward_ms"] - first_ms, out_bytes / link["d2h_gb_s"] / 1e6)
+    model_ms += max(none["backward_ms"], in_bytes / link["h2d_gb_s"] / 1e6)
+    row["model_step_ms"] = model_ms * micro_batches + rest_ms
+    row["step_to_model"] = row["step_ms_median"] / (1.05 * model_ms * micro_batches + rest_ms)
+    group_bytes = max(row["layer_out_bytes"].values()) / micro_batches
+    row["peak_fell_bytes"] = (none["device_peak_gib"] - row["device_peak_gib"]) * 2**30
+    row["peak_must_fall_bytes"] = 0.97 * (out_bytes - 2 * group_bytes)  # window and largest group are one group each
+    fell, must = row["peak_fell_bytes"] / 2**30, row["peak_must_fall_bytes"] / 2**30
+    print(
+        f"   {row['method']}: step x{row['step_ratio']:.4f}; {row['step_to_model']:.3f} of the bound; "
+        f"peak fell {fell:.2f} GiB of {out_bytes / 2**30:.2f} swapped out (must: {must:.2f})",
+        flush=True,
+    )
+
+
+def spec_flags(spec: str) -> str:
+    return f"--transformer-impl {spec} " + ("--no-persist-layer-norm" if spec == "local" else "")
+
+
+def device_flags(on_gpu: bool) -> str:
+    if on_gpu:
+        return ""
+    fusions = ("bias-gelu", "bias-dropout", "bias-swiglu", "rope")
+    return "--distributed-backend gloo " + " ".join(f"--no-{name}-fusion" for name in fusions)
+
+
+def verify(options: argparse.Namespace, command: str) -> int:
+    """Make the runs, add their rows to the file, and return the exit status.
+
+    Raises:
+        RowError: the output file does not hold rows.
+        VerifyError, MemoryHogError: this machine cannot do what the options ask for.
+    """
+    store = ResultStore(options.output, resume=True)  # before anything is measured: it may not be such a file
+    num_earlier = len(store.rows)
+    facts = machine.facts()
+    if len(options.held_gib) > (num_gpus := facts["machine"]["num_gpus"]):
+        raise VerifyError(f"--held-gib has {len(options.held_gib)} figures, there are {num_gpus} GPUs")
+    made_by = {"suite": f"prove-{options.what}", "command": command, "held_gib": options.held_gib, **facts}
+    compared = {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what]
+    with memory_hog(options.held_gib):
+        for row in compared(Verifier(options, facts)):
+            store.append({**UNPLANNED, **made_by, **row})
+    return int(any(row["outcome"] != "ok" for row in store.rows[num_earlier:]))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; what is wrong is said in one line.
+
+    Args:
+        arguments: the command line behind the program's name; `None`: that of this process.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["equality", "overhead", "ranks"])
+    parser.add_argument("--case", nargs="+", help="shapes (equality: one; overhead), or ways to split (ranks)")
+    parser.add_argument("--shape", default="L8-h1024", choices=SHAPES, help="ranks: the model")
+    parser.add_argument("--spec", nargs="+", default=["transformer_engine"], help="layer specs")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--micro-batches", type=int, default=4, help="overhead: micro-batches a step")
+    parser.add_argument(
+        "--settings", nargs="+", help="equality, ranks: what is compared with no swapping, each the flags of one run"
+    )
+    parser.add_argument("--extra", default="", help="more flags for every run")
+    parser.add_argument(
+        "--held-gib", nargs="+", type=float, default=[],
+        help="GiB that another program takes meanwhile of the first GPU, the second, ...",
+    )  # fmt: skip
+    parser.add_argument("--output", required=True, type=Path, help="JSON lines, one row a run; appended")
+    options = parser.parse_args(arguments)
+    if options.steps < NUM_WARM_UP + 2:
+        least = NUM_WARM_UP + 2
+        parser.error(f"--steps {options.steps}: {NUM_WARM_UP} are warm-up and one may be traced; at least {least}")
+    if not all(0 <= gib < math.inf for gib in options.held_gib):
+        parser.error(f"--held-gib {' '.join(map(str, options.held_gib))}: must be numbers of GiB, 0 or more")
+    usual = {"equality": ["L8-h1024"], "overhead": ["L16-h4096"], "ranks": list(RANKS)}
+    options.case = options.case or usual[options.what]
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with locked(options.output):
+            return verify(options, shlex.join(["python", "tools/verify.py", *arguments]))
+    except (VerifyError, RowError, StoreError, MemoryHogError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: finished runs are kept", flush=True)
+        return INTERRUPTED

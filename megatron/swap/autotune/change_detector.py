@@ -1,0 +1,90 @@
+"""Detects that steps no longer match their plan: more saved, fewer saved, slower. How long to wait is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.swap.autotune.workload import DRIFT, Step, Workload
+
+MAX_RECORDED_STEPS = 16
+"""Most steps that are recorded while none is as large as the step for which recording began: lengths may change in
+every step. The planner does not plan for steps that come more rarely: what they would keep is swapped."""
+PATIENCE_SMALLER = 3
+"""Steps in a row that save less before the plan is changed: the plan for more fits, and lengths may alternate. Doubled
+each time that a change measures a new workload, or that larger steps come back soon."""
+SOON = 4
+"""Larger steps come back soon if they do so within this multiple of the patience, in steps."""
+PATIENCE_RARE = 1
+"""Rare larger steps close to each other before they are planned for; doubled each time that recording saw none."""
+PATIENCE_SLOWER = 20
+"""Slow steps in a row before the workload is measured again; doubled each time."""
+
+
+class ChangeDetector:
+    """Compares steps with the workload that the running plan was made for."""
+
+    def __init__(self) -> None:
+        self._num_smaller = self._num_slower = 0
+        self._patience_smaller = PATIENCE_SMALLER
+        self._patience_slower = PATIENCE_SLOWER
+        self._smaller_at: int | None = None
+        self._rare_mib = 0.0
+        self._num_rare = self._rare_at = 0
+        self._patience_rare = PATIENCE_RARE
+
+    def reset(self) -> None:
+        """A plan was chosen: count steps in a row anew."""
+        self._num_smaller = self._num_slower = 0
+
+    def has_changed(self, step: Step, planned: Workload, is_known: Callable[[Step], bool]) -> bool:
+        """Whether the plan should change: at once if more is saved, with patience if less is.
+
+        Args:
+            planned: workload of the running plan.
+            is_known: whether a plan exists for steps like the given one.
+        """
+        if planned.is_like(step):
+            self._num_smaller = 0
+            return False
+        if not planned.covers(step):
+            return not self._is_rare(step, planned, is_known)
+        self._num_smaller += 1
+        return self._num_smaller >= self._patience_smaller
+
+    def _is_rare(self, step: Step, planned: Workload, is_known: Callable[[Step], bool]) -> bool:
+        """Whether recording waited in vain for steps as large, and they are not frequent now."""
+        is_within = planned.has_sites_of(step) and step.saved_mib <= (1 + DRIFT) * self._rare_mib
+        if not is_within or is_known(step):
+            return False
+        is_far = step.number - self._rare_at > MAX_RECORDED_STEPS
+        self._num_rare, self._rare_at = (0 if is_far else self._num_rare) + 1, step.number
+        return self._num_rare < self._patience_rare
+
+    def is_slower(self, step: Step, planned: Workload) -> bool:
+        """Whether steps have been slower than ``planned.best_ms`` for so long that the workload is measured again."""
+        is_slow = step.ms is not None and planned.best_ms is not None and step.ms > (1 + DRIFT) * planned.best_ms
+        self._num_slower = self._num_slower + 1 if is_slow else 0
+        if self._num_slower < self._patience_slower:
+            return False
+        self._patience_slower *= 2
+        return True
+
+    def changed(self, step: Step, before: Workload, is_known: bool) -> None:
+        """The plan of ``before`` gives way to another one for steps like ``step``: adapt the patience.
+
+        Args:
+            is_known: a plan exists for such steps; otherwise they are measured.
+        """
+        self._num_smaller = 0
+        if before.covers(step):
+            self._smaller_at = step.number
+            if not is_known:
+                self._patience_smaller *= 2
+        elif self._smaller_at is not None and step.number - self._smaller_at <= SOON * self._patience_smaller:
+            self._patience_smaller *= 2
+            self._smaller_at = None
+
+    def waited_in_vain(self, saved_mib: float) -> None:
+        """Recording ended without a step that saves ``saved_mib``, for which it had begun: such steps are rare."""
+        self._rare_mib, self._num_rare = max(self._rare_mib, saved_mib), 0
+        self._patience_rare *= 2

@@ -1,0 +1,219 @@
+"""Carries out what the state machine decides: measures steps, makes profiles and plans, applies plans, saves files.
+
+Everything happens between two steps, on all ranks at once, and every step trains. The plan is one for the whole model:
+each pipeline stage plans its own layers, and ranks that hold the same layers follow the one of them that saves most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import nn
+
+from megatron.swap.autotune.consensus import Ranks
+from megatron.swap.autotune.pipeline_planner import PipelinePlanner
+from megatron.swap.autotune.plan_files import PlanFiles
+from megatron.swap.autotune.state_machine import Measurement, Stage, StateMachine, Transition
+from megatron.swap.autotune.step_meter import StepMeter
+from megatron.swap.autotune.target import Output, PlanTarget, RunParts
+from megatron.swap.autotune.workload import Step, Workload
+from megatron.swap.autotune.workload_profiler import WorkloadProfiler
+from megatron.swap.common.plan import Plan
+from megatron.swap.common.types import GIB, SwapError, UsageError, format_bytes
+
+FULL_BYTES = GIB // 2
+"""Assumed excess of a step in which the device was full: the device does not tell by how much it is too small."""
+
+
+class AutoPlan:
+    """The planner beside a training run. The first step follows the safe policy, which keeps as little as it can.
+
+    Args:
+        target: model, device and budget.
+        parts: what is measured and switched; the model is built, and the boundaries stand around its layers.
+        output: where lines for people go.
+
+    Attributes:
+        has_switched: the next step holds another amount of memory than the last one.
+    """
+
+    def __init__(self, target: PlanTarget, parts: RunParts, output: Output) -> None:
+        self._target = target
+        self._parts = parts
+        self._output = output
+        self._ranks = Ranks()
+        self._machine = StateMachine(target.search_limits(parts.device.keeps_time), self._make_plans)
+        self._meter = StepMeter(target, parts, self._swap_all)
+        self._profiler = WorkloadProfiler(target, parts)
+        self._planner = PipelinePlanner(self._ranks, parts.pipeline_rank, target.config.max_candidates)
+        self._files = PlanFiles(target.config, self._ranks.rank, parts.pipeline_rank)
+        self._guard = parts.guard
+        self._reported: dict[str, Plan | None] = {}
+        self._undo: list[Callable[[], None]] = [self._profiler.close]
+        self.has_switched = False
+        self._switch_guard()
+        budget = format_bytes(target.budget_gib * GIB)
+        output.all_ranks(f"at most {budget} of device memory; the first steps are measured")
+
+    def watch(self, chunk: nn.Module) -> None:
+        """Measure the forwards of ``chunk``, which is one of the model's on this rank."""
+        self._undo += [self._meter.watch(chunk), self._profiler.watch(chunk)]
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the next step is recorded or timed, or settles before that: nothing else may run beside it."""
+        return self._machine.stage is Stage.PROFILE
+
+    def tier_is_full(self, error: SwapError) -> None:
+        """Host memory has no room for a storage, so it is kept: while steps are measured, or when they grow."""
+        self._report_once("tier", f"what has no room outside the device stays on it for now ({error})")
+
+    def close(self) -> None:
+        """Take the planner off the model again."""
+        while self._undo:
+            self._undo.pop()()
+
+    # ------------------------------------------------------------ between steps
+
+    def step_ended(self, number: int, short_bytes: int = 0, num_retries: int = 0) -> None:
+        """Step ``number`` is over on this rank, and for its recorder: measure it, agree, decide, switch.
+
+        Args:
+            number: iteration.
+            short_bytes: what the device had no room for: it has less memory than the budget allows.
+            num_retries: allocations for which the allocator gave back all that it caches. It takes that memory again
+                for the next ones, so steps that go on like this are slow: that counts as short of memory, too.
+
+        Raises:
+            Infeasible: no plan fits the budget, and none was made before.
+        """
+        self.has_switched = self._target.policy.is_short
+        step = self._ranks.worst(self._measure(number, short_bytes, num_retries))
+        self._profiler.step_ended(step)
+        self._carry_out(self._machine.step_ended(step), number + 1)
+        self._meter.leave_step()
+        self._switch_guard()
+
+    def _measure(self, number: int, short_bytes: int, num_retries: int) -> Step:
+        footprint = self._profiler.complete(self._parts.footprint.take(), self._machine.planned)
+        full_gib = 0.0
+        if num_retries > 0 and not short_bytes and not self.is_measuring:
+            full_gib = FULL_BYTES / GIB
+            self._report_once(
+                "device",
+                f"the device is full: its allocator had to give back what it cached, {num_retries} times in a step. "
+                f"That counts as {format_bytes(FULL_BYTES)} above the budget",
+            )
+        is_waited_for = self._machine.stage is not Stage.STABLE
+        return self._meter.end_step(number, footprint, is_waited_for, full_gib, short_bytes)
+
+    def _carry_out(self, transition: Transition, number: int) -> None:
+        """Do what ``transition`` says, before step ``number``."""
+        for line in transition.lines:
+            self._output.all_ranks(line)
+        if transition.measurement is Measurement.FINISH_RECORDING:
+            profile = self._profiler.finish_recording(self._meter.num_micro_batches)
+            plan = self._planner.whole_layers(profile, self._target.budget_gib)
+            if plan is not None:  # layers that run whole are timed with little beside them
+                self._apply_plan(plan)
+        elif transition.measurement is not Measurement.RECORD:
+            self._profiler.stop_recording()
+        if transition.measurement is Measurement.TIME:
+            self._profiler.time(number)
+        if transition.is_new_plan:
+            self._apply_plan(transition.plan)
+        elif self._target.policy.is_short:
+            self._target.policy.is_short = False
+            self._parts.boundaries.apply_policy(self._target.config.window_bytes(transition.plan))
+            self._parts.device.release_cached()
+        if transition.measurement is Measurement.RECORD:
+            self._profiler.record(number)
+        if transition.is_settled:
+            self._save()
+
+    def _apply_plan(self, plan: Plan | None) -> None:
+        """Let the next step follow ``plan``, and give back what the allocator holds for the last one."""
+        parts, config = self._parts, self._target.config
+        self.has_switched = True
+        self._target.policy.apply_plan(plan)
+        parts.boundaries.apply_policy(config.window_bytes(plan))
+        if config.optimizer_auto:
+            parts.device.release_cached()  # state that comes back must not stand among the last plan's memory
+            parts.set_offload_fraction(1.0 if plan is None or plan.offload_fraction is None else plan.offload_fraction)
+        planned = self._machine.planned
+        self._meter.expect(planned, None if planned is None else self._profiler.measured(planned).footprint)
+        parts.device.release_cached()
+
+    def _swap_all(self) -> None:
+        """In a forward that saves more than is planned for: the rest of the step keeps as little as it can."""
+        self._target.policy.is_short = True
+
+    def _make_plans(self, workload: Workload, budget_gib: float) -> Sequence[Plan]:
+        return self._planner.plans(self._profiler.measured(workload).profile, budget_gib)
+
+    def _switch_guard(self) -> None:
+        """Have the out-of-memory guard on while steps are measured, and off afterwards."""
+        if self._guard is None or self._guard.is_on == self.is_measuring:
+            return
+        if not self.is_measuring:
+            self._guard.end()
+            return
+        try:
+            self._guard.begin()
+        except UsageError as error:
+            self._guard = None
+            self._output.all_ranks(f"no out-of-memory guard while the first steps are measured: {error}")
+
+    def _report_once(self, what: str, line: str) -> None:
+        """Say ``line`` once for each plan; this rank may be the only one to say it."""
+        if self._reported.get(what, False) is not self._machine.plan:
+            self._reported[what] = self._machine.plan
+            self._output.this_rank([line])
+
+    # ------------------------------------------------------------------ results
+
+    def finish(self) -> None:
+        """Training is over: if no plan was chosen, say so, and write what there is."""
+        machine = self._machine
+        if machine.has_been_stable:
+            return
+        flags = " and ".join(self._files.flags)
+        line = f"training ended before a plan stood, which takes up to {machine.num_steps_needed} steps"
+        if machine.planned is not None:
+            self._save()
+            line += f"; {flags}: written of a plan that was not compared with others" if flags else ""
+        elif flags:
+            line += f"; {flags}: not written"
+        self._output.all_ranks(line)
+
+    def _save(self) -> None:
+        """Write plan and profile as soon as a plan is chosen: the plan once, the profile of each stage once."""
+        if (workload := self._machine.planned) is not None:
+            profile = self._profiler.measured(workload).profile
+            self._files.save(self._machine.plan, profile, self._planner.leaders)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the JSON summary has under ``planning``."""
+        machine, plan = self._machine, self._machine.plan
+        predicted = None if plan is None else plan.predicted
+        ends = [entry.first_step - 1 for entry in machine.history[1:]]
+        return {
+            "budget_gib": self._target.budget_gib,
+            "predicted_peak_gib": None if predicted is None else predicted.peak_gib,
+            "predicted_step_ms": None if predicted is None else predicted.step_ms,
+            "profile_sha256": None if plan is None else plan.profile_sha256,
+            "num_replans": machine.num_replans,
+            "num_infeasible": machine.num_infeasible,
+            "stages": [
+                {
+                    "stage": entry.stage.value,
+                    "first_step": entry.first_step,
+                    "last_step": last,
+                    "note": entry.note,
+                    "predicted_peak_gib": entry.predicted_peak_gib,
+                }
+                for entry, last in zip_longest(machine.history, ends)
+            ],
+        }

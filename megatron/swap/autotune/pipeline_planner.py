@@ -1,0 +1,68 @@
+"""Plans for the whole model: each pipeline stage plans its own layers, one rank of the stage solves for all of them."""
+
+from __future__ import annotations
+
+from megatron.swap.autotune.consensus import Ranks
+from megatron.swap.common.plan import Infeasible, Plan, merged
+from megatron.swap.planner.profile import Profile
+from megatron.swap.planner.solve import whole_layers
+from megatron.swap.planner.state_fraction import solve_fractions
+
+
+class PipelinePlanner:
+    """Solves for plans on all ranks together.
+
+    Args:
+        ranks: all ranks of the run.
+        pipeline_rank: this rank's stage.
+        max_candidates: most plans that are returned.
+
+    Attributes:
+        leaders: the rank that solves for each stage, once it has.
+    """
+
+    def __init__(self, ranks: Ranks, pipeline_rank: int, max_candidates: int) -> None:
+        self._ranks = ranks
+        self._pipeline_rank = pipeline_rank
+        self._max_candidates = max_candidates
+        self.leaders: dict[int, int] = {}
+
+    def whole_layers(self, profile: Profile, budget_gib: float) -> Plan | None:
+        """Return this rank's plan that recomputes every layer whole; ``None``: it does not fit on all ranks."""
+        plan = whole_layers(profile, budget_gib)
+        return None if None in self._ranks.gather(plan) else plan
+
+    def plans(self, profile: Profile, budget_gib: float) -> list[Plan]:
+        """Return the best plans of the whole model, the same on all ranks.
+
+        Args:
+            profile: of this rank. Of a stage's ranks, the one that saves most solves.
+            budget_gib: of each device.
+
+        Raises:
+            Infeasible: a stage has no plan; the smallest budget is that of all stages.
+        """
+        of_ranks = self._ranks.gather((self._pipeline_rank, profile))
+        leaders: dict[int, int] = {}
+        for rank, (stage, other) in enumerate(of_ranks):
+            if stage not in leaders or other.num_mib > of_ranks[leaders[stage]][1].num_mib:
+                leaders[stage] = rank
+        self.leaders = leaders
+        mine: list[Plan] | tuple[str, float] = []
+        if leaders[self._pipeline_rank] == self._ranks.rank:
+            try:
+                mine = list(solve_fractions(profile, budget_gib, self._max_candidates).plans)
+            except Infeasible as error:
+                mine = str(error), error.smallest_gib  # such an exception cannot be sent
+        answers = self._ranks.gather(mine)
+        of_stages: list[list[Plan]] = []
+        refusals: list[tuple[str, float]] = []
+        for answer in (answers[leaders[stage]] for stage in sorted(leaders)):
+            if isinstance(answer, tuple):
+                refusals.append(answer)
+            else:
+                of_stages.append(answer)
+        if refusals:
+            raise Infeasible(*max(refusals, key=lambda refusal: refusal[1]))  # a budget that is enough for all stages
+        most = max(len(plans) for plans in of_stages)
+        return [merged([plans[min(i, len(plans) - 1)] for plans in of_stages]) for i in range(most)]

@@ -1,0 +1,56 @@
+"""The files that a run which plans itself leaves behind: its plan, and a profile of each pipeline stage."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.plan import Plan, save_plan
+from megatron.swap.planner.profile import Profile, save_profile
+
+
+class PlanFiles:
+    """Writes plan and profile where the settings ask for them.
+
+    Args:
+        config: paths.
+        rank: this rank of the run; rank 0 writes the plan.
+        stage: this rank's stage of the pipeline.
+    """
+
+    def __init__(self, config: SwapConfig, rank: int, stage: int) -> None:
+        self._plan_path, self._profile_path = config.save_plan, config.save_profile
+        self._rank, self._stage = rank, stage
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags that ask for a file."""
+        paths = {"--swap-save-plan": self._plan_path, "--swap-save-profile": self._profile_path}
+        return [flag for flag, path in paths.items() if path is not None]
+
+    def save(self, plan: Plan | None, profile: Profile, leaders: dict[int, int]) -> None:
+        """Write what was asked for. A file that cannot be written is reported on stderr.
+
+        Args:
+            plan: for the whole model.
+            profile: of this rank's stage.
+            leaders: the rank of each stage that writes its profile.
+        """
+        if self._plan_path is not None and plan is not None and self._rank == 0:
+            path = self._plan_path
+            _write("--swap-save-plan", lambda: save_plan(plan, path))
+        if self._profile_path is not None and leaders[self._stage] == self._rank:
+            target = Path(self._profile_path)
+            if len(leaders) > 1:
+                target = target.with_name(f"{target.stem}.stage-{self._stage}{target.suffix}")
+            _write("--swap-save-profile", lambda: save_profile(profile, target))
+
+
+def _write(flag: str, save: Callable[[], None]) -> None:
+    """Training matters more than a file, and so does the next file."""
+    try:
+        save()
+    except OSError as error:
+        print(f" swap: {flag} was not written: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,79 @@
+"""The search over candidate plans: each runs for a few training steps, the fastest within the budget wins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.swap.common.plan import Plan
+from megatron.swap.common.types import GIB, format_bytes
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate plan and its measured step; ``over_gib`` as in ``Step.over_gib``."""
+
+    plan: Plan
+    ms: float
+    peak_gib: float
+    over_gib: float
+
+
+class CandidateSearch:
+    """Candidate plans that still have to be tried, and the results of those that were.
+
+    Args:
+        plans: candidates, the best prediction first; at least one.
+
+    Attributes:
+        plan: the candidate that runs now.
+    """
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.plan, *self._waiting = plans
+        self._trials: list[Trial] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every candidate was tried."""
+        return not self._waiting
+
+    def add(self, trial: Trial) -> None:
+        """Note the result of the candidate that ran."""
+        self._trials.append(trial)
+
+    def go_on(self) -> None:
+        """Take the next candidate."""
+        self.plan = self._waiting.pop(0)
+
+    def restart(self) -> None:
+        """Forget all results, because steps take another time now; candidates that were tried are tried again."""
+        self._waiting += [trial.plan for trial in self._trials]
+        self._trials = []
+
+    def fastest(self) -> Trial | None:
+        """Return the fastest candidate within the budget; ``None`` if each exceeded the budget."""
+        fitting = [trial for trial in self._trials if trial.over_gib <= 0]
+        return min(fitting, key=lambda trial: trial.ms, default=None)
+
+    def lowest(self) -> Trial:
+        """Return the candidate that exceeded the budget least."""
+        return min(self._trials, key=lambda trial: (trial.over_gib, trial.peak_gib))
+
+    def describe(self, trial: Trial) -> str:
+        """Return a line on the chosen ``trial``, for people."""
+        predicted = trial.plan.predicted
+        text = f"plan {self._trials.index(trial) + 1} of {len(self._trials)}, {_figures(trial.ms, trial.peak_gib)}"
+        if predicted is not None:
+            text += f" (predicted {_figures(predicted.step_ms, predicted.peak_gib)})"
+        return text + offload_note(trial.plan)
+
+
+def offload_note(plan: Plan) -> str:
+    """Return how much optimizer state ``plan`` offloads, as the end of a line; empty where it says nothing of it."""
+    fraction = plan.offload_fraction
+    return "" if fraction is None else f"; {fraction:.0%} of the optimizer's state is offloaded"
+
+
+def _figures(ms: float, gib: float) -> str:
+    return f"{ms:,.1f} ms and {format_bytes(gib * GIB)}"

@@ -1,0 +1,442 @@
+"""The stages of a run that plans itself: profile, search, stable, and back when the training steps change.
+
+The state machine only decides, between two steps: which plan the next step follows and what is measured of it. Each
+decision is one value, a `Transition`, which the controller carries out. All ranks pass in the same figures
+(`consensus.py` merges them), so all ranks decide the same.
+
+- *Profile*: one step warms up, some are recorded under the safe policy, which keeps as little as it can. Then some are
+  timed, in which layers are recomputed whole where that fits. All of them train like any other step.
+- *Search*: the solver's best plans run one after the other. The fastest that stays within the budget is kept.
+- *Stable*: nothing is recorded. Other sites or sizes, a peak above the budget, or steps that have become slower lead
+  back. A workload that was planned before gets its plan at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from megatron.swap.autotune.change_detector import MAX_RECORDED_STEPS, ChangeDetector
+from megatron.swap.autotune.search import CandidateSearch, Trial, offload_note
+from megatron.swap.autotune.workload import DRIFT, Step, Workload
+from megatron.swap.common.plan import Infeasible, Plan
+from megatron.swap.common.types import GIB, format_bytes
+
+RECORDED_STEPS = 2
+"""Steps whose saved storages are recorded: what is saved, and where in a layer."""
+TIMED_STEPS = 3
+"""Steps that are timed with nothing recorded and nothing copied beside them: the median of an odd number."""
+SETTLING_STEPS = 1
+"""Steps after a switch that are not judged: the engine learns the order and sizes of its copies."""
+MAX_TIGHTENINGS = 3
+"""How often a workload gets a smaller budget because measured peaks were above the real one."""
+
+PlanMaker = Callable[[Workload, float], Sequence[Plan]]
+"""Returns plans for a workload, the best first, which the cost model puts below the given GiB; raises ``Infeasible``.
+Called on all ranks alike, the first time for a workload when it has just been recorded and timed."""
+
+
+class Stage(Enum):
+    PROFILE = "profile"
+    SEARCH = "search"
+    STABLE = "stable"
+
+
+class Measurement(Enum):
+    """What is measured of the next step."""
+
+    NONE = auto()
+    """Only what is measured of every step."""
+    RECORD = auto()
+    """Record which storages the step saves, and when."""
+    FINISH_RECORDING = auto()
+    """The recording is complete: build the profile. The next step settles; the steps after it are timed."""
+    TIME = auto()
+    """Time the layers of the step, with nothing else recorded."""
+
+
+@dataclass(frozen=True)
+class Transition:
+    """The decision after a step.
+
+    Attributes:
+        stage: stage of the next step.
+        plan: plan of the next step; ``None``: the safe policy, which keeps as little as it can.
+        is_new_plan: the plan has to be applied, since the last step ran under another one.
+        measurement: what is measured of the next step.
+        is_settled: the search has ended, so that plan and profile can be saved.
+        lines: for people, in order.
+    """
+
+    stage: Stage
+    plan: Plan | None = None
+    is_new_plan: bool = False
+    measurement: Measurement = Measurement.NONE
+    is_settled: bool = False
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageEntry:
+    """A stage from ``first_step`` on. ``predicted_peak_gib``: highest predicted peak of the stage's plans."""
+
+    first_step: int
+    stage: Stage
+    note: str
+    predicted_peak_gib: float | None
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """What bounds the search for a plan.
+
+    Attributes:
+        budget_gib: most memory that the device may hold.
+        max_candidates: plans that are tried.
+        keeps_time: whether the device's times mean something, so that slower steps lead to a new plan.
+        most_micro_batches: steps with this many micro-batches hold as much memory as steps with more.
+        settling_steps: first steps of a candidate, which are not judged.
+    """
+
+    budget_gib: float
+    max_candidates: int
+    keeps_time: bool = True
+    most_micro_batches: int = sys.maxsize
+    settling_steps: int = SETTLING_STEPS
+
+    @property
+    def num_steps_needed(self) -> int:
+        """Most steps until a plan is chosen, as long as the steps are alike and the first plans fit."""
+        num_profiled = SETTLING_STEPS + RECORDED_STEPS + SETTLING_STEPS + TIMED_STEPS
+        return num_profiled + self.max_candidates * (self.settling_steps + 1)
+
+
+@dataclass
+class _Recording:
+    """Stage PROFILE, first part. Recording goes on until a step saves ``until_mib``, which the one before it saved."""
+
+    until_mib: float = 0.0
+    workload: Workload | None = None
+    num_steps: int = 0
+    stage = Stage.PROFILE
+    plan = None
+
+
+@dataclass
+class _Timing:
+    """Stage PROFILE, second part."""
+
+    workload: Workload
+    num_timed: int = 0
+    num_steps: int = 0
+    stage = Stage.PROFILE
+    plan = None
+
+
+@dataclass
+class _Searching:
+    """Stage SEARCH; ``num_steps``: of the candidate that runs."""
+
+    workload: Workload
+    search: CandidateSearch
+    num_steps: int = 0
+    stage = Stage.SEARCH
+
+    @property
+    def plan(self) -> Plan:
+        return self.search.plan
+
+
+@dataclass
+class _Stable:
+    """Stage STABLE."""
+
+    workload: Workload
+    plan: Plan
+    num_steps: int = 0
+    stage = Stage.STABLE
+
+
+class StateMachine:
+    """Decides after each step what the next one does.
+
+    Args:
+        limits: budget and size of the search.
+        make_plans: solves for plans.
+
+    Attributes:
+        num_replans: how often another plan was made or taken up after the first.
+        num_infeasible: workloads for which no plan was found that stays below the budget.
+        history: the stages that were entered.
+    """
+
+    def __init__(self, limits: SearchLimits, make_plans: PlanMaker) -> None:
+        self.num_replans = self.num_infeasible = 0
+        self.history: list[StageEntry] = []
+        self._limits = limits
+        self._make_plans = make_plans
+        self._state: _Recording | _Timing | _Searching | _Stable = _Recording()
+        self._known: dict[Workload, Plan] = {}
+        self._changes = ChangeDetector()
+        self._num_micro_batches = 0
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of the next step."""
+        return self._state.stage
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the next step; ``None``: the safe policy."""
+        return self._state.plan
+
+    @property
+    def planned(self) -> Workload | None:
+        """The workload that the plan was made for; ``None`` under the safe policy."""
+        return self._state.workload if isinstance(self._state, _Searching | _Stable) else None
+
+    @property
+    def num_steps_needed(self) -> int:
+        """As ``SearchLimits.num_steps_needed``."""
+        return self._limits.num_steps_needed
+
+    @property
+    def has_been_stable(self) -> bool:
+        """Whether a plan has been chosen."""
+        return any(entry.stage is Stage.STABLE for entry in self.history)
+
+    def step_ended(self, step: Step) -> Transition:
+        """Decide about the next step.
+
+        Raises:
+            Infeasible: no plan fits the budget, and none was made before.
+        """
+        if not self.history:
+            self.history.append(StageEntry(step.number, Stage.PROFILE, "the plan that holds least", None))
+        state = self._state
+        if step.num_micro_batches != self._num_micro_batches:
+            self._num_micro_batches = step.num_micro_batches
+            for workload in (*self._known, *([state.workload] if state.workload is not None else [])):
+                workload.best_ms = None  # steps take another time now
+            if isinstance(state, _Searching):
+                state.search.restart()
+        step = replace(step, num_micro_batches=min(step.num_micro_batches, self._limits.most_micro_batches))
+        state.num_steps += 1
+        match state:
+            case _Recording():
+                return self._record(state, step)
+            case _Timing():
+                return self._time(state, step)
+            case _Searching():
+                return self._search(state, step)
+            case _Stable():
+                return self._watch(state, step)
+
+    # ------------------------------------------------------------------ profile
+
+    def _record(self, state: _Recording, step: Step) -> Transition:
+        if state.num_steps <= SETTLING_STEPS:
+            return self._stay(Measurement.RECORD, self._warn_while_measuring(step))
+        if state.workload is None:
+            state.workload = Workload.of_step(step)
+        elif state.workload.num_micro_batches != step.num_micro_batches:
+            return self._begin_profile(step, "the number of micro-batches changed while steps were recorded")
+        workload = state.workload
+        workload.include(step)
+        num_recorded = state.num_steps - SETTLING_STEPS
+        is_large_enough = state.until_mib <= (1 + DRIFT) * workload.saved_mib
+        if num_recorded < (RECORDED_STEPS if is_large_enough else MAX_RECORDED_STEPS):
+            return self._stay(Measurement.RECORD)
+        if not is_large_enough:
+            self._changes.waited_in_vain(state.until_mib)
+            known = self._nearest_known(replace(step, saved_mib=workload.saved_mib))
+            if known is not None:
+                note = f"micro-batches that save {state.until_mib:,.1f} MiB are too rare to plan for"
+                return self._take_up(step, known, note)
+        return self._change_to(_Timing(workload), Measurement.FINISH_RECORDING)
+
+    def _warn_while_measuring(self, step: Step) -> tuple[str, ...]:
+        over_gib = step.peak_gib - self._limits.budget_gib
+        if over_gib <= 0:
+            return ()
+        over = format_bytes(over_gib * GIB)
+        line = f"the peak is {over} above the budget while steps are measured"
+        return (f"{line}: a plan below it follows, or the smallest budget that would do",)
+
+    def _time(self, state: _Timing, step: Step) -> Transition:
+        # A step of another size says nothing about the duration of the recorded ones.
+        state.num_timed += state.num_steps > SETTLING_STEPS and state.workload.is_like(step)
+        if state.num_timed >= TIMED_STEPS or state.num_steps >= SETTLING_STEPS + MAX_RECORDED_STEPS:
+            plans, lines = self._first_plans(state.workload)
+            return self._begin_search(step, state.workload, plans, lines)
+        return self._stay(Measurement.TIME if state.num_steps >= SETTLING_STEPS else Measurement.NONE)
+
+    def _begin_profile(self, step: Step, why: str) -> Transition:
+        return self._enter(step, _Recording(step.saved_mib), why)
+
+    # ------------------------------------------------------------------- search
+
+    def _first_plans(self, workload: Workload) -> tuple[Sequence[Plan], tuple[str, ...]]:
+        """Return plans for a workload that was just measured, and what to say of them.
+
+        If none fits, these are the plans that hold least: ending the run would lose what was trained.
+
+        Raises:
+            Infeasible: none fits, and this is the first workload.
+        """
+        try:
+            return self._make_plans(workload, self._limits.budget_gib), ()
+        except Infeasible as error:
+            if self.num_replans == 0:
+                raise
+            self.num_infeasible += 1
+            workload.num_tightened = MAX_TIGHTENINGS + 1  # no plan holds less than these
+            smallest = f"{error.smallest_gib:.10g} GiB"
+            line = f"no plan keeps such steps below the budget ({smallest} would do): by those that hold least"
+            return self._make_plans(workload, error.smallest_gib), (line,)
+
+    def _begin_search(
+        self, step: Step, workload: Workload, plans: Sequence[Plan], lines: tuple[str, ...] = ()
+    ) -> Transition:
+        plans = plans[: self._limits.max_candidates]
+        if len(plans) == 1 and plans[0].keeps_all:
+            note = f"the budget is above the need: nothing is swapped{offload_note(plans[0])}"
+            return self._settle(step, workload, plans[0], None, note, lines)
+        note = f"plans to try: {len(plans)}"
+        peak_gib = _highest_prediction(plans)
+        if peak_gib is not None:
+            note += f" (predicted to hold {format_bytes(peak_gib * GIB)} at most)"
+        return self._enter(step, _Searching(workload, CandidateSearch(plans)), note, peak_gib, lines)
+
+    def _search(self, state: _Searching, step: Step) -> Transition:
+        if self._changes.has_changed(step, state.workload, self._is_known):
+            return self._change_plan(state, step)
+        is_judged = state.workload.is_like(step) and state.num_steps > self._limits.settling_steps
+        if not is_judged or step.ms is None:
+            return self._stay()
+        search = state.search
+        search.add(Trial(state.plan, step.ms, step.peak_gib, step.over_gib(self._limits.budget_gib)))
+        if not search.is_over:
+            search.go_on()
+            state.num_steps = 0
+            return Transition(state.stage, state.plan, is_new_plan=True)
+        best = search.fastest()
+        if best is None:
+            return self._tighten(state, step, search.lowest())
+        return self._settle(step, state.workload, best.plan, best.ms, search.describe(best))
+
+    def _settle(
+        self, step: Step, workload: Workload, plan: Plan, ms: float | None, note: str, lines: tuple[str, ...] = ()
+    ) -> Transition:
+        workload.best_ms = ms
+        self._known[workload] = plan
+        self._changes.reset()
+        return self._enter(step, _Stable(workload, plan), note, _highest_prediction([plan]), lines)
+
+    def _tighten(self, state: _Searching | _Stable, step: Step, lowest: Trial) -> Transition:
+        """Plan again with less, since even the lowest measured peak is above the budget.
+
+        The solver's budget shrinks by its error, or by the excess if that is more. If that yields no plan, training
+        goes on under the plan that exceeds the budget least: it runs, and ending it would lose what was trained.
+        """
+        workload, over_gib, budget_gib = state.workload, lowest.over_gib, self._limits.budget_gib
+        predicted = lowest.plan.predicted
+        error_gib = over_gib if predicted is None else lowest.peak_gib - predicted.peak_gib
+        over = format_bytes(over_gib * GIB)
+        where = f"{over} above the budget" if lowest.peak_gib > budget_gib else "at all that the device has"
+        lines: tuple[str, ...] = ()
+        workload.num_tightened += 1
+        if workload.num_tightened <= MAX_TIGHTENINGS:
+            workload.spare_gib = max(workload.spare_gib + over_gib, error_gib)
+            spare = format_bytes(workload.spare_gib * GIB)
+            lines = (f"the peak was {where}: planned again with {spare} to spare",)
+            self.num_replans += 1
+            try:
+                plans = self._make_plans(workload, budget_gib - workload.spare_gib)
+            except Infeasible:
+                workload.num_tightened = MAX_TIGHTENINGS + 1
+            else:
+                return self._begin_search(step, workload, plans, lines)
+        note = f"no plan was found that does better: the peak stays {where}"
+        return self._settle(step, workload, lowest.plan, None, note, lines)
+
+    # ------------------------------------------------------------------- stable
+
+    def _watch(self, state: _Stable, step: Step) -> Transition:
+        workload = state.workload
+        if self._changes.has_changed(step, workload, self._is_known):
+            return self._change_plan(state, step)
+        if not workload.is_like(step) or state.num_steps <= SETTLING_STEPS:
+            return self._stay()
+        over_gib = step.over_gib(self._limits.budget_gib)
+        if over_gib > 0 and workload.num_tightened <= MAX_TIGHTENINGS:
+            return self._tighten(state, step, Trial(state.plan, step.ms or 0.0, step.peak_gib, over_gib))
+        if workload.best_ms is None:
+            workload.best_ms = step.ms
+        elif self._limits.keeps_time and self._changes.is_slower(step, workload):
+            del self._known[workload]
+            self.num_replans += 1
+            return self._begin_profile(step, f"steps take {step.ms:.0f} ms instead of {workload.best_ms:.0f}")
+        return self._stay()
+
+    def _change_plan(self, state: _Searching | _Stable, step: Step) -> Transition:
+        """Another workload trains: take up its plan if there is one, otherwise measure it."""
+        before = state.workload
+        self.num_replans += 1
+        what = f"micro-batches save {step.saved_mib:,.1f} MiB each, not {before.saved_mib:,.1f}"
+        if step.num_micro_batches != before.num_micro_batches:
+            what = f"steps have {step.num_micro_batches} micro-batches, not {before.num_micro_batches}"
+        elif not before.has_sites_of(step):
+            what = "other tensors are saved than before"
+        known = self._nearest_known(step)
+        self._changes.changed(step, before, known is not None)
+        return self._begin_profile(step, what) if known is None else self._take_up(step, known, what)
+
+    def _is_known(self, step: Step) -> bool:
+        return self._nearest_known(step) is not None
+
+    def _nearest_known(self, step: Step) -> Workload | None:
+        """Return the workload with a plan that is nearest to ``step``."""
+        alike = [workload for workload in self._known if workload.is_like(step)]
+        return min(alike, key=lambda workload: abs(workload.saved_mib - step.saved_mib), default=None)
+
+    def _take_up(self, step: Step, known: Workload, why: str) -> Transition:
+        return self._settle(step, known, self._known[known], known.best_ms, f"{why}: the plan is known")
+
+    # -------------------------------------------------------------- transitions
+
+    def _stay(self, measurement: Measurement = Measurement.NONE, lines: tuple[str, ...] = ()) -> Transition:
+        return Transition(self.stage, self.plan, measurement=measurement, lines=lines)
+
+    def _enter(
+        self,
+        step: Step,
+        state: _Recording | _Searching | _Stable,
+        note: str,
+        predicted_peak_gib: float | None = None,
+        lines: tuple[str, ...] = (),
+    ) -> Transition:
+        """Go to ``state`` after ``step`` and say so."""
+        first_step = step.number + 1
+        self.history.append(StageEntry(first_step, state.stage, note, predicted_peak_gib))
+        line = f"{state.stage.value} from step {first_step}: {note}"
+        return self._change_to(state, Measurement.NONE, (*lines, line))
+
+    def _change_to(
+        self, state: _Recording | _Timing | _Searching | _Stable, measurement: Measurement, lines: tuple[str, ...] = ()
+    ) -> Transition:
+        before, self._state = self._state, state
+        return Transition(
+            stage=state.stage,
+            plan=state.plan,
+            is_new_plan=state.plan is not before.plan or isinstance(before, _Timing),  # layers may have run whole
+            measurement=measurement,
+            is_settled=state.stage is Stage.STABLE and before.stage is not Stage.STABLE,
+            lines=lines,
+        )
+
+
+def _highest_prediction(plans: Sequence[Plan]) -> float | None:
+    return max((plan.predicted.peak_gib for plan in plans if plan.predicted is not None), default=None)

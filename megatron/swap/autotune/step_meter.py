@@ -1,0 +1,124 @@
+"""Measures each training step: time, peak memory, what it saves. What lies between two steps is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from megatron.swap.autotune.target import PlanTarget, RunParts
+from megatron.swap.autotune.workload import DRIFT, Step, Workload
+from megatron.swap.common.types import GIB, MIB, UsageError, format_bytes
+from megatron.swap.profiling.footprint import Footprint
+from megatron.swap.profiling.step_clock import StepClock
+
+
+class StepMeter:
+    """Measures the steps of one rank.
+
+    Args:
+        target: the budget, which the model alone must not exceed.
+        parts: device, recorder and footprint meter.
+        exceeded: called in a forward that saves more than expected.
+    """
+
+    def __init__(self, target: PlanTarget, parts: RunParts, exceeded: Callable[[], None]) -> None:
+        self._target = target
+        self._parts = parts
+        self._exceeded = exceeded
+        self._clock = StepClock(parts.device)
+        self._expected_micro_batches: int | None = None
+        self._is_between_steps = True
+        self._reserved_bytes: int | None = None  # until the first step has ended
+        self.num_micro_batches = 0
+
+    def watch(self, chunk: nn.Module) -> Callable[[], None]:
+        """Measure the forwards of a model chunk; call it for each. Returns what ends that."""
+        # First of all hooks: what lies between steps must leave no trace when the next step is timed or recorded.
+        return chunk.register_forward_pre_hook(self._chunk_begins, prepend=True).remove
+
+    def expect(self, workload: Workload | None, footprint: Footprint | None) -> None:
+        """Call ``exceeded`` from now on where a step saves more than ``workload``; ``None``: never.
+
+        Args:
+            footprint: what the layers of the workload save.
+        """
+        self._expected_micro_batches = None if workload is None else workload.num_micro_batches
+        self._parts.footprint.expect(footprint, 1 + DRIFT, self._exceeded)
+        self._clock.forget()
+
+    def end_step(self, number: int, footprint: Footprint, wait: bool, full_gib: float, short_bytes: int) -> Step:
+        """Return the measurements of the step that ended.
+
+        Args:
+            number: iteration.
+            footprint: what the step saved.
+            wait: for the device, so that the time is this step's. Otherwise it is that of the step before.
+            full_gib: as in ``Step``.
+            short_bytes: what the device had no room for: it has less memory than the budget allows.
+        """
+        ms = self._clock.end(wait)
+        peak_gib = self._peak_gib()
+        if short_bytes:
+            peak_gib = max(peak_gib, self._target.budget_gib) + short_bytes / GIB
+        saved_mib = footprint.num_bytes / MIB
+        return Step(number, ms, peak_gib, footprint.num_tensors, saved_mib, self.num_micro_batches, full_gib)
+
+    def leave_step(self) -> None:
+        """All work between two steps is done: note what the device has reserved."""
+        self._reserved_bytes = self._parts.device.reserved_bytes() or 0
+        self._is_between_steps = True
+
+    def _chunk_begins(self, *_: object) -> None:
+        if not torch.is_grad_enabled():
+            self._is_between_steps = True
+            return
+        if self._is_between_steps:
+            self._is_between_steps = False
+            self._begin_step()
+        self._clock.begin()
+        self._parts.footprint.begin_chunk()
+        before, self.num_micro_batches = self.num_micro_batches, self._parts.num_micro_batches()
+        if self.num_micro_batches != before:
+            self._clock.forget()  # otherwise the last step's time would be reported as this one's
+        expected = self._expected_micro_batches
+        if expected is not None and min(self.num_micro_batches, self._target.most_micro_batches) > expected:
+            self._exceeded()  # a pipeline may hold more of them at once
+
+    def _begin_step(self) -> None:
+        """Forget what an evaluation, a checkpoint or building the model held and reserved beyond training steps."""
+        device = self._parts.device
+        if self._reserved_bytes is None:
+            self._check_room(device.allocated_bytes() or 0)
+        self._parts.take_peak()
+        device.take_retries()
+        if (device.reserved_bytes() or 0) > (self._reserved_bytes or 0):
+            device.release_cached()
+
+    def _check_room(self, held_bytes: int) -> None:
+        """Check before the first step that the model leaves room.
+
+        The optimizer exists by then, and as much of its state is offloaded as may be. Nothing is saved for backward.
+
+        Raises:
+            UsageError: this rank's device holds more than the budget.
+        """
+        budget_gib = self._target.budget_gib
+        if held_bytes > budget_gib * GIB:
+            is_offloaded = self._target.config.optimizer_auto
+            offload = "" if is_offloaded else "offload optimizer state (--swap-optimizer auto), "
+            raise UsageError(
+                f"the planner may use {budget_gib:g} GiB of device memory, and weights, gradients and optimizer "
+                f"state take {format_bytes(held_bytes)} before the first step. Raise --swap-memory-gib or "
+                f"--swap-memory-fraction, {offload}or split the model further (--use-distributed-optimizer, "
+                "--tensor-model-parallel-size, --pipeline-model-parallel-size)."
+            )
+
+    def _peak_gib(self) -> float:
+        """Return most memory that the device had to hold: what its allocator has reserved, since it never gives memory
+        back within a step."""
+        reserved_bytes = self._parts.device.reserved_bytes()
+        if reserved_bytes is not None:
+            return reserved_bytes / GIB
+        return 0.0 if self._parts.recorder.on else self._parts.take_peak()[0] / GIB

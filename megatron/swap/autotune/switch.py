@@ -1,0 +1,77 @@
+"""Policies of a run that plans itself: one that keeps as little as it can, and one that changes between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megatron.swap.common.plan import Plan
+from megatron.swap.common.types import Action, Site
+from megatron.swap.engine.policy import PlanPolicy, Policy
+
+
+class SafePolicy(Policy):
+    """Keeps as little as it can: recomputes what a single kernel can recompute, and swaps everything else.
+
+    Args:
+        min_bytes: smaller storages are kept.
+        recompute: producers whose outputs may be recomputed.
+    """
+
+    def __init__(self, min_bytes: int, recompute: Collection[str]) -> None:
+        self._min_bytes = min_bytes
+        self._recompute = frozenset(recompute)
+
+    def swaps_layer(self, layer: int) -> bool:
+        return True
+
+    def recomputes_layer(self, layer: int) -> bool:
+        return bool(self._recompute)
+
+    def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
+        if num_bytes < self._min_bytes:
+            return Action.KEEP
+        return Action.RECOMPUTE if producer in self._recompute else Action.SWAP
+
+
+class SwitchingPolicy(Policy):
+    """Answers by a plan that may be exchanged between steps.
+
+    Args:
+        safe: answers while there is no plan.
+        min_bytes: smaller storages are kept, also when memory is short.
+
+    Attributes:
+        is_short: the current step saves more than its plan expects. Until the step ends, what the plan keeps is
+            swapped. Nothing more is recomputed: recomputation may take part in collectives, which all ranks must join.
+    """
+
+    def __init__(self, safe: Policy, min_bytes: int) -> None:
+        self._safe = self._inner = safe
+        self._min_bytes = min_bytes
+        self._keeps_all = False
+        self.is_short = False
+
+    def apply_plan(self, plan: Plan | None) -> None:
+        """Answer by ``plan`` from the next forward on; ``None``: by the safe policy."""
+        self._inner = self._safe if plan is None else PlanPolicy(plan)
+        self._keeps_all = plan is not None and plan.keeps_all
+        self.is_short = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self._keeps_all and not self.is_short
+
+    def swaps_layer(self, layer: int) -> bool:
+        return self._inner.swaps_layer(layer)
+
+    def recomputes_layer(self, layer: int) -> bool:
+        return self._inner.recomputes_layer(layer)
+
+    def recomputes_whole(self, layer: int) -> bool:
+        return self._inner.recomputes_whole(layer)
+
+    def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
+        action = self._inner.action(site, num_bytes, producer)
+        if self.is_short and action is Action.KEEP and num_bytes >= self._min_bytes:
+            return Action.SWAP
+        return action

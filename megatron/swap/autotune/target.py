@@ -1,0 +1,122 @@
+"""What a run that plans itself aims at, and the parts of the run that it works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.swap.autotune.state_machine import SETTLING_STEPS, SearchLimits
+from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.plan import Model
+from megatron.swap.common.types import MIB
+from megatron.swap.devices.base import Device
+from megatron.swap.engine.boundaries import LayerBoundaries
+from megatron.swap.engine.oom_guard import OomGuard
+from megatron.swap.memory.tiers.base import Tier
+from megatron.swap.planner.profile import OffloadedState
+from megatron.swap.planner.schedule import most_micro_batches
+from megatron.swap.profiling.footprint import FootprintMeter
+from megatron.swap.profiling.recorder import Recorder
+
+OVERLAP_STEPS = 1
+"""Further steps that settle where optimizer state is offloaded beside layers: its buckets are prefetched once it is
+known what layers hold, and offloaded beside the forward after that."""
+
+
+@dataclass(frozen=True)
+class PlanTarget:
+    """The model, the device and the budget. It stands before the model is built.
+
+    Attributes:
+        config: budget, limits of the search, files for plan and profile.
+        model: shape of the whole model.
+        device_gib: memory of the device.
+        recompute: producers whose outputs may be recomputed.
+
+    Raises:
+        UsageError: the device has less memory than the budget.
+    """
+
+    config: SwapConfig
+    model: Model
+    device_gib: float
+    recompute: Collection[str]
+
+    def __post_init__(self) -> None:
+        self.config.budget_gib(self.device_gib)
+
+    @property
+    def budget_gib(self) -> float:
+        """Most device memory that a step may take."""
+        return self.config.budget_gib(self.device_gib)
+
+    @property
+    def most_micro_batches(self) -> int:
+        """Steps with this many micro-batches hold as much memory as steps with more."""
+        return most_micro_batches(self.model.pipeline_parallel)
+
+    @cached_property
+    def policy(self) -> SwitchingPolicy:
+        """The policy of the run, which keeps as little as it can until there is a plan."""
+        min_bytes = int(self.config.min_mib * MIB)
+        return SwitchingPolicy(SafePolicy(min_bytes, self.recompute), min_bytes)
+
+    def search_limits(self, keeps_time: bool) -> SearchLimits:
+        """Return what bounds the search. ``keeps_time``: the device's times mean something."""
+        return SearchLimits(
+            self.budget_gib,
+            self.config.max_candidates,
+            keeps_time,
+            self.most_micro_batches,
+            SETTLING_STEPS + self.config.optimizer_auto * OVERLAP_STEPS,
+        )
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of a run that the planner measures and switches.
+
+    Attributes:
+        boundaries: the layers of this rank.
+        device: the device of this rank.
+        tier: host memory, whose link is measured.
+        recorder: records steps.
+        footprint: counts what a step saves.
+        pipeline_rank: this rank's stage of the pipeline.
+        num_micro_batches: returns the micro-batches of the current step.
+        host_bytes: returns the host memory that this rank may reserve for activations.
+        take_peak: returns most bytes held since the last call, and bytes held now. Used where the device does not tell
+            how much it reserves.
+        offloaded_state: returns what is known of optimizer state that may be offloaded; ``None``: it is not the
+            planner's to decide.
+        set_offload_fraction: offloads this fraction of the optimizer state from now on.
+        guard: is on while steps are measured; ``None``: it is not the planner's to switch.
+    """
+
+    boundaries: LayerBoundaries
+    device: Device
+    tier: Tier
+    recorder: Recorder
+    footprint: FootprintMeter
+    pipeline_rank: int
+    num_micro_batches: Callable[[], int]
+    host_bytes: Callable[[], int]
+    take_peak: Callable[[], tuple[int, int]]
+    offloaded_state: Callable[[], OffloadedState | None] = lambda: None
+    set_offload_fraction: Callable[[float], None] = lambda _: None
+    guard: OomGuard | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where lines for people go.
+
+    Attributes:
+        all_ranks: takes a line that is the same on all ranks.
+        this_rank: takes lines of this rank alone.
+    """
+
+    all_ranks: Callable[[str], None]
+    this_rank: Callable[[Sequence[str]], None]

@@ -1,0 +1,85 @@
+"""Training steps and workloads: the figures by which the planner tells whether a plan still matches what runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+DRIFT = 0.05
+"""Sizes and times that differ by more than this fraction do not match the plan."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Measurements of a training step, the worst of all ranks.
+
+    Attributes:
+        number: iteration, from 1 on.
+        ms: duration; ``None`` while it is not known.
+        peak_gib: most memory that the device held during the step.
+        num_tensors, saved_mib: tensors that the largest micro-batch saved, and their bytes.
+        num_micro_batches: micro-batches of the step.
+        full_gib: the device was full below its budget. The planner treats the step as this much above the budget.
+    """
+
+    number: int
+    ms: float | None
+    peak_gib: float
+    num_tensors: float
+    saved_mib: float
+    num_micro_batches: int
+    full_gib: float = 0.0
+
+    def over_gib(self, budget_gib: float) -> float:
+        """Return by how much the step exceeded ``budget_gib``; below 0 if it stayed within it."""
+        return max(self.peak_gib - budget_gib, self.full_gib or -math.inf)
+
+
+@dataclass(eq=False)
+class Workload:
+    """Steps that save alike, so that one plan serves all of them.
+
+    Attributes:
+        fewest_tensors, most_tensors: range of the tensors that recorded steps saved.
+        saved_mib: most that a recorded step saved.
+        num_micro_batches: micro-batches of a step.
+        best_ms: duration of a step under the chosen plan; ``None`` while it is not known.
+        spare_gib: the solver gets this much less than the budget, because measured peaks exceeded the budget.
+        num_tightened: how often ``spare_gib`` was raised.
+    """
+
+    fewest_tensors: float
+    most_tensors: float
+    saved_mib: float
+    num_micro_batches: int
+    best_ms: float | None = None
+    spare_gib: float = 0.0
+    num_tightened: int = 0
+
+    @classmethod
+    def of_step(cls, step: Step) -> Workload:
+        """Return the workload of which ``step`` is the first recorded step."""
+        return cls(step.num_tensors, step.num_tensors, step.saved_mib, step.num_micro_batches)
+
+    def include(self, step: Step) -> None:
+        """Widen the workload by a further recorded step."""
+        self.fewest_tensors = min(self.fewest_tensors, step.num_tensors)
+        self.most_tensors = max(self.most_tensors, step.num_tensors)
+        self.saved_mib = max(self.saved_mib, step.saved_mib)
+
+    def has_sites_of(self, step: Step) -> bool:
+        """Whether ``step`` saves the same tensors, as often.
+
+        The number of tensors may drift, since an expert without a token saves nothing. The number of micro-batches has
+        to be equal, since a pipeline holds more of them at once where there are more.
+        """
+        is_as_many = step.num_micro_batches == self.num_micro_batches
+        return is_as_many and (1 - DRIFT) * self.fewest_tensors <= step.num_tensors <= (1 + DRIFT) * self.most_tensors
+
+    def is_like(self, step: Step) -> bool:
+        """Whether ``step`` saves the same tensors with about as many bytes."""
+        return self.has_sites_of(step) and abs(step.saved_mib - self.saved_mib) <= DRIFT * self.saved_mib
+
+    def covers(self, step: Step) -> bool:
+        """Whether the workload's plan keeps ``step`` within the budget as well: the same tensors, no more bytes."""
+        return self.has_sites_of(step) and step.saved_mib <= (1 + DRIFT) * self.saved_mib

@@ -1,0 +1,137 @@
+"""Profiles of workloads: records steps, then times steps in which layers run as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from megatron.swap.autotune.target import PlanTarget, RunParts
+from megatron.swap.autotune.workload import Step, Workload
+from megatron.swap.common.types import GIB
+from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
+from megatron.swap.planner.profile_builder import build_profile, with_times
+from megatron.swap.planner.recording import Recording
+from megatron.swap.profiling.footprint import Footprint
+from megatron.swap.profiling.link_benchmark import measure_link, slowest_link
+
+
+@dataclass(frozen=True)
+class MeasuredWorkload:
+    """Measurements of a workload on this rank, taken while it was recorded."""
+
+    profile: Profile
+    footprint: Footprint
+
+
+@dataclass(frozen=True)
+class _Untimed:
+    """A workload that was recorded, and the steps that were timed since."""
+
+    measured: MeasuredWorkload
+    timed: list[tuple[Step, Recording]]
+
+
+class WorkloadProfiler:
+    """Makes a profile of each workload that is recorded."""
+
+    def __init__(self, target: PlanTarget, parts: RunParts) -> None:
+        self._target = target
+        self._parts = parts
+        self._recorder = parts.recorder
+        self._timer = parts.recorder.for_times()
+        self._link: Link | None = None
+        self._recorded = Footprint(())
+        self._untimed: _Untimed | None = None
+        self._measured: WeakKeyDictionary[Workload, MeasuredWorkload] = WeakKeyDictionary()
+
+    def watch(self, chunk: nn.Module) -> Callable[[], None]:
+        """Time the forwards of a model chunk while steps are timed; call it for each. Returns what ends that."""
+        return self._timer.watch(chunk)
+
+    def close(self) -> None:
+        """Training has ended or failed: stop timing."""
+        self._timer.abandon()
+
+    # --------------------------------------------------------------- recording
+
+    def record(self, number: int) -> None:
+        """Record step ``number``, which is the next one, beside the steps that are recorded already."""
+        if not self._recorder.on:
+            self._recorded = Footprint(())
+            self._parts.device.release_cached()  # memory of trials and first uses says nothing about a step
+            self._recorder.start(number)
+
+    def stop_recording(self) -> None:
+        """Drop a recording that is under way, if there is one."""
+        if self._recorder.on:
+            self._recorder.abandon()
+
+    def finish_recording(self, num_micro_batches: int) -> Profile:
+        """Return the profile of the recorded steps, each of ``num_micro_batches``. Steps are timed from now on."""
+        profile = self._build(num_micro_batches)
+        self._untimed = _Untimed(MeasuredWorkload(profile, self._recorded), [])
+        return profile
+
+    def complete(self, footprint: Footprint, workload: Workload | None) -> Footprint:
+        """Return the footprint of a step that ended, with what is known of layers whose saved tensors were not seen.
+
+        Args:
+            footprint: as it was counted.
+            workload: that the step was planned for; ``None``: there was no plan.
+        """
+        if workload is not None:
+            return footprint.filled_from(self._measured[workload].footprint)
+        if self._untimed is not None:
+            return footprint.filled_from(self._untimed.measured.footprint)
+        if self._recorder.on:
+            self._recorded = self._recorded.or_more(footprint)
+        return footprint
+
+    def _build(self, num_micro_batches: int) -> Profile:
+        parts, target = self._parts, self._target
+        recording = self._recorder.stop()
+        if self._link is None:
+            self._link = slowest_link(parts.device, measure_link(parts.device, parts.tier))
+        saving = {entry.layer for entry in self._recorded.layers if entry.num_tensors}  # frozen ones may save nothing
+        chunks = tuple(tuple(layer for layer in chunk if layer in saving) for chunk in parts.boundaries.chunks())
+        profile = build_profile(
+            recording,
+            target.model,
+            self._link,
+            Device(parts.device.name, target.device_gib),
+            num_micro_batches=num_micro_batches,
+            source=f"measured in {recording.num_steps} steps of a run with budget {target.budget_gib:g} GiB",
+            host_gib=parts.host_bytes() / GIB,
+            pipeline=Pipeline(target.model.pipeline_parallel, parts.pipeline_rank, chunks),
+            min_mib=target.config.min_mib,
+            whole_layers=True,
+        )
+        return replace(profile, offloaded_state=parts.offloaded_state())
+
+    # ------------------------------------------------------------------ timing
+
+    def time(self, number: int) -> None:
+        """Time step ``number``, which is the next one."""
+        self._timer.start(number)
+
+    def step_ended(self, step: Step) -> None:
+        """Keep the times of ``step``, if it was timed."""
+        if self._timer.on and self._untimed is not None:
+            self._timer.step_ended(step.number + 1)
+            self._untimed.timed.append((step, self._timer.stop()))
+
+    def measured(self, workload: Workload) -> MeasuredWorkload:
+        """Return the measurements of ``workload``: the first time those that were just taken."""
+        if self._untimed is not None:
+            measured, timed_steps = self._untimed.measured, self._untimed.timed
+            self._untimed = None
+            timed = [
+                recording for step, recording in timed_steps
+                if step.num_micro_batches == measured.profile.num_micro_batches
+                and workload.is_like(replace(step, num_micro_batches=workload.num_micro_batches))
+            ]  # fmt: skip
+            self._measured[workload] = replace(measured, profile=with_times(measured.profile, timed))
+        return self._measured[workload]

@@ -1,0 +1,143 @@
+"""Can this Python train with Megatron Swap? Says what is missing, in words that tell what to do.
+
+It runs as `megatron-swap doctor` and, by tools/check_environment.py, in environments that exist already
+(`MEGATRON_SWAP_PYTHON=python3`), where nothing is installed. It imports nothing of ours and nothing heavy at the top,
+and parses under older Pythons, so that it can speak wherever something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import logging
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+REQUIRED = ("torch", "numpy", "scipy", "megatron.core", "megatron.training", "megatron.swap")
+FOR_TESTS = ("pytest", "pytest_timeout", "xdist", "hypothesis", "grimp", "ruff", "mypy")
+OPTIONAL = {
+    "pybind11": "the native part is replaced by its Python fallback",
+    "psutil": "megatron-core cannot write torch_dist checkpoints",
+    "tensorboard": "no TensorBoard scalars",
+}
+"""What training goes without, and what it then lacks."""
+EXTRAS = {
+    "measure": {
+        "rich": "no tools/preprocess_data.py, tools/bench.py, tools/sweep.py, no analysis of traces",
+        "matplotlib": "no pictures of plans, traces and benchmarks",
+        "jinja2": "no tools/report.py",
+        "markdown": "no tools/report.py",
+    },
+    "te": {"transformer_engine": "no TransformerEngine layers; the local implementation is slower"},
+}
+"""The packages of each extra of pyproject.toml, and what is not there without them."""
+TESTED_MEGATRON_CORE = "0.19.2"
+ROOT = Path(__file__).resolve().parents[3]
+"""The checkout's root; in an installed package a folder without requirements files."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check this Python, say on stderr what is missing, and return 0 if training can start, else 1.
+
+    Args:
+        arguments: the command line behind the program's name; `None`: that of this process.
+    """
+    parser = argparse.ArgumentParser(
+        prog="megatron-swap doctor", description="Can this Python train with Megatron Swap, and what does it lack?"
+    )
+    parser.add_argument(
+        "what", nargs="?", choices=["run", "dev"], default="run", help="dev: also what the tests need (default: run)"
+    )
+    what = parser.parse_args(arguments).what
+    # On a machine with a CUDA toolkit and no GPU torch remarks on that, at the first import of many.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    if sys.version_info < (3, 12):  # noqa: UP036
+        say(f"error: {sys.executable} is Python {sys.version.split()[0]}; 3.12 or newer is needed")
+        return 1
+    needed = REQUIRED + (FOR_TESTS if what == "dev" else ())
+    problems = {name: problem for name in needed if (problem := find_problem(name)) is not None}
+    report_optional()
+    if problems:
+        report_problems(problems, what)
+        return 1
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError:
+        found = "a source checkout"
+    if found != TESTED_MEGATRON_CORE:
+        note(f"megatron-core is {found}; tested: {TESTED_MEGATRON_CORE}")
+    print(f"{sys.executable} can train with {Path(sys.modules['megatron.swap'].__file__ or '').parent}")
+    return 0
+
+
+def find_problem(name: str) -> str | None:
+    """Say why module `name` cannot be imported; `None`: it can."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(name)
+    except Exception as error:  # a broken CUDA installation raises anything
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def is_missing(name: str) -> bool:
+    """Whether no top-level module of that name is found; it is not imported."""
+    return importlib.util.find_spec(name) is None
+
+
+def report_optional() -> None:
+    """Note every package that training goes without, those of an extra together."""
+    for name, effect in OPTIONAL.items():
+        if is_missing(name):
+            note(f"{name} is not in this environment: {effect}")
+    for extra, packages in EXTRAS.items():
+        missing = {name: effect for name, effect in packages.items() if is_missing(name)}
+        if missing:
+            effects = "; ".join(sorted(set(missing.values())))
+            note(f"extra {extra} is not complete, {', '.join(missing)} missing: {effects}")
+
+
+def report_problems(problems: dict[str, str], what: str) -> None:
+    """Say which modules cannot be imported, why, and what to install.
+
+    Args:
+        problems: by module, the first line of the error.
+        what: `run` or `dev`.
+    """
+    say(f"error: {sys.executable} cannot run Megatron Swap; it lacks")
+    for name, problem in problems.items():
+        say(f"  {name}: {problem}")
+    origin = hidden_namespace()
+    if origin:
+        say(
+            f"  {origin} makes `megatron` a regular package, which hides every other part of it. Delete that "
+            "empty file, or put this repository's megatron/swap beside that checkout's megatron/core."
+        )
+    files = [ROOT / name for name in ("requirements.txt", "requirements-dev.txt")[: 2 if what == "dev" else 1]]
+    if all(path.is_file() for path in files):
+        command = f"{sys.executable} -m pip install {' '.join(f'-r {path}' for path in files)}"
+        say(f"Install them there ({command}), or leave MEGATRON_SWAP_PYTHON unset: then a .venv is made for you.")
+    else:
+        say(f"Install them there: {sys.executable} -m pip install megatron-swap")
+
+
+def hidden_namespace() -> str | None:
+    """Return the `megatron/__init__.py` that hides other portions of the namespace, if there is one."""
+    spec = importlib.util.find_spec("megatron")
+    return spec.origin if spec is not None and spec.origin else None
+
+
+def note(text: str) -> None:
+    say(f"[megatron-swap] note: {text}")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,21 @@
+"""What all ranks of a run exchange at its end, by the run's own process group."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_last_rank() -> bool:
+    """Of the run: the one whose log Megatron prints."""
+    return not torch.distributed.is_initialized() or (
+        torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    )
+
+
+def gather[T](item: T) -> list[T] | None:
+    """``item`` of every rank, on rank 0; ``None`` elsewhere. At the end of a run: by the run's own group."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return [item]
+    items: list[T | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(items, item)
+    return [item for item in items if item is not None] if torch.distributed.get_rank() == 0 else None

@@ -1,0 +1,235 @@
+"""The settings of one run, checked once, immutable afterwards. A field's comment is its help on the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.swap.common.layer_ranges import parse_ranges
+from megatron.swap.common.plan import Plan
+from megatron.swap.common.types import GIB, MOST, PRODUCERS, UsageError, is_within
+
+LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
+LOG_LEVELS = ("quiet", "info", "debug")
+POLICIES = ("manual", "auto")
+MOST_CANDIDATES = 10
+USUAL_FRACTION = 0.95
+"""Of the device's memory: the budget of ``--swap-policy auto`` alone."""
+
+
+@dataclass(frozen=True)
+class SwapConfig:
+    """What the user asked for. ``None`` means: choose for me.
+
+    Raises:
+        UsageError: a value is out of its range; the message names the flag.
+    """
+
+    layers: frozenset[int]
+    """Layers (0-based, over the whole model) whose activations are swapped."""
+    modules: tuple[str, ...] = ()
+    """Submodules to swap; empty: everything that a chosen layer saves."""
+    recompute: tuple[str, ...] = ()
+    """Kinds of cheap outputs that are made again in backward, in all layers; some of ``PRODUCERS``."""
+    plan: Plan | None = None
+    """Which action for which site, instead of layers, modules and kinds."""
+    plan_file: str | None = None
+    """Where that was read from."""
+    auto: bool = False
+    """Find the plan while training."""
+    memory_gib: float | None = None
+    """Most device memory that a step may take."""
+    memory_fraction: float | None = None
+    """The same as a part of the device's memory."""
+    max_candidates: int = 3
+    """Most plans that are tried live."""
+    save_plan: str | None = None
+    """Where the plan goes that was carried out."""
+    save_profile: str | None = None
+    """Where the profile goes that the plan was made from."""
+    optimizer: float = 0.0
+    """Part of the optimizer's state that rests in host memory between steps."""
+    optimizer_auto: bool = False
+    """That is the most: how much rests the planner decides."""
+    disk_dir: str | None = None
+    """Where that rests for which host memory has no room."""
+    disk_gib: float | None = None
+    """Most that this rank takes there; ``None``: what is free."""
+    min_mib: float = 1.0
+    """Storages below this size stay on the device as they are."""
+    host_gib: float | None = None
+    """Most pinned host memory this rank may book."""
+    host_unchecked: bool = False
+    """Believe ``host_gib`` even above what the machine reports."""
+    prefetch_gib: float | None = None
+    """Bytes in flight ahead of their use; ``None``: as large as the largest group."""
+    verify: bool = False
+    """Checksum every storage on its way out and in."""
+    summary: str | None = None
+    """Where the JSON summary goes."""
+    profile: str | None = None
+    """Where the traced steps go: a folder, or ``nsys``."""
+    profile_steps: tuple[int, int] = (4, 5)
+    """First and last of the traced steps, counted from 1."""
+    deterministic: bool = False
+    """Bit-equal runs on a GPU."""
+    log_level: str = "info"
+    """One of ``LOG_LEVELS``."""
+    cpu_delay_ms: float = 0.0
+    """Machines without a GPU: longest random delay of an emulated copy."""
+    cpu_memory_gib: float | None = None
+    """Machines without a GPU: what the emulated device has for tensors that are made after the model."""
+    oom_guard: bool = False
+    """Take saved tensors from the device when an allocation there fails."""
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything happens to what autograd saves."""
+        return bool(self.layers or self.recompute or self.plan is not None or self.auto or self.oom_guard)
+
+    @property
+    def does_anything(self) -> bool:
+        """Whether training is not as it would be without us."""
+        asked = self.summary, self.profile, self.cpu_memory_gib
+        return self.acts or bool(self.optimizer) or any(one is not None for one in asked)
+
+    def window_bytes(self, plan: Plan | None) -> int | None:
+        """Most that comes back ahead of its use: the user's choice, else that of ``plan``; ``None``: the engine's.
+
+        Nothing while a run that plans itself is measured: what counts then is memory, not time.
+        """
+        gib = self.prefetch_gib
+        if gib is None and plan is not None:
+            gib = plan.prefetch_gib
+        elif gib is None and self.auto:
+            gib = 0.0
+        return None if gib is None else int(gib * GIB)
+
+    def budget_gib(self, device_gib: float) -> float:
+        """Most device memory in GiB that a step may take, on a device that has ``device_gib``.
+
+        Raises:
+            UsageError: the device has less.
+        """
+        if self.memory_gib is None:
+            return device_gib * (USUAL_FRACTION if self.memory_fraction is None else self.memory_fraction)
+        _require(self.memory_gib <= device_gib, "--swap-memory-gib", f"{self.memory_gib:g}",
+                 f"at most what the device has, {device_gib:.2f} GiB")  # fmt: skip
+        return self.memory_gib
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        files = {"--swap-save-plan": self.save_plan, "--swap-save-profile": self.save_profile}
+        check_files(files | {"--swap-summary": self.summary}, {"--swap-plan": self.plan_file})
+        for kind in self.recompute:
+            _require(kind in PRODUCERS, "--swap-recompute", kind, f"{' or '.join(PRODUCERS)} (several: with spaces)")
+        _require(0 <= self.optimizer <= 1, "--swap-optimizer", self.optimizer, "0 to 1, a part of its state, or auto")
+        self._check_disk()
+        if self.profile is not None:
+            _require(not Path(self.profile).is_file(), "--swap-profile", self.profile, "a folder or 'nsys', not a file")
+        first, last = self.profile_steps
+        _require(3 <= first <= last, "--swap-profile-steps", f"{first}-{last}",
+                 "two steps, first and last, from 3 on (those before warm up)")  # fmt: skip
+        _require(self.log_level in LOG_LEVELS, "--swap-log-level", self.log_level, " or ".join(LOG_LEVELS))
+
+    def _check_disk(self) -> None:
+        if self.disk_gib is not None:
+            _require(self.disk_dir is not None, "--swap-disk-gib", self.disk_gib, "given with --swap-disk-dir DIR")
+        if self.disk_dir is not None:
+            folder = Path(self.disk_dir)
+            _require(folder.is_dir(), "--swap-disk-dir", folder, "a folder that is there")
+            _require(os.access(folder, os.W_OK | os.X_OK), "--swap-disk-dir", folder, "a folder that may be written to")
+            swaps = bool(self.layers or self.auto or self.plan is not None)
+            _require(self.optimizer > 0 or swaps, "--swap-disk-dir", folder,
+                     "given with --swap-optimizer or what swaps activations: nothing else goes to disk")  # fmt: skip
+
+    def _check_numbers(self) -> None:
+        for flag, gib in (
+            ("--swap-memory-gib", self.memory_gib),
+            ("--swap-host-gib", self.host_gib),
+            ("--swap-disk-gib", self.disk_gib),
+            ("--swap-prefetch-gib", self.prefetch_gib),
+            ("--swap-cpu-memory-gib", self.cpu_memory_gib),
+        ):
+            _require(gib is None or (is_within(0, gib, MOST) and gib > 0), flag, gib,
+                     f"a number of GiB above 0, at most {MOST:g}")  # fmt: skip
+        for flag, given, what in (
+            ("--swap-min-mib", self.min_mib, "a number of MiB"),
+            ("--swap-cpu-delay-ms", self.cpu_delay_ms, "milliseconds"),
+        ):
+            _require(is_within(0, given, MOST), flag, given, f"{what}, 0 or more, at most {MOST:g}")
+        if self.memory_fraction is not None:
+            given = self.memory_fraction
+            _require(0 < given <= 1, "--swap-memory-fraction", given, "above 0 and at most 1, a part of the device's "
+                     "memory")  # fmt: skip
+        _require(1 <= self.max_candidates <= MOST_CANDIDATES, "--swap-max-candidates", self.max_candidates,
+                 f"1 to {MOST_CANDIDATES}")  # fmt: skip
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """``4-5`` or ``4``: first and last step.
+
+    Raises:
+        UsageError: malformed.
+    """
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if match is None:
+        raise UsageError(f"--swap-profile-steps {text!r}: must be a step or a range of steps, such as 4-5.")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def parse_layers(text: str, num_layers: int) -> frozenset[int]:
+    """The layers that ``text`` names (syntax: ``LAYER_SYNTAX``) in a model of ``num_layers``.
+
+    Raises:
+        UsageError: malformed, or outside 0 … num_layers - 1.
+    """
+    if text == "none":
+        return frozenset()
+    if text == "all":
+        return frozenset(range(num_layers))
+    if match := re.fullmatch(r"every:(\d+)", text):
+        stride = int(match[1])
+        _require(stride > 0, "--swap-layers", text, "every:N with N of at least 1")
+        return frozenset(range(0, num_layers, stride))
+    return parse_ranges(text, f"--swap-layers {text!r}", LAYER_SYNTAX, num_layers)
+
+
+def check_files(written: Mapping[str, str | Path | None], read: Mapping[str, str | Path | None]) -> None:
+    """Before hours of training: the file of each flag of ``written`` can be written, and none is another one's, also
+    of those that are ``read``.
+
+    Raises:
+        UsageError: names the flag.
+    """
+    flags = {os.path.realpath(path): flag for flag, path in read.items() if path is not None}
+    for flag, path in written.items():
+        if path is not None:
+            _check_writable(flag, Path(path))
+            first = flags.setdefault(os.path.realpath(path), flag)
+            _require(first == flag, flag, path, f"another file than that of {first}, which it would overwrite")
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """Folders that are missing can be made."""
+    try:
+        _require(not path.is_dir(), flag, path, "a file, not a folder")
+        if path.exists():
+            _require(os.access(path, os.W_OK), flag, path, "a file that may be written to")
+        if path.exists() and not path.is_file():
+            return  # a device, say: written in place
+        folder = next(folder for folder in Path(os.path.realpath(path)).parents if folder.exists())
+        _require(folder.is_dir(), flag, path, f"a file in a folder; {folder} is none")
+        with tempfile.TemporaryFile(dir=folder):
+            pass  # rights alone do not tell: they are root's in /proc
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: must be a file that can be written; {error.strerror}.") from error
+
+
+def _require(holds: bool, flag: str, given: object, allowed: str) -> None:
+    if not holds:
+        raise UsageError(f"{flag} {given}: must be {allowed}.")

@@ -1,0 +1,272 @@
+"""A plan: for every layer and site of one model, keep, swap or recompute. A file that people may read and edit."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Literal
+
+from megatron.swap.common import records
+from megatron.swap.common.layer_ranges import parse_ranges
+from megatron.swap.common.types import MIB, MOST, Action, Site, UsageError
+
+FORMAT = "megatron-swap plan"
+VERSION = 1
+
+ACTIONS = {"keep": Action.KEEP, "swap": Action.SWAP, "recompute": Action.RECOMPUTE}
+SITE = re.compile(r"[^/\s]+/\d+")
+LAYERS_SYNTAX = "layers and ranges, such as 0-9,12"
+LAYER_SECTION = "layer"
+"""The section that is a whole layer: the one that training can run again."""
+
+
+class Infeasible(UsageError):
+    """No plan fits. ``smallest_gib``: the smallest budget for which one was found, rounded up so that it is enough."""
+
+    def __init__(self, message: str, smallest_gib: float) -> None:
+        super().__init__(message)
+        self.smallest_gib = smallest_gib
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a plan was made for: sites and sizes follow from it. Counts are those of the whole model."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    seq_length: int
+    micro_batch_size: int
+    padded_vocab_size: int
+    transformer_impl: str
+    dtype: str
+    gated: bool
+    """Whether the MLP's activation has a gate (SwiGLU): fc1 is twice as wide."""
+    num_experts: int | None = None
+    head_size: int | None = None
+    """``None``: hidden_size / num_attention_heads."""
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    pipeline_parallel: int = 1
+    num_virtual_stages: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is int and not 1 <= value <= MOST:
+                raise UsageError(f"{name}: {value} is given; it must be at least 1 and at most {MOST:g}.")
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """What happens to one saved tensor. ``mib`` and ``why`` are for people."""
+
+    action: Literal["keep", "swap", "recompute"]
+    mib: float | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class PlanClass:
+    """Layers that are treated alike.
+
+    Attributes:
+        layers: which, 0-based over the whole model, such as ``0-9,12``.
+        sites: by ``path/ordinal``; those that are not named are kept.
+        sections: parts of a layer that run again in backward (``mlp``, ``layer``): what they save is not kept.
+    """
+
+    layers: str
+    sites: dict[str, SitePlan]
+    sections: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.numbers()
+        for site in self.sites:
+            if not SITE.fullmatch(site):
+                raise UsageError(f"sites: {site!r} is no site. Write path/ordinal, such as mlp.linear_fc1/0.")
+
+    def numbers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers, ascending."""
+        return tuple(sorted(parse_ranges(self.layers, f"layers: {self.layers!r} is given", LAYERS_SYNTAX)))
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the cost model says of the plan; ``lower_bound_ms``: no plan of this model and budget is faster."""
+
+    peak_gib: float
+    step_ms: float
+    lower_bound_ms: float | None
+    host_gib: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which action for which site of which layer.
+
+    ``prefetch_gib``: most that is brought back ahead of its layer's backward; ``None``: what the largest layer swaps.
+    ``resting``: part of the optimizer's state that rests in host memory; ``None``: the plan says nothing of it.
+
+    Raises:
+        UsageError: two classes name the same layer, or one that the model has not; no part.
+    """
+
+    model: Model
+    budget_gib: float | None
+    profile_sha256: str | None
+    predicted: Predicted | None
+    classes: tuple[PlanClass, ...]
+    prefetch_gib: float | None = None
+    offload_fraction: float | None = field(metadata={"key": "resting"}, default=None)
+    _of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.prefetch_gib is not None and not 0 < self.prefetch_gib < inf:
+            raise UsageError(f"prefetch_gib: {self.prefetch_gib} is given; it must be above 0 and finite, or null.")
+        if self.offload_fraction is not None and not 0 <= self.offload_fraction <= 1:
+            raise UsageError(f"resting: {self.offload_fraction} is given; it must be 0 to 1, or null.")
+        for entry in self.classes:
+            for layer in entry.numbers():
+                if layer >= self.model.num_layers:
+                    raise UsageError(
+                        f"classes: layers {entry.layers!r}: the model has {self.model.num_layers} layers, allowed are "
+                        f"0 to {self.model.num_layers - 1}."
+                    )
+                if layer in self._of_layer:
+                    raise UsageError(f"classes: layer {layer} stands in {self._of_layer[layer].layers!r} and in "
+                                     f"{entry.layers!r}; each layer may stand in one.")  # fmt: skip
+                self._of_layer[layer] = entry
+
+    def action(self, site: Site) -> Action:
+        """What to do at ``site``; a site that a section frees is named by its section alone."""
+        entry = self._of_layer.get(site.layer)
+        planned = entry.sites.get(f"{site.path}/{site.ordinal}") if entry else None
+        return ACTIONS[planned.action] if planned else Action.KEEP
+
+    def sites(self, layer: int) -> dict[str, Action]:
+        """The sites of ``layer`` that are named, by ``path/ordinal``."""
+        entry = self._of_layer.get(layer)
+        return {site: ACTIONS[planned.action] for site, planned in entry.sites.items()} if entry else {}
+
+    def sections(self, layer: int) -> tuple[str, ...]:
+        """The sections of ``layer`` that run again in backward."""
+        entry = self._of_layer.get(layer)
+        return entry.sections if entry else ()
+
+    def swaps_layer(self, layer: int) -> bool:
+        """Whether anything of ``layer`` is swapped."""
+        return Action.SWAP in self.sites(layer).values()
+
+    def recomputes_layer(self, layer: int) -> bool:
+        """Whether any site of ``layer`` is recomputed."""
+        return Action.RECOMPUTE in self.sites(layer).values()
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the plan swaps nothing and recomputes nothing."""
+        acts = (entry.sections or any(site.action != "keep" for site in entry.sites.values()) for entry in self.classes)
+        return not any(acts)
+
+    def least_host_bytes(self) -> int:
+        """A lower bound of the host memory that a micro-batch takes where one rank has all layers.
+
+        What is swapped with its size told, but for the last two layers: backward wants them so soon that they stay.
+        """
+        return sum(
+            int((planned.mib or 0) * MIB)
+            for layer in range(self.model.num_layers - 2)
+            for planned in self.planned(layer).values()
+            if planned.action == "swap"
+        )
+
+    def planned(self, layer: int) -> dict[str, SitePlan]:
+        """All that is said of the sites of ``layer``, by ``path/ordinal``."""
+        entry = self._of_layer.get(layer)
+        return entry.sites if entry else {}
+
+    def layers(self) -> tuple[int, ...]:
+        """The layers that a class names, ascending."""
+        return tuple(sorted(self._of_layer))
+
+
+def merged(plans: Sequence[Plan]) -> Plan:
+    """One plan of plans for different layers of a model: the stages of a pipeline, say. Figures are the worst."""
+    first = plans[0]
+    if len(plans) == 1:
+        return first
+    hashes = [plan.profile_sha256 for plan in plans]
+    together = hashlib.sha256("".join(map(str, hashes)).encode()).hexdigest()
+    told = [plan.predicted for plan in plans if plan.predicted is not None]
+    predicted = None
+    if len(told) == len(plans):
+        bounds = [one.lower_bound_ms for one in told if one.lower_bound_ms is not None]
+        predicted = Predicted(
+            max(one.peak_gib for one in told),
+            max(one.step_ms for one in told),
+            max(bounds, default=None),
+            max(one.host_gib for one in told),
+        )
+    classes = tuple(entry for plan in plans for entry in plan.classes)
+    sha256 = None if None in hashes else together
+    parts = [plan.offload_fraction for plan in plans if plan.offload_fraction is not None]
+    return Plan(first.model, first.budget_gib, sha256, predicted, classes, offload_fraction=max(parts, default=None))
+
+
+@dataclass(frozen=True)
+class _File:
+    """The keys of a plan file, below its heading."""
+
+    model: Model
+    budget_gib: float | None
+    profile_sha256: str | None
+    predicted: Predicted | None
+    classes: tuple[PlanClass, ...]
+    prefetch_gib: float | None = None
+    offload_fraction: float | None = field(metadata={"key": "resting"}, default=None)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan.
+
+    Raises:
+        UsageError: file, key, what was given, what is allowed.
+    """
+    file = records.load(_File, path, FORMAT, VERSION)
+    try:
+        return Plan(**{item.name: getattr(file, item.name) for item in dataclasses.fields(_File)})
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan; ``load_plan`` gives an equal one back."""
+    file = _File(**{item.name: getattr(plan, item.name) for item in dataclasses.fields(_File)})
+    records.save(file, path, FORMAT, VERSION)
+
+
+def check_model(plan: Plan, model: Model, name: str = "the plan") -> None:
+    """Refuse a plan that was made for another model.
+
+    Raises:
+        UsageError: every difference, with what the plan has and what the run has.
+    """
+    differences = [
+        f"{item.name} is {_text(getattr(plan.model, item.name))} there, {_text(getattr(model, item.name))} here"
+        for item in dataclasses.fields(Model)
+        if getattr(plan.model, item.name) != getattr(model, item.name)
+    ]
+    if differences:
+        raise UsageError(f"{name} was made for another model: {'; '.join(differences)}. Make a new plan for this one.")
+
+
+def _text(value: object) -> str:
+    return {"None": "not set", "True": "on", "False": "off"}.get(str(value), str(value))

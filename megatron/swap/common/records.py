@@ -1,0 +1,176 @@
+"""JSON files that are records: strict on the way in, readable on the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from megatron.swap.common.types import MOST, UsageError
+
+SHORT = re.compile(r"[\[{]\s+([^\[\]{}]*?)\s+[\]}]")
+LINE_WIDTH = 150
+KEY = "key"
+"""Metadata of a dataclass field whose key in files is not its name: ``field(metadata={"key": "share"})``."""
+
+
+def from_json[T](kind: type[T], value: Any, where: str) -> T:
+    """``value`` (parsed JSON) as a dataclass, tuple, dictionary or plain value of type ``kind``.
+
+    Raises:
+        UsageError: a key is missing or unknown, or a value has another type; ``where`` begins the message.
+    """
+    return _read(kind, value, where)
+
+
+def load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
+    """The record that a file holds under the heading ``"format": name, "version": version``.
+
+    Raises:
+        UsageError: the file cannot be read, or holds something else.
+    """
+    try:
+        return _load(kind, path, name, version)
+    except RecursionError as error:
+        raise UsageError(f"{path}: is nested too deeply. Give the path of a {name} file.") from error
+
+
+def _load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
+    try:
+        value = json.loads(Path(path).read_text(), object_pairs_hook=_object)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of a {name} file.") from error
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: is not JSON ({error}). Give the path of a {name} file.") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: holds {_named(value)}, not an object. Give the path of a {name} file.")
+    for key, allowed in (("format", name), ("version", version)):
+        given = value.pop(key, None)
+        if given != allowed or isinstance(given, bool):
+            raise UsageError(
+                f"{path}: {key} is {json.dumps(given)}, allowed is {json.dumps(allowed)}. Give a {name} file of this "
+                "version, or use the version of the program that wrote this one."
+            )
+    return from_json(kind, value, str(path))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that stands twice Python's reader would take the last one, without a word."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UsageError(f"the key {key!r} stands twice in one object; each may stand once. Drop one of the two.")
+        found[key] = value
+    return found
+
+
+def save(record: Any, path: str | Path, name: str, version: int) -> None:
+    """Write a dataclass so that ``load`` gives it back, as ``write_text`` does."""
+    write_text(path, to_text(record, name, version))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Folders that are missing are made; a file that is there stays as it is until the new one is whole."""
+    if Path(path).exists() and not Path(path).is_file():
+        Path(path).write_text(text)  # /dev/stdout, say: nothing may take its place
+        return
+    whole = Path(os.path.realpath(path))  # a link stays a link
+    whole.parent.mkdir(parents=True, exist_ok=True)
+    part = whole.with_name(f".{whole.name}.{os.getpid()}")
+    try:
+        part.write_text(text)
+        part.replace(whole)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def to_text(record: Any, name: str, version: int) -> str:
+    """What ``save`` writes."""
+    text = json.dumps({"format": name, "version": version, **to_json(record)}, indent=1)
+    return SHORT.sub(_on_one_line, text) + "\n"
+
+
+def to_json(value: Any) -> Any:
+    """Return ``value``, a dataclass or what it holds, as objects, lists and plain values."""
+    if dataclasses.is_dataclass(value):
+        return {key_of(item): to_json(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: to_json(part) for key, part in value.items()}
+    return [to_json(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def key_of(item: dataclasses.Field) -> str:
+    """Return the key of a dataclass field in files: its name, unless the field has another one (``key``)."""
+    return item.metadata.get(KEY, item.name)
+
+
+def _on_one_line(match: re.Match[str]) -> str:
+    """Innermost objects and lists stand on one line where they fit: a person edits these files."""
+    joined = re.sub(r"\n\s*", " ", match[1])
+    return f"{match[0][0]}{joined}{match[0][-1]}" if len(joined) < LINE_WIDTH else match[0]
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        (inner,) = (item for item in arguments if item is not type(None))
+        return _read(inner, value, where)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise UsageError(f"{where}: {json.dumps(value)} is given; allowed are {', '.join(map(str, arguments))}.")
+        return value
+    if origin is tuple:
+        _require(isinstance(value, list), where, value, "a list")
+        items = [arguments[0]] * len(value) if arguments[1:] == (...,) else list(arguments)
+        _require(len(items) == len(value), where, value, f"a list of {len(items)}")
+        return tuple(
+            _read(item, part, f"{where}[{i}]") for i, (item, part) in enumerate(zip(items, value, strict=True))
+        )
+    if origin is dict:
+        _require(isinstance(value, dict), where, value, "an object")
+        return {key: _read(arguments[1], part, f"{where}: {key}") for key, part in value.items()}
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(typing.cast(type, kind), value, where)
+    if kind in (int, float):  # counts, sizes and times: none is below 0
+        is_number = type(value) in (int, kind) and 0 <= value <= MOST
+        _require(is_number, where, value, f"a {'whole ' if kind is int else ''}number from 0 to {MOST:g}")
+        return value
+    _require(type(value) is kind, where, value, {str: "a text", bool: "true or false"}[kind])
+    return value
+
+
+def _read_dataclass(kind: type, value: Any, where: str) -> Any:
+    _require(isinstance(value, dict), where, value, "an object")
+    fields = {key_of(field): field for field in dataclasses.fields(kind)}
+    for key in value:
+        if key not in fields:
+            raise UsageError(f"{where}: the key {key!r} is unknown; allowed are {', '.join(fields)}.")
+    kinds = typing.get_type_hints(kind)
+    found = {}
+    for key, field in fields.items():
+        if key in value:
+            found[field.name] = _read(kinds[field.name], value[key], f"{where}: {key}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise UsageError(f"{where}: the key {key!r} is missing; needed are {', '.join(fields)}.")
+    try:
+        return kind(**found)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+def _require(holds: bool, where: str, value: Any, allowed: str) -> None:
+    if not holds:
+        raise UsageError(f"{where}: {json.dumps(value)[:80]} is given; it must be {allowed}.")
+
+
+def _named(value: Any) -> str:
+    return {list: "a list", str: "a text", type(None): "null", bool: "true or false"}.get(type(value), "a number")

@@ -1,0 +1,56 @@
+"""The one place where an engine is put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.swap.devices.base import Device
+from megatron.swap.engine.manager import SwapManager
+from megatron.swap.engine.oom_guard import OomGuard
+from megatron.swap.engine.policy import Policy
+from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.engine.saved_tensors import SavedTensors
+from megatron.swap.engine.settings import EngineSettings, Instruments
+from megatron.swap.memory.tiers.base import Tier
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The parts that boundaries and producers are put around a model with.
+
+    Attributes:
+        manager: hears of the beginning and end of each layer.
+        saved_tensors: the hooks for what autograd saves.
+        recomputer: what producers record with; ``None``: nothing is recomputed.
+    """
+
+    manager: SwapManager
+    saved_tensors: SavedTensors
+    recomputer: Recomputer | None
+
+
+def build_engine(
+    device: Device,
+    tier: Tier,
+    policy: Policy,
+    settings: EngineSettings | None = None,
+    instruments: Instruments | None = None,
+    guard: OomGuard | None = None,
+) -> Engine:
+    """Return an engine around which nothing is installed yet.
+
+    Args:
+        device: streams, events and memory.
+        tier: where bytes go.
+        policy: what is kept, offloaded or recomputed.
+        settings: by default a window of the largest group, without checksums and without recomputation.
+        instruments: by default none.
+        guard: may evict what is not used when an allocation fails; its owner begins and ends it.
+    """
+    settings, instruments = settings or EngineSettings(), instruments or Instruments()
+    manager = SwapManager(device, tier, policy, settings, instruments, guard)
+    recomputer = None
+    if settings.recomputes:
+        on_spec = None if instruments.recorder is None else instruments.recorder.recomputed
+        recomputer = Recomputer(device, manager.decider, manager.counters, manager.ranges, settings.verify, on_spec)
+    return Engine(manager, SavedTensors(manager, device.torch_device, recomputer, instruments), recomputer)

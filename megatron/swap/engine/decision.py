@@ -1,0 +1,41 @@
+"""The decision about a saved storage: what is done with it, and why. ``decider.py`` makes it; all others act on it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from megatron.swap.common.types import Action
+
+
+class Reason(Enum):
+    """Why a storage is kept, offloaded or recomputed. Values are texts for users."""
+
+    POLICY = "the policy chose so"
+    BELOW_MIN_SIZE = "it is smaller than the policy's minimum"
+    EMPTY = "its storage was emptied before it was saved"
+    TRAILING_LAYER = "its layer is one of the last before the loss: backward wants it at once"
+    REFUSED_BEFORE = "it could not be released the last times: others referred to it, or it was changed"
+
+    # Why a storage that the policy wants to recompute is kept or offloaded instead.
+    SAVED_BEFORE = "another site has saved it before, and keeps it"
+    NO_PRODUCER = "it is not known what makes it"
+    OUTPUT_CHANGED = "it was changed in place after it was made"
+    INPUT_CHANGED = "what it was made from was changed in place"
+    NOT_REPRODUCED = "recomputed, it was not the same to the bit"
+    NOT_RECOMPUTED = "it cannot be recomputed here"
+
+    # Why a storage that was to be offloaded stays after all, found out when it is copied or released.
+    HAS_EXTERNAL_REFS = "others refer to it: dropping this reference would free nothing"
+    CHANGED = "it was changed in place after it was saved"
+    TIER_FULL = "the tier has no room for it"
+
+
+class Decision(NamedTuple):
+    """What is done with a storage, and why."""
+
+    action: Action
+    reason: Reason
+
+
+RECOMPUTE = Decision(Action.RECOMPUTE, Reason.POLICY)

@@ -1,0 +1,206 @@
+"""The boundary around a layer: its own ``forward`` is replaced, and backward is noticed before it enters the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.site_paths import CHECKPOINT_PATH
+from megatron.swap.common.types import LayerPosition, Site, UsageError
+from megatron.swap.engine.handle import Group
+from megatron.swap.engine.producer_records import of_tensors_alone
+from megatron.swap.engine.saved_tensors import SavedTensors
+from megatron.swap.engine.sites import SiteNames
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread: a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _BoundaryFunction(torch.autograd.Function):
+    """An identity behind a layer; its backward runs before any of the layer's."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, on_backward: Callable[[], None]) -> torch.Tensor:
+        ctx.on_backward = on_backward
+        # Neither ``hidden`` itself nor a view: Megatron frees a stage's output after sending it and asserts that it
+        # has no base.
+        return hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        ctx.on_backward()
+        return grad, None
+
+
+def _mark_end_of_backward(ranges: Ranges, group: Group, hidden: Any) -> None:
+    """End the layer's range of backward when the gradient of its input, the hidden states, is there."""
+    if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+        hidden.register_hook(lambda grad: ranges.backward_over(group))
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def override_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Let ``module`` run ``forward`` from now on. Return what gives it back its own forward.
+
+    Its own is its class's, or one that another library has set on the instance.
+    """
+    own = vars(module).get("forward")
+    module.forward = forward  # type: ignore[method-assign]
+
+    def restore() -> None:
+        del module.forward
+        if own is not None:
+            module.forward = own  # type: ignore[method-assign]
+
+    return restore
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryOptions:
+    """How a boundary treats its layer.
+
+    Attributes:
+        hooked: False for a layer that keeps everything: then the boundary only marks how far backward is.
+        on_run_without_grad: called with the layer's number when the layer runs without gradients.
+        is_idle: whether nothing is to be done in this forward: then the layer runs as if it had no boundary.
+    """
+
+    hooked: bool
+    on_run_without_grad: Callable[[int], None] | None = None
+    is_idle: Callable[[], bool] = lambda: False
+
+
+class LayerBoundary:
+    """Replaces the ``forward`` of one layer by one that handles what the layer saves.
+
+    Args:
+        layer: number of the layer over the whole model, 0-based.
+        module: the layer; it returns its new hidden states, alone or first in a tuple.
+        saved_tensors: of the engine.
+        position: where the layer stands in the forward of its chunk.
+        options: see there.
+        checkpoint: for a layer that is recomputed whole: calls a function with tensors, and once more in backward,
+            with the same random numbers; it saves those tensors alone. ``None``: the layer runs once.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        module: nn.Module,
+        saved_tensors: SavedTensors,
+        position: LayerPosition,
+        options: BoundaryOptions,
+        checkpoint: Callable[..., Any] | None = None,
+    ) -> None:
+        self.layer = layer
+        self.module = module
+        self._options = options
+        self._checkpoint = checkpoint
+        self._manager = saved_tensors.manager
+        self._saved_tensors = saved_tensors
+        self._position = position
+        self._names = SiteNames(layer, module) if options.hooked else None
+        self._constants = [*module.parameters(), *module.buffers()]
+        self._inner = module.forward
+        self._restore = override_forward(module, self._forward)
+
+    def set_position(self, position: LayerPosition, checkpoint: Callable[..., Any] | None = None) -> None:
+        """From the next forward on the layer has this position and ``checkpoint``."""
+        self._position = position
+        self._checkpoint = checkpoint
+
+    def remove(self) -> None:
+        """Give the layer back its own forward."""
+        if self._names is not None:
+            self._names.remove()
+        self._restore()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if in_backward():
+            # A recomputation: its graph is freed at once. Hooks that stand around it must see the same as in forward,
+            # where those of the boundary hid the layer from them. Without a boundary the observer would not see
+            # recomputations either.
+            with self._saved_tensors.untouched(observed=False):
+                return self._inner(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            if self._options.on_run_without_grad is None:
+                return self._inner(*args, **kwargs)
+            self._options.on_run_without_grad(self.layer)
+            # Megatron computes bias, dropout and residual with gradients even here; what that saves is freed at once.
+            with self._manager.ranges.forward(self.layer), self._saved_tensors.untouched():
+                return self._inner(*args, **kwargs)
+        manager, footprint = self._manager, self._saved_tensors.footprint
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        footprint.begin_layer(self.layer, hidden.nbytes if isinstance(hidden, torch.Tensor) else 0)
+        if self._options.is_idle() and not manager.ranges.on:  # asked now: a larger input may just have changed that
+            result = self._inner(*args, **kwargs)
+            footprint.end_layer(self.layer, unseen=True)
+            return result
+        with manager.ranges.forward(self.layer):
+            group = manager.begin_forward(self.layer, self._position)
+            if manager.ranges.on:
+                _mark_end_of_backward(manager.ranges, group, hidden)
+                self._saved_tensors.called_with(group, hidden)
+            with self._saved_tensors_context(group):
+                result = self._run(group, args, kwargs)
+            footprint.end_layer(self.layer, unseen=self._checkpoint is not None)
+            manager.end_forward(group)
+        return self._mark(result, lambda: manager.begin_backward(group))
+
+    def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
+        """Return what the layer returned, so that ``on_backward`` is called before backward enters the layer."""
+        if isinstance(result, tuple):
+            return (_BoundaryFunction.apply(result[0], on_backward), *result[1:])
+        return _BoundaryFunction.apply(result, on_backward)
+
+    def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._checkpoint is None:
+            return self._inner(*args, **kwargs)
+        ranges = self._manager.ranges
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            again = in_backward()
+            with (
+                ranges.storage("recompute", group) if again else nullcontext(),
+                self._saved_tensors.untouched(observed=not again),
+            ):
+                return self._inner(*args, **kwargs)
+
+        # What needs no gradient (masks, tables of angles) stays on the device anyway.
+        function, tensors = of_tensors_alone(run, args, kwargs, _needs_gradient)
+        if not tensors and not any(parameter.requires_grad for parameter in self.module.parameters()):
+            return self._inner(*args, **kwargs)  # a frozen layer before all that is trained saves nothing
+        if not tensors:
+            raise UsageError(
+                f"layer {self.layer} is to be recomputed whole, but its input needs no gradient (frozen embeddings?): "
+                "its weights would get none either. Recompute single sites of it, or a later layer."
+            )
+        return self._checkpoint(function, *tensors)
+
+    def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:
+        # Read anew each time: Megatron moves parameters into its buffers after the model is built.
+        constants = frozenset(tensor.untyped_storage()._cdata for tensor in self._constants)
+        names = self._names
+        if self._checkpoint is not None:
+            ordinals = count()
+            where = lambda: (group, Site(self.layer, CHECKPOINT_PATH, next(ordinals)))  # noqa: E731
+            return self._saved_tensors.hooks(where, constants)
+        if names is None:
+            return self._saved_tensors.keeping(group, constants)
+        names.begin()
+        stack = ExitStack()
+        stack.enter_context(self._saved_tensors.recording())
+        stack.enter_context(self._saved_tensors.hooks(lambda: (group, names.next_site()), constants))
+        return stack

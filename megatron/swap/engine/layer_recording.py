@@ -1,0 +1,141 @@
+"""What is known of storages while one layer runs: what made them, and what stands in the graph for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from megatron.swap.common.types import Site
+from megatron.swap.engine.handle import Group, alias_of
+from megatron.swap.engine.producer_records import ProducerRecord, version_probe_of
+from megatron.swap.engine.recompute_spec import RecomputeSpec
+
+
+class Packing(Protocol):
+    """How tensors get into the graph."""
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` stays on the device anyway (parameters)."""
+        ...
+
+    def join(self, tensor: torch.Tensor, group: Group) -> Any:
+        """Return what stands in the graph for an input: one more saved tensor on what is saved of it already."""
+        ...
+
+    def hold(self, tensor: torch.Tensor, site: Site, group: Group) -> Any:
+        """Return what stands in the graph for a tensor that cannot be recomputed: it is kept or offloaded."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """A saved storage whose inputs may still be saved: until then nobody knows whether it can be recomputed.
+
+    ``output`` keeps the storage alive.
+    """
+
+    spec: RecomputeSpec
+    record: ProducerRecord
+    output: torch.Tensor
+    packing: Packing
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What an unsaved storage is recomputed from; for recorders.
+
+    Attributes:
+        spec: recomputes that storage.
+        tensors: saved ones, at the beginning of the chain.
+        between: specs between ``tensors`` and ``spec``.
+    """
+
+    spec: RecomputeSpec
+    tensors: tuple[torch.Tensor, ...]
+    between: tuple[RecomputeSpec, ...]
+
+
+@dataclass
+class LayerRecording:
+    """Records, saved storages and specs of one forward of a layer.
+
+    All are found by the address of a storage. An address is reused: an entry counts only while its storage lives.
+    """
+
+    records: dict[int, ProducerRecord] = field(default_factory=dict)
+    saved: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)
+    specs: dict[int, RecomputeSpec] = field(default_factory=dict)
+    undecided: list[Undecided] = field(default_factory=list)
+    sources: dict[int, Sources] = field(default_factory=dict)
+
+    def add_record(
+        self, producer: str, function: Callable[..., Any], inputs: list[torch.Tensor], output: torch.Tensor
+    ) -> None:
+        """``producer`` made all of the storage of ``output`` as ``function(*inputs)``."""
+        storage = output.untyped_storage()
+        address = storage._cdata
+
+        def freed(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            record = self.records.get(address)
+            if record is not None and record.output is reference:
+                del self.records[address]
+
+        self.records[address] = ProducerRecord(
+            producer,
+            function,
+            tuple(alias_of(tensor) for tensor in inputs),
+            weakref.ref(storage, freed),
+            storage.nbytes(),
+            output.shape,
+            output.stride(),
+            output.dtype,
+            version_probe_of(output),
+        )
+
+    def add_saved(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` is kept or offloaded: its record, which holds inputs, is needed no longer."""
+        self.saved[storage._cdata] = weakref.ref(storage)
+        self.records.pop(storage._cdata, None)
+
+    def spec(self, address: int) -> RecomputeSpec | None:
+        """Return what recomputes the living storage at ``address``, if anything does."""
+        spec = self.specs.get(address)
+        return spec if spec is not None and spec.output() is not None else None
+
+    def is_saved(self, address: int) -> bool:
+        """Whether the living storage at ``address`` is kept or offloaded."""
+        reference = self.saved.get(address)
+        return reference is not None and reference() is not None
+
+    def is_in_graph(self, tensor: torch.Tensor) -> bool:
+        """Whether something stands in the graph for the storage of ``tensor``."""
+        address = tensor.untyped_storage()._cdata
+        return self.is_saved(address) or self.spec(address) is not None
+
+    def sources_of(
+        self, record: ProducerRecord, packing: Packing
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[RecomputeSpec, ...]]:
+        """Return the saved tensors that ``record`` needs in the end, and the specs between."""
+        tensors: list[torch.Tensor] = []
+        specs: list[RecomputeSpec] = []
+        for tensor in (alias.tensor for alias in record.inputs if not packing.is_constant(alias.tensor)):
+            address = tensor.untyped_storage()._cdata
+            known = self.sources.get(address)
+            if known is not None and self.spec(address) is known.spec:
+                tensors += known.tensors
+                specs += [known.spec, *known.between]
+            else:
+                tensors.append(tensor)
+        return tuple(tensors), tuple(specs)
+
+    def clear(self) -> None:
+        """The layer has ended. Nothing may wait for the garbage collector: ``records`` hold device memory."""
+        self.records.clear()
+        self.saved.clear()
+        self.specs.clear()
+        self.undecided.clear()
+        self.sources.clear()

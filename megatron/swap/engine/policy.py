@@ -1,0 +1,142 @@
+"""Policies: which action for which site."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.plan import LAYER_SECTION, Plan
+from megatron.swap.common.site_paths import CHECKPOINT_PATH
+from megatron.swap.common.types import MIB, Action, Site
+
+
+class Policy(ABC):
+    """Answers for every tensor that autograd saves in a layer. Called often: keep it cheap.
+
+    Attributes:
+        min_bytes: smaller storages are kept, whatever the site.
+    """
+
+    min_bytes: int = 0
+
+    @abstractmethod
+    def swaps_layer(self, layer: int) -> bool:
+        """Whether any site of ``layer`` may be swapped."""
+
+    @abstractmethod
+    def recomputes_layer(self, layer: int) -> bool:
+        """Whether any site of ``layer`` may be recomputed."""
+
+    def recomputes_whole(self, layer: int) -> bool:
+        """Whether ``layer`` is recomputed whole; its input is a site too (path ``checkpoint``)."""
+        return False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything is kept in the next forward, so that layers may run without hooks."""
+        return False
+
+    @abstractmethod
+    def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
+        """Return what to do with the storage (of ``num_bytes``) that was saved at ``site``.
+
+        Args:
+            producer: the kind of kernel that made it and could recompute it (``PRODUCERS``); ``None``: not known. It
+                matters for RECOMPUTE alone: between KEEP and SWAP the site decides.
+        """
+
+    def action_without_recompute(self, site: Site, num_bytes: int) -> Action:
+        """Return KEEP or SWAP, for a storage that cannot be recomputed.
+
+        A site that was to be recomputed is offloaded instead, so that device memory stays as low as was asked for; in
+        a layer that swaps nothing it is kept.
+        """
+        action = self.action(site, num_bytes)
+        if action is Action.RECOMPUTE:
+            return Action.SWAP if self.swaps_layer(site.layer) else Action.KEEP
+        return action
+
+
+class ManualPolicy(Policy):
+    """The command line's choice.
+
+    Args:
+        layers: layers to swap, 0-based over the whole model.
+        modules: patterns of submodules (``matches``); empty: all.
+        min_bytes: smaller storages are kept.
+        recompute: producers whose outputs are recomputed, in all layers.
+    """
+
+    def __init__(
+        self, layers: Collection[int], modules: Sequence[str], min_bytes: int, recompute: Collection[str] = ()
+    ) -> None:
+        self._layers = frozenset(layers)
+        self._modules = tuple(modules)
+        self.min_bytes = min_bytes
+        self._recompute = frozenset(recompute)
+        self._verdicts: dict[str, bool] = {}
+
+    def swaps_layer(self, layer: int) -> bool:
+        return layer in self._layers
+
+    def recomputes_layer(self, layer: int) -> bool:
+        return bool(self._recompute)
+
+    def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
+        if num_bytes < self.min_bytes:
+            return Action.KEEP
+        if producer in self._recompute:
+            return Action.RECOMPUTE
+        if site.layer not in self._layers:
+            return Action.KEEP
+        return Action.SWAP if self._chosen(site.path) else Action.KEEP
+
+    def _chosen(self, path: str) -> bool:
+        if not self._modules:
+            return True
+        if path not in self._verdicts:
+            self._verdicts[path] = any(matches(pattern, path) for pattern in self._modules)
+        return self._verdicts[path]
+
+
+class PlanPolicy(Policy):
+    """A plan's choice, site by site. What the plan does not name is kept; sizes do not matter."""
+
+    def __init__(self, plan: Plan) -> None:
+        layers = plan.layers()
+        self._sites = {layer: plan.sites(layer) for layer in layers}
+        self._swaps = frozenset(filter(plan.swaps_layer, layers))
+        self._recomputes = frozenset(filter(plan.recomputes_layer, layers))
+        self._whole = frozenset(layer for layer in layers if LAYER_SECTION in plan.sections(layer))
+
+    def swaps_layer(self, layer: int) -> bool:
+        return layer in self._swaps
+
+    def recomputes_layer(self, layer: int) -> bool:
+        return layer in self._recomputes
+
+    def recomputes_whole(self, layer: int) -> bool:
+        return layer in self._whole
+
+    def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
+        if site.path == CHECKPOINT_PATH and site.layer in self._whole:
+            return Action.SWAP if site.layer in self._swaps else Action.KEEP  # its input is all that it can swap
+        named = self._sites.get(site.layer)
+        return named.get(f"{site.path}/{site.ordinal}", Action.KEEP) if named else Action.KEEP
+
+
+def policy_of(config: SwapConfig) -> Policy:
+    """Return the policy of the settings, where nothing has to be measured first."""
+    if config.plan is not None:
+        return PlanPolicy(config.plan)
+    return ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB), config.recompute)
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether the dotted ``pattern`` names ``path`` or a module around it.
+
+    ``mlp`` matches ``mlp`` and ``mlp.linear_fc1``; ``core_attention`` matches ``self_attention.core_attention``.
+    """
+    wanted, parts = pattern.split("."), path.split(".")
+    return any(parts[i : i + len(wanted)] == wanted for i in range(len(parts) - len(wanted) + 1))

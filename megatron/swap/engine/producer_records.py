@@ -1,0 +1,125 @@
+"""Records of what a layer's kernels made: this tensor is that function of these tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron.swap.engine.handle import Alias, alias_of
+
+Function = Callable[..., torch.Tensor]
+"""A function of tensors alone; its other arguments are bound."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProducerRecord:
+    """One output of a producer. It keeps the inputs until the output is saved or freed, or the layer ends.
+
+    Attributes:
+        producer: its kind, one of ``PRODUCERS``.
+        function, inputs: they make the output.
+        output: its storage, of ``num_bytes``.
+        shape, stride, dtype: its layout in that.
+        version_probe: shows in-place changes of the output.
+    """
+
+    producer: str
+    function: Function
+    inputs: tuple[Alias, ...]
+    output: weakref.ref[torch.UntypedStorage]
+    num_bytes: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    version_probe: Alias
+
+    @property
+    def address(self) -> int:
+        """Address of the output's storage, which must be alive."""
+        storage = self.output()
+        assert storage is not None
+        return storage._cdata
+
+    def input_changed(self) -> bool:
+        """Whether an input was written to, or emptied (selective recomputation does that), since it was recorded."""
+        return any(alias.changed() or _is_emptied(alias.tensor) for alias in self.inputs)
+
+    def recomputes_same_bytes(self, storage: torch.UntypedStorage) -> bool:
+        """Recompute the output. Return whether it has the same layout and, bit for bit, the content of ``storage``."""
+        other = run_again(self.function, [alias.tensor for alias in self.inputs])
+        if (other.shape, other.stride(), other.dtype) != (self.shape, self.stride, self.dtype):
+            return False
+        found = other.untyped_storage()
+        return found.nbytes() == self.num_bytes and torch.equal(_words(found), _words(storage))
+
+
+@dataclass
+class Chain:
+    """What nobody saves of the inputs of a storage of ``num_bytes``, and so has to be recomputed or kept.
+
+    Attributes:
+        makers: what is recomputed, each behind the makers of its own inputs.
+        kept_bytes: of tensors that no producer made: a table of angles, small beside what is made from it.
+    """
+
+    num_bytes: int
+    makers: list[ProducerRecord] = field(default_factory=list)
+    kept_bytes: int = 0
+
+
+def version_probe_of(tensor: torch.Tensor) -> Alias:
+    """Return an alias of ``tensor`` without its memory: it shows later in-place changes and keeps nothing alive."""
+    alias = alias_of(tensor)
+    alias.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the version counter remains
+    return alias
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def of_tensors_alone(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+    is_free: Callable[[Any], bool] = _is_tensor,
+) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """Bind all arguments of ``function`` but its tensors (those for which ``is_free``); return both."""
+    names = [name for name, value in options.items() if is_free(value)]
+    indices = [index for index, value in enumerate(arguments) if is_free(value)]
+    others = [None if index in indices else value for index, value in enumerate(arguments)]
+    bound = {name: value for name, value in options.items() if name not in names}
+
+    def again(*tensors: torch.Tensor) -> Any:
+        full = list(others)
+        for index, tensor in zip(indices, tensors, strict=False):
+            full[index] = tensor
+        return function(*full, **bound, **dict(zip(names, tensors[len(indices) :], strict=True)))
+
+    return again, [*(arguments[index] for index in indices), *(options[name] for name in names)]
+
+
+def _is_emptied(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def run_again(function: Function, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ``function(*tensors)``, computed without gradients and as outside autocast."""
+    device = tensors[0].device.type
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        return function(*tensors)
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return all of ``storage`` as one uint8 tensor, [num_bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _words(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the storage as integers, to compare bits (NaN, -0). Wide integers need less scratch memory."""
+    view = bytes_of(storage)
+    return view.view(torch.int64) if len(view) % 8 == 0 else view

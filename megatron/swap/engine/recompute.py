@@ -1,0 +1,337 @@
+"""Recompute: what a cheap kernel can compute again from tensors that are saved anyway is not kept.
+
+While a layer runs, producers (``megatron_lm/producers.py``) record what they make: this output is that function of
+these tensors. Where autograd then saves the output and the policy says RECOMPUTE, the graph gets a ``RecomputeSpec``:
+the function and its inputs. Each input is one more saved tensor on what stands in the graph for it already (offloaded,
+kept, or itself recomputed). Unpack calls the very same function again.
+
+An input may be saved later than the output: attention saves queries and keys before the values, and all three come from
+one storage. Or it is never saved: then it is recomputed too, if its own producer has recorded it. So a spec stays
+undecided, and holds the output, until something is saved under another path. No memory is freed later because of that:
+the module's own frame holds what it saves until then.
+
+Producers record only functions without randomness. Whether a function really makes the same bits is tried at the first
+use of each site, while the original is there. A site that fails is refused for the rest of the run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron.swap.common.instrumentation import Counters, Ranges
+from megatron.swap.common.types import Site, SwapError
+from megatron.swap.devices.base import Device
+from megatron.swap.engine.checksum import VerifyError, checksum
+from megatron.swap.engine.decider import Decider
+from megatron.swap.engine.decision import Reason
+from megatron.swap.engine.handle import Group
+from megatron.swap.engine.layer_recording import LayerRecording, Packing, Sources, Undecided
+from megatron.swap.engine.producer_records import Chain, ProducerRecord, bytes_of, of_tensors_alone, run_again
+from megatron.swap.engine.recompute_spec import RecomputeSpec
+from megatron.swap.planner.recording import TRIAL
+
+SpecListener = Callable[[RecomputeSpec, str, Sequence[torch.Tensor], Sequence[RecomputeSpec]], None]
+"""Called with a new spec, its producer, the saved tensors that it needs, and the specs of unsaved storages between."""
+
+UNSAVED_INPUT = "what it was made from is not saved by anybody"
+
+
+class Recomputer:
+    """Finds out which saved storages can be recomputed, and recomputes them in backward.
+
+    Args:
+        device: its streams.
+        decider: says whether the policy wants to recompute what a producer makes.
+        counters, ranges: count the work, and name it for a profiler.
+        verify: compare checksums of every storage that is recomputed.
+        on_spec: called with every new spec.
+
+    Attributes:
+        refused: sites that the policy wants to recompute and that are not: the first reason for each.
+        spared_bytes: bytes that were not kept because they are recomputed, by producer, since the start.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        decider: Decider,
+        counters: Counters,
+        ranges: Ranges,
+        verify: bool = False,
+        on_spec: SpecListener | None = None,
+    ) -> None:
+        self.refused: dict[Site, str] = {}
+        self.spared_bytes: Counter[str] = Counter()
+        self._device = device
+        self._decider = decider
+        self._counters = counters
+        self._ranges = ranges
+        self._verify = verify
+        self._on_spec = on_spec
+        self._recording: LayerRecording | None = None
+        self._trials: dict[tuple[Site, int], bool] = {}
+        """Whether the n-th function of a site's chain made the same bits again."""
+
+    # ------------------------------------------------------------------ what producers record
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Return a context around a layer's forward: what producers record counts until its end."""
+        outer, recording = self._recording, LayerRecording()
+        self._recording = recording
+        try:
+            yield
+            self._settle(recording)
+        finally:
+            recording.clear()
+            self._recording = outer
+
+    def recorded(self, producer: str, function: Callable[..., Any], part: int | None = None) -> Callable[..., Any]:
+        """Return ``function`` so that each call with gradients records its output.
+
+        Args:
+            part: the function returns a tuple, of which this item is recorded.
+        """
+        makes = function if part is None else lambda *given, **named: function(*given, **named)[part]
+
+        @functools.wraps(function)
+        def records(*arguments: Any, **options: Any) -> Any:
+            result = function(*arguments, **options)
+            if torch.is_grad_enabled():
+                self.record(producer, makes, arguments, options, result if part is None else result[part])
+            return result
+
+        return records
+
+    def record(
+        self,
+        producer: str,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+        output: Any,
+    ) -> None:
+        """Note that ``output`` is ``function(*arguments, **options)``, and would be so again to the bit."""
+        recording = self._recording
+        if recording is None or type(output) is not torch.Tensor or torch.is_autocast_enabled(output.device.type):
+            return
+        again, inputs = of_tensors_alone(function, arguments, options)
+        if not inputs or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in inputs):
+            return
+        storage = output.untyped_storage()
+        if output.storage_offset() or output.numel() * output.element_size() != storage.nbytes():
+            return  # not the whole of its storage: the rest would not be recomputed
+        if any(tensor.untyped_storage()._cdata == storage._cdata for tensor in inputs):
+            return  # in place, or the input itself
+        recording.add_record(producer, again, inputs, output)
+
+    # ------------------------------------------------------------------ what autograd saves
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a layer runs whose producers record."""
+        return self._recording is not None
+
+    def find(self, tensor: torch.Tensor, site: Site | None = None) -> RecomputeSpec | None:
+        """Return the spec of the storage of ``tensor``, if it has one and was not changed since.
+
+        Args:
+            site: autograd saves the tensor there: specs that were saved under other paths are decided now.
+        """
+        recording = self._recording
+        if recording is None:
+            return None
+        if site is not None and recording.undecided:
+            self._settle(recording, site.path)
+        spec = recording.spec(tensor.untyped_storage()._cdata)
+        return None if spec is None or spec.version_probe.changed() else spec
+
+    def producer_of(self, storage: torch.UntypedStorage) -> str | None:
+        """Return the kind of kernel that made ``storage``; ``None``: it is not known."""
+        assert self._recording is not None
+        record = self._recording.records.get(storage._cdata)
+        return None if record is None else record.producer
+
+    def obstacle(self, site: Site, storage: torch.UntypedStorage) -> Reason | None:
+        """Return why ``storage``, saved at ``site``, cannot be recomputed, and count that; ``None``: it can."""
+        assert self._recording is not None
+        reason = self._obstacle(self._recording, site, storage)
+        if reason is not None:
+            self._refuse(site, reason.value)
+        return reason
+
+    def begin(self, tensor: torch.Tensor, site: Site, group: Group, packing: Packing) -> RecomputeSpec:
+        """Return the spec of a storage that was decided to be recomputed."""
+        recording = self._recording
+        assert recording is not None
+        record = recording.records[tensor.untyped_storage()._cdata]
+        undecided = Undecided(self._spec(site, group, record, recording), record, tensor.detach(), packing)
+        if all(packing.is_constant(alias.tensor) or recording.is_in_graph(alias.tensor) for alias in record.inputs):
+            self._decide(undecided, recording)
+        else:
+            recording.undecided.append(undecided)
+        return undecided.spec
+
+    def saved(self, storage: torch.UntypedStorage) -> None:
+        """Note that ``storage`` is kept or offloaded."""
+        if self._recording is not None:
+            self._recording.add_saved(storage)
+
+    def _obstacle(self, recording: LayerRecording, site: Site, storage: torch.UntypedStorage) -> Reason | None:
+        address = storage._cdata
+        if recording.is_saved(address):
+            return Reason.SAVED_BEFORE
+        if recording.spec(address) is not None:
+            return Reason.OUTPUT_CHANGED  # else its spec would have been found
+        record = recording.records.get(address)
+        if record is None:
+            return Reason.NO_PRODUCER
+        if self._trials.get((site, 0)) is False:
+            return Reason.NOT_REPRODUCED
+        if record.version_probe.changed() or storage.nbytes() != record.num_bytes:
+            return Reason.OUTPUT_CHANGED
+        if record.input_changed():
+            return Reason.INPUT_CHANGED
+        return None if self._reproduces(site, 0, record) else Reason.NOT_REPRODUCED
+
+    def _spec(
+        self, site: Site, group: Group, record: ProducerRecord, recording: LayerRecording, number: int = 0
+    ) -> RecomputeSpec:
+        spec, storage = RecomputeSpec(site, group, record, number), record.output()
+        assert storage is not None
+        if self._verify:
+            spec.checksum = checksum(bytes_of(storage))
+        recording.specs[storage._cdata] = spec
+        del recording.records[storage._cdata]
+        return spec
+
+    def _refuse(self, site: Site, problem: str) -> None:
+        self._counters.num_not_recomputed += 1
+        self.refused.setdefault(site, problem)
+
+    def _reproduces(self, site: Site, number: int, record: ProducerRecord) -> bool:
+        """Whether ``record`` makes the same bits again: tried once for each site, while the original is there."""
+        storage = record.output()
+        assert storage is not None
+        if (site, number) not in self._trials:
+            recording, self._recording = self._recording, None  # what is recorded now is not the layer's
+            with self._ranges.mark(f"{TRIAL} {site}"):
+                self._trials[site, number] = record.recomputes_same_bytes(storage)
+            self._recording = recording
+        return self._trials[site, number]
+
+    def _settle(self, recording: LayerRecording, path: str | None = None) -> None:
+        """Decide about what is undecided, except what was saved under ``path``: more of that may follow."""
+        ready = [one for one in recording.undecided if one.spec.site.path != path]
+        recording.undecided = [one for one in recording.undecided if one.spec.site.path == path]
+        for one in ready:
+            self._decide(one, recording)
+
+    def _decide(self, undecided: Undecided, recording: LayerRecording) -> None:
+        """All inputs that will be saved are saved: find what else has to be recomputed, or give the spec up."""
+        spec, packing = undecided.spec, undecided.packing
+        chain = Chain(spec.num_bytes)
+        problem = self._find_unsaved(spec.site, undecided.record, recording, packing, chain)
+        trials = enumerate(() if problem else chain.makers, start=1)
+        if not all(self._reproduces(spec.site, number, record) for number, record in trials):
+            problem = Reason.NOT_REPRODUCED.value
+        if problem:
+            self._trials[spec.site, 0] = False
+            self._refuse(spec.site, problem)
+            spec.fallback = packing.hold(undecided.output, spec.site, spec.group)
+            return
+        for number, record in enumerate(chain.makers, start=1):
+            between = self._spec(spec.site, spec.group, record, recording, number)
+            between.inputs = _joined(record, spec.group, packing)
+            if self._on_spec is not None:
+                recording.sources[record.address] = Sources(between, *recording.sources_of(record, packing))
+        spec.inputs = _joined(undecided.record, spec.group, packing)
+        if self._on_spec is not None:
+            self._on_spec(spec, undecided.record.producer, *recording.sources_of(undecided.record, packing))
+        self.spared_bytes[undecided.record.producer] += spec.num_bytes
+        self._counters.layers[spec.site.layer].recomputed_bytes += spec.num_bytes
+
+    def _find_unsaved(
+        self, site: Site, record: ProducerRecord, recording: LayerRecording, packing: Packing, chain: Chain
+    ) -> str:
+        """Add to ``chain`` what nobody saves of what ``record`` needs. Return why that cannot be had; empty: it can."""
+        if record.input_changed():
+            return Reason.INPUT_CHANGED.value
+        for tensor in (alias.tensor for alias in record.inputs):
+            storage = tensor.untyped_storage()
+            source = recording.records.get(storage._cdata)
+            if packing.is_constant(tensor) or recording.is_in_graph(tensor) or source in chain.makers:
+                continue
+            if source is None:
+                chain.kept_bytes += storage.nbytes()
+                if chain.kept_bytes >= chain.num_bytes:
+                    return f"{UNSAVED_INPUT}: keeping that instead would save nothing"
+                continue
+            if not self._decider.may_recompute(site, source.num_bytes, source.producer):
+                return f"{UNSAVED_INPUT}, and {source.producer} is not to be recomputed"
+            if source.version_probe.changed():
+                return Reason.INPUT_CHANGED.value
+            if problem := self._find_unsaved(site, source, recording, packing, chain):
+                return problem
+            chain.makers.append(source)
+        return ""
+
+    # ----------------------------------------------------------------- backward
+
+    def recompute(self, spec: RecomputeSpec, unpack: Callable[[Any], torch.Tensor]) -> torch.UntypedStorage:
+        """Return the recomputed storage of ``spec``: autograd unpacks a tensor on it.
+
+        All saved tensors on it share one storage, as they did in forward.
+
+        Args:
+            unpack: gives the tensor for what stands in the graph.
+
+        Raises:
+            RuntimeError: the storage, or what it is made from, was changed in place after autograd saved it.
+            SwapError: the recomputed storage has another size.
+            VerifyError: with ``verify``, the bytes are not those that were saved.
+        """
+        spec.version_probe.check(str(spec.site))
+        stream = self._device.current_stream()
+        storage = spec.storage
+        # Another stream recomputes its own: nothing orders it behind the first one's kernel.
+        if storage is None or spec.stream != stream:
+            if spec.fallback is not None:
+                storage = unpack(spec.fallback).untyped_storage()
+            else:
+                inputs = [unpack(packed) for packed in spec.inputs]  # outside the range: their waits are their own
+                with self._ranges.storage("recompute", spec, spec.num_bytes):
+                    storage = run_again(spec.function, inputs).untyped_storage()
+                    self._ranges.arrived(spec, storage)
+                del inputs
+                self._check(spec, storage)
+                self._counters.num_recomputed += 1
+            spec.storage, spec.stream = storage, stream
+        spec.num_unpacked += 1
+        if spec.num_unpacked >= spec.num_packed:
+            # From here on its user alone keeps it. A second backward over a retained graph recomputes it.
+            spec.storage, spec.num_unpacked = None, 0
+        return storage
+
+    def _check(self, spec: RecomputeSpec, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() != spec.num_bytes:
+            raise SwapError(
+                f"{spec.site}: recomputed, it has {storage.nbytes()} bytes instead of {spec.num_bytes}. The kernel "
+                "that made it is not what it was in forward. Leave --swap-recompute away, and report this."
+            )
+        if spec.checksum is not None and not torch.equal(checksum(bytes_of(storage)), spec.checksum):
+            raise VerifyError(
+                f"--swap-verify: {spec.site} ({spec.num_bytes} bytes) was recomputed and is different from what "
+                "autograd saved. Either something wrote to what it is made from, or its kernel does not give the same "
+                "bits twice. Please report this with the model's flags; until then leave --swap-recompute away."
+            )
+
+
+def _joined(record: ProducerRecord, group: Group, packing: Packing) -> tuple[Any, ...]:
+    return tuple(packing.join(alias.tensor, group) for alias in record.inputs)

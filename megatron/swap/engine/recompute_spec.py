@@ -1,0 +1,56 @@
+"""How a storage that is not kept is recomputed in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.swap.common.types import Site
+from megatron.swap.devices.base import Stream
+from megatron.swap.engine.handle import Group
+from megatron.swap.engine.producer_records import ProducerRecord
+
+
+class RecomputeSpec:
+    """What stands in the graph instead of a storage that is recomputed.
+
+    Attributes:
+        site, group: where the storage was saved first.
+        number: 0 for a storage that is saved; n > 0 for the n-th unsaved storage that has to be recomputed before it.
+        num_bytes: size of the storage.
+        function, inputs: what computes it, and what stands in the graph for each tensor that the function needs.
+        fallback: what stands in the graph for the storage itself, where it turned out that it cannot be recomputed.
+        output: the storage as forward had it, while that lives.
+        version_probe: shows in-place changes of it.
+        storage, stream: the recomputed storage and its stream, from the first until the last unpack of a backward.
+        num_packed: saved tensors on the storage.
+        num_unpacked: how many of them were unpacked since the storage was recomputed.
+    """
+
+    __slots__ = (
+        "__weakref__", "checksum", "fallback", "function", "group", "inputs", "num_bytes", "num_packed",
+        "num_unpacked", "number", "output", "site", "storage", "stream", "version_probe",
+    )  # fmt: skip
+
+    def __init__(self, site: Site, group: Group, record: ProducerRecord, number: int = 0) -> None:
+        self.site = site
+        self.number = number
+        self.group = group
+        self.num_bytes = record.num_bytes
+        self.function = record.function
+        self.inputs: tuple[Any, ...] = ()
+        self.fallback: Any = None
+        self.output = record.output
+        self.version_probe = record.version_probe
+        self.checksum: torch.Tensor | None = None
+        self.storage: torch.UntypedStorage | None = None
+        self.stream: Stream | None = None
+        self.num_packed = 0
+        self.num_unpacked = 0
+
+    @property
+    def label(self) -> str:
+        """Its name in ranges and recordings."""
+        unsaved = f"+{self.number}" if self.number else ""
+        return f"{self.site}{unsaved} mb{self.group.micro_batch}"

@@ -1,0 +1,213 @@
+"""Reload: storages come back from the tier, prefetched before backward needs them, or on demand.
+
+Buffers come from the compute stream's pool, so the H2D stream waits for the compute stream (the block may be recycled)
+and for the storage's own copy out. The compute stream waits when the tensor is unpacked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import groupby
+
+import torch
+
+from megatron.swap.common.types import SwapError
+from megatron.swap.devices.base import Stream
+from megatron.swap.engine.checksum import VerifyError, checksum
+from megatron.swap.engine.evict import Evictions
+from megatron.swap.engine.handle import Group, Handle, StorageState
+from megatron.swap.engine.shared_state import SharedState, num_bytes_of
+from megatron.swap.planner.recording import BRING_BACK
+
+
+class Reloader:
+    """Copies storages back from the tier, in the order in which backward needs them.
+
+    Args:
+        state: what it shares with offload and eviction.
+        evictions: of the out-of-memory guard.
+
+    Attributes:
+        stream: the copies' stream.
+    """
+
+    def __init__(self, state: SharedState, evictions: Evictions) -> None:
+        self.stream = state.device.copy_stream("in")
+        self._state = state
+        self._device = state.device
+        self._counters = state.counters
+        self._evictions = evictions
+        self._is_closed = False
+
+    def begin_backward(self, group: Group) -> None:
+        """The backward of ``group`` begins: reload what of it is missing, prefetch what follows. Idempotent."""
+        state = self._state
+        if not state.order.begin_backward(group):
+            return
+        state.ranges.backward(group)
+        state.free_orphans()
+        self._evictions.find_evicted()
+        group.prefetched_bytes = 0
+        late = [handle for handle in group.in_backward_order() if self._is_offloaded(handle)]
+        self._counters.num_late += len(late)
+        self._reload(late, "swap_in")
+        self.prefetch()
+
+    def fetch(self, handle: Handle, group: Group, index: int) -> torch.UntypedStorage:
+        """Return the storage of ``handle``: autograd unpacks saved tensor number ``index`` on it.
+
+        Raises:
+            RuntimeError: the tensor was changed in place after autograd saved it.
+            VerifyError: with ``verify``, the bytes are not those that were saved.
+        """
+        self.begin_backward(group)
+        if handle.aliases:
+            handle.aliases[index].check(str(handle.site))
+        compute = self._device.current_stream()
+        if self._is_offloaded(handle):
+            self._counters.num_late += 1
+            self._reload([handle], "swap_in")
+        if handle.state is StorageState.RELOADING:
+            with self._state.ranges.storage("wait", handle):
+                self._counters.add_stall(self._device.timed_wait(compute, handle.in_event))
+            handle.move_to(StorageState.RELOADED)
+            _check(handle)
+        elif handle.state is StorageState.KEPT and handle.out_event is not None:
+            # A copy out that backward overtook still reads this memory, which is freed soon after.
+            with self._state.ranges.storage("wait", handle):
+                self._counters.add_stall(self._device.timed_wait(compute, handle.out_event))
+            handle.out_event = None
+        elif handle.state is StorageState.RELOADED:
+            # Another stream may have been the one that waited first. Free once the event has passed.
+            self._device.wait(compute, handle.in_event)
+        storage = handle.storage
+        assert storage is not None
+        if handle.state is StorageState.RELOADED:
+            if compute != handle.stream:
+                self._device.used_on(storage, compute)
+            handle.num_unpacked += 1
+            if handle.num_unpacked == handle.num_packed:
+                # The last tensor on it was unpacked: from here on its user alone keeps it, as in plain autograd.
+                # The slot stays: a second backward over a retained graph would reload it.
+                handle.storage = None
+                handle.num_unpacked = 0
+                handle.move_to(StorageState.OFFLOADED)
+                self.prefetch()
+        return storage
+
+    def prefetch(self) -> None:
+        """Reload what backward needs next, in its order, as far as the budget allows."""
+        state = self._state
+        prefetched_bytes = state.order.prefetched_bytes()
+        num_kept_between = kept_between_bytes = 0
+        coming: list[Handle] = []
+        for group in state.order.upcoming():
+            if group.prefetch_evicted:
+                break
+            if not group.num_bytes:
+                num_kept_between += 1
+                kept_between_bytes += group.kept_bytes
+                continue
+            allowed_bytes = state.release_budget.max_prefetched_bytes(
+                group, state.order.current, num_kept_between, kept_between_bytes
+            )
+            kept_between_bytes += group.kept_bytes
+            for handle in group.in_backward_order():
+                if handle.state not in (StorageState.OFFLOADED, StorageState.OFFLOADING) or handle in coming:
+                    continue
+                # A window smaller than a storage still lets one through.
+                if prefetched_bytes + handle.num_bytes > allowed_bytes and (prefetched_bytes or not allowed_bytes):
+                    self._reload(coming)
+                    self._expect()
+                    return
+                prefetched_bytes += handle.num_bytes
+                group.prefetched_bytes += handle.num_bytes
+                if self._is_offloaded(handle):
+                    coming.append(handle)
+        self._reload(coming)
+        self._expect()
+
+    def close(self) -> None:
+        """Reload nothing any more."""
+        self._is_closed = True
+
+    def _is_offloaded(self, handle: Handle) -> bool:
+        """Whether ``handle``, which backward needs soon, has to be reloaded; if it is still there, it is kept."""
+        self._keep_resident(handle)
+        return handle.state is StorageState.OFFLOADED
+
+    def _keep_resident(self, handle: Handle) -> None:
+        """Backward needs ``handle`` soon: if it has not left the device yet, it does not leave at all."""
+        self._evictions.reacquire(handle)
+        if handle.state is StorageState.OFFLOADING:
+            self._state.offloading.remove(handle)
+            handle.move_to(StorageState.KEPT)
+            handle.free_slot()  # later writes into it are on the same stream, behind this copy
+        elif handle.state is StorageState.RESIDENT:
+            handle.move_to(StorageState.KEPT)
+
+    def _reload(self, handles: list[Handle], why: str = "prefetch") -> None:
+        """Enqueue the copies back, in the order given. Where memory is short some prefetches are left for later.
+
+        Raises:
+            SwapError: the engine was closed before.
+        """
+        if not handles:
+            return
+        if self._is_closed:
+            raise SwapError(
+                f"{handles[0].label}: swapping was closed while this tensor was in host memory, so backward cannot "
+                "have it any more. Close after the last backward."
+            )
+        state, compute = self._state, self._device.current_stream()
+        with state.ranges.mark(f"{BRING_BACK} {len(handles)}"):
+            coming_slots = deque(handle.slot for handle in handles if handle.slot is not None)
+            state.tier.expect(coming_slots)
+            buffers = self._device.allocate_all([handle.num_bytes for handle in handles], is_ahead=why == "prefetch")
+            for handle in handles[len(buffers) :]:
+                handle.group.prefetched_bytes -= handle.num_bytes
+                handle.group.prefetch_evicted = True
+            self._device.wait(self.stream, self._device.record(compute))
+            for group, coming in groupby(zip(handles, buffers, strict=False), key=lambda pair: pair[0].group):
+                pairs = list(coming)
+                with state.ranges.group(why, group, num_bytes_of(handle for handle, _ in pairs)):
+                    for handle, buffer in pairs:
+                        coming_slots.popleft()
+                        self._read(handle, buffer, compute)
+                        if why == "prefetch":  # else it is used now, whatever other groups it is in
+                            state.guard.offer(handle, state.order.next_use(group), handle.in_event, is_copied=True)
+                        state.tier.expect(coming_slots)
+        state.ranges.memory()
+
+    def _read(self, handle: Handle, buffer: torch.Tensor, compute: Stream) -> None:
+        assert handle.slot is not None
+        self._device.wait(self.stream, handle.out_event)
+        with self._state.ranges.storage("copy_in", handle, handle.num_bytes):
+            num_copies = self._state.tier.read(self._device, self.stream, handle.slot, buffer)
+        handle.move_to(StorageState.RELOADING)
+        handle.in_event = self._device.record(self.stream)
+        handle.storage = buffer.untyped_storage()
+        self._state.ranges.arrived(handle, handle.storage)
+        handle.stream = compute
+        handle.in_fence = self._state.fences.add(handle.in_event)
+        self._counters.num_in_copies += num_copies
+        self._counters.layers[handle.site.layer].in_bytes += handle.num_bytes
+
+    def _expect(self) -> None:
+        """Name to the tier the slots that are read after that."""
+        self._state.tier.expect(
+            handle.slot
+            for group in self._state.order.upcoming()
+            for handle in group.in_backward_order()
+            if handle.state is StorageState.OFFLOADED and handle.slot is not None
+        )
+
+
+def _check(handle: Handle) -> None:
+    """Compare the reloaded bytes with the checksum that was taken when they were saved."""
+    if handle.checksum is not None and not torch.equal(checksum(handle.bytes_view()), handle.checksum):
+        raise VerifyError(
+            f"--swap-verify: {handle.site} ({handle.num_bytes} bytes) came back different from what autograd "
+            "saved. Either something wrote to the tensor after it was saved, or a copy went wrong. Please report "
+            "this with the model's flags; until then exclude the layer or module from --swap-layers/--swap-modules."
+        )

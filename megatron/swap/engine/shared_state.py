@@ -1,0 +1,107 @@
+"""What offload, reload and eviction share: one device, one tier, and what is known of copies in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from megatron.swap.common.instrumentation import Counters, Ranges
+from megatron.swap.devices.base import Device
+from megatron.swap.engine.fences import ReadFences
+from megatron.swap.engine.handle import Handle, Orphans
+from megatron.swap.engine.oom_guard import OomGuard
+from megatron.swap.engine.order import BackwardOrder
+from megatron.swap.engine.release_budget import ReleaseBudget
+from megatron.swap.memory.tiers.base import Tier
+
+
+class OffloadQueue:
+    """Handles whose copy to the tier is enqueued and that wait for their release, oldest first.
+
+    Attributes:
+        num_bytes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._handles: deque[Handle] = deque()
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    @property
+    def oldest(self) -> Handle:
+        """The next one to be released."""
+        return self._handles[0]
+
+    def append(self, handle: Handle) -> None:
+        """The copy of ``handle`` was enqueued last."""
+        self._handles.append(handle)
+        self.num_bytes += handle.num_bytes
+
+    def pop_oldest(self) -> Handle:
+        """Remove and return the oldest one."""
+        handle = self._handles.popleft()
+        self.num_bytes -= handle.num_bytes
+        return handle
+
+    def put_back(self, handles: list[Handle]) -> None:
+        """Return ``handles``, oldest first, which were popped a moment ago."""
+        self._handles.extendleft(reversed(handles))
+        self.num_bytes += sum(handle.num_bytes for handle in handles)
+
+    def remove(self, handle: Handle) -> None:
+        """``handle`` is not to be released, if it is here: after ``clear`` nothing is."""
+        if handle in self._handles:
+            self._handles.remove(handle)
+            self.num_bytes -= handle.num_bytes
+
+    def clear(self) -> None:
+        """Nothing is to be released any more."""
+        self._handles.clear()
+        self.num_bytes = 0
+
+
+class SharedState:
+    """The parts that offload, reload and eviction have in common.
+
+    Attributes:
+        device: streams, events and memory.
+        tier: where bytes go.
+        ranges: names the work for a profiler.
+        guard: may evict what is not used while an allocation fails.
+        order: groups in the order in which backward needs them.
+        release_budget: how many bytes may be in flight.
+        fences: reads of slots that may still be under way.
+        offloading: storages that wait for their release.
+        orphans: storages whose handle was freed during a copy.
+        main_stream: the compute stream of the last forward.
+    """
+
+    def __init__(
+        self, device: Device, tier: Tier, ranges: Ranges, guard: OomGuard, release_budget: ReleaseBudget
+    ) -> None:
+        self.device = device
+        self.tier = tier
+        self.ranges = ranges
+        self.guard = guard
+        self.release_budget = release_budget
+        self.counters = Counters()
+        self.order = BackwardOrder()
+        self.fences = ReadFences(device)
+        self.offloading = OffloadQueue()
+        self.orphans: Orphans = Orphans()
+        self.main_stream = device.current_stream()
+
+    def free_orphans(self) -> None:
+        """Free storages whose handles were freed during a copy (a prefetched tensor that no gradient needed, say)."""
+        while self.orphans:
+            storage, event = self.orphans.popleft()
+            for stream in dict.fromkeys((self.device.current_stream(), self.main_stream)):
+                self.device.wait(stream, event)
+            del storage  # from here on its block may be reused: everything later is ordered behind the copy
+
+
+def num_bytes_of(handles: Iterable[Handle]) -> int:
+    """Return the bytes of ``handles`` together."""
+    return sum(handle.num_bytes for handle in handles)

@@ -1,0 +1,70 @@
+"""Sites: the readable name of every tensor that a layer saves, by the submodule that runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron.swap.common.site_paths import OWN_PATH
+from megatron.swap.common.types import Site
+
+
+class SiteNames:
+    """Knows which submodule of a layer, or of a chunk around its layers, is running.
+
+    Args:
+        layer: number of the layer, the first part of its sites' names.
+        module: whose forward is followed.
+        without: submodules that are left out, with all that is in them.
+
+    Attributes:
+        modules: ``module`` and its submodules, except those that are left out.
+    """
+
+    def __init__(self, layer: int, module: nn.Module, without: Collection[nn.Module] = ()) -> None:
+        self._layer = layer
+        left_out = {inner for one in without for inner in one.modules()}
+        self.modules = [one for one in module.modules() if one not in left_out]
+        self._stack: list[str] = []
+        self._ordinals: Counter[str] = Counter()
+        self._hooks: list[RemovableHandle] = []
+        for path, submodule in module.named_modules():
+            if path and submodule not in left_out:
+                self._add_hooks(path, submodule)
+
+    def begin(self) -> None:
+        """The forward begins. An exception in an earlier one may have left submodules on the stack."""
+        self._stack.clear()
+        self._ordinals.clear()
+
+    def next_site(self, own_path: str = OWN_PATH) -> Site:
+        """Return the name of the tensor that is being saved; ``own_path`` is its path where no submodule runs."""
+        path = self._stack[-1] if self._stack else own_path
+        ordinal = self._ordinals[path]
+        self._ordinals[path] += 1
+        return Site(self._layer, path, ordinal)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _add_hooks(self, path: str, submodule: nn.Module) -> None:
+        def enter(*_: object) -> None:
+            self._stack.append(path)
+
+        def leave(*_: object) -> None:
+            if self._stack:
+                self._stack.pop()
+
+        self._hooks.append(submodule.register_forward_pre_hook(enter))
+        self._hooks.append(submodule.register_forward_hook(leave, always_call=True))
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a ``SiteNames`` has hooks on ``module``: a layer around it is swapped."""
+    return any(getattr(hook, "__module__", None) == __name__ for hook in module._forward_pre_hooks.values())

@@ -1,0 +1,226 @@
+"""Core attention without TransformerEngine, on ``torch.nn.functional.scaled_dot_product_attention``.
+
+Megatron's own local core attention stores the scores: sequence² of memory for each head. PyTorch's fused kernels store
+none; on Hopper cuDNN's is nearly twice as fast as flash attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.swap.common.types import UsageError
+
+# Fastest first. PyTorch passes over a backend that cannot serve a shape.
+_FASTEST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+# The backward passes of cuDNN and of the memory-efficient kernel add in an order that varies from run to run.
+_DETERMINISTIC = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+class SdpaCoreAttention(MegatronModule):
+    """Softmax attention between queries, keys and values of shape [sequence, batch, heads, channels].
+
+    Args:
+        k_channels, v_channels: channels of a head where keys and values differ (multi-latent attention).
+        deterministic: give the same result in every run, at some cost in speed.
+        use_given_mask: with causal attention, apply a given mask as well (documents that must not see one another,
+            ``--reset-attention-mask``). Otherwise a given mask is taken for the causal one and left out, as
+            TransformerEngine does, because no fused kernel takes an arbitrary mask without a loss of speed or memory.
+
+    Raises:
+        UsageError: the configuration asks for something that these kernels cannot do.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        deterministic: bool = False,
+        use_given_mask: bool = False,
+    ) -> None:
+        super().__init__(config=config)
+        _require_supported(config)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        assert config.kv_channels is not None
+        assert config.num_query_groups is not None
+        self.attn_mask_type = attn_mask_type
+        self.use_given_mask = use_given_mask
+        self.deterministic = deterministic
+        num_heads = divide(config.num_attention_heads, pg_collection.tp.size())
+        self.is_grouped = divide(config.num_query_groups, pg_collection.tp.size()) != num_heads
+        # Query-key layer scaling divides the scores by the layer number and multiplies them again before the softmax,
+        # because of the range of fp16. No scores are stored here, so it would change nothing.
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.backends = _DETERMINISTIC if deterministic else _FASTEST
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Return the context, [sequence, batch, heads × value channels].
+
+        Args:
+            attention_mask: True where attention is cut.
+
+        Raises:
+            UsageError: packed sequences or a bias are given.
+        """
+        if packed_seq_params is not None:
+            raise UsageError(
+                "The local spec's attention takes no packed sequences. Drop the flags that pack them "
+                "(--sft, --dataloader-inter-document-masking), or use --transformer-impl transformer_engine."
+            )
+        if attention_bias is not None:
+            raise UsageError(
+                "The local spec's attention takes no bias. Use --transformer-impl transformer_engine."
+            )
+        allowed, is_causal = self._allowed(query, key, attention_mask, attn_mask_type or self.attn_mask_type)
+        num_value_channels = value.shape[-1]
+        if self.deterministic and num_value_channels < query.shape[-1]:
+            # Flash attention needs equal widths. Columns of zeros stay zeros and are cut off below.
+            value = F.pad(value, (0, query.shape[-1] - num_value_channels))
+        dropout = self.dropout if self.training else 0.0
+        with self._random_state(dropout), sdpa_kernel(self.backends, set_priority=True):
+            context = F.scaled_dot_product_attention(
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                attn_mask=allowed,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=self.softmax_scale,
+                enable_gqa=self.is_grouped,
+            )
+        return context[..., :num_value_channels].permute(2, 0, 1, 3).flatten(2)
+
+    def _allowed(
+        self, query: Tensor, key: Tensor, attention_mask: Tensor | None, mask_type: AttnMaskType
+    ) -> tuple[Tensor | None, bool]:
+        """Return what PyTorch gets: a mask (True where attention is allowed), or that attention is just causal."""
+        num_queries, num_keys = query.shape[0], key.shape[0]
+        is_causal = mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        if not is_causal:
+            return (None if attention_mask is None else ~attention_mask), False
+        is_given = attention_mask is not None and (
+            self.use_given_mask or mask_type is not AttnMaskType.causal
+        )
+        if not is_given and num_queries == num_keys:
+            return None, True
+        # The last query sees all keys, also when there are fewer queries than keys.
+        ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        allowed = ones.tril(diagonal=num_keys - num_queries)
+        if is_given:
+            assert attention_mask is not None
+            allowed = allowed & ~attention_mask
+        return allowed, False
+
+    def _random_state(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of dropout's random state, which differs among tensor-parallel ranks, as heads do."""
+        if dropout == 0.0 or self.config.sequence_parallel:  # under sequence parallelism the current state differs
+            return contextlib.nullcontext()
+        return tensor_parallel.get_cuda_rng_tracker().fork()
+
+
+def sdpa_layer_spec(
+    deterministic: bool = False, use_given_mask: bool = False, base: Any = None
+) -> Callable[..., ModuleSpec | TransformerBlockSubmodules]:
+    """Make a ``GPTModelConfig.transformer_layer_spec`` whose local core attention is ``SdpaCoreAttention``.
+
+    Args:
+        deterministic, use_given_mask: as for ``SdpaCoreAttention``.
+        base: the spec that the model would use otherwise, or a function that makes it; default: Megatron's choice.
+
+    Returns:
+        a function of the model's config (and virtual pipeline stage), which returns the spec.
+    """
+
+    def transformer_layer_spec(
+        config: Any, vp_stage: int | None = None
+    ) -> ModuleSpec | TransformerBlockSubmodules:
+        from megatron.training.models.gpt import default_layer_spec
+
+        make = default_layer_spec if base is None else base
+        if isinstance(make, ModuleSpec) or not callable(make):
+            spec = make
+        elif "vp_stage" in inspect.signature(make).parameters:
+            spec = make(config, vp_stage=vp_stage)
+        else:
+            spec = make(config)
+        attention = ModuleSpec(
+            module=SdpaCoreAttention,
+            params={"deterministic": deterministic, "use_given_mask": use_given_mask},
+        )
+        return with_core_attention(spec, attention)
+
+    return transformer_layer_spec
+
+
+def with_core_attention(spec: Any, core_attention: ModuleSpec) -> Any:
+    """Return a copy of ``spec`` with Megatron's local core attention replaced. Layers that use another one keep it.
+
+    Layers share spec objects, and so do models, so ``spec`` itself is not changed.
+    """
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers = [with_core_attention(layer, core_attention) for layer in spec.layer_specs or []]
+        return dataclasses.replace(spec, layer_specs=layers)
+    attention: Any = getattr(spec.submodules, "self_attention", None)
+    submodules: Any = getattr(attention, "submodules", None)
+    if getattr(submodules, "core_attention", None) is not DotProductAttention:
+        return spec
+    submodules = dataclasses.replace(submodules, core_attention=core_attention)
+    attention = dataclasses.replace(attention, submodules=submodules)
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, self_attention=attention))
+
+
+def _require_supported(config: TransformerConfig) -> None:
+    unsupported = {
+        f"--context-parallel-size {config.context_parallel_size}": config.context_parallel_size > 1,
+        f"--window-size {config.window_size}": config.window_size is not None,
+        f"--softmax-type {config.softmax_type}": config.softmax_type != "vanilla",
+        "--qk-clip": config.qk_clip,
+    }
+    for flag, is_given in unsupported.items():
+        if is_given:
+            raise UsageError(
+                f"{flag}: the local spec's attention does not support it. Drop the flag, or install "
+                "TransformerEngine and use --transformer-impl transformer_engine."
+            )

@@ -1,0 +1,259 @@
+"""Which of our flags, and of Megatron's, exclude each other: refused with a reason before the model is built."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, UsageError
+from megatron.swap.megatron_lm.layer import known_modules
+from megatron.swap.profiling.profiler import NSYS
+
+
+def check_settings(args: argparse.Namespace, config: SwapConfig) -> None:
+    """Refuse settings that cannot work together, or that nothing would come of.
+
+    Raises:
+        UsageError: names what was given, what excludes it, and what to drop.
+    """
+    _check_module_names(config.modules)
+    _check_upstream(args)
+    _check_profile(args, config)
+    _check_unused(config)
+    if config.acts:
+        _check_combination(args, config)
+        _check_recompute(args, config)
+    if config.optimizer:
+        _check_optimizer(args, config)
+
+
+def can_recompute(args: argparse.Namespace, kind: str) -> bool:
+    """Whether outputs of ``kind``, one of ``PRODUCERS``, may be recomputed in this run."""
+    try:
+        _check_recompute(args, SwapConfig(layers=frozenset(), recompute=(kind,)))
+    except UsageError:
+        return False
+    return True
+
+
+def memory_flags(args: argparse.Namespace) -> dict[str, float | None]:
+    """Return the flags that give the planner a budget, with their values."""
+    return {"--swap-memory-gib": args.swap_memory_gib, "--swap-memory-fraction": args.swap_memory_fraction}
+
+
+def check_one_way(args: argparse.Namespace, auto: bool) -> None:
+    """Refuse more than one of: a plan file, the planner, flags for layers, modules and kinds."""
+    flags = {
+        f"--swap-plan {args.swap_plan}": args.swap_plan is not None,
+        _auto_flag(args): auto,
+        f"--swap-layers {args.swap_layers}": args.swap_layers != "none",
+        f"--swap-modules {' '.join(args.swap_modules)}": bool(args.swap_modules),
+        f"--swap-recompute {' '.join(args.swap_recompute)}": bool(args.swap_recompute),
+    }
+    given = [flag for flag, is_given in flags.items() if is_given]
+    if len(given) > 1 and (auto or args.swap_plan is not None):
+        decides = "the plan" if args.swap_plan is not None else "the planner"
+        raise UsageError(
+            f"{given[0]} cannot be combined with {given[1]}: {decides} decides what happens to every saved tensor. "
+            "Drop one of the two."
+        )
+
+
+def _auto_flag(args: argparse.Namespace) -> str:
+    """Return the flag that asks for the planner, as it was given."""
+    return next(
+        (f"{flag} {value:g}" for flag, value in memory_flags(args).items() if value is not None), "--swap-policy auto"
+    )
+
+
+def _check_unused(config: SwapConfig) -> None:
+    """Refuse flags that would have no effect: they refine what was not asked for, or name files that stay empty."""
+    if config.modules and not config.layers:
+        raise UsageError(
+            f"--swap-modules {' '.join(config.modules)}: of no layer. Add --swap-layers, such as all, or drop "
+            "--swap-modules."
+        )
+    if config.cpu_memory_gib is not None and torch.cuda.is_available():
+        raise UsageError(
+            f"--swap-cpu-memory-gib {config.cpu_memory_gib:g}: this machine has a GPU, whose memory is what there is. "
+            "Drop the flag; --swap-memory-gib is the most that the planner may use."
+        )
+    if config.save_plan is not None and not config.acts:
+        raise UsageError(
+            f"--swap-save-plan {config.save_plan}: nothing is swapped or recomputed, so there is no plan to write. Add "
+            "--swap-layers, --swap-recompute, --swap-plan or --swap-memory-gib, or drop --swap-save-plan."
+        )
+    if config.save_profile is not None and not config.auto:
+        raise UsageError(
+            f"--swap-save-profile {config.save_profile}: only the planner measures a profile. Add --swap-memory-gib, "
+            "--swap-memory-fraction or --swap-policy auto, or drop --swap-save-profile."
+        )
+    if config.max_candidates != SwapConfig.max_candidates and not config.auto:
+        raise UsageError(
+            f"--swap-max-candidates {config.max_candidates}: only the planner tries plans. Add --swap-memory-gib, "
+            "--swap-memory-fraction or --swap-policy auto, or drop --swap-max-candidates."
+        )
+
+
+def _check_module_names(patterns: Sequence[str]) -> None:
+    known = known_modules()
+    for pattern in patterns:
+        unknown = [part for part in pattern.split(".") if part not in known]
+        if unknown:
+            raise UsageError(
+                f"--swap-modules {pattern!r}: {unknown[0]!r} is not a submodule of a transformer layer. "
+                f"Known are: {', '.join(known)}; join them with dots (mlp.linear_fc1)."
+            )
+
+
+def _check_upstream(args: argparse.Namespace) -> None:
+    """Refuse what Megatron 0.19.2 cannot do with its local spec and does not report itself."""
+    recomputes_mlp = args.recompute_granularity == "selective" and "mlp" in (args.recompute_modules or [])
+    if recomputes_mlp and args.transformer_impl == "local" and args.add_bias_linear:
+        raise UsageError(
+            "--recompute-modules mlp with --transformer-impl local and biases never ends in Megatron 0.19.2 (the MLP "
+            "hands its bias through the checkpoint). Add --disable-bias-linear, drop mlp, or use TransformerEngine."
+        )
+
+
+def _check_profile(args: argparse.Namespace, config: SwapConfig) -> None:
+    if config.profile is None:
+        return
+    if args.profile:
+        raise UsageError("--swap-profile cannot be combined with Megatron's --profile: one profiler a run. Drop one.")
+    if config.profile == NSYS and not torch.cuda.is_available():
+        raise UsageError(
+            "--swap-profile nsys: there is no GPU here for Nsight Systems to trace. Give a folder: torch.profiler "
+            "traces the emulation into it."
+        )
+    last = config.profile_steps[1]
+    if args.train_iters is not None and last > args.train_iters:
+        raise UsageError(
+            f"--swap-profile-steps {args.swap_profile_steps}: training ends with step {args.train_iters}. Trace "
+            "earlier steps, or raise --train-iters."
+        )
+
+
+def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
+    """Refuse kinds that Megatron recomputes itself, so that recomputing them here would do nothing."""
+    ours = f"--swap-recompute {' '.join(config.recompute)}"
+    if not config.recompute:
+        return
+    if args.recompute_granularity == "full" and args.recompute_method == "uniform":
+        raise UsageError(
+            f"{ours} cannot be combined with --recompute-granularity full --recompute-method uniform: all layers are "
+            "recomputed whole. Drop --swap-recompute, or leave layers whole by --recompute-method block."
+        )
+    modules = (args.recompute_modules or []) if args.recompute_granularity == "selective" else []
+    for kind, theirs in ((NORM, ("layernorm",)), (ACTIVATION, ("mlp", "moe", "moe_act")), (LINEAR, ("mlp",))):
+        for module in theirs if kind in config.recompute else ():
+            if module in modules:
+                raise UsageError(
+                    f"{ours} cannot be combined with --recompute-modules {module}: both would recompute the same "
+                    f"tensors. Drop {kind} from --swap-recompute, or {module} from --recompute-modules."
+                )
+    if LINEAR in config.recompute:
+        _check_linear(args, ours, modules)
+    one_function = args.bias_swiglu_fusion or args.use_te_activation_func if args.swiglu else True
+    if ACTIVATION in config.recompute and not one_function:
+        raise UsageError(
+            f"{ours} cannot be combined with --no-bias-swiglu-fusion: what an unfused SwiGLU makes is no single "
+            f"function's output. Drop --no-bias-swiglu-fusion, or {ACTIVATION} from --swap-recompute."
+        )
+
+
+def _check_linear(args: argparse.Namespace, ours: str, modules: Sequence[str]) -> None:
+    """Refuse what a linear layer that runs once more, in backward, would disturb or wait for."""
+    excluded = {
+        f"--fp8-format {args.fp8}": (args.fp8, "running twice would move the scaling factors on"),
+        f"--fp4-format {args.fp4}": (args.fp4, "running twice would move the scaling factors on"),
+        "--sequence-parallel": (
+            args.sequence_parallel and args.tensor_model_parallel_size > 1,
+            "a linear layer gathers its input from all ranks, which would have to do so at the same moment again",
+        ),
+        "--recompute-modules layernorm": ("layernorm" in modules, "Megatron frees the norm's output that it reads"),
+    }
+    for flag, (given, why) in excluded.items():
+        if given:
+            raise UsageError(f"{ours} cannot be combined with {flag}: {why}. Drop {LINEAR} from --swap-recompute, or "
+                             f"{flag}.")  # fmt: skip
+
+
+def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
+    """Refuse what reads the optimizer's state while it is offloaded, or keeps it in a way of its own."""
+    same = "both would take the same state"
+    reads = "it reads the main parameters between steps, when they are offloaded"
+    quantized = "it makes the model's weights of all main parameters at once"
+    scaled = "such state may have one scale for a whole parameter, which is stepped in slices"
+    sharded = "it keeps state in buffers of its own"
+    excluded = [
+        (args.optimizer_cpu_offload, "--optimizer-cpu-offload", same),
+        (args.optimizer_cuda_graph, "--optimizer-cuda-graph", "a captured step cannot be taken apart"),
+        (args.cuda_graph_impl != "none", f"--cuda-graph-impl {args.cuda_graph_impl}", "captured layers call no hooks"),
+        (args.log_params_norm, "--log-params-norm", reads),
+        (args.async_save, "--async-save", "its writer, another process, does not see that memory"),
+        (args.qk_clip, "--qk-clip", "it writes to main parameters between steps, when they are offloaded"),
+        (args.rl_offload_optimizer_during_inference, "--rl-offload-optimizer-during-inference", same),
+        (args.fp8_param_gather, "--fp8-param-gather", quantized),
+        (args.fp4_param_gather, "--fp4-param-gather", quantized),
+        (args.use_megatron_fsdp, "--use-megatron-fsdp", sharded),
+        (args.use_torch_fsdp2, "--use-torch-fsdp2", sharded),
+        (args.exp_avg_dtype != torch.float32, "--exp-avg-dtype below fp32", scaled),
+        (args.exp_avg_sq_dtype != torch.float32, "--exp-avg-sq-dtype below fp32", scaled),
+        (args.main_params_dtype != torch.float32, "--main-params-dtype below fp32", scaled),
+    ]
+    for given, flag, why in excluded:
+        if given:
+            raise UsageError(
+                f"--swap-optimizer {config.optimizer:g} cannot be combined with {flag}: {why}. Drop {flag}, or "
+                "--swap-optimizer."
+            )
+
+
+def _asked(args: argparse.Namespace, config: SwapConfig) -> tuple[str, str]:
+    """Return the flag that asks for swapping, as it was given, and how to do without it."""
+    if config.plan is not None:
+        return f"--swap-plan {args.swap_plan}", "drop --swap-plan"
+    if config.auto:
+        flag = _auto_flag(args)
+        return flag, f"drop {flag.split()[0]}"
+    if config.layers:
+        return f"--swap-layers {args.swap_layers}", "say --swap-layers none"
+    return f"--swap-recompute {' '.join(config.recompute)}", "drop --swap-recompute"
+
+
+def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:
+    same = "both would take the same tensors"
+    graph = "a captured layer replays without any hook for saved tensors"
+    shards = "such weights are known by their Python attributes, which backward does not see behind saved-tensor hooks"
+    fsdp = "its weights are gathered and freed, and would pass for activations"
+    excluded = [
+        (args.cpu_offloading_num_layers > 0, f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers}", same),
+        (args.fine_grained_activation_offloading, "--fine-grained-activation-offloading", same),
+        (args.cuda_graph_impl != "none", f"--cuda-graph-impl {args.cuda_graph_impl}", graph),
+        (args.gtp_weight_remat_size > 1, "--tensor-parallel-num-weight-shards", shards),
+        (args.use_megatron_fsdp, "--use-megatron-fsdp", fsdp),
+        (args.use_torch_fsdp2, "--use-torch-fsdp2", fsdp),
+        (args.expert_gtp_weight_remat_size > 1, "--expert-tensor-parallel-num-weight-shards", shards),
+    ]
+    ours, without = _asked(args, config)
+    for given, flag, why in excluded:
+        if given:
+            raise UsageError(
+                f"{ours} cannot be combined with {flag}: {why}. Drop {flag}, or {without}."
+            )
+    if args.recompute_granularity != "full":
+        return
+    if config.plan is not None or config.auto:
+        raise UsageError(
+            f"{ours} cannot be combined with --recompute-granularity full: a plan says itself which layers run again. "
+            f"Drop --recompute-granularity, or {without}."
+        )
+    if config.save_plan is not None:
+        raise UsageError(
+            f"--swap-save-plan {config.save_plan} cannot be combined with --recompute-granularity full: a plan file "
+            "has no words for the segments that Megatron recomputes. Drop one of the two."
+        )

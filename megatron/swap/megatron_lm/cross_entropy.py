@@ -1,0 +1,119 @@
+"""Cross entropy in chunks of a thousand tokens: the logits never exist in single precision as a whole.
+
+Megatron copies 16-bit logits in single precision, exponentiates the copy and saves it. The copy is twice as large as
+the logits, and it exists around the loss, where the peak of a step mostly is. Here the logits themselves are saved,
+with each token's maximum and sum. Backward recomputes the softmax chunk by chunk, and writes the gradient over the
+logits. Each element goes through the same operations in the same order, so losses and gradients equal Megatron's to the
+bit. Liger Kernel (https://arxiv.org/abs/2410.10989) writes the gradient over the logits as well, and computes it in
+forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron.swap.common.types import LOSS_ROWS
+from megatron.swap.megatron_lm import loss_kernels
+
+NUM_OWN_REFERENCES = 2
+"""References to the logits' storage in backward unless another tensor shares it: our alias, and its Python object."""
+
+Function = Callable[..., torch.Tensor]
+
+
+def chunked_cross_entropy(original: Function) -> Function:
+    """Return a function with the signature of ``original``, Megatron's ``vocab_parallel_cross_entropy``.
+
+    It calls ``original`` for logits in single precision, which it overwrites already, and for smoothed labels.
+    """
+
+    def cross_entropy(
+        vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0, tp_group: Any = None
+    ) -> torch.Tensor:
+        """Return losses (sequence, micro-batch) in single precision.
+
+        Args:
+            vocab_parallel_logits: (sequence, micro-batch, words of this rank).
+            target: words, (sequence, micro-batch).
+            label_smoothing: 0 to 1; 0: none.
+            tp_group: ranks that share the vocabulary.
+        """
+        logits = vocab_parallel_logits
+        if logits.element_size() >= 4 or label_smoothing or tp_group is None or not logits.is_contiguous():
+            return original(logits, target, label_smoothing, tp_group)
+        return _CrossEntropy.apply(logits, target, tp_group)
+
+    return cross_entropy
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Takes logits (sequence, micro-batch, words of this rank), targets and the group that shares the vocabulary."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:
+        rows = logits.view(-1, logits.size(-1))
+        first_word = torch.distributed.get_rank(group) * rows.size(-1)
+        word = target.reshape(-1).long() - first_word  # the kernels take no other integers
+        elsewhere = (word < 0) | (word >= rows.size(-1))
+        word.masked_fill_(elsewhere, 0)
+
+        largest = rows.amax(dim=-1).float()
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
+        predicted = rows.gather(-1, word.unsqueeze(-1)).squeeze(-1) - largest
+        predicted.masked_fill_(elsewhere, 0.0)
+        total = torch.empty_like(largest)
+        for chunk in _chunks(rows):
+            total[chunk] = _exponentials(rows[chunk], largest[chunk]).sum(dim=-1)
+        torch.distributed.all_reduce(predicted, group=group)
+        torch.distributed.all_reduce(total, group=group)
+        # An alias is saved, so that backward can count other references to the logits. Clones are saved, because
+        # threads of a process group may keep what they have reduced alive for some time.
+        ctx.save_for_backward(logits.detach(), largest.clone(), total.clone(), word, elsewhere)
+        return (total.log() - predicted).view_as(target)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, loss_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, largest, total, word, elsewhere = ctx.saved_tensors
+        is_shared = torch._C._storage_Use_Count(logits.untyped_storage()._cdata) > NUM_OWN_REFERENCES
+        gradient = torch.empty_like(logits) if is_shared else logits
+        rows, gradient_rows = logits.view(-1, logits.size(-1)), gradient.view(-1, logits.size(-1))
+        factor, here = loss_gradient.reshape(-1).contiguous(), 1.0 - elsewhere.float()
+        kernels = loss_kernels.kernels_for(rows)
+        if kernels is not None:
+            kernels.gradients(rows, largest, total, word, here, factor, gradient_rows)
+            torch.autograd.graph.increment_version(gradient)
+            return gradient, None, None
+        for chunk in _chunks(rows):
+            softmax = _exponentials(rows[chunk], largest[chunk]).div_(total[chunk].unsqueeze(-1))
+            softmax[torch.arange(len(softmax), device=softmax.device), word[chunk]] -= here[chunk]
+            torch.mul(softmax, factor[chunk].unsqueeze(-1), out=gradient_rows[chunk])
+            del softmax  # else two chunks would be alive at once
+        return gradient, None, None
+
+
+def _exponentials(rows: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Return the exponentials, in single precision, of logits less their row's maximum, without copying the logits
+    first."""
+    kernels = loss_kernels.kernels_for(rows)
+    if kernels is None:
+        return torch.sub(rows, largest.unsqueeze(-1)).exp_()
+    results = torch.empty_like(rows, dtype=torch.float32)
+    kernels.exponentials(rows, largest, results)
+    return results
+
+
+def _chunks(rows: torch.Tensor) -> Iterator[slice]:
+    """Yield slices of at least ``LOSS_ROWS`` rows each, unless there are fewer.
+
+    With fewer rows sums would differ in their last bits. Where rows do not fill a GPU, torch splits the sum of a row
+    among thread blocks, which adds in another order. It does so up to four blocks of 512 threads for each
+    multiprocessor, and no GPU has 256 multiprocessors.
+    """
+    num_chunks = max(1, len(rows) // LOSS_ROWS)
+    for i in range(num_chunks):
+        yield slice(i * len(rows) // num_chunks, (i + 1) * len(rows) // num_chunks)

@@ -1,0 +1,131 @@
+"""The Megatron edge for host memory: how much one rank may take, and how optimizer state and activations divide it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes
+from megatron.swap.common.rounding import round_down, round_up
+from megatron.swap.common.types import GIB, MIB, format_bytes
+from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION
+from megatron.swap.megatron_lm.layer import least_saved_bytes
+from megatron.swap.memory.disk_file import disk_limit_bytes
+from megatron.swap.memory.host_budget import HostMemoryBudget, Reservation
+from megatron.swap.memory.host_memory import (
+    PAGE_BYTES,
+    HostMemoryError,
+    check_host_request,
+    local_world_size,
+    safe_host_bytes,
+)
+from megatron.swap.memory.tiers.disk import host_bytes
+from megatron.swap.planner.states import STATE_HOST_FRACTION, bucket_bytes_before_disk, fraction_before_disk
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """The host memory and disk of one rank, divided before anything is built.
+
+    Attributes:
+        limit_bytes: most that activations, optimizer state and disk buffers take together; whole pages.
+        least_bytes: a lower bound of what activations take, as far as it is known before the first step.
+        disk_bytes: room on the disk; 0: there is none.
+        buffers_bytes: of ``limit_bytes``, the buffers between activations and the disk.
+        guard_bytes: beside ``limit_bytes``, what only the out-of-memory guard takes.
+    """
+
+    limit_bytes: int
+    least_bytes: int
+    disk_bytes: int
+    buffers_bytes: int
+    guard_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Most that this rank takes in all: the limit of its ``HostMemoryBudget``."""
+        return self.limit_bytes + self.guard_bytes
+
+    @property
+    def disk_buffer_bytes(self) -> int:
+        """Size of each buffer between activations and the disk."""
+        return disk_buffer_bytes(self.limit_bytes, MAX_SPILL_BUFFER_BYTES)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Most that optimizer state takes. It is allocated before activations; what has no room goes to the disk."""
+        room_bytes = max(0, self.limit_bytes - self.buffers_bytes)
+        left_bytes = max(0, room_bytes - round_up(self.least_bytes, MIB))
+        if not self.disk_bytes:
+            return left_bytes
+        is_known = self.least_bytes > 0 or not self.buffers_bytes  # else activations swap, and nobody knows how many
+        return max(left_bytes if is_known else 0, int(fraction_before_disk(room_bytes, self.disk_bytes)))
+
+    def reserve_state(self, config: SwapConfig) -> Reservation:
+        """Make the rank's budget, and reserve in it what optimizer state may take at most (0 if none is offloaded).
+
+        Resize the reservation once the state is allocated: a pool on ``Reservation.budget`` gets what is left.
+        """
+        num_bytes = self.optimizer_bytes if config.optimizer else 0
+        return HostMemoryBudget(self.total_bytes).reserve("optimizer state", num_bytes)
+
+
+def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
+    """Divide the host memory and the disk that this rank may take.
+
+    Args:
+        swaps: whether activations are swapped.
+
+    Raises:
+        UsageError: the disk has less room than is asked for.
+        HostMemoryError: activations do not fit, and there is no disk; or the buffers before a disk do not fit.
+    """
+    has_disk, disk_bytes = config.disk_dir is not None, 0
+    if config.disk_dir is not None:
+        limit_bytes = None if config.disk_gib is None else int(config.disk_gib * GIB)
+        disk_bytes = disk_limit_bytes(config.disk_dir, limit_bytes, local_world_size())
+    if not swaps and not config.optimizer and not config.oom_guard:
+        return HostShare(MIB, 0, disk_bytes, 0)  # nothing is swapped, but a pool may not be empty
+    capacity = safe_host_bytes(local_world_size())
+    limit_bytes, limited_by = capacity.safe_bytes, capacity.reason
+    if config.host_gib is not None:
+        limit_bytes, limited_by = int(config.host_gib * GIB), f"--swap-host-gib {config.host_gib:g}"
+        check_host_request(limit_bytes, capacity, config.host_unchecked)
+    guard_bytes = 0
+    if config.oom_guard:
+        guard_bytes = int(GUARD_HOST_FRACTION * limit_bytes)
+        limited_by += f", less {format_bytes(guard_bytes)} for --swap-oom-guard"
+    limit_bytes = round_down(limit_bytes - guard_bytes, PAGE_BYTES)
+    needed_bytes = _least_bytes(config, args)
+    if needed_bytes > limit_bytes and not has_disk:
+        flag, remedy = f"--swap-layers {args.swap_layers}", "Swap fewer layers or modules"
+        if config.plan is not None:
+            flag, remedy = f"--swap-plan {args.swap_plan}", "Make a plan that swaps less"
+        raise HostMemoryError(
+            f"{flag} takes at least {format_bytes(needed_bytes)} of host memory on "
+            f"each rank, but {format_bytes(limit_bytes)} may be reserved ({limited_by}). {remedy}, "
+            "use a smaller micro-batch, or raise --swap-host-gib (with --swap-host-unchecked if this "
+            "machine's memory grows on demand), or name a --swap-disk-dir."
+        )
+    buffers_bytes = host_bytes(disk_buffer_bytes(limit_bytes, MAX_SPILL_BUFFER_BYTES)) if swaps and has_disk else 0
+    share = HostShare(limit_bytes, needed_bytes, disk_bytes, buffers_bytes, guard_bytes)
+    state_buffers_bytes = 0
+    if config.optimizer and has_disk:
+        state_buffers_bytes = host_bytes(bucket_bytes_before_disk(share.optimizer_bytes))
+    state_room_bytes = share.optimizer_bytes * (STATE_HOST_FRACTION if config.optimizer_auto else 1)
+    if buffers_bytes >= limit_bytes or state_buffers_bytes > state_room_bytes or limit_bytes < PAGE_BYTES:
+        raise HostMemoryError(
+            f"{format_bytes(limit_bytes)} of host memory may be reserved ({limited_by}), and the buffers between the "
+            f"GPU and --swap-disk-dir take {format_bytes(buffers_bytes + state_buffers_bytes)}: raise --swap-host-gib."
+        )
+    return share
+
+
+def _least_bytes(config: SwapConfig, args: Namespace) -> int:
+    """A lower bound of what activations take on this rank, in bytes; 0 where nothing is known yet."""
+    if config.plan is None:
+        return least_saved_bytes(args, len(config.layers))
+    if args.pipeline_model_parallel_size > 1 or config.prefetch_gib is not None:
+        return 0  # which layers are here, or how many of the last ones stay, is not known yet
+    return config.plan.least_host_bytes()

@@ -1,0 +1,274 @@
+"""The Megatron edge for models: finds the transformer layers of a built model and puts boundaries around them."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.attention import CrossAttentionSubmodules, SelfAttentionSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch import nn
+
+from megatron.swap.common.site_paths import CHECKPOINT_PATH, NON_LAYER, OWN_PATH
+from megatron.swap.common.types import (
+    ACTIVATION,
+    LINEAR,
+    MIB,
+    NORM,
+    ROTARY,
+    LayerPosition,
+    Site,
+    UsageError,
+    layer_positions,
+)
+from megatron.swap.engine.handle import Group
+from megatron.swap.engine.layer_hooks import BoundaryOptions, LayerBoundary
+from megatron.swap.engine.policy import Policy, matches
+from megatron.swap.engine.saved_tensors import SavedTensors
+from megatron.swap.engine.sites import SiteNames
+from megatron.swap.megatron_lm.producers import Producers
+
+
+def known_modules() -> list[str]:
+    """Return the submodule names that ``--swap-modules`` may use: those in the specs of the installed megatron-core."""
+    names = {OWN_PATH, CHECKPOINT_PATH}
+    for spec in (
+        TransformerLayerSubmodules,
+        SelfAttentionSubmodules,
+        CrossAttentionSubmodules,
+        MLASelfAttentionSubmodules,
+        MLPSubmodules,
+        MoESubmodules,
+    ):
+        names.update(field.name for field in dataclasses.fields(spec))
+    return sorted(name for name in names if not name.endswith(("_bda", "_map")))
+
+
+class Boundaries:
+    """The boundaries around all layers of this rank; ``remove`` removes them.
+
+    Args:
+        saved_tensors: of the engine.
+        policy: says which layers offload and recompute.
+        producers: makes kernels record what they make; ``None``: nothing is recomputed.
+    """
+
+    def __init__(self, saved_tensors: SavedTensors, policy: Policy, producers: Producers | None = None) -> None:
+        self._manager = saved_tensors.manager
+        self._saved_tensors = saved_tensors
+        self._policy = policy
+        self._producers = producers
+        self._layers: list[LayerBoundary] = []
+        self._chunks: list[tuple[list[LayerBoundary], bool]] = []
+        self._segments: dict[TransformerBlock, CheckpointedSegments] = {}
+        self._non_layer_names: dict[nn.Module, SiteNames] = {}
+
+    def install(self, chunk: nn.Module, modules: Sequence[str], *, ends_in_loss: bool) -> None:
+        """Put boundaries around all layers of ``chunk``, one stage of the model.
+
+        Raises:
+            UsageError: a pattern in ``modules`` names no submodule of any layer of this chunk.
+        """
+        for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
+            layers = list(block.layers)
+            numbers = [layer.layer_number - 1 for layer in layers]
+            _check_modules(modules, layers)
+            positions = layer_positions([self._policy.swaps_layer(number) for number in numbers], ends_in_loss)
+            segments = None
+            if block.config.recompute_granularity == "full":
+                by_number = dict(zip(numbers, positions, strict=True))
+                segments = CheckpointedSegments(self._saved_tensors, by_number)
+                self._segments[block] = segments
+            boundaries: list[LayerBoundary] = []
+            for number, layer, position in zip(numbers, layers, positions, strict=True):
+                whole = self._policy.recomputes_whole(number)
+                if whole and (block.config.fp8 or block.config.fp4):
+                    raise UsageError(
+                        f"layer {number} is to be recomputed whole, with --fp8-format or --fp4-format: running twice "
+                        "would move the scaling factors on. Drop that format, or swap the layer."
+                    )
+                if recomputed := self._producers is not None and self._policy.recomputes_layer(number) and not whole:
+                    self._producers.wrap(layer)
+                boundaries.append(
+                    LayerBoundary(
+                        number,
+                        layer,
+                        self._saved_tensors,
+                        position,
+                        BoundaryOptions(
+                            hooked=position.swapped or recomputed or self._manager.guard.is_on,
+                            on_run_without_grad=segments.on_run if segments else None,
+                            is_idle=lambda: self._policy.is_idle and not self._manager.guard.is_on,
+                        ),
+                        checkpoint=_checkpoint if whole else None,
+                    )
+                )
+            self._layers += boundaries
+            self._chunks.append((boundaries, ends_in_loss))
+
+    def around_layers(self, chunk: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context for the forward of ``chunk``, in which a recorder sees what is saved outside its layers."""
+        if not self._saved_tensors.is_recorded:
+            return nullcontext()
+        if chunk not in self._non_layer_names:
+            layers = [boundary.module for boundary in self._layers]
+            self._non_layer_names[chunk] = SiteNames(NON_LAYER, chunk, without=layers)
+        return self._saved_tensors.outside_layers(self._non_layer_names[chunk])
+
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """Return the numbers of the layers of each model chunk of this rank, in the order of forward."""
+        return tuple(tuple(boundary.layer for boundary in boundaries) for boundaries, _ in self._chunks)
+
+    def apply_policy(self, window_bytes: int | None) -> None:
+        """The policy answers otherwise from the next forward on. Between steps; its layers must all be hooked.
+
+        Args:
+            window_bytes: as in ``EngineSettings``.
+        """
+        for boundaries, ends_in_loss in self._chunks:
+            swapped = [self._policy.swaps_layer(boundary.layer) for boundary in boundaries]
+            for boundary, position in zip(boundaries, layer_positions(swapped, ends_in_loss), strict=True):
+                whole = self._policy.recomputes_whole(boundary.layer)
+                boundary.set_position(position, _checkpoint if whole else None)
+        self._manager.apply_policy(window_bytes)
+
+    def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Return a context for a block's forward with full recomputation."""
+        segments = self._segments.get(block)  # type: ignore[call-overload]
+        return segments.swapping() if segments is not None else nullcontext()
+
+    def remove(self) -> None:
+        """Give all layers back their own forward."""
+        for boundary in self._layers:
+            boundary.remove()
+        for names in self._non_layer_names.values():
+            names.remove()
+        if self._producers is not None:
+            self._producers.remove()
+        self._non_layer_names.clear()
+        self._layers.clear()
+        self._chunks.clear()
+        self._segments.clear()
+
+
+def num_micro_batches() -> int:
+    """Return the number of micro-batches of the training step that runs."""
+    return int(get_num_microbatches())
+
+
+def pipeline_rank() -> int:
+    """Return this rank's number in its pipeline."""
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+class CheckpointedSegments:
+    """Groups for full recomputation: the inputs that a block's ``CheckpointFunction`` saves, segment by segment.
+
+    Those are saved outside any layer's boundary, right after the segment's layers have run without gradients. These
+    runs show which layers a segment has; its site is that of its first layer, ``layers.N/checkpoint/0``.
+
+    Args:
+        saved_tensors: of the engine.
+        positions: of the block's layers, by their numbers.
+    """
+
+    def __init__(self, saved_tensors: SavedTensors, positions: dict[int, LayerPosition]) -> None:
+        self._manager = saved_tensors.manager
+        self._saved_tensors = saved_tensors
+        self._positions = positions
+        self._layers: list[int] = []
+        self._group: Group | None = None
+        self._num_saved = 0
+
+    def on_run(self, layer: int) -> None:
+        """A layer runs without gradients."""
+        if self._group is not None:  # the last segment is complete: this layer begins the next one
+            self._end_segment()
+        self._layers.append(layer)
+
+    @contextmanager
+    def swapping(self) -> Iterator[None]:
+        """Return a context around a block's checkpointed forward."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        self._layers.clear()
+        self._group = None
+        with self._saved_tensors.hooks(self._next):
+            yield
+        self._end_segment()
+
+    def _next(self) -> tuple[Group, Site] | None:
+        if not self._layers:
+            return None
+        if self._group is None:
+            self._group = self._manager.begin_forward(self._layers[0], self._positions[self._layers[-1]])
+        site = Site(self._layers[0], CHECKPOINT_PATH, self._num_saved)
+        self._num_saved += 1
+        return self._group, site
+
+    def _end_segment(self) -> None:
+        if self._group is not None:
+            self._manager.end_forward(self._group)
+        self._group = None
+        self._layers.clear()
+        self._num_saved = 0
+
+
+def _checkpoint(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """Megatron's own: it restores all random states before ``function`` runs again in backward."""
+    return tensor_parallel.checkpoint(function, False, *tensors)
+
+
+def _check_modules(patterns: Sequence[str], layers: Sequence[nn.Module]) -> None:
+    """Refuse patterns that are known, but that no layer of this model matches."""
+    paths = {path for layer in layers for path, _ in layer.named_modules() if path and not path.endswith("_bda")}
+    present = paths | {OWN_PATH, CHECKPOINT_PATH}
+    for pattern in patterns if layers else ():
+        if not any(matches(pattern, path) for path in present):
+            raise UsageError(
+                f"--swap-modules {pattern!r}: no layer of this model has such a submodule. "
+                f"It has: {', '.join(sorted(present))}."
+            )
+
+
+def least_saved_bytes(args: Namespace, num_swapped_layers: int) -> int:
+    """Return a lower bound, in bytes, of what the swapped layers save in one micro-batch on this rank.
+
+    Counted from the shapes: norm inputs and outputs, q, k, v, attention output, MLP activations, each if it is large
+    enough for ``--swap-min-mib``. That is enough to reserve host memory early and to refuse a run that cannot fit; the
+    rest is reserved when it is needed. 0 where the shapes say too little.
+    """
+    if args.swap_modules or args.swap_prefetch_gib or args.fp8 or args.recompute_granularity == "selective":
+        return 0
+    element_bytes = 2 if args.bf16 or args.fp16 else 4
+    tensor_parallel = args.tensor_model_parallel_size
+    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
+    layers_here = max(0, num_swapped_layers // args.pipeline_model_parallel_size - 2)  # the trailing layers are kept
+    hidden = args.hidden_size // (tensor_parallel if args.sequence_parallel else 1)
+    widths = [hidden] * (2 if NORM in args.swap_recompute else 4)
+    if args.recompute_granularity == "full":
+        segment = args.recompute_num_layers if args.recompute_method == "uniform" else 1
+        layers_here, widths = layers_here // (segment or 1), [hidden]
+    else:
+        if not args.multi_latent_attention:
+            groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+            heads = [args.num_attention_heads]  # attention output
+            if not {ROTARY, LINEAR} & set(args.swap_recompute):
+                heads += [args.num_attention_heads, groups, groups]  # q, k, v
+            widths += [number * args.kv_channels // tensor_parallel for number in heads]
+        if args.num_experts is None:
+            fc1 = 0 if LINEAR in args.swap_recompute else 2 if args.swiglu else 1
+            widths += [args.ffn_hidden_size // tensor_parallel] * (fc1 + (ACTIVATION not in args.swap_recompute))
+    sizes = [tokens * width * element_bytes for width in widths]
+    return layers_here * sum(size for size in sizes if size >= args.swap_min_mib * MIB)

@@ -1,0 +1,269 @@
+"""Adapts one Megatron optimizer to a step that runs bucket by bucket, as a whole, and gives it back as it was.
+
+Gradients, their norm, clipping and loss scaling stay Megatron's: they read gradients alone, which are never offloaded.
+Ours are the step of the inner optimizer (torch's or TransformerEngine's), and the copy of new main parameters to those
+of the model, which happens while the main parameters are on the device. Before a checkpoint is saved or loaded,
+offloaded state is materialized as tensors in host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
+
+ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
+"""Class names of optimizers that look at each element alone: they may step slices of parameters."""
+PARAMETERWISE = frozenset({"OrthogonalizedOptimizer", "SOAP"})
+"""Class names of optimizers, or of their base classes, that step each parameter alone and as a whole. Muon is one."""
+
+_MISSING = object()
+
+
+class Override(NamedTuple):
+    """A method that is replaced while a Megatron optimizer is adapted.
+
+    Attributes:
+        owner: the Megatron optimizer or its inner one.
+        method: its name; an optimizer without such a method is left alone.
+        handler: called in its place, with the original first and then the caller's arguments.
+        is_for_saving: whether it stays replaced when training breaks off, so that state can still be saved.
+    """
+
+    owner: Any
+    method: str
+    handler: Callable[..., Any]
+    is_for_saving: bool = False
+
+
+class AdaptedOptimizer:
+    """A Megatron optimizer whose inner optimizer is stepped by ``stepper``, between ``install`` and ``remove``.
+
+    Args:
+        optimizer: a ``MegatronOptimizer`` that is no chain.
+        stepper: of its inner optimizer.
+
+    Attributes:
+        overrides: every method that is replaced, and by what. A chained optimizer calls some of those for checkpoints
+            directly, so each of them is listed.
+    """
+
+    def __init__(self, optimizer: Any, stepper: OptimizerStepper) -> None:
+        self.stepper = stepper
+        self._optimizer = optimizer
+        self._replaced: list[tuple[Override, Any]] = []  # with what the owner itself had under that name
+        self.overrides = (
+            Override(optimizer.optimizer, "step", self._step),
+            Override(optimizer, "prepare_grads", self._release_first),
+            Override(optimizer, "_copy_main_params_to_model_params", self._skip),
+            Override(optimizer, "_copy_model_params_to_main_params", self._copy_one_by_one),
+            Override(optimizer, "reload_model_params", self._load),
+            Override(optimizer, "load_parameter_state", self._load),
+            Override(optimizer, "load_parameter_state_from_dp_zero", self._load),
+            Override(optimizer, "load_state_dict", self._load_state_dict),
+            Override(optimizer, "state_dict", self._save, is_for_saving=True),
+            Override(optimizer, "save_parameter_state", self._save, is_for_saving=True),
+            Override(optimizer, "get_parameter_state_dp_zero", self._save, is_for_saving=True),
+            Override(optimizer, "sharded_state_dict", self._sharded_state_dict, is_for_saving=True),
+        )
+
+    def install(self) -> None:
+        """Replace all methods of ``overrides``."""
+        for override in self.overrides:
+            original = getattr(override.owner, override.method, None)
+            if original is None:
+                continue
+            self._replaced.append((override, vars(override.owner).get(override.method, _MISSING)))
+            replacement = functools.update_wrapper(functools.partial(override.handler, original), original)
+            setattr(override.owner, override.method, replacement)
+
+    def remove(self) -> None:
+        """Give all methods back: the optimizer has the attributes that it had before ``install``.
+
+        Its state stays where it is. To train on, materialize it first.
+        """
+        self._give_back(self.overrides)
+
+    def remove_all_but_saving(self) -> None:
+        """Give back the methods that train or load. Those that save still materialize the state first."""
+        self._give_back([override for override in self.overrides if not override.is_for_saving])
+
+    def _give_back(self, overrides: Sequence[Override]) -> None:
+        for override, previous in self._replaced:
+            if override not in overrides:
+                continue
+            if previous is _MISSING:
+                delattr(override.owner, override.method)
+            else:
+                setattr(override.owner, override.method, previous)
+        self._replaced = [entry for entry in self._replaced if entry[0] not in overrides]
+
+    # ----------------------------------------------------------------- training
+
+    def _step(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        self.stepper.step(*arguments, **options)
+
+    def _release_first(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Release materialized tensors before Megatron gives main parameters their gradients on the device."""
+        self.stepper.release()
+        return original(*arguments, **options)
+
+    def _skip(self, original: Callable[..., Any]) -> None:
+        """Copy no main parameters to the model: each bucket did so, and now they are offloaded again."""
+
+    def _copy_one_by_one(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Copy the model's parameters to the main ones one at a time, which gives the same bits.
+
+        Without this buffer Megatron does so. With it (fp16) one kernel copies all, and it takes no host memory.
+        """
+        buffer, self._optimizer._dummy_overflow_buf = self._optimizer._dummy_overflow_buf, None
+        try:
+            return original(*arguments, **options)
+        finally:
+            self._optimizer._dummy_overflow_buf = buffer
+
+    # -------------------------------------------------------------- checkpoints
+
+    def _save(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.stepper.materialize()
+        return original(*arguments, **options)
+
+    def _load(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.stepper.materialize()
+        try:
+            return original(*arguments, **options)
+        finally:
+            self.stepper.store_loaded()
+
+    def _load_state_dict(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self._materialize_for_load()
+        try:
+            return original(*arguments, **options)
+        finally:
+            self.stepper.store_loaded()
+
+    def _sharded_state_dict(
+        self, original: Callable[..., Any], model: Any, is_loading: bool = False, *arguments: Any, **options: Any
+    ) -> Any:
+        if is_loading:
+            self._materialize_for_load()
+        else:
+            self.stepper.materialize()
+        return original(model, is_loading, *arguments, **options)
+
+    def _materialize_for_load(self) -> None:
+        """Make memory for state that is loaded before the first step. Else Megatron would make it on the device."""
+        self.stepper.materialize_for_load()
+        if self._optimizer.init_state_fn is not None:
+            self._optimizer.init_state_fn(self._optimizer.optimizer, self._optimizer.config)
+
+
+def unchained(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers that a ``MegatronOptimizer`` consists of: those with an inner one and parameters to step."""
+    if isinstance(optimizer, ChainedOptimizer):
+        for one in optimizer.chained_optimizers:
+            yield from unchained(one)
+    elif optimizer.optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
+        yield optimizer
+
+
+def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
+    """Return whether ``inner`` may step slices of its parameters; otherwise it steps whole ones.
+
+    Args:
+        inner: torch's or TransformerEngine's optimizer.
+        has_disk: whether state may go to disk.
+
+    Raises:
+        UsageError: the optimizer's rule is not known, or it steps whole parameters and state may go to disk.
+    """
+    if type(inner).__name__ in ELEMENTWISE:
+        return True
+    if not PARAMETERWISE & {kind.__name__ for kind in type(inner).__mro__}:
+        known = ", ".join([*sorted(ELEMENTWISE), *(f"{name} and its kinds" for name in sorted(PARAMETERWISE))])
+        raise UsageError(
+            f"--swap-optimizer: it is not known whether {type(inner).__name__} steps each parameter alone, as those "
+            f"do: {known}. Leave --swap-optimizer out, or choose another --optimizer."
+        )
+    if has_disk:
+        raise UsageError(
+            f"--swap-disk-dir: {type(inner).__name__} steps whole parameters, which do not pass through buffers "
+            f"between disk and device. Leave --swap-disk-dir out, or take one of {', '.join(sorted(ELEMENTWISE))}."
+        )
+    return False
+
+
+def copier_to_model(optimizer: Any) -> OnUpdated:
+    """Return a function that copies new values of a main parameter to the parameter of the model.
+
+    Args:
+        optimizer: a ``MegatronOptimizer`` that is no chain.
+
+    Raises:
+        UsageError: its class is not known.
+    """
+    if isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        model_values = _values_of_params(optimizer)
+    elif isinstance(optimizer, DistributedOptimizer):
+        model_values = _values_of_shards(optimizer)
+    elif isinstance(optimizer, FP32Optimizer):
+        return lambda *_: None  # the parameters are the model's own
+    else:
+        raise UsageError(
+            f"--swap-optimizer knows Megatron's fp32, fp16, bf16 and distributed optimizers; this run has a "
+            f"{type(optimizer).__name__}. Leave --swap-optimizer out."
+        )
+
+    def copy(main: torch.Tensor, start: int, stop: int, values: torch.Tensor) -> None:
+        target = model_values(main)
+        if target is not None:
+            target[start:stop].copy_(values.view(-1))
+
+    return copy
+
+
+ModelValues = Callable[[torch.Tensor], torch.Tensor | None]
+"""Returns the model's values of a main parameter, flat; ``None``: it is the model's own."""
+
+
+def _values_of_params(optimizer: Float16OptimizerWithFloat16Params) -> ModelValues:
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for mains, models in zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True):
+        pairs += zip(mains, models, strict=True)
+    of_model = dict(pairs)
+
+    def values(main: torch.Tensor) -> torch.Tensor | None:
+        model = of_model.get(main)
+        return None if model is None else model.detach().view(-1)
+
+    return values
+
+
+def _values_of_shards(optimizer: DistributedOptimizer) -> ModelValues:
+    groups = (
+        (optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups),
+        (optimizer.shard_fp32_groups, optimizer.model_fp32_groups),
+    )
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for main_groups, model_groups in groups:
+        for mains, models in zip(main_groups, model_groups, strict=True):
+            pairs += ((main, model) for main, model in zip(mains, models, strict=True) if main is not None)
+    of_shard = dict(pairs)
+
+    def values(main: torch.Tensor) -> torch.Tensor | None:
+        model = of_shard.get(main)
+        if model is None:
+            return None
+        place = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+        buffer, _, bucket = optimizer.model_param_gbuf_map[model]
+        whole: torch.Tensor = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)
+        return whole[place.start : place.end]
+
+    return values

@@ -1,0 +1,324 @@
+"""The offloaded optimizer state of one rank: what is chosen, how much memory it may take, and what a run reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.utils import is_te_min_version
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.types import GIB, MIB, format_bytes
+from megatron.swap.devices.base import Device
+from megatron.swap.megatron_lm.optimizer_adapter import AdaptedOptimizer, copier_to_model, is_elementwise, unchained
+from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskFile
+from megatron.swap.memory.host_arena import HostArena
+from megatron.swap.optimizer.overlap import StepOverlap
+from megatron.swap.optimizer.param_state import OffloadedTensor, ParamState
+from megatron.swap.optimizer.selection import StateSelection
+from megatron.swap.optimizer.state_memory import StateMemory
+from megatron.swap.optimizer.stepper import OptimizerStepper, StepOptions
+from megatron.swap.optimizer.transfers import StateTransfers
+from megatron.swap.planner.flags import state_bytes_of
+from megatron.swap.planner.profile import OffloadedState
+from megatron.swap.planner.states import BUCKET_BYTES, STATE_HOST_FRACTION, bucket_bytes_before_disk
+from megatron.swap.reporting.summary import RankReport
+
+MAX_TENSORS = 3
+"""Offloaded tensors of one parameter at most: its main values, and two moments."""
+
+
+class ExpectedState(NamedTuple):
+    """What is known of the state before it is created.
+
+    Attributes:
+        num_sharers: ranks that share the state of the same parameters.
+        num_expert_sharers: the same of experts' parameters, at least.
+        state_bytes: most bytes of state for one element of a parameter.
+    """
+
+    num_sharers: int
+    num_expert_sharers: int
+    state_bytes: int
+
+    def bytes_of(self, param: torch.Tensor) -> int:
+        """Return the bytes on this rank for a parameter of the model. Megatron marks experts' by ``allreduce``."""
+        num_sharers = self.num_sharers if getattr(param, "allreduce", True) else self.num_expert_sharers
+        return -(-param.numel() * self.state_bytes // num_sharers)
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """What a run wants offloaded.
+
+    Attributes:
+        fraction: of all state, 0 to 1.
+        host_limit_bytes: most host memory that it may take.
+        min_bytes: smaller parameters are kept on the device.
+        disk: takes what host memory has no room for.
+        expected: offload no more than there is room for beside activations, of state like this; ``None``: an error
+            where there is less room.
+    """
+
+    fraction: float
+    host_limit_bytes: int
+    min_bytes: int = 0
+    disk: DiskFile | None = None
+    expected: ExpectedState | None = None
+
+
+class OptimizerSwap:
+    """Offloads the optimizer state of one rank.
+
+    Megatron creates main parameters (``on_main_param_created``), then the optimizer (``attach``). Between the two, and
+    in training, the boundaries of layers show when memory is free (``watch``).
+
+    Args:
+        device: whose optimizer it is.
+        settings: what is offloaded.
+    """
+
+    def __init__(self, device: Device, settings: OffloadSettings) -> None:
+        host_limit_bytes, disk = settings.host_limit_bytes, settings.disk
+        if settings.expected is not None:
+            host_limit_bytes = int(STATE_HOST_FRACTION * host_limit_bytes)
+        self._device = device
+        self._settings = settings
+        self._arena = HostArena(limit_bytes=host_limit_bytes, pinned=device.torch_device.type == "cuda")
+        self._memory = StateMemory(self._arena, disk)
+        bucket_bytes = BUCKET_BYTES if disk is None else bucket_bytes_before_disk(host_limit_bytes)
+        self._transfers = StateTransfers(device, self._memory, bucket_bytes)
+        self._overlap = StepOverlap(device, self._transfers)
+        self._selection = StateSelection(settings.fraction, settings.min_bytes)
+        self._expected_sizes: list[int] = []
+        self._created: dict[torch.Tensor, ParamState | None] = {}  # None: its values are on the device
+        self._adapted: list[AdaptedOptimizer] = []
+        self._hooks: list[RemovableHandle] = []
+        self._num_forwards: dict[nn.Module, int] = {}  # of each layer in this step
+
+    # ------------------------------------------------------------ construction
+
+    def watch(self, chunk: nn.Module) -> None:
+        """Let copies overlap with the layers of this model chunk, and expect the state of its parameters."""
+        if self._settings.expected is not None:
+            expected_bytes = self._settings.expected.bytes_of
+            self._expected_sizes += [expected_bytes(param) for param in chunk.parameters() if param.requires_grad]
+            self._selection.limit(self._sure_bytes() / max(1, sum(self._expected_sizes)))
+        for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
+            for layer in block.layers:
+                self._hooks.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
+
+    def _sure_bytes(self) -> int:
+        """Return how much of the expected state finds room, in whatever order it comes."""
+        num_tensors = MAX_TENSORS * len(self._expected_sizes)
+        sure_bytes = self._arena.sure_bytes(num_tensors)
+        if self._settings.disk is not None:
+            # A tensor that has no room in host memory goes to disk whole, and each takes whole blocks.
+            lost_bytes = max(self._expected_sizes, default=0) // 2 + num_tensors * BLOCK_BYTES
+            sure_bytes += max(0, self._settings.disk.limit_bytes - lost_bytes)
+        return sure_bytes
+
+    def on_main_param_created(self, param: torch.Tensor) -> None:
+        """Offload a main parameter that Megatron has just created, if it is chosen, before the next one is created.
+
+        All of them together might not fit into device memory.
+        """
+        is_chosen = self._selection.see(param)
+        self._created[param] = self._transfers.offload_main_param(param) if is_chosen else None
+
+    def attach(self, optimizer: Any) -> None:
+        """Adapt a ``MegatronOptimizer`` that is complete. From now on its chosen state is offloaded.
+
+        Raises:
+            UsageError: its rule or its class is not known.
+            HostMemoryError, DiskError: there is no room for its state.
+        """
+        # A large parameter at the end leaves much of the fraction open, and small ones fit where large ones do not.
+        for param, param_state in self._created.items():
+            if param_state is None and self._selection.choose(param):
+                self._created[param] = self._transfers.offload_main_param(param)
+        for one in unchained(optimizer):
+            self._adapt(one)
+
+    def _adapt(self, optimizer: Any) -> None:
+        inner = optimizer.optimizer
+        may_slice = is_elementwise(inner, has_disk=self._settings.disk is not None)
+        options = StepOptions(may_slice, copier_to_model(optimizer), self._overlap.room_in_step)
+        stepper = OptimizerStepper(inner, self._transfers, self._chosen(inner), options)
+        if stepper.state.offloaded:
+            adapted = AdaptedOptimizer(optimizer, stepper)
+            adapted.install()
+            self._adapted.append(adapted)
+            self._overlap.add(stepper)
+
+    def _chosen(self, inner: torch.optim.Optimizer) -> dict[torch.Tensor, ParamState]:
+        """Return the parameters whose state is offloaded. Of those not reported before, moments alone are."""
+        others = [param for group in inner.param_groups for param in group["params"] if param not in self._created]
+        chosen = {param for param in others if self._selection.see(param)}
+        chosen |= {param for param in others if param not in chosen and self._selection.choose(param)}
+        created = {param: one for param, one in self._created.items() if one is not None}
+        return created | {param: ParamState(param) for param in chosen}
+
+    # ---------------------------------------------------------------- training
+
+    def _before_layer(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if not layer.training:
+            self._overlap.release()
+        elif torch._C._current_graph_task_id() == -1:  # else recomputation runs it, inside backward
+            num_forwards = self._num_forwards[layer] = self._num_forwards.get(layer, 0) + 1
+            self._overlap.on_layer_forward(is_first_micro_batch=num_forwards == 1)
+            hidden_states = options.get("hidden_states", arguments[0] if arguments else None)
+            is_last = num_forwards == get_num_microbatches()
+            if is_last and isinstance(hidden_states, torch.Tensor) and hidden_states.requires_grad:
+                # The gradient of a layer's input is the last that its backward computes.
+                hidden_states.register_hook(lambda _: self._overlap.on_layer_backward_end())
+
+    def step_ended(self, overlaps: bool, is_same_plan: bool) -> None:
+        """End a training step, whether the optimizer was stepped or not.
+
+        Args:
+            overlaps: copies may overlap with the layers of the next step.
+            is_same_plan: those layers will hold as much as in this step.
+        """
+        self._num_forwards.clear()
+        self._overlap.step_ended()
+        if not is_same_plan:
+            self._overlap.forget_level()
+        self._overlap.is_enabled = overlaps
+
+    def set_offload_fraction(self, fraction: float) -> None:
+        """Offload ``fraction`` of all state from now on, or as much as at first, between two steps.
+
+        State on disk is the first to be kept on the device.
+        """
+        wanted = self._selection.choose_again(self._param_states(), fraction)
+        for adapted in self._adapted:
+            adapted.stepper.set_offloaded(wanted)
+
+    def _param_states(self) -> list[ParamState]:
+        return [param_state for adapted in self._adapted for param_state in adapted.stepper.state.param_states]
+
+    # -------------------------------------------------------------- statistics
+
+    def offloaded_state(self) -> OffloadedState:
+        """Return what the planner needs to know, and wait for the device.
+
+        That is all state as far as it is known, the fraction of it that can be offloaded, the time of the optimizer's
+        kernels in the last step, and that of the disk since the last call: each byte is read and written in a step.
+        """
+        self._device.synchronize()
+        if not self._selection.offloaded_bytes:
+            return OffloadedState(0.0, 0.0, 0.0)
+        fraction = self._selection.offloaded_fraction
+        update_ms = sum(adapted.stepper.update_ms() for adapted in self._adapted)
+        param_states = self._param_states()
+        state_bytes = sum(one.num_bytes for one in param_states)
+        disk_gib = sum(one.num_bytes for one in param_states if one.disk_bytes) / GIB
+        moved_gib = 2 * sum(one.disk_bytes for one in param_states) / GIB
+        disk = self._settings.disk
+        disk_ms = 0.0 if disk is None else moved_gib * disk.traffic.take_ms_per_gib()
+        return OffloadedState(state_bytes / fraction / GIB, fraction, update_ms / fraction, disk_gib, disk_ms)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Host memory that is reserved for state and for buffers before the disk."""
+        return self._arena.reserved_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Device memory of state that can be offloaded and is kept."""
+        return sum(adapted.stepper.state.kept_bytes for adapted in self._adapted)
+
+    def offloaded_tensors(self) -> list[OffloadedTensor]:
+        """Return every tensor that is offloaded now."""
+        return [tensor for adapted in self._adapted for tensor in adapted.stepper.state.offloaded_tensors()]
+
+    def summary_line(self) -> str:
+        """Return a line for the log: how much is offloaded, and where."""
+        states = [adapted.stepper.state for adapted in self._adapted]
+        num_params = sum(len(state.offloaded) for state in states)
+        if not num_params:
+            return (
+                f"--swap-optimizer {self._settings.fraction:g}: no state is offloaded, since no parameter is as large "
+                "as --swap-min-mib, or the fraction is smaller than any parameter"
+            )
+        disk_bytes = self._memory.disk_bytes
+        host_bytes = sum(state.offloaded_bytes for state in states) - disk_bytes
+        places = {"in host memory": host_bytes, "on disk": disk_bytes}
+        sizes = ", ".join(f"{place}: {format_bytes(num_bytes)}" for place, num_bytes in places.items() if num_bytes > 0)
+        return f"optimizer state of {num_params} parameters is offloaded, {sizes}"
+
+    def report_to(self, report: RankReport) -> None:
+        """Set the figures of the summary."""
+        report.optimizer_host_bytes = self.reserved_bytes
+        report.optimizer_disk_bytes = self._memory.disk_bytes
+        report.optimizer_out_bytes, report.optimizer_in_bytes = self.moved_bytes
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes offloaded and reloaded since the start."""
+        return self._transfers.out_bytes, self._transfers.in_bytes
+
+    # --------------------------------------------------------------------- end
+
+    def abandon(self) -> None:
+        """End because training broke off, and wait for nothing: the device may be broken.
+
+        Megatron's optimizers get their own methods back, but for those that save: a script that catches the error can
+        still save the state, which is materialized when they are called.
+        """
+        for adapted in self._adapted:
+            adapted.remove_all_but_saving()
+        self._remove_hooks()
+
+    def close(self) -> None:
+        """End after training. State stays in host memory or on disk, in tensors that a last checkpoint can be made of.
+
+        Raises:
+            DiskError: a write failed. The run ends, since no checkpoint can be made of what was not written.
+        """
+        try:
+            for adapted in self._adapted:
+                adapted.stepper.materialize()
+        finally:
+            for adapted in self._adapted:
+                adapted.remove()
+            self._remove_hooks()
+            self._device.synchronize()
+            self._arena.close()
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def offload_settings(config: SwapConfig, args: Any, host_limit_bytes: int, disk: DiskFile | None) -> OffloadSettings:
+    """Return the settings of a run.
+
+    Args:
+        config: our flags.
+        args: Megatron's arguments.
+        host_limit_bytes: most host memory for optimizer state.
+        disk: takes what host memory has no room for.
+    """
+    expected = expected_state(args) if config.optimizer_auto else None
+    return OffloadSettings(config.optimizer, host_limit_bytes, int(config.min_mib * MIB), disk, expected)
+
+
+def expected_state(args: Any) -> ExpectedState:
+    """Return what Megatron's arguments tell of a run's optimizer state."""
+    num_ranks = num_expert_ranks = 1
+    if args.use_distributed_optimizer:
+        # Replicas, and the ranks of a sequence, share one optimizer; each of several instances has a copy of all state.
+        of_shards = args.data_parallel_size * args.context_parallel_size // args.num_distributed_optimizer_instances
+        of_experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+        num_ranks, num_expert_ranks = of_shards, max(1, of_shards * args.tensor_model_parallel_size // of_experts)
+    state_bytes = state_bytes_of(args)
+    if args.use_precision_aware_optimizer and not is_te_min_version("2.1.0"):
+        state_bytes = 12  # main values are stored whole
+    return ExpectedState(num_ranks, num_expert_ranks, state_bytes)

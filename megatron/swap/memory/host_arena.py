@@ -1,0 +1,130 @@
+"""Host memory for offloaded optimizer state: contiguous pieces, each reserved until training ends."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+
+from megatron.swap.common.rounding import round_up
+from megatron.swap.common.types import MIB, format_bytes
+from megatron.swap.memory.host_memory import (
+    PAGE_BYTES,
+    HostMemoryError,
+    HostRegion,
+    PinStrategy,
+    gpu_numa_node,
+    prepare_regions,
+)
+
+MIN_PIECES_PER_REGION = 64
+"""A shared mapping holds at least so many pieces: larger pieces get a mapping of their own."""
+
+
+class HostArena:
+    """Memory for optimizer state. Unlike ``HostPool`` it never splits a piece, so that each is one tensor.
+
+    Args:
+        limit_bytes: most that is reserved.
+        pinned: register the memory with CUDA for the current device, and place it near that device.
+        region_bytes: size of a mapping that small pieces share.
+
+    Attributes:
+        reserved_bytes: taken from the machine so far, in whole pages.
+    """
+
+    def __init__(self, *, limit_bytes: int, pinned: bool, region_bytes: int = 64 * MIB) -> None:
+        self.limit_bytes = limit_bytes
+        self.reserved_bytes = 0
+        self._region_bytes = region_bytes
+        self._large_bytes = region_bytes // MIN_PIECES_PER_REGION
+        self._device = torch.cuda.current_device() if pinned else None
+        self._numa_node = gpu_numa_node(self._device) if self._device is not None else None
+        self._strategy = PinStrategy(touch="pages" if pinned else "none")
+        self._regions: list[HostRegion] = []
+        self._free: torch.Tensor | None = None
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return one piece of ``num_bytes``: a uint8 tensor that begins at a page.
+
+        Raises:
+            HostMemoryError: as ``take_all``.
+        """
+        return self.take_all([num_bytes])[0]
+
+    def take_all(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return pieces of these sizes in bytes, as ``take``. One call makes them ready faster than one call each.
+
+        Raises:
+            HostMemoryError: the limit does not allow all of them, and none was taken; or the machine does not.
+        """
+        if not self._fit(sizes):
+            raise HostMemoryError(
+                f"offloaded optimizer state needs {format_bytes(sum(map(_paged, sizes)))} more of host memory: "
+                f"{format_bytes(self.reserved_bytes)} are reserved, the limit is {format_bytes(self.limit_bytes)}. "
+                "Raise --swap-host-gib, offload less (a lower --swap-optimizer), or add a disk: --swap-disk-dir."
+            )
+        large = [_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._large_bytes]
+        regions = iter(self._reserve(large))
+        return [
+            _alone((next(regions) if num_bytes >= self._large_bytes else self._cut(_paged(num_bytes)))[:num_bytes])
+            for num_bytes in sizes
+        ]
+
+    def sure_bytes(self, num_pieces: int) -> int:
+        """How many bytes surely find room in ``num_pieces`` pieces, whatever their sizes and their order."""
+        left_bytes = self.limit_bytes - self.reserved_bytes
+        if left_bytes >= 2 * self._region_bytes:
+            left_bytes -= self._region_bytes  # the last shared mapping
+        # Each shared mapping before it wastes less than the largest piece that may share one.
+        return max(0, left_bytes * (MIN_PIECES_PER_REGION - 1) // MIN_PIECES_PER_REGION - num_pieces * PAGE_BYTES)
+
+    def num_that_fit(self, sizes: Sequence[int]) -> int:
+        """The largest number of leading ``sizes`` that ``take_all`` has room for."""
+        return bisect_left(range(1, len(sizes) + 1), True, key=lambda number: not self._fit(sizes[:number]))
+
+    def _fit(self, sizes: Sequence[int]) -> bool:
+        left_bytes = self.limit_bytes - self.reserved_bytes
+        left_bytes -= sum(_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._large_bytes)
+        free_bytes = self._free.numel() if self._free is not None else 0
+        for num_bytes in map(_paged, (num_bytes for num_bytes in sizes if num_bytes < self._large_bytes)):
+            if free_bytes < num_bytes:
+                free_bytes = self._shared_bytes(left_bytes, num_bytes)
+                left_bytes -= free_bytes
+            free_bytes -= num_bytes
+        return left_bytes >= 0
+
+    def _shared_bytes(self, left_bytes: int, num_bytes: int) -> int:
+        """Size of the next shared mapping. Near the limit no more than the piece: larger pieces may need the rest."""
+        return self._region_bytes if left_bytes >= 2 * self._region_bytes else num_bytes
+
+    def _cut(self, num_bytes: int) -> torch.Tensor:
+        """Cut a piece of whole pages from a shared mapping."""
+        if self._free is None or self._free.numel() < num_bytes:
+            (self._free,) = self._reserve([self._shared_bytes(self.limit_bytes - self.reserved_bytes, num_bytes)])
+        taken, self._free = self._free[:num_bytes], self._free[num_bytes:]
+        return taken
+
+    def _reserve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        regions, _ = prepare_regions(sizes, strategy=self._strategy, device=self._device, numa_node=self._numa_node)
+        self._regions += regions
+        self.reserved_bytes += sum(sizes)
+        return [region.tensor for region in regions]
+
+    def close(self) -> None:
+        """Unregister all memory. A mapping is released with the last tensor on it. Every copy must be over."""
+        for region in self._regions:
+            region.unregister()
+        self._regions.clear()
+        self._free = None
+
+
+def _alone(piece: torch.Tensor) -> torch.Tensor:
+    """View the memory as a storage of its own, because ``torch.save`` writes whole storages."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(piece.numpy())
+
+
+def _paged(num_bytes: int) -> int:
+    return round_up(num_bytes, PAGE_BYTES)

@@ -1,0 +1,96 @@
+"""Host memory of one rank: how much it may take in all, and who has reserved how much of that.
+
+Optimizer state, disk buffers and the out-of-memory guard hold named reservations. A ``HostPool`` takes what they leave:
+its limit follows the reservations, and nobody sets it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from megatron.swap.common.types import format_bytes
+from megatron.swap.memory.host_memory import HostMemoryError
+
+
+class HostMemoryBudget:
+    """So many bytes of host memory, split into named reservations and a remainder.
+
+    The remainder belongs to one pool. It grows and shrinks with the reservations, and may shrink below what the pool
+    has taken already: the pool then takes no more until there is room again. Any thread may call any method.
+
+    Args:
+        limit_bytes: the sum of all reservations and the remainder.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._reserved: dict[str, int] = {}
+
+    def reserve(self, name: str, num_bytes: int = 0) -> Reservation:
+        """Set ``num_bytes`` aside under ``name``, which errors show to users.
+
+        Raises:
+            ValueError: the name is taken.
+            HostMemoryError: all reservations together would exceed the limit; nothing has changed then.
+        """
+        with self._lock:
+            if name in self._reserved:
+                raise ValueError(f"{name} has a reservation of {format_bytes(self._reserved[name])} already: resize it")
+            self._set(name, num_bytes)
+        return Reservation(self, name)
+
+    @property
+    def unreserved_bytes(self) -> int:
+        """The remainder: what no reservation holds."""
+        with self._lock:
+            return self.limit_bytes - sum(self._reserved.values())
+
+    def holders(self) -> str:
+        """Who has reserved how much, for messages: ``optimizer state 9.00 GiB, guard 448 MiB``, or ``nobody``."""
+        with self._lock:
+            return _in_words(self._reserved)
+
+    def _set(self, name: str, num_bytes: int) -> None:
+        """Change one reservation; runs under the lock."""
+        others = {other: size for other, size in self._reserved.items() if other != name}
+        left_bytes = self.limit_bytes - sum(others.values())
+        if num_bytes > left_bytes:
+            raise HostMemoryError(
+                f"{name} takes {format_bytes(num_bytes)} of host memory, but {format_bytes(left_bytes)} of "
+                f"{format_bytes(self.limit_bytes)} are left (reserved by others: {_in_words(others)}). "
+                "Raise --swap-host-gib."
+            )
+        self._reserved[name] = num_bytes
+
+
+def _in_words(reserved: dict[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in reserved.items() if size) or "nobody"
+
+
+class Reservation:
+    """One named part of a budget. Made by ``HostMemoryBudget.reserve`` only.
+
+    Attributes:
+        budget: what it is a part of.
+        name: who holds it, as errors say.
+    """
+
+    def __init__(self, budget: HostMemoryBudget, name: str) -> None:
+        self.budget = budget
+        self.name = name
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is reserved now."""
+        with self.budget._lock:
+            return self.budget._reserved[self.name]
+
+    def resize(self, num_bytes: int) -> None:
+        """Reserve ``num_bytes`` from now on, more or less than before.
+
+        Raises:
+            HostMemoryError: all reservations together would exceed the limit; nothing has changed then.
+        """
+        with self.budget._lock:
+            self.budget._set(self.name, num_bytes)

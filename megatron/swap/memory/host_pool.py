@@ -1,0 +1,420 @@
+"""The pinned slab pool: where offloaded activations are kept in host memory.
+
+The pool reserves memory in slabs (one mapping and one CUDA registration each) and hands it out as leases. A lease may
+consist of several extents, so the pool grows only when the free bytes of all slabs together do not suffice:
+fragmentation never costs memory. An extent never crosses a slab, because CUDA refuses a copy that spans two
+registrations.
+
+All sizes are bytes. Everything handed out is a whole number of pages (``PAGE_BYTES``) and aligned to a page, so that
+direct disk I/O can use the same memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.swap.common.rounding import round_down, round_up
+from megatron.swap.common.types import MIB, SwapError, format_bytes
+from megatron.swap.memory.host_budget import HostMemoryBudget
+from megatron.swap.memory.host_memory import (
+    PAGE_BYTES,
+    HostMemoryError,
+    HostRegion,
+    PinStrategy,
+    PrepareTimes,
+    gpu_numa_node,
+    prepare_regions,
+)
+
+logger = logging.getLogger(__name__)
+
+MIN_SPLIT_BYTES = 4 * MIB
+"""Smaller extents copy noticeably slower than the link allows (1 MiB: 86 % of full speed, 4 MiB: 96 %)."""
+
+
+class LeaseError(SwapError):
+    """A lease or the pool was used after its end, or the pool was closed while leases were out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """``nbytes`` (whole pages) at ``offset`` of slab number ``slab``."""
+
+    slab: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """The pool at one moment. ``leased_bytes`` counts whole pages; what is reserved and not leased is free."""
+
+    reserved_bytes: int
+    leased_bytes: int
+    leased_peak_bytes: int
+    num_slabs: int
+    num_leases: int
+
+
+class Lease:
+    """Memory of the pool that belongs to one owner until ``free``. Made by ``HostPool.lease`` only.
+
+    A lease that is dropped without ``free`` keeps its memory: only its owner knows which copy reads it last.
+
+    Attributes:
+        nbytes: what was asked for; the extents are longer, up to the end of a page.
+        fence: the largest fence with which any part of this memory was freed before. The first write must be ordered
+            behind that copy; 0: there is nothing to wait for.
+    """
+
+    __slots__ = ("_live", "_pool", "extents", "fence", "nbytes")
+
+    def __init__(self, pool: HostPool, extents: tuple[Extent, ...], nbytes: int, fence: int) -> None:
+        self.extents = extents
+        self.nbytes = nbytes
+        self.fence = fence
+        self._pool = pool
+        # Popped by free(): list.pop is atomic, so of two racing calls exactly one succeeds.
+        self._live = [True]
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether ``free`` was called."""
+        return not self._live
+
+    def views(self, *, padded: bool = False) -> list[torch.Tensor]:
+        """One uint8 tensor per extent, in order, together exactly ``nbytes`` long.
+
+        The tensors must not be used after ``free``. Nothing prevents it; a pool with ``poison`` makes it show.
+
+        Args:
+            padded: extend the last tensor to the end of its page, since direct I/O writes whole pages.
+
+        Raises:
+            LeaseError: after ``free``, or when the pool is closed.
+        """
+        if self.is_freed:
+            raise LeaseError(f"views() of a lease of {self.nbytes} bytes that was freed already")
+        views = self._pool._views(self.extents)
+        if not padded:
+            excess_bytes = sum(extent.nbytes for extent in self.extents) - self.nbytes
+            last = views[-1]
+            views[-1] = last[: last.numel() - excess_bytes]
+        return views
+
+    def free(self, fence: int = 0) -> None:
+        """Return the memory to the pool. Takes no lock: any thread and any finalizer may call it at any moment.
+
+        Args:
+            fence: sequence number of the last copy that may still read the memory; 0: none.
+
+        Raises:
+            LeaseError: the second time.
+        """
+        try:
+            self._live.pop()
+        except IndexError:
+            raise LeaseError(f"a lease of {self.nbytes} bytes was freed twice") from None
+        # An owner that never wrote never waited either: reads of previous owners may still be under way.
+        self._pool._freed.append((self.extents, max(fence, self.fence)))
+
+
+class HostPool:
+    """Pinned host memory, reserved in slabs on demand and leased in extents.
+
+    Except for what ``reserve`` asks for ahead of need, reserved_bytes <= leased_peak_bytes + one slab.
+
+    lease(), reserve(), stats and close() take a lock; any thread may call them, but no finalizer. Lease.free() is safe
+    in finalizers: garbage collection may run one inside any of these calls, in the very thread that holds the lock,
+    where a lock would deadlock and an immediate change would corrupt the free list in the middle of a search. So it
+    only appends to a deque, which is atomic; the next call of the pool empties that deque.
+
+    Args:
+        limit_bytes: most that is reserved, in whole pages: a number, or a budget, of which the pool may take what
+            nobody has reserved at the moment when it grows.
+        pinned: register the slabs with CUDA, and place them near the device.
+        slab_bytes: size of a slab; whole pages. The last one before the limit may be smaller.
+        device: index of the CUDA device; default: the current one.
+        numa_node: where the slabs are placed instead of near the device.
+        strategy: how fresh memory is made ready.
+        poison: fill memory that is not leased with 0xFF bytes (NaN in every floating type), so that a copy that comes
+            too late or too early gives NaN instead of a plausible number. Whole slabs become resident: use small ones.
+        wait_fence: called with a fence before memory that was freed with it is poisoned; it returns when that copy is
+            over, since that copy may still read the memory legitimately. It must not call the pool.
+
+    Attributes:
+        budget: the one given, or one made of the number.
+
+    Raises:
+        ValueError: ``slab_bytes`` is no whole number of pages, or ``limit_bytes`` is less than one.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit_bytes: int | HostMemoryBudget,
+        pinned: bool,
+        slab_bytes: int = 1 << 30,
+        device: int | None = None,
+        numa_node: int | None = None,
+        strategy: PinStrategy | None = None,
+        poison: bool = False,
+        wait_fence: Callable[[int], None] | None = None,
+    ) -> None:
+        if slab_bytes <= 0 or slab_bytes % PAGE_BYTES:
+            raise ValueError(f"slab_bytes must be a positive multiple of {PAGE_BYTES}, got {slab_bytes}")
+        if isinstance(limit_bytes, int):
+            if limit_bytes < PAGE_BYTES:
+                raise ValueError(f"limit_bytes must be at least one page ({PAGE_BYTES}), got {limit_bytes}")
+            limit_bytes = HostMemoryBudget(limit_bytes)
+        self.budget = limit_bytes
+        if pinned and device is None:
+            device = torch.cuda.current_device()
+        if pinned and device is not None and numa_node is None:
+            numa_node = gpu_numa_node(device)
+            if numa_node is None:
+                logger.debug("NUMA node of CUDA device %d unknown: host memory is not placed near it", device)
+        self.slab_bytes = slab_bytes
+        self.pinned = pinned
+        self.last_growth: PrepareTimes | None = None
+        """Times of the latest growth, for reports; None before the first."""
+        self._device = device if pinned else None
+        self._numa_node = numa_node
+        # Without registration nothing needs the pages before their first use, and few of a slab may be used.
+        self._strategy = strategy or PinStrategy(touch="pages" if pinned else "none")
+        self._poison = poison
+        self._wait_fence = wait_fence
+        self._lock = threading.Lock()
+        self._freed: deque[tuple[tuple[Extent, ...], int]] = deque()
+        self._slabs: list[HostRegion] = []
+        self._free = _FreeSpace()
+        self._reserved_bytes = 0
+        self._leased_bytes = 0
+        self._leased_peak_bytes = 0
+        self._num_leases = 0
+        self._closed = False
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most that the pool may reserve now, in whole pages; less than it has where its budget has shrunk."""
+        return max(0, round_down(self.budget.unreserved_bytes, PAGE_BYTES))
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve at least ``nbytes`` in all now, so that later leases do not wait for pages.
+
+        Raises:
+            HostMemoryError: the limit or the machine does not allow it; the pool is then unchanged.
+            LeaseError: the pool is closed.
+        """
+        with self._lock:
+            self._check_open()
+            if nbytes > self._reserved_bytes:
+                self._grow(nbytes - self._reserved_bytes, f"a reservation of {format_bytes(nbytes)}")
+
+    def lease(self, nbytes: int) -> Lease:
+        """Lease ``nbytes``, in one extent if one free block is large enough, else in few.
+
+        Raises:
+            ValueError: ``nbytes`` is below 1.
+            LeaseError: the pool is closed.
+            HostMemoryError: the limit or the machine does not allow the growth that is needed; the pool is then
+                unchanged.
+        """
+        if nbytes < 1:
+            raise ValueError(f"a lease needs at least 1 byte, got {nbytes}")
+        paged_bytes = round_up(nbytes, PAGE_BYTES)
+        with self._lock:
+            self._check_open()
+            self._absorb()
+            if paged_bytes > self._free.nbytes:
+                self._grow(paged_bytes - self._free.nbytes, f"a lease of {format_bytes(nbytes)}")
+            extents, fence = self._free.take(paged_bytes)
+            self._leased_bytes += paged_bytes
+            self._leased_peak_bytes = max(self._leased_peak_bytes, self._leased_bytes)
+            self._num_leases += 1
+            return Lease(self, extents, nbytes, fence)
+
+    @property
+    def stats(self) -> PoolStats:
+        """The figures now. Everything freed so far counts as free."""
+        with self._lock:
+            self._absorb()
+            return PoolStats(
+                self._reserved_bytes,
+                self._leased_bytes,
+                self._leased_peak_bytes,
+                len(self._slabs),
+                self._num_leases,
+            )
+
+    def close(self, *, force: bool = False) -> None:
+        """Unregister and release all memory; a second call does nothing. Every copy must be over.
+
+        A slab is unmapped when the last tensor on it is gone.
+
+        Args:
+            force: close even while leases are not freed (for clean-up after an error); the views of those leases then
+                are ordinary memory.
+
+        Raises:
+            LeaseError: leases are not freed.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._absorb()
+            if self._num_leases and not force:
+                raise LeaseError(
+                    f"the host pool cannot be closed: {self._num_leases} leases "
+                    f"({format_bytes(self._leased_bytes)}) are not freed"
+                )
+            self._closed = True
+            for slab in self._slabs:
+                slab.unregister()
+            self._slabs.clear()
+            self._free = _FreeSpace()
+            self._reserved_bytes = self._leased_bytes = self._num_leases = 0
+
+    def _views(self, extents: tuple[Extent, ...]) -> list[torch.Tensor]:
+        with self._lock:
+            self._check_open()
+            return [self._slabs[e.slab].tensor[e.offset : e.offset + e.nbytes] for e in extents]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LeaseError("the host pool is closed")
+
+    def _absorb(self) -> None:
+        """Make the memory of freed leases available. Runs under the lock."""
+        while self._freed:
+            extents, fence = self._freed[0]  # nobody else removes any: the first one stays the first
+            if self._poison and fence and self._wait_fence is not None and not self._closed:
+                self._wait_fence(fence)
+            self._freed.popleft()
+            if self._closed:
+                continue
+            for extent in extents:
+                self._add_free(extent, fence)
+                self._leased_bytes -= extent.nbytes
+            self._num_leases -= 1
+
+    def _add_free(self, extent: Extent, fence: int) -> None:
+        if self._poison:
+            ctypes.memset(self._slabs[extent.slab].address + extent.offset, 0xFF, extent.nbytes)
+        self._free.add(extent, fence)
+
+    def _grow(self, short_bytes: int, purpose: str) -> None:
+        """Reserve slabs for at least ``short_bytes`` more. Runs under the lock."""
+        limit_bytes = self.limit_bytes
+        room_bytes = limit_bytes - self._reserved_bytes
+        if short_bytes > room_bytes:
+            raise HostMemoryError(
+                f"the host pool cannot provide {purpose}: {format_bytes(self._leased_bytes)} are leased, "
+                f"{format_bytes(self._reserved_bytes)} reserved, the limit is {format_bytes(limit_bytes)} "
+                f"(reserved by others: {self.budget.holders()}). "
+                "Raise --swap-host-gib or swap fewer layers (--swap-layers)."
+            )
+        sizes = []
+        while short_bytes > 0:
+            sizes.append(min(self.slab_bytes, room_bytes))
+            short_bytes -= sizes[-1]
+            room_bytes -= sizes[-1]
+        regions, self.last_growth = prepare_regions(
+            sizes, strategy=self._strategy, device=self._device, numa_node=self._numa_node
+        )
+        if self._numa_node is not None and not all(region.near_node for region in regions):
+            logger.debug("pages cannot be placed on NUMA node %d: the system refuses", self._numa_node)
+            self._numa_node = None  # logged once, not tried again
+        for region in regions:
+            self._slabs.append(region)
+            self._reserved_bytes += region.nbytes
+            self._add_free(Extent(len(self._slabs) - 1, 0, region.nbytes), 0)
+
+
+class _FreeSpace:
+    """The free blocks of all slabs, found by size (best fit) and by address (coalescing). No two blocks touch.
+
+    A search costs O(log n); keeping ``_sizes`` sorted costs a memmove of n pointers, which is nothing for a few
+    thousand blocks.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._starts: dict[tuple[int, int], tuple[int, int]] = {}  # (slab, offset) -> (nbytes, fence)
+        self._ends: dict[tuple[int, int], int] = {}  # (slab, end) -> offset
+        self._sizes: list[tuple[int, int, int]] = []  # sorted (nbytes, slab, offset)
+
+    def blocks(self) -> list[Extent]:
+        """All blocks, smallest first."""
+        return [Extent(slab, offset, nbytes) for nbytes, slab, offset in self._sizes]
+
+    def add(self, extent: Extent, fence: int) -> None:
+        """Add a block, joined with its free neighbours; the joint block has the largest of their fences."""
+        slab, offset, nbytes = extent.slab, extent.offset, extent.nbytes
+        self.nbytes += nbytes
+        left_offset = self._ends.get((slab, offset))
+        if left_offset is not None:
+            left_nbytes, left_fence = self._remove(slab, left_offset)
+            offset, nbytes, fence = left_offset, left_nbytes + nbytes, max(fence, left_fence)
+        if (slab, offset + nbytes) in self._starts:
+            right_nbytes, right_fence = self._remove(slab, offset + nbytes)
+            nbytes, fence = nbytes + right_nbytes, max(fence, right_fence)
+        self._insert(slab, offset, nbytes, fence)
+
+    def take(self, nbytes: int) -> tuple[tuple[Extent, ...], int]:
+        """Cut out ``nbytes`` (at most ``self.nbytes``): the extents and the largest fence of their blocks."""
+        extents = []
+        largest_fence = 0
+        for extent in self._choose(nbytes):
+            block_nbytes, fence = self._remove(extent.slab, extent.offset)
+            if block_nbytes > extent.nbytes:
+                self._insert(extent.slab, extent.offset + extent.nbytes, block_nbytes - extent.nbytes, fence)
+            extents.append(extent)
+            largest_fence = max(largest_fence, fence)
+        self.nbytes -= nbytes
+        return tuple(extents), largest_fence
+
+    def _choose(self, nbytes: int) -> list[Extent]:
+        """What to cut off which blocks: the best fit, else the largest ones and the best fit for the rest.
+
+        No piece is below MIN_SPLIT_BYTES unless the blocks leave no choice: a short rest takes some bytes
+        from the piece before. Pieces are cut from a block's start.
+        """
+        chosen: list[Extent] = []
+        end = len(self._sizes)
+        while True:
+            best = bisect_left(self._sizes, (nbytes, -1, -1), hi=end)
+            if best < end:
+                break
+            end -= 1
+            size, slab, offset = self._sizes[end]
+            chosen.append(Extent(slab, offset, size))
+            nbytes -= size
+        missing = MIN_SPLIT_BYTES - nbytes
+        last = chosen[-1] if chosen and missing > 0 else None
+        if last and last.nbytes - missing >= MIN_SPLIT_BYTES and self._sizes[end - 1][0] >= MIN_SPLIT_BYTES:
+            chosen[-1] = Extent(last.slab, last.offset, last.nbytes - missing)
+            nbytes = MIN_SPLIT_BYTES
+            best = bisect_left(self._sizes, (nbytes, -1, -1), hi=end)
+        _, slab, offset = self._sizes[best]
+        chosen.append(Extent(slab, offset, nbytes))
+        return chosen
+
+    def _insert(self, slab: int, offset: int, nbytes: int, fence: int) -> None:
+        self._starts[slab, offset] = (nbytes, fence)
+        self._ends[slab, offset + nbytes] = offset
+        insort(self._sizes, (nbytes, slab, offset))
+
+    def _remove(self, slab: int, offset: int) -> tuple[int, int]:
+        nbytes, fence = self._starts.pop((slab, offset))
+        del self._ends[slab, offset + nbytes]
+        del self._sizes[bisect_left(self._sizes, (nbytes, slab, offset))]
+        return nbytes, fence

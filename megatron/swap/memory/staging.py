@@ -1,0 +1,199 @@
+"""Pinned buffers between disk and device, used in turn: reads fill them ahead of need, writes empty them behind.
+
+A buffer is used again when its last copy and its last write are over; only for that does the calling thread wait. Bytes
+that are still in a buffer for writes are read from there, whether they have been written yet or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+
+import torch
+
+from megatron.swap.common.disk_buffers import NUM_AHEAD
+from megatron.swap.devices.base import Device, Event, Stream
+from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskFile, DiskRoom, padded
+
+DiskSpan = tuple[DiskRoom, int, int]
+"""A room, and the bytes of it from, to. Both are multiples of ``BLOCK_BYTES``, or the second is the room's end."""
+
+
+class _Buffer:
+    """One pinned buffer.
+
+    Attributes:
+        memory: uint8.
+        busy: calls that wait for the copies, reads and writes that use the memory.
+        readers: who counts on the bytes in the memory.
+        content: in a buffer for writes, the bytes of each span without padding, valid once ``event`` has passed.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.busy: list[Callable[[], object]] = []
+        self.readers: list[Fetched] = []
+        self.content: dict[DiskSpan, torch.Tensor] = {}
+        self.event: Event | None = None
+
+    def wait(self) -> None:
+        """Wait until no copy, read or write uses the memory."""
+        while self.busy:
+            self.busy.pop()()
+
+    def reuse(self) -> None:
+        """Wait, and tell the readers that their bytes are lost."""
+        self.wait()
+        for reader in self.readers:
+            reader.is_lost = True
+        self.readers, self.content, self.event = [], {}, None
+
+
+class Fetched:
+    """Bytes of some spans that are on their way from disk. Made by ``Staging.fetch``.
+
+    Attributes:
+        chunks: one uint8 tensor a span, valid once ``arrived``.
+        is_lost: one of the buffers has been reused, so the spans must be fetched again. This happens to callers that
+            have more than ``NUM_AHEAD`` fetches open.
+    """
+
+    def __init__(self, chunks: list[torch.Tensor], reads: list[Future[None]], buffers: Sequence[_Buffer]) -> None:
+        self.chunks = chunks
+        self.is_lost = False
+        self._reads = reads
+        self._buffers = buffers
+        for buffer in buffers:
+            buffer.readers.append(self)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all reads are over."""
+        return all(read.done() for read in self._reads)
+
+    def arrived(self, device: Device, stream: Stream) -> list[torch.Tensor]:
+        """Wait for the reads, and let ``stream`` wait for what has yet to come from the device; returns the chunks.
+
+        Raises:
+            DiskError: a read failed.
+        """
+        for read in self._reads:
+            read.result()
+        for buffer in self._buffers:
+            if buffer.event is not None:
+                device.wait(stream, buffer.event)
+        return self.chunks
+
+    def copied(self, device: Device, event: Event) -> None:
+        """Note that the last copy out of the chunks is over when ``event`` has passed."""
+        for buffer in self._buffers:
+            buffer.busy.append(lambda: device.finish(event))
+
+
+class Staging:
+    """All buffers of one user of a disk. Not thread-safe.
+
+    Args:
+        disk: the file that holds the spans.
+        take: returns that many bytes of pinned host memory in whole pages, which the buffers keep.
+        buffer_bytes: most that is fetched or staged in one call, in whole blocks.
+    """
+
+    def __init__(self, disk: DiskFile, take: Callable[[int], torch.Tensor], buffer_bytes: int) -> None:
+        self.disk = disk
+        buffer_bytes = with_ends(buffer_bytes)
+        self._for_reads = [_Buffer(take(buffer_bytes)) for _ in range(NUM_AHEAD + 1)]
+        self._for_writes = [_Buffer(take(buffer_bytes)) for _ in range(NUM_AHEAD)]
+        self._writes: dict[DiskRoom, list[tuple[int, int, list[Future[None]]]]] = {}
+
+    def fetch(self, spans: Sequence[DiskSpan]) -> Fetched:
+        """Begin to read ``spans``, which fit one buffer. Spans still in a buffer for writes are taken from there."""
+        cached = [next((one for one in self._for_writes if span in one.content), None) for span in spans]
+        from_disk = [span for span, buffer in zip(spans, cached, strict=True) if buffer is None]
+        buffers = {id(buffer): buffer for buffer in cached if buffer is not None}
+        reads: list[Future[None]] = []
+        read: Iterator[torch.Tensor] = iter(())
+        if from_disk:
+            buffer, chunks = self._next(self._for_reads, from_disk)
+            for (room, start, stop), chunk in zip(from_disk, chunks, strict=True):
+                self._wait_for_writes(room, start, stop)
+                reads += self.disk.read(room, start, chunk)
+            buffer.busy += [one.exception for one in reads]
+            buffers[id(buffer)] = buffer
+            read = iter(_without_padding(from_disk, chunks))
+        chunks = [next(read) if one is None else one.content[span] for span, one in zip(spans, cached, strict=True)]
+        return Fetched(chunks, reads, list(buffers.values()))
+
+    def stage(self, spans: Sequence[DiskSpan]) -> tuple[list[torch.Tensor], Callable[[Device, Event], None]]:
+        """Return memory for the bytes of ``spans``, and a function to call once the copies into it are enqueued.
+
+        The function takes the device and the event behind those copies. The bytes are written when the event has
+        passed; nothing here waits for that.
+
+        Raises:
+            DiskError: an earlier write of the same bytes failed.
+        """
+        buffer, chunks = self._next(self._for_writes, spans)
+        for room, start, stop in spans:
+            self._wait_for_writes(room, start, stop)  # of two writes of the same bytes the later one counts
+        for other in self._for_writes:
+            other.content = {span: chunk for span, chunk in other.content.items() if not _overlaps(span, spans)}
+
+        def write(device: Device, event: Event) -> None:
+            buffer.event = event
+            buffer.content = dict(zip(spans, _without_padding(spans, chunks), strict=True))
+            for (room, start, stop), chunk in zip(spans, chunks, strict=True):
+                writes = self.disk.write(room, start, chunk, lambda: device.finish(event))
+                self._writes.setdefault(room, []).append((start, stop, writes))
+                buffer.busy += [one.result for one in writes]
+
+        return _without_padding(spans, chunks), write
+
+    def _next(self, buffers: list[_Buffer], spans: Sequence[DiskSpan]) -> tuple[_Buffer, list[torch.Tensor]]:
+        buffer = buffers.pop(0)
+        buffers.append(buffer)
+        buffer.reuse()
+        sizes = [padded(stop - start) for _, start, stop in spans]
+        assert sum(sizes) <= buffer.memory.numel(), "more than a buffer at once"
+        return buffer, list(buffer.memory[: sum(sizes)].split(sizes))
+
+    def _wait_for_writes(self, room: DiskRoom, start: int, stop: int) -> None:
+        """Wait for the writes under way that touch these bytes, and forget writes that are over."""
+        of_room = self._writes.get(room, [])
+        for first, last, writes in of_room:
+            if first < stop and start < last:
+                for write in writes:
+                    write.result()
+        of_room[:] = [one for one in of_room if not all(write.done() and write.exception() is None for write in one[2])]
+
+    def synchronize(self) -> None:
+        """Wait for every write. The next reads are from disk, so others may change the bytes there until then.
+
+        Raises:
+            DiskError: a write failed; again at each call after that.
+        """
+        writes = [write for spans in self._writes.values() for _, _, of_span in spans for write in of_span]
+        wait(writes)  # all of them, also where one has failed
+        for write in writes:
+            write.result()
+        self._writes.clear()
+        for buffer in (*self._for_reads, *self._for_writes):
+            buffer.wait()
+            buffer.content = {}
+
+
+def with_ends(buffer_bytes: int) -> int:
+    """Size of a buffer that takes ``buffer_bytes`` in several spans, each up to the end of its last block.
+
+    A slice of a parameter has a few spans (its main value, its moments); 16 blocks are enough for them.
+    """
+    return padded(buffer_bytes) + 16 * BLOCK_BYTES
+
+
+def _overlaps(span: DiskSpan, others: Sequence[DiskSpan]) -> bool:
+    room, start, stop = span
+    return any(room is other and first < stop and start < last for other, first, last in others)
+
+
+def _without_padding(spans: Sequence[DiskSpan], chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [chunk[: stop - start] for (_, start, stop), chunk in zip(spans, chunks, strict=True)]

@@ -1,0 +1,40 @@
+"""The tier in host memory: pinned slabs beside a GPU, plain ones under the emulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+
+from megatron.swap.devices.base import Device, Stream
+from megatron.swap.memory.host_pool import HostPool, Lease
+from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
+
+
+class HostTier(Tier):
+    """Slots are leases of ``pool``. A lease in several extents is copied extent by extent."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self.pool = pool
+
+    def reserve(self, num_bytes: int) -> Lease:
+        return self.pool.lease(num_bytes)
+
+    def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> int:
+        views = cast(Lease, slot).views()
+        return device.copy(stream, views, source.split([view.numel() for view in views]))
+
+    def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> int:
+        views = cast(Lease, slot).views()
+        return device.copy(stream, target.split([view.numel() for view in views]), views)
+
+    def expect(self, slots: Iterable[Slot]) -> None:
+        """Do nothing: host memory needs no time to get ready."""
+
+    def stats(self) -> TierStats:
+        stats = self.pool.stats
+        return TierStats(stats.reserved_bytes, stats.leased_bytes, stats.leased_peak_bytes)
+
+    def close(self) -> None:
+        self.pool.close(force=True)

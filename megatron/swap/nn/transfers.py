@@ -1,0 +1,131 @@
+"""Copies between a storage and leased host memory, through two transfer queues, one for each direction.
+
+The queues work on threads of their own. On a GPU events order their copies with the caller's stream.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from megatron.swap.memory.host_pool import Lease
+from megatron.swap.native.base import CudaCopy, HostCopy, Step, TransferQueue
+
+
+class Direction(Enum):
+    """``OUT``: offload, to the host. ``IN``: reload, to the device."""
+
+    OUT = "out"
+    IN = "in"
+
+
+class Transfer:
+    """One copy of a whole storage. Made by ``Transfers`` only.
+
+    It keeps both sides alive, because the copy runs by address: keep the transfer until the copy is over.
+    """
+
+    def __init__(
+        self, queue: TransferQueue, job: list[Step], storage: torch.UntypedStorage, lease: Lease, events: Events
+    ) -> None:
+        self.storage = storage
+        self.lease = lease
+        self._queue = queue
+        self._job = job
+        self._events = events
+        self._ticket = -1
+
+    def begin(self, *, ahead: bool) -> None:
+        """Enqueue the copy behind what is in the queue, or ``ahead`` of all that has not begun."""
+        self._ticket = self._queue.push(self._job) if ahead else self._queue.enqueue(self._job)
+
+    def erase(self) -> bool:
+        """Withdraw the copy from the queue. ``False``: it has begun already."""
+        return self._queue.erase(self._ticket)
+
+    def is_done(self) -> bool:
+        """Whether the copy is over, well or not."""
+        return self._queue.is_done(self._ticket)
+
+    def wait(self) -> None:
+        """Wait until the copy is over. Raises: what made it fail, once."""
+        self._queue.wait(self._ticket)
+
+    def join(self) -> None:
+        """Order the caller's stream behind the copy; the host waits only until the copy is enqueued on the device.
+
+        Raises: what made it fail, once.
+        """
+        self._queue.wait_issued(self._ticket)
+        self._events.join()
+
+
+class Events:
+    """On a GPU, the event ``before``, which the copy waits for, and ``done``, which is recorded behind it."""
+
+    __slots__ = ("before", "done")
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.before: torch.cuda.Event | None = None
+        self.done: torch.cuda.Event | None = None
+        if stream is not None:
+            self.before, self.done = torch.cuda.Event(), torch.cuda.Event()
+            # Work on the caller's stream may still write the storage, or use what its memory was before.
+            self.before.record(torch.cuda.current_stream(stream.device))
+            self.done.record(stream)  # an event has no address before; the queue records it again
+
+    def join(self) -> None:
+        """Let the caller's stream wait for ``done``."""
+        if self.done is not None:
+            self.done.wait(torch.cuda.current_stream(self.done.device))
+
+
+class Transfers:
+    """Both queues of one device.
+
+    Args:
+        device: the CPU or one GPU, whose storages are copied.
+        make_queue: makes a queue, given its name.
+    """
+
+    def __init__(self, device: torch.device, make_queue: type[TransferQueue]) -> None:
+        self._device = device
+        self._queues = {way: make_queue(f"swap-{way.value}") for way in Direction}
+        on_gpu = device.type == "cuda"
+        self._streams = {way: torch.cuda.Stream(device) if on_gpu else None for way in Direction}
+        for queue in self._queues.values():
+            queue.start()
+
+    def transfer(self, way: Direction, storage: torch.UntypedStorage, lease: Lease) -> Transfer:
+        """Prepare a copy of all of ``storage`` to ``lease``, or from it; ``Transfer.begin`` enqueues it."""
+        stream = self._streams[way]
+        events = Events(stream)
+        address, job = storage.data_ptr(), list[Step]()
+        for view in lease.views():
+            num_bytes, host = view.numel(), view.data_ptr()
+            target, source = (host, address) if way is Direction.OUT else (address, host)
+            if stream is None:
+                job.append(HostCopy(target, source, num_bytes))
+            else:
+                assert events.before is not None
+                assert events.done is not None
+                job.append(
+                    CudaCopy(
+                        target, source, num_bytes, stream.cuda_stream, events.before.cuda_event,
+                        events.done.cuda_event, stream.device.index,
+                    )
+                )  # fmt: skip
+            address += num_bytes
+        return Transfer(self._queues[way], job, storage, lease, events)
+
+    def wait_and_stop(self) -> None:
+        """Finish everything that is queued, and take nothing more. Raises: the first failure not raised yet."""
+        first: Exception | None = None
+        for queue in self._queues.values():
+            try:
+                queue.wait_and_stop()
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first

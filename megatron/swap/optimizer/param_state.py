@@ -1,0 +1,146 @@
+"""Records of offloaded optimizer state: its tensors, its parameters, and the shards that are loaded and stepped.
+
+While a tensor is offloaded its object stays where the optimizer and the model refer to it. The object keeps its shape,
+on one element of memory whose value is not a number: reading it gives NaN, copying to it raises an error, and neither
+is an illegal access.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskRoom, padded
+
+ALIGNED_ELEMENTS = 128
+"""Shards begin at a multiple of so many elements, because vectorized kernels read aligned memory faster."""
+MAIN = "main"
+"""Name of a parameter's own values among its offloaded tensors."""
+
+
+class OffloadedTensor:
+    """A tensor whose values are in host memory or on disk.
+
+    Args:
+        tensor: the object that the optimizer and the model refer to.
+        backing: its values in host memory (uint8), or their place on disk.
+    """
+
+    def __init__(self, tensor: torch.Tensor, backing: torch.Tensor | DiskRoom) -> None:
+        self.tensor = tensor
+        self.backing = backing
+        self.num_bytes = backing.num_bytes if isinstance(backing, DiskRoom) else backing.numel()
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+
+    def release(self) -> None:
+        """Leave the object its shape and device, and no memory but one element."""
+        self.tensor.data = placeholder(self, self.dtype)
+
+    def materialize(self) -> None:
+        """Let the object be its backing memory until the next ``release``, so that a checkpoint can read or write it.
+
+        What is on disk is mapped: it is read when it is touched.
+        """
+        data = self.backing.view() if isinstance(self.backing, DiskRoom) else self.backing
+        self.tensor.data = data.view(self.dtype).view(self.shape)
+
+
+class Span(NamedTuple):
+    """Bytes ``start`` to ``stop`` of an offloaded tensor's backing."""
+
+    tensor: OffloadedTensor
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)
+class ParamState:
+    """A parameter whose state is offloaded.
+
+    Attributes:
+        param: the object in the optimizer's groups.
+        tensors: offloaded tensors of the parameter's shape, by name; ``MAIN`` is the parameter itself, where its values
+            are offloaded too.
+        shards: slices of the parameter, in order; empty until the first step.
+    """
+
+    param: torch.Tensor
+    tensors: dict[str, OffloadedTensor] = field(default_factory=dict)
+    shards: list[ParamShard] = field(default_factory=list)
+
+    @property
+    def moments(self) -> dict[str, torch.Tensor]:
+        """The offloaded tensors of the optimizer's state, by their names there: all but the parameter's own values."""
+        return {name: offloaded.tensor for name, offloaded in self.tensors.items() if name != MAIN}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all offloaded tensors."""
+        return sum(offloaded.num_bytes for offloaded in self.tensors.values())
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of all offloaded tensors for one element of the parameter."""
+        return sum(offloaded.dtype.itemsize for offloaded in self.tensors.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the tensors that are on disk."""
+        return sum(one.num_bytes for one in self.tensors.values() if isinstance(one.backing, DiskRoom))
+
+    @property
+    def alignment_elements(self) -> int:
+        """Elements of which each shard's start is a multiple: on disk a shard begins at a block."""
+        return BLOCK_BYTES if self.disk_bytes else ALIGNED_ELEMENTS
+
+
+@dataclass(eq=False)
+class ParamShard:
+    """Elements ``start`` to ``stop`` of a parameter.
+
+    Attributes:
+        has_state: the optimizer has stepped the shard, or its state was loaded; before, moments have memory and no
+            values.
+        small_state: the rest of the optimizer's state, which has another shape than the parameter (a counter of steps,
+            say): it is never offloaded.
+    """
+
+    param_state: ParamState
+    start: int
+    stop: int
+    has_state: bool = False
+    small_state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its part of all offloaded tensors, each rounded up to a whole block."""
+        num_elements = self.stop - self.start
+        return sum(padded(num_elements * one.dtype.itemsize) for one in self.param_state.tensors.values())
+
+    def tensors_to_load(self) -> list[tuple[str, OffloadedTensor]]:
+        """Return names and tensors that a step of this shard reads."""
+        return [(name, one) for name, one in self.param_state.tensors.items() if name == MAIN or self.has_state]
+
+    def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return its elements of ``tensor``, which has the parameter's shape: flat, or all of ``tensor`` as it is."""
+        if self.stop - self.start == tensor.numel():
+            return tensor.detach()
+        return tensor.detach().view(-1)[self.start : self.stop]
+
+    def span_of(self, offloaded: OffloadedTensor) -> Span:
+        """Return its bytes of ``offloaded``."""
+        itemsize = offloaded.dtype.itemsize
+        return Span(offloaded, self.start * itemsize, self.stop * itemsize)
+
+
+def placeholder(like: torch.Tensor | OffloadedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of ``like``'s shape and device on one element: NaN, or the least value of an integer type."""
+    value = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=like.device).expand(like.shape)
+
+
+def has_shape_of(value: Any, param: torch.Tensor) -> bool:
+    """Return whether ``value``, an entry of a parameter's state, has a number for each of its elements."""
+    return isinstance(value, torch.Tensor) and value.shape == param.shape

@@ -1,0 +1,71 @@
+"""One call of an optimizer's own step, over some of its parameters or over slices of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.optimizer.param_state import has_shape_of
+
+Settings = dict[str, Any]
+"""A parameter group without its parameters: learning rate, counters of steps …"""
+
+
+class PartialStep:
+    """Calls the step that ``optimizer`` has now, with other parameters in its groups.
+
+    Args:
+        optimizer: complete, with all of its parameters.
+
+    Raises:
+        UsageError: a group keeps settings in tensors: each call would change them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = optimizer.step
+        self._group_of: dict[torch.Tensor, int] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            tensors = [name for name, value in group.items() if isinstance(value, torch.Tensor)]
+            if tensors:
+                raise UsageError(
+                    f"--swap-optimizer: the optimizer keeps {', '.join(tensors)} in tensors (CUDA graphs?), and would "
+                    "advance them once a bucket. Leave --optimizer-cuda-graph out."
+                )
+            self._group_of.update((param, number) for param in group["params"])
+
+    def group_of(self, param: torch.Tensor) -> int:
+        """Return the index of the group that ``param`` belongs to."""
+        return self._group_of[param]
+
+    def __call__(self, params: Sequence[list[torch.Tensor]]) -> list[Settings]:
+        """Step ``params``, a list for each group, and return each group's settings as the step leaves them.
+
+        The optimizer's own groups stay as they are. A group without parameters takes part, since its counter of steps
+        advances too (TransformerEngine keeps the counter in the group).
+        """
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [{**group, "params": mine} for group, mine in zip(groups, params, strict=True)]
+        try:
+            self._step()
+            return [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self._optimizer.param_groups
+            ]
+        finally:
+            self._optimizer.param_groups = groups
+
+    def probe_state(self, param: torch.Tensor) -> dict[str, torch.dtype]:
+        """Return names and types of the state that the optimizer keeps for each element of a parameter like ``param``.
+
+        A parameter of two elements is stepped for that.
+        """
+        probe = torch.zeros(2, dtype=param.dtype, device=param.device)
+        probe.grad = probe.decoupled_grad = torch.zeros_like(probe)  # type: ignore[attr-defined]
+        group = self._group_of[param]
+        self([[probe] if number == group else [] for number in range(len(self._optimizer.param_groups))])
+        state = self._optimizer.state.pop(probe, {})
+        return {name: value.dtype for name, value in state.items() if has_shape_of(value, probe)}

@@ -1,0 +1,168 @@
+"""The state of one optimizer: which parameters' state is offloaded, which is kept on the device, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from megatron.swap.optimizer.param_state import MAIN, OffloadedTensor, ParamShard, ParamState, has_shape_of
+from megatron.swap.optimizer.transfers import Move, StateTransfers, as_bytes
+
+
+class OptimizerState:
+    """Owns the entries of ``optimizer.state`` for parameters whose state is offloaded, now or at another time.
+
+    Args:
+        optimizer: complete, with all of its parameters.
+        transfers: copies the state.
+        param_states: of parameters whose state is to be offloaded; other optimizers' are ignored.
+        is_elementwise: whether the optimizer may step shards that are no whole parameters.
+
+    Attributes:
+        param_states: of this optimizer's parameters, in the order of its groups.
+        offloaded: those whose state is offloaded now, by parameter.
+        kept: the others, whose state is on the device.
+        is_materialized: whether offloaded tensors are tensors in host memory now, for a checkpoint.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        transfers: StateTransfers,
+        param_states: Mapping[torch.Tensor, ParamState],
+        is_elementwise: bool,
+    ) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._optimizer = optimizer
+        self._transfers = transfers
+        self._is_elementwise = is_elementwise
+        self.is_materialized = False
+        self.offloaded = {param: param_states[param] for param in params if param in param_states}
+        self.kept: dict[torch.Tensor, ParamState] = {}
+        self.param_states = list(self.offloaded.values())
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes offloaded, as far as they are known: after the first step where whole parameters are stepped."""
+        return sum(param_state.num_bytes for param_state in self.offloaded.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Device bytes of state that was offloaded once and is kept now."""
+        return sum(param_state.num_bytes for param_state in self.kept.values())
+
+    def offloaded_tensors(self) -> Iterator[OffloadedTensor]:
+        """Yield every tensor that is offloaded now."""
+        for param_state in self.offloaded.values():
+            yield from param_state.tensors.values()
+
+    def shards(self, param_state: ParamState) -> list[ParamShard]:
+        """Return the shards of a parameter, cut when they are asked for first: each fits into a bucket."""
+        if not param_state.shards:
+            num_elements = longest = param_state.param.numel()
+            if self._is_elementwise and param_state.tensors:
+                aligned = param_state.alignment_elements
+                longest = max(self._transfers.bucket_bytes // param_state.element_bytes // aligned, 1) * aligned
+            bounds = [*range(0, num_elements, longest), num_elements]
+            param_state.shards = [ParamShard(param_state, start, stop) for start, stop in pairwise(bounds)]
+        return param_state.shards
+
+    def publish(self, param_state: ParamState) -> None:
+        """Give ``optimizer.state`` an entry for the parameter itself, as the optimizer's own step would."""
+        self._optimizer.state[param_state.param] = param_state.moments | param_state.shards[0].small_state
+
+    def set_small_state(self, param_state: ParamState, small_state: dict[str, Any]) -> None:
+        """Set the state that is never offloaded. From now on the optimizer has state of this parameter."""
+        for shard in self.shards(param_state):
+            shard.has_state = True
+            shard.small_state = {
+                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in small_state.items()
+            }
+        self.publish(param_state)
+
+    # ----------------------------------------------------- offloaded or kept
+
+    def needs_change(self, offloaded: Collection[torch.Tensor]) -> bool:
+        """Return whether ``set_offloaded`` with these parameters would move anything."""
+        return any((one.param in offloaded) != (one.param in self.offloaded) for one in self.param_states)
+
+    def set_offloaded(self, offloaded: Collection[torch.Tensor]) -> None:
+        """Offload the state of these parameters and keep that of the others, between two steps.
+
+        State that is kept takes device memory; its place in host memory or on disk stays allocated.
+        """
+        for param_state in self.param_states:  # first what frees device memory
+            if param_state.param in offloaded and param_state.param in self.kept:
+                self._offload(param_state)
+        self._transfers.release()
+        for param_state in self.param_states:
+            if param_state.param not in offloaded and param_state.param in self.offloaded:
+                self._keep(param_state)
+
+    def _keep(self, param_state: ParamState) -> None:
+        self.shards(param_state)
+        for name, values in self._transfers.load_whole(param_state).items():
+            tensor = param_state.tensors[name]
+            tensor.tensor.data = values.view(tensor.shape)
+        self.kept[param_state.param] = self.offloaded.pop(param_state.param)
+
+    def _offload(self, param_state: ParamState) -> None:
+        state = self._optimizer.state.get(param_state.param, {})
+        large = {name: value for name, value in state.items() if has_shape_of(value, param_state.param)}
+        values = large | ({MAIN: param_state.param} if MAIN in param_state.tensors else {})
+        moves = []
+        for name, value in values.items():
+            tensor, source = self._transfers.memory.tensor(param_state, name, value.dtype), as_bytes(value)
+            spans = (shard.span_of(tensor) for shard in param_state.shards)
+            moves += [Move(span, source[span.start : span.stop]) for span in spans]
+        self._transfers.offload(moves)  # in one call: slices of a tensor are one storage
+        for name in values:
+            param_state.tensors[name].release()
+        self.offloaded[param_state.param] = self.kept.pop(param_state.param)
+        if state:
+            self.set_small_state(param_state, {name: value for name, value in state.items() if name not in large})
+
+    # ------------------------------------------------------------ checkpoints
+
+    def materialize(self) -> None:
+        """Make every offloaded tensor a tensor in host memory until ``release``, to be read or written.
+
+        Raises:
+            DiskError: a write failed; nothing was materialized.
+        """
+        self._transfers.synchronize()
+        for tensor in self.offloaded_tensors():
+            tensor.materialize()
+        self.is_materialized = True
+
+    def release(self) -> None:
+        """End ``materialize``: nobody may read or write the tensors any more."""
+        if self.is_materialized:
+            for tensor in self.offloaded_tensors():
+                tensor.release()
+        self.is_materialized = False
+
+    def add_missing(self) -> None:
+        """Give ``optimizer.state`` entries for parameters that were never stepped, so that values can be loaded."""
+        for param_state in self.offloaded.values():
+            if param_state.param not in self._optimizer.state and param_state.moments:
+                self._optimizer.state[param_state.param] = param_state.moments
+
+    def store_loaded(self) -> None:
+        """Copy what ``optimizer.state`` was replaced with to the offloaded tensors, as far as it has their shape."""
+        for param_state in self.offloaded.values():
+            state = self._optimizer.state.get(param_state.param, {})
+            small_state = {}
+            for name, value in state.items():
+                if has_shape_of(value, param_state.param):
+                    tensor = self._transfers.memory.tensor(param_state, name, value.dtype)
+                    if value is not tensor.tensor:
+                        tensor.materialize()
+                        tensor.tensor.copy_(value)
+                else:
+                    small_state[name] = value
+            if state:
+                self.set_small_state(param_state, small_state)

@@ -1,0 +1,277 @@
+"""Steps an optimizer whose state is offloaded: the state passes through the device in buckets.
+
+The optimizer is the one that trains without us. For each bucket it gets shards of its parameters and of their state, as
+if they were parameters of their own, and steps those. Update rules that look at each element alone give the same bits;
+for others a bucket holds whole parameters.
+
+While compute steps one bucket, the next ones are loaded and the last ones are offloaded. Where device memory is free
+(`overlap`), the first buckets are loaded before the step, in the order of the step before, and the last ones are
+released after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron.swap.common.types import SwapError
+from megatron.swap.devices.base import Mark
+from megatron.swap.optimizer.bucket_loader import BucketLoader
+from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, has_shape_of
+from megatron.swap.optimizer.partial_step import PartialStep, Settings
+from megatron.swap.optimizer.state import OptimizerState
+from megatron.swap.optimizer.state_memory import TensorRequest
+from megatron.swap.optimizer.transfers import Bucket, Move, StateTransfers, as_bytes
+
+NUM_BUFFERS = 3
+"""Buckets that always find room: one is loaded, one is stepped, one is offloaded."""
+
+OnUpdated = Callable[[torch.Tensor, int, int, torch.Tensor], None]
+"""Called with a parameter, the first and last + 1 of some of its elements, and their new values on the device."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How an optimizer is stepped.
+
+    Attributes:
+        is_elementwise: whether the optimizer may step slices of its parameters.
+        on_updated: called with new values while they are on the device, also of parameters that are not offloaded.
+        room_bytes: returns the device bytes that buckets may hold in a step, though three buckets always may, and that
+            offloads may still hold when the step ends.
+    """
+
+    is_elementwise: bool
+    on_updated: OnUpdated = lambda *_: None
+    room_bytes: Callable[[], int] = lambda: 0
+
+
+class OptimizerStepper:
+    """Replaces the step of one optimizer.
+
+    Args:
+        optimizer: complete, with all of its parameters.
+        transfers: copies buckets.
+        param_states: of parameters whose state is offloaded; the values of some are offloaded already.
+        options: how it is stepped.
+
+    Attributes:
+        state: of the optimizer; what is offloaded of it.
+
+    Raises:
+        UsageError: a group keeps settings in tensors.
+        HostMemoryError, DiskError: there is no room for all state of an elementwise optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        transfers: StateTransfers,
+        param_states: Mapping[torch.Tensor, ParamState],
+        options: StepOptions,
+    ) -> None:
+        self._optimizer = optimizer
+        self._transfers = transfers
+        self._options = options
+        self._partial_step = PartialStep(optimizer)
+        self._loader = BucketLoader(transfers)
+        self._updates: list[tuple[Mark, Mark]] = []
+        self.state = OptimizerState(optimizer, transfers, param_states, options.is_elementwise)
+        if options.is_elementwise:  # allocate all, so that an error comes before training
+            transfers.memory.allocate([
+                TensorRequest(one, name, dtype)
+                for one in self.state.param_states
+                for name, dtype in self._partial_step.probe_state(one.param).items()
+            ])  # fmt: skip
+
+    # ------------------------------------------------------------------ stepping
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Do what ``optimizer.step`` does for all of its parameters. Where it fails some are a step ahead.
+
+        Raises:
+            SwapError: a closure is given.
+        """
+        if closure is not None:
+            raise SwapError("an optimizer whose state is swapped takes no closure: it would run once a bucket.")
+        self.state.release()
+        self._updates = []
+        self._loader.set_order(list(self._buckets()))
+        groups = self._optimizer.param_groups
+        try:
+            advanced = self._step_all()
+        finally:  # a step that failed leaves buckets behind
+            self._loader.clear()
+        self._transfers.release(self._options.room_bytes())
+        for group, settings in zip(groups, advanced, strict=True):
+            group.update(settings)
+
+    def _step_all(self) -> list[Settings]:
+        """Step all parameters and return each group's settings as the step leaves them."""
+        self._loader.load(self._room_bytes())  # first, so that the link works while kept parameters are stepped
+        kept = [
+            [param for param in group["params"] if param not in self.state.offloaded]
+            for group in self._optimizer.param_groups
+        ]
+        advanced = self._partial_step(kept)
+        for params in kept:
+            for param in params:
+                self._options.on_updated(param, 0, param.numel(), param.detach())
+        while (bucket := self._loader.take()) is not None:
+            advanced = self._step_bucket(bucket)
+            room_bytes = self._room_bytes()
+            # The first step creates moments, so more may be offloaded than was loaded.
+            self._transfers.release(max(0, room_bytes - self._transfers.loaded_bytes))
+            self._loader.load(room_bytes)
+        return advanced
+
+    def _room_bytes(self) -> int:
+        return max(self._options.room_bytes(), NUM_BUFFERS * self._transfers.bucket_bytes)
+
+    def _buckets(self) -> Iterator[list[ParamShard]]:
+        """Yield buckets of all shards that have a gradient, as many shards at once as a bucket holds."""
+        bucket: list[ParamShard] = []
+        bucket_bytes = 0
+        for param_state in self.state.offloaded.values():
+            if _gradient(param_state.param) is None:
+                continue
+            for shard in self.state.shards(param_state):
+                shard_bytes = shard.num_bytes
+                if bucket and bucket_bytes + shard_bytes > self._transfers.bucket_bytes:
+                    yield bucket
+                    bucket, bucket_bytes = [], 0
+                bucket.append(shard)
+                bucket_bytes += shard_bytes
+        if bucket:
+            yield bucket
+
+    def _step_bucket(self, bucket: Bucket) -> list[Settings]:
+        """Step ``bucket``, offload it, and return each group's settings as the step leaves them."""
+        self._transfers.wait_for(bucket)
+        params: list[list[torch.Tensor]] = [[] for _ in self._optimizer.param_groups]
+        slices = {shard: self._slice(shard, tensors) for shard, tensors in bucket.tensors.items()}
+        for shard, param in slices.items():
+            params[self._partial_step.group_of(shard.param_state.param)].append(param)
+        began = self._transfers.mark()
+        try:
+            advanced = self._partial_step(params)
+        except BaseException:
+            for param in slices.values():
+                self._optimizer.state.pop(param, None)
+            self._transfers.discard(bucket)
+            raise
+        self._updates.append((began, self._transfers.mark()))
+        moves = [move for shard, param in slices.items() for move in self._take_back(shard, param)]
+        self._transfers.offload(moves, bucket)
+        return advanced
+
+    def _slice(self, shard: ParamShard, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Make a parameter of ``shard``, with gradient and state, out of its tensors on the device."""
+        whole = shard.param_state.param
+        param = tensors[MAIN] if MAIN in tensors else shard.slice_of(whole)
+        if not self._options.is_elementwise:
+            param = param.view(whole.shape)
+            vars(param).update(vars(whole))  # Muon looks up how it is split, and among which ranks
+        _set_gradient(param, shard)
+        if shard.has_state:
+            moments = {name: tensor.view(param.shape) for name, tensor in tensors.items() if name != MAIN}
+            self._optimizer.state[param] = moments | shard.small_state
+        return param
+
+    def _take_back(self, shard: ParamShard, param: torch.Tensor) -> list[Move]:
+        """Report the new values of a stepped slice, record its state, and return what of it is to be offloaded."""
+        param_state = shard.param_state
+        self._options.on_updated(param_state.param, shard.start, shard.stop, param)
+        large = {MAIN: param} if MAIN in param_state.tensors else {}
+        shard.has_state, shard.small_state = True, {}
+        for name, value in self._optimizer.state.pop(param, {}).items():
+            if has_shape_of(value, param):
+                large[name] = value
+            else:
+                shard.small_state[name] = value
+        memory = self._transfers.memory
+        moves = [
+            Move(shard.span_of(memory.tensor(param_state, name, value.dtype)), as_bytes(value))
+            for name, value in large.items()
+        ]
+        self.state.publish(param_state)
+        return moves
+
+    # -------------------------------------------------------- between two steps
+
+    def load_ahead(self, room_bytes: int) -> None:
+        """Load the first buckets of the step to come, as far as they fit into ``room_bytes`` and wait for no disk.
+
+        They are those of the last step: if other parameters have gradients then, they are dropped.
+        """
+        if not self.state.is_materialized:
+            self._loader.load_ahead(room_bytes)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether every bucket of the step to come is on the device, or on its way there."""
+        return self._loader.is_complete
+
+    def drop_loaded(self) -> None:
+        """Drop what was loaded ahead: it is not wanted, or not what host memory holds any more."""
+        self._loader.clear()
+
+    def set_offloaded(self, params: Collection[torch.Tensor]) -> None:
+        """Offload the state of these parameters from now on, between two steps.
+
+        State of others that was offloaded is kept on the device; its place in host memory stays allocated.
+        """
+        if self.state.needs_change(params):
+            self.state.release()
+            self._loader.clear()
+            self._loader.set_order([])
+            self.state.set_offloaded(params)
+
+    def update_ms(self) -> float:
+        """Return the time of the optimizer's own kernels in the last step, for offloaded state; after a
+        synchronization."""
+        return sum(ended.elapsed_ms_since(began) for began, ended in self._updates)
+
+    # --------------------------------------------------------------- checkpoints
+
+    def materialize(self) -> None:
+        """Make offloaded tensors readable and writable in host memory until the next step. Raises: ``DiskError``."""
+        self._loader.clear()
+        self.state.materialize()
+
+    def materialize_for_load(self) -> None:
+        """Do as ``materialize``, also for state that the optimizer will create in its first step. Raises:
+        ``DiskError``."""
+        self.materialize()
+        self.state.add_missing()
+
+    def release(self) -> None:
+        """End ``materialize``."""
+        self.state.release()
+
+    def store_loaded(self) -> None:
+        """Take over what a checkpoint has replaced in ``optimizer.state``; tensors stay materialized. Raises:
+        ``DiskError``."""
+        self.state.store_loaded()
+        self.materialize()
+
+
+def _gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient; Megatron's precision-aware optimizer names it ``decoupled_grad``, for its other type."""
+    decoupled: torch.Tensor | None = vars(param).get("decoupled_grad")
+    return param.grad if decoupled is None else decoupled
+
+
+def _set_gradient(param: torch.Tensor, shard: ParamShard) -> None:
+    """Give ``param`` the shard's slice of the whole parameter's gradient, under the same name."""
+    whole = shard.param_state.param
+    gradient = _gradient(whole)
+    assert gradient is not None
+    values = shard.slice_of(gradient).view(param.shape)
+    if vars(whole).get("decoupled_grad") is None:
+        param.grad = values
+    else:
+        param.decoupled_grad = values  # type: ignore[attr-defined]

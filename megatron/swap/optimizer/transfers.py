@@ -1,0 +1,306 @@
+"""Copies of optimizer state between device, host memory and disk, on two copy streams of their own.
+
+Buffers belong to the compute stream. The H2D stream waits for it before it fills a buffer, since the memory may have
+been recycled. Compute waits for the D2H copy before it hands the memory on. A shard that is loaded while its last
+offload is still under way is released first, so the H2D stream has waited for that offload as well. What is on disk
+passes through pinned buffers (`memory.staging`): the host waits for reads before it enqueues their copies, and never
+waits for writes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from megatron.swap.common.types import MIB
+from megatron.swap.devices.base import Device, Event, Mark
+from megatron.swap.memory.disk_file import DiskRoom, padded
+from megatron.swap.memory.staging import NUM_AHEAD, DiskSpan, Fetched, Staging
+from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, Span
+from megatron.swap.optimizer.state_memory import StateMemory
+
+ALIGNMENT_BYTES = 512
+"""Tensors in a buffer begin at a multiple of it, as the caching allocator aligns its own."""
+
+
+class Move(NamedTuple):
+    """Bytes on the device (uint8), and where they go."""
+
+    target: Span
+    source: torch.Tensor
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Shards on the device, or on their way there.
+
+    Attributes:
+        tensors: of each shard by name, flat; they lie on ``buffer``.
+        event: passes when all copies have arrived.
+    """
+
+    tensors: dict[ParamShard, dict[str, torch.Tensor]]
+    buffer: torch.Tensor
+    event: Event
+
+
+@dataclass(eq=False)
+class PendingBucket:
+    """Shards that will be loaded next; what of them is on disk is being read.
+
+    Attributes:
+        read: ``None`` where nothing is on disk.
+    """
+
+    shards: Sequence[ParamShard]
+    read: Fetched | None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether loading it will not wait for the disk."""
+        return self.read is None or self.read.has_arrived
+
+    @property
+    def num_bytes(self) -> int:
+        """Device bytes that its step takes, also for moments that the optimizer creates in its first step."""
+        spans = (shard.span_of(tensor) for shard in self.shards for tensor in shard.param_state.tensors.values())
+        return sum(_aligned(stop - start) for _, start, stop in spans)
+
+
+@dataclass(eq=False)
+class _Offload:
+    """Copies on their way to the host: what lives until ``event`` has passed."""
+
+    storages: list[torch.UntypedStorage]
+    event: Event
+    shards: list[ParamShard]
+
+
+class StateTransfers:
+    """Loads shards to the device and offloads them.
+
+    Args:
+        device: whose streams copy.
+        memory: of all offloaded tensors.
+        bucket_bytes: most that one bucket holds.
+
+    Attributes:
+        out_bytes, in_bytes: copied so far from the device, and to it.
+        num_ahead: buckets that may be pending at once.
+        device_bytes: device memory of loads and offloads that was not released yet.
+    """
+
+    def __init__(self, device: Device, memory: StateMemory, bucket_bytes: int = 256 * MIB) -> None:
+        self._device = device
+        self.memory = memory
+        self.bucket_bytes = bucket_bytes
+        # Of what is on disk whole blocks are copied.
+        self._staged_bytes = padded(bucket_bytes)
+        self._staging = None if memory.disk is None else Staging(memory.disk, memory.arena.take, bucket_bytes)
+        self._in_stream = device.copy_stream("in")
+        self._out_stream = device.copy_stream("out")
+        self._offloads: deque[_Offload] = deque()
+        self._offloading_shards: set[ParamShard] = set()
+        self.num_ahead = 1 if memory.disk is None else NUM_AHEAD
+        self.out_bytes = self.in_bytes = self.device_bytes = 0
+
+    def mark(self) -> Mark:
+        """Return a mark of this moment of the compute stream, for timing."""
+        return self._device.mark()
+
+    # ------------------------------------------------------------------ loading
+
+    def begin_load(self, shards: Sequence[ParamShard]) -> PendingBucket:
+        """Begin to read what of ``shards`` is on disk."""
+        spans = _on_disk(shard.span_of(tensor) for shard in shards for _, tensor in shard.tensors_to_load())
+        return PendingBucket(shards, self._staging.fetch(spans) if spans and self._staging else None)
+
+    def load(self, pending: PendingBucket) -> Bucket:
+        """Allocate a buffer and enqueue the copies of the pending shards into it.
+
+        Raises:
+            DiskError: reading failed.
+        """
+        pending = self._readable(pending)
+        return self._load_into(self._device.allocate(_load_bytes(pending.shards)), pending)
+
+    def load_if_free(self, pending: PendingBucket) -> Bucket | None:
+        """Do as ``load``; where device memory is short return ``None``, and take nothing from others."""
+        pending = self._readable(pending)
+        buffer = self._device.allocate_if_free(_load_bytes(pending.shards))
+        return None if buffer is None else self._load_into(buffer, pending)
+
+    def _readable(self, pending: PendingBucket) -> PendingBucket:
+        """Make sure that nothing of the pending shards is on its way out, and that what was read is still there."""
+        if not self._offloading_shards.isdisjoint(pending.shards):
+            self.release()
+        if pending.read is not None and pending.read.is_lost:  # several optimizers read ahead
+            return self.begin_load(pending.shards)
+        return pending
+
+    def _load_into(self, buffer: torch.Tensor, pending: PendingBucket) -> Bucket:
+        self.device_bytes += buffer.numel()
+        tensors: dict[ParamShard, dict[str, torch.Tensor]] = {shard: {} for shard in pending.shards}
+        staged = iter(pending.read.arrived(self._device, self._in_stream) if pending.read is not None else ())
+        targets, sources = [], []
+        offset = 0
+        for shard in pending.shards:
+            for name, offloaded in shard.tensors_to_load():
+                _, start, stop = shard.span_of(offloaded)
+                backing = offloaded.backing
+                sources.append(next(staged) if isinstance(backing, DiskRoom) else backing[start:stop])
+                targets.append(buffer[offset : offset + stop - start])
+                tensors[shard][name] = targets[-1].view(offloaded.dtype)
+                offset += _aligned(stop - start)
+        self._device.wait(self._in_stream, self._device.record(self._device.current_stream()))
+        self._device.copy(self._in_stream, targets, sources)
+        self.in_bytes += sum(source.numel() for source in sources)
+        bucket = Bucket(tensors, buffer, self._device.record(self._in_stream))
+        if pending.read is not None:
+            pending.read.copied(self._device, bucket.event)
+        return bucket
+
+    def wait_for(self, bucket: Bucket) -> None:
+        """Let compute wait for the copies of ``bucket``."""
+        self._device.wait(self._device.current_stream(), bucket.event)
+
+    def load_whole(self, param_state: ParamState) -> dict[str, torch.Tensor]:
+        """Return all offloaded tensors by name, flat, each in memory of its own; compute waits for them."""
+        whole: dict[str, torch.Tensor] = {}
+        for shard in param_state.shards:
+            bucket = self.load(self.begin_load([shard]))
+            self.wait_for(bucket)
+            for name, values in bucket.tensors[shard].items():
+                offloaded = param_state.tensors[name]
+                if name not in whole:
+                    whole[name] = self._device.allocate(offloaded.num_bytes).view(offloaded.dtype)
+                whole[name][shard.start : shard.stop].copy_(values)
+            self.discard(bucket)
+        return whole
+
+    def discard(self, bucket: Bucket) -> None:
+        """Give the memory of a loaded bucket back without stepping it."""
+        self.wait_for(bucket)  # the copies still write there
+        self._free(bucket.buffer.untyped_storage())
+
+    # --------------------------------------------------------------- offloading
+
+    def offload_main_param(self, param: torch.Tensor) -> ParamState:
+        """Offload a parameter that was just created, whose memory nobody else refers to."""
+        param_state = ParamState(param)
+        offloaded = self.memory.tensor(param_state, MAIN, param.dtype)
+        source = as_bytes(param)
+        bounds = [*range(0, offloaded.num_bytes, self._staged_bytes), offloaded.num_bytes]
+        self.offload([Move(Span(offloaded, start, stop), source[start:stop]) for start, stop in pairwise(bounds)])
+        offloaded.release()
+        self.release()
+        return param_state
+
+    def offload(self, moves: Sequence[Move], bucket: Bucket | None = None) -> None:
+        """Enqueue copies to the host. The sources, and the buffer of ``bucket``, live until ``release``."""
+        self._device.wait(self._out_stream, self._device.record(self._device.current_stream()))
+        event = None
+        for batch in self._batches(moves):
+            spans = _on_disk(move.target for move in batch)
+            staged, write = self._staging.stage(spans) if spans and self._staging else ([], None)
+            staged_targets = iter(staged)
+            targets = [
+                next(staged_targets) if isinstance(tensor.backing, DiskRoom) else tensor.backing[start:stop]
+                for (tensor, start, stop), _ in batch
+            ]
+            self._device.copy(self._out_stream, targets, [move.source for move in batch])
+            event = self._device.record(self._out_stream)
+            if write is not None:
+                write(self._device, event)
+        self.out_bytes += sum(move.source.numel() for move in moves)
+        if event is not None:
+            self._hold(moves, bucket, event)
+
+    def _hold(self, moves: Sequence[Move], bucket: Bucket | None, event: Event) -> None:
+        """Keep what is copied alive until ``event`` has passed."""
+        storages = {storage.data_ptr(): storage for storage in (move.source.untyped_storage() for move in moves)}
+        if bucket is not None:
+            storages.pop(bucket.buffer.data_ptr(), None)
+        self.device_bytes += sum(storage.nbytes() for storage in storages.values())
+        buffers = [] if bucket is None else [bucket.buffer.untyped_storage()]
+        shards = [] if bucket is None else list(bucket.tensors)
+        self._offloads.append(_Offload([*storages.values(), *buffers], event, shards))
+        self._offloading_shards.update(shards)
+
+    def _batches(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
+        """Split ``moves`` so that a staging buffer holds what of each batch goes to disk."""
+        batch: list[Move] = []
+        batch_bytes = 0
+        for move in moves:
+            (tensor, start, stop), _ = move
+            num_bytes = padded(stop - start) if isinstance(tensor.backing, DiskRoom) else 0
+            if batch and batch_bytes + num_bytes > self._staged_bytes:
+                yield batch
+                batch, batch_bytes = [], 0
+            batch.append(move)
+            batch_bytes += num_bytes
+        if batch:
+            yield batch
+
+    @property
+    def offloading_bytes(self) -> int:
+        """Device memory of copies on their way to the host."""
+        return sum(storage.nbytes() for offload in self._offloads for storage in offload.storages)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Device memory of buckets that were loaded and are not on their way to the host yet."""
+        return self.device_bytes - self.offloading_bytes
+
+    def release(self, max_bytes: int = 0) -> None:
+        """Release offloaded buffers, the oldest first, until those left hold at most ``max_bytes``.
+
+        Compute waits for their copies before the memory is used again.
+        """
+        offloading_bytes = self.offloading_bytes
+        while self._offloads and offloading_bytes > max_bytes:
+            oldest = self._offloads.popleft()
+            self._device.wait(self._device.current_stream(), oldest.event)
+            self._offloading_shards.difference_update(oldest.shards)
+            for storage in oldest.storages:
+                offloading_bytes -= storage.nbytes()
+                self._free(storage)
+
+    def _free(self, storage: torch.UntypedStorage) -> None:
+        self.device_bytes -= storage.nbytes()
+        self._device.discard(storage)
+
+    def synchronize(self) -> None:
+        """Wait for every copy and every write: host memory and disk hold what was stepped last.
+
+        Raises:
+            DiskError: a write failed.
+        """
+        self.release()
+        self._device.synchronize()
+        if self._staging is not None:
+            self._staging.synchronize()
+
+
+def _load_bytes(shards: Sequence[ParamShard]) -> int:
+    """Device bytes of what a step of ``shards`` reads."""
+    spans = (shard.span_of(tensor) for shard in shards for _, tensor in shard.tensors_to_load())
+    return sum(_aligned(stop - start) for _, start, stop in spans)
+
+
+def _on_disk(spans: Iterable[Span]) -> list[DiskSpan]:
+    return [(span.tensor.backing, span.start, span.stop) for span in spans if isinstance(span.tensor.backing, DiskRoom)]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of ``tensor``, flat (uint8); a copy where it is not contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

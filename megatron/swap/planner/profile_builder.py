@@ -1,0 +1,377 @@
+"""A profile out of a recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Literal
+
+from megatron.swap.common.plan import LAYER_SECTION, Model
+from megatron.swap.common.site_paths import CHECKPOINT_PATH
+from megatron.swap.common.types import GIB, MIB, SwapError
+from megatron.swap.planner.profile import (
+    Device,
+    LayerClass,
+    Link,
+    NonLayer,
+    NonLayerSite,
+    Pipeline,
+    Profile,
+    Section,
+    SiteProfile,
+)
+from megatron.swap.planner.recording import NonLayerStorage, Recording, What
+from megatron.swap.planner.timeline import Around, Moment, Pass, Timeline
+
+SAME_SIZE = 0.01
+"""Sizes that differ by no more than this share are taken for equal."""
+
+
+def build_profile(
+    recording: Recording,
+    model: Model,
+    link: Link,
+    device: Device,
+    *,
+    num_micro_batches: int,
+    source: str,
+    host_gib: float | None = None,
+    pipeline: Pipeline = Pipeline(),  # noqa: B008
+    min_mib: float = 0.0,
+    whole_layers: bool = False,
+) -> Profile:
+    """What the recorded steps would have been without swapping and recomputing.
+
+    Times are medians: the first step after the allocator gave its memory back is slow, and any step may be. Sizes and
+    memory are the most that was seen. Whatever the policy did while recording, the engine's own work is taken out:
+    waits, copies, recipes, trials.
+
+    Args:
+        min_mib: smaller sites stay.
+        whole_layers: the engine can run whole layers again: each gets a section ``layer``.
+
+    Raises:
+        SwapError: the recording has no forward of a layer with its backward, or a layer whose saved tensors were not
+            seen: not hooked, or recomputed as a whole.
+    """
+    read = Timeline(recording)
+    passes = [one for one in read.passes if one.is_whole]
+    if not passes:
+        raise SwapError("the recording has no forward of a layer with its backward: record whole training steps.")
+    layers = tuple(
+        _layer_class(numbers, [one for one in passes if one.run.layer in numbers], read, min_mib, whole_layers)
+        for numbers in _classes(passes, min_mib)
+    )
+    reserved_bytes = read.peak_bytes if recording.reserved_bytes is None else recording.reserved_bytes
+    return Profile(
+        source=source,
+        model=model,
+        device=device,
+        link=link,
+        static_gib=read.static_bytes / GIB,
+        allocator_gib=max(0, reserved_bytes - read.peak_bytes) / GIB,
+        host_gib=host_gib,
+        num_micro_batches=num_micro_batches,
+        non_layer=_non_layer(read, layers, num_micro_batches, pipeline, recording.non_layer, min_mib),
+        layers=layers,
+        pipeline=pipeline,
+    )
+
+
+def with_times(profile: Profile, recordings: Sequence[Recording]) -> Profile:
+    """``profile`` with the times of other steps of its sizes, in which layers may run as a whole.
+
+    Where the host has to keep up (experts wait for counts of tokens) all that is done beside a layer costs time:
+    packing what it saves, copying it, recording it. A layer that runs as a whole is nearly alone. When in a layer
+    something happens is moved by as much as the layer is faster.
+    """
+    reads = [Timeline(recording) for recording in recordings]
+    passes = [one for read in reads for one in read.passes if one.is_whole]
+    costs = [read.costs for read in reads]
+    layers = []
+    for entry in profile.layers:
+        mine = [one for one in passes if one.run.layer in entry.layers]
+        again = [cost for of_site in costs for layer in entry.layers for cost in of_site.get((layer, ""), ())]
+        layers.append(_timed(entry, mine, again) if mine else entry)
+    steps = [one for read in reads for one in read.steps]
+    if not passes or not steps:
+        return profile
+    forward_ms, backward_ms, optimizer_ms = _non_layer_times(steps, layers, profile.num_micro_batches, profile.pipeline)
+    non_layer = replace(profile.non_layer, forward_ms=forward_ms, backward_ms=backward_ms, optimizer_ms=optimizer_ms)
+    source = f"{profile.source}, timed in {len(steps)} others"
+    return replace(profile, source=source, layers=tuple(layers), non_layer=non_layer)
+
+
+def _timed(entry: LayerClass, passes: Sequence[Pass], again_ms: Sequence[float]) -> LayerClass:
+    forward_ms = median(one.forward_ms or 0.0 for one in passes)
+    backward_ms = median(one.backward_ms or 0.0 for one in passes)
+    forward = forward_ms / entry.forward_ms if entry.forward_ms else 1.0
+    backward = backward_ms / entry.backward_ms if entry.backward_ms else 1.0
+    return replace(
+        entry,
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        sites=tuple(
+            replace(
+                site,
+                saved_at_ms=site.saved_at_ms * forward,
+                needed_at_ms=site.needed_at_ms * backward,
+                done_at_ms=site.done_at_ms * backward,
+            )
+            for site in entry.sites
+        ),
+        sections=tuple(
+            replace(part, recompute_ms=max(0.0, median(again_ms)) if again_ms else forward_ms)
+            if part.name == LAYER_SECTION else part
+            for part in entry.sections
+        ),
+        temporaries=tuple((at_ms * backward, mib) for at_ms, mib in entry.temporaries),
+    )  # fmt: skip
+
+
+def _classes(passes: Sequence[Pass], min_mib: float) -> list[tuple[int, ...]]:
+    """Layers with the same sites, and the same sizes unless those change from one micro-batch to the next anyway."""
+    of_layer: dict[int, list[Pass]] = {}
+    for one in passes:
+        of_layer.setdefault(one.run.layer, []).append(one)
+    classes: list[tuple[list[int], tuple, dict[str, tuple[int, int]]]] = []
+    for layer, mine in sorted(of_layer.items()):
+        sites = _sites(mine)
+        if not sites:
+            raise SwapError(f"layer {layer}: nothing that it saves was seen. Hook all layers while recording.")
+        if any(site.startswith(f"{CHECKPOINT_PATH}/") for site in sites):
+            raise SwapError(
+                f"layer {layer} was recomputed as a whole, so what it saves was not seen: record under a policy that "
+                "recomputes single sites."
+            )
+        sizes = {site: _smallest_and_largest(mine, site) for site in sites}
+        kind = tuple(
+            (site, _is_ineligible(mine, site, min_mib), _needs(mine, site), _is_input(mine, site)) for site in sites
+        )
+        for numbers, other_kind, other_sizes in classes:
+            if kind == other_kind and all(_alike(sizes[site], other_sizes[site]) for site in sites):
+                numbers.append(layer)
+                break
+        else:
+            classes.append(([layer], kind, sizes))
+    return [tuple(numbers) for numbers, _, _ in classes]
+
+
+def _sites(passes: Sequence[Pass]) -> list[str]:
+    """In the order of forward; those that only some passes have (experts without a token, say) behind the others."""
+    longest = max(passes, key=lambda one: len(one.sites))
+    return list(dict.fromkeys([*longest.sites, *(site for one in passes for site in one.sites)]))
+
+
+def _smallest_and_largest(passes: Sequence[Pass], site: str) -> tuple[int, int]:
+    sizes = [one.sites[site].num_bytes for one in passes if site in one.sites]
+    return min(sizes), max(sizes)
+
+
+def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    if any(smallest < (1 - SAME_SIZE) * largest for smallest, largest in (one, other)):
+        return True  # sizes change by themselves
+    return abs(one[1] - other[1]) <= SAME_SIZE * max(one[1], other[1])
+
+
+def _is_ineligible(passes: Sequence[Pass], site: str, min_mib: float) -> bool:
+    found = [one.sites[site] for one in passes if site in one.sites]
+    is_small = max(storage.num_bytes for storage in found) < min_mib * MIB
+    return is_small or any(storage.has_external_refs for storage in found)
+
+
+def _is_input(passes: Sequence[Pass], site: str) -> bool:
+    return all(one.sites[site].is_input for one in passes if site in one.sites)
+
+
+def _needs(passes: Sequence[Pass], site: str) -> tuple[str, ...] | None:
+    """The sites of its own layer that its recipe reads, beside what is there anyway (tables that all layers share).
+
+    ``None``: there is no recipe, or it reads what another layer has saved and may not keep.
+    """
+    found = [one.sites[site] for one in passes if site in one.sites]
+    foreign = (need for storage in found for need in storage.made_from if need.run != storage.run)
+    if any(storage.producer is None for storage in found) or not all(need.has_external_refs for need in foreign):
+        return None
+    needs = {tuple(need.site for need in storage.made_from if need.run == storage.run) for storage in found}
+    return needs.pop() if len(needs) == 1 else None
+
+
+def _layer_class(
+    layers: tuple[int, ...], passes: Sequence[Pass], read: Timeline, min_mib: float, whole_layers: bool
+) -> LayerClass:
+    timed = [one for one in passes if not one.was_tried] or passes
+    forward_ms = median(one.forward_ms or 0.0 for one in timed)
+    backward_ms = median(one.backward_ms or 0.0 for one in timed)
+    sections = _shared_ways(layers, passes, read)
+    # Alone each of these costs what all of them do: what its own recipe took is not what it takes to get there.
+    shared = {site for one in passes for site, storage in one.sites.items() if storage.through}
+    sites = []
+    for name in _sites(passes):
+        needed_ms = min(_median_moment(timed, (What.ASKED, name), backward_ms), backward_ms)
+        done_ms = min(_median_moment(timed, (What.FREED, name), backward_ms), backward_ms)
+        needs = None if name in shared else _needs(passes, name)
+        cost_ms = _cost_ms(layers, name, read)
+        sites.append(
+            SiteProfile(
+                site=name,
+                mib=_smallest_and_largest(passes, name)[1] / MIB,
+                saved_at_ms=_median([one.saved_at[name] for one in timed if name in one.saved_at]),
+                needed_at_ms=needed_ms,
+                done_at_ms=max(needed_ms, done_ms),
+                recompute_ms=None if needs is None else cost_ms,
+                recompute_needs=needs if needs is not None and cost_ms is not None else (),
+                is_ineligible=_is_ineligible(passes, name, min_mib),
+            )
+        )
+    return LayerClass(
+        layers,
+        forward_ms,
+        backward_ms,
+        tuple(sites),
+        (*sections, *(_whole_layer(passes, sites, forward_ms) if whole_layers else ())),
+        _temporaries(passes, timed, backward_ms),
+        max(one.forward_peak_bytes for one in passes) / MIB,
+    )
+
+
+def _shared_ways(layers: Sequence[int], passes: Sequence[Pass], read: Timeline) -> tuple[Section, ...]:
+    """Sites that are made through the same storage, which nobody saves: one of them costs nearly what all do."""
+    through: dict[str, set[str]] = {}
+    for one in passes:
+        for site, storage in one.sites.items():
+            if storage.through:
+                through.setdefault(site, set()).update(storage.through)
+    groups: list[tuple[set[str], set[str]]] = []
+    for site, ways in through.items():
+        mine, ways = {site}, set(ways)
+        for other in [group for group in groups if group[1] & ways]:
+            groups.remove(other)
+            mine |= other[0]
+            ways |= other[1]
+        groups.append((mine, ways))
+    sections = []
+    for sites, ways in groups:
+        needs = [_needs(passes, site) for site in sites]
+        costs = [_cost_ms(layers, name, read) for name in (*sites, *ways)]
+        if None not in needs and None not in costs:
+            frees = tuple(site for site in _sites(passes) if site in sites)
+            read_sites = dict.fromkeys(need for of_site in needs for need in of_site or () if need not in sites)
+            cost_ms, way_mib = sum(cost or 0.0 for cost in costs), max(one.way_bytes for one in passes) / MIB
+            sections.append(Section(f"behind {frees[0]}", frees, tuple(read_sites), cost_ms, way_mib))
+    return tuple(sections)
+
+
+def _cost_ms(layers: Sequence[int], name: str, read: Timeline) -> float | None:
+    """What it takes to make a storage again once what it is made from is there."""
+    costs = [cost for layer in layers for cost in read.costs.get((layer, name), ())]
+    return max(0.0, median(costs)) if costs else None
+
+
+def _median_moment(passes: Iterable[Pass], moment: Moment, otherwise: float) -> float:
+    return median([one.moments[moment] for one in passes if moment in one.moments] or [otherwise])
+
+
+def _temporaries(
+    passes: Sequence[Pass], timed: Sequence[Pass], backward_ms: float
+) -> tuple[tuple[float, float], ...]:
+    """The most at each moment of backward; what does not change the level is left out."""
+    moments = dict.fromkeys(moment for one in passes for moment in one.moments)
+    at_ms = {moment: min(_median_moment(timed, moment, backward_ms), backward_ms) for moment in moments}
+    levels: list[tuple[float, float]] = []
+    for moment in sorted(moments, key=lambda moment: at_ms[moment]):
+        mib = max(one.temporaries.get(moment, 0) for one in passes) / MIB
+        if mib != (levels[-1][1] if levels else 0.0):
+            levels.append((at_ms[moment], mib))
+    return tuple(levels)
+
+
+def _whole_layer(passes: Sequence[Pass], sites: Sequence[SiteProfile], forward_ms: float) -> tuple[Section, ...]:
+    """All but the layer's input is made again, from that input; none where it is not saved, or no gradient needed."""
+    inputs = tuple(site.site for site in sites if _is_input(passes, site.site))
+    frees = tuple(site.site for site in sites if site.site not in inputs)
+    peak_mib = max(one.forward_peak_bytes for one in passes) / MIB
+    return (Section(LAYER_SECTION, frees, inputs, forward_ms, peak_mib),) if inputs and frees else ()
+
+
+def _non_layer(
+    read: Timeline,
+    layers: Sequence[LayerClass],
+    num_micro_batches: int,
+    pipeline: Pipeline,
+    saved: Sequence[NonLayerStorage],
+    min_mib: float,
+) -> NonLayer:
+    """Of the chunk that ends in the loss; on a rank without, of the first one."""
+    steps = [one for one in read.steps if not one.was_tried] or read.steps
+    has_loss = _has_loss(pipeline)
+    chunk = _chunk(steps, pipeline)
+    forward_ms, backward_ms, optimizer_ms = _non_layer_times(steps, layers, num_micro_batches, pipeline)
+    # Where there is no loss a chunk's forward finds what is kept for other micro-batches, whose backward is to come.
+    kept_bytes = [
+        end if has_loss else max(0, end - begin) for one in read.steps for begin, end in one.kept_bytes.get(chunk, ())
+    ]
+    loss_bytes = [peak for one in read.steps for peak in one.loss_peak_bytes] if has_loss else []
+    return NonLayer(
+        forward_ms=forward_ms,
+        backward_ms=backward_ms,
+        optimizer_ms=optimizer_ms,
+        kept_gib=max(kept_bytes, default=0) / GIB,
+        peak_gib=max(loss_bytes, default=0) / GIB,
+        sites=_non_layer_sites([one for one in saved if one.chunk == chunk], min_mib),
+    )
+
+
+def _has_loss(pipeline: Pipeline) -> bool:
+    return pipeline.rank == pipeline.size - 1
+
+
+def _chunk(steps: Sequence[Around], pipeline: Pipeline) -> int:
+    """That ends in the loss; on a rank without, the first."""
+    return max((chunk for one in steps for chunk in one.forward_ms), default=0) if _has_loss(pipeline) else 0
+
+
+def _non_layer_times(
+    steps: Sequence[Around], layers: Sequence[LayerClass], num_micro_batches: int, pipeline: Pipeline
+) -> tuple[float, float, float]:
+    """Forward and backward of what is not in a layer, and the optimizer, in ms.
+
+    Without a pipeline the optimizer's time is what is left of the step. In one, where ranks wait for each other, it is
+    what follows the last backward, as far as this rank has not waited for those before it.
+    """
+    has_loss, chunk = _has_loss(pipeline), _chunk(steps, pipeline)
+    layer_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in layers)
+    forward_ms = backward_ms = 0.0
+    if has_loss or pipeline.rank == 0:
+        forward_ms = _median([ms for one in steps for ms in one.forward_ms.get(chunk, ())])
+    if has_loss:
+        backward_ms = _median([ms for one in steps for ms in one.loss_ms])
+    if pipeline.size == 1:
+        backward_ms += _median([ms for one in steps for ms in one.between_ms])
+        rest_ms = _median([one.step_ms for one in steps])
+        rest_ms -= num_micro_batches * (forward_ms + backward_ms + layer_ms)
+    else:
+        waited_ms = pipeline.rank * sum(len(entry.layers) * entry.backward_ms for entry in layers)
+        rest_ms = _median([one.after_ms for one in steps]) - waited_ms / max(1, len(pipeline.chunks))
+    return max(0.0, forward_ms), max(0.0, backward_ms), max(0.0, rest_ms)
+
+
+def _non_layer_sites(saved: Sequence[NonLayerStorage], min_mib: float) -> tuple[NonLayerSite, ...]:
+    """The largest and the least idle that were seen; the engine's own work is in that time. What backward never asks
+    for is idle until it is freed; what it has not come to is left out."""
+    found: dict[str, list[NonLayerStorage]] = {}
+    for one in saved:
+        if one.at_ms.keys() & {What.ASKED, What.FREED}:
+            found.setdefault(one.site, []).append(one)
+    sites = []
+    for name, ones in found.items():
+        mib = max(one.num_bytes for one in ones) / MIB
+        idle_ms = min(one.at_ms.get(What.ASKED, one.at_ms.get(What.FREED, 0.0)) - one.at_ms[What.SAVED] for one in ones)
+        held: Literal["held"] | None = "held" if any(one.has_external_refs for one in ones) else None
+        sites.append(NonLayerSite(name, mib, max(0.0, idle_ms), "small" if mib < min_mib else held))
+    return tuple(sites)
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0

@@ -1,0 +1,136 @@
+"""The fraction of the optimizer's state to offload: less leaves activations less memory, more makes the step longer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.swap.common.plan import Infeasible
+from megatron.swap.common.types import GIB
+from megatron.swap.planner.profile import Link, OffloadedState, Profile, sha256
+from megatron.swap.planner.simulate import MIB_PER_GIB, Prediction
+from megatron.swap.planner.solve import Solution, solve
+
+STEPS = 16
+"""Fractions that are told apart: multiples of one sixteenth of what may be offloaded."""
+
+
+def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
+    """Solve as ``solve`` does; where the planner decides on optimizer state, also for ``Plan.offload_fraction``.
+
+    The time of the best plan falls as more state is offloaded, while activations gain from the memory, then grows with
+    the copies: the search goes downhill, in ever smaller steps. The lower bound is the least of the fractions tried.
+
+    Raises:
+        Infeasible: nothing fits, even with as much state offloaded as may be.
+    """
+    state = profile.offloaded_state
+    if state is None or not state.fraction:
+        return solve(profile, budget_gib, max_plans)
+    most = state.fraction
+    found: dict[int, Solution | None] = {STEPS: _at(profile, state, most, budget_gib, max_plans)}
+
+    def ms(step: int) -> float:
+        if step not in found:
+            try:
+                found[step] = _at(profile, state, most * step / STEPS, budget_gib, max_plans)
+            except Infeasible:
+                found[step] = None
+        solution = found[step]
+        return float("inf") if solution is None else round(solution.prediction.step_ms, 3)
+
+    best, stride = STEPS, STEPS // 2
+    while stride:
+        near = [step for step in (best - stride, best + stride) if 0 <= step <= STEPS]
+        better = min(near, key=lambda step: (ms(step), step), default=best)
+        if (ms(better), better) < (ms(best), best):
+            best = better
+        else:
+            stride //= 2
+    solution = found[best]
+    assert solution is not None
+    bound_ms = min(one.lower_bound_ms for one in found.values() if one is not None)
+    name = sha256(profile)
+    plans = []
+    for plan in solution.plans:
+        assert plan.predicted is not None
+        predicted = replace(plan.predicted, lower_bound_ms=bound_ms)
+        plans.append(replace(plan, profile_sha256=name, predicted=predicted))
+    return Solution(tuple(plans), solution.predictions, bound_ms)
+
+
+def with_fraction(profile: Profile, fraction: float) -> Profile:
+    """Return ``profile`` as if ``fraction`` of the optimizer's state was offloaded.
+
+    The copies to the host take the time of one direction, since copies back overlap with them. The optimizer's kernels,
+    and the disk, run beside the copies of what they step; state on the device is stepped by itself.
+    """
+    state = _state_of(profile)
+    other = state.with_fraction(fraction)
+    update_ms, measured_fraction = state.update_ms, state.fraction
+    copied_ms = _both_ways_ms(profile.link, state.state_gib * measured_fraction)
+    measured_ms = (1 - measured_fraction) * update_ms + max(measured_fraction * update_ms, copied_ms, state.disk_ms)
+    optimizer_ms = max(0.0, profile.non_layer.optimizer_ms - measured_ms)
+    copy_ms = _offload_ms(profile, state, fraction)
+    optimizer_ms += (1 - fraction) * update_ms + max(fraction * update_ms, copy_ms, other.disk_ms)
+    return replace(
+        profile,
+        static_gib=profile.static_gib + (state.fraction - fraction) * state.state_gib,
+        non_layer=replace(profile.non_layer, optimizer_ms=optimizer_ms),
+        offloaded_state=other,
+    )
+
+
+def hidden_ms(profile: Profile, fraction: float, prediction: Prediction) -> float:
+    """Return how much of the copies to the host the next forward hides, in ms.
+
+    It hides what activations leave of the link, but no more than fits the memory that activations leave between two
+    steps. The rest comes and goes within the step, which takes as long as its kernels, and as the disk, in any case.
+    """
+    state = _state_of(profile)
+    static_gib = with_fraction(profile, fraction).static_gib
+    room_gib = max(0.0, prediction.peak_gib - static_gib - profile.non_layer.peak_gib)
+    within_ms = _both_ways_ms(profile.link, max(0.0, fraction * state.state_gib - room_gib))
+    seen_ms = max(within_ms, fraction * state.update_ms, state.with_fraction(fraction).disk_ms)
+    return max(0.0, min(_window_ms(profile, prediction), _offload_ms(profile, state, fraction) - seen_ms))
+
+
+def _at(profile: Profile, state: OffloadedState, fraction: float, budget_gib: float, max_plans: int) -> Solution:
+    """Return the best plans with ``fraction`` offloaded, their times less the copies that the next forward hides."""
+    solution = solve(with_fraction(profile, fraction), budget_gib, max_plans)
+    hidden = [hidden_ms(profile, fraction, prediction) for prediction in solution.predictions]
+    predictions = tuple(
+        replace(prediction, step_ms=prediction.step_ms - ms)
+        for prediction, ms in zip(solution.predictions, hidden, strict=True)
+    )
+    plans = []
+    for plan, prediction in zip(solution.plans, predictions, strict=True):
+        assert plan.predicted is not None
+        predicted = replace(plan.predicted, step_ms=prediction.step_ms)
+        plans.append(replace(plan, offload_fraction=fraction, predicted=predicted))
+    most_ms = min(_offload_ms(profile, state, fraction), _forward_ms(profile))
+    return Solution(tuple(plans), predictions, solution.lower_bound_ms - most_ms)
+
+
+def _state_of(profile: Profile) -> OffloadedState:
+    assert profile.offloaded_state is not None, "the planner does not decide on optimizer state"
+    return profile.offloaded_state
+
+
+def _both_ways_ms(link: Link, gib: float) -> float:
+    """Return the time of ``gib`` on the slower direction while both are busy, in ms."""
+    return gib * GIB / (min(link.d2h_beside_h2d_gb_s, link.h2d_beside_d2h_gb_s) * 1e6)
+
+
+def _offload_ms(profile: Profile, state: OffloadedState, fraction: float) -> float:
+    """Return the time of copying ``fraction`` of the state to the host, in ms."""
+    return fraction * state.state_gib * MIB_PER_GIB * profile.out_ms_per_mib
+
+
+def _forward_ms(profile: Profile) -> float:
+    """Return the forward time of the layers for one micro-batch."""
+    return sum(len(entry.layers) * entry.forward_ms for entry in profile.layers)
+
+
+def _window_ms(profile: Profile, prediction: Prediction) -> float:
+    """Return what the first forward leaves of the link once activations are offloaded."""
+    return max(0.0, _forward_ms(profile) - prediction.host_gib * MIB_PER_GIB * profile.out_ms_per_mib)

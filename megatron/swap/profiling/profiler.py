@@ -1,0 +1,141 @@
+"""Traces a few training steps: with torch.profiler into a file, or inside the capture range of Nsight Systems."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.swap.common.instrumentation import Ranges
+
+NSYS = "nsys"
+"""In place of a folder: this process runs under ``nsys profile --capture-range=cudaProfilerApi``."""
+
+
+class Profiler:
+    """Told of every step's end, it traces steps ``first`` to ``last`` with the engine's ranges in them.
+
+    Args:
+        target: a folder, into which torch.profiler writes ``rank-N.json.gz``; or ``NSYS``.
+        first, last: steps of this run, counted from 1 (also where it goes on from a checkpoint); ``first`` is at least
+            3, as two steps warm up: one makes the optimizer's state, one warms the profiler.
+        rank: in the file's name.
+        ranges: switched on meanwhile.
+        allocated_bytes: device memory in use, for the timeline.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        first: int,
+        last: int,
+        rank: int,
+        ranges: Ranges,
+        allocated_bytes: Callable[[], int | None],
+    ) -> None:
+        self._folder = None if target == NSYS else Path(target)
+        self._first, self._last, self._rank = first, last, rank
+        self._ranges = ranges
+        self._allocated_bytes = allocated_bytes
+        self._profile: torch.profiler.profile | None = None
+        self._timeline: Callable[..., Any] | None = None
+        self._num_steps = 0
+
+    @property
+    def path(self) -> Path | None:
+        """The file that is written; ``None`` where nsys writes its own."""
+        return None if self._folder is None else self._folder / f"rank-{self._rank}.json.gz"
+
+    def step_ended(self, iteration: int) -> None:
+        """Training iteration ``iteration`` is over."""
+        self._num_steps += 1
+        if self._num_steps == self._first - 2 and self._folder is not None:
+            self._profile = _torch_profile(self._last - self._first + 1)
+            self._profile.start()
+        elif self._num_steps == self._first - 1:
+            self._begin()
+        elif self._num_steps == self._last:
+            self._end()
+        elif self._first <= self._num_steps < self._last:
+            if self._profile is not None:
+                self._profile.step()
+        else:
+            return
+        if self._first - 1 <= self._num_steps < self._last:
+            self._ranges.step(iteration + 1)
+
+    def close(self) -> None:
+        """Training ended: if that was before the last step that was asked for, what there is gets written."""
+        if self._timeline is not None:
+            self._end()
+        elif self._num_steps < self._first:
+            if self._profile is not None:
+                self._profile.stop()  # nothing was traced but the warm-up
+                self._profile = None
+            print(
+                f" swap: nothing was traced: training ended after {self._num_steps} steps, --swap-profile-steps begins "
+                f"with {self._first}",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def abandon(self) -> None:
+        """Training failed: write what there is, if that still works, and wait for nothing."""
+        is_tracing, profile, self._profile = self._timeline is not None, self._profile, None
+        self._leave_ranges()
+        if profile is not None:
+            with contextlib.suppress(Exception):  # the failure of training is what the user must see
+                profile.stop()
+                if is_tracing:
+                    self._export(profile)
+
+    def _begin(self) -> None:
+        timeline: Callable[..., Any] = torch.profiler.record_function
+        if self._folder is not None:
+            assert self._profile is not None
+            self._profile.step()
+        else:
+            _synchronize()
+            torch.cuda.cudart().cudaProfilerStart()
+            timeline = torch.cuda.nvtx.range
+        self._timeline = timeline
+        self._ranges.start(timeline, self._allocated_bytes)
+
+    def _end(self) -> None:
+        self._leave_ranges()
+        _synchronize()  # copies that are still under way belong to these steps
+        if self._profile is None:
+            torch.cuda.cudart().cudaProfilerStop()
+            return
+        self._profile.stop()
+        self._export(self._profile)
+        self._profile = None
+
+    def _leave_ranges(self) -> None:
+        if self._timeline is not None:
+            self._ranges.stop(self._timeline)
+            self._timeline = None
+
+    def _export(self, profile: torch.profiler.profile) -> None:
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(self.path))
+
+
+def _torch_profile(num_steps: int) -> torch.profiler.profile:
+    on_gpu = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    # Without a GPU the copies run on threads of the emulation, which are recorded only if all threads are.
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=not on_gpu)
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=num_steps + 1, repeat=1)
+    return torch.profiler.profile(activities=activities, schedule=schedule, experimental_config=config, acc_events=True)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,62 @@
+"""Storages that are tracked until they are freed, each with a record."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+Reference = weakref.ref[torch.UntypedStorage]
+
+
+class TrackedStorage[Record]:
+    """Device memory that holds a storage's bytes. ``num_aliases``: tensors on it that stand in the graph."""
+
+    __slots__ = ("num_aliases", "num_bytes", "record", "reference")
+
+    def __init__(self, record: Record, reference: Reference, num_bytes: int) -> None:
+        self.record = record
+        self.reference = reference
+        self.num_bytes = num_bytes
+        self.num_aliases = 0
+
+    def has_external_refs(self) -> bool:
+        """Whether anybody but the graph refers to it."""
+        storage = self.reference()
+        ours = 1 + self.num_aliases  # the storage's Python object, and a tensor for each that was saved
+        return storage is not None and torch._C._storage_Use_Count(storage._cdata) > ours
+
+
+class StorageTracker[Record]:
+    """The tracked storages of one recording.
+
+    Args:
+        freed: called with each storage whose memory is about to be freed.
+    """
+
+    def __init__(self, freed: Callable[[TrackedStorage[Record]], None]) -> None:
+        self._freed = freed
+        self._tracked: dict[int, TrackedStorage[Record]] = {}
+
+    def get(self, storage: torch.UntypedStorage) -> TrackedStorage[Record] | None:
+        """Return the entry of ``storage``; ``None``: it is not tracked."""
+        entry = self._tracked.get(storage._cdata)
+        return entry if entry is not None and entry.reference() is storage else None
+
+    def track(self, record: Record, storage: torch.UntypedStorage) -> TrackedStorage[Record]:
+        """Track ``storage`` from now on. The reference dies with the storage itself, not with its Python object."""
+        address, tracked = storage._cdata, self._tracked
+
+        def freed(reference: Reference) -> None:
+            if tracked is self._tracked:
+                self._freed(entry)
+            if tracked.get(address) is entry:
+                del tracked[address]
+
+        entry = tracked[address] = TrackedStorage(record, weakref.ref(storage, freed), storage.nbytes())
+        return entry
+
+    def forget(self) -> None:
+        """Track no storage any longer."""
+        self._tracked = {}

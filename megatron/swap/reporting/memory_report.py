@@ -1,0 +1,101 @@
+"""Where every byte is at the end of a run: kinds by tier, counted from the tensors themselves.
+
+A storage counts once, for the first kind that has it: tied weights, views of a buffer, and what weights and optimizer
+share. An offloaded tensor counts where it is offloaded to, also while it is materialized for a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.swap.common.types import MemoryRow
+from megatron.swap.devices.base import Device
+from megatron.swap.memory.disk_file import DiskRoom
+from megatron.swap.optimizer.param_state import OffloadedTensor
+from megatron.swap.reporting.summary import RankReport
+
+GRADIENTS = ("grad", "main_grad", "decoupled_grad")
+"""Attributes of a parameter that hold its gradient, for torch and Megatron; ``main_grad`` is a view of one buffer."""
+
+
+def measure(
+    report: RankReport,
+    device: Device,
+    chunks: Iterable[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    offloaded: Sequence[OffloadedTensor] = (),
+) -> list[MemoryRow]:
+    """Return one row a kind, in bytes of this rank, before anything is taken out of Megatron or given back.
+
+    On the device activations are what is left of the peak; without a GPU they are the most RAM that autograd held.
+    Buffers are host memory and disk reserved beyond what is offloaded there, or was at its peak.
+
+    Args:
+        report: what was reserved, and the peaks.
+        device: whose memory counts.
+        chunks: the model's.
+        optimizers: torch's or TransformerEngine's, inside Megatron's.
+        offloaded: tensors of the optimizers.
+    """
+    storages = _Storages(device.torch_device, offloaded)
+    params = [param for chunk in chunks for param in chunk.parameters()]
+    stepped = [param for one in optimizers for group in one.param_groups for param in group["params"]]
+    weights = storages.take(params)
+    gradients = storages.take(gradient for param in (*params, *stepped) for gradient in _gradients(param))
+    state = storages.take((*stepped, *_tensors([one.state for one in optimizers])))
+    on_disk = sum(one.num_bytes for one in offloaded if isinstance(one.backing, DiskRoom))
+    in_host = sum(one.num_bytes for one in offloaded) - on_disk
+
+    peak_bytes, reserved_bytes = report.device_peak_bytes, device.peak_reserved_bytes()
+    if peak_bytes is None or reserved_bytes is None:
+        activations = report.saved_peak_bytes or 0
+    else:
+        activations = max(0, peak_bytes - weights["device"] - gradients["device"] - state["device"])
+    swapped, spilled = report.host_leased_peak_bytes, report.disk_leased_peak_bytes
+    return [
+        MemoryRow("weights", weights["device"], weights["host"]),
+        MemoryRow("gradients", gradients["device"], gradients["host"]),
+        MemoryRow("optimizer", state["device"], state["host"] + in_host, on_disk),
+        MemoryRow("activations", activations, swapped, spilled),
+        MemoryRow(
+            "buffers", 0, report.host_booked_bytes + report.optimizer_host_bytes - swapped - in_host,
+            report.disk_booked_bytes + report.optimizer_disk_bytes - spilled - on_disk,
+        ),
+        MemoryRow("fragments", 0 if reserved_bytes is None else reserved_bytes - (peak_bytes or 0)),
+    ]  # fmt: skip
+
+
+class _Storages:
+    """Storages that were counted. Tensors of ``offloaded`` have no memory on the device, and are left out."""
+
+    def __init__(self, device: torch.device, offloaded: Iterable[OffloadedTensor]) -> None:
+        self._device = device
+        self._offloaded = {one.tensor for one in offloaded}
+        self._counted: set[int] = set()
+
+    def take(self, tensors: Iterable[torch.Tensor]) -> dict[str, int]:
+        """Return the bytes of storages that were not counted before, by tier."""
+        found = {"device": 0, "host": 0}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor not in self._offloaded and storage._cdata not in self._counted:
+                self._counted.add(storage._cdata)
+                found["device" if storage.device.type == self._device.type else "host"] += storage.nbytes()
+        return found
+
+
+def _gradients(param: torch.Tensor) -> Iterator[torch.Tensor]:
+    return _tensors([getattr(param, name, None) for name in GRADIENTS])
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in a nest of dictionaries and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(inner)

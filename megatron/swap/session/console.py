@@ -1,0 +1,35 @@
+"""What a run prints while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Console:
+    """Lines on standard output, unless ``--swap-log-level quiet``.
+
+    Args:
+        log_level: one of ``LOG_LEVELS``.
+        rank: of this process in the run.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, log_level: str, rank: int, world_size: int) -> None:
+        self.is_quiet = log_level == "quiet"
+        self.rank = rank
+        self._of_rank = f" (rank {rank})" if world_size > 1 else ""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank prints what is the same on all ranks."""
+        return self.rank == 0 and not self.is_quiet
+
+    def say(self, line: str) -> None:
+        """Print what is the same on all ranks, once."""
+        if self.is_first:
+            print(f" swap: {line}", flush=True)
+
+    def say_here(self, lines: Sequence[str]) -> None:
+        """Print what holds for this rank alone."""
+        for line in () if self.is_quiet else lines:
+            print(f" swap{self._of_rank}: {line}", flush=True)

@@ -1,0 +1,123 @@
+"""What swaps activations in a run: built when the model is, from the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.types import MIB, SwapError
+from megatron.swap.engine.build import Engine, build_engine
+from megatron.swap.engine.manager import SwapManager
+from megatron.swap.engine.oom_guard import OomGuard
+from megatron.swap.engine.policy import Policy
+from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.engine.settings import EngineSettings, Instruments
+from megatron.swap.megatron_lm.host_share import HostShare
+from megatron.swap.megatron_lm.layer import Boundaries
+from megatron.swap.megatron_lm.producers import Producers
+from megatron.swap.memory.disk_file import DiskFile
+from megatron.swap.memory.host_budget import Reservation
+from megatron.swap.memory.host_pool import HostPool
+from megatron.swap.memory.tiers.base import Tier
+from megatron.swap.memory.tiers.host import HostTier
+from megatron.swap.memory.tiers.spill import spill_tier
+from megatron.swap.profiling.recorder import Recorder
+from megatron.swap.reporting.plan_run import PlanRun
+from megatron.swap.session.run_device import RunDevice
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the settings say before there is a model.
+
+    Attributes:
+        policy: answers for every saved tensor.
+        kinds: producers whose outputs may be recomputed.
+        swaps: whether any layer of the model may be swapped.
+        host: how much host memory and disk this rank may take.
+        state_memory: of the host memory budget of this rank, what optimizer state may take, and takes once the
+            optimizer is built.
+        disk: the file behind host memory; ``None``: there is none.
+        plan_run: compares the run with its plan; ``None``: nobody wants to know.
+    """
+
+    policy: Policy
+    kinds: tuple[str, ...]
+    swaps: bool
+    host: HostShare
+    state_memory: Reservation
+    disk: DiskFile | None
+    plan_run: PlanRun | None
+
+
+@dataclass(frozen=True)
+class ActivationParts:
+    """The engine of this rank and what it works with.
+
+    Attributes:
+        pool: host memory for activations.
+        host_tier: the tier on ``pool`` alone, which link speed is measured with.
+        tier: where offloaded storages go; with a disk it spills there.
+    """
+
+    pool: HostPool
+    host_tier: Tier
+    tier: Tier
+    guard: OomGuard
+    engine: Engine
+    recorder: Recorder
+    boundaries: Boundaries
+
+    @property
+    def manager(self) -> SwapManager:
+        """Of the engine: its counters, and what ends it."""
+        return self.engine.manager
+
+    @property
+    def recomputer(self) -> Recomputer | None:
+        """What producers record with; ``None``: nothing is recomputed."""
+        return self.engine.recomputer
+
+    @classmethod
+    def build(
+        cls,
+        config: SwapConfig,
+        planned: Planned,
+        run_device: RunDevice,
+        ranges: Ranges,
+        take_peak: Callable[[], tuple[int, int]],
+        on_tier_full: Callable[[SwapError], None] | None,
+    ) -> ActivationParts:
+        """Build them on this rank's device.
+
+        Args:
+            take_peak: bytes in use at most since the last call, and now.
+            on_tier_full: called when the tier has no room for a storage; ``None``: that is an error.
+        """
+        device, on_gpu = run_device.device, torch.cuda.is_available()
+        pool = HostPool(limit_bytes=planned.state_memory.budget, pinned=on_gpu)
+        host_tier = HostTier(pool)
+        tier: Tier = host_tier
+        if planned.disk is not None and planned.swaps:
+            tier = spill_tier(host_tier, planned.disk, planned.host.disk_buffer_bytes)
+        if not config.optimizer:  # else it comes first: its size is known, and it does not grow
+            pool.reserve(min(planned.host.least_bytes, pool.limit_bytes))
+        guard = OomGuard(device, pool, int(config.min_mib * MIB), planned.host.guard_bytes)
+        recorder = Recorder(device, ranges, take_peak, from_use=not on_gpu)
+        settings = EngineSettings(
+            window_bytes=config.window_bytes(config.plan), verify=config.verify, recomputes=bool(planned.kinds)
+        )
+        instruments = Instruments(
+            ranges=ranges, observer=run_device.observer, recorder=recorder,
+            on_saved=None if planned.plan_run is None else planned.plan_run.note, on_full=on_tier_full,
+        )  # fmt: skip
+        engine = build_engine(device, tier, planned.policy, settings, instruments, guard)
+        if config.oom_guard:
+            guard.begin()
+        producers = None if engine.recomputer is None else Producers(engine.recomputer, planned.kinds)
+        boundaries = Boundaries(engine.saved_tensors, planned.policy, producers)
+        return cls(pool, host_tier, tier, guard, engine, recorder, boundaries)

@@ -1,0 +1,94 @@
+"""What a rank knows at the end of a run, and what is written and printed of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.swap.common.types import MemoryRow
+from megatron.swap.devices.cuda import expands_segments
+from megatron.swap.megatron_lm.optimizer_adapter import unchained
+from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap
+from megatron.swap.reporting import memory_report
+from megatron.swap.reporting.summary import RankReport, StepRecord, build_summary, device_line, layer_table, write_json
+from megatron.swap.session.parts import ActivationParts
+from megatron.swap.session.run_device import RunDevice
+
+
+def report_of(
+    steps: Sequence[StepRecord], run_device: RunDevice, parts: ActivationParts | None, optimizer: OptimizerSwap | None
+) -> RankReport:
+    """Return this rank's figures. The device has to be idle or broken: losses are read from it.
+
+    Args:
+        parts: ``None`` where no saved tensor was touched.
+        optimizer: ``None`` where no optimizer state was offloaded.
+    """
+    observer = run_device.observer
+    report = RankReport(
+        steps=[replace(step, loss=None if step.loss is None else float(step.loss)) for step in steps],
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        device_peak_bytes=run_device.device.peak_bytes(),  # a recorder resets torch's own
+        saved_peak_bytes=None if observer is None else observer.peak_bytes,
+        host_booked_bytes=0, host_leased_peak_bytes=0, stayed_bytes=0,
+        device_reserved_bytes=run_device.device.peak_reserved_bytes(),
+    )
+    if optimizer is not None:
+        optimizer.report_to(report)
+    if parts is not None:
+        stats, layers = parts.tier.stats(), parts.manager.counters.layers
+        report.host_booked_bytes = stats.reserved_bytes
+        report.host_leased_peak_bytes = stats.leased_peak_bytes
+        report.disk_booked_bytes = stats.disk_reserved_bytes
+        report.disk_leased_peak_bytes = stats.disk_peak_bytes
+        report.stayed_bytes = sum(layer.stayed_bytes for layer in layers.values())
+        if parts.recomputer is not None:
+            report.recompute_refused = [f"{site}: {reason}" for site, reason in parts.recomputer.refused.items()]
+        report.swapped_layers = sorted(number for number, layer in layers.items() if layer.out_bytes)
+    return report
+
+
+def memory_of(
+    report: RankReport,
+    run_device: RunDevice,
+    swap: OptimizerSwap | None,
+    chunks: Sequence[nn.Module],
+    optimizer: Any,
+) -> list[MemoryRow]:
+    """Return where the bytes of this rank are, by kind and tier.
+
+    Args:
+        chunks: the model on this rank.
+        optimizer: Megatron's, or ``None``.
+    """
+    offloaded = swap.offloaded_tensors() if swap is not None else ()
+    inner = [one.optimizer for one in unchained(optimizer)]
+    return memory_report.measure(report, run_device.device, chunks, inner, offloaded)
+
+
+def write_summary(
+    path: str | None,
+    num_layers: int,
+    reports: Sequence[RankReport],
+    planning: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Build the summary of all ranks, write it to ``path`` if that is given, and return it."""
+    summary = build_summary(num_layers, list(reports), planning)
+    if path is not None:
+        try:
+            write_json(path, summary)
+        except OSError as error:  # Megatron's last checkpoint is still to come: it matters more than our report
+            print(f" swap: --swap-summary was not written: {error}", file=sys.stderr, flush=True)
+    return summary
+
+
+def print_summary(summary: dict[str, Any], *, swaps: bool) -> None:
+    """Print the table of layers, and what the device's allocator says of itself where that is worth a line."""
+    print(layer_table(summary, swaps), flush=True)
+    if (line := device_line(summary, expands_segments())) is not None:
+        print(line, flush=True)

@@ -1,0 +1,67 @@
+"""The device of this rank, and how full it was."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.devices.base import Device
+from megatron.swap.devices.cuda import CudaDevice
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.profiling.observer import Observer
+
+
+class RunDevice:
+    """This rank's device, and the observer that counts what autograd holds.
+
+    Attributes:
+        observer: ``None`` where nobody asks for its figures.
+    """
+
+    def __init__(self, config: SwapConfig, rank: int, ranges: Ranges) -> None:
+        self._config = config
+        self._rank = rank
+        self._ranges = ranges
+        counts = config.summary is not None or (config.auto and not torch.cuda.is_available())
+        self.observer = Observer() if counts else None
+
+    @functools.cached_property
+    def device(self) -> Device:
+        """The GPU, or its emulation in RAM. Made at the first use: Megatron chooses this rank's device, and starts
+        CUDA, when it initializes."""
+        if torch.cuda.is_available():
+            return CudaDevice()
+        return EmulatedDevice(
+            self._config.cpu_delay_ms / 1e3, self._rank, self._ranges, self._config.cpu_memory_gib
+        )
+
+    def make(self) -> None:
+        """Make ``device``, if nobody has used it yet."""
+        _ = self.device
+
+    @property
+    def is_made(self) -> bool:
+        """Whether ``device`` was asked for."""
+        return "device" in vars(self)
+
+    def allocated_bytes(self) -> int | None:
+        """Return the device memory in use; where RAM plays the device, what autograd holds, if that is counted."""
+        num_bytes = self.device.allocated_bytes() if self.is_made else None
+        if num_bytes is None and self.observer is not None:
+            return self.observer.live_bytes
+        return num_bytes
+
+    def take_peak(self, unseen_bytes: int = 0) -> tuple[int, int]:
+        """Return the most device memory in use since the last call, and that in use now, in bytes.
+
+        Args:
+            unseen_bytes: where RAM plays the device: what is there beside autograd's tensors.
+        """
+        peak = self.device.take_peak() if self.is_made else None
+        if peak is None and self.observer is not None:
+            peak_bytes, now_bytes = self.observer.take_peak()
+            peak = peak_bytes + unseen_bytes, now_bytes + unseen_bytes
+        return peak or (0, 0)

@@ -1,0 +1,371 @@
+"""The composition root of a Megatron run: install, attach, run, report, close."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.swap.autotune.controller import AutoPlan
+from megatron.swap.autotune.target import Output, PlanTarget, RunParts
+from megatron.swap.common.collectives import gather
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.types import SwapError, UsageError
+from megatron.swap.engine.layer_hooks import override_forward
+from megatron.swap.engine.policy import policy_of
+from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.megatron_lm import accumulators
+from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds, swap_config
+from megatron.swap.megatron_lm.host_share import host_share
+from megatron.swap.megatron_lm.layer import num_micro_batches, pipeline_rank
+from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap, offload_settings
+from megatron.swap.memory.disk_file import DiskFile
+from megatron.swap.native.guarding import build_guard
+from megatron.swap.patches import registry
+from megatron.swap.planner.flags import model_of
+from megatron.swap.planner.profile import OffloadedState
+from megatron.swap.profiling.profiler import Profiler
+from megatron.swap.reporting.plan_run import PlanRun
+from megatron.swap.reporting.summary import memory_lines, start_table
+from megatron.swap.session import report as reports
+from megatron.swap.session.console import Console
+from megatron.swap.session.parts import ActivationParts, Planned
+from megatron.swap.session.run_device import RunDevice
+from megatron.swap.session.steps import StepLog
+from megatron.swap.session.upstream import patches_of
+
+
+class SwapSession:
+    """One training run of Megatron's trainer on this rank.
+
+    A script calls ``install``, and ``close`` if training never begins. Megatron calls the rest: ``attach`` when the
+    model is built, the ``on_…`` methods through patches.
+
+    Attributes:
+        config: what the user asked for.
+        run_device: this rank's device.
+        auto: plans while training; ``None``: the policy is fixed.
+        parts: what swaps activations; ``None`` before the model is built, where saved tensors are not touched, and
+            once the session is closed.
+        planned: what the settings say before there is a model.
+        step_log: what each step moved.
+    """
+
+    def __init__(self, args: Namespace, config: SwapConfig) -> None:
+        self.config = config
+        self._args = args
+        self._console = Console(config.log_level, args.rank, args.world_size)
+        self._ranges = Ranges()
+        self.run_device = RunDevice(config, args.rank, self._ranges)
+        kinds = recompute_kinds(args, config)
+        self._target = PlanTarget(config, model_of(args), device_memory_gib(args), kinds) if config.auto else None
+        self.planned = self._plan(kinds)
+        self.parts: ActivationParts | None = None
+        self.auto: AutoPlan | None = None
+        self.step_log = StepLog(config, self._console, args.world_size)
+        self._profiler = self._make_profiler(config.profile) if config.profile is not None else None
+        self._is_attached = False
+        self._undo: list[Callable[[], None]] = []
+
+    def _plan(self, kinds: tuple[str, ...]) -> Planned:
+        config, args = self.config, self._args
+        policy = policy_of(config) if self._target is None else self._target.policy
+        swaps = any(map(policy.swaps_layer, range(args.num_layers)))
+        wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)
+        plan_run = PlanRun(config, model_of(args)) if wants_plan else None
+        host = host_share(config, args, swaps)
+        state_memory = host.reserve_state(config)
+        disk = DiskFile(config.disk_dir, host.disk_bytes) if config.disk_dir is not None else None
+        return Planned(policy, kinds, swaps, host, state_memory, disk, plan_run)
+
+    # ------------------------------------------------------------------ install
+
+    @classmethod
+    def install(cls, args: Namespace, model_config: Any = None) -> SwapSession:
+        """Prepare a training run for swapping.
+
+        Args:
+            args: Megatron's parsed arguments, with those of ``add_swap_args``.
+            model_config: Megatron's model config (``gpt_config_from_args``), which reports the built model. A script
+                without one hands its model chunks to ``attach`` before they are wrapped.
+
+        Raises:
+            UsageError: the settings cannot work; nothing was changed.
+            HostMemoryError: the host has less memory than the run needs at least.
+            PatchError: this Megatron is not the one that our patches were written for.
+        """
+        config = swap_config(args)
+        if config.oom_guard:
+            build_guard(on_gpu=torch.cuda.is_available())
+        session = cls(args, config)
+        if not config.does_anything:
+            return session
+        try:
+            patches = registry.apply(patches_of(args, config, session.planned.kinds, session))
+        except BaseException:
+            session.close()
+            raise
+        session._undo.append(patches.revert)
+        if model_config is not None:
+            hooks = model_config.pre_wrap_hooks
+            hooks.append(session.attach)
+            session._undo.append(functools.partial(_remove_from, hooks, session.attach))
+        return session
+
+    def attach(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
+        """Put the boundaries around the layers of this rank's model chunks.
+
+        Args:
+            chunks: what this rank holds of the model, before it is wrapped for data parallelism.
+
+        Returns:
+            ``chunks``, as Megatron's hooks have to.
+
+        Raises:
+            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer.
+        """
+        self._is_attached = True
+        self.run_device.make()  # also where nothing is swapped: its memory is counted from here on
+        config, observer = self.config, self.run_device.observer
+        for chunk in chunks:
+            if config.acts or observer is not None:
+                self._undo.append(override_forward(chunk, self._observed(chunk)))
+            if config.acts or config.optimizer:
+                # Held until the session is closed, which is all that is needed of them.
+                held = accumulators.hold_grad_accumulators(chunk)
+                self._undo.append(held.clear)
+            if config.optimizer:
+                self.optimizer.watch(chunk)
+        if config.acts:
+            parts = self.parts = self.parts or self._build()
+            for chunk in chunks:
+                self._undo.append(parts.recorder.watch(chunk))
+                ends_in_loss = bool(getattr(chunk, "post_process", True))
+                parts.boundaries.install(chunk, config.modules, ends_in_loss=ends_in_loss)
+                if self.auto is not None:
+                    self.auto.watch(chunk)
+        return chunks
+
+    @functools.cached_property
+    def optimizer(self) -> OptimizerSwap:
+        """What offloads optimizer state; made when the model is, if ``--swap-optimizer`` asks for it."""
+        planned = self.planned
+        settings = offload_settings(self.config, self._args, planned.state_memory.num_bytes, planned.disk)
+        return OptimizerSwap(self.run_device.device, settings)
+
+    def _observed(self, chunk: nn.Module) -> Callable[..., Any]:
+        """Return the forward of ``chunk`` in the contexts that count and record what it saves outside its layers."""
+        inner, observer = chunk.forward, self.run_device.observer
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                if observer is not None:
+                    stack.enter_context(observer.context(chunk))
+                if self.parts is not None:
+                    stack.enter_context(self.parts.boundaries.around_layers(chunk))
+                return inner(*args, **kwargs)
+
+        return forward
+
+    def _build(self) -> ActivationParts:
+        config, planned = self.config, self.planned
+        parts = ActivationParts.build(
+            config, planned, self.run_device, self._ranges, self._take_peak, self._on_tier_full if config.auto else None
+        )
+        if self._target is not None:
+            of_run = RunParts(
+                parts.boundaries, self.run_device.device, parts.host_tier, parts.recorder,
+                parts.engine.saved_tensors.footprint, pipeline_rank(), num_micro_batches,
+                lambda: parts.pool.limit_bytes,
+                self._take_peak, self._offloaded_state, lambda fraction: self.optimizer.set_offload_fraction(fraction),
+                None if config.oom_guard else parts.guard,
+            )  # fmt: skip
+            self.auto = AutoPlan(self._target, of_run, Output(self._console.say, self._console.say_here))
+        if self._console.is_first:
+            limits = planned.host.limit_bytes, planned.host.guard_bytes
+            print(start_table(config, self._args.num_layers, parts.tier.stats().reserved_bytes, *limits), flush=True)
+        return parts
+
+    def _on_tier_full(self, error: SwapError) -> None:
+        """The tier has no room for a storage, which is kept: the planner has to know."""
+        if self.auto is not None:
+            self.auto.tier_is_full(error)
+
+    def _make_profiler(self, target: str) -> Profiler:
+        steps, rank = self.config.profile_steps, self._args.rank
+        return Profiler(target, *steps, rank, self._ranges, self.run_device.allocated_bytes)
+
+    def _take_peak(self) -> tuple[int, int]:
+        # Of what is not autograd's the optimizer state that stays on the device is the planner's to decide.
+        return self.run_device.take_peak(self.optimizer.kept_bytes if self.config.optimizer_auto else 0)
+
+    def _offloaded_state(self) -> OffloadedState | None:
+        return self.optimizer.offloaded_state() if self.config.optimizer_auto else None
+
+    # ------------------------------------------------- called by Megatron's trainer
+
+    def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Return the context for the forward of ``block``, a ``TransformerBlock``, with full recomputation."""
+        if self.parts is None:
+            raise _unknown_model()
+        return self.parts.boundaries.around_checkpointed_forward(block)
+
+    def recomputer(self) -> Recomputer | None:
+        """Return who hears of outputs that can be recomputed; ``None`` before the model is built."""
+        return None if self.parts is None else self.parts.recomputer
+
+    def on_main_param_created(self, param: torch.Tensor) -> None:
+        """Offload ``param``, which Megatron's optimizer has just made, if it is to be offloaded."""
+        self.optimizer.on_main_param_created(param)
+
+    def on_optimizer_built(self, optimizer: Any) -> None:
+        """Adapt ``optimizer``, which Megatron has built, and give activations the host memory that is left."""
+        self.optimizer.attach(optimizer)
+        self.planned.state_memory.resize(self.optimizer.reserved_bytes)
+        if self.parts is not None:
+            pool = self.parts.pool
+            pool.reserve(min(self.planned.host.least_bytes, pool.limit_bytes))
+        self._console.say(self.optimizer.summary_line())
+
+    def on_begin(self) -> None:
+        """Refuse to train a model that nobody has attached.
+
+        Raises:
+            UsageError: saved tensors or optimizer state were to be offloaded or counted.
+        """
+        needs_model = self.config.acts or self.config.optimizer or self.run_device.observer is not None
+        if needs_model and not self._is_attached:
+            raise _unknown_model()
+
+    def on_iteration(
+        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
+    ) -> None:
+        """Record the iteration that is over, let the planner go on, and print the iteration's line.
+
+        Args:
+            iteration: its number, from 1.
+            losses: by name, tensors of one element; empty on all pipeline stages but the last.
+            grad_norm: of all ranks, or ``None``.
+            is_logged: Megatron has printed its own line.
+            writer: Megatron's TensorBoard writer, or ``None``.
+        """
+        parts, auto, device = self.parts, self.auto, self.run_device.device
+        step = self.step_log.take(iteration, losses, grad_norm, device, None if parts is None else parts.manager)
+        if self._profiler is not None:
+            self._profiler.step_ended(iteration)
+        if parts is not None:
+            parts.recorder.step_ended(iteration + 1)
+        if auto is not None:
+            auto.step_ended(iteration, step.short_bytes, step.num_alloc_retries)
+        if self.offloads_optimizer:
+            self.optimizer.step_ended(auto is None or not auto.is_measuring, auto is None or not auto.has_switched)
+        if self.planned.plan_run is not None:
+            self._console.say_here(self.planned.plan_run.step_ended())
+        if parts is not None and parts.recomputer is not None:
+            self.step_log.say_refused(parts.recomputer)
+        if parts is not None and is_logged:
+            self.step_log.show(step, device.peak_bytes(), writer)
+
+    def on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:
+        """Report and close; after a failure only take everything out of Megatron.
+
+        Args:
+            failure: what ended training, or ``None``.
+            chunks: the model on this rank.
+            optimizer: Megatron's, or ``None``.
+        """
+        if failure is not None and not (isinstance(failure, SystemExit) and failure.code in (None, 0)):
+            # Other ranks may be anywhere and the device may be broken: no collective, no waiting for copies, and no
+            # summary that would look like a success. The failure itself goes on to the user.
+            if self._profiler is not None:
+                self._profiler.abandon()
+            if isinstance(failure, torch.OutOfMemoryError):
+                self._console.say_here(memory_lines(self._memory(self._report(), chunks, optimizer)))
+            self._uninstall()
+            if self.parts is not None:
+                self.parts.guard.end()
+            return
+        if self._profiler is not None:
+            self._profiler.close()
+        mine = self._report()
+        if self.config.summary is not None:
+            mine.memory = self._memory(mine, chunks, optimizer)
+        self.close()
+        if self.planned.plan_run is not None:
+            self.planned.plan_run.save()
+        if self.auto is not None:
+            self.auto.finish()
+        of_ranks = gather(mine)
+        if of_ranks is None:
+            return
+        planning = self.auto.summary() if self.auto is not None else None
+        summary = reports.write_summary(self.config.summary, self._args.num_layers, of_ranks, planning)
+        if (self.planned.swaps or self.config.oom_guard) and not self._console.is_quiet:
+            reports.print_summary(summary, swaps=self.planned.swaps)
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether there is an optimizer whose state is offloaded."""
+        return "optimizer" in vars(self)
+
+    def _report(self) -> reports.RankReport:
+        optimizer = self.optimizer if self.offloads_optimizer else None
+        return reports.report_of(self.step_log.records, self.run_device, self.parts, optimizer)
+
+    def _memory(
+        self, report: reports.RankReport, chunks: Sequence[nn.Module], optimizer: Any
+    ) -> list[reports.MemoryRow]:
+        swap = self.optimizer if self.offloads_optimizer else None
+        return reports.memory_of(report, self.run_device, swap, chunks, optimizer)
+
+    # -------------------------------------------------------------------- close
+
+    def close(self) -> None:
+        """Take everything out of Megatron and give the memory back. Idempotent.
+
+        The end of training does it. A script calls it where training was installed and never began.
+        """
+        optimizer = vars(self).pop("optimizer", None)
+        parts = self.parts
+        with ExitStack() as last_first:  # whatever becomes of each: a disk may fail now
+            last_first.callback(setattr, self, "parts", None)
+            if self.planned.disk is not None:
+                last_first.callback(self.planned.disk.close)
+            if parts is not None:
+                last_first.callback(parts.tier.close)
+                last_first.callback(parts.manager.drain)
+            elif self.run_device.is_made:
+                last_first.callback(self.run_device.device.close)
+            last_first.callback(self._uninstall)
+            if optimizer is not None:
+                last_first.callback(optimizer.close)
+
+    def _uninstall(self) -> None:
+        if self.offloads_optimizer:
+            self.optimizer.abandon()
+        if self.auto is not None:
+            self.auto.close()
+        if self.parts is not None:
+            self.parts.recorder.abandon()
+        while self._undo:
+            self._undo.pop()()
+        if self.parts is not None:
+            self.parts.boundaries.remove()
+
+
+def _remove_from(hooks: list[Any], hook: Any) -> None:
+    if hook in hooks:
+        hooks.remove(hook)
+
+
+def _unknown_model() -> UsageError:
+    return UsageError(
+        "SwapSession.install does not know the model that trains: pass it the model_config of that model, or "
+        "hand its chunks to attach before they are wrapped for data parallelism."
+    )

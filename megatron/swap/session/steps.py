@@ -1,0 +1,86 @@
+"""What each training step moved, and what is printed and logged of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.swap.common.collectives import is_last_rank
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.instrumentation import Totals
+from megatron.swap.devices.base import Device
+from megatron.swap.engine.manager import SwapManager
+from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.reporting.summary import StepRecord, idle_line, refused_lines, rescue_lines, scalars, step_line
+from megatron.swap.session.console import Console
+
+
+class StepLog:
+    """The steps of this rank.
+
+    Args:
+        world_size: number of ranks.
+
+    Attributes:
+        records: one an iteration.
+    """
+
+    def __init__(self, config: SwapConfig, console: Console, world_size: int) -> None:
+        self.records: list[StepRecord] = []
+        self._config = config
+        self._console = console
+        self._world_size = world_size
+        self._totals = Totals()
+        self._num_refused_said = 0
+
+    def take(
+        self,
+        iteration: int,
+        losses: dict[str, torch.Tensor],
+        grad_norm: Any,
+        device: Device,
+        manager: SwapManager | None,
+    ) -> StepRecord:
+        """Record iteration ``iteration``, which is over.
+
+        Args:
+            losses: of this iteration, the loss first; empty on all pipeline stages but the last.
+            grad_norm: a number, or ``None``.
+            manager: ``None`` where no saved tensor is touched.
+        """
+        totals = manager.counters.totals() if manager is not None else Totals()
+        moved, self._totals = totals.since(self._totals), totals
+        rescues = manager.guard.take_rescues() if manager is not None else []
+        self._console.say_here(rescue_lines(rescues))
+        # Read at the end: a number now would make the host wait for the device.
+        loss = next(iter(losses.values()), None) if self._config.summary is not None else None
+        step = StepRecord(
+            iteration=iteration,
+            moved=moved,
+            loss=None if loss is None else loss.detach().clone(),
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            num_rescues=len(rescues),
+            rescued_bytes=sum(rescue.freed_bytes for rescue in rescues),
+            short_bytes=max((rescue.short_bytes for rescue in rescues), default=0),
+            num_alloc_retries=device.take_retries(),
+        )
+        self.records.append(step)
+        return step
+
+    def say_refused(self, recomputer: Recomputer) -> None:
+        """Print what should be recomputed and is not, once each."""
+        refused = list(recomputer.refused.items())
+        lines = refused_lines(refused[self._num_refused_said :])
+        self._num_refused_said = len(refused)
+        if len(self.records) == 1:
+            lines += [idle_line(kind) for kind in self._config.recompute if not recomputer.spared_bytes[kind]]
+        self._console.say_here(lines)
+
+    def show(self, step: StepRecord, peak_bytes: int | None, writer: Any) -> None:
+        """Print the line of ``step``, and write its scalars to Megatron's TensorBoard ``writer``, if there is one."""
+        if not self._console.is_quiet and is_last_rank():
+            print(step_line(step, peak_bytes, self._console.rank if self._world_size > 1 else None), flush=True)
+        if writer is not None:
+            for name, value in scalars(step, peak_bytes).items():
+                writer.add_scalar(name, value, step.iteration)

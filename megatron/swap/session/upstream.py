@@ -1,0 +1,120 @@
+"""Which of upstream's functions a run replaces, and by what."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.types import ACTIVATION, NORM, ROTARY
+from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.megatron_lm import cross_entropy
+from megatron.swap.megatron_lm.producers import record_copy, record_norm_of_linear
+from megatron.swap.patches import (
+    checkpointed_forward,
+    fused_activations,
+    get_megatron_optimizer,
+    linear_weight_gradients,
+    main_params,
+    recompile_limit,
+    rotary,
+    te_normalization,
+    te_qkv_layout,
+    train,
+    training_log,
+)
+from megatron.swap.patches.cross_entropy import cross_entropy_patch
+from megatron.swap.patches.registry import Patch
+
+
+class TrainerEvents(Protocol):
+    """What a session hears from Megatron's trainer, in the order in which it comes."""
+
+    def on_main_param_created(self, param: torch.Tensor) -> None:
+        """Megatron's optimizer has made ``param``, and makes the next one afterwards."""
+
+    def on_optimizer_built(self, optimizer: Any) -> None:
+        """Megatron's optimizer is complete; no checkpoint was loaded into it yet."""
+
+    def on_begin(self) -> None:
+        """Training begins; what this raises ends it."""
+
+    def on_iteration(
+        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
+    ) -> None:
+        """An iteration is over, and Megatron has logged it."""
+
+    def on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:
+        """Training has ended, by ``failure`` if there was one."""
+
+    def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Return the context for a block's forward with full recomputation."""
+
+    def recomputer(self) -> Recomputer | None:
+        """Return who hears of outputs that can be recomputed; ``None`` before the model is built."""
+
+
+def patches_of(args: Namespace, config: SwapConfig, kinds: Collection[str], events: TrainerEvents) -> list[Patch]:
+    """Return the patches that this run needs.
+
+    Args:
+        args: Megatron's parsed arguments.
+        kinds: producers whose outputs may be recomputed, some of ``PRODUCERS``.
+        events: called by the patched functions.
+    """
+    patches = [train.train_patch(events.on_begin, events.on_finish)]
+    patches.append(training_log.training_log_patch(events.on_iteration))
+    if config.acts:
+        patches.append(recompile_limit.PATCH)
+    if config.acts or config.optimizer:
+        patches.append(cross_entropy_patch(cross_entropy.chunked_cross_entropy))
+        patches += main_params.main_params_patches(events.on_main_param_created if config.optimizer else None)
+    if config.optimizer:
+        patches.append(get_megatron_optimizer.get_megatron_optimizer_patch(events.on_optimizer_built))
+    if args.gradient_accumulation_fusion:
+        patches.append(linear_weight_gradients.PATCH)
+    if config.acts and args.recompute_granularity == "full":
+        patches.append(checkpointed_forward.checkpointed_forward_patch(events.around_checkpointed_forward))
+    return patches + _producer_patches(kinds, events, with_te=args.transformer_impl == "transformer_engine")
+
+
+def _producer_patches(kinds: Collection[str], events: TrainerEvents, *, with_te: bool) -> list[Patch]:
+    """Return the patches of functions that upstream calls by name and whose outputs can be recomputed."""
+    patches: list[Patch] = []
+    if ACTIVATION in kinds:
+        patches += fused_activations.fused_activations_patches(functools.partial(_recorded, events, ACTIVATION))
+    if NORM in kinds and with_te:
+        record = functools.partial(_record, events, record_norm_of_linear)
+        patches.append(te_normalization.te_normalization_patch(record))
+    if ROTARY in kinds:
+        patches.append(rotary.rotary_patch(functools.partial(_recorded, events, ROTARY)))
+    if ROTARY in kinds and with_te:
+        patches.append(te_qkv_layout.te_qkv_layout_patch(functools.partial(_record, events, record_copy)))
+    return patches
+
+
+def _recorded(events: TrainerEvents, producer: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` so that its output is recorded with its inputs. Upstream may look it up before there is a
+    model: until then nothing is recorded."""
+
+    @functools.wraps(function)
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        output = function(*arguments, **options)
+        recomputer = events.recomputer()
+        if recomputer is not None and torch.is_grad_enabled():
+            recomputer.record(producer, function, arguments, options, output)
+        return output
+
+    return recorded
+
+
+def _record(events: TrainerEvents, record: Callable[..., None], *what: Any) -> None:
+    recomputer = events.recomputer()
+    if recomputer is not None:
+        record(recomputer, *what)

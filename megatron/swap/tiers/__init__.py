@@ -1,1 +1,0 @@
-"""Where swapped bytes rest: pinned host memory, a disk behind it. Same contract, same tests."""

@@ -1,0 +1,138 @@
+"""The wheel, built and installed into an environment of its own, beside a user's own folder ``patches``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import ROOT, SWAP_SMALL, arguments, environment
+from tests.unit.test_house import our_files
+
+pytestmark = pytest.mark.slow
+
+USER_SCRIPT = Path(__file__).with_name("user_script.py")
+SHIPPED = ("megatron", "patches", "pyproject.toml", "README.md", "LICENSE")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the wheel in it, and a folder of a user, with a package ``patches`` of his own."""
+
+    wheel: Path
+    environment: Path
+    folder: Path
+
+    def run(self, program: str, *words: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a program of the environment in the user's folder."""
+        clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        return subprocess.run(
+            [str(self.environment / "bin" / program), *map(str, words)],
+            cwd=self.folder, env={**clean, **(env or {})}, capture_output=True, text=True,
+        )  # fmt: skip
+
+
+def folder_of(package: str) -> Path:
+    """The folder on the path that a package (``a.b``) is imported from here."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parents[package.count(".") + 1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    base = tmp_path_factory.mktemp("wheel")
+    source, made, folder = base / "source", base / "made", base / "user"
+    for path in our_files():  # a copy: what a build leaves behind stays out of the tree, and out of the wheel
+        name = path.relative_to(ROOT)
+        if name.parts[0] in SHIPPED:
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, source / name)
+    link = source / "megatron" / "swap" / "patches"
+    if not link.exists():  # git lists the link itself, which is no file
+        link.symlink_to((ROOT / "megatron" / "swap" / "patches").readlink())
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", made, source], check=True)
+    [wheel] = made.iterdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", base / "env"], check=True)
+    python = base / "env" / "bin" / "python"
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
+    # What is heavy comes from here, behind what is installed there. Path files in these folders are not read, so that
+    # an editable install of ours stays out of sight.
+    [site] = (base / "env" / "lib").glob("python*/site-packages")
+    heavy = dict.fromkeys([folder_of("torch"), folder_of("megatron.core")])
+    (site / "heavy.pth").write_text("".join(f"{path}\n" for path in heavy))
+    (folder / "patches").mkdir(parents=True)
+    (folder / "patches" / "__init__.py").write_text("mine = True\n")
+    shutil.copy(USER_SCRIPT, folder)
+    return Installed(wheel, base / "env", folder)
+
+
+def test_what_is_in_the_wheel(installed: Installed) -> None:
+    with zipfile.ZipFile(installed.wheel) as archive:
+        names = set(archive.namelist())
+    packages = ROOT / "megatron" / "swap"
+    sources = {
+        str(path.relative_to(ROOT))
+        for folder in (packages, packages / "patches")  # rglob does not follow the link
+        for path in folder.rglob("*")
+        if path.suffix in (".py", ".cpp", ".h")
+    }
+    assert any(name.endswith("bindings.cpp") for name in sources)
+    assert any(name.endswith("operator.h") for name in sources)
+    assert {name for name in names if ".dist-info/" not in name} == sources
+
+
+def test_the_public_names_beside_a_package_of_the_users(installed: Installed) -> None:
+    program = (
+        "import patches; assert patches.mine\n"
+        "import megatron.swap.patches.registry\n"
+        "from megatron import swap\n"
+        "for name in swap.__all__: getattr(swap, name)\n"
+        "from megatron.swap.arguments import add_swap_args\n"
+        "from megatron.swap.session import SwapSession\n"
+        "from megatron.swap.prepare import prepare\n"
+        "from megatron.swap.attention import sdpa_layer_spec\n"
+        "print(swap.__file__)"
+    )
+    done = installed.run("python", "-c", program)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(installed.environment)
+
+
+def test_the_command_plans(installed: Installed) -> None:
+    flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --bf16"
+    words = ["--gpu", "h200", "--save", "plan.json", "--", *flags.split(), "--vocab-size", "256"]
+    done = installed.run("megatron-swap", "plan", *words)
+    assert done.returncode == 0, done.stderr
+    shown = installed.run("megatron-swap", "plan", "--show", "plan.json")
+    assert shown.returncode == 0, shown.stderr
+    assert "budget" in shown.stdout
+
+
+def test_the_command_checks_the_environment(installed: Installed) -> None:
+    done = installed.run("megatron-swap", "doctor")
+    assert done.returncode == 0, done.stderr
+    assert f"can train with {installed.environment}" in done.stdout
+
+
+def test_a_script_of_the_users_trains(installed: Installed) -> None:
+    env = {name: value for name, value in environment(0, 1, 0).items() if name != "PYTHONPATH"}
+    losses = []
+    for swapped in ("--swap-layers none", f"--swap-layers all {SWAP_SMALL}"):
+        words = arguments(f"{swapped} --swap-summary summary.json")
+        done = installed.run("python", "user_script.py", *words, env=env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        summary = json.loads((installed.folder / "summary.json").read_text())
+        losses.append(summary["losses"])
+    assert summary["swapped_out_bytes"] > 0
+    assert losses[0] == losses[1]

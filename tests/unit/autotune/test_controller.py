@@ -1,0 +1,271 @@
+"""What a run that plans itself measures of its steps, on a device whose memory is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.swap.autotune.controller import AutoPlan
+from megatron.swap.autotune.plan_files import PlanFiles
+from megatron.swap.autotune.state_machine import Stage, Transition
+from megatron.swap.autotune.target import Output, PlanTarget, RunParts
+from megatron.swap.autotune.workload import Step
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.plan import Plan, load_plan
+from megatron.swap.common.types import GIB, UsageError
+from megatron.swap.planner.profile import load_profile
+from megatron.swap.profiling.footprint import FootprintMeter
+from megatron.swap.profiling.recorder import Recorder
+from tests.lazy_device import LazyDevice
+from tests.unit.planner.cases import model, random_profile
+
+
+class CachingDevice(LazyDevice):
+    """Its allocator keeps what it has reserved until it is told to give back what nobody uses."""
+
+    def __init__(self, reserves: bool = True) -> None:
+        super().__init__()
+        self.reserves = reserves
+        self.allocated_gib = self.reserved_gib = self.peak_gib = 0.0
+        self.num_given_back = self.num_retries = 0
+
+    def take_retries(self) -> int:
+        taken, self.num_retries = self.num_retries, 0
+        return taken
+
+    def use(self, gib: float) -> None:
+        """So much, for a while."""
+        self.reserved_gib = max(self.reserved_gib, gib)
+        self.peak_gib = max(self.peak_gib, gib)
+
+    def reserved_bytes(self) -> int | None:  # type: ignore[override]
+        return int(self.reserved_gib * GIB) if self.reserves else None
+
+    def allocated_bytes(self) -> int:  # type: ignore[override]
+        return int(self.allocated_gib * GIB)
+
+    def release_cached(self) -> None:
+        self.num_given_back += 1
+        self.reserved_gib = 0.0
+
+    def taken(self) -> tuple[int, int]:
+        peak_gib, self.peak_gib = self.peak_gib, 0.0
+        return int(peak_gib * GIB), 0
+
+
+class DecidedMachine:
+    """In place of the state machine: stage and plan are what the test says, and steps change nothing."""
+
+    def __init__(self) -> None:
+        self.stage = Stage.PROFILE
+        self.plan: Plan | None = None
+        self.planned = None
+        self.steps: list[Step] = []
+
+    def step_ended(self, step: Step) -> Transition:
+        self.steps.append(step)
+        return Transition(self.stage, self.plan)
+
+
+class Training:
+    """Steps of a run, which hold what the test says."""
+
+    def __init__(
+        self, device: CachingDevice, monkeypatch: pytest.MonkeyPatch, prefetch_gib: float | None = None
+    ) -> None:
+        self.device = device
+        self.chunk = nn.Linear(2, 2)
+        self.num_micro_batches = 1
+        config = SwapConfig(frozenset(), auto=True, memory_gib=12.0, prefetch_gib=prefetch_gib)
+        self.target = PlanTarget(config, model(8), 80.0, ())
+        self.lines: list[str] = []
+        unused: Any = None
+        recorder = Recorder(device, Ranges(), device.taken)
+        self.num_followed = 0
+        self.windows: list[int | None] = []
+        boundaries: Any = SimpleNamespace(apply_policy=self.apply_policy)
+        parts = RunParts(
+            boundaries, device, unused, recorder, FootprintMeter(), 0, lambda: self.num_micro_batches, lambda: GIB,
+            device.taken,
+        )  # fmt: skip
+        self.auto = AutoPlan(self.target, parts, Output(self.lines.append, self.lines.extend))
+        self.machine = DecidedMachine()
+        self.steps = self.machine.steps
+        monkeypatch.setattr(self.auto, "_machine", self.machine)
+        self.auto.watch(self.chunk)
+
+    def apply_policy(self, window_bytes: int | None) -> None:
+        self.num_followed += 1
+        self.windows.append(window_bytes)
+
+    def over(self, gib: float, num_retries: int = 0, short_gib: float = 0.0) -> float:
+        """By how much more than there is a step is judged to hold."""
+        self.step(gib, num_retries=num_retries, short_gib=short_gib)
+        return self.steps[-1].over_gib(12.0)
+
+    def step(self, gib: float, is_short: bool = False, num_retries: int = 0, short_gib: float = 0.0) -> float:
+        """The peak that it is judged by."""
+        for _ in range(2):
+            self.chunk(torch.ones(2))
+            self.device.use(gib)
+        self.target.policy.is_short = is_short
+        self.auto.step_ended(len(self.steps) + 1, int(short_gib * GIB), num_retries)
+        return self.steps[-1].peak_gib
+
+    def save(self, gib: float) -> None:
+        """A checkpoint, for which all state is made anew."""
+        self.device.use(gib)
+        self.device.num_retries += 1
+
+    def evaluate(self, gib: float) -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                self.chunk(torch.ones(2))
+                self.device.use(gib)
+
+
+def test_a_budget_that_the_model_alone_exceeds_is_refused_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(CachingDevice(), monkeypatch)
+    training.device.allocated_gib = 12.5
+    told = r"may use 12 GiB of device memory, and weights, .* take 12\.50 GiB before the first step"
+    with pytest.raises(UsageError, match=told):
+        training.step(13.0)
+    training = Training(CachingDevice(), monkeypatch)
+    training.device.allocated_gib = 11.5
+    training.step(12.0)
+    training.device.allocated_gib = 12.5
+    training.step(12.0)
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+@pytest.mark.parametrize("between", [Training.evaluate, Training.save])
+def test_what_lies_between_steps_is_not_the_next_ones(
+    between: Callable[[Training, float], None], reserves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(CachingDevice(reserves), monkeypatch)
+    assert training.step(10.0) == 10.0
+    between(training, 14.0)
+    assert training.step(10.0) == 10.0
+    between(training, 14.0)
+    between(training, 9.0)
+    assert training.step(11.0) == 11.0
+    assert training.step(12.0) == 12.0
+
+
+def test_what_an_evaluation_did_not_take_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step would have to reserve it anew."""
+    training = Training(CachingDevice(), monkeypatch)
+    training.step(10.0)
+    training.evaluate(10.0)
+    training.step(10.0)
+    assert training.device.num_given_back == 0
+    training.evaluate(10.5)
+    training.step(10.0)
+    training.step(10.0)
+    assert training.device.num_given_back == 1
+
+
+@pytest.mark.parametrize(("users", "plans", "expected"), [(None, None, None), (None, 0.75, 0.75), (2.0, 0.75, 2.0)])
+def test_a_plans_window_is_followed_unless_the_user_chose_one(
+    users: float | None, plans: float | None, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(CachingDevice(), monkeypatch, users)
+    training.machine.plan = Plan(model(8), None, None, None, (), plans)
+    training.step(10.0, is_short=True)
+    assert training.windows == [None if expected is None else int(expected * GIB)]
+
+
+def test_what_building_the_model_took_is_not_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CachingDevice()
+    device.use(20.0)
+    assert Training(device, monkeypatch).step(10.0) == 10.0
+
+
+def test_a_device_that_is_full_counts_as_above_the_budget_once_plans_are_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training(CachingDevice(), monkeypatch)
+    assert training.step(11.0, num_retries=3) == 11.0, "while steps are measured the device may be full"
+    training.machine.stage = Stage.STABLE
+    training.machine.plan = Plan(model(8), None, None, None, ())
+    told = len(training.lines)
+    assert training.over(11.0) == -1.0
+    assert training.over(11.0, num_retries=3) == 0.5
+    assert training.over(11.0, num_retries=1) == 0.5
+    assert training.over(11.0, num_retries=1, short_gib=0.25) == 0.25, "a rescue says how much there was too little"
+    assert training.over(13.0, num_retries=1) == 1.0
+    assert len(training.lines) == told + 1
+    assert "the device is full" in training.lines[-1]
+    training.machine.plan = Plan(model(8), None, None, None, (), 0.5)
+    training.over(11.0, num_retries=1)
+    assert len(training.lines) == told + 2, "of each plan once"
+
+
+def test_a_step_is_not_judged_by_the_time_of_one_with_fewer_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the device once a plan stands: what is known then is the time of the step before."""
+    training = Training(CachingDevice(), monkeypatch)
+    training.machine.stage = Stage.STABLE
+    known = []
+    for training.num_micro_batches in (1, 1, 1, 4, 4, 2, 2):
+        training.step(11.0)
+        known.append(training.steps[-1].ms is not None)
+    assert known == [False, True, True, False, True, False, True]
+
+
+@pytest.mark.parametrize("between", [Training.evaluate, Training.save])
+def test_what_had_to_be_taken_again_between_steps_is_not_the_next_ones(
+    between: Callable[[Training, float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(CachingDevice(), monkeypatch)
+    training.device.num_retries = 2
+    training.step(11.0)
+    between(training, 11.0)
+    training.device.num_retries = 5
+    training.step(11.0)
+    assert training.device.take_retries() == 0
+
+
+def test_what_a_step_took_that_was_larger_than_planned_is_not_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(CachingDevice(), monkeypatch)
+    assert training.step(14.0, is_short=True) == 14.0
+    assert not training.target.policy.is_short
+    assert training.num_followed == 1
+    assert training.step(10.0) == 10.0
+
+
+@pytest.mark.parametrize("full", ["save_plan", "save_profile"])
+def test_a_file_that_cannot_be_written_takes_no_other_with_it(
+    full: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    plan, profile = Plan(model(8), None, None, None, ()), random_profile(1)
+    paths = {"save_plan": str(tmp_path / "a" / "plan.json"), "save_profile": str(tmp_path / "b" / "profile.json")}
+    config = SwapConfig(frozenset(), auto=True)
+    files = PlanFiles(replace(config, **{**paths, full: "/dev/full"}), rank=0, stage=0)  # type: ignore[arg-type]
+    files.save(plan, profile, {0: 0})
+    if full == "save_profile":
+        assert load_plan(paths["save_plan"]) == plan
+    else:
+        assert load_profile(paths["save_profile"]) == profile
+    flag = f"--{full.replace('_', '-')}".replace("--", "--swap-")
+    assert capsys.readouterr().err == f" swap: {flag} was not written: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_of_a_pipeline_each_stage_writes_its_profile_and_rank_0_the_plan(rank: int, tmp_path: Path) -> None:
+    config = SwapConfig(
+        frozenset(), auto=True, save_plan=str(tmp_path / "plan.json"), save_profile=str(tmp_path / "profile.json")
+    )
+    files = PlanFiles(config, rank, stage=rank // 2)
+    files.save(Plan(model(8), None, None, None, ()), random_profile(1), {0: 1, 1: 2})
+    written = {0: {"plan.json"}, 1: {"profile.stage-0.json"}, 2: {"profile.stage-1.json"}, 3: set()}
+    assert {path.name for path in tmp_path.iterdir()} == written[rank]

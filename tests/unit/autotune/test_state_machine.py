@@ -1,0 +1,483 @@
+"""The stages of a run that plans itself, played with made-up steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from megatron.swap.autotune.change_detector import MAX_RECORDED_STEPS, PATIENCE_SLOWER, PATIENCE_SMALLER
+from megatron.swap.autotune.state_machine import SETTLING_STEPS, TIMED_STEPS, Stage
+from megatron.swap.autotune.workload import Step, Workload
+from megatron.swap.common.plan import Infeasible, Plan
+from tests.staged_run import BUDGET_GIB, PROFILED, RECORDED, Run, a_plan, three, until_stable
+
+
+class TestFirstPlan:
+    @pytest.mark.parametrize("most", [1, 3])
+    def test_takes_so_many_steps(self, most: int) -> None:
+        run = three(max_candidates=most)
+        assert not run.machine.has_been_stable
+        assert until_stable(run) == run.machine.num_steps_needed
+        assert run.machine.has_been_stable
+
+    def test_profile_then_search_then_the_fastest(self) -> None:
+        run = three()
+        seen = run.steps(PROFILED + 3 * (SETTLING_STEPS + 1) + 1)
+        assert seen == [Stage.PROFILE] * PROFILED + [Stage.SEARCH] * 6 + [Stage.STABLE]
+        assert run.recorded == [2, 3]
+        assert run.timed == [5, 6, 7]
+        assert run.machine.plan is run.plans[1]
+        assert run.budgets == [BUDGET_GIB]
+        assert run.machine.num_replans == 0
+        assert "plan 2 of 3, 105.0 ms and 9.50 GiB (predicted 100.0 ms and 9.00 GiB)" in run.said[-1]
+
+    @pytest.mark.parametrize("settling_steps", [1, 2, 3])
+    def test_a_peak_that_comes_late_is_seen(self, settling_steps: int) -> None:
+        """Where a plan needs more steps until all runs beside layers that will."""
+        run = three(settling_steps=settling_steps)
+        run.steps(PROFILED + 2)
+        assert run.machine.plan is run.plans[0 if settling_steps > 1 else 1]
+        run.steps(3 * settling_steps + 1)
+        assert run.machine.stage is Stage.STABLE
+        assert run.machine.num_steps_needed == run.number == PROFILED + 3 * (settling_steps + 1)
+
+    def test_a_plan_above_the_budget_loses(self) -> None:
+        run = three(peaks=(9.0, 10.1, 9.0))
+        until_stable(run)
+        assert run.machine.plan is run.plans[0]
+
+    def test_a_plan_with_which_the_device_is_full_loses(self) -> None:
+        run = three()
+        run.full = [run.plans[1]]
+        until_stable(run)
+        assert run.machine.plan is run.plans[0]
+        assert run.budgets == [BUDGET_GIB]
+
+    def test_if_the_device_is_full_with_all_the_solver_gets_so_much_less(self) -> None:
+        run = three(peaks=(9.0, 9.0, 9.0))
+        run.full = run.plans
+        run.steps(PROFILED + 6)
+        assert run.budgets == [10.0, 9.5]
+        run.full = []
+        until_stable(run)
+        run.full = run.plans
+        run.steps(SETTLING_STEPS + 1)
+        assert run.budgets == [10.0, 9.5, 9.0]
+        assert run.machine.stage is Stage.SEARCH
+
+    def test_nothing_is_tried_where_nothing_has_to_move(self) -> None:
+        run = Run([a_plan("a", "keep")], [100.0], [9.0])
+        assert until_stable(run) == PROFILED
+        assert "above the need" in run.said[-1]
+
+    def test_if_all_are_above_the_budget_the_solver_gets_less_by_what_it_was_wrong(self) -> None:
+        run = three(peaks=(10.5, 10.25, 11.0))
+        run.steps(PROFILED + 6)
+        assert run.budgets == [10.0, 8.75]  # 9.0 GiB were predicted
+        run.peaks = dict.fromkeys(run.peaks, 9.9)
+        until_stable(run)
+        assert run.machine.num_replans == 1
+
+    def test_what_cannot_be_tightened_any_more_is_said_and_the_lowest_peak_kept(self) -> None:
+        run = three(peaks=(10.5, 10.25, 10.5))
+        until_stable(run)
+        assert run.budgets == [10.0, 8.75, 8.5, 8.25]
+        assert run.machine.plan is run.plans[1]
+        assert "stays 256 MiB above the budget" in run.said[-1]
+
+    def test_training_goes_on_above_the_budget_where_the_solver_finds_nothing_with_less(self) -> None:
+        def fits_once(run: Run, workload: Workload, budget_gib: float) -> Sequence[Plan]:
+            if run.budgets:
+                raise Infeasible(f"no plan stays below {budget_gib}", 9.5)
+            return run.make_plans(workload, budget_gib)
+
+        run = three(peaks=(10.5, 10.25, 10.5), make_plans=fits_once)
+        until_stable(run)
+        assert run.machine.plan is run.plans[1]
+        assert "stays 256 MiB above the budget" in run.said[-1]
+        num_said = len(run.said)
+        assert set(run.steps(10)) == {Stage.STABLE}
+        assert len(run.said) == num_said
+
+    def test_a_peak_above_the_budget_while_measuring_is_said_and_what_follows(self) -> None:
+        run = three()
+        run.step(Step(1, 200.0, 10.5, 100.0, 1000.0, 2))
+        (line,) = run.said
+        assert line.startswith("the peak is 512 MiB above the budget while steps are measured: a plan below it follows")
+        run.number = 1
+        run.steps(PROFILED - 1)
+        (line,) = run.said[1:]
+        assert line.endswith("plans to try: 3 (predicted to hold 9.00 GiB at most)")
+
+    def test_no_plan_is_an_error_that_reaches_the_user(self) -> None:
+        def none_fits(_: Run, __: Workload, budget_gib: float) -> Sequence[Plan]:
+            raise Infeasible(f"no plan stays below {budget_gib}", 12.0)
+
+        run = three(make_plans=none_fits)
+        with pytest.raises(Infeasible, match=r"no plan stays below 10\.0"):
+            run.steps(PROFILED)
+
+    def test_steps_of_another_size_time_nothing_but_are_not_waited_out_for_ever(self) -> None:
+        for num_other, stage in ((5, Stage.PROFILE), (MAX_RECORDED_STEPS, Stage.SEARCH)):
+            run = three()
+            run.steps(RECORDED + SETTLING_STEPS)
+            run.saved_mib = 500.0
+            run.steps(num_other)
+            assert run.machine.stage is stage
+            run.saved_mib = 1000.0
+            run.steps(TIMED_STEPS)
+            assert run.machine.stage is Stage.SEARCH
+
+    def test_other_micro_batches_while_recording_begin_it_anew(self) -> None:
+        run = three()
+        run.steps(2)
+        run.num_micro_batches = 4
+        run.steps(1)
+        assert run.machine.stage is Stage.PROFILE
+        assert until_stable(run) == 3 + PROFILED + 6
+
+    def test_tensors_that_change_all_the_time_are_planned_for_at_once(self) -> None:
+        """Experts that get no token, say: what is recorded has the sites of all."""
+        run = three()
+        for number in range(60):
+            run.num_tensors = (100.0, 120.0, 90.0)[number % 3]
+            run.steps(1)
+        assert run.machine.stage is Stage.STABLE
+        assert (len(run.asked), run.machine.num_replans) == (1, 0)
+
+    def test_sizes_that_vary_are_planned_for_at_their_largest(self) -> None:
+        run = three()
+        run.steps(2)
+        run.saved_mib = 1300.0
+        run.steps(PROFILED - 2)
+        assert run.machine.stage is Stage.SEARCH
+        assert run.machine.planned is not None
+        assert run.machine.planned.saved_mib == 1300.0
+
+
+class TestNothingFits:
+    """A workload of 4000 MiB needs 12 GiB; one of 1000 has its plans."""
+
+    def run(self) -> Run:
+        least = a_plan("least")
+
+        def make_plans(run: Run, workload: Workload, budget_gib: float) -> Sequence[Plan]:
+            plans = run.make_plans(workload, budget_gib)
+            if workload.saved_mib < 4000.0:
+                return plans
+            if budget_gib < 12.0:
+                raise Infeasible(f"no plan stays below {budget_gib}", 12.0)
+            return [least]
+
+        run = three(make_plans=make_plans)
+        run.ms[id(least)], run.peaks[id(least)] = 300.0, 12.0
+        until_stable(run)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        until_stable(run)
+        return run
+
+    def test_training_goes_on_by_the_plans_that_hold_least(self) -> None:
+        run = self.run()
+        assert run.budgets == [10.0, 10.0, 12.0]
+        assert run.machine.plan is not None
+        assert run.peaks[id(run.machine.plan)] == 12.0
+        assert run.machine.num_infeasible == 1
+        assert [line for line in run.said if "(12 GiB would do)" in line]
+        assert "stays 2.00 GiB above the budget" in run.said[-1]
+
+    def test_that_is_said_once_and_nothing_is_tried_again(self) -> None:
+        run = self.run()
+        num_said, plan = len(run.said), run.machine.plan
+        assert set(run.steps(50)) == {Stage.STABLE}
+        assert run.machine.plan is plan
+        assert (len(run.said), len(run.budgets)) == (num_said, 3)
+
+    def test_workloads_that_fit_have_their_plans_and_it_is_known_the_next_time(self) -> None:
+        run = self.run()
+        least = run.machine.plan
+        run.saved_mib = 1000.0
+        run.steps(PATIENCE_SMALLER)
+        assert run.machine.stage is Stage.STABLE
+        assert run.machine.plan in run.plans
+        run.steps(20)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        assert run.machine.stage is Stage.STABLE
+        assert run.machine.plan is least
+        run.saved_mib = 2000.0
+        run.steps(PATIENCE_SMALLER)
+        until_stable(run)
+        assert run.machine.plan in run.plans
+        assert run.machine.num_infeasible == 1
+
+
+class TestChange:
+    def test_a_larger_workload_is_measured_at_once_and_known_later(self) -> None:
+        run = three()
+        until_stable(run)
+        first = run.machine.plan
+        run.saved_mib = 2000.0
+        run.steps(1)
+        assert run.machine.stage is Stage.PROFILE
+        assert run.machine.plan is None
+        until_stable(run)
+        run.saved_mib = 1000.0
+        seen = run.steps(PATIENCE_SMALLER)
+        assert set(seen) == {Stage.STABLE}
+        assert run.machine.stage is Stage.STABLE
+        assert run.machine.plan is first
+        assert "the plan is known" in run.said[-1]
+        run.saved_mib = 2000.0
+        run.steps(1)
+        assert run.machine.stage is Stage.STABLE
+        assert run.machine.num_replans == 3
+
+    def test_the_history_tells_what_the_plans_of_each_stage_are_predicted_to_hold(self) -> None:
+        run = three()
+        until_stable(run)
+        run.plans = [a_plan("d", "keep", peak_gib=7.0)]
+        run.ms[id(run.plans[0])], run.peaks[id(run.plans[0])] = 100.0, 7.0
+        run.saved_mib = 1500.0
+        run.steps(1)
+        until_stable(run)
+        told = [(one.stage, one.predicted_peak_gib) for one in run.machine.history]
+        assert told == [
+            (Stage.PROFILE, None), (Stage.SEARCH, 9.0), (Stage.STABLE, 9.0), (Stage.PROFILE, None), (Stage.STABLE, 7.0),
+        ]  # fmt: skip
+
+    def test_a_single_smaller_step_changes_nothing(self) -> None:
+        run = three()
+        until_stable(run)
+        for _ in range(5):
+            run.saved_mib = 500.0
+            run.steps(PATIENCE_SMALLER - 1)
+            run.saved_mib = 1000.0
+            run.steps(1)
+        assert run.machine.num_replans == 0
+
+    @pytest.mark.parametrize(
+        "lengths", [[4, 3, 2, 1], [1, 4], [1] * 9 + [4], [2] * 4 + [4] * 4, [4] + [1] * 5, [2, 4, 4, 2, 1]]
+    )
+    def test_sizes_that_change_all_the_time_come_to_rest(self, lengths: Sequence[int]) -> None:
+        """Whatever the period: in the end only the largest is planned for."""
+        run = three()
+        for _ in range(30):
+            for length in lengths:
+                run.saved_mib = 1000.0 * length
+                run.steps(1)
+        num_replans, num_said = run.machine.num_replans, len(run.said)
+        assert num_replans <= 10
+        for _ in range(10):
+            for length in lengths:
+                run.saved_mib = 1000.0 * length
+                run.steps(1)
+                assert run.machine.stage is Stage.STABLE
+        assert (run.machine.num_replans, len(run.said)) == (num_replans, num_said)
+        assert run.machine.planned is not None
+        assert run.machine.planned.saved_mib == 4000.0
+
+    @pytest.mark.parametrize(
+        "lengths", [[1] * 18 + [4], [1] * 49 + [4], [1] * 60 + [4, 4], [1] * 40 + [3] + [1] * 40 + [4]]
+    )
+    def test_sizes_that_come_rarely_are_not_planned_for(self, lengths: Sequence[int]) -> None:
+        """Waiting for one while recording would cost more than it gives, each time anew."""
+        run = three()
+        for _ in range(5):
+            for length in lengths:
+                run.saved_mib = 1000.0 * length
+                run.steps(1)
+        num_replans = run.machine.num_replans
+        assert num_replans <= 2
+        assert any("too rare to plan for: the plan is known" in line for line in run.said)
+        for _ in range(5):
+            for length in lengths:
+                run.saved_mib = 1000.0 * length
+                assert run.steps(1) == [Stage.STABLE]
+        assert run.machine.num_replans == num_replans
+        assert run.machine.planned is run.asked[0]
+
+    def test_what_was_rare_is_planned_for_when_it_comes_often(self) -> None:
+        run = three()
+        until_stable(run)
+        for _ in range(3):
+            run.saved_mib = 4000.0
+            run.steps(1)
+            run.saved_mib = 1000.0
+            run.steps(30)
+        assert run.machine.num_replans == 1
+        run.saved_mib = 4000.0
+        run.steps(15)
+        assert run.machine.stage is Stage.STABLE
+        assert run.machine.planned is not None
+        assert run.machine.planned.saved_mib == 4000.0
+
+    def test_larger_than_what_is_rare_is_measured_at_once(self) -> None:
+        run = three()
+        until_stable(run)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        run.saved_mib = 1000.0
+        run.steps(30)
+        run.saved_mib = 5000.0
+        run.steps(1)
+        assert run.machine.stage is Stage.PROFILE
+
+    def test_what_has_a_plan_is_not_rare(self) -> None:
+        run = three()
+        for saved_mib in (1000.0, 2000.0):
+            run.saved_mib = saved_mib
+            run.steps(1)
+            until_stable(run)
+        run.saved_mib = 4000.0
+        run.steps(1)
+        run.saved_mib = 1000.0
+        run.steps(30)
+        run.saved_mib = 2000.0
+        run.steps(1)
+        assert run.machine.planned is not None
+        assert run.machine.planned.saved_mib == 2000.0
+
+    def test_of_two_plans_that_are_known_the_nearer_is_taken(self) -> None:
+        run = three()
+        for saved_mib in (1000.0, 1060.0, 4000.0):
+            run.saved_mib = saved_mib
+            run.steps(1)
+            until_stable(run)
+        run.saved_mib = 1045.0  # like both
+        run.steps(PATIENCE_SMALLER)
+        assert run.machine.stage is Stage.STABLE
+        assert run.machine.planned is not None
+        assert run.machine.planned.saved_mib == 1060.0
+
+    def test_long_phases_get_their_plans_each_time(self) -> None:
+        run = three()
+        for phase in range(12):
+            run.saved_mib = (1000.0, 4000.0)[phase % 2]
+            run.steps(50)
+            assert run.machine.planned is not None
+            assert run.machine.planned.saved_mib == run.saved_mib
+        assert run.machine.num_replans == 11
+
+    def test_other_sites_are_another_workload(self) -> None:
+        run = three()
+        until_stable(run)
+        run.num_tensors = 90.0
+        run.steps(1)
+        assert run.machine.stage is Stage.PROFILE
+        assert "other tensors" in run.said[-1]
+
+    def test_five_percent_are_no_change(self) -> None:
+        run = three()
+        until_stable(run)
+        run.saved_mib = 1049.0
+        run.steps(10)
+        run.saved_mib = 951.0
+        run.steps(10)
+        assert run.machine.num_replans == 0
+
+    def test_a_change_during_the_search(self) -> None:
+        run = three()
+        run.steps(PROFILED + 2)
+        assert run.machine.stage is Stage.SEARCH
+        run.saved_mib = 3000.0
+        run.steps(1)
+        assert run.machine.stage is Stage.PROFILE
+        assert until_stable(run) == (PROFILED + 3) + PROFILED + 6
+
+    def test_a_peak_above_the_budget_is_planned_again_with_so_much_to_spare(self) -> None:
+        run = three()
+        until_stable(run)
+        run.steps(5)
+        assert run.machine.plan is not None
+        run.peaks[id(run.machine.plan)] = 10.2
+        run.steps(1)
+        assert run.machine.stage is Stage.SEARCH
+        assert run.budgets == [10.0, pytest.approx(8.8)]
+
+    def test_what_is_planned_again_is_the_workload_that_runs(self) -> None:
+        run = three()
+        until_stable(run)
+        run.saved_mib = 2000.0
+        run.steps(1)
+        until_stable(run)
+        run.saved_mib = 1000.0
+        run.steps(PATIENCE_SMALLER + 2)
+        assert run.machine.plan is not None
+        run.peaks[id(run.machine.plan)] = 10.2
+        run.steps(1)
+        assert [one.saved_mib for one in run.asked] == [1000.0, 2000.0, 1000.0]
+        assert run.asked[2] is run.asked[0]
+
+    def test_more_micro_batches_are_another_workload(self) -> None:
+        run = three()
+        until_stable(run)
+        run.num_micro_batches = 4
+        run.steps(1)
+        assert run.machine.stage is Stage.PROFILE
+        assert "steps have 4 micro-batches, not 2" in run.said[-1]
+
+    def test_more_micro_batches_that_hold_no_more_keep_the_plan(self) -> None:
+        run = three(most_micro_batches=4)
+        run.num_micro_batches = 4
+        until_stable(run)
+        plan = run.machine.plan
+        for number, slower in ((8, 2.0), (64, 16.0), (4, 1.0)):
+            run.num_micro_batches = number
+            run.steps(2 * PATIENCE_SLOWER, slower)
+            assert run.machine.stage is Stage.STABLE
+            assert run.machine.plan is plan
+            assert run.machine.planned is not None
+        num_said = len(run.said)
+        for number in 20 * [5, 9]:
+            run.num_micro_batches = number
+            run.steps(1, number / 4)
+        assert (len(run.asked), run.machine.num_replans, len(run.said)) == (1, 0, num_said)
+        run.num_micro_batches = 3
+        run.steps(1)
+        assert run.machine.stage is Stage.PROFILE
+        until_stable(run)
+        run.num_micro_batches = 6
+        run.saved_mib = 2000.0
+        run.steps(1)
+        assert run.machine.stage is Stage.PROFILE
+
+    def test_candidates_are_compared_by_steps_with_as_many_micro_batches(self) -> None:
+        run = three((200.0, 105.0, 120.0), most_micro_batches=2)
+        run.steps(PROFILED + SETTLING_STEPS + 1)
+        assert run.machine.plan is run.plans[1], "the first was tried"
+        run.num_micro_batches = 4
+        run.steps(3 * (SETTLING_STEPS + 1), slower=2.0)
+        assert run.machine.plan is run.plans[1]
+        assert "plan 1 of 3, 210.0 ms" in run.said[-1]
+
+    def test_batches_that_grow_while_steps_are_recorded_are_recorded_together(self) -> None:
+        run = three(most_micro_batches=2)
+        for number in range(3, 3 + PROFILED):
+            run.num_micro_batches = number
+            run.steps(1)
+        assert run.machine.stage is Stage.SEARCH
+
+    def test_slow_steps_are_waited_out_then_measured_again_and_less_often_each_time(self) -> None:
+        run = three()
+        until_stable(run)
+        run.steps(1)
+        run.steps(PATIENCE_SLOWER - 1, slower=1.2)
+        run.steps(1)
+        assert run.machine.num_replans == 0
+        run.steps(PATIENCE_SLOWER, slower=1.2)
+        assert run.machine.stage is Stage.PROFILE
+        assert run.machine.num_replans == 1
+        until_stable(run)
+        run.steps(1)
+        run.steps(2 * PATIENCE_SLOWER - 1, slower=1.2)
+        assert run.machine.stage is Stage.STABLE
+
+    def test_an_unknown_time_is_no_slow_step(self) -> None:
+        run = three()
+        until_stable(run)
+        for _ in range(50):
+            run.number += 1
+            run.step(Step(run.number, None, 9.0, 100.0, 1000.0, 2))
+        assert run.machine.num_replans == 0

@@ -1,0 +1,145 @@
+"""The frontier, the table and the picture."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+from matplotlib.axes import Axes
+from rich.console import Console
+
+from benchmarks.suites.frontier import frontier
+from benchmarks.suites.picture import OURS, PEERS, _shown, draw
+from benchmarks.suites.progress import line
+from benchmarks.suites.runner import Item
+from benchmarks.suites.suite import find_suite, load_suite
+from benchmarks.suites.table import frontier_methods, markdown
+
+
+def row(method: str, step_ms: float | None, peak_gib: float | None, **changed: Any) -> dict[str, Any]:
+    good = {
+        "suite": "small", "case": "one", "method": method, "outcome": "ok", "is_ours": method.startswith("ours"),
+        "machine": {"gpu": "H200", "cores": 4}, "versions": {"torch": "2.11.0", "torchtune": None}, "commit": "c0ffee",
+        "command": "python tools/bench.py", "reference": "none", "num_rounds": 2, "step_ms_median": step_ms,
+        "step_ms_min": step_ms, "step_ms_max": step_ms, "first_step_ms": 1500.0, "tokens_per_s": 1000.0,
+        "model_tflops_per_s": 300.0, "device_peak_gib": peak_gib, "device_static_gib": 10.0,
+        "device_reserved_gib": 95.0, "host_peak_gib": 3.0, "losses_equal": True, "loss_max_rel_diff": 0.0,
+        "budget_gib": None,
+    }  # fmt: skip
+    return {**good, **changed}
+
+
+ROWS = [
+    row("none", 100.0, 90.0, loss_max_rel_diff=1e-6),
+    row("full-recompute", 130.0, 40.0),
+    row("recompute-mlp", 120.0, 95.0, losses_equal=False, loss_max_rel_diff=5e-6),
+    row("ours-0-3", 101.0, 80.0, losses_equal=False, loss_max_rel_diff=2e-3),
+    row("ours-all", 125.0, 40.0),
+    row("slow", 900.0, 41.0),
+    row("big", None, None, outcome="oom_device", losses_equal=None, num_rounds=0),
+]
+
+
+@pytest.mark.parametrize(
+    ("points", "best"),
+    [
+        ([], []),
+        ([(1, 1)], [0]),
+        ([(3, 1), (1, 3), (2, 2)], [1, 2, 0]),
+        ([(3, 1), (1, 3), (2, 4), (3, 0.5)], [1, 3]),
+        ([(1, 2), (1, 1), (2, 1)], [1]),
+        ([(1, 1), (1, 1)], [0]),
+    ],
+)
+def test_frontier(points: list[tuple[float, float]], best: list[int]) -> None:
+    assert frontier(points) == best
+
+
+def test_the_frontier_of_a_case() -> None:
+    assert frontier_methods(ROWS) == {"ours-all", "none"}, "the losses of ours-0-3 are others"
+    same = [{**found, "loss_max_rel_diff": 0.0} for found in ROWS]
+    assert frontier_methods(same) == {"ours-all", "ours-0-3", "none"}
+    assert frontier_methods([row("none", 5.0, None)]) == set(), "no device, no frontier"
+
+
+def test_the_table() -> None:
+    text = markdown(ROWS)
+    lines = {text.split(" | ")[0].strip("| *"): text for text in text.splitlines() if text.startswith("| ")}
+    assert lines["ours-0-3"] == (
+        "| **ours-0-3** | 101.0 (101.0–101.0) | 1.010 | 1.5 | 1000 | 300.0 | 80.00 | 70.00 | 95.00 | 3.00 "
+        "| **other losses: 2.0e-03** |  |"
+    )
+    assert lines["recompute-mlp"].endswith("| 5.0e-06 |  |"), "no more than ten times the noise of none itself"
+    assert lines["none"].endswith("| equal | ★ |")
+    assert lines["big"].startswith("| big | oom_device |")
+    assert "on H200; torch 2.11.0; commit c0ffee" in text
+    assert len({line.count("|") for line in lines.values()}) == 1
+
+
+def test_a_table_of_the_cpu_has_no_device_figures() -> None:
+    text = markdown([row("none", 5.0, None, device_static_gib=None, device_reserved_gib=None)])
+    assert text.splitlines()[-3:] == [
+        "| method | step ms (least–most) | × | first step s | tokens/s | TFLOP/s | host GiB | losses |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| none | 5.0 (5.0–5.0) | 1.000 | 1.5 | 1000 | 300.0 | 3.00 | equal |",
+    ]
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    rows = [*ROWS, *(row(f"peer-{i}", 100.0 + i, 70.0 + i, case="two") for i in range(12))]
+    path = tmp_path / "rows.png"
+    draw(rows, path)
+    height, width, _ = matplotlib.image.imread(path).shape
+    assert width >= 1500
+    assert height >= 1800
+
+
+def test_peers_far_from_everything_are_named_and_not_drawn() -> None:
+    assert [shown["method"] for shown in _shown(ROWS)] == [
+        "none", "full-recompute", "recompute-mlp", "ours-0-3", "ours-all",
+    ]  # fmt: skip
+    slow_but_small = row("slow", 900.0, 20.0)
+    assert slow_but_small in _shown([*ROWS[:-2], slow_but_small])
+
+
+def markers(path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> list[str]:
+    """The faces of the markers that are drawn, those of the legend left out."""
+    faces: list[str] = []
+    scatter = Axes.scatter
+
+    def noted(axes: Axes, x: Any, y: Any, **how: Any) -> Any:
+        if not isinstance(x, list):
+            faces.append(how["facecolor"])
+        return scatter(axes, x, y, **how)
+
+    monkeypatch.setattr(Axes, "scatter", noted)
+    draw(rows, path)
+    return faces
+
+
+def test_other_losses_are_hollow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert markers(tmp_path / "rows.png", monkeypatch, ROWS[:5]) == [PEERS, PEERS, PEERS, "white", OURS]
+
+
+def test_a_line_a_run() -> None:
+    case = load_suite(find_suite("quick")).cases[0]
+    item = Item(case, case.methods[0], 2)
+    good = {"outcome": "ok", "step_ms_median": 12.34, "device_peak_gib": None, "host_peak_gib": 0.5}
+    assert line(item, good, 6.2) == "L6-h64 none round 2: step 12.3 ms, host 0.50 GiB (6 s)"
+    on_gpu = {**good, "device_peak_gib": 9.0}
+    assert line(item, on_gpu, 6.2) == "L6-h64 none round 2: step 12.3 ms, peak 9.00 GiB, host 0.50 GiB (6 s)"
+    assert line(item, {"outcome": "timeout"}, 60) == "L6-h64 none round 2: timeout (60 s)"
+
+
+def test_the_display_writes_lines_where_there_is_no_terminal() -> None:
+    from benchmarks.suites.progress import Display
+
+    case = load_suite(find_suite("quick")).cases[0]
+    item = Item(case, case.methods[0], 1)
+    text = io.StringIO()
+    with Display([item], Console(file=text, width=20)) as display:
+        display.done(item, {"outcome": "timeout"}, 60)
+    assert text.getvalue() == "[1/1] L6-h64 none round 1: timeout (60 s)\n"

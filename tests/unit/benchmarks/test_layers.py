@@ -1,0 +1,65 @@
+"""Who may import whom: training never imports what measures it, and in ``benchmarks`` imports point downwards."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+LAYERS = [
+    {"report"}, {"sweeps", "verify"}, {"suites"}, {"runner", "traces"}, {"machine"}, {"store"},
+    {"rows", "stamp", "pinned_memory"},
+]  # fmt: skip
+TRAINING = (ROOT / "megatron", ROOT / "patches")
+
+
+def imports(path: Path) -> set[str]:
+    """Modules that a file imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def part(module: str) -> str:
+    """``benchmarks.traces.kineto`` -> ``trace``."""
+    return module.split(".")[1] if module.startswith("benchmarks.") else ""
+
+
+def violations(benchmarks: Path) -> list[str]:
+    """Imports of a part that stands above."""
+    rank = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    found = []
+    for path in sorted(benchmarks.rglob("*.py")):
+        mine = path.relative_to(benchmarks).parts[0].removesuffix(".py")
+        if mine == "__init__":
+            continue
+        for theirs in {part(module) for module in imports(path)} & set(rank):
+            if rank[theirs] < rank[mine] or (rank[theirs] == rank[mine] and theirs != mine):
+                found.append(f"{path.relative_to(benchmarks)} imports {theirs}")
+    return found
+
+
+def test_training_imports_nothing_that_measures_it():
+    others = {"benchmarks", "tools", "tests"}
+    paths = [ROOT / "pretrain_gpt_swap.py", *(path for folder in TRAINING for path in folder.rglob("*.py"))]
+    assert len(paths) > 30
+    for path in paths:
+        assert not {module.split(".")[0] for module in imports(path)} & others, path
+
+
+def test_imports_point_downwards():
+    there = {path.name.removesuffix(".py") for path in (ROOT / "benchmarks").iterdir()} - {"__init__", "__pycache__"}
+    assert there == {name for layer in LAYERS for name in layer}
+    assert violations(ROOT / "benchmarks") == []
+
+
+def test_a_planted_violation_is_found(tmp_path: Path):
+    planted = {"rows.py": "from benchmarks.machine import ROOT", "traces/kineto.py": "import benchmarks.suites.suite"}
+    for name, source in planted.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    assert violations(tmp_path) == ["rows.py imports machine", "traces/kineto.py imports suites"]

@@ -1,0 +1,117 @@
+"""The schema of result rows, and what is said about a row that breaks it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.rows import FIELDS, UNPLANNED, RowError, check_row, peak_gib, read_rows, write_rows
+
+
+def row(**changed: Any) -> dict[str, Any]:
+    good = {
+        "suite": "quick", "case": "tiny", "method": "none", "flags": "--num-layers 2", "outcome": "ok", "versions": {},
+        "machine": {}, "commit": "", "command": "python tools/bench.py", "step_ms_median": 2.5, "step_ms_all": [2.0, 3],
+        "first_step_ms": 9.0, "host_peak_gib": 0, "tokens_per_s": 100.0, "num_params": 12, "loss_hex": "0x1p+0",
+        "device_peak_gib": None, "device_static_gib": None, "device_reserved_gib": None, "losses_equal": None,
+        "budget_gib": None, "predicted_peak_gib": None, "predicted_step_ms": None, "profile_sha256": None,
+        "num_replans": None,
+    }  # fmt: skip
+    return {**good, **changed}
+
+
+MEASURED = ("step_ms_median", "step_ms_all", "first_step_ms", "host_peak_gib", "tokens_per_s", "num_params", "loss_hex")
+
+
+def test_the_fields_are_those_of_the_contract() -> None:
+    assert set(FIELDS) == set(row())
+    check_row(row())
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_is_needed(field: str) -> None:
+    broken = row()
+    del broken[field]
+    with pytest.raises(RowError, match=f"line 3 .*field '{field}' is missing"):
+        check_row(broken, "line 3")
+
+
+@pytest.mark.parametrize(
+    "outcome", ["oom_device", "oom_host", "refused", "timeout", "failed (-6)", "missing: tune", "not ready"]
+)
+def test_a_failed_run_has_nulls(outcome: str) -> None:
+    check_row(row(outcome=outcome, **dict.fromkeys(MEASURED)))
+
+
+@pytest.mark.parametrize("field", MEASURED)
+def test_a_good_run_has_none(field: str) -> None:
+    with pytest.raises(RowError, match=f"method 'none'.*'{field}' is null"):
+        check_row(row(**{field: None}))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("outcome", "crashed", "'outcome' is 'crashed'; allowed"),
+        ("outcome", None, "'outcome' is None"),
+        ("step_ms_median", "2.5", "'step_ms_median' is '2.5', not of type int or float"),
+        ("step_ms_all", [1.0, "2"], r"'step_ms_all\[\]' is '2'"),
+        ("num_params", 1.5, "'num_params' is 1.5, not of type int"),
+        ("num_params", True, "'num_params' is True"),
+        ("losses_equal", 1, "'losses_equal' is 1, not of type bool"),
+        ("budget_gib", "24", "'budget_gib' is '24', not of type int or float"),
+        ("profile_sha256", 7, "'profile_sha256' is 7, not of type str"),
+        ("num_replans", 1.5, "'num_replans' is 1.5, not of type int"),
+        ("peak", "highest", "'peak' is 'highest'; allowed: allocated, reserved, saved"),
+        ("versions", "torch", "'versions' is 'torch', not of type dict"),
+    ],
+)
+def test_wrong_values(field: str, value: Any, said: str) -> None:
+    with pytest.raises(RowError, match=said):
+        check_row(row(**{field: value}))
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "rows.jsonl"
+    write_rows(path, [row(), row(method="other", extra=[1])])
+    assert read_rows(path) == [row(), row(method="other", extra=[1])]
+    with pytest.raises(RowError, match=r"rows\.jsonl:1 .*'commit' is null"):
+        write_rows(path, [row(commit=None)])
+    assert len(read_rows(path)) == 2, "what was there stays when the new rows are wrong"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_rows_from_before_the_planner_were_planned_by_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    old = {field: value for field, value in row().items() if field not in UNPLANNED}
+    path.write_text(json.dumps(old) + "\n")
+    assert read_rows(path) == [row()]
+    path.write_text(json.dumps({**old, "budget_gib": 24.0}) + "\n")
+    with pytest.raises(RowError, match="'predicted_peak_gib' is missing"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("peak", "gib"), [({}, 1.0), ({"peak": "allocated"}, 1.0), ({"peak": "reserved"}, 2.0), ({"peak": "saved"}, 3.0)]
+)
+def test_which_peak_counts(peak: dict[str, str], gib: float) -> None:
+    assert peak_gib(row(device_peak_gib=1.0, device_reserved_gib=2.0, saved_peak_gib=3.0, **peak)) == gib
+
+
+def test_a_peak_that_was_not_measured() -> None:
+    assert peak_gib(row()) is None
+    assert peak_gib(row(peak="saved")) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("{", "rows.jsonl:2: not JSON"), ("[1]", "rows.jsonl:2: a JSON object"), ("{}", "'suite' is missing")],
+)
+def test_lines_that_are_no_rows(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(row())}\n{line}\n")
+    with pytest.raises(RowError, match=said):
+        read_rows(path)

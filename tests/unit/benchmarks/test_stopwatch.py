@@ -1,0 +1,41 @@
+"""When a run has been timed for long enough."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from benchmarks.runner import stopwatch
+from benchmarks.runner.request import Request
+from benchmarks.runner.stopwatch import EnoughSteps, Stopwatch
+
+
+class Nobody:
+    def report(self, stage: str) -> None: ...
+
+    def await_word(self, word: str) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "num_steps"), [(None, 9), (100.0, 9), (25.0, 5), (20.0, 5), (19.9, 4), (1.0, 4)]
+)
+def test_a_slow_run_ends_after_its_timed_steps_took_long_enough(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float | None, num_steps: int
+):
+    watch = Stopwatch(Request(flags=(), num_warm_up=2, timed_limit_s=limit_s), Nobody(), None)
+    watch._args = Namespace(train_iters=9)
+    watch._session = Namespace(
+        parts=None, auto=None, planned=Namespace(disk=None), offloads_optimizer=False,
+        run_device=Namespace(is_made=False, observer=None),
+    )
+    clock = iter(range(0, 1000, 10))  # each step takes 10 s
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(clock))
+    done = 0
+    try:
+        for iteration in range(1, 10):
+            done = iteration
+            watch._on_iteration(iteration, {}, None, True, None)
+    except EnoughSteps:
+        pass
+    assert done == num_steps

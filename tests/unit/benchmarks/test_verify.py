@@ -1,0 +1,101 @@
+"""What tools/verify.py makes of a run, and of its options."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from benchmarks import verify
+from benchmarks.rows import Row, read_rows
+from tests.unit.benchmarks.made_report import a_row
+
+
+@pytest.mark.parametrize(("step_ms", "tokens_per_s"), [(500.0, 16.0), (None, None)])
+def test_a_run_whose_plan_never_stood_has_no_time(step_ms: float | None, tokens_per_s: float | None) -> None:
+    summary = {
+        **dict.fromkeys(verify.SUMMARY_FIELDS),
+        "device_peak_bytes": 2 << 30, "host_leased_peak_bytes": 0, "host_booked_bytes": 0, "saved_peak_bytes": None,
+        "layers": [{"layer": 0, "swapped_out_bytes": 8}], "losses": ["0x1p+0"], "steps": [{"num_rescues": 3}],
+    }  # fmt: skip
+    result = {
+        "summary": summary, "planning": None, "unstable_steps": [], "tokens_per_step": 8, "step_ms_median": step_ms
+    }  # fmt: skip
+    row = verify.measured(result)
+    assert row["tokens_per_s"] == tokens_per_s
+    assert (row["device_peak_gib"], row["layer_out_bytes"], row["rescues_by_step"]) == (2.0, {"0": 8}, [3])
+
+
+FACTS = {"versions": {}, "machine": {"gpu": "H200", "num_gpus": 2}, "commit": "c0ffee", "link": None}
+
+
+@pytest.fixture
+def holds(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """What another program has taken while each run is made; runs are made up."""
+    seen: list[list[float]] = []
+    now: list[float] = []
+
+    @contextmanager
+    def memory_hog(gib: Sequence[float]) -> Iterator[None]:
+        now.extend(gib)
+        yield
+        now.clear()
+
+    def run(verifier: verify.Verifier, name: str, flags: str, **_: object) -> Row:
+        seen.append([*now])
+        losses = {"losses": ["0x1p+0"], "grad_norms": ["0x1p+0"], "weights_sha256": "x"}
+        return {**a_row(name, 10.0, 1.0), "flags": flags, **losses}
+
+    monkeypatch.setattr(verify.machine, "facts", lambda: FACTS)
+    monkeypatch.setattr(verify, "memory_hog", memory_hog)
+    monkeypatch.setattr(verify.Verifier, "run", run)
+    return seen
+
+
+def status(*words: object) -> int:
+    return verify.main([*map(str, words)])
+
+
+def test_what_another_program_holds_is_held_in_every_run_and_told(
+    tmp_path: Path, holds: list[list[float]]
+) -> None:
+    output = tmp_path / "new" / "rows.jsonl"
+    words = ("equality", "--settings", "--swap-layers all", "--output", output)
+    assert status(*words, "--held-gib", 0, 1.5) == 0
+    assert status(*words) == 0
+    assert holds == [[0, 1.5], [0, 1.5], [], []]
+    assert [row["held_gib"] for row in read_rows(output)] == [[0, 1.5], [0, 1.5], [], []]
+    assert [path.name for path in output.parent.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("held_gib", "said"),
+    [
+        (["-1"], "--held-gib -1.0: must be numbers of GiB, 0 or more"),
+        (["nan"], "--held-gib nan: must be numbers of GiB, 0 or more"),
+        (["1", "inf"], "--held-gib 1.0 inf: must be numbers of GiB, 0 or more"),
+        (["1", "1", "1"], "--held-gib has 3 figures, there are 2 GPUs"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], holds: list[list[float]],
+    held_gib: list[str], said: str,
+) -> None:  # fmt: skip
+    with suppress(SystemExit):  # argparse ends the program itself
+        assert status("equality", "--output", tmp_path / "rows.jsonl", "--held-gib", *held_gib) == 1
+    assert said in capsys.readouterr().err
+    assert holds == []
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_two_at_once_do_not_lose_each_others_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], holds: list[list[float]]
+) -> None:
+    with (tmp_path / ".rows.jsonl.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert status("equality", "--output", tmp_path / "rows.jsonl") == 1
+    assert "another run is writing it" in capsys.readouterr().err
+    assert holds == []

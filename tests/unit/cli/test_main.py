@@ -1,0 +1,95 @@
+"""The console script: its commands, and what the doctor says where something is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron.swap.cli import doctor
+from megatron.swap.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_command_gets_the_flags_behind_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --bf16"
+    assert main(["plan", "--gpu", "h200", "--", *flags.split(), "--vocab-size", "256"]) == 0
+    assert "weights" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_each_command_has_its_own_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: megatron-swap {command}")
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["paln"])
+    assert "paln" in capsys.readouterr().err
+
+
+def test_plan_loads_neither_torch_nor_a_plotting_library() -> None:
+    program = (
+        "import sys; from megatron.swap.cli.main import main; main(['plan', '--show', 'nowhere']); "
+        "sys.exit(' '.join({'torch', 'matplotlib', 'rich', 'benchmarks', 'megatron.core'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert re.fullmatch(r"error: nowhere: cannot be read .*\n\n?", done.stderr)
+
+
+def test_the_doctor_knows_the_extras_of_the_package() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, requirements in extras.items():
+        names = {re.split(r"[\[>=]", requirement)[0].replace("-", "_") for requirement in requirements}
+        assert set(doctor.EXTRAS[extra]) == names
+    assert doctor.EXTRAS.keys() == extras.keys()
+
+
+def test_the_doctor_says_which_extras_are_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "find_problem", lambda name: None)
+    monkeypatch.setattr(doctor, "is_missing", lambda name: name in ("rich", "markdown"))
+    assert doctor.main([]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("[megatron-swap] note: extra measure is not complete, rich, markdown missing: ")
+    assert "extra te" not in said.err
+    assert said.out.startswith(f"{sys.executable} can train")
+
+
+def test_the_doctor_says_what_hinders_training(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = "ModuleNotFoundError: No module named 'scipy'"
+    monkeypatch.setattr(doctor, "find_problem", lambda name: problem if name == "scipy" else None)
+    assert doctor.main(["dev"]) == 1
+    said = capsys.readouterr().err
+    assert f"  scipy: {problem}\n" in said
+    assert f"-r {ROOT / 'requirements.txt'} -r {ROOT / 'requirements-dev.txt'}" in said
+
+
+def test_the_doctor_speaks_where_the_namespace_is_hidden(tmp_path: Path) -> None:
+    """A checkout with a megatron/__init__.py before ours on the path: `megatron.swap` cannot be imported."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "tools/check_environment.py", "run"], cwd=ROOT, env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"{tmp_path / 'megatron' / '__init__.py'} makes `megatron` a regular package" in done.stderr
+
+
+def test_the_doctor_imports_nothing_of_ours() -> None:
+    """It is run by its path, too, where our package cannot be imported."""
+    assert importlib.util.find_spec("megatron.swap.cli.doctor") is not None
+    text = Path(doctor.__file__ or "").read_text()
+    assert re.findall(r"^\s*(?:from|import) (?:megatron|torch)\b", text, re.MULTILINE) == []

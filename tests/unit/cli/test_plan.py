@@ -1,0 +1,166 @@
+"""megatron-swap plan: what cannot work is refused in one line, before anything is planned."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.swap.cli import plan as program
+from megatron.swap.planner.profile import save_profile
+from tests.unit.planner.cases import random_profile
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --bf16 "
+    "--vocab-size 256"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    save_profile(random_profile(5), tmp_path / "profile.json")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refusal(monkeypatch: pytest.MonkeyPatch, line: str) -> str:
+    """What the program says instead of planning."""
+    def planned(*_: Any) -> None:
+        raise AssertionError("it has begun to plan")
+
+    monkeypatch.setattr(program, "simulate", planned)
+    with redirect_stderr(io.StringIO()) as said:
+        assert program.main(line.split()) == 1
+    assert said.getvalue().endswith("\n")
+    return said.getvalue()[:-1]
+
+
+@pytest.mark.parametrize("flag", ["--memory-gib", "--host-gib", "--link-gb-s"])
+@pytest.mark.parametrize("given", ["nan", "inf", "1e+308", "-1"])
+@pytest.mark.parametrize("source", ["--profile profile.json", f"--gpu h200 -- {FLAGS}"])
+def test_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, flag: str, given: str) -> None:
+    said = refusal(monkeypatch, f"{flag} {given} {source}")
+    assert said.startswith(f"error: {flag} {given}: must be a number ")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--profile profile.json --memory-gib 0", "--memory-gib 0: must be a number above 0"),
+        ("--profile profile.json --pipeline-rank 0", "--pipeline-rank 0: does not go with --profile, which knows"),
+        ("--profile profile.json --num-gpus 3", "--num-gpus 3: does not go with --profile, which knows its model"),
+        (f"--profile profile.json -- {FLAGS}", "--num-layers: does not go with --profile, which knows its model"),
+        ("--show plan.json --memory-gib 4", "--memory-gib 4.0: does not go with --show, which prints a plan file"),
+        ("--profile profile.json --seq-length 0", "seq_length: 0 is given; it must be at least 1"),
+        ("--profile profile.json --micro-batch-size -1", "micro_batch_size: -1 is given; it must be at least 1"),
+        (f"--gpu h200 --num-gpus 0 -- {FLAGS}", "--num-gpus 0: must be a multiple of 1"),
+        (f"--gpu h200 --pipeline-rank 7 -- {FLAGS}", "rank 7 of 1: must be 0 to size - 1"),
+        *((f"--gpu h200 -- {FLAGS} --{name} 0", f"--{name} 0: must be at least 1") for name in (
+            "num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "ffn-hidden-size",
+            "global-batch-size", "vocab-size", "tensor-model-parallel-size", "pipeline-model-parallel-size",
+        )),
+        *((f"--gpu h200 -- {FLAGS} --swap-host-gib {given}", f"--swap-host-gib {given}: a number is expected")
+          for given in ("lots", "nan", "inf", "0", "-1")),
+        *((f"--gpu h200 -- {FLAGS} {flags}", f"{flags}: what that takes is not known without a measurement")
+          for flags in ("--optimizer sgd", "--recompute-activations", "--fp8-format=hybrid")),
+        (f"--gpu h200 -- {FLAGS} --mtp-num-layers 1", "--mtp-num-layers: what that takes is not known"),
+        *((f"--gpu h200 -- {FLAGS} {flags}", message) for flags, message in (
+            ("--num-attention-heads 5", "--hidden-size 64: must be a multiple of 5, --num-attention-heads"),
+            ("--tensor-model-parallel-size 3", "--num-attention-heads 4: must be a multiple of 3, --tensor-model"),
+            ("--group-query-attention --num-query-groups 3", "heads 4: must be a multiple of 3, --num-query-groups"),
+            ("--num-experts 5 --expert-model-parallel-size 2", "--num-experts 5: must be a multiple of 2, --expert"),
+            ("--pipeline-model-parallel-size 3", "--num-layers 4: must be a multiple of 3, the chunks of the model"),
+            ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+             "--num-layers 4: must be a multiple of 6, stages x --num-layers-per-virtual-pipeline-stage"),
+            ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
+             "--num-layers 4: must be a multiple of 6, the chunks of the model"),
+        )),
+        ("--gpu h200 -- --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1",
+         "a plan needs the size of the vocabulary: give --vocab-size"),
+        (f"--gpu h200 --memory-gib 140 -- {FLAGS}", "--memory-gib 140: NVIDIA H200 has 139.8 GiB"),
+        (f"--gpu h200 --summary none.json -- {FLAGS}", "--summary none.json: is not what --swap-summary writes today"),
+        ("--profile profile.json --summary run.json", "--summary run.json: does not go with --profile"),
+        ("--show plan.json --summary run.json", "--summary run.json: does not go with --show, which prints"),
+        (f"--gpu h200 -- {FLAGS} --seq-length 1{'0' * 400}", f"--seq-length 1{'0' * 400}: must be at least 1 and at"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str) -> None:
+    assert message in refusal(monkeypatch, line)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--save-profile", "--curve"])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("folder.png", "must be a file, not a folder"),
+        ("profile.json/x.png", "profile.json is none"),
+        ("/proc/x.png", "must be a file that can be written; "),
+        (f"{'x' * 300}.png", "must be a file that can be written; "),
+    ],
+)
+def test_where_nothing_can_be_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flag: str, path: str, message: str
+) -> None:
+    (folder / "folder.png").mkdir()
+    before = sorted(folder.iterdir())
+    said = refusal(monkeypatch, f"--profile profile.json {flag} {path}")
+    assert said.startswith(f"error: {flag} {path}: ")
+    assert message in said
+    assert sorted(folder.iterdir()) == before
+
+
+def test_what_is_no_picture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    said = refusal(monkeypatch, "--profile profile.json --curve curve.foo")
+    assert said.startswith("error: --curve curve.foo: must be a picture; its name ends in .")
+
+
+def test_one_file_for_two(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("x.json", "./x.json", str(folder / "x.json"), "link.json"):
+        (folder / "link.json").unlink(missing_ok=True)
+        (folder / "link.json").symlink_to("x.json")
+        said = refusal(monkeypatch, f"--profile profile.json --save x.json --save-profile {path}")
+        assert said == (
+            f"error: --save-profile {path}: must be another file than that of --save, which it would overwrite."
+            .replace("./x", "x")  # as pathlib writes it
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["--save", "--save-profile", "--curve"])
+def test_what_is_read_is_not_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    pytest.importorskip("matplotlib")
+    (folder / "profile.png").symlink_to("profile.json")
+    before = (folder / "profile.json").read_bytes()
+    said = refusal(monkeypatch, f"--profile profile.json {flag} profile.png")
+    assert said == (
+        f"error: {flag} profile.png: must be another file than that of --profile, which it would overwrite."
+    )
+    assert (folder / "profile.json").read_bytes() == before
+
+
+def test_missing_folders_are_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    line = "--profile profile.json --save a/plan.json --save-profile b/profile.json --curve c/curve.svg"
+    monkeypatch.setattr(program, "curve", lambda profile: [program.solve_fractions(profile, profile.device.memory_gib)])
+    assert program.main(line.split()) == 0
+    assert all((folder / name).is_file() for name in ("a/plan.json", "b/profile.json", "c/curve.svg"))
+
+
+def test_a_disk_that_is_full_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["--profile", "profile.json", "--save", "/dev/full"]) == 1
+    assert re.fullmatch(r"error: .*No space left on device.*\n", capsys.readouterr().err)
+
+
+def test_small_budgets_are_told_apart(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    command = f"--gpu h200 --memory-gib 0.0999 --save plan.json -- {FLAGS}"
+    assert program.main(command.split()) == 0
+    assert program.main(["--show", "plan.json"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "budget 102 MiB" in lines
+    assert not any("0.00 GiB" in line for line in lines if line.startswith(("peak", "budget", "host ")))

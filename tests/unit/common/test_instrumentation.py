@@ -1,0 +1,210 @@
+"""Totals of steps, and the names that a profiler sees."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from megatron.swap.common.instrumentation import Counters, Ranges, Totals
+from tests.engine import Engine, one_after_the_other, one_forward_one_backward, stack, train_step
+
+
+@dataclass
+class Subject:
+    label: str
+
+
+class Recorder:
+    """A timeline that notes begins and ends, thread by thread."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, int]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.events.append(("begin", name, threading.get_ident()))
+        yield
+        self.events.append(("end", name, threading.get_ident()))
+
+    def names(self) -> list[str]:
+        return [name for what, name, _ in self.events if what == "begin"]
+
+    def check_nesting(self) -> None:
+        """On each thread ranges end in the reverse order of their begins, as NVTX wants it."""
+        open_ranges: dict[int, list[str]] = {}
+        for what, name, thread in self.events:
+            stack = open_ranges.setdefault(thread, [])
+            if what == "begin":
+                stack.append(name)
+            else:
+                assert stack.pop() == name
+        assert not any(open_ranges.values())
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def ranges(recorder: Recorder) -> Ranges:
+    ranges = Ranges()
+    ranges.start(recorder, lambda: 7)
+    return ranges
+
+
+def test_totals_between_two_moments():
+    counters = Counters()
+    counters.layers[3].out_bytes = 10
+    counters.num_out_copies = 2
+    before = counters.totals()
+    counters.layers[3].out_bytes = 25
+    counters.layers[4].in_bytes = 5
+    counters.num_out_copies = 3
+    moved = counters.totals().since(before)
+    assert moved.layers == {3: (15, 0), 4: (0, 5)}
+    assert (moved.out_bytes, moved.in_bytes, moved.num_out_copies) == (15, 5, 1)
+    assert before.since(Totals()) == before
+
+
+def test_ranges_that_are_off_do_nothing(recorder: Recorder):
+    ranges = Ranges()
+    group = Subject("layers.0 mb0")
+    with ranges.forward(0), ranges.group("prefetch", group, 1), ranges.storage("wait", group), ranges.mark("x"):
+        ranges.backward(group)
+        ranges.backward_over(group)
+        ranges.memory()
+    assert not ranges.on
+    assert recorder.events == []
+
+
+def test_names(ranges: Ranges, recorder: Recorder):
+    with ranges.group("prefetch", Subject("layers.3 mb0"), 412 << 20):
+        pass
+    with ranges.storage("copy_in", Subject("layers.3/mlp/0 mb1"), 4096), ranges.storage("wait", Subject("l mb0")):
+        ranges.memory()
+    assert recorder.names() == [
+        "prefetch layers.3 mb0 412 MiB", "copy_in layers.3/mlp/0 mb1 4096", "wait l mb0", "memory 7",
+    ]  # fmt: skip
+
+
+def test_micro_batches_are_numbered_anew_in_each_step(ranges: Ranges, recorder: Recorder):
+    for number in (4, 5):
+        ranges.step(number)
+        for expected in (0, 1):
+            for layer in (0, 1):
+                with ranges.forward(layer):
+                    assert ranges.micro_batch(layer) == expected
+    ranges.stop()
+    one_step = [f"forward layers.{layer} mb{micro_batch}" for micro_batch in (0, 1) for layer in (0, 1)]
+    assert recorder.names() == ["step 4", *one_step, "step 5", *one_step]
+    recorder.check_nesting()
+
+
+def test_backward_ends_with_its_input_or_with_the_next(ranges: Ranges, recorder: Recorder):
+    groups = [Subject(f"layers.{layer} mb0") for layer in range(3)]
+    ranges.backward(groups[2])
+    ranges.backward_over(groups[2])
+    ranges.backward(groups[1])
+    ranges.backward(groups[0])  # nobody told the end of layer 1
+    ranges.backward_over(groups[1])  # too late, and not the one that is open
+    ranges.backward_over(groups[0])
+    recorder.check_nesting()
+    assert [name for name in recorder.names() if name.startswith("b")] == [
+        f"backward layers.{layer} mb0" for layer in (2, 1, 0)
+    ]
+
+
+def test_a_range_never_ends_on_another_thread(ranges: Ranges, recorder: Recorder):
+    thread = threading.Thread(target=ranges.backward, args=[Subject("layers.0 mb0")])
+    thread.start()
+    thread.join()
+    ranges.stop()
+    assert ("end", "backward layers.0 mb0", threading.get_ident()) not in recorder.events
+
+
+@pytest.mark.parametrize("schedule", [one_after_the_other(3), one_forward_one_backward(4)], ids=["one", "1f1b"])
+def test_a_profiler_sees_every_copy_and_every_wait_of_a_storage_in_order(
+    schedule: list[tuple[str, int, int]], recorder: Recorder
+):
+    layers = stack(5)
+    with Engine(layers) as engine:
+        train_step(layers, schedule)  # the order of backward is known from now on
+        ranges = engine.manager.ranges
+        before = engine.counters.totals()
+        ranges.start(recorder, lambda: None)
+        ranges.step(4)
+        train_step(layers, schedule)
+        ranges.stop()
+        moved = engine.counters.totals().since(before)
+    recorder.check_nesting()
+    lives: dict[str, list[str]] = {}
+    copied_bytes = {"copy_out": 0, "copy_in": 0}
+    for name in recorder.names():
+        what, *words = name.split()
+        if what in ("copy_out", "release", "copy_in", "wait"):
+            lives.setdefault(" ".join(words[:2]), []).append(what)
+        if what in copied_bytes:
+            copied_bytes[what] += int(words[2])
+    in_full = ["copy_out", "release", "copy_in", "wait"]
+    assert in_full in lives.values()
+    assert all(life == in_full or life == ["copy_out"] for life in lives.values()), lives
+    assert copied_bytes == {"copy_out": moved.out_bytes, "copy_in": moved.in_bytes}
+    num_micro_batches = len({micro_batch for _, _, micro_batch in schedule})
+    for what in ("forward", "backward"):
+        told = [name for name in recorder.names() if name.startswith(f"{what} ")]
+        assert sorted(told) == sorted(
+            f"{what} layers.{layer} mb{micro_batch}" for layer in range(5) for micro_batch in range(num_micro_batches)
+        )
+
+
+class TestListeners:
+    def test_each_hears_everything_while_it_listens(self) -> None:
+        ranges, first, second = Ranges(), Recorder(), Recorder()
+        ranges.start(first, lambda: 7)
+        ranges.step(1)
+        ranges.start(second)
+        with ranges.forward(0):
+            ranges.memory()
+        ranges.stop(second)
+        with ranges.forward(0):
+            pass
+        ranges.stop(first)
+        assert not ranges.on
+        assert first.names() == ["step 1", "forward layers.0 mb0", "memory 7", "forward layers.0 mb1"]
+        assert second.names() == ["forward layers.0 mb0"]  # who does not ask for memory gets no marks of it
+        first.check_nesting()
+        second.check_nesting()
+
+    def test_one_that_leaves_does_not_end_the_others_step(self) -> None:
+        ranges, first, second = Ranges(), Recorder(), Recorder()
+        ranges.start(first)
+        ranges.start(second)
+        ranges.step(5)
+        ranges.stop(second)
+        assert ("end", "step 5", threading.get_ident()) in second.events
+        assert ("end", "step 5", threading.get_ident()) not in first.events
+
+    def test_a_step_begins_once(self) -> None:
+        ranges, recorder = Ranges(), Recorder()
+        ranges.start(recorder)
+        ranges.step(5)
+        with ranges.forward(0):
+            pass
+        ranges.step(5)
+        assert ranges.micro_batch(0) == 0
+        with ranges.forward(0):
+            assert ranges.micro_batch(0) == 1
+        ranges.stop()
+        assert recorder.names() == ["step 5", "forward layers.0 mb0", "forward layers.0 mb1"]
+
+    def test_arrivals_go_to_those_who_asked(self) -> None:
+        ranges, heard = Ranges(), []
+        ranges.start(Recorder())
+        ranges.start(Recorder(), arrived=lambda storage, memory: heard.append((storage.label, memory)))
+        ranges.arrived(Subject("layers.0/mlp/0 mb0"), "memory")
+        assert heard == [("layers.0/mlp/0 mb0", "memory")]

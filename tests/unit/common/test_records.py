@@ -1,0 +1,134 @@
+"""Files of records: what no record can hold is named, and a file is written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from megatron.swap.common import records
+from megatron.swap.common.types import UsageError
+
+
+@dataclass(frozen=True)
+class Part:
+    mib: float
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Whole:
+    parts: tuple[Part, ...]
+    more: dict[str, Part]
+
+
+def load(path: Path, parts: str, more: str = "{}") -> Whole:
+    path.write_text(f'{{"format": "whole", "version": 1, "parts": {parts}, "more": {more}}}')
+    return records.load(Whole, path, "whole", 1)
+
+
+@pytest.mark.parametrize("given", ["-1", "-1e-9", "1e13", "1e999", "NaN", "-Infinity", f"1{'0' * 400}", "true", '"2"'])
+def test_numbers_are_finite_and_not_negative(given: str, tmp_path: Path) -> None:
+    path = tmp_path / "whole.json"
+    with pytest.raises(UsageError) as refusal:
+        load(path, f'[{{"mib": 0}}, {{"mib": {given}}}]')
+    assert str(refusal.value).startswith(f"{path}: parts[1]: mib: ")
+    assert str(refusal.value).endswith(" is given; it must be a number from 0 to 1e+12.")
+
+
+@pytest.mark.parametrize("given", ["-1", "2.0", f"1{'0' * 400}", "false"])
+def test_so_are_whole_numbers(given: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"more: a: count: .* is given; it must be a whole number from 0 to 1e\+12\."):
+        load(tmp_path / "whole.json", "[]", f'{{"a": {{"mib": 1, "count": {given}}}}}')
+
+
+def test_bounds_are_allowed(tmp_path: Path) -> None:
+    whole = load(tmp_path / "whole.json", '[{"mib": 1e12, "count": 0}, {"mib": 0, "count": 1000000000000}]')
+    assert whole.parts == (Part(1e12, 0), Part(0, 10**12))
+
+
+@pytest.mark.parametrize("more", ['{"a": {"mib": 1, "mib": 2}}', '{"mib": {"mib": 1}, "mib": {"mib": 2}}'])
+def test_a_key_that_stands_twice_is_named(more: str, tmp_path: Path) -> None:
+    path = tmp_path / "whole.json"
+    with pytest.raises(UsageError) as refusal:
+        load(path, "[]", more)
+    assert str(refusal.value).startswith(f"{path}: the key 'mib' stands twice in one object; each may stand once.")
+
+
+@pytest.mark.parametrize("depth", [500, 3_000, 30_000])
+def test_what_is_nested_too_deeply_is_refused(depth: int, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"whole.json: (parts|is nested too deeply)"):
+        load(tmp_path / "whole.json", "[" * depth + "]" * depth)
+
+
+@contextmanager
+def short_files(most_bytes: int) -> Iterator[None]:
+    """Files cannot grow beyond that, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, small = tmp_path / "whole.json", Whole((Part(1.0),), {})
+    records.save(small, path, "whole", 1)
+    with short_files(1000), pytest.raises(OSError, match="File too large"):
+        records.save(Whole((Part(2.0),) * 1000, {}), path, "whole", 1)
+    assert records.load(Whole, path, "whole", 1) == small
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_folders_are_made_and_a_link_stays_one(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.json", tmp_path / "new" / "folder" / "whole.json"
+    link.symlink_to(target)
+    for mib in (1.0, 2.0):
+        records.save(Whole((Part(mib),), {}), link, "whole", 1)
+        assert link.is_symlink()
+        assert records.load(Whole, target, "whole", 1).parts == (Part(mib),)
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        records.save(Whole((), {}), pipe, "whole", 1)
+        assert os.read(reader, 10_000).decode() == records.to_text(Whole((), {}), "whole", 1)
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+@dataclass(frozen=True)
+class Renamed:
+    fraction: float = field(metadata={"key": "share"})
+    layers: tuple[int, ...] = field(metadata={"key": "numbers"}, default=())
+
+
+def test_a_field_may_have_another_key_in_files(tmp_path: Path) -> None:
+    path = tmp_path / "renamed.json"
+    records.save(Renamed(0.5, (1, 2)), path, "renamed", 1)
+    assert json.loads(path.read_text()) == {"format": "renamed", "version": 1, "share": 0.5, "numbers": [1, 2]}
+    assert records.load(Renamed, path, "renamed", 1) == Renamed(0.5, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"fraction": 0.5}, "here: the key 'fraction' is unknown; allowed are share, numbers"),
+        ({}, "here: the key 'share' is missing; needed are share, numbers"),
+        ({"share": "half"}, "here: share: \"half\" is given"),
+    ],
+)
+def test_errors_name_the_key_of_the_file(value: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        records.from_json(Renamed, value, "here")

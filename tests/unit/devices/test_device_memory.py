@@ -1,0 +1,58 @@
+"""How much of a GPU PyTorch may have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.swap.common.types import GIB
+from megatron.swap.devices import cuda
+from megatron.swap.devices.cuda import CudaDevice
+
+
+class FakeMemory:
+    """A device's memory as torch.cuda tells of it: 160 GiB, 100 of them free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fraction = 1.0
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: self.fraction)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.limit)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100 * GIB, 160 * GIB))
+        monkeypatch.setattr(CudaDevice, "reserved_bytes", lambda _: 40 * GIB)
+        self.device = object.__new__(CudaDevice)
+        vars(self.device).update(torch_device=torch.device("cuda", 0), _fractions=None)
+
+    def limit(self, fraction: float, _: object) -> None:
+        self.fraction = fraction
+
+
+@pytest.mark.parametrize(("num_ranks", "mine_gib"), [(1, 139.75), (2, 136)])
+def test_a_guard_leaves_memory_for_libraries_and_gives_it_back(
+    num_ranks: int, mine_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_ranks)
+    memory = FakeMemory(monkeypatch)
+    memory.device.leave_free(True)
+    assert memory.fraction == mine_gib / 160
+    memory.device.leave_free(True)
+    assert memory.fraction == mine_gib / 160
+    memory.device.leave_free(False)
+    assert memory.fraction == 1.0
+    memory.device.leave_free(False)
+    assert memory.fraction == 1.0
+
+
+def test_what_a_guard_leaves_free_never_raises_a_limit_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FakeMemory(monkeypatch)
+    memory.fraction = 0.5
+    memory.device.leave_free(True)
+    assert memory.fraction == 0.5
+    memory.fraction = 0.25  # by somebody else, meanwhile
+    memory.device.leave_free(False)
+    assert memory.fraction == 0.25
+
+
+def test_a_device_that_is_full_already_or_small_keeps_what_it_has() -> None:
+    assert cuda.most_fraction(12 * GIB, 0, 16 * GIB, 2 * GIB) == 0.75
+    assert cuda.most_fraction(0, 16 * GIB, 16 * GIB, 2 * GIB) == 15 / 16

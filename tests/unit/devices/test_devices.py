@@ -1,0 +1,414 @@
+"""The contract of a device, for every device: a new one adds itself to ``DEVICES``."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.common.types import MIB, SwapError, UsageError
+from megatron.swap.devices import cuda
+from megatron.swap.devices.base import Device
+from megatron.swap.devices.cuda import CudaDevice
+from megatron.swap.devices.emulated import POISON, EmulatedDevice
+from tests.engine import HeldEvent
+from tests.lazy_device import LazyDevice, LazyStream
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+DEVICES: dict[str, Callable[[], Device]] = {
+    "emulated": lambda: EmulatedDevice(longest_delay_s=0.002, seed=1),
+    "emulated without delays": EmulatedDevice,
+    "lazy": LazyDevice,
+    "cuda": CudaDevice,
+}
+
+EMPTIED_UNDER_ITS_COPY = """
+import torch
+from megatron.swap.devices.emulated import EmulatedDevice
+from tests.engine import HeldEvent
+
+device, held = EmulatedDevice(), HeldEvent()
+stream = device.copy_stream("out")
+device.wait(stream, held)
+source, target = torch.ones(64 << 20, dtype=torch.uint8), torch.zeros(64 << 20, dtype=torch.uint8)
+device.copy(stream, [target], [source])
+source.untyped_storage().resize_(0)
+held.open()
+device.wait(device.current_stream(), device.record(stream))
+device.close()
+"""
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.gpu, NEEDS_CUDA] if name == "cuda" else []) for name in DEVICES]
+)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    made = DEVICES[request.param]()
+    yield made
+    made.close()
+
+
+def host_bytes(num_bytes: int, device: Device, seed: int = 0) -> torch.Tensor:
+    data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return data.pin_memory() if device.torch_device.type == "cuda" else data
+
+
+def arrive(device: Device, stream: object) -> None:
+    """The compute stream waits for all that ``stream`` has, and the test for the compute stream."""
+    device.wait(device.current_stream(), device.record(stream))
+    if device.torch_device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+class TestContract:
+    def test_bytes_go_out_and_in(self, device: Device):
+        source, back = host_bytes(100_001, device), host_bytes(100_001, device, seed=1)
+        there = device.allocate(100_001)
+        assert there.dtype == torch.uint8
+        assert there.device.type == device.torch_device.type
+        in_stream, out_stream = device.copy_stream("in"), device.copy_stream("out")
+        device.wait(in_stream, device.record(device.current_stream()))
+        device.copy(in_stream, [there], [source])
+        device.wait(out_stream, device.record(in_stream))
+        device.copy(out_stream, [back], [there])
+        arrive(device, out_stream)
+        assert torch.equal(back, source)
+
+    def test_one_copy_may_have_many_pieces(self, device: Device):
+        source = host_bytes(50_000, device)
+        target = device.allocate(50_000)
+        sizes = [1, 20_000, 29_999]
+        stream = device.copy_stream("in")
+        device.wait(stream, device.record(device.current_stream()))
+        device.copy(stream, target.split(sizes), source.split(sizes))
+        arrive(device, stream)
+        assert torch.equal(target.cpu(), source)
+
+    def test_lists_of_different_lengths_are_refused(self, device: Device):
+        stream = device.copy_stream("in")
+        source = host_bytes(10, device)
+        with pytest.raises(ValueError, match="zip"):
+            device.copy(stream, [device.allocate(10)], [source, source])
+
+    def test_a_stream_keeps_the_order_of_its_copies(self, device: Device):
+        stream = device.copy_stream("in")
+        target = device.allocate(1000)
+        sources = [host_bytes(1000, device, seed) for seed in range(10)]
+        device.wait(stream, device.record(device.current_stream()))
+        for source in sources:
+            device.copy(stream, [target], [source])
+        arrive(device, stream)
+        assert torch.equal(target.cpu(), sources[-1])
+
+    def test_one_stream_waits_for_another(self, device: Device):
+        first, second = device.copy_stream("first"), device.copy_stream("second")
+        middle, target = device.allocate(MIB), device.allocate(MIB)
+        source = host_bytes(MIB, device)
+        for stream in (first, second):
+            device.wait(stream, device.record(device.current_stream()))
+        device.copy(first, [middle], [source])
+        device.wait(second, device.record(first))
+        device.copy(second, [target], [middle])
+        arrive(device, second)
+        assert torch.equal(target.cpu(), source)
+
+    def test_an_event_passes_and_stays_passed(self, device: Device):
+        stream = device.copy_stream("in")
+        target, source = device.allocate(1000), host_bytes(1000, device)
+        device.copy(stream, [target], [source])
+        event = device.record(stream)
+        arrive(device, stream)
+        assert device.has_passed(event)
+        device.wait(device.current_stream(), event)
+        device.wait(stream, event)
+        assert device.has_passed(event)
+
+    def test_a_timed_wait_waits_and_knows_its_length_once_passed(self, device: Device):
+        stream = device.copy_stream("in")
+        target, source = device.allocate(1000), host_bytes(1000, device)
+        device.copy(stream, [target], [source])
+        stall = device.timed_wait(device.current_stream(), device.record(stream))
+        arrive(device, stream)
+        elapsed_ms = stall.elapsed_ms()
+        assert elapsed_ms is not None
+        assert elapsed_ms >= 0
+        assert torch.equal(target.cpu(), source)
+
+    def test_current_streams_are_equal_and_copy_streams_are_not(self, device: Device):
+        assert device.current_stream() == device.current_stream()
+        first, second = device.copy_stream("a"), device.copy_stream("b")
+        assert first != second
+        assert first != device.current_stream()
+
+    def test_close_waits_for_every_copy_and_may_be_called_twice(self, device: Device):
+        stream = device.copy_stream("in")
+        pairs = [(device.allocate(1000), host_bytes(1000, device, seed)) for seed in range(5)]
+        for target, source in pairs:
+            device.copy(stream, [target], [source])
+        device.close()
+        assert all(torch.equal(target.cpu(), source) for target, source in pairs)
+        device.close()
+
+    def test_the_peak_is_a_number_or_unknown(self, device: Device):
+        peak_bytes = device.peak_bytes()
+        assert peak_bytes is None or peak_bytes >= 0
+
+
+class TestEmulation:
+    @pytest.fixture
+    def emulated(self) -> Iterator[EmulatedDevice]:
+        device = EmulatedDevice(longest_delay_s=0.001)
+        yield device
+        device.close()
+
+    def test_a_copy_runs_later_on_another_thread(self, emulated: EmulatedDevice):
+        stream, held = emulated.copy_stream("out"), HeldEvent()
+        source, target = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+        emulated.wait(stream, held)
+        emulated.copy(stream, [target], [source])
+        event = emulated.record(stream)
+        time.sleep(0.01)
+        assert not emulated.has_passed(event)
+        assert not target.any()
+        held.open()
+        emulated.wait(emulated.current_stream(), event)
+        assert target.all()
+
+    def test_memory_given_up_and_memory_made_ready_are_nan(self, emulated: EmulatedDevice):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            assert emulated.allocate(64).view(dtype).isnan().all()
+            tensor = torch.ones(64, dtype=dtype)
+            emulated.discard(tensor.untyped_storage())
+            assert tensor.isnan().all()
+
+    def test_poison_covers_every_byte(self, emulated: EmulatedDevice):
+        assert bool((emulated.allocate(1001) == POISON).all())
+
+    def test_it_measures_how_long_a_wait_took(self, emulated: EmulatedDevice):
+        stream = emulated.copy_stream("out")
+        stream.enqueue(lambda: time.sleep(0.02))
+        stall = emulated.timed_wait(emulated.current_stream(), emulated.record(stream))
+        assert stall.elapsed_ms() >= 15
+
+    def test_a_failed_copy_is_raised_by_whoever_waits_also_through_another_stream(self, emulated: EmulatedDevice):
+        first, second = emulated.copy_stream("first"), emulated.copy_stream("second")
+
+        def fail() -> None:
+            raise OSError("the link is down")
+
+        first.enqueue(fail)
+        emulated.wait(second, emulated.record(first))
+        event = emulated.record(second)
+        for late in (event, emulated.record(first)):
+            with pytest.raises(SwapError, match="the link is down"):
+                emulated.wait(emulated.current_stream(), late)
+
+    def test_a_storage_emptied_under_its_copy_does_not_crash(self):
+        """As selective recomputation does. In a process of its own: what fails here is the process."""
+        root = Path(__file__).parents[3]
+        done = subprocess.run([sys.executable, "-c", EMPTIED_UNDER_ITS_COPY], cwd=root, capture_output=True, timeout=60)
+        assert done.returncode == 0
+
+    def test_equal_seeds_give_equal_delays(self):
+        def delays() -> list[float]:
+            device = EmulatedDevice(longest_delay_s=1.0, seed=5)
+            stream = device.copy_stream("out")
+            drawn = [stream._random.uniform(0, 1) for _ in range(4)]
+            device.close()
+            return drawn
+
+        assert delays() == delays()
+
+
+class TestMeasuring:
+    def test_marks_are_in_the_order_of_the_stream(self, device: Device):
+        first = device.mark()
+        there = device.allocate(MIB)
+        second = device.mark()
+        device.synchronize()
+        assert second.elapsed_ms_since(first) >= 0
+        assert first.elapsed_ms_since(first) == 0
+        del there
+
+    def test_synchronize_waits_for_copies(self, device: Device):
+        stream = device.copy_stream("in")
+        there, source = device.allocate(MIB), host_bytes(MIB, device)
+        device.wait(stream, device.record(device.current_stream()))
+        device.copy(stream, [there], [source])
+        event = device.record(stream)
+        device.synchronize()
+        assert device.has_passed(event)
+        assert torch.equal(there.cpu(), source)
+
+    def test_peaks_between_two_looks_leave_the_peak_of_the_run(self, device: Device):
+        if device.take_peak() is None:
+            assert device.peak_bytes() is device.reserved_bytes() is device.peak_reserved_bytes() is None
+            return
+        there = device.allocate(64 * MIB)
+        del there
+        peak, now = device.take_peak()  # type: ignore[misc]
+        assert peak >= now + 64 * MIB
+        again, _ = device.take_peak()  # type: ignore[misc]
+        assert again < peak
+        assert device.peak_bytes() >= peak  # type: ignore[operator]
+        assert device.peak_reserved_bytes() >= device.peak_bytes()  # type: ignore[operator]
+        assert device.reserved_bytes() >= now  # type: ignore[operator]
+
+
+    def test_what_a_full_device_costs_is_counted(self, device: Device):
+        assert device.take_retries() >= 0
+        if device.torch_device.type == "cuda":
+            with pytest.raises(torch.OutOfMemoryError):
+                device.allocate(1 << 50)
+            assert device.take_retries() == 1
+        assert device.take_retries() == 0
+
+    def test_large_copies_in_one_call(self, device: Device):
+        sizes = [40 * MIB, MIB, 70 * MIB + 1]
+        sources = [host_bytes(size, device, seed) for seed, size in enumerate(sizes)]
+        there, back = [device.allocate(size) for size in sizes], [host_bytes(size, device, 9) for size in sizes]
+        in_stream, out_stream = device.copy_stream("in"), device.copy_stream("out")
+        device.wait(in_stream, device.record(device.current_stream()))
+        assert device.copy(in_stream, there, sources) in (3, 6)
+        device.wait(out_stream, device.record(in_stream))
+        device.copy(out_stream, back, there)
+        arrive(device, out_stream)
+        assert all(torch.equal(one, other) for one, other in zip(back, sources, strict=True))
+
+
+class FakeStream:
+    """Remembers which work it has waited for: ``done`` counts that of each stream, its own included."""
+
+    def __init__(self, *_: object) -> None:
+        self.done: dict[FakeStream, int] = {self: 0}
+
+    def wait_stream(self, other: FakeStream) -> None:
+        for stream, number in other.done.items():
+            self.done[stream] = max(self.done.get(stream, 0), number)
+
+
+class FakeBytes:
+    """Stands for so many bytes; a copy is work of the current stream."""
+
+    current: FakeStream
+    copies: list[tuple[FakeStream, int]]
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def numel(self) -> int:
+        return self.num_bytes
+
+    def split(self, size: int) -> list[FakeBytes]:
+        return [FakeBytes(min(size, self.num_bytes - start)) for start in range(0, self.num_bytes, size)]
+
+    def copy_(self, _: FakeBytes, non_blocking: bool) -> None:
+        stream = FakeBytes.current
+        if FakeBytes.copies:
+            before, _ = FakeBytes.copies[-1]
+            assert stream.done.get(before, 0) == before.done[before], "a piece does not wait for the one before it"
+        stream.done[stream] += 1
+        FakeBytes.copies.append((stream, self.num_bytes))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_copies_on_a_gpu_take_turns(seed: int, monkeypatch: pytest.MonkeyPatch):
+    """Ordered as on one stream, and never many bytes without a break for others."""
+
+    @contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        FakeBytes.current = stream
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "made up")
+    monkeypatch.setattr(FakeBytes, "copies", [], raising=False)
+    device, sizes = CudaDevice(), random.Random(seed)
+    stream: Any = device.copy_stream("out")
+    num_bytes = num_pieces = 0
+    for _ in range(20):
+        halves = [sizes.choice([1, 3, 40, 64, 65, 200]) for _ in range(sizes.randint(1, 3))]
+        moved: list[Any] = [FakeBytes(half * MIB // 2) for half in halves]
+        num_bytes += sum(one.num_bytes for one in moved)
+        num_pieces += device.copy(stream, moved, moved)
+        last, _ = FakeBytes.copies[-1]
+        assert stream.done.get(last, 0) == last.done[last], "who waits for the stream does not wait for the last piece"
+    copies = FakeBytes.copies
+    assert (sum(size for _, size in copies), len(copies)) == (num_bytes, num_pieces)
+    assert len({stream for stream, _ in copies}) == 2
+    in_a_row, before = 0, None
+    for on_stream, size in copies:
+        in_a_row = in_a_row + size if on_stream is before else size
+        before = on_stream
+        assert in_a_row <= 32 * MIB
+
+
+class TestLazyDevice:
+    """The device of the proofs has to notice what it is there to notice."""
+
+    def test_nothing_runs_before_somebody_waits(self):
+        device = LazyDevice()
+        stream = device.copy_stream("out")
+        source, target = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+        device.copy(stream, [target], [source])
+        event = device.record(stream)
+        assert not device.has_passed(event)
+        assert not target.any()
+        device.wait(device.current_stream(), event)
+        assert target.all()
+
+    @pytest.mark.parametrize("side", ["source", "target"])
+    def test_memory_freed_before_its_copy_is_told(self, side: str):
+        device = LazyDevice()
+        stream = device.copy_stream("out")
+        memory = {name: torch.ones(8, dtype=torch.uint8) for name in ("source", "target")}
+        device.copy(stream, [memory["target"]], [memory["source"]])
+        del memory[side]
+        arrive(device, stream)
+        assert device.violations == [f"out: the {side} was freed before its copy"]
+
+    def test_overtaking_a_read_is_told(self):
+        device = LazyDevice()
+        first, second = device.copy_stream("in"), device.copy_stream("out")
+        slot, target, source = (torch.ones(8, dtype=torch.uint8) for _ in range(3))
+        device.copy(first, [target], [slot])
+        device.copy(second, [slot], [source])
+        arrive(device, second)
+        assert device.violations == ["out: overwrites memory that an earlier copy still uses"]
+
+    def test_a_wait_that_nobody_can_satisfy_is_an_error_and_no_hang(self):
+        device = LazyDevice()
+        event = device.record(LazyStream("side"))
+        event._stream.work.clear()
+        with pytest.raises(IndexError):
+            device.wait(device.current_stream(), event)
+
+
+def refuse(*_: object) -> None:
+    raise UsageError("no headers")
+
+
+def test_a_device_that_got_no_guard_closes_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that plans itself goes on without; its end must not look for what was not there."""
+    device = object.__new__(CudaDevice)
+    vars(device).update(torch_device=torch.device("cuda", 0), _turns={}, _guard_objects=None, _fractions=None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(cuda_stream=1))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(cuda_event=2, record=lambda _: None))
+    monkeypatch.setattr(cuda, "cuda_guard", refuse)
+    monkeypatch.setattr(cuda, "stop_watching_allocator", refuse)
+    with pytest.raises(UsageError, match="no headers"):
+        device.make_guard()
+    assert device.guard is None
+    device.close()

@@ -1,0 +1,429 @@
+"""The out-of-memory guard: RAM plays a device with too little memory, and training goes on, equal to the bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.swap.common.types import ACTIVATION, KIB, LINEAR, MIB, NORM, SwapError, UsageError
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.engine.handle import Handle
+from megatron.swap.engine.reload import Reloader
+from megatron.swap.native.guarding import native
+from tests.engine import (
+    Engine,
+    HeldEvent,
+    Layer,
+    Result,
+    Step,
+    batch,
+    forward,
+    interleaved,
+    loss_of,
+    one_after_the_other,
+    one_forward_one_backward,
+    stack,
+    train_step,
+)
+from tests.unit.native.helpers import NEEDS_COMPILER
+
+pytestmark = NEEDS_COMPILER
+
+PIPELINE = one_forward_one_backward(3)
+
+
+@pytest.fixture(autouse=True)
+def unlimited() -> Iterator[None]:
+    yield
+    native().unlimit_ram()
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most that ``run`` has on the device besides what is there before."""
+    gc.collect()
+    before = native().ram_in_use()
+    native().limit_ram(1 << 40)
+    run()
+    native().unlimit_ram()
+    return native().ram_peak() - before
+
+
+def limited(run: Callable[[], Any], num_bytes: float) -> Any:
+    """``run`` where no more than that is free."""
+    gc.collect()
+    native().limit_ram(int(num_bytes))
+    try:
+        return run()
+    finally:
+        native().unlimit_ram()
+
+
+def evict(num_bytes: int = 1) -> None:
+    """What an allocation of so much has the guard take where nothing is free."""
+
+    def allocate() -> None:
+        torch.empty(num_bytes, dtype=torch.uint8)
+
+    limited(allocate, 0)
+
+
+def evict_everything(engine: Engine) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        evict(1 << 40)
+
+
+def result(layers: nn.ModuleList, *losses: torch.Tensor) -> Result:
+    return Result([loss.detach() for loss in losses], [parameter.grad for parameter in layers.parameters()])
+
+
+def plain_backward(layers: nn.ModuleList, num_backwards: int = 1) -> Result:
+    layers = copy.deepcopy(layers)
+    loss = loss_of(forward(layers, batch()))
+    for _ in range(num_backwards):
+        loss.backward(retain_graph=True)
+    return result(layers, loss)
+
+
+def test_a_run_that_dies_without_it_goes_on_with_it() -> None:
+    layers = stack(6)
+    plain = train_step(copy.deepcopy(layers), one_after_the_other(2))
+    with Engine(layers, swapped=(), guarded=True) as engine:
+        train_step(layers, one_after_the_other(2))
+        peak = peak_bytes(lambda: train_step(layers, one_after_the_other(2)))
+        assert engine.guard.take_rescues() == []
+        native().limit_ram(int(0.7 * peak))
+        for _ in range(3):
+            assert train_step(layers, one_after_the_other(2)).same_as(plain)
+            rescues = engine.guard.take_rescues()
+            assert rescues
+        native().unlimit_ram()
+    native().limit_ram(int(0.7 * peak))
+    with pytest.raises(torch.OutOfMemoryError, match="RAM that plays a device"):
+        train_step(copy.deepcopy(layers), one_after_the_other(2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"swapped": ()},
+        {"swapped": (), "whole": (1, 3)},
+        {"swapped": (0, 2, 4), "window_bytes": 0},
+        {"recompute": (NORM, ACTIVATION, LINEAR)},
+        {"modules": ["mlp"], "verify": True, "window_bytes": 1},
+        {"swapped": (), "verify": True},
+    ],
+    ids=["kept", "whole layers again", "some swapped", "recomputed", "one module, verified", "kept, verified"],
+)
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [(PIPELINE, None), (interleaved(4), [3, 3]), (one_after_the_other(2), None)],
+    ids=["1F1B", "interleaved", "one after the other"],
+)
+def test_whatever_is_taken_the_result_is_the_plain_one(
+    schedule: Sequence[Step], chunks: list[int] | None, options: dict[str, Any]
+) -> None:
+    layers = stack(6)
+
+    def step() -> Result:
+        return train_step(layers, schedule, chunks)
+
+    plain = train_step(copy.deepcopy(layers), schedule, chunks)
+    with Engine(layers, guarded=True, chunks=chunks, **options) as engine:
+        step()
+        peak = peak_bytes(step)
+        for part in (0.95, 0.88):
+            layers.zero_grad()
+            assert limited(step, part * peak).same_as(plain)
+        assert engine.guard.take_rescues()
+        assert engine.num_leases == 0
+        gc.collect()
+        assert not engine.guard._offered
+
+
+@pytest.mark.parametrize("num_backwards", [1, 2])
+@pytest.mark.parametrize("swapped", [(), None], ids=["kept", "swapped"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_everything_is_taken_between_forward_and_backward(
+    num_backwards: int, swapped: tuple[int, ...] | None, verify: bool
+) -> None:
+    layers = stack(4)
+    plain = plain_backward(layers, num_backwards)
+    options = {"commit_bytes": 1, "window_bytes": 1 << 30, "ends_in_loss": False}  # nothing is released by itself
+    with Engine(layers, swapped, guarded=True, verify=verify, **options) as engine:
+        loss = loss_of(forward(layers, batch()))
+        evict_everything(engine)
+        for _ in range(num_backwards):
+            loss.backward(retain_graph=True)
+        assert result(layers, loss).same_as(plain)
+        assert engine.counters.num_late > 0
+
+
+def test_what_was_prefetched_may_be_taken_twice() -> None:
+    layers = stack(6)
+    plain = plain_backward(layers)
+    with Engine(layers, swapped=(), guarded=True, window_bytes=1 << 30) as engine:
+        train_step(layers, one_after_the_other(1))
+        layers.zero_grad()
+        hidden = forward(layers[:5], batch())
+        taken: list[list[str]] = []
+
+        def take(grad: torch.Tensor) -> None:
+            evict_everything(engine)
+            taken.append([str(rescue) for rescue in engine.guard.take_rescues()])
+
+        hidden.register_hook(take)
+        loss = loss_of(forward(layers[5:], hidden))
+        evict_everything(engine)
+        assert engine.guard.take_rescues()
+        loss.backward()
+        assert result(layers, loss).same_as(plain)
+        assert taken[0], "nothing of what layer 5 had brought back was taken"
+        assert "0.0 KiB of them copied to the host" in taken[0][0]
+
+
+def test_out_of_memory_is_reported_and_a_smaller_batch_trains_on() -> None:
+    layers = stack(6)
+    schedule = one_forward_one_backward(3, 3)
+    plain = train_step(copy.deepcopy(layers), one_after_the_other(1))
+    with Engine(layers, swapped=(), guarded=True) as engine:
+        train_step(layers, schedule)
+        peak = peak_bytes(lambda: train_step(layers, one_after_the_other(1)))
+        for part in (0.1, 0.2, 0.3, 0.4, 0.45):
+            layers.zero_grad()
+            with pytest.raises(torch.OutOfMemoryError, match="guard has nothing more to take"):
+                limited(lambda: train_step(layers, schedule), part * peak)
+            gc.collect()
+            layers.zero_grad()
+            assert limited(lambda: train_step(layers, one_after_the_other(1)), 0.8 * peak).same_as(plain)
+            gc.collect()
+            assert (engine.num_leases, len(engine.guard._offered), engine.manager.offload._saved) == (0, 0, [])
+
+
+class BreaksOff(Layer):
+    breaks_off = False
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = super().forward(hidden_states)
+        if self.breaks_off:
+            raise InterruptedError
+        return hidden_states
+
+
+@pytest.mark.parametrize("swapped", [(), None], ids=["kept", "swapped"])
+def test_what_a_layer_that_broke_off_has_saved_is_let_go_when_the_next_one_begins(
+    swapped: tuple[int, ...] | None,
+) -> None:
+    layers = stack(3, BreaksOff)
+    with Engine(layers, swapped, guarded=True) as engine:
+        train_step(layers, one_after_the_other(1))
+        layers[1].breaks_off = True
+        for _ in range(3):
+            with pytest.raises(InterruptedError):
+                forward(layers, batch())
+            gc.collect()
+            engine.manager.begin_forward(0, engine.boundaries[0]._position)
+            offload = engine.manager.offload
+            waiting = (offload._saved, offload._pending, offload._pending_bytes)
+            assert waiting == ([], [], 0)
+            assert len(engine.guard._offered) <= len(engine.manager._state.offloading)
+
+
+def leak_figures(engine: Engine) -> tuple[int, ...]:
+    gc.collect()
+    assert engine.guard._core is not None
+    core = engine.guard._core
+    num_left = engine.num_leases, len(engine.guard._offered), len(core.take_evicted())
+    return native().ram_in_use(), core.mapped_bytes(), *num_left
+
+
+class Changes(Layer):
+    """Changes, when told to, what it has saved first."""
+
+    changes = False
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        made = hidden_states * 1.5
+        output = made.sin() + super().forward(hidden_states)
+        if self.changes:
+            with torch.no_grad():
+                made.zero_()
+        del made
+        if self.changes:
+            self.after()
+        return output
+
+    def after(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("swapped", [(), None], ids=["kept", "swapped"])
+@pytest.mark.parametrize("when", ["in the layer", "behind it"])
+def test_a_change_in_place_is_told_as_without_it(swapped: tuple[int, ...] | None, when: str, verify: bool) -> None:
+    layers = stack(4, Changes)
+    layers[1].changes = True
+    with Engine(layers, swapped, guarded=True, commit_bytes=1, verify=verify) as engine:
+        if when == "in the layer":
+            layers[1].after = lambda: evict_everything(engine)
+        loss = loss_of(forward(layers, batch()))
+        evict_everything(engine)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            loss.backward()
+        assert not isinstance(raised.value, SwapError)
+        del loss, raised
+        gc.collect()
+        assert engine.num_leases == 0
+
+
+def test_a_graph_dropped_while_its_tensors_are_taken_leaves_nothing() -> None:
+    layers = stack(4)
+    with Engine(layers, swapped=(0, 1), guarded=True) as engine:
+        train_step(layers, one_after_the_other(1))
+        figures = set()
+        for _ in range(4):
+            loss = loss_of(forward(layers, batch()))
+            evict_everything(engine)
+            del loss
+            layers.zero_grad()
+            train_step(layers, one_after_the_other(1))
+            layers.zero_grad()
+            engine.guard.take_rescues()
+            figures.add(leak_figures(engine))
+        assert len(figures) == 1, figures
+
+
+def test_a_graph_that_is_closed_while_its_tensors_are_taken_gives_an_error() -> None:
+    layers = stack(3)
+    engine = Engine(layers, swapped=(), guarded=True)
+    loss = loss_of(forward(layers, batch()))
+    evict_everything(engine)
+    engine.close()
+    with pytest.raises(SwapError, match="Close after the last backward"):
+        loss.backward()
+    del loss
+    gc.collect()
+    assert not engine.guard._offered
+
+
+def test_it_may_end_and_begin_again_while_tensors_are_taken() -> None:
+    layers = stack(4)
+    plain = plain_backward(layers)
+    with Engine(layers, swapped=(), guarded=True) as engine:
+        for ends_before in (True, False):
+            layers.zero_grad()
+            loss = loss_of(forward(layers, batch()))
+            evict_everything(engine)
+            engine.guard.end()
+            if not ends_before:
+                engine.guard.begin()
+            loss.backward()
+            assert result(layers, loss).same_as(plain)
+            del loss
+            with pytest.raises(torch.OutOfMemoryError):
+                evict(1 << 40)
+            engine.guard.begin()
+
+
+def test_no_room_on_the_host_is_an_error_not_a_wrong_result() -> None:
+    layers = stack(6)
+    plain = train_step(copy.deepcopy(layers), PIPELINE)
+    for host_bytes, num_rescues in ((128 * KIB, 0), (MIB, 1)):  # no piece of 256 KiB, and some that are soon full
+        with Engine(layers, swapped=(), guarded=True, host_bytes=host_bytes) as engine:
+            layers.zero_grad()
+            train_step(layers, PIPELINE)
+            peak = peak_bytes(lambda: train_step(layers, PIPELINE))
+            layers.zero_grad()
+            with pytest.raises(torch.OutOfMemoryError, match="the host has no room for them"):
+                limited(lambda: train_step(layers, PIPELINE), 0.7 * peak)
+            layers.zero_grad()
+            assert train_step(layers, PIPELINE).same_as(plain)
+            assert len(engine.guard.take_rescues()) == num_rescues
+
+
+def test_one_guard_at_a_time() -> None:
+    """Else allocations would ask the one that was opened last, and after that nobody."""
+    first, second = stack(2), stack(2)
+    with Engine(first, swapped=(), guarded=True):
+        with pytest.raises(UsageError, match=r"one at a time\. Close what opened it first"):
+            Engine(second, guarded=True).__enter__()
+        with Engine(second):
+            train_step(second, PIPELINE)
+    with Engine(second, guarded=True) as engine:
+        assert engine.guard.is_on
+
+
+class Shares(Layer):
+    """Saves its output, which the next layer saves as well, and keeps a tensor of its own aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        output = super().forward(hidden_states).tanh()
+        self.aside = output.exp()  # saved, and held by us
+        return output * self.aside.mean()
+
+
+@pytest.mark.parametrize("swapped", [(), None, (1, 3)], ids=["kept", "swapped", "in turn"])
+def test_storages_of_two_layers_and_what_others_hold(
+    swapped: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch = Reloader.fetch
+
+    def checked(reloader: Reloader, handle: Handle, *args: Any) -> torch.UntypedStorage:
+        storage = fetch(reloader, handle, *args)
+        assert not handle.offer, "what is given out may still be taken"
+        return storage
+
+    monkeypatch.setattr(Reloader, "fetch", checked)
+    layers = stack(5, Shares)
+    plain = plain_backward(layers)
+    with Engine(layers, swapped, guarded=True, commit_bytes=1, window_bytes=100_000) as engine:
+        for _ in range(2):
+            layers.zero_grad()
+            hidden = batch()
+            for layer in layers:
+                hidden = layer(hidden)
+                aside = layer.aside.clone()
+                hidden.register_hook(lambda grad: evict_everything(engine))
+                evict_everything(engine)
+                assert torch.equal(layer.aside, aside)
+            loss = loss_of(hidden)
+            loss.backward()
+            assert result(layers, loss).same_as(plain)
+
+
+def test_a_copy_out_that_is_held_up_is_waited_for() -> None:
+    layers = stack(4)
+    plain = plain_backward(layers)
+    options = {"commit_bytes": 1, "window_bytes": 1 << 30, "ends_in_loss": False, "device": EmulatedDevice()}
+    with Engine(layers, guarded=True, **options) as engine:
+        held = HeldEvent()
+        engine.device.wait(engine.manager.offload.stream, held)
+        loss = loss_of(forward(layers, batch()))
+        opened = threading.Timer(0.2, held.open)
+        opened.start()
+        evict_everything(engine)
+        assert held.has_passed()
+        loss.backward()
+        assert result(layers, loss).same_as(plain)
+
+
+def test_a_copy_out_that_failed_is_an_error_not_a_wrong_result() -> None:
+    layers = stack(4)
+    options = {"commit_bytes": 1, "window_bytes": 1 << 30, "ends_in_loss": False, "device": EmulatedDevice()}
+    with Engine(layers, guarded=True, **options) as engine:
+        engine.manager.offload.stream.enqueue(lambda: 1 / 0)
+        loss = loss_of(forward(layers, batch()))
+        evict_everything(engine)
+        with pytest.raises(SwapError, match="an emulated copy failed"):
+            loss.backward()
+        engine.manager.offload.stream.failure = None

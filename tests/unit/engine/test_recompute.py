@@ -1,0 +1,301 @@
+"""Recomputing single sites: bit-equal to holding them, in any mix with swapping, whatever happens to the tensors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, PRODUCERS, Action, Site
+from megatron.swap.profiling.observer import Observer
+from tests.engine import (
+    HIDDEN,
+    TOKENS,
+    Engine,
+    Layer,
+    Result,
+    batch,
+    forward,
+    interleaved,
+    loss_of,
+    one_after_the_other,
+    one_forward_one_backward,
+    stack,
+    train_step,
+)
+from tests.lazy_device import LazyDevice, LazyStream
+from tests.recipe_cases import Block, Choice, blocks, chain, compare, doubling, one_step, where_known
+
+HIDDEN_BYTES = TOKENS * HIDDEN * 4
+
+
+# ------------------------------------------------------------------------------------------------------ equality
+
+
+@pytest.mark.parametrize("swapped", [[], [0, 1, 2, 3], [1, 2]], ids=["none", "all", "middle"])
+@pytest.mark.parametrize("kinds", [[NORM], [ACTIVATION], [LINEAR], PRODUCERS], ids=["norm", "act", "linear", "all"])
+def test_equal_to_the_bit(swapped: list[int], kinds: list[str]):
+    engine = compare(stack(), one_step, swapped=swapped, recompute=kinds)
+    sites = 4 * (2 * (NORM in kinds) + (ACTIVATION in kinds) + 2 * (LINEAR in kinds))
+    assert engine.counters.num_recomputed == sites * 2 * 2  # two micro-batches, two steps
+    assert engine.recomputer.refused == {}
+    assert bool(engine.counters.out_bytes) == bool(swapped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("schedule", [one_forward_one_backward(4), interleaved(4)], ids=["1f1b", "interleaved"])
+def test_under_pipeline_schedules_with_dropout(schedule: list, dtype: torch.dtype):
+    chunks = [2, 2] if schedule == interleaved(4) else None
+    layers = stack(make=lambda: Layer(dropout=0.2), dtype=dtype)
+    engine = compare(layers, lambda m: train_step(m, schedule, chunks, dtype), recompute=PRODUCERS, chunks=chunks)
+    assert engine.counters.num_recomputed > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    choices=st.lists(st.sampled_from(Action), min_size=37, max_size=37),
+    window=st.sampled_from([None, 0, 1 << 16]),
+    verify=st.booleans(),
+)
+def test_any_mix_of_the_three_actions(choices: list[Action], window: int | None, verify: bool):
+    """Every site its own action; those that cannot be recomputed are swapped instead."""
+    policy = Choice(lambda site, _: choices[sum(map(ord, str(site))) * 31 % 37])
+    compare(stack(), one_step, policy=policy, window_bytes=window, verify=verify)
+
+
+def test_what_cannot_be_recomputed_is_swapped_and_counted():
+    policy = Choice(lambda site, producer: Action.RECOMPUTE)
+    engine = compare(stack(), one_step, policy=policy)
+    refused = engine.recomputer.refused
+    assert refused[Site(1, "attention.linear_proj", 0)] == "it is not known what makes it"
+    assert Site(1, "attention.linear_qkv", 0) not in refused
+    assert engine.counters.num_not_recomputed > 0
+    assert engine.counters.out_bytes > 0
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+def peak_bytes(**options: object) -> int:
+    observer, layers = Observer(), stack()
+    with Engine(layers, observer=observer, window_bytes=0, commit_bytes=1 << 14, **options):
+        train_step(layers, one_after_the_other(1))
+    return observer.peak_bytes
+
+
+def test_the_peak_falls_by_what_is_not_held():
+    plain = peak_bytes(swapped=[])
+    # At the peak the frames of the last layer still hold one of its norms' outputs, and that of its activation.
+    assert plain - peak_bytes(swapped=[], recompute=[NORM]) == (4 * 2 - 1) * HIDDEN_BYTES
+    assert plain - peak_bytes(swapped=[], recompute=[ACTIVATION]) == (4 - 1) * 4 * HIDDEN_BYTES
+    assert plain - peak_bytes(swapped=[], recompute=[LINEAR]) >= (4 - 1) * (3 + 4) * HIDDEN_BYTES
+    assert peak_bytes(recompute=PRODUCERS) < peak_bytes() < plain
+
+
+def test_bytes_are_counted_where_they_were_saved():
+    layers = stack()
+    with Engine(layers, swapped=[], recompute=[NORM]) as engine:
+        train_step(layers, one_after_the_other(1))
+        assert [engine.counters.layers[layer].recomputed_bytes for layer in range(4)] == [2 * HIDDEN_BYTES] * 4
+        totals = engine.counters.totals()
+    assert (totals.recomputed_bytes, totals.num_recomputed) == (8 * HIDDEN_BYTES, 8)
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Device memory must not wait for the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_held_after_the_layer_or_after_backward():
+    held: list[weakref.ref] = []
+
+    class Noting(Layer):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            norm = self.norm1(hidden_states)
+            held.append(weakref.ref(norm.untyped_storage()))
+            unused = self.norm2(hidden_states * 2)  # its input and itself: saved by nobody but the norm's own graph
+            held.append(weakref.ref(unused.untyped_storage()))
+            return hidden_states + self.attention(norm) + self.mlp(self.norm2(hidden_states))
+
+    layers = stack(2, Noting)
+    with no_collector(), Engine(layers, swapped=[], recompute=PRODUCERS):
+        loss = loss_of(forward(layers, batch()))
+        assert [reference() for reference in held] == [None] * 4
+        loss.backward()
+
+
+def test_an_output_that_nobody_saves_holds_no_input():
+    def body(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        start = hidden * 1.5
+        there = weakref.ref(start.untyped_storage())
+        output = block.activation(start)
+        del start
+        assert there() is not None, "a producer holds its inputs for what may save the output"
+        del output
+        assert there() is None
+        return block.linear(hidden)
+
+    layers = doubling(body)
+    with no_collector(), Engine(layers, swapped=[], recompute=PRODUCERS):
+        loss_of(forward(layers, batch())).backward()
+
+
+def test_an_exception_in_a_layer_leaves_nothing_behind():
+    held: list[weakref.ref] = []
+
+    class Failing(Layer):
+        fails = True
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            if self.fails:
+                doubled = hidden_states * 2
+                held.append(weakref.ref(doubled.untyped_storage()))
+                with torch.no_grad():
+                    self.norm2(doubled)
+                norm = self.norm1(doubled)
+                del doubled
+                raise InterruptedError(norm.shape)
+            return super().forward(hidden_states)
+
+    layers = stack(3, Failing)
+    plain = copy.deepcopy(layers)
+    with no_collector(), Engine(layers, swapped=[], recompute=PRODUCERS) as engine:
+        try:
+            forward(layers, batch())
+        except InterruptedError as error:
+            error.__traceback__ = None
+        assert held[0]() is None
+        for module in (*layers, *plain):
+            module.fails = False
+        assert one_step(layers).same_as(one_step(plain))
+        assert engine.counters.num_recomputed == 3 * 5 * 2
+
+
+# ----------------------------------------------------------------------------------------- what stands in the graph
+
+
+@pytest.mark.parametrize("first", Action)
+@pytest.mark.parametrize("second", Action)
+def test_what_a_recipe_needs_is_itself_kept_swapped_or_recomputed(first: Action, second: Action):
+    """norm -> activation -> linear: the activation's recipe needs the norm's output, that one's the layer's input."""
+
+    def choose(site: Site, producer: str | None) -> Action:
+        if site.path == "linear":
+            return Action.RECOMPUTE
+        return first if site.path == "norm" else second
+
+    engine = compare(blocks(chain), one_step, policy=Choice(choose))
+    recomputed_each = 1 + (second is Action.RECOMPUTE)
+    assert engine.counters.num_recomputed == recomputed_each * 3 * 2 * 2
+    assert bool(engine.counters.out_bytes) == (Action.SWAP in (first, second) or first is Action.RECOMPUTE)
+
+
+def test_views_and_several_saved_tensors_share_what_is_made_again():
+    def body(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        norm = block.norm(hidden)
+        left, right = norm.chunk(2, -1)
+        crossed = (norm.t() @ norm).sum() * 1e-3 + left.exp().mean() + (right * right).mean()
+        return block.linear(norm) + block.other(norm.flip(0)) * crossed + norm[3:5].sin().sum()
+
+    engine = compare(blocks(body), one_step, policy=where_known(Action.SWAP))
+    assert engine.counters.num_recomputed == 3 * 2 * 2, "one a layer, micro-batch and step"
+
+
+def test_a_retained_graph_goes_backward_twice():
+    def run(layers: nn.ModuleList) -> Result:
+        layers.zero_grad()
+        loss = loss_of(forward(layers, batch()))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return Result([loss.detach()], [parameter.grad for parameter in layers.parameters()])
+
+    engine = compare(stack(), run, 1, recompute=PRODUCERS)
+    assert engine.counters.num_recomputed == 2 * 20
+
+
+def test_what_was_made_again_goes_with_its_last_user():
+    layers = stack()
+    with Engine(layers, swapped=[], recompute=PRODUCERS):
+        loss = loss_of(forward(layers, batch()))
+        recipes = saved_recipes(loss)
+        assert len({id(recipe) for recipe in recipes}) == 20
+        loss.backward(retain_graph=True)
+        assert {recipe.storage for recipe in recipes} == {None}
+
+
+def test_gradients_of_a_part_only():
+    def run(layers: nn.ModuleList) -> Result:
+        loss = loss_of(forward(layers, batch()))
+        return Result([loss.detach()], list(torch.autograd.grad(loss, list(layers[2].mlp.parameters()))))
+
+    compare(stack(), run, recompute=PRODUCERS)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_under_no_grad_and_in_a_recomputation_nothing_is_noted():
+    def body(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + checkpoint(lambda x: chain(block, x), hidden * 1, use_reentrant=True)
+
+    def run(layers: nn.ModuleList) -> Result:
+        with torch.no_grad():
+            forward(layers, batch())
+        return one_step(layers)
+
+    engine = compare(blocks(body), run, policy=where_known(Action.SWAP))
+    assert engine.counters.num_recomputed == 0
+    assert engine.counters.out_bytes > 0, "the checkpoint's inputs"
+
+
+def test_under_autocast_nothing_is_recomputed():
+    def run(layers: nn.ModuleList) -> Result:
+        with torch.autocast("cpu", torch.bfloat16):
+            return one_step(layers)
+
+    assert compare(stack(), run, recompute=PRODUCERS).counters.num_recomputed == 0
+
+
+def test_another_stream_makes_its_own():
+    layers, device = stack(1), LazyDevice()
+    with Engine(layers, recompute=[NORM], device=device, swapped=[]) as engine:
+        loss = loss_of(forward(layers, batch()))
+        recipe = next(node for node in saved_recipes(loss) if node.num_packed == 1)
+        recipe.num_packed = 3  # as if three consumers had saved it
+        unpack = lambda packed: packed.tensor  # noqa: E731
+        first = engine.recomputer.recompute(recipe, unpack)
+        device.compute = LazyStream("side", eager=True)
+        second = engine.recomputer.recompute(recipe, unpack)
+        third = engine.recomputer.recompute(recipe, unpack)
+        assert first._cdata != second._cdata == third._cdata
+        assert recipe.storage is None
+
+
+def saved_recipes(loss: torch.Tensor) -> list:
+    """The recipes in a graph."""
+    found, todo, seen = [], [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [function for function, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_raw_saved"):
+                data = getattr(getattr(node, name), "data", None)
+                if hasattr(data, "spec"):
+                    found.append(data.spec)
+    return found

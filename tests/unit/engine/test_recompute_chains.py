@@ -1,0 +1,325 @@
+"""Recomputed outputs whose inputs are saved later than their outputs, or never; layers that are recomputed whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.swap.common.types import LINEAR, NORM, PRODUCERS, ROTARY, Action, Site, UsageError
+from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.profiling.observer import Observer
+from tests.engine import (
+    HIDDEN,
+    TOKENS,
+    Engine,
+    Layer,
+    Result,
+    batch,
+    forward,
+    interleaved,
+    loss_of,
+    one_after_the_other,
+    one_forward_one_backward,
+    plant_fault,
+    stack,
+    train_step,
+)
+from tests.recipe_cases import Choice, compare, one_step
+
+HIDDEN_BYTES = TOKENS * HIDDEN * 4
+FREQS = torch.linspace(0.1, 2.0, HIDDEN)
+UNSAVED = "what it was made from is not saved by anybody"
+
+
+class Rotate(torch.autograd.Function):
+    """Saves neither its input nor its output."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        return x * angles.cos()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad * FREQS.cos(), None
+
+
+class Mix(torch.autograd.Function):
+    """Attention: saves queries, keys and values, in this order."""
+
+    @staticmethod
+    def forward(ctx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        return query * key.tanh() * value
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        query, key, value = ctx.saved_tensors
+        slope = 1 - key.tanh() ** 2
+        return grad * key.tanh() * value, grad * query * slope * value, grad * query * key.tanh()
+
+
+class Attention(nn.Module):
+    """``copied``: values are copied as TransformerEngine does, so that nobody saves linear_qkv's output."""
+
+    def __init__(self, copied: bool) -> None:
+        super().__init__()
+        self.linear_qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.linear_proj = nn.Linear(HIDDEN, HIDDEN)
+        self.copied = copied
+        self.rotary, self.copy = Rotate.apply, torch.Tensor.contiguous
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.linear_qkv(hidden).chunk(3, -1)
+        query, key = self.rotary(query, FREQS), self.rotary(key, FREQS)
+        if self.copied:
+            value = self.copy(value)
+        mixed = Mix.apply(query, key, value)
+        return self.linear_proj(mixed)
+
+
+class Rotary(nn.Module):
+    def __init__(self, copied: bool) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(HIDDEN), Attention(copied)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + self.attention(self.norm(hidden_states))
+
+
+def telling(engine: Engine, layers: nn.ModuleList) -> None:
+    for layer in layers:
+        layer.attention.rotary = engine.recomputer.recorded(ROTARY, Rotate.apply)
+        layer.attention.copy = engine.recomputer.recorded(ROTARY, torch.Tensor.contiguous)
+
+
+def attention(copied: bool, kinds: list[str] | tuple[str, ...], **options: object) -> Engine:
+    """Three layers, twice two micro-batches, equal to the bit; only the ``kinds`` are recomputed."""
+    plain, layers = one_step(stack(3, lambda: Rotary(copied))), stack(3, lambda: Rotary(copied))
+    with Engine(layers, recompute=kinds, **options) as engine:  # type: ignore[arg-type]
+        telling(engine, layers)
+        for _ in range(2):
+            assert one_step(layers).same_as(plain)
+            assert engine.num_leases == 0
+    return engine
+
+
+EACH = 3 * 2 * 2
+"""Layers, micro-batches, steps."""
+
+
+@pytest.mark.parametrize("swapped", [[], [0, 1, 2], [1]], ids=["none", "all", "middle"])
+@pytest.mark.parametrize(
+    ("kinds", "num_made", "num_sites", "hidden_units"),
+    [((ROTARY,), 2, 2, 2), ((LINEAR,), 1, 1, 3), ((ROTARY, LINEAR), 3, 3, 5), (PRODUCERS, 4, 4, 6)],
+    ids=["rotary", "linear", "rotary linear", "all"],
+)
+def test_values_saved_behind_what_is_made_from_their_storage(
+    swapped: list[int], kinds: tuple[str, ...], num_made: int, num_sites: int, hidden_units: int
+) -> None:
+    engine = attention(False, kinds, swapped=swapped, verify=True)
+    assert engine.recomputer.refused == {}
+    assert engine.counters.num_recomputed == num_made * EACH
+    assert engine.counters.totals().recomputed_bytes == hidden_units * HIDDEN_BYTES * EACH
+    assert bool(engine.counters.out_bytes) == bool(swapped)
+
+
+@pytest.mark.parametrize("swapped", [[], [0, 1, 2]], ids=["none", "all"])
+@pytest.mark.parametrize("kinds", [(ROTARY, LINEAR), PRODUCERS], ids=["rotary linear", "all"])
+def test_what_nobody_saves_is_made_again_on_the_way_once_for_all_three(
+    swapped: list[int], kinds: tuple[str, ...]
+) -> None:
+    engine = attention(True, kinds, swapped=swapped, verify=True)
+    assert engine.recomputer.refused == {}
+    assert engine.counters.num_recomputed == (3 + 1 + (NORM in kinds)) * EACH
+    assert engine.counters.totals().recomputed_bytes == (3 + (NORM in kinds)) * HIDDEN_BYTES * EACH
+
+
+@pytest.mark.parametrize("swapped", [[], [0, 1, 2]], ids=["none", "all"])
+def test_a_linear_does_not_run_again_for_rotary_alone(swapped: list[int]) -> None:
+    engine = attention(True, (ROTARY,), swapped=swapped)
+    assert engine.counters.num_recomputed == 0
+    assert engine.counters.totals().recomputed_bytes == 0
+    assert set(engine.recomputer.refused.values()) == {f"{UNSAVED}, and {LINEAR} is not to be recomputed"}
+    assert len(engine.recomputer.refused) == 9
+    assert bool(engine.counters.out_bytes) == bool(swapped), "what is refused is swapped where the layer swaps"
+
+
+@pytest.mark.parametrize("choice", ["query", "value", "key and value"])
+def test_any_part_of_the_three(choice: str) -> None:
+    ordinals = {"query": {0}, "value": {2}, "key and value": {1, 2}}[choice]
+    policy = Choice(
+        lambda site, producer: (
+            Action.RECOMPUTE if site.path == "attention" and site.ordinal in ordinals else Action.KEEP
+        )
+    )
+    engine = attention(True, (), policy=policy)
+    assert engine.recomputer.refused == {}
+    assert engine.counters.num_recomputed == (1 + len(ordinals)) * EACH
+
+
+@pytest.mark.parametrize("where", ["output", "input"])
+def test_a_change_while_a_recipe_waits_is_refused_or_the_error_that_it_is_without_us(where: str) -> None:
+    """Behind the save of the query, before that of the value."""
+
+    class Changing(Attention):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            mixed = self.linear_qkv(hidden)
+            query = self.rotary(mixed[:, :HIDDEN], FREQS)
+            result = query.sin()
+            with torch.no_grad():
+                (query if where == "output" else mixed).mul_(2)
+            return self.linear_proj(result + mixed[:, HIDDEN : 2 * HIDDEN].exp())
+
+    def make() -> nn.Module:
+        layer = Rotary(False)
+        layer.attention = Changing(False)
+        return layer
+
+    def run(layers: nn.ModuleList) -> Result | str:
+        try:
+            return one_step(layers)
+        except RuntimeError as error:
+            return "in place" if "inplace" in str(error) else str(error)
+
+    plain = run(stack(2, make))
+    layers = stack(2, make)
+    with Engine(layers, recompute=[ROTARY, LINEAR]) as engine:
+        telling(engine, layers)
+        found = run(layers)
+        assert found == plain if isinstance(plain, str) else found.same_as(plain)  # type: ignore[union-attr]
+        assert (where == "input") == bool(engine.recomputer.refused)
+
+
+def test_waiting_holds_nothing_beyond_the_layer() -> None:
+    def peak(**options: object) -> int:
+        observer, layers = Observer(), stack(4, lambda: Rotary(True))
+        with Engine(layers, observer=observer, swapped=[], **options) as engine:  # type: ignore[arg-type]
+            telling(engine, layers)
+            loss = loss_of(forward(layers, batch()))
+            live = observer.live_bytes
+            loss.backward()
+        return live
+
+    assert peak() - peak(recompute=[ROTARY, LINEAR]) == 4 * 3 * HIDDEN_BYTES
+
+
+def test_an_intermediate_that_is_not_the_same_again_is_refused() -> None:
+    plain, layers = one_step(stack(2, lambda: Rotary(True))), stack(2, lambda: Rotary(True))
+    with Engine(layers, recompute=[ROTARY, LINEAR]) as engine:
+        telling(engine, layers)
+        for layer in layers:
+            linear = layer.attention.linear_qkv
+            inner = type(linear).forward
+            drifts = lambda x, linear=linear, inner=inner: (  # noqa: E731
+                inner(linear, x) if torch.is_grad_enabled() else inner(linear, x) + 1e-3
+            )
+            linear.forward = engine.recomputer.recorded(LINEAR, drifts)
+        assert one_step(layers).same_as(plain)
+        assert engine.counters.num_recomputed == 0
+        assert set(engine.recomputer.refused.values()) == {"recomputed, it was not the same to the bit"}
+
+
+def test_a_missing_trial_of_what_is_made_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_fault(monkeypatch, Recomputer, "_decide", "() if problem else chain.makers", "()")
+    with pytest.raises(AssertionError):
+        test_an_intermediate_that_is_not_the_same_again_is_refused()
+
+
+def test_a_recipe_that_is_not_decided_at_the_layers_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is saved behind the three: the layer's end has to decide."""
+
+    class Last(Rotary):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.attention.linear_qkv(self.norm(hidden_states)).chunk(3, -1)
+            rotary = self.attention.rotary
+            return hidden_states + Mix.apply(rotary(query, FREQS), rotary(key, FREQS), value.contiguous())
+
+    def run() -> int:
+        plain, layers = one_step(stack(2, lambda: Last(True))), stack(2, lambda: Last(True))
+        with Engine(layers, recompute=[ROTARY, LINEAR]) as engine:
+            telling(engine, layers)
+            assert one_step(layers).same_as(plain)
+            return engine.counters.num_recomputed
+
+    assert run() == 2 * 2 * 3
+    plant_fault(monkeypatch, Recomputer, "recording", "self._settle(recording)", "pass")
+    with pytest.raises((AssertionError, IndexError, RuntimeError)):
+        run()
+
+
+class TestWholeLayers:
+    @pytest.mark.parametrize("swapped", [[], [0, 1, 2, 3], [1]], ids=["none", "all", "one"])
+    @pytest.mark.parametrize("whole", [[0], [1, 2], [0, 1, 2, 3]], ids=str)
+    @pytest.mark.parametrize("kinds", [[], PRODUCERS], ids=["alone", "beside single sites"])
+    def test_equal_to_the_bit_with_dropout(self, swapped: list[int], whole: list[int], kinds: list[str]) -> None:
+        layers = stack(make=lambda: Layer(dropout=0.2))
+        engine = compare(layers, one_step, swapped=swapped, whole=whole, recompute=kinds)
+        assert bool(engine.counters.out_bytes) == bool(swapped)
+
+    @pytest.mark.parametrize("schedule", [one_forward_one_backward(4), interleaved(4)], ids=["1f1b", "interleaved"])
+    def test_under_pipeline_schedules(self, schedule: list) -> None:
+        chunks = [2, 2] if schedule == interleaved(4) else None
+        layers = stack(make=lambda: Layer(dropout=0.2))
+        compare(layers, lambda m: train_step(m, schedule, chunks), whole=[1, 2], chunks=chunks)
+
+    def test_only_the_input_is_held(self) -> None:
+        def live(**options: object) -> int:
+            observer, layers = Observer(), stack()
+            with Engine(layers, observer=observer, swapped=[], **options):  # type: ignore[arg-type]
+                loss = loss_of(forward(layers, batch().requires_grad_()))
+                held = observer.live_bytes
+                loss.backward()
+            return held
+
+        everything = live()
+        each = (everything - live(whole=[1, 2, 3])) // 3
+        assert live(whole=[2]) == everything - each
+        assert live(whole=[1, 2, 3]) <= everything - 3 * 15 * HIDDEN_BYTES
+
+    def test_its_input_is_a_site_that_is_swapped(self) -> None:
+        seen: set[Site] = set()
+
+        def choose(site: Site, producer: str | None) -> Action:
+            seen.add(site)
+            return Action.SWAP
+
+        engine = compare(stack(), one_step, policy=Choice(choose), whole=[1])
+        assert {site for site in seen if site.layer == 1} == {Site(1, "checkpoint", 0)}
+        assert engine.counters.layers[1].out_bytes == HIDDEN_BYTES * 2 * 2
+
+    def test_an_input_without_gradient_is_refused(self) -> None:
+        layers = stack(2)
+        with Engine(layers, whole=[0]), pytest.raises(UsageError, match="layer 0 is to be recomputed whole"):
+            forward(layers, batch())
+
+    def test_a_frozen_layer_whose_input_needs_no_gradient_just_runs(self) -> None:
+        def frozen() -> nn.ModuleList:
+            layers = stack(3)
+            layers[0].requires_grad_(False)
+            return layers
+
+        def loss_and_gradients(layers: nn.ModuleList) -> list[torch.Tensor]:
+            loss = loss_of(forward(layers, batch()))
+            loss.backward()
+            return [loss.detach(), *(p.grad for p in layers[1:].parameters())]  # type: ignore[list-item]
+
+        plain, layers = loss_and_gradients(frozen()), frozen()
+        with Engine(layers, whole=[0, 2]):
+            found = loss_and_gradients(layers)
+        assert all(torch.equal(one, two) for one, two in zip(plain, found, strict=True))
+
+    def test_evaluation_runs_it_once(self) -> None:
+        layers = stack(2)
+        plain = copy.deepcopy(layers)
+        with Engine(layers, whole=[0, 1]) as engine, torch.no_grad():
+            assert torch.equal(forward(layers, batch()), forward(plain, batch()))
+            assert engine.counters.out_bytes == 0
+
+    def test_one_after_the_other_gives_gradients_of_all(self) -> None:
+        layers = stack(3)
+        with Engine(layers, whole=[0, 1, 2]):
+            result = train_step(layers, one_after_the_other(1))
+        assert all(grad is not None for grad in result.grads)

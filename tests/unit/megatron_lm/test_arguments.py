@@ -1,0 +1,221 @@
+"""Which flags for plans and budgets go together, and what each refusal says."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan, save_plan
+from megatron.swap.common.types import GIB, PRODUCERS, UsageError
+from megatron.swap.megatron_lm.arguments import add_swap_args, device_memory_gib, recompute_kinds, swap_config
+
+MODEL = Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
+PLAN = Plan(MODEL, None, None, None, (PlanClass("0-1", {"mlp/0": SitePlan("swap"), "norm/0": SitePlan("recompute")}),))
+
+
+def parsed(flags: str, **theirs: object) -> argparse.Namespace:
+    """Our flags, and those of Megatron's that are looked at, of the model of ``MODEL``."""
+    args = add_swap_args(argparse.ArgumentParser()).parse_args(flags.split())
+    vars(args).update(
+        num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=1,
+        group_query_attention=False, kv_channels=16, seq_length=64, micro_batch_size=2, vocab_size=255,
+        padded_vocab_size=None, make_vocab_size_divisible_by=128, bf16=False, fp16=False, num_experts=None,
+        tensor_model_parallel_size=1, sequence_parallel=False, pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None, context_parallel_size=1, expert_model_parallel_size=1,
+        rank=0, local_rank=0, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
+        bias_swiglu_fusion=True, use_te_activation_func=False, add_bias_linear=True, recompute_granularity=None,
+        recompute_method=None, recompute_modules=None, fp8=None, fp4=None, use_megatron_fsdp=False,
+        use_torch_fsdp2=False, cpu_offloading_num_layers=0,
+        fine_grained_activation_offloading=False, cuda_graph_impl="none", gtp_weight_remat_size=1,
+        expert_gtp_weight_remat_size=1, optimizer_cpu_offload=False, optimizer_cuda_graph=False, log_params_norm=False,
+        async_save=False, qk_clip=False, rl_offload_optimizer_during_inference=False, fp8_param_gather=False,
+        fp4_param_gather=False, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
+        main_params_dtype=torch.float32,
+    )  # fmt: skip
+    vars(args).update(theirs)
+    return args
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a plan in it."""
+    monkeypatch.chdir(tmp_path)
+    save_plan(PLAN, "plan.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        ("", {"auto": False, "acts": False, "plan": None}),
+        ("--swap-policy manual", {"auto": False, "acts": False}),
+        ("--swap-policy auto", {"auto": True, "acts": True, "memory_gib": None, "memory_fraction": None}),
+        ("--swap-memory-gib 1.5", {"auto": True, "memory_gib": 1.5}),
+        ("--swap-policy auto --swap-memory-fraction 1", {"auto": True, "memory_fraction": 1.0, "max_candidates": 3}),
+        ("--swap-memory-gib 1 --swap-max-candidates 10 --swap-save-profile a/b.json",
+         {"max_candidates": 10, "save_profile": "a/b.json"}),
+        ("--swap-plan plan.json", {"auto": False, "acts": True, "plan": PLAN}),
+        ("--swap-plan plan.json --swap-policy manual --swap-save-plan new/plan.json", {"save_plan": "new/plan.json"}),
+        ("--swap-layers 0-3 --swap-save-plan plan.json", {"save_plan": "plan.json", "plan": None}),
+    ],
+)  # fmt: skip
+def test_what_goes_together(folder: Path, flags: str, fields: dict) -> None:
+    config = swap_config(parsed(flags))
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--swap-plan plan.json --swap-layers 0-3", "plan.json cannot be combined with --swap-layers 0-3: the plan"),
+        ("--swap-plan plan.json --swap-layers 0-3", "decides what happens to every saved tensor. Drop one of the two."),
+        ("--swap-plan plan.json --swap-modules mlp fc", "cannot be combined with --swap-modules mlp fc: the plan"),
+        ("--swap-plan plan.json --swap-recompute norm", "cannot be combined with --swap-recompute norm: the plan"),
+        ("--swap-plan plan.json --swap-memory-gib 4", "combined with --swap-memory-gib 4: the plan"),
+        ("--swap-plan plan.json --swap-policy auto", "cannot be combined with --swap-policy auto: the plan"),
+        ("--swap-policy auto --swap-layers all", "auto cannot be combined with --swap-layers all: the planner"),
+        ("--swap-memory-fraction 0.5 --swap-recompute norm", "0.5 cannot be combined with --swap-recompute norm"),
+        ("--swap-memory-gib 4 --swap-memory-fraction 0.5", "--swap-memory-gib 4 and --swap-memory-fraction 0.5 both"),
+        ("--swap-memory-gib 4 --swap-policy manual", "--swap-memory-gib lets the planner decide; --swap-policy manual"),
+        ("--swap-memory-gib 0", "--swap-memory-gib 0.0: must be a number of GiB above 0"),
+        ("--swap-memory-gib nan", "--swap-memory-gib nan: must be a number of GiB above 0"),
+        ("--swap-memory-gib 1e6", "--swap-memory-gib 1e+06: must be at most what the device has"),
+        ("--swap-memory-fraction 0", "--swap-memory-fraction 0.0: must be above 0 and at most 1"),
+        ("--swap-memory-fraction 1.01", "--swap-memory-fraction 1.01: must be above 0 and at most 1"),
+        ("--swap-policy auto --swap-max-candidates 0", "--swap-max-candidates 0: must be 1 to 10"),
+        ("--swap-policy auto --swap-max-candidates 11", "--swap-max-candidates 11: must be 1 to 10"),
+        ("--swap-layers 0 --swap-max-candidates 5", "--swap-max-candidates 5: only the planner tries plans. Add"),
+        ("--swap-save-plan new.json", "--swap-save-plan new.json: nothing is swapped or recomputed"),
+        ("--swap-layers 0 --swap-save-plan .", "--swap-save-plan .: must be a file, not a folder"),
+        ("--swap-layers 0 --swap-save-plan plan.json/new", "plan.json is none"),
+        ("--swap-plan plan.json --swap-save-plan ./plan.json", "must be another file than that of --swap-plan, which"),
+        ("--swap-plan plan.json --swap-summary plan.json", "must be another file than that of --swap-plan, which it"),
+        ("--swap-layers 0 --swap-save-profile p.json", "only the planner measures a profile"),
+        ("--swap-plan none.json", "none.json: cannot be read (No such file or directory)"),
+        ("--swap-optimizer 1.5", "--swap-optimizer 1.5: must be 0 to 1, a part of its state"),
+        ("--swap-optimizer -0.1", "--swap-optimizer -0.1: must be 0 to 1"),
+        ("--swap-optimizer nan", "--swap-optimizer nan: must be 0 to 1"),
+        ("--swap-optimizer 1 --swap-disk-dir none", "--swap-disk-dir none: must be a folder that is there"),
+        ("--swap-modules mlp", "--swap-modules mlp: of no layer. Add --swap-layers"),
+        ("--swap-disk-dir .", "--swap-disk-dir .: must be given with --swap-optimizer or what swaps activations"),
+        ("--swap-optimizer 1 --swap-disk-dir . --swap-disk-gib 0", "--swap-disk-gib 0.0: must be a number of GiB"),
+        ("--swap-optimizer 1 --swap-disk-gib 5", "--swap-disk-gib 5.0: must be given with --swap-disk-dir DIR"),
+    ],
+)  # fmt: skip
+def test_what_does_not(folder: Path, flags: str, message: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        swap_config(parsed(flags))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("ours", ["--swap-plan plan.json", "--swap-memory-gib 1", "--swap-policy auto"])
+@pytest.mark.parametrize(
+    ("theirs", "flag"),
+    [
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards"),
+        ({"cpu_offloading_num_layers": 2}, "--cpu-offloading-num-layers 2"),
+        ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
+        ({"recompute_granularity": "full", "recompute_method": "block"}, "--recompute-granularity"),
+    ],
+)
+def test_what_of_megatrons_does_not_go_with_a_plan(folder: Path, ours: str, theirs: dict, flag: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        swap_config(parsed(ours, **theirs))
+    assert str(refusal.value).startswith(f"{ours} cannot be combined with {flag}")
+    assert f"Drop {flag}, or drop {ours.split()[0]}." in str(refusal.value)
+
+
+def test_a_plan_file_has_no_words_for_recomputed_segments(folder: Path) -> None:
+    with pytest.raises(UsageError, match="--swap-save-plan new cannot be combined with --recompute-granularity"):
+        swap_config(parsed("--swap-layers all --swap-save-plan new", recompute_granularity="full"))
+
+
+def test_a_plan_for_another_model_is_refused_with_the_difference(folder: Path) -> None:
+    with pytest.raises(UsageError) as refusal:
+        swap_config(parsed("--swap-plan plan.json", seq_length=128, bf16=True))
+    assert str(refusal.value) == (
+        "--swap-plan plan.json was made for another model: seq_length is 64 there, 128 here; dtype is fp32 there, bf16 "
+        "here. Make a new plan for this one."
+    )
+
+
+def test_a_section_that_training_cannot_run_again_is_refused(folder: Path) -> None:
+    save_plan(replace(PLAN, classes=(PlanClass("2", {}, ("layer",)),)), "plan.json")
+    assert swap_config(parsed("--swap-plan plan.json")).acts
+    save_plan(replace(PLAN, classes=(PlanClass("2", {}, ("mlp",)),)), "plan.json")
+    with pytest.raises(UsageError, match="layer 2: section 'mlp' cannot run again in training; allowed is 'layer'"):
+        swap_config(parsed("--swap-plan plan.json"))
+
+
+def test_the_budget_in_gib() -> None:
+    device_gib = device_memory_gib(parsed(""))
+    assert device_gib > 0.1
+    for flags, part in (("--swap-policy auto", 0.95), ("--swap-memory-fraction 0.5", 0.5)):
+        assert swap_config(parsed(flags)).budget_gib(device_gib) == device_gib * part
+    assert swap_config(parsed("--swap-memory-gib 0.1")).budget_gib(device_gib) == 0.1
+    little = parsed("--swap-policy auto --swap-memory-fraction 0.5 --swap-cpu-memory-gib 0.05")
+    assert device_memory_gib(little) == 0.05
+    with pytest.raises(UsageError, match=r"--swap-memory-gib 0\.1"):
+        swap_config(parsed("--swap-memory-gib 0.1 --swap-cpu-memory-gib 0.05"))
+
+
+def test_the_kinds_that_have_to_tell(folder: Path) -> None:
+    def kinds(flags: str, **theirs: object) -> tuple[str, ...]:
+        args = parsed(flags, **theirs)
+        return recompute_kinds(args, swap_config(args))
+
+    assert kinds("--swap-layers all") == ()
+    assert kinds("--swap-recompute norm") == ("norm",)
+    assert kinds("--swap-plan plan.json") == kinds("--swap-policy auto") == PRODUCERS
+    unfused = kinds("--swap-policy auto", swiglu=True, bias_swiglu_fusion=False)
+    assert unfused == tuple(kind for kind in PRODUCERS if kind != "activation")
+    save_plan(replace(PLAN, classes=(PlanClass("2", {"mlp/0": SitePlan("swap")}),)), "plan.json")
+    assert kinds("--swap-plan plan.json") == ()
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("", 0.75), ("--swap-prefetch-gib 2", 2.0)])
+def test_the_window_is_the_plans_unless_the_user_says_another(folder: Path, flags: str, expected: float) -> None:
+    save_plan(replace(PLAN, prefetch_gib=0.75), "plan.json")
+    config = swap_config(parsed(f"--swap-plan plan.json {flags}"))
+    assert config.window_bytes(config.plan) == expected * GIB
+
+
+@pytest.mark.parametrize(
+    ("theirs", "flag"),
+    [
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
+        ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph"),
+        ({"log_params_norm": True}, "--log-params-norm"),
+        ({"async_save": True}, "--async-save"),
+        ({"qk_clip": True}, "--qk-clip"),
+        ({"rl_offload_optimizer_during_inference": True}, "--rl-offload-optimizer-during-inference"),
+        ({"fp8_param_gather": True}, "--fp8-param-gather"),
+        ({"fp4_param_gather": True}, "--fp4-param-gather"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"exp_avg_dtype": torch.bfloat16}, "--exp-avg-dtype below fp32"),
+        ({"exp_avg_sq_dtype": torch.float16}, "--exp-avg-sq-dtype below fp32"),
+        ({"main_params_dtype": torch.float16}, "--main-params-dtype below fp32"),
+    ],
+)
+def test_what_of_megatrons_does_not_go_with_optimizer_state_that_rests(theirs: dict, flag: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        swap_config(parsed("--swap-optimizer 0.5", **theirs))
+    assert str(refusal.value).startswith(f"--swap-optimizer 0.5 cannot be combined with {flag}: ")
+    assert swap_config(parsed("", **theirs)).optimizer == 0
+
+
+def test_memory_of_the_emulated_device_is_refused_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--swap-layers 0 --swap-cpu-memory-gib 2"
+    assert swap_config(parsed(flags)).cpu_memory_gib == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match="--swap-cpu-memory-gib 2: this machine has a GPU"):
+        swap_config(parsed(flags))

@@ -1,0 +1,252 @@
+"""Our core attention against plain attention in double precision, and its place in Megatron's layer specs."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.attention import SdpaCoreAttention, sdpa_layer_spec, with_core_attention
+
+SEQUENCE, BATCH, HEADS, CHANNELS = 12, 2, 4, 8
+ONE_RANK = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+
+
+def make_attention(
+    *,
+    num_query_groups: int = HEADS,
+    dropout: float = 0.0,
+    mask_type: AttnMaskType = AttnMaskType.causal,
+    **options: Any,
+) -> SdpaCoreAttention:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * CHANNELS,
+        num_attention_heads=HEADS,
+        num_query_groups=num_query_groups,
+        attention_dropout=dropout,
+    )
+    return SdpaCoreAttention(config, 1, mask_type, "self", pg_collection=ONE_RANK, **options)
+
+
+def make_inputs(
+    num_groups: int = HEADS, v_channels: int = CHANNELS, num_keys: int = SEQUENCE
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+
+    def random(length: int, heads: int, channels: int) -> Tensor:
+        return torch.randn(length, BATCH, heads, channels, generator=generator).requires_grad_()
+
+    return [
+        random(SEQUENCE, HEADS, CHANNELS),
+        random(num_keys, num_groups, CHANNELS),
+        random(num_keys, num_groups, v_channels),
+    ]
+
+
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float | None = None
+) -> Tensor:
+    """Attention as in the textbook, in double precision."""
+    query, key, value = (x.double().permute(1, 2, 0, 3) for x in (query, key, value))
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * (scale or 1 / math.sqrt(query.shape[-1]))
+    weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+    return (weights @ value).permute(2, 0, 1, 3).flatten(2)
+
+
+def causal(num_queries: int = SEQUENCE, num_keys: int = SEQUENCE) -> Tensor:
+    return torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+
+
+def assert_same(inputs: list[Tensor], actual: Tensor, expected: Tensor) -> None:
+    """Values and gradients agree to the precision of fp32."""
+    weights = torch.randn(expected.shape, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+    actual_grads = torch.autograd.grad((actual.double() * weights).sum(), inputs)
+    expected_grads = torch.autograd.grad((expected * weights).sum(), inputs)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    for actual_grad, expected_grad in zip(actual_grads, expected_grads, strict=True):
+        torch.testing.assert_close(actual_grad, expected_grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_groups", [HEADS, 2, 1])
+def test_causal_with_grouped_queries(num_groups: int, deterministic: bool) -> None:
+    inputs = make_inputs(num_groups)
+    attention = make_attention(num_query_groups=num_groups, deterministic=deterministic)
+    assert_same(inputs, attention(*inputs, None), reference(*inputs, causal()))
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_softmax_scale(scale: float | None) -> None:
+    inputs = make_inputs()
+    assert_same(
+        inputs, make_attention(softmax_scale=scale)(*inputs, None), reference(*inputs, causal(), scale)
+    )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_values_narrower_than_keys(deterministic: bool) -> None:
+    inputs = make_inputs(v_channels=CHANNELS - 3)
+    attention = make_attention(deterministic=deterministic, k_channels=CHANNELS, v_channels=CHANNELS - 3)
+    context = attention(*inputs, None)
+    assert context.shape == (SEQUENCE, BATCH, HEADS * (CHANNELS - 3))
+    assert_same(inputs, context, reference(*inputs, causal()))
+
+
+def test_more_keys_than_queries() -> None:
+    inputs = make_inputs(num_keys=SEQUENCE + 5)
+    allowed = causal(SEQUENCE, SEQUENCE + 5)
+    assert_same(inputs, make_attention()(*inputs, None), reference(*inputs, allowed))
+
+
+def document_mask() -> Tensor:
+    """True where attention is forbidden: two documents, the border elsewhere in each sample."""
+    document = torch.tensor([[0] * 5 + [1] * 7, [0] * 8 + [1] * 4])
+    return (document[:, :, None] != document[:, None, :])[:, None]
+
+
+@pytest.mark.parametrize("num_groups", [HEADS, 2])
+def test_given_mask_beside_causality(num_groups: int) -> None:
+    inputs = make_inputs(num_groups)
+    attention = make_attention(num_query_groups=num_groups, use_given_mask=True)
+    assert_same(inputs, attention(*inputs, document_mask()), reference(*inputs, causal() & ~document_mask()))
+
+
+def test_mask_that_comes_along_is_taken_for_the_causal_one() -> None:
+    inputs = make_inputs()
+    attention = make_attention()
+    torch.testing.assert_close(
+        attention(*inputs, ~causal()[None, None]), attention(*inputs, None), rtol=0, atol=0
+    )
+
+
+def test_arbitrary_mask() -> None:
+    inputs = make_inputs()
+    attention = make_attention(mask_type=AttnMaskType.arbitrary)
+    assert_same(inputs, attention(*inputs, document_mask()), reference(*inputs, ~document_mask()))
+
+
+def test_mask_type_of_a_call_goes_before_that_of_the_layer() -> None:
+    inputs = make_inputs()
+    context = make_attention()(*inputs, None, attn_mask_type=AttnMaskType.no_mask)
+    everything = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool)
+    assert_same(inputs, context, reference(*inputs, everything))
+
+
+class StateTracker:
+    """Stands in for Megatron's tracker: a random state of its own, the outer one untouched."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator_state = torch.Generator().manual_seed(seed).get_state()
+
+    def fork(self) -> StateTracker:
+        return self
+
+    def __enter__(self) -> None:
+        self.outer = torch.get_rng_state()
+        torch.set_rng_state(self.generator_state)
+
+    def __exit__(self, *exception: object) -> None:
+        self.generator_state = torch.get_rng_state()
+        torch.set_rng_state(self.outer)
+
+
+def test_dropout_is_reproducible_and_draws_from_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs()
+    attention = make_attention(dropout=0.5)
+
+    def contexts(seed: int) -> tuple[Tensor, Tensor]:
+        tracker = StateTracker(seed)
+        monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+        return attention(*inputs, None), attention(*inputs, None)
+
+    before = torch.get_rng_state()
+    first, second = contexts(3)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(first, second)
+    assert all(map(torch.equal, contexts(3), (first, second)))
+    assert not torch.equal(contexts(4)[0], first)
+    attention.eval()
+    assert_same(inputs, attention(*inputs, None), reference(*inputs, causal()))
+
+
+def test_dropout_keeps_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs()
+    tracker = StateTracker(0)
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    attention = make_attention(dropout=0.2)
+    with torch.no_grad():
+        mean = torch.stack([attention(*inputs, None).double() for _ in range(2000)]).mean(0)
+    torch.testing.assert_close(mean, reference(*inputs, causal()).detach(), rtol=0, atol=0.12)
+
+
+def test_layout_is_one_that_megatron_can_flatten() -> None:
+    context = make_attention()(*make_inputs(), None)
+    assert context.shape == (SEQUENCE, BATCH, HEADS * CHANNELS)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"context_parallel_size": 2}, "--context-parallel-size 2"),
+        ({"window_size": (4, 0)}, "--window-size"),
+        ({"softmax_type": "learnable"}, "--softmax-type learnable"),
+    ],
+)
+def test_unsupported_settings_name_their_flag(options: dict[str, Any], named: str) -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+    for name, value in options.items():
+        setattr(config, name, value)
+    with pytest.raises(UsageError, match=named):
+        SdpaCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=ONE_RANK)
+
+
+def test_packed_sequences_and_bias_are_refused() -> None:
+    attention = make_attention()
+    with pytest.raises(UsageError, match="packed"):
+        attention(*make_inputs(), None, packed_seq_params=object())
+    with pytest.raises(UsageError, match="bias"):
+        attention(*make_inputs(), None, attention_bias=torch.zeros(1))
+
+
+def core_attention_of(layer: ModuleSpec) -> Any:
+    return layer.submodules.self_attention.submodules.core_attention
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_spec_is_copied_not_changed(latent: bool) -> None:
+    shared = get_gpt_layer_local_spec(multi_latent_attention=latent)
+    ours = sdpa_layer_spec(deterministic=True, base=shared)(SimpleNamespace())
+    assert core_attention_of(ours).module is SdpaCoreAttention
+    assert core_attention_of(ours).params == {"deterministic": True, "use_given_mask": False}
+    assert core_attention_of(shared) is DotProductAttention
+    assert ours.submodules.mlp is shared.submodules.mlp
+
+
+def test_every_layer_of_a_mixture_of_experts_is_reached() -> None:
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=2, moe_layer_freq=[0, 1]
+    )
+    config.pipeline_model_parallel_size = 1
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=None, pp_rank=0)
+    ours = with_core_attention(block, ModuleSpec(module=SdpaCoreAttention))
+    assert [core_attention_of(layer).module for layer in ours.layer_specs] == [SdpaCoreAttention] * 2
+    assert [core_attention_of(layer) for layer in block.layer_specs] == [DotProductAttention] * 2
+
+
+def test_another_core_attention_stays() -> None:
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = object
+    assert with_core_attention(spec, ModuleSpec(module=SdpaCoreAttention)) is spec

@@ -1,0 +1,220 @@
+"""Cross entropy in chunks: Megatron's losses and gradients to the bit, and never all logits in single precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.swap.megatron_lm import cross_entropy, loss_kernels
+from megatron.swap.profiling.observer import Observer
+
+LENGTH, BATCH, HIDDEN, VOCABULARY = 100, 3, 16, 1000
+ROWS = 64
+
+chunked_cross_entropy = cross_entropy.chunked_cross_entropy(vocab_parallel_cross_entropy)
+
+
+@pytest.fixture(autouse=True)
+def few_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(cross_entropy, "LOSS_ROWS", ROWS)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    store = tmp_path_factory.mktemp("group") / "store"
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+class Made:
+    """A projection on words, and what follows from its losses."""
+
+    def __init__(
+        self,
+        loss_of: Callable[..., torch.Tensor],
+        group: Any,
+        dtype: torch.dtype = torch.bfloat16,
+        length: int = LENGTH,
+        vocabulary: int = VOCABULARY,
+        device: str = "cpu",
+    ) -> None:
+        chance = torch.Generator(device).manual_seed(1)
+        hidden = torch.randn(length, BATCH, HIDDEN, generator=chance, device=device).to(dtype)
+        self.weight = torch.randn(vocabulary, HIDDEN, generator=chance, device=device).to(dtype).requires_grad_()
+        target = torch.randint(vocabulary, (length, BATCH), generator=chance, device=device)
+        self.factors = 1e3 * torch.randn(length, BATCH, generator=chance, device=device)
+        self.logits = torch.nn.functional.linear(hidden, self.weight)
+        self.address = self.logits.data_ptr()
+        self.gradients: list[torch.Tensor] = []
+        self.logits.register_hook(self.gradients.append)
+        self.loss = loss_of(self.logits, target, 0.0, group)
+
+    def backward(self, **options: Any) -> torch.Tensor:
+        """The gradient of the logits, which nobody holds any more."""
+        del self.logits
+        return self.backward_beside(**options)
+
+    def backward_beside(self, **options: Any) -> torch.Tensor:
+        """The same while they are still held."""
+        (self.loss * self.factors).sum().backward(**options)
+        return self.gradients.pop()
+
+
+def assert_equal(ours: Made, theirs: Made) -> None:
+    assert torch.equal(ours.loss, theirs.loss)
+    assert torch.equal(ours.backward(), theirs.backward())
+    assert ours.weight.grad is not None
+    assert theirs.weight.grad is not None
+    assert torch.equal(ours.weight.grad, theirs.weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [1, ROWS // BATCH, LENGTH])
+def test_equal_to_the_bit(group: Any, dtype: torch.dtype, length: int) -> None:
+    functions = (chunked_cross_entropy, vocab_parallel_cross_entropy)
+    ours, theirs = (Made(loss_of, group, dtype, length) for loss_of in functions)
+    assert "_CrossEntropy" in str(ours.loss.grad_fn)
+    assert "_VocabParallel" not in str(ours.loss.grad_fn)
+    assert_equal(ours, theirs)
+
+
+def test_chunks_are_large_enough_and_cover_all() -> None:
+    for num_rows in (1, ROWS - 1, ROWS, 2 * ROWS - 1, 2 * ROWS, 1000):
+        chunks = [range(num_rows)[chunk] for chunk in cross_entropy._chunks(torch.empty(num_rows, 1))]
+        assert [row for chunk in chunks for row in chunk] == list(range(num_rows))
+        assert all(min(ROWS, num_rows) <= len(chunk) < 2 * ROWS for chunk in chunks)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor in single precision that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype is torch.float32:
+            self.num_elements = max(self.num_elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("loss_of", [chunked_cross_entropy, vocab_parallel_cross_entropy])
+def test_never_all_logits_in_single_precision(group: Any, loss_of: Callable[..., torch.Tensor]) -> None:
+    with Largest() as largest:
+        Made(loss_of, group).backward()
+    whole = LENGTH * BATCH * VOCABULARY
+    assert largest.num_elements == (whole // (LENGTH * BATCH // ROWS) if loss_of is chunked_cross_entropy else whole)
+
+
+def plain_hooks() -> AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def observer() -> AbstractContextManager[Any]:
+    return Observer().context(torch.nn.Module())
+
+
+@pytest.mark.parametrize("around", [nullcontext, plain_hooks, observer])
+def test_the_gradient_takes_the_logits_place(group: Any, around: Callable[[], AbstractContextManager[Any]]) -> None:
+    with around():
+        made = Made(chunked_cross_entropy, group)
+    assert made.backward().data_ptr() == made.address
+
+
+@pytest.mark.parametrize("around", [nullcontext, plain_hooks, observer])
+@pytest.mark.parametrize("held", ["themselves", "alias", "part", "graph"])
+def test_logits_that_somebody_holds_stay(
+    group: Any, held: str, around: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    with around():
+        made = Made(chunked_cross_entropy, group)
+        others = {
+            "themselves": lambda: made.logits, "alias": lambda: made.logits.detach(),
+            "part": lambda: made.logits[0], "graph": lambda: made.logits.pow(2),
+        }[held]()  # fmt: skip
+    before = made.logits.clone()
+    if held == "themselves":
+        gradient = made.backward_beside()
+        assert torch.equal(made.logits, before)
+    else:
+        gradient = made.backward(retain_graph=True)
+    assert gradient.data_ptr() != made.address
+    if held == "alias":
+        assert torch.equal(others, before)
+    if held == "graph":
+        others.sum().backward()  # its saved tensor is as it was
+        assert torch.equal(made.gradients.pop(), 2 * before)
+
+
+def test_a_second_backward_is_refused(group: Any) -> None:
+    """As the logits are gone. Behind saved-tensor hooks torch does not look, neither at Megatron's own."""
+    made = Made(chunked_cross_entropy, group)
+    made.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        made.backward_beside()
+
+
+@pytest.mark.parametrize("what", ["single precision", "smoothed labels", "no group", "strided"])
+def test_the_rest_stays_with_megatron(group: Any, what: str) -> None:
+    dtype = torch.float32 if what == "single precision" else torch.bfloat16
+    logits = torch.randn(4, BATCH, VOCABULARY, dtype=dtype, requires_grad=True)
+    if what == "strided":
+        logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
+    target = torch.zeros(4, BATCH, dtype=torch.long)
+    smoothing, group = 0.1 if what == "smoothed labels" else 0.0, None if what == "no group" else group
+    asked: list[tuple[Any, ...]] = []
+    cross_entropy.chunked_cross_entropy(lambda *given: asked.append(given))(logits, target, smoothing, group)  # type: ignore[arg-type, return-value]
+    ((*given,),) = asked
+    assert given[0] is logits
+    assert given[1:] == [target, smoothing, group]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_kernels", [True, False])
+@pytest.mark.parametrize(("length", "vocabulary"), [(5461, 32000), (1365, 128256), (683, 262144)])
+def test_equal_at_the_sizes_of_models(
+    group: Any, length: int, vocabulary: int, with_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the most that is there besides the logits: one part, where Megatron has all of them."""
+    if with_kernels:
+        assert loss_kernels.kernels_for(torch.empty(1, vocabulary, dtype=torch.bfloat16, device="cuda")) is not None
+    else:
+        monkeypatch.setattr(loss_kernels, "kernels_for", lambda logits: None)
+    made, peaks = [], []
+    for loss_of in (chunked_cross_entropy, vocab_parallel_cross_entropy):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made.append(Made(loss_of, group, length=length, vocabulary=vocabulary, device="cuda"))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    logits_bytes = 2 * BATCH * length * vocabulary
+    assert peaks[0] < 2.2 * logits_bytes
+    assert peaks[1] > 2.9 * logits_bytes
+    assert_equal(*made)
+
+
+@pytest.mark.gpu
+def test_every_number_that_logits_can_be(group: Any) -> None:
+    """All bf16 numbers but those of which no loss can be made, beside maxima of all sizes; an expanded gradient."""
+    every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(torch.bfloat16)
+    finite = torch.where(every.isfinite(), every, 0.0).view(8, 1, -1)
+    scales = torch.tensor([1.0, 1e-3, 1e-30, 10.0], device="cuda", dtype=torch.bfloat16).view(1, 4, 1)
+    logits = (finite.clamp(-100, 100) * scales).contiguous()
+    target = torch.arange(32, device="cuda").view(8, 4).int()  # and labels that are no int64
+    results = []
+    for loss_of in (chunked_cross_entropy, vocab_parallel_cross_entropy):
+        leaf = logits.clone().requires_grad_()
+        loss = loss_of(leaf * 1, target, 0.0, group)
+        loss.sum().backward()
+        results += [loss, leaf.grad]
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])

@@ -1,0 +1,103 @@
+"""A Megatron optimizer is adapted as a whole, and given back as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from torch import nn
+
+from megatron.swap.common.types import KIB, MIB
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.megatron_lm.optimizer_adapter import AdaptedOptimizer
+from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
+
+
+def megatrons_optimizer() -> Any:
+    """Three parameters with Adam, in Megatron's optimizer for single precision."""
+    numbers = torch.Generator().manual_seed(1)
+    params = [nn.Parameter(torch.randn(KIB, generator=numbers)) for _ in range(3)]
+    optimizer = FP32Optimizer.__new__(FP32Optimizer)
+    vars(optimizer).update(
+        optimizer=torch.optim.Adam(params), init_state_fn=None, config=None, is_stub_optimizer=False, grad_scaler=None
+    )
+    return optimizer
+
+
+def params_of(optimizer: Any) -> list[nn.Parameter]:
+    return [param for group in optimizer.optimizer.param_groups for param in group["params"]]
+
+
+def step(optimizer: Any, number: int) -> None:
+    """One step of the inner optimizer, with gradients that depend on ``number``."""
+    for param in params_of(optimizer):
+        param.grad = torch.full_like(param, 0.5 + number)
+    optimizer.optimizer.step()
+
+
+def swapped(optimizer: Any) -> OptimizerSwap:
+    swap = OptimizerSwap(EmulatedDevice(0.002), OffloadSettings(1.0, 16 * MIB))
+    swap.attach(optimizer)
+    return swap
+
+
+def adapted_by(swap: OptimizerSwap) -> AdaptedOptimizer:
+    (adapted,) = swap._adapted
+    return adapted
+
+
+@pytest.mark.parametrize("has_own_step", [True, False])
+def test_it_is_given_back_as_it_was_and_trains_on(has_own_step: bool) -> None:
+    """Also where somebody had replaced a method before."""
+    plain, optimizer = megatrons_optimizer(), megatrons_optimizer()
+    if has_own_step:
+        optimizer.optimizer.step = optimizer.optimizer.step
+    before = [dict(vars(owner)) for owner in (optimizer, optimizer.optimizer)]
+    swap = swapped(optimizer)
+    adapted = adapted_by(swap)
+    for override in adapted.overrides:
+        if hasattr(type(override.owner), override.method):
+            assert override.method in vars(override.owner)
+    step(optimizer, 0)
+    adapted.stepper.materialize()
+    adapted.remove()
+    assert [vars(owner) for owner in (optimizer, optimizer.optimizer)] == before
+    step(optimizer, 1)
+    for number in range(2):
+        step(plain, number)
+    for ours, theirs in zip(params_of(optimizer), params_of(plain), strict=True):
+        assert torch.equal(ours, theirs)
+        states = [one.optimizer.state[param] for one, param in ((optimizer, ours), (plain, theirs))]
+        assert set(states[0]) == set(states[1])
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    swap.close()
+
+
+def test_what_is_removed_can_be_installed_again() -> None:
+    optimizer, plain = megatrons_optimizer(), megatrons_optimizer()
+    adapted = adapted_by(swapped(optimizer))
+    adapted.remove()
+    adapted.remove()
+    adapted.install()
+    for number in range(2):
+        step(optimizer, number)
+        step(plain, number)
+    adapted.stepper.materialize()
+    assert all(map(torch.equal, params_of(optimizer), params_of(plain)))
+
+
+def test_after_training_broke_off_state_can_be_saved() -> None:
+    """By a script that catches the error: nobody has waited for copies, and Megatron's methods are its own again."""
+    optimizer = megatrons_optimizer()
+    before = set(vars(optimizer))
+    swap = swapped(optimizer)
+    step(optimizer, 0)
+    swap.abandon()
+    assert "prepare_grads" not in vars(optimizer)
+    assert "step" not in vars(optimizer.optimizer)
+    moments = [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+    assert all(torch.equal(moment, torch.full_like(moment, 0.05)) for moment in moments)
+    swap.close()
+    assert set(vars(optimizer)) == before

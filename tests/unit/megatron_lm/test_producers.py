@@ -1,0 +1,297 @@
+"""What is recorded: Megatron's norms, activations, linear layers, queries; TransformerEngine's norm and copies."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from torch import nn
+from torch.nn import functional
+
+from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, ROTARY, Action
+from megatron.swap.megatron_lm.producers import Producers, record_copy, record_norm_of_linear, record_queries
+from megatron.swap.patches.registry import UNCHECKED_VARIABLE, apply
+from megatron.swap.patches.te_normalization import te_normalization_patch
+from megatron.swap.patches.te_qkv_layout import te_qkv_layout_patch
+from tests.engine import HIDDEN, Engine, stack
+from tests.recipe_cases import one_step, where_known
+
+
+class Recorder:
+    """Stands for ``Recomputer``: remembers whose calls are recorded."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def recorded(self, producer: str, function: Any, part: int | None = None) -> Any:
+        def tells(*arguments: Any) -> Any:
+            self.told.append(producer if part is None else f"{producer} {part}")
+            return function(*arguments)
+
+        return tells
+
+
+def mlp(activation: Any, **config: bool) -> MLP:
+    module = MLP.__new__(MLP)
+    nn.Module.__init__(module)
+    names = {"bias_activation_fusion": False, "gated_linear_unit": False, "use_te_activation_func": False}
+    module.config = SimpleNamespace(**{**names, **config})
+    module.activation_func = activation
+    return module
+
+
+def test_norms_and_plain_activations_tell_until_they_are_given_back():
+    layer = nn.Module()
+    layer.input_layernorm, layer.pre_mlp_layernorm, layer.q_layernorm = nn.LayerNorm(4), IdentityOp(), nn.RMSNorm(4)
+    layer.mlp = mlp(functional.gelu)
+    recorder = Recorder()
+    producers = Producers(recorder)  # type: ignore[arg-type]
+    producers.wrap(layer)
+    hidden = torch.ones(2, 4)
+    for module in (layer.input_layernorm, layer.pre_mlp_layernorm, layer.q_layernorm, layer.mlp.activation_func):
+        module(hidden)
+    assert recorder.told == [NORM, NORM, ACTIVATION]
+    producers.remove()
+    assert layer.mlp.activation_func is functional.gelu
+    assert "forward" not in vars(layer.input_layernorm)
+
+
+@pytest.mark.parametrize(
+    ("activation", "config", "tells"),
+    [
+        (functional.gelu, {"bias_activation_fusion": True}, False),
+        (functional.silu, {"gated_linear_unit": True}, False),
+        (functional.silu, {"gated_linear_unit": True, "use_te_activation_func": True}, True),
+        (nn.GELU(), {}, True),
+    ],
+    ids=["fused", "gated", "te function", "te module"],
+)
+def test_which_activation_functions_tell(activation: Any, config: dict[str, bool], tells: bool):
+    layer = nn.Module()
+    layer.mlp = mlp(activation, **config)
+    recorder = Recorder()
+    Producers(recorder).wrap(layer)  # type: ignore[arg-type]
+    layer.mlp.activation_func(torch.ones(2))
+    assert recorder.told == [ACTIVATION] * tells
+
+
+def test_linears_outside_experts_tell_and_only_the_kinds_that_are_wanted():
+    layer = nn.Module()
+    for path in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2",
+                 "mlp.experts.linear_fc1", "mlp.shared_experts.linear_fc1"):  # fmt: skip
+        *parents, name = path.split(".")
+        at = layer
+        for parent in parents:
+            if not hasattr(at, parent):
+                at.add_module(parent, nn.Module())
+            at = getattr(at, parent)
+        at.add_module(name, nn.Linear(4, 4))
+    layer.input_layernorm = nn.LayerNorm(4)
+    for kinds, told in (([LINEAR], [f"{LINEAR} 0"] * 2), ([NORM], [NORM]), ([ROTARY], [])):
+        recorder = Recorder()
+        producers = Producers(recorder, kinds)  # type: ignore[arg-type]
+        producers.wrap(layer)
+        for module in layer.modules():
+            if isinstance(module, nn.Linear | nn.LayerNorm):
+                module(torch.ones(2, 4))
+        assert recorder.told == told
+        producers.remove()
+        assert not any("forward" in vars(module) for module in layer.modules())
+
+
+# ------------------------------------------------------------------------------------- queries that are cut out
+
+
+class Told:
+    """Stands for ``Recomputer``: remembers what is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def record(self, *what: Any) -> None:
+        self.calls.append(what)
+
+
+def cut(groups: int, heads: int, channels: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """linear_qkv's output, queries and values as Megatron cuts them out: [sequence, batch, heads, channels]."""
+    mixed = torch.randn(6, 2, (heads + 2 * groups) * channels)
+    width = heads // groups * channels
+    query, _, value = torch.split(mixed.view(6, 2, groups, width + 2 * channels), [width, channels, channels], dim=3)
+    return mixed, query.reshape(6, 2, heads, channels), value
+
+
+@pytest.mark.parametrize(("groups", "heads"), [(2, 8), (4, 8), (2, 4), (8, 64)])
+def test_queries_of_grouped_heads_are_made_again_from_the_values_storage(groups: int, heads: int):
+    _, query, value = cut(groups, heads)
+    told = Told()
+    record_queries(told, query, value)  # type: ignore[arg-type]
+    ((producer, function, arguments, options, output),) = told.calls
+    assert (producer, options) == (ROTARY, {})
+    assert output is query
+    assert arguments[0].untyped_storage()._cdata == value.untyped_storage()._cdata
+    again = function(*arguments)
+    assert torch.equal(again, query)
+    assert again.untyped_storage().nbytes() == query.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("case", ["one head each", "one group", "values of their own", "half of the groups"])
+def test_queries_that_are_views_or_come_from_elsewhere_are_not_told(case: str):
+    _, query, value = cut(*{"one head each": (8, 8), "one group": (1, 8)}.get(case, (4, 8)))
+    if case == "values of their own":
+        value = value.contiguous()
+    elif case == "half of the groups":  # more tensor parallel ranks than groups: a part of what was gathered
+        query, value = query[:, :, 4:].contiguous(), value[:, :, 2:]
+    told = Told()
+    record_queries(told, query, value)  # type: ignore[arg-type]
+    assert told.calls == []
+
+
+def test_the_attention_tells_its_queries_until_it_is_given_back(monkeypatch: pytest.MonkeyPatch):
+    _, query, value = cut(2, 8)
+    attention = SelfAttention.__new__(SelfAttention)
+    nn.Module.__init__(attention)
+    attention.q_layernorm = None
+    monkeypatch.setattr(SelfAttention, "get_query_key_value_tensors", lambda self, hidden: (query, None, value))
+    layer = nn.Module()
+    layer.self_attention = attention
+    for kinds, num_told in (([ROTARY], 1), ([LINEAR], 0)):
+        told = Told()
+        producers = Producers(told, kinds)  # type: ignore[arg-type]
+        producers.wrap(layer)
+        attention.get_query_key_value_tensors(None)
+        with torch.no_grad():
+            attention.get_query_key_value_tensors(None)
+        assert len(told.calls) == num_told
+        producers.remove()
+        assert "get_query_key_value_tensors" not in vars(attention)
+
+
+# ----------------------------------------------------------------------------- TransformerEngine's norm and linear
+
+
+def apply_normalization(x: Any, out: Any, weight: Any, bias: Any, eps: float, quantizer: Any, *rest: Any) -> Any:
+    """Stands for TransformerEngine's: same arguments, same results."""
+    return torch.ops.aten.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
+
+
+class _NormLinear(torch.autograd.Function):
+    """Normalizes and multiplies, as one function that saves the norm's input and output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, norm_weight: Any, norm_bias: Any, weight: Any) -> Any:
+        module = sys.modules["transformer_engine.pytorch.module.layernorm_linear"]
+        flat = x.view(-1, x.shape[-1])
+        out, mean, rstd = module.apply_normalization(
+            flat, None, norm_weight, norm_bias, 1e-5, None, flat.dtype, "LayerNorm", 0, False
+        )
+        ctx.save_for_backward(flat, norm_weight, norm_bias, weight, out, mean, rstd)
+        return (out @ weight.t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        x, norm_weight, norm_bias, weight, out, mean, rstd = ctx.saved_tensors
+        grad = grad.reshape(len(out), -1)
+        grads = torch.ops.aten.native_layer_norm_backward(
+            grad @ weight, x, [x.shape[-1]], mean, rstd, norm_weight, norm_bias, [True, True, True]
+        )
+        return (*grads, grad.t() @ out)
+
+
+class NormLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _NormLinear.apply(x, self.norm.weight, self.norm.bias, self.linear.weight)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_qkv = NormLinear()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states + self.linear_qkv(hidden_states).tanh()
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> types.ModuleType:
+    """A TransformerEngine whose module ``name`` has that one function."""
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
+    module = sys.modules[name]
+    setattr(module, function.__name__, function)
+    monkeypatch.setenv(UNCHECKED_VARIABLE, f"{name}.{function.__name__}")
+    return module
+
+
+@pytest.fixture
+def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    return stand_in(monkeypatch, "transformer_engine.pytorch.module.layernorm_linear", apply_normalization)
+
+
+@contextmanager
+def telling(engine: Engine, changed: Callable[[Any], Any] = lambda function: function) -> Iterator[None]:
+    """Within, what the norm makes is told; ``changed`` makes another function of the one that is told."""
+
+    def tell(function: Any, *what: Any) -> None:
+        record_norm_of_linear(engine.recomputer, changed(function), *what)
+
+    with apply([te_normalization_patch(tell)]):
+        yield
+
+
+def test_the_norm_inside_a_linear_is_recomputed(upstream: types.ModuleType):
+    plain, layers = one_step(stack(3, Layer)), stack(3, Layer)
+    with Engine(layers, policy=where_known(Action.SWAP)) as engine, telling(engine):
+        for _ in range(2):
+            assert one_step(layers).same_as(plain)
+        assert engine.counters.num_recomputed == 3 * 2 * 2
+        assert engine.recomputer.refused == {}
+    assert upstream.apply_normalization is apply_normalization  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("upstream")
+def test_a_norm_that_does_not_make_the_same_again_is_refused():
+    def drifting(function: Any) -> Any:
+        def again(*arguments: Any) -> Any:
+            out, *statistics = function(*arguments)
+            return (out + 1e-6, *statistics)
+
+        return again
+
+    plain, layers = one_step(stack(2, Layer)), stack(2, Layer)
+    with Engine(layers, policy=where_known(Action.SWAP)) as engine, telling(engine, drifting):
+        assert one_step(layers).same_as(plain)
+        assert set(engine.recomputer.refused.values()) == {"recomputed, it was not the same to the bit"}
+        assert engine.counters.num_recomputed == 0
+
+
+def get_qkv_layout(q: Any, k: Any, v: Any, qkv_format: str = "sbhd") -> Any:
+    """Stands for TransformerEngine's: same arguments, same results."""
+    return ("sbhd_sbhd_sbhd", *(x.contiguous() for x in (q, k, v)), qkv_format, qkv_format)
+
+
+def test_values_that_are_copied_are_told(monkeypatch: pytest.MonkeyPatch):
+    module = stand_in(monkeypatch, "transformer_engine.pytorch.attention.dot_product_attention.utils", get_qkv_layout)
+    query, key, value = torch.ones(6, 2, 4), torch.zeros(6, 2, 4), torch.randn(6, 2, 8)[..., 4:]
+    told = Told()
+    with apply([te_qkv_layout_patch(lambda given, used: record_copy(told, given, used))]):  # type: ignore[arg-type]
+        result = module.get_qkv_layout(query, key, value, qkv_format="sbhd")
+        with torch.no_grad():
+            module.get_qkv_layout(query, key, value)
+    assert result[0] == "sbhd_sbhd_sbhd"
+    assert result[1] is query
+    assert [(call[0], call[2][0] is value, call[4] is result[3]) for call in told.calls] == [(ROTARY, True, True)]
+    assert torch.equal(told.calls[0][1](value), result[3])
+    assert module.get_qkv_layout is get_qkv_layout

@@ -1,0 +1,296 @@
+"""The file on disk: what is written is read, also by calls that do less than they were told; faults are errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.common.types import GIB, MIB, UsageError
+from megatron.swap.memory import disk_file
+from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskError, DiskFile, DiskRoom, Traffic, disk_limit_bytes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskFile]:
+    made = DiskFile(tmp_path, 64 * MIB)
+    yield made
+    made.close()
+
+
+def aligned(num_bytes: int, seed: int | None = None) -> torch.Tensor:
+    """Random bytes at the beginning of a page; zeros without ``seed``."""
+    memory = torch.zeros(num_bytes + BLOCK_BYTES, dtype=torch.uint8)
+    start = -memory.data_ptr() % BLOCK_BYTES
+    memory = memory[start : start + num_bytes]
+    if seed is not None:
+        memory.copy_(torch.randint(0, 256, (num_bytes,), generator=torch.Generator().manual_seed(seed)))
+    return memory
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def written(disk: DiskFile, room: DiskRoom, start: int, data: torch.Tensor) -> None:
+    for one in disk.write(room, start, data, lambda: None):
+        one.result()
+
+
+def back(disk: DiskFile, room: DiskRoom, start: int, num_bytes: int) -> torch.Tensor:
+    target = aligned(num_bytes)
+    for one in disk.read(room, start, target):
+        one.result()
+    return target
+
+
+def test_what_is_written_is_read(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_file, "CHUNK_BYTES", 3 * BLOCK_BYTES)
+    rooms = disk.take_all([10 * BLOCK_BYTES, 1, 5 * BLOCK_BYTES + 17])
+    data = [aligned(size * BLOCK_BYTES, seed) for seed, size in enumerate((10, 1, 6))]
+    for room, one in zip(rooms, data, strict=True):
+        written(disk, room, 0, one)
+    written(disk, rooms[0], 4 * BLOCK_BYTES, data[0][:BLOCK_BYTES])
+    data[0][4 * BLOCK_BYTES : 5 * BLOCK_BYTES] = data[0][:BLOCK_BYTES]
+    for room, one in zip(rooms, data, strict=True):
+        assert torch.equal(back(disk, room, 0, one.numel()), one)
+    assert torch.equal(back(disk, rooms[0], 2 * BLOCK_BYTES, BLOCK_BYTES), data[0][2 * BLOCK_BYTES : 3 * BLOCK_BYTES])
+    assert disk.reserved_bytes == 17 * BLOCK_BYTES
+
+
+def test_a_view_is_the_file(disk: DiskFile) -> None:
+    """A checkpoint reads it, and is loaded into it."""
+    (room,) = disk.take_all([2 * BLOCK_BYTES + 100])
+    data = aligned(3 * BLOCK_BYTES, seed=1)
+    written(disk, room, 0, data)
+    view = room.view()
+    assert view.untyped_storage().nbytes() == 2 * BLOCK_BYTES + 100
+    assert torch.equal(view, data[: view.numel()])
+    view.fill_(7)
+    del view
+    assert bool((back(disk, room, 0, 2 * BLOCK_BYTES) == 7).all())
+    written(disk, room, 0, data)
+    assert torch.equal(room.view(), data[: 2 * BLOCK_BYTES + 100])
+
+
+def test_views_of_many_take_few_descriptors(disk: DiskFile) -> None:
+    rooms = disk.take_all([10] * 100)
+    num_open = num_descriptors()
+    views = [room.view() for room in rooms]
+    assert num_descriptors() <= num_open + 1
+    views[99].fill_(5)
+    more = disk.take_all([20])[0].view()
+    more.fill_(6)
+    assert rooms[99].view().tolist() == [5] * 10
+    del views, more
+    assert num_descriptors() == num_open
+
+
+def test_a_write_waits_until_its_bytes_are_there(disk: DiskFile) -> None:
+    (room,) = disk.take_all([BLOCK_BYTES])
+    data = aligned(BLOCK_BYTES)
+
+    def ready() -> None:
+        time.sleep(0.05)
+        data.fill_(9)
+
+    for one in disk.write(room, 0, data, ready):
+        one.result()
+    assert bool((back(disk, room, 0, BLOCK_BYTES) == 9).all())
+
+
+@pytest.mark.parametrize("most", [BLOCK_BYTES, BLOCK_BYTES + 100, 3 * BLOCK_BYTES - 1])
+def test_calls_that_do_less_than_they_were_told(disk: DiskFile, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(call: Callable[..., int]) -> Callable[..., int]:
+        def run(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            whole = call(descriptor, [buffers[0][: most // BLOCK_BYTES * BLOCK_BYTES]], offset)
+            return min(most, whole + most % BLOCK_BYTES) if disk.is_direct else whole
+
+        return run
+
+    monkeypatch.setattr(os, "preadv", short(os.preadv))
+    monkeypatch.setattr(os, "pwritev", short(os.pwritev))
+    (room,) = disk.take_all([7 * BLOCK_BYTES])
+    data = aligned(7 * BLOCK_BYTES, seed=2)
+    written(disk, room, 0, data)
+    assert torch.equal(back(disk, room, 0, data.numel()), data)
+
+
+def failing(number: int) -> Callable[..., int]:
+    def call(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+class TestFaults:
+    @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+    def test_a_write_that_fails_is_an_error_with_a_way_out(
+        self, disk: DiskFile, number: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (room,) = disk.take_all([BLOCK_BYTES])
+        monkeypatch.setattr(os, "pwritev", failing(number))
+        with pytest.raises(DiskError, match=r"writing failed .* that was saved is intact: .*--swap-disk-dir"):
+            written(disk, room, 0, aligned(BLOCK_BYTES))
+
+    def test_a_call_that_does_nothing_is_one(self, disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+        (room,) = disk.take_all([BLOCK_BYTES])
+        monkeypatch.setattr(os, "preadv", lambda *_: 0)
+        with pytest.raises(DiskError, match="reading failed"):
+            back(disk, room, 0, BLOCK_BYTES)
+
+    def test_a_full_disk_is_an_error_before_anything_is_written(
+        self, disk: DiskFile, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+        with pytest.raises(DiskError, match=r"reserving 8\.0 KiB failed \(No space left on device, .* are free\)"):
+            disk.take_all([2 * BLOCK_BYTES])
+        assert disk.reserved_bytes == 0
+
+    def test_the_limit(self, disk: DiskFile) -> None:
+        disk.take_all([60 * MIB])
+        with pytest.raises(DiskError, match=r"60 MiB are reserved in .*, the limit is 64 MiB\. Raise --swap-disk-gib"):
+            disk.take_all([5 * MIB])
+
+    def test_a_limit_above_what_is_free(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"--swap-disk-gib: .* are asked for, .* are free in"):
+            disk_limit_bytes(tmp_path, 1 << 60)
+
+    def test_all_ranks_of_a_host_take_as_much(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3 * GIB))
+        assert disk_limit_bytes(tmp_path, GIB, 3) == GIB
+        assert disk_limit_bytes(tmp_path, None, 4) == GIB // 2
+        with pytest.raises(UsageError, match=r"1\.00 GiB are asked for, for each of 4 ranks, 3\.00 GiB are free"):
+            disk_limit_bytes(tmp_path, GIB, 4)
+
+    def test_a_disk_with_less_than_is_left_to_others(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
+        with pytest.raises(UsageError, match=r"1\.00 GiB are free there, and 1\.00 GiB .*--swap-disk-gib"):
+            disk_limit_bytes(tmp_path)
+        assert disk_limit_bytes(tmp_path, GIB) == GIB
+
+    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"--swap-disk-dir .*: no file can be made there \(No such file"):
+            DiskFile(tmp_path / "none", MIB)
+
+    def test_where_direct_access_cannot_read_nothing_stays_open(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuses(*_: object) -> int:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        monkeypatch.setattr(os, "preadv", refuses)
+        disk = DiskFile(tmp_path, MIB)
+        assert not disk.is_direct
+        disk.close()
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+    def test_without_direct_access_it_works_and_says_so(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        real = os.open
+
+        def refuses(path: Any, flags: int, *more: Any) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return real(path, flags, *more)
+
+        monkeypatch.setattr(os, "open", refuses)
+        disk = DiskFile(tmp_path, MIB)
+        assert "takes no direct I/O" in caplog.text
+        (room,) = disk.take_all([BLOCK_BYTES])
+        data = aligned(BLOCK_BYTES, seed=3)
+        written(disk, room, 0, data)
+        assert torch.equal(back(disk, room, 0, BLOCK_BYTES), data)
+        disk.close()
+
+    def test_without_nameless_files_its_name_goes_at_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.open
+
+        def refuses(path: Any, flags: int, *more: Any) -> int:
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            return real(path, flags, *more)
+
+        monkeypatch.setattr(os, "open", refuses)
+        disk = DiskFile(tmp_path, MIB)
+        disk.take_all([BLOCK_BYTES])
+        assert list(tmp_path.iterdir()) == []
+        disk.close()
+
+
+KILLED = """
+import sys, time, torch
+from megatron.swap.memory.disk_file import DiskFile
+disk = DiskFile(sys.argv[1], 1 << 26)
+disk.take_all([1 << 25])
+print("taken", flush=True)
+time.sleep(60)
+"""
+
+
+def opened_in(folder: Path) -> list[str]:
+    """Files there that any process holds open, those without a name included: their space is not free."""
+    found = []
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            found.append(str(descriptor.readlink()))
+    return [path for path in found if path.startswith(str(folder))]
+
+
+def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "taken\n"
+    assert list(tmp_path.iterdir()) == []  # nor is anything to be seen before
+    assert opened_in(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert list(tmp_path.iterdir()) == []
+    assert not opened_in(tmp_path)
+
+
+def test_the_disk_is_busy_while_anything_is_under_way() -> None:
+    now = 0.0
+    traffic = Traffic(lambda: now)
+    assert traffic.take_ms_per_gib() == 0
+    with traffic.of(GIB):
+        now = 2.0
+        with traffic.of(2 * GIB):
+            now = 3.0
+        now = 4.0
+    now = 10.0
+    with suppress(DiskError), traffic.of(GIB):
+        now = 12.0
+        raise DiskError
+    assert traffic.take_ms_per_gib() == pytest.approx(6000 / 4)
+    assert traffic.take_ms_per_gib() == 0
+
+
+def test_all_that_is_read_and_written_counts(disk: DiskFile) -> None:
+    (room,) = disk.take_all([MIB])
+    written(disk, room, 0, aligned(MIB, 1))
+    assert disk.traffic.take_ms_per_gib() > 0
+    back(disk, room, 0, MIB)
+    assert disk.traffic.take_ms_per_gib() > 0
+    assert disk.traffic.take_ms_per_gib() == 0

@@ -1,0 +1,89 @@
+"""Host memory for what rests: pieces in mappings that small ones share, up to a limit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron.swap.common.types import KIB, MIB
+from megatron.swap.memory.host_arena import HostArena
+from megatron.swap.memory.host_memory import HostMemoryError
+
+
+class TestArena:
+    """Pieces below 16 KiB share mappings of 1 MiB."""
+
+    def test_a_piece_is_contiguous_and_nobody_elses(self) -> None:
+        arena = HostArena(limit_bytes=4 * MIB, pinned=False, region_bytes=MIB)
+        pieces = [arena.take(num_bytes) for num_bytes in (1, 5000, 70_000, 64 * KIB, 3)]
+        for number, piece in enumerate(pieces):
+            assert piece.data_ptr() % 4096 == 0
+            piece.fill_(number)
+        for number, piece in enumerate(pieces):
+            assert bool((piece == number).all())
+        assert arena.reserved_bytes == MIB + 72 * KIB + 64 * KIB
+
+    def test_the_limit(self) -> None:
+        arena = HostArena(limit_bytes=2 * MIB + 64 * KIB, pinned=False, region_bytes=MIB)
+        arena.take(1)
+        with pytest.raises(HostMemoryError, match=r"1.00 MiB are reserved, the limit is 2.06 MiB"):
+            arena.take(MIB + 77 * KIB)
+        with pytest.raises(HostMemoryError, match=r"2.09 MiB more .* 1.00 MiB are reserved"):
+            arena.take_all([MIB, *[15 * KIB] * 70])
+        assert arena.reserved_bytes == MIB, "nothing was taken"
+        arena.take_all([15 * KIB] * 63)
+        assert arena.reserved_bytes == MIB
+        arena.take(15 * KIB)
+        arena.take(36 * KIB)
+        assert arena.reserved_bytes == MIB + 52 * KIB, "near the limit no more than is needed: others may want the rest"
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_what_fits_can_be_taken_and_no_more(self, seed: int) -> None:
+        numbers = random.Random(seed)
+        sizes = [numbers.choice([1, 3000, 5000, 14_000, 17_000, 66_000]) for _ in range(200)]
+        arenas = [HostArena(limit_bytes=2300 * KIB, pinned=False, region_bytes=MIB) for _ in range(2)]
+        for arena in arenas:
+            arena.take_all(sizes[:3])
+        number = arenas[0].num_that_fit(sizes)
+        assert 0 < number < len(sizes)
+        arenas[0].take_all(sizes[:number])
+        with pytest.raises(HostMemoryError):
+            arenas[1].take_all(sizes[: number + 1])
+
+    @pytest.mark.parametrize("seed", range(60))
+    def test_what_is_sure_to_fit_fits(self, seed: int) -> None:
+        """Where what is left of shared mappings counts, what the last one leaves, or pages."""
+        numbers = random.Random(seed)
+        choice = [[16_000, 12_000], [1, 3000, 5000, 14_000, 17_000, 66_000], [1, 4097]][seed % 3]
+        sizes = [numbers.choice(choice) for _ in range(1000)]
+        limit_bytes = numbers.choice([300 * KIB, 2300 * KIB, 5 * MIB])
+        arena = HostArena(limit_bytes=limit_bytes, pinned=False, region_bytes=MIB)
+        arena.take(numbers.choice([1, 17_000, 100 * KIB]))
+        left_bytes = limit_bytes - arena.reserved_bytes
+        sure_bytes = arena.sure_bytes(len(sizes))
+        taken_bytes = 0
+        for size in [*sizes, *[17_000] * 1000]:
+            if taken_bytes + size <= sure_bytes:
+                taken_bytes += arena.take(size).numel()
+        assert sure_bytes <= left_bytes
+
+    def test_of_large_pieces_nearly_all_is_sure(self) -> None:
+        arena = HostArena(limit_bytes=100 * MIB, pinned=False, region_bytes=MIB)
+        assert 0.97 * 100 * MIB < arena.sure_bytes(100) < 98 * MIB
+        arena.take(50 * MIB)
+        assert arena.sure_bytes(100) < 49 * MIB
+        assert arena.sure_bytes(10**6) == 0
+
+    def test_a_piece_is_a_storage_of_its_own(self) -> None:
+        """A checkpoint has whole storages."""
+        arena = HostArena(limit_bytes=MIB, pinned=False, region_bytes=64 * KIB)
+        for num_bytes in (12, 70_000):
+            assert arena.take(num_bytes).untyped_storage().nbytes() == num_bytes
+
+    def test_what_is_taken_outlives_it(self) -> None:
+        arena = HostArena(limit_bytes=MIB, pinned=False)
+        piece = arena.take(10)
+        piece.fill_(7)
+        arena.close()
+        assert piece.tolist() == [7] * 10

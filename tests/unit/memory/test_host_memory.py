@@ -1,0 +1,302 @@
+"""The host budget against made-up machines, and how pages are made ready."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.swap.common.types import GIB, MIB, SwapError, UsageError
+from megatron.swap.memory import host_memory
+from megatron.swap.memory.host_memory import (
+    HostMemoryError,
+    HostRegion,
+    PinStrategy,
+    check_host_request,
+    pci_numa_node,
+    prepare_regions,
+    safe_host_bytes,
+)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def meminfo(total_gib: float, available_gib: float | None) -> dict[str, str]:
+    lines = [f"MemTotal: {int(total_gib * 1024**2)} kB"]
+    if available_gib is None:
+        lines += ["MemFree: 1048576 kB", "Buffers: 1048576 kB", "Cached: 2097152 kB", "HugePages_Total:   0"]
+    else:
+        lines.append(f"MemAvailable: {int(available_gib * 1024**2)} kB")
+    return {"proc/meminfo": "\n".join(lines) + "\n"}
+
+
+def cgroup2(folder: str, limit: str, used_gib: float = 0, cache_gib: float = 0) -> dict[str, str]:
+    base = f"sys/fs/cgroup{folder}"
+    return {
+        f"{base}/memory.max": limit + "\n",
+        f"{base}/memory.current": f"{int(used_gib * GIB)}\n",
+        f"{base}/memory.stat": f"anon 5\ninactive_file {int(cache_gib * GIB)}\nactive_file 7\n",
+    }
+
+
+class TestBudget:
+    def test_this_machine(self):
+        budget = safe_host_bytes(1)
+        assert 0 <= budget.safe_bytes < budget.available_bytes <= budget.total_bytes
+
+    def test_without_cgroup(self, tmp_path):
+        budget = safe_host_bytes(1, root=write(tmp_path, meminfo(256, 200)))
+        assert (budget.total_bytes, budget.available_bytes) == (256 * GIB, 200 * GIB)
+        assert budget.cgroup_limit_bytes is None
+        assert budget.headroom_bytes == 256 * GIB // 10
+        assert budget.safe_bytes == (200 * GIB - 256 * GIB // 10) // 4096 * 4096
+        assert "256.00 GiB" in budget.reason
+        assert "200.00 GiB" in budget.reason
+
+    @pytest.mark.parametrize(
+        ("total_gib", "headroom_gib"), [(1, 0.25), (8, 2), (16, 4), (24, 4), (40, 4), (128, 12.8)]
+    )
+    def test_reserve_is_sane_at_any_size(self, tmp_path, total_gib, headroom_gib):
+        budget = safe_host_bytes(1, root=write(tmp_path, meminfo(total_gib, total_gib)))
+        assert budget.headroom_bytes == pytest.approx(headroom_gib * GIB, abs=1)
+
+    def test_fair_among_ranks(self, tmp_path):
+        root = write(tmp_path, meminfo(256, 200))
+        one, eight = safe_host_bytes(1, root=root), safe_host_bytes(8, root=root)
+        assert 0 <= one.safe_bytes - 8 * eight.safe_bytes < 8 * 4096
+        assert "8 ranks" in eight.reason
+
+    def test_never_negative(self, tmp_path):
+        assert safe_host_bytes(1, root=write(tmp_path, meminfo(64, 2))).safe_bytes == 0
+
+    def test_no_mem_available(self, tmp_path):
+        assert safe_host_bytes(1, root=write(tmp_path, meminfo(64, None))).available_bytes == 4 * GIB
+
+    def test_cgroup_v2_counts_reclaimable_cache_as_free(self, tmp_path):
+        files = (
+            meminfo(256, 200) | {"proc/self/cgroup": "0::/\n"} | cgroup2("", str(64 * GIB), 20, cache_gib=8)
+        )
+        budget = safe_host_bytes(1, root=write(tmp_path, files))
+        assert budget.cgroup_limit_bytes == 64 * GIB
+        assert budget.available_bytes == 52 * GIB
+        assert budget.headroom_bytes == 64 * GIB // 10
+        assert "cgroup limit 64.00 GiB with 52.00 GiB left" in budget.reason
+
+    def test_cgroup_v2_ancestors_limit_too(self, tmp_path):
+        files = meminfo(256, 200) | {"proc/self/cgroup": "0::/pod/job/task\n"}
+        files |= cgroup2("/pod/job/task", "max", 1) | cgroup2("/pod/job", str(100 * GIB), 1)
+        files |= cgroup2("/pod", str(120 * GIB), 90)  # the wider limit is the fuller one
+        budget = safe_host_bytes(1, root=write(tmp_path, files))
+        assert budget.cgroup_limit_bytes == 100 * GIB
+        assert budget.available_bytes == 30 * GIB
+
+    def test_cgroup_path_of_the_host_is_not_mounted(self, tmp_path):
+        files = meminfo(256, 200) | {"proc/self/cgroup": "0::/../kubepods/abc\n"} | cgroup2("", str(32 * GIB))
+        assert safe_host_bytes(1, root=write(tmp_path, files)).available_bytes == 32 * GIB
+
+    def test_cgroup_v1(self, tmp_path):
+        base = "sys/fs/cgroup/memory/docker/abc"
+        files = meminfo(256, 200) | {
+            "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/docker/abc\n",
+            f"{base}/memory.limit_in_bytes": f"{48 * GIB}\n",
+            f"{base}/memory.usage_in_bytes": f"{10 * GIB}\n",
+            f"{base}/memory.stat": f"inactive_file 1\ntotal_inactive_file {2 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "123\n",
+        }
+        budget = safe_host_bytes(2, root=write(tmp_path, files))
+        assert (budget.cgroup_limit_bytes, budget.available_bytes) == (48 * GIB, 40 * GIB)
+
+    def test_v1_without_limit(self, tmp_path):
+        files = meminfo(256, 200) | {
+            "proc/self/cgroup": "4:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        }
+        assert safe_host_bytes(1, root=write(tmp_path, files)).cgroup_limit_bytes is None
+
+    @pytest.mark.parametrize("text", ["", "MemTotal: many kB\n", "MemFree: 3 kB\n"])
+    def test_unreadable_meminfo(self, tmp_path, text):
+        with pytest.raises(HostMemoryError, match="proc/meminfo"):
+            safe_host_bytes(1, root=write(tmp_path, {"proc/meminfo": text}))
+
+    def test_missing_meminfo(self, tmp_path):
+        with pytest.raises(HostMemoryError, match="proc/meminfo"):
+            safe_host_bytes(1, root=tmp_path)
+
+    def test_no_ranks(self):
+        with pytest.raises(ValueError, match="at least 1, got 0"):
+            safe_host_bytes(0)
+
+
+class TestRequest:
+    def test_up_to_what_is_available(self, tmp_path):
+        budget = safe_host_bytes(2, root=write(tmp_path, meminfo(64, 40)))
+        check_host_request(20 * GIB, budget, unchecked=False)
+        with pytest.raises(HostMemoryError) as caught:
+            check_host_request(20 * GIB + 1, budget, unchecked=False)
+        message = str(caught.value)
+        for part in ("--swap-host-gib", "--swap-host-unchecked", "--swap-layers", "20.00 GiB", "2 ranks"):
+            assert part in message
+        assert isinstance(caught.value, SwapError)
+
+    def test_unchecked(self, tmp_path):
+        budget = safe_host_bytes(1, root=write(tmp_path, meminfo(4, 3)))
+        check_host_request(500 * GIB, budget, unchecked=True)
+
+    @pytest.mark.parametrize("unchecked", [False, True])
+    def test_not_positive(self, tmp_path, unchecked):
+        budget = safe_host_bytes(1, root=write(tmp_path, meminfo(4, 3)))
+        with pytest.raises(UsageError, match="greater than 0, got -1"):
+            check_host_request(-GIB, budget, unchecked)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def is_mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= address < last:
+            return True
+    return False
+
+
+class FakeCudart:
+    """Registration without CUDA: remembers what is registered, refuses the ``refuse``-th call (1-based)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: int = 0) -> None:
+        self.registered: dict[int, int] = {}
+        self.devices: list[int] = []
+        self.num_calls = 0
+        self._refuse = refuse
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "set_device", self.devices.append)
+
+        class Device:
+            def __init__(self, device: int) -> None: ...
+            def __enter__(self) -> None: ...
+            def __exit__(self, *error: object) -> None: ...
+
+        monkeypatch.setattr(torch.cuda, "device", Device)
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.num_calls += 1
+        if self.num_calls == self._refuse:
+            return 2
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+class TestRegions:
+    @pytest.mark.parametrize("touch", ["pages", "populate", "memset"])
+    @pytest.mark.parametrize("huge_pages", [False, True])
+    def test_touching_makes_every_page_resident(self, touch, huge_pages):
+        strategy = PinStrategy(touch=touch, touch_threads=3, huge_pages=huge_pages, chunk_bytes=3 * MIB)
+        before = resident_bytes()
+        regions, times = prepare_regions([32 * MIB, 33 * MIB], strategy=strategy, device=None, numa_node=None)
+        assert resident_bytes() - before >= 60 * MIB
+        assert [region.tensor.numel() for region in regions] == [32 * MIB, 33 * MIB]
+        assert not any(region.tensor.any() for region in regions)
+        assert 0 < times.touch_s <= times.total_s
+
+    def test_untouched(self):
+        before = resident_bytes()
+        regions, _ = prepare_regions(
+            [256 * MIB], strategy=PinStrategy(touch="none"), device=None, numa_node=None
+        )
+        assert resident_bytes() - before < 128 * MIB
+        assert regions[0].tensor.numel() == 256 * MIB
+
+    def test_registers_whole_regions_for_the_device(self, monkeypatch):
+        cudart = FakeCudart(monkeypatch)
+        regions, _ = prepare_regions([MIB] * 5, strategy=PinStrategy(), device=3, numa_node=None)
+        assert cudart.registered == {region.address: MIB for region in regions}
+        assert set(cudart.devices) == {3}
+        for region in regions:
+            region.unregister()
+            region.unregister()
+        assert cudart.registered == {}
+
+    def test_a_refused_registration_undoes_the_others(self, monkeypatch):
+        cudart = FakeCudart(monkeypatch, refuse=3)
+        with pytest.raises(HostMemoryError, match=r"cudaHostRegister refused 1.00 MiB .*--swap-host-gib"):
+            prepare_regions([MIB] * 5, strategy=PinStrategy(register_threads=1), device=0, numa_node=None)
+        assert cudart.registered == {}
+
+    def test_a_refused_mapping(self):
+        with pytest.raises(HostMemoryError, match=r"the system refused .*--swap-host-gib"):
+            prepare_regions([1 << 60], strategy=PinStrategy(), device=None, numa_node=None)
+
+    def test_a_failing_touch_is_not_swallowed(self, monkeypatch):
+        def fail(self: HostRegion, offset: int, nbytes: int, how: str) -> float:
+            raise RuntimeError(f"no page at {offset}")
+
+        monkeypatch.setattr(HostRegion, "touch", fail)
+        with pytest.raises(RuntimeError, match="no page at"):
+            prepare_regions([MIB], strategy=PinStrategy(), device=None, numa_node=None)
+
+    def test_mapping_lives_as_long_as_a_view(self):
+        region = HostRegion(64 * MIB, huge_pages=False, numa_node=None)
+        address = region.address + 32 * MIB
+        view = region.tensor[32 * MIB :]
+        del region
+        gc.collect()
+        assert view.fill_(7).sum().item() == 7 * 32 * MIB
+        assert is_mapped(address)
+        del view
+        gc.collect()
+        assert not is_mapped(address)
+
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+    def test_a_forked_child_does_not_share_the_pages(self):
+        region = HostRegion(MIB, huge_pages=False, numa_node=None)
+        region.tensor.fill_(5)
+        child = os.fork()
+        if (
+            child == 0
+        ):  # zeros (wiped) or a fault (not inherited on old kernels), but never the parent's bytes
+            os._exit(int(ctypes.string_at(region.address, 1) == b"\x05"))
+        assert os.waitpid(child, 0)[1] != 256
+        assert region.tensor[0].item() == 5
+
+    def test_written_outside_of_the_inference_mode_it_was_born_in(self):
+        with torch.inference_mode():
+            region = HostRegion(MIB, huge_pages=False, numa_node=None)
+        region.tensor.fill_(1)
+
+
+class TestNuma:
+    @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("?", None)])
+    def test_node_of_a_device(self, tmp_path, text, node):
+        root = write(tmp_path, {"sys/bus/pci/devices/0000:1b:00.0/numa_node": text})
+        assert pci_numa_node("0000:1B:00.0", root=root) == node
+
+    def test_unknown_device(self, tmp_path):
+        assert pci_numa_node("0000:1b:00.0", root=tmp_path) is None
+
+    def test_node_of_a_gpu(self, monkeypatch):
+        properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(host_memory, "pci_numa_node", lambda pci_id: pci_id)
+        assert host_memory.gpu_numa_node(0) == "0000:1b:00.0"
+
+    def test_placing_is_best_effort(self):
+        assert not HostRegion(MIB, huge_pages=False, numa_node=None).near_node
+        assert not HostRegion(MIB, huge_pages=False, numa_node=900).near_node  # no such node: no error
+        HostRegion(MIB, huge_pages=False, numa_node=0).tensor.fill_(1)

@@ -1,0 +1,478 @@
+"""The slab pool: accounting, splitting, lifetimes; against a naive model under random traffic."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.swap.common.types import GIB, MIB
+from megatron.swap.memory import host_pool
+from megatron.swap.memory.host_memory import PAGE_BYTES, HostMemoryError, PinStrategy, PrepareTimes
+from megatron.swap.memory.host_pool import MIN_SPLIT_BYTES, Extent, HostPool, Lease, LeaseError
+
+UNTOUCHED = PinStrategy(touch="none", huge_pages=False)
+
+
+def make_pool(limit_bytes: int = 64 * MIB, slab_bytes: int = 16 * MIB, **options) -> HostPool:
+    return HostPool(
+        limit_bytes=limit_bytes, slab_bytes=slab_bytes, pinned=False, strategy=UNTOUCHED, **options
+    )
+
+
+def free_blocks(pool: HostPool) -> list[Extent]:
+    _ = pool.stats  # absorb what was freed
+    return pool._free.blocks()
+
+
+class TestLease:
+    def test_views_have_the_length_asked_for_and_hold_bytes(self):
+        pool = make_pool()
+        lease = pool.lease(MIB + 5)
+        (view,) = lease.views()
+        assert view.dtype == torch.uint8
+        assert view.numel() == MIB + 5
+        assert view.data_ptr() % PAGE_BYTES == 0
+        (padded,) = lease.views(padded=True)
+        assert padded.numel() == MIB + PAGE_BYTES
+        data = torch.arange(MIB + 5).to(torch.uint8)
+        view.copy_(data)
+        assert torch.equal(lease.views()[0], data)
+        lease.free()
+
+    def test_grows_only_on_demand_and_in_slabs(self):
+        pool = make_pool()
+        assert pool.stats.reserved_bytes == 0
+        pool.lease(MIB)
+        assert (pool.stats.num_slabs, pool.stats.reserved_bytes) == (1, 16 * MIB)
+        pool.lease(40 * MIB)
+        assert (pool.stats.num_slabs, pool.stats.reserved_bytes) == (3, 48 * MIB)
+
+    def test_larger_than_a_slab_never_crosses_one(self):
+        pool = make_pool()
+        lease = pool.lease(40 * MIB)
+        assert sorted(extent.nbytes for extent in lease.extents) == [8 * MIB, 16 * MIB, 16 * MIB]
+        assert all(extent.offset + extent.nbytes <= 16 * MIB for extent in lease.extents)
+        assert sum(view.numel() for view in lease.views()) == 40 * MIB
+
+    def test_best_fit(self):
+        pool = make_pool()
+        leases = [pool.lease(size * MIB) for size in (3, 1, 2, 1, 9)]
+        leases[0].free()
+        leases[2].free()
+        assert pool.lease(2 * MIB).extents == (Extent(0, 4 * MIB, 2 * MIB),)
+
+    def test_fragmented_memory_is_used_before_the_pool_grows(self):
+        pool = make_pool(limit_bytes=16 * MIB)
+        blocks = [pool.lease(2 * MIB) for _ in range(8)]
+        for block in blocks[::2]:
+            block.free()
+        lease = pool.lease(7 * MIB)
+        assert [extent.nbytes for extent in lease.extents] == [2 * MIB] * 3 + [MIB]
+        assert pool.stats.num_slabs == 1
+
+    def test_a_short_rest_takes_from_the_piece_before(self):
+        pool = make_pool(limit_bytes=32 * MIB)
+        blocks = [pool.lease(size) for size in (9 * MIB, MIB, 6 * MIB)] + [pool.lease(16 * MIB)]
+        blocks[0].free()
+        blocks[2].free()
+        lease = pool.lease(10 * MIB)  # 9 + 1 would do, 6 + 4 copies faster
+        assert [extent.nbytes for extent in lease.extents] == [6 * MIB, 4 * MIB]
+
+    def test_sizes_that_cannot_be(self):
+        pool = make_pool()
+        for nbytes in (0, -5):
+            with pytest.raises(ValueError, match="at least 1 byte"):
+                pool.lease(nbytes)
+        with pytest.raises(ValueError, match="multiple of 4096, got 1000"):
+            make_pool(slab_bytes=1000)
+        with pytest.raises(ValueError, match="at least one page"):
+            make_pool(limit_bytes=100)
+
+    def test_freed_twice(self):
+        lease = make_pool().lease(MIB)
+        lease.free()
+        with pytest.raises(LeaseError, match="freed twice"):
+            lease.free()
+
+    def test_two_threads_free_once(self):
+        pool = make_pool()
+        for _ in range(200):
+            lease = pool.lease(MIB)
+            errors: list[LeaseError] = []
+            barrier = threading.Barrier(2)
+
+            def race(lease: Lease = lease, errors: list = errors, barrier: threading.Barrier = barrier):
+                barrier.wait()
+                try:
+                    lease.free()
+                except LeaseError as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=race) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(errors) == 1
+        assert pool.stats.num_leases == 0
+
+    def test_views_after_free(self):
+        lease = make_pool().lease(MIB)
+        lease.free()
+        assert lease.is_freed
+        with pytest.raises(LeaseError, match="freed already"):
+            lease.views()
+
+
+class TestLimit:
+    def test_exhausted(self):
+        pool = make_pool(limit_bytes=32 * MIB)
+        held = pool.lease(20 * MIB)
+        before = pool.stats
+        with pytest.raises(HostMemoryError) as caught:
+            pool.lease(13 * MIB)
+        message = str(caught.value)
+        for part in ("13 MiB", "20 MiB are leased", "32 MiB reserved", "limit is 32 MiB", "--swap-host-gib"):
+            assert part in message
+        assert "--swap-layers" in message
+        assert pool.stats == before
+        pool.lease(12 * MIB)
+        held.free()
+        pool.lease(20 * MIB)
+
+    def test_a_failed_growth_changes_nothing(self, monkeypatch):
+        pool = make_pool()
+        pool.lease(10 * MIB)
+        before, blocks = pool.stats, free_blocks(pool)
+
+        def refuse(*args, **options):
+            raise HostMemoryError("no")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(host_pool, "prepare_regions", refuse)
+            with pytest.raises(HostMemoryError):
+                pool.lease(20 * MIB)
+        assert (pool.stats, free_blocks(pool)) == (before, blocks)
+        pool.lease(20 * MIB)
+
+    def test_the_last_slab_is_cut_to_the_limit(self):
+        pool = make_pool(limit_bytes=20 * MIB + 100)
+        pool.lease(20 * MIB)
+        assert (pool.stats.reserved_bytes, pool.stats.num_slabs) == (20 * MIB, 2)
+
+    def test_reserve(self):
+        pool = make_pool()
+        pool.reserve(20 * MIB)
+        assert (pool.stats.reserved_bytes, pool.stats.leased_peak_bytes) == (32 * MIB, 0)
+        pool.reserve(32 * MIB)
+        assert pool.stats.num_slabs == 2
+        assert isinstance(pool.last_growth, PrepareTimes)
+        with pytest.raises(HostMemoryError, match="a reservation of 65 MiB"):
+            pool.reserve(65 * MIB)
+
+
+class TestFence:
+    def test_passes_to_the_next_owner(self):
+        pool = make_pool(limit_bytes=16 * MIB)
+        first, second = pool.lease(8 * MIB), pool.lease(8 * MIB)
+        assert (first.fence, second.fence) == (0, 0)
+        first.free(fence=7)
+        assert pool.lease(4 * MIB).fence == 7
+
+    def test_joint_blocks_have_the_largest(self):
+        pool = make_pool(limit_bytes=16 * MIB)
+        leases = [pool.lease(4 * MIB) for _ in range(4)]
+        for lease, fence in zip(leases, (3, 9, 5, 0), strict=True):
+            lease.free(fence)
+        assert pool.lease(MIB).fence == 9
+
+    def test_split_leases_have_the_largest(self):
+        pool = make_pool(limit_bytes=16 * MIB)
+        leases = [pool.lease(4 * MIB) for _ in range(4)]
+        leases[0].free(fence=4)
+        leases[2].free(fence=6)
+        assert pool.lease(8 * MIB).fence == 6
+
+    def test_survives_an_owner_who_copied_nothing(self):
+        pool = make_pool(limit_bytes=16 * MIB)
+        pool.lease(16 * MIB).free(fence=11)
+        pool.lease(16 * MIB).free()
+        assert pool.lease(MIB).fence == 11
+
+
+class TestPoison:
+    def test_memory_without_owner_reads_as_nan(self):
+        pool = make_pool(limit_bytes=16 * MIB, poison=True)
+        lease = pool.lease(MIB)
+        view = lease.views()[0].view(torch.bfloat16)
+        assert view.isnan().all()  # nothing written yet
+        view.fill_(1)
+        lease.free()
+        assert not view.isnan().any()  # taken back at the pool's next call only
+        _ = pool.stats
+        assert view.isnan().all()
+        assert view.view(torch.float32).isnan().all()
+
+    def test_waits_for_the_last_reader(self):
+        seen: list[tuple[int, bool]] = []
+        view = torch.empty(0)
+
+        def wait(fence: int) -> None:
+            seen.append((fence, bool(view.isnan().any())))
+
+        pool = make_pool(poison=True, wait_fence=wait)
+        lease = pool.lease(MIB)
+        view = lease.views()[0].view(torch.float32).fill_(1)
+        lease.free(fence=3)
+        pool.lease(MIB)
+        assert seen == [(3, False)]
+        assert view.isnan().all()
+
+    def test_a_failing_wait_loses_no_memory(self):
+        def fail(fence: int) -> None:
+            raise RuntimeError("copy failed")
+
+        pool = make_pool(poison=True, wait_fence=fail)
+        pool.lease(MIB).free(fence=3)
+        with pytest.raises(RuntimeError, match="copy failed"):
+            pool.lease(MIB)
+        pool._wait_fence = None
+        assert pool.stats.leased_bytes == 0
+        assert pool.stats.num_leases == 0
+
+
+class TestClose:
+    def test_refused_while_leases_are_out(self):
+        pool = make_pool()
+        lease = pool.lease(MIB)
+        with pytest.raises(LeaseError, match=r"1 leases \(1.00 MiB\)"):
+            pool.close()
+        lease.free()
+        pool.close()
+        pool.close()
+
+    def test_closed_pool_refuses(self):
+        pool = make_pool()
+        lease = pool.lease(MIB)
+        pool.close(force=True)
+        calls: list[Callable[[], object]] = [
+            lambda: pool.lease(MIB),
+            lambda: pool.reserve(MIB),
+            lambda: lease.views(),
+        ]
+        for call in calls:
+            with pytest.raises(LeaseError, match="closed"):
+                call()
+        lease.free()  # a late finalizer is no error
+        assert pool.stats.reserved_bytes == 0
+
+    def test_views_outlive_the_pool(self):
+        pool = make_pool()
+        lease = pool.lease(MIB)
+        (view,) = lease.views()
+        view.fill_(3)
+        pool.close(force=True)
+        del pool, lease
+        gc.collect()
+        assert view.sum().item() == 3 * MIB
+
+
+class TestThreads:
+    def test_a_finalizer_may_free_in_the_middle_of_a_lease(self, monkeypatch):
+        """Free inside every call that the allocator makes while it holds the lock."""
+        pool = make_pool(limit_bytes=256 * MIB)
+        waiting = [pool.lease(MIB) for _ in range(64)]
+        insert = host_pool.insort
+
+        def insert_and_collect(*args) -> None:
+            if waiting:
+                waiting.pop().free()
+            insert(*args)
+
+        monkeypatch.setattr(host_pool, "insort", insert_and_collect)
+        held = []
+        for size in range(1, 30):
+            held.append(pool.lease(size * PAGE_BYTES))
+            if size % 3 == 0:
+                held.pop(0).free()
+        for lease in held + waiting:
+            lease.free()
+        waiting.clear()
+        assert pool.stats.leased_bytes == 0
+        assert all(block.nbytes == 16 * MIB for block in free_blocks(pool))
+
+    def test_many_threads(self):
+        pool = make_pool(limit_bytes=256 * MIB)
+        failures: list[BaseException] = []
+
+        def work(mark: int) -> None:
+            try:
+                for step in range(150):
+                    lease = pool.lease((step * 37 + mark) % 300 * 1000 + 1)
+                    for view in lease.views():
+                        view.fill_(mark)
+                    assert all(bool((view == mark).all()) for view in lease.views())
+                    lease.free(step)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 7)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert pool.stats.num_leases == 0
+        pool.close()
+
+
+class Model:
+    """The pool told naively: every leased range in a list, every figure by summing up."""
+
+    def __init__(self) -> None:
+        self.leases: dict[int, Lease] = {}
+        self.peak_bytes = 0
+
+    def leased_bytes(self) -> int:
+        return sum(-(-lease.nbytes // PAGE_BYTES) * PAGE_BYTES for lease in self.leases.values())
+
+    def check(self, pool: HostPool) -> None:
+        stats = pool.stats
+        self.peak_bytes = max(self.peak_bytes, self.leased_bytes())
+        assert stats.leased_bytes == self.leased_bytes()
+        assert stats.leased_peak_bytes == self.peak_bytes
+        assert stats.num_leases == len(self.leases)
+        assert stats.reserved_bytes == sum(slab.nbytes for slab in pool._slabs)
+        assert stats.reserved_bytes <= 1.02 * self.peak_bytes + pool.slab_bytes
+        assert stats.reserved_bytes <= pool.limit_bytes
+        blocks = free_blocks(pool)
+        # Free blocks and leases tile every slab: no overlap, no gap. No two free blocks touch.
+        ranges = [
+            (e.slab, e.offset, e.nbytes, False) for lease in self.leases.values() for e in lease.extents
+        ]
+        ranges += [(e.slab, e.offset, e.nbytes, True) for e in blocks]
+        place, last_free = (-1, 0), False
+        for slab, offset, nbytes, is_free in sorted(ranges):
+            assert offset % PAGE_BYTES == 0
+            assert nbytes > 0
+            assert nbytes % PAGE_BYTES == 0
+            if slab != place[0]:
+                assert place[0] < 0 or place[1] == pool._slabs[place[0]].nbytes
+                assert (slab, offset) == (place[0] + 1, 0)
+                last_free = False
+            else:
+                assert offset == place[1]
+                assert not (last_free and is_free)
+            place, last_free = (slab, offset + nbytes), is_free
+        if ranges:
+            assert place == (len(pool._slabs) - 1, pool._slabs[-1].nbytes)
+
+
+SIZES = st.one_of(
+    st.integers(1, 64 * 1024),
+    st.sampled_from([2 * MIB, 128 * MIB, 344 * MIB, 688 * MIB]),  # log-sum-exp, hidden, activation, fc1
+    st.integers(MIB, 700 * MIB),
+)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("lease"), SIZES),
+        st.tuples(st.just("free"), st.integers(0, 1000)),
+        st.tuples(st.just("free_oldest_half"), st.just(0)),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=STEPS, slab_mib=st.sampled_from([16, 100, 256, 1024]), limit_gib=st.sampled_from([1, 6, 64]))
+def test_against_the_model(steps, slab_mib, limit_gib):
+    pool = make_pool(limit_bytes=limit_gib * GIB, slab_bytes=slab_mib * MIB)
+    model = Model()
+    for number, (kind, value) in enumerate(steps):
+        if kind == "lease":
+            paged_bytes = -(-value // PAGE_BYTES) * PAGE_BYTES
+            fits = model.leased_bytes() + paged_bytes <= pool.limit_bytes
+            single = any(block.nbytes >= paged_bytes for block in free_blocks(pool))
+            if not fits:
+                with pytest.raises(HostMemoryError):
+                    pool.lease(value)
+            else:
+                lease = pool.lease(value)
+                model.leases[number] = lease
+                assert sum(extent.nbytes for extent in lease.extents) == paged_bytes
+                assert not single or len(lease.extents) == 1
+                assert sum(view.numel() for view in lease.views()) == value
+        elif model.leases and kind == "free":
+            chosen = list(model.leases)[value % len(model.leases)]
+            model.leases.pop(chosen).free(fence=value)
+        else:
+            for chosen in list(model.leases)[: len(model.leases) // 2]:
+                model.leases.pop(chosen).free()
+        model.check(pool)
+    for lease in model.leases.values():
+        lease.free()
+    model.leases.clear()
+    assert sorted((b.slab, b.offset, b.nbytes) for b in free_blocks(pool)) == [
+        (index, 0, slab.nbytes) for index, slab in enumerate(pool._slabs)
+    ]
+    pool.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_pieces_are_not_small_without_need(data):
+    """In a pool whose free blocks all hold 8 MiB or more, no piece of a larger lease is below 4 MiB."""
+    pool = make_pool(limit_bytes=GIB, slab_bytes=GIB)
+    sizes = data.draw(st.lists(st.integers(8 * MIB, 40 * MIB), min_size=2, max_size=12))
+    blocks = []
+    for size in sizes:
+        blocks.append(pool.lease(size))
+        pool.lease(PAGE_BYTES)
+    pool.lease(GIB - pool.stats.leased_bytes)
+    for block in blocks:
+        block.free()
+    free_bytes = sum(block.nbytes for block in free_blocks(pool))
+    lease = pool.lease(data.draw(st.integers(MIN_SPLIT_BYTES, free_bytes)))
+    assert min(extent.nbytes for extent in lease.extents) >= MIN_SPLIT_BYTES
+    pool.close(force=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 200 * 1024), st.integers(0, 99)), max_size=60))
+def test_fences_are_never_forgotten(steps):
+    """Page by page: a lease's fence is at least that of every page it holds."""
+    pool = make_pool(limit_bytes=64 * MIB, slab_bytes=MIB)
+    pages: dict[tuple[int, int], int] = {}
+    leases: list[Lease] = []
+
+    def places(lease: Lease) -> list[tuple[int, int]]:
+        return [
+            (e.slab, page)
+            for e in lease.extents
+            for page in range(e.offset // PAGE_BYTES, (e.offset + e.nbytes) // PAGE_BYTES)
+        ]
+
+    for is_lease, nbytes, fence in steps:
+        if is_lease or not leases:
+            lease = pool.lease(nbytes)
+            assert lease.fence >= max(pages.get(place, 0) for place in places(lease))
+            leases.append(lease)
+        else:
+            lease = leases.pop(nbytes % len(leases))
+            lease.free(fence)
+            for place in places(lease):
+                pages[place] = max(pages.get(place, 0), fence)
+    pool.close(force=True)
+
+
+def test_untouched_by_default_without_registration():
+    pool = HostPool(limit_bytes=GIB, pinned=False)
+    assert pool._strategy.touch == "none"
+    pool.lease(MIB).views()[0].fill_(1)
+    pool.close(force=True)

@@ -1,0 +1,300 @@
+"""Activations on disk where host memory is short: equal to the bit, also when the disk is slow; waits that are missing
+show, and a disk that fails ends training."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.common.types import KIB, MIB, format_bytes
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.memory.disk_file import DiskError, DiskFile
+from megatron.swap.memory.host_pool import HostPool
+from megatron.swap.memory.staging import NUM_AHEAD, Fetched
+from megatron.swap.memory.tiers.disk import DiskSlot, DiskTier
+from megatron.swap.memory.tiers.host import HostTier
+from megatron.swap.memory.tiers.spill import LOOK_AHEAD, SpillTier, spill_tier
+from tests.engine import (
+    Engine,
+    HeldEvent,
+    Step,
+    interleaved,
+    one_after_the_other,
+    one_forward_one_backward,
+    plain_and_swapped,
+    stack,
+    train_step,
+)
+
+NUM_LAYERS = 6
+SCHEDULES: dict[str, tuple[Sequence[Step], Sequence[int]]] = {
+    "one after the other": (one_after_the_other(3), [NUM_LAYERS]),
+    "pipeline": (one_forward_one_backward(4), [NUM_LAYERS]),
+    "interleaved": (interleaved(4), [3, 3]),
+}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskFile]:
+    made = DiskFile(tmp_path, 64 * MIB)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads and writes take their time, and end in any order."""
+    delays, calls = random.Random(1), {name: getattr(os, name) for name in ("preadv", "pwritev")}
+
+    def slowly(name: str, *arguments: Any) -> int:
+        time.sleep(delays.uniform(0, 0.002))
+        return int(calls[name](*arguments))
+
+    for name in calls:
+        monkeypatch.setattr(os, name, partial(slowly, name))
+
+
+def run_of(schedule: str) -> Any:
+    steps, chunks = SCHEDULES[schedule]
+    return partial(train_step, schedule=steps, chunks=chunks)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("host_bytes", [4 * KIB, 64 * KIB])
+def test_training_is_equal(schedule: str, host_bytes: int, disk: DiskFile) -> None:
+    chunks = SCHEDULES[schedule][1]
+    plain, swapped = plain_and_swapped(
+        stack(NUM_LAYERS), run_of(schedule), 3, host_bytes=host_bytes, disk=disk, chunks=chunks, verify=True
+    )
+    assert swapped.same_as(plain)
+    assert disk.reserved_bytes > 0
+
+
+def test_the_disk_is_used_all_along_once_it_is_known_how_much_of_it(disk: DiskFile) -> None:
+    """In the first step what comes last has no room; then every other storage or so goes there."""
+    places: list[list[str]] = []
+    layers = stack(NUM_LAYERS)
+    with Engine(layers, host_bytes=320 * KIB, disk=disk, commit_bytes=0) as engine:
+        inner = engine.tier.reserve
+
+        def reserve(num_bytes: int) -> Any:
+            slot = inner(num_bytes)
+            places[-1].append("disk" if isinstance(slot, DiskSlot) else "host")
+            return slot
+
+        engine.tier.reserve = reserve  # type: ignore[method-assign]
+        for _ in range(2):
+            places.append([])
+            train_step(layers, one_after_the_other(1))
+    first, second = places
+    start, part = first.index("disk"), first.count("disk") / len(first)
+    assert start > len(first) // 4
+    assert 0.1 < part < 0.9
+    assert "disk" in second[:start]
+    half = len(second) // 2
+    assert abs(second[:half].count("disk") - second[half:].count("disk")) <= 2
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_disk_that_fails_ends_training(call: str, disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = stack(NUM_LAYERS)
+    run = run_of("one after the other")
+    with Engine(layers, host_bytes=4 * KIB, disk=disk):
+        run(layers)
+
+        def fails(*_: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, call, fails)
+        with pytest.raises(DiskError, match="A checkpoint that was saved is intact"):
+            run(layers)
+
+
+def test_no_room_left_at_all(tmp_path: Path) -> None:
+    full, layers = DiskFile(tmp_path, 64 * KIB), stack(NUM_LAYERS)
+    with Engine(layers, host_bytes=4 * KIB, disk=full), pytest.raises(DiskError, match="the limit is 64"):
+        train_step(layers, one_after_the_other(1))
+    full.close()
+
+
+def _written(tier: DiskTier, device: EmulatedDevice, number: int) -> tuple[list[DiskSlot], list[torch.Tensor]]:
+    """Slots whose bytes are on disk alone, but for those of the last three."""
+    stream = device.copy_stream("out")
+    sources = [torch.full((4 * KIB,), value, dtype=torch.uint8) for value in range(1, number + 1)]
+    slots = [tier.reserve(source.numel()) for source in sources]
+    for slot, source in zip(slots, sources, strict=True):
+        tier.write(device, stream, slot, source)
+    device.wait(device.current_stream(), device.record(stream))
+    return slots, sources
+
+
+def test_a_read_that_nobody_waits_for_shows(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, tier, over = EmulatedDevice(longest_delay_s=0.001), DiskTier(disk, 4 * KIB, pinned=False), threading.Event()
+    slots, sources = _written(tier, device, 4)
+    read = os.preadv
+
+    def preadv(*arguments: Any) -> int:
+        assert over.wait(timeout=30)
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(Fetched, "arrived", lambda self, *_: self.chunks)
+    target, stream = device.allocate(4 * KIB), device.copy_stream("in")
+    tier.read(device, stream, slots[0], target)
+    device.wait(device.current_stream(), device.record(stream))
+    over.set()
+    assert not torch.equal(target, sources[0])
+    tier.close()
+
+
+def test_a_buffer_that_is_filled_again_too_early_shows(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, tier, held = EmulatedDevice(longest_delay_s=0.001), DiskTier(disk, 4 * KIB, pinned=False), HeldEvent()
+    slots, sources = _written(tier, device, 4 + NUM_AHEAD + 1)
+    monkeypatch.setattr(Fetched, "copied", lambda *_: None)
+    target, stream = device.allocate(4 * KIB), device.copy_stream("in")
+    device.wait(stream, held)
+    tier.read(device, stream, slots[0], target)
+    for slot in slots[1 : NUM_AHEAD + 2]:
+        tier.read(device, stream, slot, device.allocate(4 * KIB))
+    held.open()
+    device.wait(device.current_stream(), device.record(stream))
+    assert not torch.equal(target, sources[0])
+    tier.close()
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("seed", range(8))
+def test_slots_in_any_order(seed: int, disk: DiskFile) -> None:
+    """Room is used again at once, by storages of other sizes, while old writes are under way."""
+    assert _cycle(disk, seed, num_rounds=60)
+
+
+def _cycle(disk: DiskFile, seed: int, num_rounds: int) -> bool:
+    """Whether all that is read is what was written."""
+    chance, device = random.Random(seed), EmulatedDevice(longest_delay_s=0.003)
+    tier = DiskTier(disk, 8 * KIB, pinned=False)
+    out_stream, in_stream = device.copy_stream("out"), device.copy_stream("in")
+    live: list[tuple[Any, torch.Tensor, Any]] = []
+    reads: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number in range(num_rounds):
+        if len(live) < 2 or chance.random() < 0.55:
+            source = torch.full((chance.choice([1, 4096, 5000, 20_000, 33_000]),), number % 251, dtype=torch.uint8)
+            slot = tier.reserve(source.numel())
+            device.wait(out_stream, device.record(device.current_stream()))
+            tier.write(device, out_stream, slot, source)
+            live.append((slot, source, device.record(out_stream)))
+        if chance.random() < 0.3:
+            tier.expect(slot for slot, _, _ in chance.sample(live, len(live)))
+        if chance.random() < 0.5:
+            slot, source, event = live.pop(chance.randrange(len(live)))
+            if chance.random() < 0.8:
+                target = device.allocate(source.numel())
+                device.wait(in_stream, event)
+                tier.read(device, in_stream, slot, target)
+                reads.append((target, source))
+            slot.free()
+    device.wait(device.current_stream(), device.record(in_stream))
+    device.close()
+    right = all(torch.equal(target, source) for target, source in reads)
+    for slot, _, _ in live:
+        slot.free()
+    stats = tier.stats()
+    assert stats.leased_bytes == 0
+    assert sum(stop - start for _, start, stop in tier._free) == stats.reserved_bytes
+    tier.close()
+    return right
+
+
+def test_what_is_still_in_a_buffer_is_not_read_from_disk(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> int:
+        raise AssertionError("nobody should read")
+
+    monkeypatch.setattr(os, "preadv", refuses)
+    device, tier = EmulatedDevice(longest_delay_s=0.001), DiskTier(disk, 8 * KIB, pinned=False)
+    stream = device.copy_stream("both")
+    sources = [torch.full((8 * KIB,), number, dtype=torch.uint8) for number in range(3)]
+    slots = [tier.reserve(source.numel()) for source in sources]
+    for slot, source in zip(slots, sources, strict=True):
+        tier.write(device, stream, slot, source)
+    for slot, source in zip(slots, sources, strict=True):
+        target = device.allocate(source.numel())
+        tier.read(device, stream, slot, target)
+        device.wait(device.current_stream(), device.record(stream))
+        assert torch.equal(target, source)
+        slot.free()
+    tier.close()
+    device.close()
+
+
+def test_the_buffers_are_part_of_host_memory(disk: DiskFile) -> None:
+    pool = HostPool(limit_bytes=64 * MIB, pinned=False)
+    tier = spill_tier(HostTier(pool), disk, buffer_bytes=4 * MIB)
+    assert isinstance(tier, SpillTier)
+    assert pool.limit_bytes + tier.disk.host_bytes == 64 * MIB
+    assert pool.budget.holders() == f"disk buffers {format_bytes(tier.disk.host_bytes)}"
+    tier.close()
+
+
+def test_room_on_disk_where_host_memory_has_some_again(disk: DiskFile) -> None:
+    """As much of a step goes to disk as had no room in the one before, whatever is free: it will need that."""
+    pool = HostPool(limit_bytes=8 * KIB, slab_bytes=8 * KIB, pinned=False)
+    tier = SpillTier(HostTier(pool), DiskTier(disk, 4 * KIB, pinned=False))
+    there = [["host", "host", "disk", "disk"], ["host", "disk", "host", "disk"], ["host", "disk"], ["host", "host"]]
+    for expected in there:
+        slots = [tier.reserve(4 * KIB) for _ in expected]
+        assert ["disk" if isinstance(slot, DiskSlot) else "host" for slot in slots] == expected
+        for slot in slots:
+            slot.free()
+    assert tier.stats().disk_peak_bytes == 8 * KIB
+    tier.close()
+
+
+def test_nobody_looks_far_for_what_is_on_disk(disk: DiskFile) -> None:
+    """It is done for every layer; where nothing is on disk not even that."""
+    pool = HostPool(limit_bytes=MIB, slab_bytes=MIB, pinned=False)
+    tier = SpillTier(HostTier(pool), DiskTier(disk, 4 * KIB, pinned=False))
+    slots, seen = [tier.reserve(4 * KIB) for _ in range(200)], []
+
+    def walk() -> Iterator[Any]:
+        for slot in slots:
+            seen.append(slot)
+            yield slot
+
+    tier.expect(walk())
+    assert not seen
+    slots += [tier.disk.reserve(4 * KIB)]
+    tier.expect(walk())
+    assert len(seen) == LOOK_AHEAD
+    for slot in slots:
+        slot.free()
+    tier.close()
+
+
+def test_one_write_that_fails_does_not_leave_the_others_behind(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their buffers are given back when the tier is closed."""
+    device, tier, write, over = EmulatedDevice(), DiskTier(disk, 4 * KIB, pinned=False), os.pwritev, []
+
+    def pwritev(descriptor: int, buffers: Any, offset: int) -> int:
+        if offset == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.05)
+        over.append(offset)
+        return write(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    _written(tier, device, 3)
+    with pytest.raises(DiskError):
+        tier._staging.synchronize()
+    assert len(over) == 2
+    tier.close()

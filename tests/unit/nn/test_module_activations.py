@@ -1,0 +1,500 @@
+"""Swapping around a plain PyTorch training loop: equal to the bit, nothing left behind, clear errors."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron import swap
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from megatron.swap.common.types import MIB, SwapError, UsageError
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.engine.policy import ManualPolicy
+from megatron.swap.memory.host_memory import HostMemoryError
+from megatron.swap.profiling.observer import PLAIN, Observer
+from tests.lazy_device import LazyDevice
+from tests.plain_loop import (
+    ALL,
+    Checkpointed,
+    Cnn,
+    Mlp,
+    OfKeyed,
+    Twice,
+    assert_equal,
+    encoder,
+    images,
+    loss_of,
+    mlps,
+    rows,
+    tokens,
+    train,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+# ------------------------------------------------------------------------------------------- equality to the bit
+
+
+@pytest.mark.parametrize("layers", ["all", "0-3", "every:2", "1,4"])
+def test_mlps(layers: str) -> None:
+    assert_equal(mlps, layers=layers)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_with_batch_norm_and_changes_in_place(memory_format: torch.memory_format) -> None:
+    data = lambda step: images(step).to(memory_format=memory_format)  # noqa: E731
+    assert_equal(lambda: Cnn().to(memory_format=memory_format), data)
+
+
+def test_each_operator_a_layer() -> None:
+    """What one layer saved the next one changes in place, where autograd allows it."""
+    def make() -> nn.Module:
+        blocks = [(nn.Conv2d(c, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)) for c in (3, 8, 8)]
+        return nn.Sequential(*(one for block in blocks for one in block), nn.MaxPool2d(2), nn.Flatten(), nn.ReLU(True))
+
+    assert_equal(make, images)
+
+
+def test_transformer_layers_with_dropout() -> None:
+    assert_equal(encoder, tokens)
+
+
+def test_autocast() -> None:
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(batch).float())
+        loss.backward()
+        return loss
+
+    assert_equal(encoder, tokens, backward=backward)
+
+
+def test_a_layer_used_twice_behind_a_frozen_one() -> None:
+    assert_equal(Twice)
+
+
+def test_layers_that_return_mappings_changed_in_place() -> None:
+    assert assert_equal(OfKeyed, num_steps=5).num_late == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_inside_layers(use_reentrant: bool) -> None:
+    assert_equal(lambda: nn.Sequential(*(Checkpointed(use_reentrant) for _ in range(4))))
+
+
+def test_gradient_accumulation_with_several_forwards_before_backward() -> None:
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        losses = [loss_of(model(part)) for part in batch.split(6)]
+        for loss in losses[::-1] if step % 2 else losses:
+            (loss / 3).backward()
+        together = loss_of(model(batch)) + loss_of(model(batch + 1))  # one backward through two forwards
+        together.backward()
+        return together
+
+    assert_equal(mlps, backward=backward)
+
+
+def test_evaluation_in_between() -> None:
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        with torch.no_grad():
+            model(batch)
+        model.eval()
+        with torch.inference_mode():
+            model(batch)
+        loss_of(model(batch))  # a graph that is thrown away
+        model.train()
+        loss = loss_of(model(batch))
+        with torch.no_grad():
+            model(batch)
+        loss.backward()
+        return loss
+
+    assert_equal(encoder, tokens, backward=backward)
+
+
+def test_a_retained_graph_and_a_second_derivative() -> None:
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        batch.requires_grad_()
+        loss = loss_of(model(batch))
+        loss.backward(retain_graph=True)
+        (slope,) = torch.autograd.grad(loss, batch, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        return loss
+
+    assert_equal(mlps, backward=backward)
+
+
+def test_a_forward_that_fails_and_good_steps_behind_it() -> None:
+    class Failing(Mlp):
+        fails = False
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            inner = self.up(hidden)
+            if self.fails:
+                raise ValueError("planted")
+            return hidden + self.down(functional.gelu(inner))
+
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        model[2].fails = step == 1
+        if step == 1:
+            with pytest.raises(ValueError, match="planted"):
+                model(batch)
+        model[2].fails = False
+        loss = loss_of(model(batch))
+        loss.backward()
+        return loss
+
+    assert_equal(lambda: nn.Sequential(*(Failing() for _ in range(5))), backward=backward)
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        for wrapped_first in (True, False):
+            torch.manual_seed(7)
+            model = mlps()
+            plain = train(nn.parallel.DistributedDataParallel(copy.deepcopy(model)))
+            parallel = nn.parallel.DistributedDataParallel(model) if wrapped_first else model
+            with swap.activations(parallel, **ALL) as swapped:
+                if not wrapped_first:
+                    parallel = nn.parallel.DistributedDataParallel(model)
+                assert train(parallel).same_as(plain)
+                assert len(swapped.layers) == 6
+                assert swapped.stats().in_bytes > 0
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_no_copy_comes_late_or_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device where every copy runs as late as the engine's waits allow."""
+    devices: list[LazyDevice] = []
+
+    def lazy(*_: object) -> LazyDevice:
+        devices.append(LazyDevice())
+        return devices[-1]
+
+    monkeypatch.setattr("megatron.swap.nn.module_activations._engine_device", lazy)
+    assert_equal(Cnn, images)
+    assert_equal(OfKeyed)
+    assert [device.violations for device in devices] == [[], []]
+    assert all(device.num_copies["in"] for device in devices)
+
+
+def test_a_missing_wait_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatedDevice, "timed_wait", lambda *_: type("None", (), {"elapsed_ms": lambda _: 0.0})())
+    with pytest.raises(AssertionError):
+        assert_equal(mlps)
+
+
+# -------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_falls_while_the_graph_waits() -> None:
+    def live_after_forward(model: nn.Module) -> int:
+        observer = Observer()  # of what layers compute, whoever holds it: it knows nothing of swapping
+        pack = observer.around(PLAIN).pack
+
+        def look(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+            pack(output)
+
+        hooks = [module.register_forward_hook(look) for module in model.modules()]
+        loss = loss_of(model(rows(0)))
+        live_bytes = observer.live_bytes
+        loss.backward()
+        for hook in hooks:
+            hook.remove()
+        return live_bytes
+
+    model = mlps(12)
+    plain_bytes = live_after_forward(model)
+    with swap.activations(model, min_mib=0) as swapped:
+        live_after_forward(model)
+        assert live_after_forward(model) < plain_bytes / 3
+        assert swapped.stats().held_bytes == 0
+        loss = loss_of(model(rows(0)))
+        assert swapped.stats().held_bytes > plain_bytes / 2
+        del loss
+
+
+def test_nothing_piles_up() -> None:
+    model = mlps()
+    with swap.activations(model, min_mib=0) as swapped:
+        train(model, num_steps=3)
+        before = swapped.stats()
+        train(model, num_steps=50)
+        after = swapped.stats()
+        assert after.held_bytes == 0
+        assert after.host_peak_bytes == before.host_peak_bytes
+        assert after.out_bytes > 10 * before.out_bytes
+        manager = swapped._manager
+        assert len(manager.counters._stalls) < 100
+        assert not manager._state.orphans
+        assert not len(manager._state.offloading)
+        assert len(manager._state.order._observed) <= 6
+        assert not list(manager._state.order._waiting.keys())
+
+
+def test_small_storages_stay() -> None:
+    model = mlps()
+    with swap.activations(model) as swapped:
+        train(model)
+        assert swapped.stats().out_bytes == 0
+
+
+def test_too_little_host_memory_is_an_error_in_the_forward_that_needs_it() -> None:
+    model = mlps()
+    with (
+        swap.activations(model, min_mib=0, host_gib=8 / MIB) as swapped,
+        pytest.raises(HostMemoryError, match="--swap-host-gib"),
+    ):
+        train(model)
+    assert swapped.stats().host_booked_bytes <= 8 * 1024
+
+
+# ---------------------------------------------------------------------------------------------- taking it off again
+
+
+def footprint(model: nn.Module) -> list[object]:
+    names = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_hooks")
+    hooks = [dict(getattr(module, name)) for module in model.modules() for name in names]
+    return [*hooks, *(sorted(vars(module)) for module in model.modules()), *(m.forward for m in model.modules())]
+
+
+def test_close_leaves_the_modules_as_they_were() -> None:
+    model = mlps()
+    own = model[1].forward
+    model[1].forward = lambda hidden: own(hidden)  # another library's
+    before = footprint(model)
+    swapped = swap.activations(model, "0-3", **ALL)
+    train(model)
+    assert footprint(model) != before
+    swapped.close()
+    assert footprint(model) == before
+    stats = swapped.stats()
+    train(model)
+    swapped.close()
+    assert swapped.stats() == stats
+    assert stats.out_bytes > 0
+    with swap.activations(model, **ALL):  # and once more
+        train(model)
+    assert footprint(model) == before
+
+
+def test_a_copy_that_failed_is_told_once_and_all_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlps()
+    before = footprint(model)
+    swapped = swap.activations(model, "0-3", **ALL)
+
+    def fails() -> None:
+        raise SwapError("an emulated copy failed")
+
+    monkeypatch.setattr(swapped._manager, "drain", fails)
+    with pytest.raises(SwapError, match="copy failed"):
+        swapped.close()
+    swapped.close()
+    assert footprint(model) == before
+
+
+def test_an_error_inside_with_closes() -> None:
+    model = mlps()
+    before = footprint(model)
+    with pytest.raises(RuntimeError, match="shapes"), swap.activations(model, **ALL):
+        model(rows(0)[:, 1:])
+    assert footprint(model) == before
+
+
+def test_a_backward_after_close_is_told_what_happened() -> None:
+    model = mlps()
+    with swap.activations(model, **ALL):
+        loss = loss_of(model(rows(0)))
+    with pytest.raises(SwapError, match="Close after the last backward"):
+        loss.backward()
+
+
+def test_a_backward_after_close_has_what_never_left() -> None:
+    torch.manual_seed(7)
+    model = mlps()
+    with swap.activations(model):  # everything is small
+        loss = loss_of(model(rows(0)))
+    loss.backward()
+    assert model[0].up.weight.grad is not None
+
+
+# ------------------------------------------------------------------------------------------------- what layers are
+
+
+def test_layers_are_the_children_of_the_outermost_stacks() -> None:
+    model = Cnn()
+    with swap.activations(model) as swapped:
+        assert swapped.layers == (*model.stem, *model.stages)  # of nested stacks the outer one
+    with swap.activations(encoder()) as swapped:
+        assert len(swapped.layers) == 5
+    with swap.activations(Twice()) as swapped:
+        assert len(swapped.layers) == 4
+    nested = nn.ModuleList([nn.ModuleList([Mlp(), Mlp()]), nn.ModuleDict({"a": nn.Sequential(Mlp())})])
+    with swap.activations(nested, "0,2") as swapped:
+        assert swapped.layers == (nested[0][0], nested[0][1], nested[1]["a"][0])
+        assert swapped.chosen == (0, 2)
+    layers = [Mlp(), Mlp(), Mlp()]
+    with swap.activations(iter(layers), ManualPolicy({1}, ("up",), 0)) as swapped:
+        assert swapped.layers == tuple(layers)
+        assert swapped.chosen == (1,)
+
+
+def refused() -> dict[str, tuple[Callable[[], Any], str]]:
+    model = mlps(3)
+    compiled = mlps(3)
+    compiled[1].compile()
+    return {
+        "no stack": (lambda: swap.activations(Mlp()), "no layers were found in Mlp"),
+        "no layers": (lambda: swap.activations([]), "no layers were found in list"),
+        "an empty stack": (lambda: swap.activations(nn.ModuleList()), "no layers were found"),
+        "no module": (lambda: swap.activations([model[0], 3]), "given int as a layer"),  # type: ignore[list-item]
+        "not iterable": (lambda: swap.activations(3), "given int as a layer"),  # type: ignore[arg-type]
+        "a list of stacks": (lambda: swap.activations([nn.ModuleList([Mlp()])]), "given ModuleList as a layer"),
+        "beyond": (lambda: swap.activations(model, "0-3"), "layer 3 is out of range"),
+        "not a range": (lambda: swap.activations(model, "first"), "neither a layer nor a range"),
+        "none": (lambda: swap.activations(model, "none"), "none of the 3 layers"),
+        "a number": (lambda: swap.activations(model, 3), "given 3 as layers"),  # type: ignore[arg-type]
+        "min_mib": (lambda: swap.activations(model, min_mib=-1), "--swap-min-mib"),
+        "host_gib": (lambda: swap.activations(model, host_gib=0), "--swap-host-gib"),
+        "a word": (lambda: swap.activations(model, min_mib="1"), "must be a number of MiB"),  # type: ignore[arg-type]
+        "inside": (lambda: swap.activations([model, model[1]]), "layer 0 of list .Sequential. contains layer 1"),
+        "the last": (lambda: swap.activations(model, "1-2"), "of 3 layers only the last"),
+        "one": (lambda: swap.activations([Mlp()], prefetch_gib=1), "of 1 layers only the last"),
+        "meta": (lambda: swap.activations(mlps(3).to("meta")), "are on meta"),
+        "no device": (lambda: swap.activations([nn.ReLU() for _ in range(3)]), "no device"),
+        "compiled layer": (lambda: swap.activations(compiled), "layer 1 of Sequential .Mlp. is compiled"),
+        "scripted": (lambda: swap.activations([torch.jit.script(nn.Linear(2, 2))]), "is compiled"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
+@pytest.mark.parametrize("case", refused())
+def test_bad_input_is_refused(case: str) -> None:
+    call, said = refused()[case]
+    with pytest.raises(UsageError, match=said):
+        call()
+
+
+def test_more_host_memory_than_there_is() -> None:
+    model = mlps()
+    with pytest.raises(HostMemoryError, match="--swap-host-gib asks for"):
+        swap.activations(model, host_gib=1e6)
+    assert "forward" not in vars(model[0])
+
+
+def test_nested_swaps_are_refused() -> None:
+    model = nn.Sequential(*(mlps(4) for _ in range(4)))
+    before = footprint(model)
+    with swap.activations(model):
+        for again in (model, [model], model[0], [model[1][1]], [model[1][1].up]):
+            with pytest.raises(UsageError, match="swapped already"):
+                swap.activations(again)
+    assert footprint(model) == before
+
+
+def test_a_plan_that_recomputes_whole_layers_is_refused() -> None:
+    class Whole(ManualPolicy):
+        def recomputes_whole(self, layer: int) -> bool:
+            return layer == 1
+
+    with pytest.raises(UsageError, match="recomputes whole layers"):
+        swap.activations(mlps(), Whole({0}, (), 0))
+
+
+def test_a_swapped_model_is_neither_copied_nor_pickled() -> None:
+    model = mlps()
+    with swap.activations(model, "0-1"):
+        with pytest.raises(UsageError, match="neither copied nor pickled"):
+            copy.deepcopy(model)
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+    copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_around_layers(use_reentrant: bool) -> None:
+    """Around a layer that is to be swapped: a contradiction. Around another one: it stays a checkpoint."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Mlp() for _ in range(5)])
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for number, layer in enumerate(self.layers):
+                if number == 3:
+                    hidden = checkpoint(layer, hidden, use_reentrant=use_reentrant)
+                else:
+                    hidden = layer(hidden)
+            return hidden
+
+    assert_equal(Around, layers="0-2")
+    model = Around()
+    runs = []
+    model.layers[3].up.register_forward_hook(lambda *_: runs.append(1))
+    with swap.activations(model, "0-2", min_mib=0):
+        train(model, num_steps=2)
+    assert len(runs) == 4
+    with (
+        swap.activations(model, "1-3", min_mib=0),
+        pytest.raises(UsageError, match="is to be swapped, but runs inside an activation checkpoint"),
+    ):
+        train(model)
+
+
+# ----------------------------------------------------------------------------------------------------- the package
+
+
+def test_the_package_imports_nothing_before_it_is_asked_for() -> None:
+    program = (
+        "import sys, megatron.swap, megatron.swap.planner.solve\n"
+        "assert not {'torch', 'megatron.swap.nn.module_activations'} & set(sys.modules)\n"
+        "from megatron import swap\n"
+        "from megatron.swap import types\n"
+        "assert not hasattr(swap, 'anything')\n"
+        "assert 'torch' not in sys.modules\n"
+        "swap.activations\n"
+        "assert 'torch' in sys.modules and not any(name.startswith('megatron.core') for name in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_compiled_model_runs_its_swapped_layers_as_they_are() -> None:
+    program = (
+        "import pytest, torch\n"
+        "from megatron import swap\n"
+        "from megatron.swap import types\n"
+        "from tests import plain_loop as here\n"
+        "torch.manual_seed(7)\n"
+        "model = here.mlps()\n"
+        "plain = here.train(here.copy.deepcopy(model))\n"
+        "compiled = torch.compile(model, backend='aot_eager')\n"
+        "with swap.activations(compiled, **here.ALL) as swapped:\n"
+        "    assert here.train(compiled).same_as(here.Trained(plain.losses, plain.grads,\n"
+        "        {'_orig_mod.' + name: value for name, value in plain.state.items()}))\n"
+        "    assert swapped.stats().in_bytes > 0\n"
+        "with pytest.raises(types.UsageError, match='is compiled .OptimizedModule.'):\n"
+        "    swap.activations([torch.compile(here.Mlp())])\n"
+    )
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "0"}
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, env=environment)
+
+
+def test_verify() -> None:
+    model = mlps()
+    with swap.activations(model, verify=True, **ALL) as swapped:
+        train(model)
+        assert swapped.stats().in_bytes > 0

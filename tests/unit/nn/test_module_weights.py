@@ -1,0 +1,326 @@
+"""Weights in host memory: same outputs to the bit, two layers on the device, everything back where it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron import swap
+from torch import nn
+
+from megatron.swap.common.types import SwapError
+from megatron.swap.devices.base import Device
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.nn.module_weights import WeightSwap
+from tests.lazy_device import LazyDevice, LazyStream
+from tests.weight_models import DEVICES, MODELS, Far, mlp, num_hooks, picture, tied
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    made = DEVICES[request.param]()
+    yield made
+    made.close()
+    assert getattr(made, "violations", []) == []
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(7)
+
+
+# ------------------------------------------------------------------------------------------------------ outputs
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_as_without(name: str, mode: Callable[[], Any], device: Device) -> None:
+    model, x = MODELS[name]()
+    model.eval()
+    before = picture(model)
+    with mode():
+        expected = model(x)
+        with swap.weights(model, layers=model.layers, device=device) as swapped:
+            for _ in range(4):
+                assert torch.equal(model(x), expected)
+            assert swapped.stats.num_late == 0
+        assert torch.equal(model(x), expected)
+    assert picture(model) == before
+    assert num_hooks(model) == 0
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        pytest.param([[0, 1, 0, 2, 3, 0, 4]] * 4, id="a layer in several places"),
+        pytest.param([[0, 0, 1, 1, 1, 2, 3, 4, 4]] * 3, id="twice in a row"),
+        pytest.param([[0, 1, 2, 3, 4], [0, 1, 3, 4], [0, 4], [], [0, 1, 2, 3, 4], [2]], id="skipped"),
+        pytest.param([[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1, 4, 2, 0, 3], [0, 1, 2, 3, 4]], id="other orders"),
+    ],
+)
+def test_any_order(orders: list[list[int]], device: Device) -> None:
+    model, x = mlp()
+    model.eval()
+    with torch.no_grad(), swap.weights(model, model.layers, device=device) as swapped:
+        results = []
+        for order in orders:
+            model.order = order
+            results.append(model(x))
+        late = swapped.stats.num_late
+    for order, result in zip(orders, results, strict=True):
+        model.order = order
+        with torch.no_grad():
+            assert torch.equal(model(x), result)
+    assert late <= 2 * len(orders) * len(model.order)
+
+
+def test_the_order_is_learned_in_one_pass() -> None:
+    model, x = mlp()
+    model.eval()
+    model.order = [4, 1, 0, 1, 3, 2, 1]
+    with torch.no_grad(), swap.weights(model, model.layers) as swapped:
+        model(x)
+        assert swapped.stats.num_late > 3
+        model(x)  # how the pass begins after its own end is learned here
+        late = swapped.stats.num_late
+        for _ in range(3):
+            model(x)
+        assert swapped.stats.num_late == late
+
+
+def test_what_is_there_is_not_copied() -> None:
+    model, x = mlp(2)
+    model.eval()
+    with torch.no_grad(), swap.weights(model, model.layers) as swapped:
+        model(x)
+        in_bytes = swapped.stats.in_bytes
+        assert in_bytes == swapped.stats.buffer_bytes
+        for _ in range(3):
+            model(x)
+        assert swapped.stats.in_bytes == in_bytes
+    model, x = mlp(3)
+    model.eval()
+    model.order = [0, 0, 0, 1, 1, 2, 2]
+    with torch.no_grad(), swap.weights(model, model.layers) as swapped:
+        model(x)
+        layer_bytes = swapped.stats.buffer_bytes // 2
+        assert swapped.stats.in_bytes == 4 * layer_bytes  # and the first for the next pass
+
+
+class Counting(nn.Module):
+    """Has a cache, as some models do, and writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("cache", torch.zeros(2, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache += self.linear(x)
+        return torch.tanh(self.cache)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_layer_that_writes_to_its_buffers(mode: Callable[[], Any], device: Device) -> None:
+    model = nn.Sequential(*(Counting() for _ in range(4))).eval()
+    alone = copy.deepcopy(model)
+    x = torch.randn(2, 16)
+    with mode(), swap.weights(model, model, device=device) as swapped:
+        for _ in range(4):
+            assert torch.equal(model(x), alone(x))
+        layer_bytes = swapped.stats.buffer_bytes // 2
+        assert swapped.stats.out_bytes == 4 * 4 * layer_bytes
+        assert swapped.stats.in_bytes == (4 * 4 + 1) * layer_bytes  # what was written is there: it is not copied
+        for _ in range(2):
+            assert torch.equal(model[3](x), alone[3](x))
+        assert swapped.stats.in_bytes == (4 * 4 + 1) * layer_bytes
+    with mode():
+        assert torch.equal(model(x), alone(x))
+
+
+class Kernel(nn.Module):
+    """Reads its weight when ``stream`` gets there."""
+
+    def __init__(self, value: int, stream: LazyStream, seen: list[list[float]]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), float(value)))
+        self.read = lambda data: stream.enqueue(lambda: seen.append(data.tolist()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.read(self.weight.data)
+        return x
+
+
+def test_who_comes_unexpectedly_takes_the_place_of_who_was_expected() -> None:
+    """Not that of the layer before, whose compute may go on; here it is also the next."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).eval()
+    with torch.no_grad(), swap.weights(model, model) as swapped:
+        for number in (0, 3, 0):
+            model[number](torch.randn(2, 16))
+        assert swapped.stats.num_late == 1
+        assert swapped.stats.in_bytes == 3 * swapped.stats.buffer_bytes // 2  # 0, 1, 3
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_copy_waits_for_compute_that_lags(is_missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: layers are enqueued, and run when the host is long ahead. Copies run as early as they may."""
+    device, compute, seen = LazyDevice(), LazyStream("compute"), list[list[float]]()
+    device.compute = compute
+    if is_missing:
+        monkeypatch.setattr(device, "wait", lambda stream, event: None)
+    model = nn.Sequential(*(Kernel(value, compute, seen) for value in range(5))).eval()
+    with torch.no_grad(), swap.weights(model, model, device=device):
+        (in_stream,) = device._streams
+        for layer in [*model] * 3:
+            layer(torch.zeros(1))
+            in_stream.run_until(lambda: not in_stream.work)
+        compute.run_until(lambda: not compute.work)
+    assert (seen == [[float(value)] * 4 for value in [*range(5)] * 3]) is not is_missing
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_compute_waits_for_copies(is_missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies run as late as they may."""
+    device = LazyDevice()
+    model, x = mlp()
+    model.eval()
+    if is_missing:
+        stall = device.timed_wait(device.compute, device.record(device.compute))
+        monkeypatch.setattr(device, "timed_wait", lambda stream, event: stall)
+    with torch.no_grad():
+        expected = model(x)
+        with swap.weights(model, model.layers, device=device):
+            assert torch.equal(model(x), expected) is not is_missing
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def test_the_device_has_two_layers_and_what_stays() -> None:
+    device = Far()
+    model, x = tied()
+    model.eval()
+    layer_bytes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
+    alone = weakref.ref(model.layers[2].linear2.weight.untyped_storage())
+    with torch.no_grad(), swap.weights(model, model.layers, device=device) as swapped:
+        assert alone() is None  # where it was is free
+        stats = swapped.stats
+        shared_bytes = model.layers[0].self_attn.out_proj.weight.nbytes
+        assert stats.stayed_bytes == shared_bytes
+        stay_bytes = shared_bytes + model.first.weight.nbytes + model.last.bias.nbytes
+        assert stats.buffer_bytes == 2 * max(layer.num_bytes for layer in swapped._layers)
+        assert max(layer_bytes) <= stats.buffer_bytes // 2 < max(layer_bytes) + 512 * 12
+        assert device.taken_bytes == stats.buffer_bytes + stay_bytes
+        assert stats.host_bytes % 4096 == 0
+        assert sum(layer_bytes) - 2 * shared_bytes <= stats.host_bytes
+        for _ in range(3):
+            model(x)
+            assert device.taken_bytes == stats.buffer_bytes + stay_bytes
+    gc.collect()
+    assert device.taken_bytes == 0
+    assert swapped.stats.host_bytes == swapped.stats.buffer_bytes == 0
+
+
+def test_nothing_grows_over_many_passes() -> None:
+    model, x = mlp(3)
+    model.eval()
+
+    def count() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    with torch.no_grad(), swap.weights(model, model.layers) as swapped:
+        model(x)
+        before = count()
+        for _ in range(50):
+            model(x)
+        assert count() == before
+        assert len(swapped._counters._stalls) <= 1
+        assert len(swapped._after) <= 6
+    gone = weakref.ref(swapped)
+    del swapped
+    gc.collect()
+    assert gone() is None
+
+
+def test_without_room_for_the_buffers_all_is_as_it_was() -> None:
+    model, _ = mlp()
+    model.eval()
+    before = picture(model)
+    with pytest.raises(torch.OutOfMemoryError):
+        swap.weights(model, model.layers, device=Far(room_bytes=2048))
+    assert picture(model) == before
+    assert num_hooks(model) == 0
+
+
+def test_buffers_make_room_for_what_comes_back() -> None:
+    model, x = mlp()
+    model.eval()
+    device = Far()
+    device.torch_device = torch.device("cpu")  # the model is on it
+    with torch.no_grad(), swap.weights(model, model.layers, device=device):
+        model(x)
+        device.room_bytes = sum(p.nbytes for p in model.layers.parameters())
+    assert device.taken_bytes == device.room_bytes
+
+
+def test_what_has_no_room_at_the_end_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = mlp()
+    model.eval()
+    device = EmulatedDevice()
+    with torch.no_grad():
+        expected = model(x)
+        swapped = swap.weights(model, model.layers, device=device)
+        model(x)
+
+        def allocate(num_bytes: int) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no room")
+
+        monkeypatch.setattr(device, "allocate", allocate)
+        with pytest.raises(SwapError, match=r"have no room on cpu any more and are on the CPU"):
+            swapped.close()
+        swapped.close()
+        assert num_hooks(model) == 0
+        assert torch.equal(model(x), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("start", ["cpu", "cuda"])
+def test_a_model_larger_than_what_is_allowed(start: str) -> None:
+    num_layers, width = 12, 4096  # 64 MiB a layer
+    model = mlp(num_layers, width)[0].eval()
+    x = torch.randn(8, 4, device="cuda")
+    layer_bytes = sum(p.nbytes for p in model.layers[0].parameters())
+    with torch.inference_mode():
+        expected = model.cuda()(x)
+        model.to(start)
+        torch.cuda.empty_cache()
+        swapped: WeightSwap = swap.weights(model, model.layers)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        total_bytes = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 4 * layer_bytes) / total_bytes)
+        try:
+            for _ in range(10):
+                assert torch.equal(model(x), expected)
+            # Two layers, activations that are little, and cuBLAS's workspaces.
+            assert torch.cuda.max_memory_allocated() < 4 * layer_bytes < num_layers * layer_bytes
+            assert swapped.stats.num_late == 0
+            assert swapped.stats.in_bytes > 9 * num_layers * layer_bytes
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            swapped.close()
+        assert all(tensor.device.type == start for tensor in model.parameters())
+        assert torch.equal(model.cuda()(x), expected)

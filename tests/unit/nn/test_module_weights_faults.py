@@ -1,0 +1,350 @@
+"""Who looks at swapped weights, writes to them, moves them; what goes wrong, and what is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron import swap
+from torch import nn
+
+from megatron.swap.common.types import MIB, SwapError, UsageError
+from megatron.swap.devices.base import Device
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.memory.host_memory import HostCapacity, HostMemoryError
+from megatron.swap.nn import module_weights
+from tests.weight_models import DEVICES, Stack, convolutions, mlp, num_hooks, picture
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    made = DEVICES[request.param]()
+    yield made
+    made.close()
+    assert getattr(made, "violations", []) == []
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(7)
+
+
+# ------------------------------------------------------------------------------------- whoever looks, or writes
+
+
+def test_a_state_dict_in_between(device: Device) -> None:
+    model, x = convolutions()
+    model.eval()
+    right = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad(), swap.weights(model, model.layers, device=device):
+        states = [model.state_dict()]
+        for _ in range(2):
+            model(x)
+            states.append(model.state_dict())
+    for state in states:  # also those that are older than what came since
+        assert state.keys() == right.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in right.items())
+
+
+def test_a_state_dict_is_loaded_in_between(device: Device) -> None:
+    (model, x), (other, _) = mlp(3), mlp(3)
+    model.eval()
+    other.eval()
+    with torch.no_grad():
+        with swap.weights(model, model.layers, device=device):
+            model(x)  # the last two layers are in the buffers, or on their way
+            model.load_state_dict(other.state_dict())
+            assert torch.equal(model(x), other(x))
+            model.state_dict()["layers.0.0.weight"].mul_(2)
+            other.layers[0][0].weight.mul_(2)
+            assert torch.equal(model(x), other(x))
+        assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_was_moved_in_between_is_told(assign: bool) -> None:
+    model, x = mlp()
+    model.eval()
+    with torch.no_grad(), swap.weights(model, model.layers):
+        model(x)
+        if assign:
+            model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+        else:
+            model.double()
+            x = x.double()
+        with pytest.raises(SwapError, match=r"layers.0.0.weight, layers.0.0.bias: replaced or moved"):
+            model(x)
+    with torch.no_grad():
+        model(x)  # it stays as they have made it
+    assert model.layers[0][0].weight.dtype == (torch.float32 if assign else torch.float64)
+
+
+def test_hooks_of_others_see_the_weights(device: Device) -> None:
+    model, x = mlp()
+    model.eval()
+    right = [layer[0].weight.clone() for layer in model.layers]
+    seen: list[torch.Tensor] = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda layer, _: seen.append(layer[0].weight.clone()))
+        layer.register_forward_hook(lambda layer, *_: seen.append(layer[0].weight.clone()))
+    with torch.no_grad(), swap.weights(model, model.layers, device=device):
+        model(x)
+    assert all(torch.equal(there, here) for there, here in zip(seen, [w for w in right for _ in "io"], strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------- errors
+
+
+class Failing(nn.Module):
+    """Runs ``what`` once, if there is any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.what: Callable[[nn.Module], Any] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        what, self.what = self.what, None
+        if what is not None:
+            found = what(self)
+            if found is not None:
+                return found
+        return self.linear(x)
+
+
+def failing() -> tuple[Stack, torch.Tensor]:
+    return Stack([Failing() for _ in range(4)], nn.Linear(4, 16), nn.Linear(16, 3)).eval(), torch.randn(2, 4)
+
+
+def interrupt(_: nn.Module) -> None:
+    raise KeyboardInterrupt
+
+
+def fail(_: nn.Module) -> None:
+    raise ArithmeticError("of the layer")
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "said"),
+    [
+        (fail, ArithmeticError, "of the layer"),
+        (interrupt, KeyboardInterrupt, None),
+        (lambda layer: layer.linear.weight[:2].view(-1)[:32].view(2, 16), SwapError, "layers.1 returns a view"),
+    ],
+    ids=["exception", "interrupt", "view"],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_after_an_error_in_a_layer(
+    what: Callable[[nn.Module], Any], error: type[BaseException], said: str | None, whole: bool, device: Device
+) -> None:
+    model, x = failing()
+    before = picture(model)
+
+    def run() -> torch.Tensor:
+        if whole:
+            return model(x)
+        y = model.first(x)
+        for layer in model.layers:
+            y = layer(y)
+        return model.last(y)
+
+    with torch.no_grad():
+        expected = run()
+        with swap.weights(model, model.layers, device=device):
+            for layer in (model.layers[1], model.layers[1]):
+                layer.what = what
+                with pytest.raises(error, match=said):
+                    run()
+                assert torch.equal(run(), expected)
+                assert torch.equal(run(), expected)
+    assert picture(model) == before
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_loaded_after_an_interrupt_is_kept(whole: bool, device: Device) -> None:
+    (model, x), (other, _) = failing(), failing()
+    with torch.no_grad():
+        expected = other(x)
+        with swap.weights(model, model.layers, device=device):
+            model.layers[1].what = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+            model.load_state_dict(other.state_dict())
+            y = torch.randn(2, 16)
+            assert whole or torch.equal(model.layers[1](y), other.layers[1](y))
+            assert torch.equal(model(x), expected)
+            model.layers[1].what = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                model(x)
+            for changed in (model, other):
+                changed.layers[1].linear.weight.mul_(2)
+        assert torch.equal(model(x), other(x))
+
+
+def test_interrupted_twice() -> None:
+    model, x = failing()
+    with torch.no_grad():
+        expected = model(x)
+        with swap.weights(model, model.layers):
+            for number in (3, 1):
+                model.layers[number].what = interrupt
+                with pytest.raises(KeyboardInterrupt):
+                    model(x)
+            for number in (3, 1):
+                model.layers[number].what = interrupt
+                with pytest.raises(KeyboardInterrupt):
+                    model.layers[number](torch.randn(2, 16))
+            with pytest.raises(SwapError, match=r"layers.0 begins while 2 others run"):
+                model.layers[0](torch.randn(2, 16))
+            assert torch.equal(model(x), expected)
+
+
+def test_a_layer_that_calls_another() -> None:
+    model, x = failing()
+    with torch.no_grad():
+        model.layers[0].what = lambda _: model.layers[3](torch.ones(2, 16))
+        expected = model(x)
+        with swap.weights(model, model.layers, device=EmulatedDevice(0.003)):
+            for _ in range(3):
+                model.layers[0].what = lambda _: model.layers[3](torch.ones(2, 16))
+                assert torch.equal(model(x), expected)
+
+
+def test_gradients_and_training_are_refused_before_anything_runs() -> None:
+    model, x = convolutions()
+    model.eval()
+    ran: list[int] = []
+    model.first.register_forward_hook(lambda *_: ran.append(1))
+    with swap.weights(model, model.layers):
+        with pytest.raises(UsageError, match=r"gradients on.*torch.no_grad\(\) or torch.inference_mode\(\)"):
+            model(x)
+        with pytest.raises(UsageError, match="gradients on"):
+            model.layers[1](torch.randn(2, 4, 6, 6))
+        model.train()
+        with torch.no_grad(), pytest.raises(UsageError, match=r"layers.0 is in training mode.*model.eval\(\)"):
+            model(x)
+        assert not ran
+        model.eval()
+        with torch.no_grad():
+            model(x)
+
+
+def with_meta() -> Stack:
+    with torch.device("meta"):
+        return mlp()[0].eval()
+
+
+class Special(nn.Parameter):
+    """More than memory."""
+
+
+def with_subclass() -> Stack:
+    model, _ = mlp()
+    model.layers[1][0].weight = Special(torch.randn(16, 16))
+    return model.eval()
+
+
+def with_inference_tensors() -> Stack:
+    with torch.inference_mode():
+        return mlp()[0].eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "choose", "said"),
+    [
+        (lambda: torch.ones(3), lambda _: [], "takes a torch.nn.Module, not Tensor"),
+        (lambda: mlp()[0].eval(), lambda _: [], "layers= is empty"),
+        (lambda: mlp()[0].eval(), lambda _: 3, "layers= is a int: give several modules"),
+        (lambda: mlp()[0].eval(), lambda _: "layers", "layers= has a str that is no module of this Stack"),
+        (lambda: mlp()[0].eval(), lambda _: [nn.Linear(2, 2)], "layers= has a Linear that is no module of this Stack"),
+        (lambda: mlp()[0].eval(), lambda m: [m.layers[1], m.layers[1][0]], "layers.1.0 is inside layers.1: name one"),
+        (lambda: mlp()[0].eval(), lambda m: [m.layers[0][1]], "have no weights of their own"),
+        (lambda: mlp()[0], lambda m: m.layers, r"layers.0 is in training mode.*Call model.eval\(\)"),
+        (with_meta, lambda m: m.layers, r"first.weight is on the meta device.*to_empty\(device='cpu'\)"),
+        (with_inference_tensors, lambda m: m.layers, r"layers.0.0.weight was made under torch.inference_mode"),
+        (with_subclass, lambda m: m.layers, r"layers.1.0.weight is a Special of its own kind.*Leave that layer out"),
+    ],
+)
+def test_what_cannot_work_is_told(make: Callable[[], Any], choose: Callable[[Any], Any], said: str) -> None:
+    model = make()
+    with pytest.raises(UsageError, match=said):
+        swap.weights(model, choose(model))
+    if isinstance(model, nn.Module):
+        assert num_hooks(model) == 0
+
+
+def test_a_special_weight_may_stay() -> None:
+    model = with_subclass()
+    with swap.weights(model, [model.layers[0], model.layers[2]]), torch.no_grad():
+        model(torch.randn(2, 4))
+
+
+def test_nested() -> None:
+    model, x = mlp()
+    model.eval()
+    with swap.weights(model, model.layers[:2]):
+        for layers in (model.layers[:2], model.layers[2:]):
+            with pytest.raises(UsageError, match=r"layers.0 is swapped already|this module is swapped already"):
+                swap.weights(model, layers)
+        with torch.no_grad():
+            model(x)
+
+
+def test_closed_is_closed() -> None:
+    model, _ = mlp()
+    swapped = swap.weights(model.eval(), model.layers)
+    swapped.close()
+    swapped.close()
+    with pytest.raises(UsageError, match=r"closed: call swap.weights again"), swapped:
+        pass
+    with swap.weights(model, model.layers):
+        pass
+
+
+def test_host_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = mlp(5, 256)
+    model.eval()
+    before = [tensor.data_ptr() for tensor in model.parameters()]
+    with pytest.raises(HostMemoryError, match=r"5 layers take 1.27 MiB.*1.00 MiB may be taken.*raise host_gib="):
+        swap.weights(model, model.layers, host_gib=1 / 1024)
+    with pytest.raises(UsageError, match=r"host_gib=-1: a number of GiB is expected, 0 or more"):
+        swap.weights(model, model.layers, host_gib=-1)
+    budget = HostCapacity(MIB, MIB, None, MIB // 8, "little")
+    monkeypatch.setattr(module_weights, "safe_host_bytes", lambda _: budget)
+    assert before == [tensor.data_ptr() for tensor in model.parameters()]
+    with swap.weights(model, model.layers):  # they make room for themselves
+        pass
+    monkeypatch.setattr(module_weights, "safe_host_bytes", lambda _: HostCapacity(MIB, MIB, None, -MIB, "nothing"))
+    with pytest.raises(HostMemoryError, match=r"may be taken \(nothing; and what they take there already\)"):
+        swap.weights(model, model.layers)
+
+
+def test_a_machine_that_refuses_midway(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = mlp()
+    model.eval()
+    before = picture(model)
+    calls: list[int] = []
+    prepare = module_weights.prepare_regions
+
+    def refuse_third(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise HostMemoryError("no")
+        return prepare(*arguments, **named)
+
+    monkeypatch.setattr(module_weights, "prepare_regions", refuse_third)
+    with pytest.raises(HostMemoryError, match=r"refuses host memory for the weights of 5 layers: name fewer layers="):
+        swap.weights(model, model.layers)
+    assert picture(model) == before
+
+
+def test_it_is_offered_without_importing_torch() -> None:
+    code = "import sys; import megatron.swap as s; assert 'torch' not in sys.modules; print(s.weights.__module__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "megatron.swap.nn.module_weights"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        swap.nothing  # noqa: B018

@@ -1,0 +1,346 @@
+"""Optimizer state around a step: it is loaded and offloaded beside layers, no peak rises for it, and nothing is stepped
+twice or before it has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.swap.common.types import KIB, MIB
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.memory.disk_file import DiskFile
+from megatron.swap.optimizer.overlap import StepOverlap
+from megatron.swap.optimizer.param_state import ParamState
+from megatron.swap.optimizer.stepper import NUM_BUFFERS, OptimizerStepper, StepOptions
+from megatron.swap.optimizer.transfers import StateTransfers
+from tests.unit.optimizer.test_state_on_disk import LIMITS
+from tests.unit.optimizer.test_stepper import OPTIMIZERS, Training, same
+
+BUCKET_BYTES = 4 * KIB
+LAYER_BYTES = 10 * KIB
+NUM_LAYERS = 12
+
+
+class Device(EmulatedDevice):
+    """RAM plays the device, and its memory counts: what layers hold, and what transfers do."""
+
+    def __init__(self) -> None:
+        super().__init__(0.002)
+        self.layers_bytes = self.peak_of_all = 0
+        self.transfers: StateTransfers | None = None
+
+    def allocated_bytes(self) -> int | None:  # type: ignore[override]
+        assert self.transfers is not None
+        num_bytes = self.layers_bytes + self.transfers.device_bytes
+        self.peak_of_all = max(self.peak_of_all, num_bytes)
+        return num_bytes
+
+
+class Model:
+    """Layers that hold memory from their forward to their backward, around the steps of ``Training``."""
+
+    def __init__(
+        self, counts_memory: bool = True, name: str = "adamw", disk: DiskFile | None = None, on: str = "cpu"
+    ) -> None:
+        sizes = {"bucket_bytes": 16 * KIB, "limit_bytes": LIMITS["all on disk"]} if disk else {"bucket_bytes": 4 * KIB}
+        self.training = Training(OPTIMIZERS[name], lambda _: True, disk=disk, on=on, **sizes)  # type: ignore[arg-type]
+        stepper, transfers = self.training.stepper, self.training.transfers
+        assert stepper is not None
+        self.stepper, self.transfers = stepper, transfers
+        self.held: list[torch.Tensor] = []  # on a GPU
+        self.device = Device() if counts_memory else EmulatedDevice(0.002)
+        if isinstance(self.device, Device):
+            self.device.transfers = transfers
+        device = self.device if on == "cpu" else self.training.device
+        self.overlap = StepOverlap(device, transfers)
+        self.overlap.add(stepper)
+        stepper._options = replace(stepper._options, room_bytes=self.overlap.room_in_step)
+        self.loaded: list[int] = []  # at the end of each backward
+        self.left: list[int] = []  # at the end of each step
+
+    def run(self, layers_bytes: int = LAYER_BYTES, num_micro_batches: int = 2, *, steps: bool = True) -> None:
+        for number in range(num_micro_batches):
+            for _ in range(NUM_LAYERS):
+                self.overlap.on_layer_forward(number == 0)
+                self._hold(layers_bytes)
+            for _ in range(NUM_LAYERS):
+                self._hold(-layers_bytes)
+                if number == num_micro_batches - 1:
+                    self.overlap.on_layer_backward_end()
+        self.loaded.append(self.transfers.loaded_bytes)
+        if steps:
+            self.training.steps(1)
+        self.left.append(self.transfers.offloading_bytes)
+        self.overlap.step_ended()
+
+    def _hold(self, num_bytes: int) -> None:
+        if self.training.params[0].is_cuda:
+            if num_bytes > 0:
+                self.held.append(torch.full((num_bytes,), 7, dtype=torch.uint8, device="cuda"))
+            else:
+                self.held.pop()
+        elif isinstance(self.device, Device):
+            self.device.layers_bytes += num_bytes
+            self.device.allocated_bytes()
+
+
+def alone(num_steps: int, name: str = "adamw") -> list[object]:
+    return Training(OPTIMIZERS[name]).steps(num_steps).all()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskFile]:
+    made = DiskFile(tmp_path, 64 * MIB)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "whole" not in name])
+@pytest.mark.parametrize("counts_memory", [True, False])
+def test_as_the_optimizer_alone(name: str, counts_memory: bool) -> None:
+    model = Model(counts_memory, name)
+    for _ in range(5):
+        model.run()
+    assert max(model.loaded[1:]) > 0
+    assert max(model.left) > 0
+    assert same(model.training.all(), alone(5, name))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("layers_bytes", [10 * KIB, MIB])
+def test_as_the_optimizer_alone_on_a_gpu(layers_bytes: int) -> None:
+    model = Model(on="cuda")
+    try:
+        for number in range(20):
+            model.run(layers_bytes, steps=number != 7)
+        assert max(model.loaded) > 0
+        assert max(model.left) > 0
+        assert same(model.training.all(), Training(OPTIMIZERS["adamw"], on="cuda").steps(19).all())
+    finally:
+        model.training.arena.close()  # memory that is registered and gone is in the way of the next test's
+
+
+def test_no_peak_rises() -> None:
+    model = Model()
+    model.run()
+    assert (model.loaded, model.left) == ([0], [0])  # nothing was known yet
+    before = model.device.peak_of_all
+    for _ in range(3):
+        model.run()
+    assert model.device.peak_of_all == before == NUM_LAYERS * LAYER_BYTES
+    # All but the last layer, and a bucket that waits to go out.
+    room_bytes = (NUM_LAYERS - 1) * LAYER_BYTES
+    assert room_bytes - 3 * BUCKET_BYTES < model.loaded[-1] <= room_bytes - BUCKET_BYTES
+    assert room_bytes - 2 * BUCKET_BYTES < model.left[-1] <= room_bytes
+
+
+def taking(extra_bytes: int, model: Model) -> None:
+    """From now on Megatron allocates so much between backward and step."""
+    inner = type(model.training).steps
+
+    def steps(num_steps: int) -> Training:
+        model._hold(extra_bytes)
+        try:
+            return inner(model.training, num_steps)
+        finally:
+            model._hold(-extra_bytes)
+
+    model.training.steps = steps  # type: ignore[assignment,method-assign]
+
+
+def test_what_megatron_allocates_before_the_step_has_room() -> None:
+    model = Model()
+    taking(50 * KIB, model)
+    for _ in range(4):
+        model.run()
+    assert model.device.peak_of_all == NUM_LAYERS * LAYER_BYTES
+    assert model.loaded[-1] > 0
+    assert same(model.training.all(), alone(4))
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_it_is_seen_while_nothing_overlaps(skips: bool) -> None:
+    """And remembered over a step that is skipped."""
+    model = Model()
+    model.run()
+    model.overlap.is_enabled = False
+    taking(50 * KIB, model)
+    model.run()
+    model.run(steps=not skips)
+    assert model.loaded == [0, 0, 0]
+    model.overlap.is_enabled = True
+    model.run()
+    assert model.device.peak_of_all == NUM_LAYERS * LAYER_BYTES
+    assert model.loaded[-1] > 0
+    assert same(model.training.all(), alone(3 if skips else 4))
+
+
+def test_a_step_that_is_skipped_leaves_nothing() -> None:
+    model = Model()
+    model.run()
+    model.run(steps=False)
+    assert model.loaded[-1] > 0
+    assert model.transfers.device_bytes == 0
+    model.run()
+    assert same(model.training.all(), alone(2))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 1, 1, 2), (0, 1, 0)])
+def test_layers_that_grow_and_shrink(sizes: tuple[int, ...]) -> None:
+    model = Model()
+    peak_bytes = 0
+    for size in sizes:
+        model.run(size * LAYER_BYTES)
+        peak_bytes = max(peak_bytes, NUM_LAYERS * size * LAYER_BYTES, (NUM_BUFFERS + 1) * BUCKET_BYTES)
+        assert model.device.peak_of_all <= peak_bytes
+    assert same(model.training.all(), alone(len(sizes)))
+
+
+def test_one_micro_batch() -> None:
+    model = Model()
+    for _ in range(4):
+        model.run(num_micro_batches=1)
+    assert model.loaded[-1] > 0
+    assert model.device.peak_of_all == NUM_LAYERS * LAYER_BYTES
+    assert same(model.training.all(), alone(4))
+
+
+def test_other_gradients_than_in_the_step_before() -> None:
+    model = Model()
+    plain = Training(OPTIMIZERS["adamw"])
+    for without in (None, 3, None, 0, 0):
+        inner = type(model.training).steps
+        model.training.steps = lambda n, w=without, f=inner: f(model.training, n, w)  # type: ignore[assignment,method-assign,misc]
+        model.run()
+        plain.steps(1, without)
+    assert same(model.training.all(), plain.all())
+
+
+def test_what_is_materialized_is_what_was_stepped_last() -> None:
+    """A checkpoint right behind a step, and one with buckets that came ahead of the next."""
+    model = Model()
+    plain = Training(OPTIMIZERS["adamw"])
+    for _ in range(3):
+        model.run()
+        assert same(model.training.all(), plain.steps(1).all())
+    model.run(steps=False)
+    for _ in range(NUM_LAYERS):
+        model.overlap.on_layer_backward_end()
+    model.training.stepper.release()  # type: ignore[union-attr]
+    for value in (*model.training.params, *plain.params):
+        assert value is not None
+    model.stepper.materialize()
+    for training in (model.training, plain):
+        for param in training.params:
+            param.mul_(0.5)
+    model.stepper.store_loaded()
+    model.run()
+    assert same(model.training.all(), plain.steps(1).all())
+
+
+def test_from_disk(disk: DiskFile) -> None:
+    model = Model(disk=disk)
+    for _ in range(4):
+        model.run(100 * KIB)
+    assert same(model.training.all(), alone(4))
+
+
+def test_the_disk_is_not_waited_for_in_backward(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(disk=disk)
+    model.run(100 * KIB)
+    monkeypatch.setattr("megatron.swap.memory.staging.Fetched.has_arrived", False)
+    model.run(100 * KIB)
+    assert model.loaded[-1] == 0
+    assert same(model.training.all(), alone(2))
+
+
+def release_without_a_wait(transfers: StateTransfers, max_bytes: int = 0) -> None:
+    while transfers._offloads and transfers.offloading_bytes > max_bytes:
+        oldest = transfers._offloads.popleft()
+        transfers._offloading_shards.difference_update(oldest.shards)
+        for storage in oldest.storages:
+            transfers._free(storage)
+
+
+@pytest.mark.parametrize("forgotten", ["of loads", "of offloads"])
+def test_a_wait_that_is_missing_shows(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.training.device._longest_delay_s = 0.02  # type: ignore[attr-defined]
+    for _ in range(2):
+        model.run()
+    nothing: Callable[..., None] = lambda *_, **__: None  # noqa: E731
+    if forgotten == "of loads":
+        monkeypatch.setattr(StateTransfers, "wait_for", nothing)
+    else:
+        monkeypatch.setattr(StateTransfers, "release", release_without_a_wait)
+    for _ in range(3):
+        model.run()
+    assert not same(model.training.all(), alone(5))
+
+
+def test_frees_nothing_twice() -> None:
+    model = Model()
+    for _ in range(3):
+        model.run()
+    model.stepper.materialize()
+    assert model.transfers.device_bytes == model.transfers.offloading_bytes == 0
+    assert all(isinstance(param, torch.Tensor) and not param.isnan().any() for param in model.training.params)
+
+
+def test_several_optimizers_read_ahead_from_one_disk(disk: DiskFile) -> None:
+    """Buffers before the disk are fewer than what all of them ask for: nothing is stepped from another's."""
+    bucket_bytes = 16 * KIB
+    names = ("adamw", "momentum")
+    first = Training(OPTIMIZERS["adamw"], lambda _: True, disk=disk, bucket_bytes=bucket_bytes, limit_bytes=600 * KIB)
+    second = Training(OPTIMIZERS["momentum"])
+    chosen = {param: ParamState(param) for param in second.params}
+    second.stepper = OptimizerStepper(
+        second.optimizer, first.transfers, chosen, StepOptions(True, second._copy_to_model)
+    )
+    alone = [Training(OPTIMIZERS[name]) for name in names]
+    for _ in range(4):
+        for training in (first, second):
+            assert training.stepper is not None
+            training.stepper.load_ahead(0)
+        for training in (first, second, *alone):
+            training.steps(1)
+    for swapped, plain in zip((first, second), alone, strict=True):
+        assert same(swapped.all(), plain.all())
+
+
+def test_layers_that_will_hold_another_amount_say_first_how_much() -> None:
+    model = Model()
+    model.run()
+    model.overlap.forget_level()
+    model.run()
+    assert (model.loaded[-1], model.left[-1]) == (0, 0)
+    model.run()
+    assert model.loaded[-1] > 0
+
+
+def test_forward_and_backward_that_run_again_find_nothing_loaded() -> None:
+    model = Model()
+    for _ in range(2):
+        model.run()
+    peak = model.device.peak_of_all
+    for _ in range(NUM_LAYERS):
+        model.overlap.on_layer_backward_end()
+    assert model.transfers.loaded_bytes > 0
+    model.run()
+    assert model.device.peak_of_all == peak
+    assert same(model.training.all(), alone(3))
+
+
+def test_the_same_choice_again_moves_nothing() -> None:
+    model = Model()
+    model.run()
+    wanted = set(model.training.params[::2])
+    model.stepper.set_offloaded(wanted)
+    moved = model.transfers.out_bytes, model.transfers.in_bytes
+    model.stepper.set_offloaded(wanted)
+    assert (model.transfers.out_bytes, model.transfers.in_bytes) == moved

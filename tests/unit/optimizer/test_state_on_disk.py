@@ -1,0 +1,237 @@
+"""Optimizer state on disk, all of it or some: equal to the optimizer alone, also when the disk is slow; a fault ends
+training, and memory falls."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.common.disk_buffers import NUM_STAGED
+from megatron.swap.common.types import KIB, MIB, UsageError
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.megatron_lm.optimizer_adapter import is_elementwise
+from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
+from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskError, DiskFile, DiskRoom
+from megatron.swap.memory.host_arena import HostArena
+from megatron.swap.memory.staging import with_ends
+from megatron.swap.optimizer.param_state import OffloadedTensor, ParamState
+from megatron.swap.optimizer.state_memory import StateMemory
+from megatron.swap.optimizer.transfers import StateTransfers
+from tests.unit.optimizer.test_stepper import OPTIMIZERS, Training, same
+
+ROOT = Path(__file__).resolve().parents[3]
+BUCKET = {"bucket_bytes": 16 * KIB}
+LIMITS = {"all on disk": 560 * KIB, "a part on disk": 640 * KIB}
+"""Of host memory, seven buffers between disk and device included: together they hold less than all of the state."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskFile]:
+    made = DiskFile(tmp_path, 64 * MIB)
+    yield made
+    made.close()
+
+
+def on_disk(training: Training) -> int:
+    """Return the bytes that are offloaded there."""
+    assert training.stepper is not None
+    tensors = training.stepper.state.offloaded_tensors()
+    return sum(one.num_bytes for one in tensors if isinstance(one.backing, DiskRoom))
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "whole" not in name])
+@pytest.mark.parametrize("with_main", [True, False])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_as_the_optimizer_alone(name: str, with_main: bool, limit: str, disk: DiskFile) -> None:
+    make = OPTIMIZERS[name]
+    swapped = Training(make, lambda _: True, with_main=with_main, limit_bytes=LIMITS[limit], disk=disk, **BUCKET)
+    alone = Training(make)
+    for _ in range(3):  # materialized and released in between
+        assert same(swapped.steps(3).all(), alone.steps(3).all())
+    assert swapped.stepper is not None
+    if limit == "all on disk":
+        assert on_disk(swapped) == swapped.stepper.state.offloaded_bytes
+    elif name == "adamw" and with_main:
+        assert 0 < on_disk(swapped) < swapped.stepper.state.offloaded_bytes
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("bucket_bytes", [16 * KIB, 64 * KIB, 256 * KIB])
+def test_a_slow_disk_changes_nothing(
+    seed: int, bucket_bytes: int, disk: DiskFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write may still be under way when its bytes are wanted or written again (few buckets), reads come in any order,
+    and each call does less than it is told."""
+    delays, read, write = random.Random(seed), os.preadv, os.pwritev
+
+    def slow(call: Any) -> Any:
+        def run(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            time.sleep(delays.choice([0, 0, 0.002, 0.004, 0.03]))
+            return call(descriptor, [buffers[0][: delays.randint(1, 4) * BLOCK_BYTES]], offset)
+
+        return run
+
+    monkeypatch.setattr(os, "preadv", slow(read))
+    monkeypatch.setattr(os, "pwritev", slow(write))
+    make = OPTIMIZERS["adamw"]
+    limit_bytes = NUM_STAGED * with_ends(bucket_bytes)  # buffers alone
+    swapped = Training(make, lambda _: True, limit_bytes=limit_bytes, disk=disk, bucket_bytes=bucket_bytes)
+    assert same(swapped.steps(4).all(), Training(make).steps(4).all())
+    assert swapped.stepper is not None
+    assert on_disk(swapped) == swapped.stepper.state.offloaded_bytes
+
+
+def test_values_are_loaded_into_it(disk: DiskFile) -> None:
+    make = OPTIMIZERS["adamw"]
+    swapped = Training(make, lambda _: True, limit_bytes=LIMITS["all on disk"], disk=disk, **BUCKET).steps(2)
+    alone = Training(make).steps(2)
+    for training in (swapped, alone):
+        if training.stepper is not None:
+            training.stepper.materialize()
+        for param in training.params:
+            param.mul_(0.5)
+            for value in training.optimizer.state[param].values():
+                value.mul_(0.25) if value.numel() > 1 else None
+        if training.stepper is not None:
+            training.stepper.store_loaded()
+    assert same(swapped.steps(2).all(), alone.steps(2).all())
+
+
+def test_what_is_offloaded_may_change_between_steps(disk: DiskFile) -> None:
+    swapped = Training(OPTIMIZERS["adamw"], lambda _: True, limit_bytes=LIMITS["all on disk"], disk=disk, **BUCKET)
+    alone = Training(OPTIMIZERS["adamw"])
+    for wanted in ((), (0, 3), (1, 2, 3), (0, 1, 2, 3)):
+        assert swapped.stepper is not None
+        swapped.stepper.set_offloaded({swapped.params[i] for i in wanted})
+        assert same(swapped.steps(2).all(), alone.steps(2).all())
+
+
+def a_param_state(number: int, disk: DiskFile | None = None) -> ParamState:
+    """Of one MiB in host memory, and two more there or on disk."""
+    param_state = ParamState(torch.full((1024, 256), float(number)))
+    for name in ("main", "exp_avg", "exp_avg_sq"):
+        backing = torch.empty(MIB, dtype=torch.uint8) if disk is None or name == "main" else disk.take_all([MIB])[0]
+        param_state.tensors[name] = OffloadedTensor(param_state.param, backing)
+    return param_state
+
+
+def test_state_on_disk_is_the_first_to_be_kept(disk: DiskFile) -> None:
+    """Ten parameters of twelve are offloaded, in the middle four of them to disk."""
+    param_states = [a_param_state(number, disk if 3 <= number < 7 else None) for number in range(10)]
+    offloaded: set[torch.Tensor] = set()
+    swap = OptimizerSwap(EmulatedDevice(), OffloadSettings(1.0, 64 * MIB, disk=disk))
+    stepper = SimpleNamespace(
+        state=SimpleNamespace(param_states=param_states), set_offloaded=offloaded.update, update_ms=lambda: 10.0
+    )
+    swap._adapted = [SimpleNamespace(stepper=stepper)]  # type: ignore[list-item]
+    swap._selection.seen_bytes, swap._selection.offloaded_bytes = 12 * MIB, 10 * MIB
+    disk.traffic.take_ms_per_gib = lambda: 1e3  # type: ignore[method-assign]
+    found = swap.offloaded_state()
+    assert (found.state_gib, found.fraction) == (pytest.approx(36 / 1024), pytest.approx(10 / 12))
+    assert (found.disk_gib, found.disk_ms) == (pytest.approx(12 / 1024), pytest.approx(2 * 8 * 1e3 / 1024))
+    for fraction, wanted in (
+        (1.0, range(10)), (10 / 12, range(10)), (9 / 12, {0, 1, 2, 4, 5, 6, 7, 8, 9}),
+        (8 / 12, {0, 1, 2, 4, 6, 7, 8, 9}), (6 / 12, {0, 1, 2, 7, 8, 9}), (3 / 12, {1, 7, 9}), (0.0, ()),
+    ):  # fmt: skip
+        offloaded.clear()
+        swap.set_offload_fraction(fraction)
+        assert {int(param[0, 0]) for param in offloaded} == set(wanted)
+
+
+def test_optimizers_that_step_whole_parameters_are_refused() -> None:
+    muon = type("OrthogonalizedOptimizer", (torch.optim.Adafactor,), {})([torch.zeros(4)])
+    with pytest.raises(UsageError, match=r"--swap-disk-dir: .* steps whole parameters, .* one of Adam, AdamW"):
+        is_elementwise(muon, has_disk=True)
+    assert not is_elementwise(muon, has_disk=False)
+
+
+def test_a_parameter_larger_than_a_bucket_is_offloaded_there(disk: DiskFile) -> None:
+    memory = StateMemory(HostArena(limit_bytes=1024 * KIB, pinned=False), disk)
+    transfers = StateTransfers(EmulatedDevice(0.001), memory, 64 * KIB)
+    param = torch.arange(300_000, dtype=torch.float32)
+    param_state = transfers.offload_main_param(param)
+    transfers.synchronize()
+    (offloaded,) = param_state.tensors.values()
+    assert isinstance(offloaded.backing, DiskRoom)
+    offloaded.materialize()
+    assert torch.equal(param, torch.arange(300_000, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_disk_that_fails_ends_training_and_no_checkpoint_is_made_of_it(
+    call: str, disk: DiskFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_bytes = LIMITS["all on disk"]
+    swapped = Training(OPTIMIZERS["adamw"], lambda _: True, limit_bytes=limit_bytes, disk=disk, **BUCKET).steps(2)
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(DiskError, match="A checkpoint that was saved is intact"):
+        swapped.steps(1).all()  # materializes it, as Megatron does before it saves
+
+
+RESIDENT = """
+import ctypes, sys, torch
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.memory.disk_file import DiskFile
+from megatron.swap.memory.host_arena import HostArena
+from megatron.swap.common.disk_buffers import NUM_STAGED
+from megatron.swap.memory.staging import with_ends
+from megatron.swap.optimizer.state_memory import StateMemory
+from megatron.swap.optimizer.stepper import OptimizerStepper, StepOptions
+from megatron.swap.optimizer.transfers import StateTransfers
+
+def resident():
+    ctypes.CDLL(None).malloc_trim(0)  # what is free already
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1]) << 10
+
+MIB = 1 << 20
+torch.set_num_threads(1)
+params = [torch.zeros(4 * MIB) for _ in range(8)]
+optimizer = torch.optim.AdamW(params, foreach=False)
+for param in params:
+    param.grad = torch.ones_like(param)
+stepper = None
+if len(sys.argv) > 1:
+    memory = StateMemory(HostArena(limit_bytes=8 * MIB, pinned=False), DiskFile(sys.argv[1], 1 << 30))
+    transfers = StateTransfers(EmulatedDevice(), memory, MIB)
+    chosen = {param: transfers.offload_main_param(param) for param in params}
+    stepper = OptimizerStepper(optimizer, transfers, chosen, StepOptions(is_elementwise=True))
+for _ in range(2):
+    (optimizer if stepper is None else stepper).step()
+if stepper is not None:
+    transfers.synchronize()
+    print(memory.disk_bytes, resident())
+else:
+    print(0, resident())
+"""
+
+
+def test_resident_memory_falls(tmp_path: Path) -> None:
+    """By at least 80 % of what is on disk."""
+
+    def run(*arguments: str) -> tuple[int, int]:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", RESIDENT, *arguments],
+            cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        moved, resident = map(int, done.stdout.split())
+        return moved, resident
+
+    _, before = run()
+    moved, after = run(str(tmp_path))
+    assert moved == 3 * 4 * 4 * 8 * MIB  # a main parameter and two moments, of 8 x 4 million
+    assert before - after >= 0.8 * moved

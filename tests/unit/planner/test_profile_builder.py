@@ -1,0 +1,471 @@
+"""Profiles out of recordings that are written down by hand: times without the engine's work, memory besides saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from megatron.swap.common.types import GIB, MIB, SwapError
+from megatron.swap.planner.profile import Device, LayerClass, Link, NonLayer, NonLayerSite, Pipeline, Profile, Section
+from megatron.swap.planner.profile_builder import build_profile, with_times
+from megatron.swap.planner.recording import EVALUATION, Event, LayerRun, NonLayerStorage, Recording, SavedStorage, What
+from megatron.swap.planner.simulate import simulate
+from megatron.swap.planner.solve import empty_plan, whole_layers
+from tests.unit.planner.cases import model, plan
+
+STATIC = 1000 * MIB
+
+
+class Script:
+    """Writes a recording: ``after`` lets time pass, ``use`` changes what is allocated, ``note`` takes ``noting_ms``."""
+
+    def __init__(self, noting_ms: float = 0.0) -> None:
+        self.events: list[Event] = []
+        self.now_ms = 0.0
+        self.noting_ms = noting_ms
+        self.bytes = self._peak = STATIC
+
+    def after(self, ms: float) -> Script:
+        self.now_ms += ms
+        return self
+
+    def use(self, mib: float) -> Script:
+        """So much more is allocated (less, where negative)."""
+        self.bytes += int(mib * MIB)
+        self._peak = max(self._peak, self.bytes)
+        return self
+
+    def blip(self, mib: float) -> Script:
+        """For an instant."""
+        return self.use(mib).use(-mib)
+
+    def note(self, what: What, **details: object) -> Script:
+        event = Event(what, self.now_ms, self._peak, self.bytes, noting_ms=self.noting_ms, **details)  # type: ignore[arg-type]
+        self.events.append(event)
+        self._peak = self.bytes
+        return self.after(self.noting_ms)
+
+    def save(self, storage: SavedStorage) -> Script:
+        self.use(storage.num_bytes / MIB)
+        return self.note(What.SAVED, storage=storage, num_bytes=storage.num_bytes)
+
+    def free(self, storage: SavedStorage) -> Script:
+        """As a storage dies: the event comes before its memory is free."""
+        self.note(What.FREED, storage=storage, num_bytes=storage.num_bytes)
+        return self.use(-storage.num_bytes / MIB)
+
+    def work(self, work: str, ms: float, of: str = "", mib: float = 0.0) -> Script:
+        self.note(What.WORK_BEGIN, work=work, of=of).after(ms).blip(mib)
+        return self.note(What.WORK_END, work=work, of=of)
+
+    @property
+    def recording(self) -> Recording:
+        return Recording(tuple(self.events))
+
+
+class Layer:
+    """Two sites: ``in/0`` of 10 MiB and ``out/0`` of 30, that is made from it (``again_ms``: and was, in so long)."""
+
+    def __init__(
+        self, number: int, micro_batch: int = 0, scale: float = 1.0, stays: bool = False, again_ms: float | None = None
+    ) -> None:
+        self.run = LayerRun(number, micro_batch)
+        self.again_ms = again_ms
+        self.inner = SavedStorage(self.run, "in/0", int(10 * MIB * scale), is_input=True, has_external_refs=stays)
+        self.outer = SavedStorage(self.run, "out/0", int(30 * MIB * scale), producer="norm", made_from=(self.inner,))
+
+    def forward(self, script: Script) -> None:
+        script.note(What.FORWARD_BEGIN, run=self.run)
+        script.after(1).save(self.inner).after(2).blip(7).save(self.outer).after(1)
+        if self.again_ms is not None:
+            script.free(self.outer)
+        script.note(What.FORWARD_END, run=self.run)
+
+    def backward(self, script: Script) -> None:
+        script.note(What.BACKWARD_BEGIN, run=self.run).after(1)
+        script.note(What.ASKED, storage=self.outer)
+        if self.again_ms is not None:
+            again(script, self.outer, self.again_ms)
+        script.after(2).use(5).free(self.outer).after(1)
+        script.note(What.ASKED, storage=self.inner).after(2).blip(2).use(-5).free(self.inner).after(1)
+        script.note(What.BACKWARD_END, run=self.run)
+
+
+
+def again(script: Script, storage: SavedStorage, ms: float) -> None:
+    """It is recomputed."""
+    label = f"layers.{storage.run.layer}/{storage.site} mb{storage.run.micro_batch}"
+    script.note(What.WORK_BEGIN, work="recompute", of=label).after(ms).use(storage.num_bytes / MIB)
+    script.note(What.ARRIVED, storage=storage, num_bytes=storage.num_bytes)
+    script.note(What.WORK_END, work="recompute", of=label)
+
+
+def steps(script: Script, layers: Iterable[list[Layer]]) -> Recording:
+    """Each of ``layers`` is a micro-batch of the only step; around them 3 ms, loss 2 ms and 50 MiB, 9 ms at the end."""
+    script.note(What.STEP)
+    for micro_batch in layers:
+        script.note(What.CHUNK_BEGIN).after(3)
+        for layer in micro_batch:
+            layer.forward(script)
+        script.blip(50).note(What.CHUNK_END).after(2)
+        for layer in reversed(micro_batch):
+            layer.backward(script)
+        script.after(4)
+    script.after(9).note(What.STEP)
+    return script.recording
+
+
+def built(recording: Recording, num_micro_batches: int = 1, **options: object) -> Profile:
+    return build_profile(
+        recording, model(), Link(1, 1, 1, 1), Device("made up", 80.0), num_micro_batches=num_micro_batches,
+        source="by hand", **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def with_forward(number: int, *between: tuple[str, float, str, float]) -> Script:
+    """One layer, with the engine's work behind what is saved first."""
+    script, layer = Script(), Layer(number)
+    script.note(What.STEP).note(What.FORWARD_BEGIN, run=layer.run).after(1).save(layer.inner)
+    for work in between:
+        script.work(*work)
+    script.after(2).blip(7).save(layer.outer).after(1).note(What.FORWARD_END, run=layer.run)
+    layer.backward(script)
+    script.note(What.STEP)
+    return script
+
+
+def times(entry: LayerClass) -> dict[str, tuple[float, float, float]]:
+    return {site.site: (site.saved_at_ms, site.needed_at_ms, site.done_at_ms) for site in entry.sites}
+
+
+class TestALayer:
+    def test_times_sizes_and_memory(self) -> None:
+        (entry,) = built(steps(Script(), [[Layer(0), Layer(1)]])).layers
+        assert (entry.layers, entry.forward_ms, entry.backward_ms) == ((0, 1), 4, 7)
+        assert times(entry) == {"in/0": (1, 4, 6), "out/0": (3, 1, 3)}
+        assert [site.mib for site in entry.sites] == [10, 30]
+        assert entry.forward_peak_mib == 0  # 7 MiB on top while the 30 were not there yet
+        # From the beginning nothing; 5 MiB of gradients before `out` is freed; 2 more for an instant; then none.
+        assert entry.temporaries == ((1, 5), (4, 7), (6, 0))
+
+    def test_what_exceeds_all_that_is_saved_is_forwards_peak(self) -> None:
+        script, layer = Script(), Layer(0)
+        script.note(What.STEP).note(What.FORWARD_BEGIN, run=layer.run).blip(45).save(layer.inner).save(layer.outer)
+        script.blip(8).note(What.FORWARD_END, run=layer.run)
+        layer.backward(script)
+        (entry,) = built(script.note(What.STEP).recording).layers
+        assert entry.forward_peak_mib == 8
+
+    @pytest.mark.parametrize("work", ["wait", "release", "recompute", "trial", "bring_back", "swap_out"])
+    def test_the_engines_work_takes_no_time(self, work: str) -> None:
+        plain = built(with_forward(0).recording)
+        disturbed = built(with_forward(0, (work, 5.0, "layers.0/in/0 mb0", 0.0)).recording)
+        assert times(disturbed.layers[0]) == times(plain.layers[0])
+        assert disturbed.layers[0].forward_ms == plain.layers[0].forward_ms == 4
+        assert disturbed.non_layer.optimizer_ms == plain.non_layer.optimizer_ms == 0
+
+    def test_the_recorder_takes_no_time(self) -> None:
+        def recorded(noting_ms: float) -> Recording:
+            script = Script(noting_ms)
+            return steps(script, [[Layer(0, again_ms=0.5), Layer(1, again_ms=0.5)], [Layer(0, 1), Layer(1, 1)]])
+
+        assert built(recorded(0.25)) == built(recorded(0.0))
+
+    def test_nested_work_counts_once_and_a_recipe_costs_what_it_has_not_waited(self) -> None:
+        script, layer = Script(), Layer(0)
+        label = "layers.0/out/0 mb0"
+        script.note(What.STEP)
+        layer.forward(script)
+        script.note(What.BACKWARD_BEGIN, run=layer.run).after(1).note(What.ASKED, storage=layer.outer)
+        script.note(What.WORK_BEGIN, work="recompute", of=label).after(0.5).work("wait", 3.0, "layers.0/in/0 mb0")
+        script.after(0.25).note(What.WORK_END, work="recompute", of=label).after(1)
+        script.note(What.ASKED, storage=layer.inner).after(1).note(What.BACKWARD_END, run=layer.run)
+        (entry,) = built(script.note(What.STEP).recording).layers
+        assert entry.backward_ms == 3
+        assert entry.sites[1].recompute_ms == 0.75
+        assert times(entry)["in/0"] == (1, 2, 3)
+
+    def test_memory_of_a_trial_is_nobodys(self) -> None:
+        (entry,) = built(with_forward(0, ("trial", 1, "layers.0/in/0", 500)).recording).layers
+        assert entry.forward_peak_mib == 0
+
+    def test_an_evaluation_before_a_step_is_no_part_of_it(self) -> None:
+        def profile(*evaluations_ms: float) -> Profile:
+            script, layer = Script(), Layer(0)
+            script.note(What.STEP).after(1)
+            for ms in evaluations_ms:
+                script.work(EVALUATION, ms)
+            layer.forward(script.note(What.CHUNK_BEGIN).after(3))
+            script.note(What.CHUNK_END)
+            layer.backward(script)
+            return built(script.after(9).note(What.STEP).recording)
+
+        assert profile().non_layer.optimizer_ms == 10
+        assert profile(1000.0) == profile()
+
+    def test_what_is_brought_back_counts_as_saved(self) -> None:
+        script, first, last = Script(), Layer(0, stays=True), Layer(1)
+        script.note(What.STEP)
+        first.forward(script)
+        last.forward(script)
+        script.free(first.outer)
+        script.note(What.BACKWARD_BEGIN, run=last.run)
+        script.note(What.WORK_BEGIN, work="bring_back").use(30)
+        script.note(What.ARRIVED, storage=first.outer, num_bytes=30 * MIB).note(What.WORK_END, work="bring_back")
+        script.after(1).free(last.outer).free(last.inner).note(What.BACKWARD_END, run=last.run)
+        first.backward(script)
+        profile = built(script.note(What.STEP).recording)
+        assert profile.of_layer(1).temporaries == ()
+        assert profile.of_layer(0).temporaries == ((1, 5), (4, 7), (6, 0))
+
+    def test_what_others_hold_beyond_the_backward_is_theirs(self) -> None:
+        """So it is on top of what the next micro-batch saves."""
+        script, first, second = Script(), Layer(0, stays=True), Layer(0, 1)
+        first.forward(script.note(What.STEP))
+        script.note(What.BACKWARD_BEGIN, run=first.run).free(first.outer).after(1)
+        second.forward(script.note(What.BACKWARD_END, run=first.run))
+        script.free(first.inner)
+        second.backward(script)
+        (entry,) = built(script.note(What.STEP).recording, 2).layers
+        assert entry.forward_peak_mib == 10
+
+    @pytest.mark.parametrize("table_stays", [None, True, False], ids=["alone", "beside a table", "what may go"])
+    def test_what_is_made_on_the_way_is_the_sections(self, table_stays: bool | None) -> None:
+        """Two sites of 30 MiB, both made from 40 MiB that nobody saves, which take 4 ms.
+
+        One of them reads a table of another micro-batch as well (all layers share it). If that is not there anyway
+        there is no section; and the other one does not pass for cheap then: it takes the 4 ms alone.
+        """
+        script, layer = Script(), Layer(0)
+        way = SavedStorage(layer.run, "out/0+1", 40 * MIB, is_on_the_way=True)
+        other = SavedStorage(layer.run, "out/1", 30 * MIB, producer="norm", made_from=(layer.inner,))
+        layer.outer.through = other.through = (way.site,)
+        if table_stays is not None:
+            layer.outer.made_from += (SavedStorage(LayerRun(0, 5), "table/0", 2 * MIB, has_external_refs=table_stays),)
+        script.note(What.STEP).note(What.FORWARD_BEGIN, run=layer.run).save(layer.inner).save(layer.outer).save(other)
+        script.free(layer.outer).free(other).note(What.FORWARD_END, run=layer.run)
+        script.note(What.BACKWARD_BEGIN, run=layer.run).after(1)
+        for one, ms in ((layer.outer, 1), (other, 2)):
+            script.note(What.ASKED, storage=one)
+            if one is layer.outer:
+                again(script, way, 4)
+            again(script, one, ms)
+        script.free(way).after(1).free(layer.outer).free(other).after(1).free(layer.inner)
+        (entry,) = built(script.note(What.BACKWARD_END, run=layer.run).note(What.STEP).recording).layers
+        expected = () if table_stays is False else (Section("behind out/0", ("out/0", "out/1"), ("in/0",), 7, 40),)
+        assert entry.sections == expected
+        assert [site.recompute_ms for site in entry.sites] == [None] * 3
+        assert entry.temporaries == ()
+
+    def test_what_was_never_asked_for_is_held_to_the_end(self) -> None:
+        script, layer = Script(), Layer(0)
+        script.note(What.STEP)
+        layer.forward(script)
+        script.note(What.BACKWARD_BEGIN, run=layer.run).after(3).note(What.BACKWARD_END, run=layer.run)
+        (entry,) = built(script.note(What.STEP).recording).layers
+        assert times(entry) == {"in/0": (1, 3, 3), "out/0": (3, 3, 3)}
+
+    def test_passes_with_trials_tell_no_time_where_there_are_others(self) -> None:
+        script = with_forward(0, ("trial", 1.0, "layers.0/out/0", 0.0))
+        assert built(script.recording).layers[0].forward_ms == 4
+        script.events.pop()  # the step goes on with a second micro-batch
+        layer = Layer(0, 1)
+        script.note(What.FORWARD_BEGIN, run=layer.run).after(0.5).save(layer.inner).save(layer.outer)
+        script.note(What.FORWARD_END, run=layer.run)
+        layer.backward(script)
+        (entry,) = built(script.note(What.STEP).recording).layers
+        assert (entry.forward_ms, times(entry)["in/0"][0]) == (0.5, 0.5)
+
+
+class TestClasses:
+    def test_layers_that_are_equal_within_a_percent_are_a_class(self) -> None:
+        layers = [Layer(0, stays=True), Layer(1), Layer(2, scale=1.005), Layer(3, scale=1.5)]
+        profile = built(steps(Script(), [layers]))
+        assert [entry.layers for entry in profile.layers] == [(0,), (1, 2), (3,)]
+        assert [entry.sites[0].is_ineligible for entry in profile.layers] == [True, False, False]
+        assert [round(entry.sites[1].mib, 2) for entry in profile.layers] == [30, 30.15, 45]
+
+    def test_sizes_that_change_by_themselves_make_no_classes(self) -> None:
+        micro_batches = [[Layer(n, mb, scale=1 + 0.2 * mb * n) for n in range(3)] for mb in range(2)]
+        (entry,) = built(steps(Script(), [micro_batches[0][1:], micro_batches[1][1:]]), 2).layers
+        assert entry.layers == (1, 2)
+        assert entry.sites[1].mib == pytest.approx(30 * 1.4)
+
+    def test_small_sites_stay(self) -> None:
+        (entry,) = built(steps(Script(), [[Layer(0)]]), min_mib=10.5).layers
+        assert [site.is_ineligible for site in entry.sites] == [True, False]
+
+    def test_a_recipe_needs_a_cost_and_sources_in_its_own_layer(self) -> None:
+        recording = steps(Script(), [[Layer(0, again_ms=1.5)]])
+        (entry,) = built(recording).layers
+        assert (entry.sites[1].recompute_ms, entry.sites[1].recompute_needs) == (1.5, ("in/0",))
+        assert entry.sites[0].recompute_ms is None
+        for storage in {event.storage for event in recording.events if event.storage and event.storage.made_from}:
+            storage.made_from = (Layer(7).inner,)
+        (entry,) = built(recording).layers
+        assert (entry.sites[1].recompute_ms, entry.sites[1].recompute_needs) == (None, ())
+        (entry,) = built(steps(Script(), [[Layer(0)]])).layers
+        assert entry.sites[1].recompute_ms is None  # never made again
+
+    def test_whole_layers_run_again_from_their_input(self) -> None:
+        recording = steps(Script(), [[Layer(0)]])
+        assert built(recording).layers[0].sections == ()
+        assert built(recording, whole_layers=True).layers[0].sections == (Section("layer", ("out/0",), ("in/0",), 4),)
+
+    def test_a_layer_that_cannot_run_again_from_its_input_stands_alone(self) -> None:
+        layers = [Layer(number) for number in range(3)]
+        layers[0].inner.is_input = False
+        profile = built(steps(Script(), [layers]), whole_layers=True)
+        assert [(entry.layers, len(entry.sections)) for entry in profile.layers] == [((0,), 0), ((1, 2), 1)]
+
+
+class TestAStep:
+    def test_around_the_layers(self) -> None:
+        recording = steps(Script(), [[Layer(0, mb), Layer(1, mb)] for mb in range(3)])
+        profile = built(recording, num_micro_batches=3)
+        # 3 ms before and 4 ms behind each micro-batch, 2 of loss; the last 4 are the optimizer's by the same measure.
+        assert profile.non_layer == NonLayer(3, 6, 9, 0, 50 / 1024)
+        assert profile.static_gib == STATIC / GIB
+        played = simulate(profile, empty_plan(profile))
+        assert played.step_ms == pytest.approx(recording.events[-1].at_ms)
+        assert played.peak_gib * GIB == pytest.approx(max(event.peak_bytes for event in recording.events))
+
+    def test_sites_outside_the_layers(self) -> None:
+        """Of the chunk with the loss: the most bytes, the least time until backward wants them; held once is held."""
+
+        def one(site: str, mib: float, *at_ms: float, chunk: int = 0, stays: bool = False) -> NonLayerStorage:
+            times = dict(zip((What.SAVED, What.ASKED, What.FREED), at_ms, strict=False))
+            return NonLayerStorage(chunk, site, int(mib * MIB), stays, times)
+
+        unasked = NonLayerStorage(0, "unasked/0", 2 * MIB, at_ms={What.SAVED: 1.0, What.FREED: 4.0})
+        saved = (
+            one("early/0", 8, 1, 30, 31, stays=True), one("loss/0", 40, 9, 10, 12), one("loss/1", 0.5, 9, 10, 12),
+            unasked, one("early/0", 9, 40, 60, 61), one("loss/0", 30, 48, 52, 53), one("loss/0", 90, 70),
+            one("x/0", 7, 70), one("other/0", 5, 1, 2, 3, chunk=1),
+        )  # fmt: skip
+        events = steps(Script(), [[Layer(0)]]).events
+        plain, named = built(Recording(events), min_mib=1), built(Recording(events, non_layer=saved), min_mib=1)
+        assert named.non_layer.sites == (
+            NonLayerSite("early/0", 9, 20, "held"), NonLayerSite("loss/0", 40, 1),
+            NonLayerSite("loss/1", 0.5, 1, "small"),
+            NonLayerSite("unasked/0", 2, 3),
+        )  # fmt: skip
+        assert replace(named, non_layer=replace(named.non_layer, sites=())) == plain
+        assert simulate(named, empty_plan(named)) == simulate(plain, empty_plan(plain))
+
+    def test_the_allocator(self) -> None:
+        recording = steps(Script(), [[Layer(0)]])
+        peak = max(event.peak_bytes for event in recording.events)
+        for more, held in ((3 * GIB, 3.0), (-GIB, 0.0)):
+            assert built(Recording(recording.events, peak + more)).allocator_gib == held
+        assert built(recording).allocator_gib == 0
+
+    def test_a_rank_without_loss_has_no_peak_there(self) -> None:
+        recording = steps(Script(), [[Layer(0), Layer(1)]])
+        non_layer = built(recording, pipeline=Pipeline(2, 0, ((0, 1),))).non_layer
+        assert non_layer == NonLayer(3, 0, 13, 0, 0)
+        non_layer = built(recording, pipeline=Pipeline(2, 1, ((0, 1),))).non_layer
+        assert non_layer == NonLayer(3, 2, 0, 0, 50 / 1024)  # 13 ms, but 14 are what the rank before it takes
+
+    def test_what_is_kept_outside_counts_once_a_micro_batch(self) -> None:
+        """The second forward of a first stage finds what the first one has left."""
+        script, layers = Script().note(What.STEP), [Layer(0), Layer(0, 1)]
+        for layer in layers:
+            layer.forward(script.note(What.CHUNK_BEGIN).use(64))
+            script.note(What.CHUNK_END)
+        for layer in layers:
+            layer.backward(script)
+            script.use(-64)
+        recording = script.note(What.STEP).recording
+        for rank, kept_mib in ((0, 64), (1, 128)):
+            non_layer = built(recording, 2, pipeline=Pipeline(2, rank, ((0,),))).non_layer
+            assert non_layer.kept_gib == kept_mib / 1024
+
+    def test_the_optimizers_memory_comes_behind_the_last_layer(self) -> None:
+        script = Script()
+        script.note(What.STEP)
+        layers = [Layer(0, stays=True), Layer(1)]
+        for layer in layers:
+            layer.forward(script)
+        for layer in reversed(layers):
+            layer.backward(script)
+        profile = built(script.blip(300).note(What.STEP).recording)
+        assert simulate(profile, empty_plan(profile)).peak_gib * GIB == pytest.approx(STATIC + 300 * MIB)
+
+    def test_a_plan_of_it_can_be_played(self) -> None:
+        profile = built(steps(Script(), [[Layer(0, again_ms=1.5)]]))
+        assert simulate(profile, plan(profile, {(0,): {"out/0": "recompute"}})).recompute_ms == 1.5
+
+
+def whole(num_layers: int, forward_ms: float, again_ms: float, backward_ms: float) -> Recording:
+    """As ``steps``, of layers that run again as a whole, where nobody looks at what they save."""
+    script, runs = Script(), [LayerRun(number, 0) for number in range(num_layers)]
+    script.note(What.STEP).note(What.CHUNK_BEGIN).after(3)
+    for run in runs:
+        script.note(What.FORWARD_BEGIN, run=run).after(forward_ms).note(What.FORWARD_END, run=run)
+    script.note(What.CHUNK_END).after(2)
+    for run in reversed(runs):
+        script.note(What.BACKWARD_BEGIN, run=run).work("recompute", again_ms, of=run.label)
+        script.after(backward_ms).note(What.BACKWARD_END, run=run)
+    return script.after(4 + 9).note(What.STEP).recording
+
+
+class TestTimesOfOtherSteps:
+    def test_they_replace_those_that_were_recorded(self) -> None:
+        recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
+        timed = with_times(recorded, [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5)])
+        (entry,) = timed.layers
+        assert (entry.forward_ms, entry.backward_ms) == (2, 3.5)
+        assert times(entry) == {"in/0": (0.5, 2, 3), "out/0": (1.5, 0.5, 1.5)}
+        assert entry.temporaries == ((0.5, 5), (2, 7), (3, 0))
+        assert entry.sections == (Section("layer", ("out/0",), ("in/0",), 2.5),)
+        assert [site.mib for site in entry.sites] == [10, 30]
+        assert timed.non_layer == recorded.non_layer
+
+    def test_such_a_step_is_foretold(self) -> None:
+        recording = whole(3, forward_ms=2, again_ms=2.5, backward_ms=3.5)
+        profile = with_times(built(steps(Script(), [[Layer(i) for i in range(3)]]), whole_layers=True), [recording])
+        profile = replace(profile, link=Link(1e9, 1e9, 1e9, 1e9))
+        plan = whole_layers(profile, 80.0)
+        assert plan is not None
+        assert simulate(profile, plan).step_ms == pytest.approx(recording.events[-1].at_ms, abs=1e-3)
+        assert simulate(profile, plan).recompute_ms == 3 * 2.5
+
+    def test_medians_count(self) -> None:
+        recorded = built(steps(Script(), [[Layer(0)]]), whole_layers=True)
+        timed = with_times(recorded, [whole(1, ms, 2 * ms, 3 * ms) for ms in (2, 30, 1)])
+        (entry,) = timed.layers
+        assert (entry.forward_ms, entry.backward_ms, entry.sections[0].recompute_ms) == (2, 6, 4)
+
+    def test_without_any_all_stays(self) -> None:
+        recorded = built(steps(Script(), [[Layer(0)]]))
+        assert with_times(recorded, []) == recorded
+
+    def test_whole_layers_have_to_fit(self) -> None:
+        recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
+        plan = whole_layers(recorded, 80.0)
+        assert plan is not None
+        assert {entry.sections for entry in plan.classes} == {("layer",)}
+        least_gib = simulate(recorded, plan).peak_gib + recorded.doubt_gib
+        assert whole_layers(recorded, least_gib + 1e-6) == plan
+        assert whole_layers(recorded, least_gib - 1e-6) is None
+
+
+def test_a_layer_that_was_recomputed_as_a_whole_is_refused() -> None:
+    layer = Layer(3)
+    layer.inner.site = "checkpoint/0"
+    with pytest.raises(SwapError, match=r"layer 3 was recomputed as a whole, .* recomputes single sites\."):
+        built(steps(Script(), [[layer]]))
+
+
+def test_a_recording_of_nothing_is_refused() -> None:
+    script = Script().note(What.STEP).note(What.STEP)
+    with pytest.raises(SwapError, match="record whole training steps"):
+        built(script.recording)
+    run = LayerRun(4, 0)
+    script.note(What.FORWARD_BEGIN, run=run).note(What.FORWARD_END, run=run)
+    script.note(What.BACKWARD_BEGIN, run=run).note(What.BACKWARD_END, run=run).note(What.STEP)
+    with pytest.raises(SwapError, match=r"layer 4: nothing that it saves was seen\. Hook all layers"):
+        built(script.recording)

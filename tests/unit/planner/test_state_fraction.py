@@ -1,0 +1,171 @@
+"""How much of the optimizer's state rests: no more than the budget asks for, and what takes the least time."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from megatron.swap.common.plan import Infeasible, merged
+from megatron.swap.common.types import UsageError
+from megatron.swap.planner.flags import read_flags
+from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.planner.profile import Profile, load_profile, save_profile, sha256
+from megatron.swap.planner.shape import shape_profile
+from megatron.swap.planner.solve import solve
+from megatron.swap.planner.state_fraction import STEPS, hidden_ms, solve_fractions, with_fraction
+
+FLAGS = [
+    "--num-layers", "8", "--hidden-size", "4096", "--ffn-hidden-size", "14336", "--num-attention-heads", "32",
+    "--group-query-attention", "--num-query-groups", "8", "--swiglu", "--seq-length", "8192",
+    "--micro-batch-size", "1", "--global-batch-size", "16", "--vocab-size", "128256", "--bf16",
+    "--untie-embeddings-and-output-weights", "--use-distributed-optimizer", "--use-precision-aware-optimizer",
+]  # fmt: skip
+
+
+def of_flags(*more: str) -> Profile:
+    training = read_flags([*FLAGS, *more])
+    return shape_profile(
+        training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied, states=training.states,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return of_flags("--swap-optimizer", "auto")
+
+
+@pytest.mark.parametrize("budget_gib", [30, 34, 38, 42, 46, 50, 60])
+def test_as_good_as_the_best_of_all_parts(profile: Profile, budget_gib: float) -> None:
+    best_ms = float("inf")
+    for step in range(STEPS + 1):
+        part = with_fraction(profile, step / STEPS)
+        single = replace(part, offloaded_state=None)
+        try:
+            found = solve(single, budget_gib)
+        except Infeasible:
+            continue
+        best_ms = min(best_ms, found.prediction.step_ms - hidden_ms(profile, step / STEPS, found.prediction))
+    answer = solve_fractions(profile, budget_gib)
+    assert answer.prediction.step_ms <= 1.002 * best_ms
+    assert answer.prediction.peak_gib <= budget_gib
+    assert answer.plan.predicted is not None
+    assert answer.plan.predicted.step_ms == answer.prediction.step_ms
+    assert answer.plan.profile_sha256 == sha256(profile)
+
+
+def test_the_more_memory_the_less_rests(profile: Profile) -> None:
+    parts = [solve_fractions(profile, budget_gib).plan.offload_fraction for budget_gib in (25, 33, 41, 49, 80)]
+    assert parts == sorted(parts, reverse=True)  # type: ignore[type-var]
+    assert 0.5 < parts[0] <= 1.0  # type: ignore[operator]
+    assert parts[-1] == 0.0
+
+
+def test_what_stays_is_counted(profile: Profile) -> None:
+    all_gib = of_flags("--swap-optimizer", "0").static_gib
+    assert with_fraction(profile, 0.0).static_gib == pytest.approx(all_gib)
+    half = of_flags("--swap-optimizer", "0.5")
+    assert with_fraction(profile, 0.5).static_gib == pytest.approx(half.static_gib)
+
+
+def test_kernels_take_their_time_however_little_is_copied(profile: Profile) -> None:
+    """A step is measured with all at rest, where copies hide them. What stays has none to hide behind."""
+    assert profile.offloaded_state is not None
+    measured_ms, update_ms = profile.non_layer.optimizer_ms, 100.0
+    told = replace(profile, offloaded_state=replace(profile.offloaded_state, update_ms=update_ms))
+    for fraction in (0.0, 0.01, 0.02):
+        without, with_them = (with_fraction(of, fraction).non_layer.optimizer_ms for of in (profile, told))
+        home_ms = without - with_fraction(profile, 0.0).non_layer.optimizer_ms
+        own_ms = (1 - fraction) * update_ms + max(fraction * update_ms, home_ms)
+        assert with_them == pytest.approx(without - home_ms + own_ms)
+        prediction = solve(with_fraction(told, fraction), 80).prediction
+        assert home_ms - hidden_ms(told, fraction, prediction) >= min(home_ms, fraction * update_ms) - 1e-6
+    expected_ms = with_fraction(profile, 1.0).non_layer.optimizer_ms
+    assert with_fraction(told, 1.0).non_layer.optimizer_ms == pytest.approx(expected_ms)
+    # Where kernels take longer than the link they are what was measured.
+    slow = replace(profile, offloaded_state=replace(profile.offloaded_state, update_ms=2 * measured_ms))
+    assert with_fraction(slow, 0.0).non_layer.optimizer_ms == 2 * measured_ms
+
+
+def with_disk(profile: Profile, disk_gib: float, disk_ms: float) -> Profile:
+    """As if so much of the state that rests had been on disk: longer by what that takes beyond the link."""
+    assert profile.offloaded_state is not None
+    none_ms, all_ms = (with_fraction(profile, fraction).non_layer.optimizer_ms for fraction in (0.0, 1.0))
+    non_layer = replace(profile.non_layer, optimizer_ms=none_ms + max(disk_ms, all_ms - none_ms))
+    state = replace(profile.offloaded_state, disk_gib=disk_gib, disk_ms=disk_ms)
+    return replace(profile, non_layer=non_layer, offloaded_state=state)
+
+
+def test_the_less_rests_the_less_is_on_disk(profile: Profile) -> None:
+    assert profile.offloaded_state is not None
+    state_gib = profile.offloaded_state.state_gib
+    on_disk = with_disk(profile, state_gib / 4, 8000.0)
+    assert with_fraction(on_disk, 1.0) == on_disk
+    for fraction, disk_gib in ((0.9, 0.15 * state_gib), (0.76, 0.01 * state_gib), (0.75, 0.0), (0.2, 0.0)):
+        other = with_fraction(on_disk, fraction)
+        assert other.offloaded_state is not None
+        assert other.offloaded_state.disk_gib == pytest.approx(disk_gib)
+        assert other.offloaded_state.disk_ms == pytest.approx(8000.0 * disk_gib / (state_gib / 4))
+        without = with_fraction(profile, fraction)
+        assert other.static_gib == without.static_gib
+        longer_ms = other.non_layer.optimizer_ms - without.non_layer.optimizer_ms
+        home_ms = without.non_layer.optimizer_ms - with_fraction(profile, 0.0).non_layer.optimizer_ms
+        assert longer_ms == pytest.approx(max(0.0, other.offloaded_state.disk_ms - home_ms))
+
+
+@pytest.mark.parametrize("budget_gib", [26, 30, 38])
+def test_what_would_be_on_a_slow_disk_stays_if_other_means_cost_less(profile: Profile, budget_gib: float) -> None:
+    assert profile.offloaded_state is not None
+    on_disk = with_disk(profile, profile.offloaded_state.state_gib / 2, 60000.0)
+    best_ms = float("inf")
+    for step in range(STEPS + 1):
+        try:
+            found = solve(replace(with_fraction(on_disk, step / STEPS), offloaded_state=None), budget_gib)
+        except Infeasible:
+            continue
+        best_ms = min(best_ms, found.prediction.step_ms - hidden_ms(on_disk, step / STEPS, found.prediction))
+    answer, without = solve_fractions(on_disk, budget_gib), solve_fractions(profile, budget_gib)
+    assert answer.prediction.step_ms <= 1.002 * best_ms
+    assert answer.lower_bound_ms <= answer.prediction.step_ms
+    assert answer.plan.offload_fraction is not None
+    assert without.plan.offload_fraction is not None
+    assert answer.plan.offload_fraction <= max(0.5, without.plan.offload_fraction)
+    if without.plan.offload_fraction > 0.5:
+        assert answer.prediction.step_ms > without.prediction.step_ms
+
+
+def test_nothing_to_decide_without_auto(profile: Profile) -> None:
+    fixed = of_flags("--swap-optimizer", "0.5")
+    assert solve_fractions(fixed, 40).plan == solve(fixed, 40).plan
+    assert solve(fixed, 40).plan.offload_fraction is None
+
+
+def test_no_part_is_enough(profile: Profile) -> None:
+    with pytest.raises(Infeasible, match="the smallest budget that was found feasible"):
+        solve_fractions(profile, 15)
+
+
+def test_files(profile: Profile, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    save_profile(profile, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == profile
+    text = (tmp_path / "profile.json").read_text()
+    (tmp_path / "profile.json").write_text(text.replace('"share": 1.0', '"share": 1.5'))
+    with pytest.raises(UsageError, match="share must be 0 to 1, all others 0 or more"):
+        load_profile(tmp_path / "profile.json")
+    (tmp_path / "profile.json").write_text(re.sub(r',\s*"disk_gib": 0.0,\s*"disk_ms": 0.0', "", text))
+    assert "disk_ms" not in (tmp_path / "profile.json").read_text()
+    assert load_profile(tmp_path / "profile.json") == profile  # as written before there was a disk
+
+
+def test_of_the_stages_of_a_pipeline_the_one_that_needs_most(profile: Profile) -> None:
+    plan = solve_fractions(profile, 40).plan
+    plans = [replace(plan, classes=plan.classes[i::2], offload_fraction=part) for i, part in enumerate((0.25, 0.5))]
+    assert merged(plans).offload_fraction == 0.5
+
+
+def test_flags_say_what_is_allowed() -> None:
+    with pytest.raises(UsageError, match="--swap-optimizer some: must be 0 to 1, a part of its state, or auto"):
+        of_flags("--swap-optimizer", "some")
+    with pytest.raises(UsageError, match=r"--swap-optimizer 1.5: must be 0 to 1"):
+        of_flags("--swap-optimizer", "1.5")

@@ -1,0 +1,144 @@
+"""What a step saved, counted in two numbers a layer."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.swap.autotune.switch import SafePolicy, SwitchingPolicy
+from megatron.swap.common.plan import Plan, PlanClass, SitePlan
+from megatron.swap.common.types import ACTIVATION, NORM
+from megatron.swap.profiling.footprint import Footprint, FootprintMeter, LayerFootprint
+from megatron.swap.profiling.observer import Observer
+from tests.engine import TOKENS, Engine, batch, forward, loss_of, one_after_the_other, stack, train_step
+from tests.unit.planner.cases import model
+
+
+def keeps_all_but(*classes: PlanClass) -> Plan:
+    return Plan(model(4), None, None, None, classes)
+
+
+def test_the_largest_micro_batch_counts() -> None:
+    meter = FootprintMeter()
+    for layer, sizes in ((0, [10, 20]), (1, [5]), (0, [10, 30]), (1, [])):
+        meter.begin_layer(layer)
+        for size in sizes:
+            meter.add(size)
+        meter.end_layer(layer)
+    assert meter.take() == Footprint((LayerFootprint(0, 2, 40), LayerFootprint(1, 1, 5)))
+    assert meter.take() == Footprint(())
+
+
+def test_a_layer_that_broke_off_counts_for_nothing() -> None:
+    meter = FootprintMeter()
+    meter.begin_layer(2)
+    meter.add(1000)
+    meter.begin_layer(3)
+    meter.add(1)
+    meter.end_layer(3)
+    assert meter.take() == Footprint((LayerFootprint(3, 1, 1),))
+
+
+def test_what_a_layer_saves_that_runs_again_is_known_by_its_input() -> None:
+    measured = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 4, 60, 10)))
+    meter = FootprintMeter()
+    meter.begin_layer(0, 20)
+    meter.end_layer(0, unseen=True)
+    meter.begin_layer(1, 20)
+    meter.add(130)
+    meter.end_layer(1)
+    footprint = meter.take().filled_from(measured)
+    assert footprint == Footprint((LayerFootprint(0, 3, 200, 20), LayerFootprint(1, 1, 130, 20)))
+
+
+def test_the_most_of_several_steps() -> None:
+    one = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 3, 50, 5)))
+    other = Footprint((LayerFootprint(0, 2, 200, 20), LayerFootprint(2, 1, 1, 1)))
+    most = Footprint((LayerFootprint(0, 3, 200, 20), LayerFootprint(1, 3, 50, 5), LayerFootprint(2, 1, 1, 1)))
+    assert one.or_more(other) == other.or_more(one) == most
+
+
+@pytest.mark.parametrize(("sizes", "told_after"), [((104, 106), None), ((106, 100), 0), ((100, 111), 1)])
+def test_more_than_is_expected_is_told_after_the_layer_that_exceeds_it(
+    sizes: tuple[int, int], told_after: int | None
+) -> None:
+    meter, told = FootprintMeter(), []
+    running = -1
+    meter.expect(Footprint((LayerFootprint(0, 1, 100), LayerFootprint(1, 1, 100))), 1.05, lambda: told.append(running))
+    meter.begin_chunk()
+    for running, num_bytes in enumerate(sizes):
+        meter.begin_layer(running)
+        meter.add(num_bytes)
+        meter.end_layer(running)
+    assert (told[0] if told else None) == told_after
+
+
+def test_a_larger_input_is_told_before_anything_of_the_layer_is_saved() -> None:
+    meter, told = FootprintMeter(), []
+    meter.expect(Footprint((LayerFootprint(0, 1, 1000, 100),)), 1.05, lambda: told.append(True))
+    meter.begin_layer(0, 105)
+    meter.begin_layer(1, 9999)  # nothing is expected of it
+    assert not told
+    meter.begin_layer(0, 106)
+    assert told
+
+
+def test_a_longer_step_keeps_no_more_than_one_that_was_known_to_be_longer() -> None:
+    def peak_bytes(known: bool) -> int:
+        layers, observer = stack(4), Observer()
+        policy = SwitchingPolicy(SafePolicy(1024, ()), 1024)
+        with Engine(layers, observer=observer, policy=policy) as engine:
+            policy.apply_plan(keeps_all_but(PlanClass("0", {"nothing/0": SitePlan("swap")})))
+            meter = engine.saved_tensors.footprint
+            for tokens in (TOKENS, 2 * TOKENS):
+                meter.begin_chunk()
+                policy.is_short = known
+                loss_of(forward(layers, batch(tokens=tokens))).backward()
+                meter.expect(meter.take(), 1.05, lambda: setattr(policy, "is_short", True))
+                peak, _ = observer.take_peak()
+        return peak
+
+    assert peak_bytes(known=False) == peak_bytes(known=True)
+
+
+def test_it_is_the_same_whatever_happens_to_what_is_saved() -> None:
+    seen = set()
+    for policy in ({"swapped": []}, {}, {"swapped": [1]}, {"swapped": [], "recompute": (NORM, ACTIVATION)}):
+        layers = stack(3)
+        for recorded in (False, True):
+            with Engine(layers, observer=Observer(), recorded=recorded, **policy) as engine:  # type: ignore[arg-type]
+                train_step(layers, one_after_the_other(2))
+                seen.add(engine.saved_tensors.footprint.take())
+    (footprint,) = seen
+    assert [entry.layer for entry in footprint.layers] == [0, 1, 2]
+    layers = stack(3)
+    with Engine(layers, whole=[1]) as engine:
+        train_step(layers, one_after_the_other(2))
+        taken = engine.saved_tensors.footprint.take()
+    assert taken.layers[1] == LayerFootprint(1, 0, 0, footprint.layers[1].input_bytes)
+    assert taken.filled_from(footprint) == footprint
+
+
+def test_where_all_is_kept_layers_run_without_hooks_until_an_input_is_larger() -> None:
+    layers = stack(3)
+    policy = SwitchingPolicy(SafePolicy(1024, ()), 1024)
+    with Engine(layers, policy=policy) as engine:
+        footprint = engine.saved_tensors.footprint
+        train_step(layers, one_after_the_other(2))
+        measured = footprint.take()
+        policy.apply_plan(keeps_all_but())
+        footprint.expect(measured, 1.05, lambda: setattr(policy, "is_short", True))
+        before = engine.counters.out_bytes
+        output = forward(layers, batch().requires_grad_())
+        assert "BoundaryFunction" not in output.grad_fn.name()  # type: ignore[union-attr]
+        loss_of(output).backward()
+        assert footprint.take().filled_from(measured) == measured
+        assert policy.is_idle
+
+        output = forward(layers, batch(tokens=2 * TOKENS).requires_grad_())
+        assert not policy.is_idle
+        assert "BoundaryFunction" in output.grad_fn.name()  # type: ignore[union-attr]
+        loss_of(output).backward()
+        assert engine.counters.out_bytes > before
+        taken = footprint.take()
+        assert [entry.num_tensors for entry in taken.layers] == [entry.num_tensors for entry in measured.layers]
+        assert taken.num_bytes > 1.5 * measured.num_bytes

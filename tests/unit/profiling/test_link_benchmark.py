@@ -1,0 +1,171 @@
+"""The link as it is measured: what moves, in which order, what is given back; never how fast it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.common.types import MIB, SwapError
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.memory.host_memory import HostMemoryError
+from megatron.swap.memory.host_pool import HostPool
+from megatron.swap.memory.tiers.host import HostTier
+from megatron.swap.planner.profile import Link
+from megatron.swap.profiling import link_benchmark
+from megatron.swap.profiling.link_benchmark import NUM_COPIES, REPETITIONS, measure_link, slowest_link
+
+ROOT = Path(__file__).resolve().parents[3]
+NUM_BYTES = 3 * MIB
+
+
+class CountedDevice(EmulatedDevice):
+    """Notes the direction and the bytes of every copy; ``fail_at``: the number of the copy that fails, from 1."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__(longest_delay_s=0.001)
+        self.copies: list[tuple[str, int]] = []
+        self._fail_at = fail_at
+
+    def copy(self, stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self.copies.append((stream.direction, sum(source.numel() for source in sources)))
+        if len(self.copies) == self._fail_at:
+            raise MemoryError("planted")
+        super().copy(stream, targets, sources)
+
+
+@pytest.fixture
+def pool() -> Iterator[HostPool]:
+    made = HostPool(limit_bytes=8 * MIB, slab_bytes=2 * MIB, pinned=False, poison=True)
+    yield made
+    made.close()  # raises while anything is leased
+
+
+def test_every_pattern_moves_its_bytes_and_everything_is_given_back(pool: HostPool) -> None:
+    device = CountedDevice()
+    link = measure_link(device, HostTier(pool), NUM_BYTES)
+    out, back = NUM_COPIES * [("DtoH", NUM_BYTES)], NUM_COPIES * [("HtoD", NUM_BYTES)]
+    first_use = out + back
+    assert device.copies == first_use + REPETITIONS * out + REPETITIONS * back + REPETITIONS * (out + back)
+    assert all(speed > 0 for speed in vars(link).values())
+    assert pool.stats.leased_bytes == 0
+    assert pool.stats.reserved_bytes <= 8 * MIB
+    device.close()
+
+
+def test_the_figures_are_bytes_by_the_median_of_times(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[tuple[str, ...], list[float]] = {
+        ("out",): [5.0, 1.0, 2.0], ("in",): [4.0, 4.0, 9.0], ("out", "in"): [16.0, 1.0, 8.0],
+    }  # fmt: skip
+    left = {directions: iter(times) for directions, times in told.items()}
+
+    def seconds(self: Any, directions: tuple[str, ...]) -> dict[str, float]:
+        took = next(left[directions])
+        return {direction: took * (1 if direction == "out" else 2) for direction in directions}
+
+    monkeypatch.setattr(link_benchmark._Ends, "take", lambda self: None)
+    monkeypatch.setattr(link_benchmark._Ends, "seconds", seconds)
+    link = measure_link(EmulatedDevice(), HostTier(pool), 10**9 // NUM_COPIES)
+    medians = [median(times) for times in told.values()]
+    assert link == Link(1 / medians[0], 1 / (2 * medians[1]), 1 / medians[2], 1 / (2 * medians[2]))
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 5, 12])
+def test_a_copy_that_fails_leaves_nothing_leased(pool: HostPool, fail_at: int) -> None:
+    device = CountedDevice(fail_at)
+    with pytest.raises(SwapError, match="the link was not measured: planted"):
+        measure_link(device, HostTier(pool), NUM_BYTES)
+    assert pool.stats.leased_bytes == 0
+    device.close()
+
+
+def test_host_memory_that_is_not_there_is_told(pool: HostPool) -> None:
+    lease = pool.lease(7 * MIB)
+    with pytest.raises(SwapError, match="the link was not measured: the host pool cannot provide") as failure:
+        measure_link(EmulatedDevice(), HostTier(pool), 5 * MIB)
+    assert isinstance(failure.value.__cause__, HostMemoryError)
+    lease.free()
+    assert pool.stats.leased_bytes == 0
+
+
+def test_where_memory_is_short_a_quarter_is_copied(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, allocate = CountedDevice(), CountedDevice.allocate
+
+    def small(self: CountedDevice, num_bytes: int) -> torch.Tensor:
+        if num_bytes > MIB:
+            raise torch.OutOfMemoryError("planted")
+        return allocate(self, num_bytes)
+
+    monkeypatch.setattr(CountedDevice, "allocate", small)
+    link = measure_link(device, HostTier(pool), 4 * MIB)
+    assert {num_bytes for _, num_bytes in device.copies} == {MIB}
+    assert all(speed > 0 for speed in vars(link).values())
+    assert pool.stats.leased_bytes == 0
+    device.close()
+
+
+def test_alone_the_slowest_link_is_the_own() -> None:
+    link = Link(1.0, 2.0, 3.0, 4.0)
+    assert slowest_link(EmulatedDevice(), link) is link
+
+
+TWO_RANKS = """
+import os, sys
+import torch
+from megatron.swap.profiling.link_benchmark import measure_link, slowest_link
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.memory.host_pool import HostPool
+from megatron.swap.planner.profile import Link
+from megatron.swap.memory.tiers.host import HostTier
+from megatron.swap.common.types import MIB, SwapError
+
+rank, fails = int(sys.argv[1]), sys.argv[3] == "fails"
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+pool = HostPool(limit_bytes=(1 if fails and rank else 8) * MIB, slab_bytes=MIB, pinned=False)
+device = EmulatedDevice(0.001, rank)
+try:
+    link = measure_link(device, HostTier(pool), 2 * MIB)
+    slowest = slowest_link(device, link)
+    assert all(least <= own for least, own in zip(vars(slowest).values(), vars(link).values()))
+    print(slowest_link(device, Link(*(4.0, 2.0, 5.0, 1.0) if rank else (1.0, 3.0, 5.0, 7.0))))
+except SwapError as error:
+    print(error)
+assert pool.stats.leased_bytes == 0
+device.close()
+torch.distributed.barrier()  # the ranks are in step: nobody waits in vain
+torch.distributed.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may end the process otherwise
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("works", [f"{Link(1.0, 2.0, 5.0, 1.0)}"] * 2),
+        ("fails", ["the link was not measured: copies failed on another rank; its own message says why.",
+                   "the link was not measured: the host pool cannot provide a lease of 2.00 MiB"]),
+    ],
+)  # fmt: skip
+def test_two_ranks_measure_together_or_give_up_together(tmp_path: Path, how: str, told: list[str]) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "store"), how],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank, words in zip(ranks, told, strict=True):
+            output, errors = rank.communicate(timeout=120)
+            assert rank.returncode == 0, errors
+            assert output.startswith(words)
+    finally:
+        for rank in ranks:
+            rank.kill()

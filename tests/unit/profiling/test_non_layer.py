@@ -1,0 +1,172 @@
+"""What a chunk saves outside its layers is recorded by name, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from megatron.swap.common.site_paths import NON_LAYER
+from megatron.swap.engine.sites import SiteNames
+from megatron.swap.planner.recording import Recording, What
+from megatron.swap.profiling.observer import Observer
+from tests.engine import HIDDEN, TOKENS, Engine, stack
+
+VOCABULARY = 48
+HIDDEN_BYTES, LOGITS_BYTES = 4 * TOKENS * HIDDEN, 4 * TOKENS * VOCABULARY
+EXPECTED = {
+    "embedding/0": 8 * TOKENS,  # token numbers
+    "dropout/0": HIDDEN_BYTES,  # on a CPU what is multiplied with
+    "model/0": HIDDEN_BYTES,  # of the chunk itself, before its layers
+    "norm/0": HIDDEN_BYTES, "norm/1": 4 * TOKENS, "norm/2": 4 * TOKENS,
+    "head/0": HIDDEN_BYTES,
+    "loss/0": LOGITS_BYTES,  # and behind them: the logarithms of softmax, which are saved twice
+    "loss/2": 8 * TOKENS,
+    "loss/3": 4,
+}  # fmt: skip
+
+
+class Chunk(nn.Module):
+    """As a whole model in one chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = stack(3)
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.dropout = nn.Dropout(0.25)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(self.embedding(tokens)).sigmoid()
+        for layer in self.layers:
+            hidden = layer(hidden)
+        normed = self.norm(hidden)
+        del hidden
+        return functional.cross_entropy(self.head(normed), labels, reduction="none")
+
+
+@contextmanager
+def engine_around(chunk: Chunk) -> Iterator[Engine]:
+    """As a session puts it around a chunk."""
+    observer, inner = Observer(), chunk.forward
+    with Engine(chunk.layers, observer=observer, recorded=True) as engine:
+        assert engine.recorder is not None
+        unwatch, saved = engine.recorder.watch(chunk), engine.saved_tensors
+        names = SiteNames(NON_LAYER, chunk, without=list(chunk.layers))
+
+        def forward(*arguments: torch.Tensor) -> torch.Tensor:
+            with observer.context(chunk):
+                if not saved.is_recorded:
+                    return inner(*arguments)
+                with saved.outside_layers(names):
+                    return inner(*arguments)
+
+        chunk.forward = forward  # type: ignore[method-assign]
+        yield engine
+        del chunk.forward
+        unwatch()
+        names.remove()
+
+
+def train(chunk: Chunk, num_micro_batches: int = 2) -> list[torch.Tensor]:
+    """Losses and gradients of a step."""
+    chunk.zero_grad(set_to_none=True)
+    torch.manual_seed(5)
+    losses = []
+    for number in range(num_micro_batches):
+        batch = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(number))
+        loss = chunk(*(one.clone() for one in batch)).mean()  # nobody else holds them
+        loss.backward()
+        losses.append(loss.detach())
+    return [*losses, *(parameter.grad for parameter in chunk.parameters() if parameter.grad is not None)]
+
+
+def recorded(chunk: Chunk) -> Recording:
+    with engine_around(chunk) as engine:
+        assert engine.recorder is not None
+        train(chunk)
+        engine.recorder.start(1)
+        train(chunk)
+        engine.recorder.step_ended(2)
+        return engine.recorder.stop()
+
+
+def test_names_and_bytes() -> None:
+    found = recorded(Chunk()).non_layer
+    assert [(one.site, one.num_bytes) for one in found] == 2 * list(EXPECTED.items())
+    assert {one.chunk for one in found} == {0}
+
+
+def test_each_is_saved_then_asked_for_then_freed() -> None:
+    recording = recorded(Chunk())
+    begins, ends = ([event.at_ms for event in recording.events if event.what is what]
+                    for what in (What.FORWARD_BEGIN, What.BACKWARD_END))  # fmt: skip
+    for one in recording.non_layer[: len(EXPECTED)]:
+        assert list(one.at_ms) == [What.SAVED, What.ASKED, What.FREED], one.site
+        assert list(one.at_ms.values()) == sorted(one.at_ms.values())
+        is_early = one.site.startswith(("embedding", "dropout", "model"))
+        assert (one.at_ms[What.SAVED] <= begins[0]) == is_early
+        assert (one.at_ms[What.ASKED] >= ends[2]) == is_early
+    softmax, labels = (next(one for one in recording.non_layer if one.site == site) for site in ("loss/0", "loss/2"))
+    assert softmax.at_ms[What.ASKED] < labels.at_ms[What.FREED]  # for the first time, with the labels; then alone
+
+
+def test_what_others_hold_while_the_loss_is_computed_is_told() -> None:
+    """The chunk's own frames hold the norm's output (``head/0``), and its caller the batch."""
+    held = {one.site for one in recorded(Chunk()).non_layer if one.has_external_refs}
+    assert held == {"embedding/0", "model/0", "head/0", "loss/2"}
+
+
+def test_a_storage_that_a_layer_has_is_not_told_twice() -> None:
+    class Twice(Chunk):
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            self.hidden = hidden = self.embedding(tokens)
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return hidden * self.hidden  # the first layer has saved its input
+
+    sites = [one.site for one in recorded(Twice()).non_layer]
+    assert sites == 2 * ["embedding/0", "loss/1"]  # one factor of the product is the layer's
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_not_a_bit_changes_and_off_nothing_stands_in_the_graph(recording: bool) -> None:
+    chunk = Chunk()
+    plain = train(copy.deepcopy(chunk))
+    with engine_around(chunk) as engine:
+        assert engine.recorder is not None
+        seen: list[object] = []
+        saved_non_layer = engine.recorder.saved_non_layer
+        engine.recorder.saved_non_layer = lambda *what: seen.append(what) or saved_non_layer(*what)  # type: ignore[method-assign,func-returns-value]
+        if recording:
+            engine.recorder.start(1)
+        assert all(torch.equal(one, two) for one, two in zip(plain, train(chunk), strict=True))
+        assert bool(seen) == recording
+        with torch.no_grad():
+            assert not engine.saved_tensors.is_recorded
+
+
+def test_a_graph_that_outlives_its_recording_is_in_no_other() -> None:
+    chunk = Chunk()
+    with engine_around(chunk) as engine:
+        assert engine.recorder is not None
+        tokens = torch.arange(TOKENS) % VOCABULARY
+        engine.recorder.start(1)
+        loss = chunk(tokens, tokens).mean()
+        engine.recorder.step_ended(2)
+        first = engine.recorder.stop().non_layer
+        times = [dict(one.at_ms) for one in first]
+        engine.recorder.start(2)
+        loss.backward()
+        engine.recorder.step_ended(3)
+        second = engine.recorder.stop()
+    assert second.non_layer == ()
+    assert not any(event.what is What.FREED for event in second.events)
+    assert [one.at_ms for one in first] == times
+    assert all(list(at_ms) == [What.SAVED] for at_ms in times)

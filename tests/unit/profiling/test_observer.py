@@ -1,0 +1,136 @@
+"""The observer: what autograd holds, counted to the byte, without changing anything."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.swap.profiling.observer import PLAIN, Hooks, Observer
+from tests.engine import Engine, batch, forward, loss_of, stack
+
+NUM_BYTES = 64 * 32 * 4
+
+
+def test_each_storage_counts_once_however_many_views_are_saved():
+    observer = Observer()
+    with observer.context(nn.Module()):
+        base = batch().requires_grad_().sin()  # saves its input
+        product = base[:32] * base[32:]  # saves two views of one storage
+    assert observer.live_bytes == 2 * NUM_BYTES
+    del base, product
+    assert observer.live_bytes == 0
+    assert observer.peak_bytes == 2 * NUM_BYTES
+
+
+def test_parameters_and_views_of_them_do_not_count():
+    linear = nn.Linear(32, 32)
+    observer = Observer()
+    with observer.context(linear):
+        output = linear(batch())  # saves the input and the transposed weight
+    assert observer.live_bytes == NUM_BYTES
+    del output
+
+
+def test_a_graph_that_is_thrown_away_is_freed():
+    observer = Observer()
+    with observer.context(nn.Module()):
+        output = batch().requires_grad_().exp()  # saves its own output
+    del output
+    assert observer.live_bytes == 0
+
+
+def test_backward_lets_the_count_fall_and_the_peak_stays():
+    layers = stack(3)
+    observer = Observer()
+    with observer.context(layers):
+        loss = loss_of(forward(layers, batch()))
+    held = observer.live_bytes
+    assert held > 0
+    loss.backward()
+    del loss
+    assert observer.live_bytes == 0
+    assert observer.peak_bytes >= held
+
+
+def test_the_observed_run_is_the_same_to_the_bit():
+    def gradients(observer: Observer | None) -> list[torch.Tensor]:
+        layers = stack(2)
+        if observer is None:
+            loss_of(forward(layers, batch())).backward()
+        else:
+            with observer.context(layers):
+                loss = loss_of(forward(layers, batch()))
+            loss.backward()
+        return [parameter.grad for parameter in layers.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(None), gradients(Observer()), strict=True))
+
+
+def test_hooks_that_take_the_memory_away_stop_it_counting():
+    observer = Observer()
+    hooks = observer.around(Hooks(lambda tensor: (tensor.numpy().tobytes(), tensor.shape), lambda _: batch()))
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        hidden = batch().requires_grad_()
+        output = (hidden * 1).sin()  # saves a tensor that nobody else holds
+    assert observer.live_bytes == 0
+    assert observer.peak_bytes == NUM_BYTES
+    output.sum().backward()
+    assert hidden.grad is not None
+    assert observer.live_bytes == 0
+
+
+def test_a_storage_that_is_held_by_others_still_counts():
+    observer = Observer()
+    kept = batch()
+    with observer.context(nn.Module()):
+        output = kept.clone().requires_grad_() * kept
+    del output
+    assert observer.live_bytes == NUM_BYTES  # dropped by autograd, alive in `kept`
+    del kept
+    assert observer.live_bytes == 0
+
+
+def test_a_reused_address_is_a_new_storage():
+    observer = Observer()
+    addresses = set()
+    with observer.context(nn.Module()):
+        for number in range(200):
+            hidden = batch(number).requires_grad_()
+            addresses.add(hidden.untyped_storage()._cdata)
+            output = hidden.sin()
+            assert observer.live_bytes == NUM_BYTES
+            del hidden, output
+            assert observer.live_bytes == 0
+    assert len(addresses) < 200, "no address was ever reused: the test shows nothing"
+
+
+def test_the_peak_of_a_swapped_stack_does_not_grow_with_its_depth():
+    def peak(num_layers: int, swap: bool) -> int:
+        layers = stack(num_layers)
+        observer = Observer()
+        with Engine(layers, None if swap else (), observer=observer, min_bytes=1) as engine:
+            for step in range(3):
+                observer.peak_bytes = 0
+                with observer.context(layers):
+                    loss = loss_of(forward(layers, batch(step)))
+                loss.backward()
+                del loss
+            assert engine.num_leases == 0
+        assert observer.live_bytes == 0
+        return observer.peak_bytes
+
+    assert peak(12, swap=False) > 1.9 * peak(6, swap=False)
+    assert peak(12, swap=True) == peak(6, swap=True) < 0.6 * peak(6, swap=False)
+
+
+def test_peaks_between_two_looks_leave_the_peak_of_the_run() -> None:
+    observer = Observer()
+    pack = observer.around(PLAIN).pack
+    held = [pack(torch.ones(4)), pack(torch.ones(8))]
+    assert observer.take_peak() == (48, 48)
+    del held[0]
+    assert observer.take_peak() == (48, 32)
+    assert observer.take_peak() == (32, 32)
+    held.clear()
+    assert observer.take_peak() == (32, 0)
+    assert observer.peak_bytes == 48

@@ -1,0 +1,141 @@
+"""What a session leaves behind: nothing."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.training import training
+from torch import nn
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.arguments import add_swap_args
+from megatron.swap.memory.disk_file import DiskError
+from megatron.swap.patches import registry
+from megatron.swap.session.session import SwapSession
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    """Ours, and those of Megatron's that we look at."""
+    args = add_swap_args(argparse.ArgumentParser()).parse_args(flags)
+    vars(args).update(
+        num_layers=2, rank=0, world_size=1, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
+        add_bias_linear=True, recompute_granularity="selective", recompute_modules=["core_attn"], fp8=None,
+        cpu_offloading_num_layers=0, fine_grained_activation_offloading=False, cuda_graph_impl="none",
+        gradient_accumulation_fusion=True, gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1,
+        use_megatron_fsdp=False, use_torch_fsdp2=False, fp4=None, sequence_parallel=False, hidden_size=64,
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=1, expert_model_parallel_size=1, num_attention_heads=4, group_query_attention=False,
+        num_query_groups=None, kv_channels=None, ffn_hidden_size=256, seq_length=32, micro_batch_size=1,
+        num_experts=None, padded_vocab_size=256, bf16=False, fp16=False,
+    )
+    return args
+
+
+def patched() -> set[str]:
+    return set(registry._in_place)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+@pytest.mark.parametrize("flags", ["--swap-layers all --swap-summary x.json", "--swap-recompute norm activation"])
+def test_a_closed_session_leaves_nothing_and_another_can_be_installed(flags: str):
+    model_config = SimpleNamespace(pre_wrap_hooks=[])
+    before = patched()
+    for _ in range(2):
+        session = SwapSession.install(arguments(*flags.split()), model_config)
+        assert patched() > before
+        chunk = nn.Linear(2, 2)
+        for hook in model_config.pre_wrap_hooks:
+            hook([chunk])
+        assert "forward" in vars(chunk)
+        session.close()
+        session.close()
+        assert patched() == before
+        assert model_config.pre_wrap_hooks == []
+        assert "forward" not in vars(chunk)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+def test_what_fails_at_the_end_leaves_nothing_either():
+    session = SwapSession.install(arguments("--swap-layers", "all"), SimpleNamespace(pre_wrap_hooks=[]))
+    chunk = nn.Linear(2, 2)
+    chunk.forward = own = lambda inputs: inputs * 42  # some other library's
+    session.attach([chunk])
+
+    def fails() -> None:
+        raise DiskError("the disk broke")
+
+    vars(session)["optimizer"] = SimpleNamespace(close=fails, abandon=lambda: None)
+    with pytest.raises(DiskError, match="broke"):
+        session.close()
+    assert not patched()
+    assert session.parts is None
+    assert vars(chunk)["forward"] is own
+    session.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+@pytest.mark.parametrize("flags", ["--swap-layers all", "--swap-summary x.json", "--swap-memory-gib 1"])
+def test_a_model_that_nobody_told_of_does_not_train(flags: str):
+    before = patched()
+    SwapSession.install(arguments(*flags.split()))
+    with pytest.raises(UsageError, match=r"pass it the model_config of that model, or hand its chunks to attach"):
+        training.train(None, [], None)
+    assert patched() == before
+
+
+def test_a_trace_needs_no_boundaries(tmp_path: Path):
+    session = SwapSession.install(arguments("--swap-profile", str(tmp_path)))
+    session.on_begin()
+    session.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+def test_after_a_failure_no_allocation_is_rescued_any_more():
+    session = SwapSession.install(
+        arguments("--swap-layers", "all", "--swap-oom-guard"), SimpleNamespace(pre_wrap_hooks=[])
+    )
+    session.attach([nn.Linear(2, 2)])
+    assert session.parts is not None
+    guard = session.parts.guard
+    assert guard.is_on
+    session.on_finish(RuntimeError("somebody's"), [], None)
+    assert not guard.is_on
+    session.close()
+
+
+def test_another_megatron_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(_: object) -> None:
+        raise registry.PatchError("not the one")
+
+    monkeypatch.setattr(registry, "apply", refuse)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(registry.PatchError, match="not the one"):
+        SwapSession.install(arguments("--swap-layers", "all", "--swap-disk-dir", str(tmp_path)))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_with_no_layers_nothing_is_installed():
+    model_config = SimpleNamespace(pre_wrap_hooks=[])
+    before = patched()
+    SwapSession.install(arguments("--swap-layers", "none"), model_config).close()
+    assert (patched(), model_config.pre_wrap_hooks) == (before, [])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+def test_the_planner_is_told_that_the_device_was_full(monkeypatch: pytest.MonkeyPatch):
+    flags = arguments("--swap-layers", "none", "--swap-summary", "x.json")
+    session = SwapSession.install(flags, SimpleNamespace(pre_wrap_hooks=[]))
+    told: list[tuple[int, ...]] = []
+    try:
+        monkeypatch.setattr(session.run_device.device, "take_retries", lambda: 3)
+        session.auto = SimpleNamespace(step_ended=lambda *figures: told.append(figures))  # type: ignore[assignment]
+        session.on_iteration(7, {}, None, False, None)
+        assert told == [(7, 0, 3)]
+        assert session.step_log.records[-1].num_alloc_retries == 3
+    finally:
+        session.auto = None
+        session.close()

@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Verify on a GPU what the README claims: equal results to the bit, and the cost of swapping."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.verify import main
+
+if __name__ == "__main__":
+    sys.exit(main())
