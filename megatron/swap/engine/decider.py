@@ -1,4 +1,8 @@
-"""The one place where it is decided what happens with a storage that autograd saves."""
+"""The one place where it is decided what happens with a storage that autograd saves.
+
+Later an offload may still be given up: `offload` keeps a storage that others refer to or that was changed, and `reload`
+one that backward needs before its release.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +74,7 @@ class Decider:
             recomputability: ``None``: the storage cannot be recomputed.
         """
         if current is not None and recomputability is None:
-            return current
+            return current  # otherwise this tensor may be recomputed, even if another on the storage was offloaded
         num_bytes = storage.nbytes()
         producer = None if recomputability is None else recomputability.producer_of(storage)
         action, reason = self._policy.action(site, num_bytes, producer), Reason.POLICY

@@ -36,9 +36,9 @@ class StorageState(Enum):
     OFFLOADING = auto()
     """On the device; the copy to the tier is enqueued."""
     KEPT = auto()
-    """On the device until the graph lets go of it: others refer to it too, or backward came before its release."""
+    """On the device until the graph frees it. Its offload was given up: others refer to it, or backward came first."""
     OFFLOADED = auto()
-    """In the tier only."""
+    """In the tier; the handle has no device memory. After the last unpack only the unpacked tensor has some."""
     RELOADING = auto()
     """A device buffer exists and the copy into it is enqueued."""
     RELOADED = auto()
@@ -194,8 +194,11 @@ class Handle:
         self.state = state
 
     @property
-    def is_kept(self) -> bool:
-        """Whether it was decided to keep it: there is a handle only so that the guard can evict it."""
+    def is_kept_by_decision(self) -> bool:
+        """Whether the decision was to keep it: it has a handle only so that the guard can evict it.
+
+        Not the state KEPT, which ends an offload that was begun.
+        """
         return self.decision.action is Action.KEEP
 
     @property
@@ -290,7 +293,7 @@ class Group:
         self.kept_bytes = 0
         """Bytes that its layer saved and that were kept on the device."""
         self.prefetched_bytes = 0
-        """Bytes that were reloaded for this group before its backward began."""
+        """Bytes that are on the device for its backward, before that begins: reloaded, or their offload cancelled."""
         self.backward_begun = False
         self.prefetch_evicted = False
         """Whether storages that were prefetched for it were evicted: it is not prefetched again."""
@@ -304,7 +307,7 @@ class Group:
     def add(self, handle: Handle) -> None:
         """``handle`` joins; the bytes of one that is kept count once it is evicted."""
         self._handles.append(weakref.ref(handle))
-        if not handle.is_kept:
+        if not handle.is_kept_by_decision:
             self.num_bytes += handle.num_bytes
 
     def has(self, handle: Handle) -> bool:

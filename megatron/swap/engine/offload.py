@@ -103,8 +103,11 @@ class Offloader:
         return handle
 
     def join(self, tensor: torch.Tensor, handle: Handle, group: Group) -> int:
-        """``group`` saves ``tensor``, whose storage has that handle. Return the tensor's number on the handle."""
-        if handle.is_kept:
+        """Note that ``group`` saves ``tensor``, on the storage of ``handle``. Return its number on the handle.
+
+        Once ``COMMIT_BYTES`` are pending their copies are enqueued, and older storages may be released.
+        """
+        if handle.is_kept_by_decision:
             self.account_kept(tensor.untyped_storage(), group)
             handle.group = group  # backward comes to this one first
         self._evictions.reacquire(handle)  # an offer counts the owners that there are: from now on there is one more

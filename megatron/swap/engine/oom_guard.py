@@ -177,7 +177,7 @@ class OomGuard:
                 continue  # nothing here says when another stream has finished with it
             if handle.state is StorageState.OFFLOADING:
                 self.offer(handle, next_use, handle.out_event, is_copied=True)
-            elif handle.state is StorageState.RESIDENT and handle.is_kept:
+            elif handle.state is StorageState.RESIDENT and handle.is_kept_by_decision:
                 self.offer(handle, next_use, ready, is_copied=False)
 
     def reacquire(self, handle: Handle) -> StorageState | None:

@@ -2,7 +2,7 @@
 
 What layers keep on the device is free before their forward has saved it and after their backward, and it is the same
 number of bytes in every micro-batch. So it is learned when a chunk runs, and that slack is used by copies when the
-chunk runs again (docs/architecture.md, "What lends memory"). On top of the slack comes the window.
+chunk runs again (docs/architecture.md, "The release budget"). On top of the slack comes the window.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class ReleaseBudget:
     ) -> int:
         """Return how many bytes may be prefetched once ``group`` is among them, while backward is in ``current``.
 
-        Layers give back what they kept as their backward ends, and nobody needs it before this whole backward is over:
-        it is slack for prefetches, as in forward. While layers that kept something stand between backward and
-        ``group``, a prefetch waits for their memory instead of using the window, so that the peak is no higher than at
-        the end of forward. The tail of trailing layers is too short for that: the link would stand still.
+        A layer whose backward has ended has freed what it kept, and nothing needs that memory before this backward is
+        over: it is slack for prefetches. The window shrinks by what the layers between ``current`` and ``group`` keep,
+        so that the peak stays at that of the end of forward. It does not shrink for the trailing layers alone: they are
+        too few, and the link would be idle until they have ended.
 
         Args:
             num_kept_between, kept_between_bytes: layers between that offload nothing, and the bytes that all layers

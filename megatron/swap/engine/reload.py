@@ -48,9 +48,9 @@ class Reloader:
         state.free_orphans()
         self._evictions.find_evicted()
         group.prefetched_bytes = 0
-        late = [handle for handle in group.in_backward_order() if self._is_offloaded(handle)]
+        late = [handle for handle in group.in_backward_order() if not self._keep_resident(handle)]
         self._counters.num_late += len(late)
-        self._reload(late, "swap_in")
+        self._reload(late)
         self.prefetch()
 
     def fetch(self, handle: Handle, group: Group, index: int) -> torch.UntypedStorage:
@@ -64,9 +64,9 @@ class Reloader:
         if handle.aliases:
             handle.aliases[index].check(str(handle.site))
         compute = self._device.current_stream()
-        if self._is_offloaded(handle):
+        if not self._keep_resident(handle):
             self._counters.num_late += 1
-            self._reload([handle], "swap_in")
+            self._reload([handle])
         if handle.state is StorageState.RELOADING:
             with self._state.ranges.storage("wait", handle):
                 self._counters.add_stall(self._device.timed_wait(compute, handle.in_event))
@@ -117,27 +117,23 @@ class Reloader:
                     continue
                 # A window smaller than a storage still lets one through.
                 if prefetched_bytes + handle.num_bytes > allowed_bytes and (prefetched_bytes or not allowed_bytes):
-                    self._reload(coming)
+                    self._reload(coming, is_prefetch=True)
                     self._expect()
                     return
+                # Counted also where its offload is cancelled: then, too, it takes device memory until its backward.
                 prefetched_bytes += handle.num_bytes
                 group.prefetched_bytes += handle.num_bytes
-                if self._is_offloaded(handle):
+                if not self._keep_resident(handle):
                     coming.append(handle)
-        self._reload(coming)
+        self._reload(coming, is_prefetch=True)
         self._expect()
 
     def close(self) -> None:
         """Reload nothing any more."""
         self._is_closed = True
 
-    def _is_offloaded(self, handle: Handle) -> bool:
-        """Whether ``handle``, which backward needs soon, has to be reloaded; if it is still there, it is kept."""
-        self._keep_resident(handle)
-        return handle.state is StorageState.OFFLOADED
-
-    def _keep_resident(self, handle: Handle) -> None:
-        """Backward needs ``handle`` soon: if it has not left the device yet, it does not leave at all."""
+    def _keep_resident(self, handle: Handle) -> bool:
+        """Cancel the offload of ``handle``, which backward needs soon. Return False if it has to be reloaded."""
         self._evictions.reacquire(handle)
         if handle.state is StorageState.OFFLOADING:
             self._state.offloading.remove(handle)
@@ -145,9 +141,12 @@ class Reloader:
             handle.free_slot()  # later writes into it are on the same stream, behind this copy
         elif handle.state is StorageState.RESIDENT:
             handle.move_to(StorageState.KEPT)
+        return handle.state is not StorageState.OFFLOADED
 
-    def _reload(self, handles: list[Handle], why: str = "prefetch") -> None:
-        """Enqueue the copies back, in the order given. Where memory is short some prefetches are left for later.
+    def _reload(self, handles: list[Handle], *, is_prefetch: bool = False) -> None:
+        """Enqueue the copies to the device, in the order given.
+
+        A prefetch stops early where memory is short; what is left is reloaded when backward needs it.
 
         Raises:
             SwapError: the engine was closed before.
@@ -160,21 +159,22 @@ class Reloader:
                 "have it any more. Close after the last backward."
             )
         state, compute = self._state, self._device.current_stream()
+        label = "prefetch" if is_prefetch else "swap_in"
         with state.ranges.mark(f"{BRING_BACK} {len(handles)}"):
             coming_slots = deque(handle.slot for handle in handles if handle.slot is not None)
             state.tier.expect(coming_slots)
-            buffers = self._device.allocate_all([handle.num_bytes for handle in handles], is_ahead=why == "prefetch")
+            buffers = self._device.allocate_all([handle.num_bytes for handle in handles], is_ahead=is_prefetch)
             for handle in handles[len(buffers) :]:
                 handle.group.prefetched_bytes -= handle.num_bytes
                 handle.group.prefetch_evicted = True
             self._device.wait(self.stream, self._device.record(compute))
             for group, coming in groupby(zip(handles, buffers, strict=False), key=lambda pair: pair[0].group):
                 pairs = list(coming)
-                with state.ranges.group(why, group, num_bytes_of(handle for handle, _ in pairs)):
+                with state.ranges.group(label, group, num_bytes_of(handle for handle, _ in pairs)):
                     for handle, buffer in pairs:
                         coming_slots.popleft()
                         self._read(handle, buffer, compute)
-                        if why == "prefetch":  # else it is used now, whatever other groups it is in
+                        if is_prefetch:  # else it is used now, whatever other groups it is in
                             state.guard.offer(handle, state.order.next_use(group), handle.in_event, is_copied=True)
                         state.tier.expect(coming_slots)
         state.ranges.memory()

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes
 from megatron.swap.common.rounding import round_down, round_up
-from megatron.swap.common.types import GIB, MIB, format_bytes
+from megatron.swap.common.types import ACTIVATION, GIB, LINEAR, MIB, NORM, ROTARY, format_bytes
 from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION
-from megatron.swap.megatron_lm.layer import least_saved_bytes
 from megatron.swap.memory.disk_file import disk_limit_bytes
 from megatron.swap.memory.host_budget import HostMemoryBudget, Reservation
 from megatron.swap.memory.host_memory import (
@@ -125,7 +124,39 @@ def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
 def _least_bytes(config: SwapConfig, args: Namespace) -> int:
     """A lower bound of what activations take on this rank, in bytes; 0 where nothing is known yet."""
     if config.plan is None:
-        return least_saved_bytes(args, len(config.layers))
+        return _least_saved_bytes(config, args)
     if args.pipeline_model_parallel_size > 1 or config.prefetch_gib is not None:
         return 0  # which layers are here, or how many of the last ones stay, is not known yet
     return config.plan.least_host_bytes()
+
+
+def _least_saved_bytes(config: SwapConfig, args: Namespace) -> int:
+    """Return a lower bound, in bytes, of what the swapped layers save in one micro-batch on this rank.
+
+    Counted from the shapes: norm inputs and outputs, q, k, v, attention output, MLP activations, each if it is large
+    enough for ``--swap-min-mib``. That is enough to reserve host memory early and to refuse a run that cannot fit; the
+    rest is reserved when it is needed. 0 where the shapes say too little.
+    """
+    if config.modules or config.prefetch_gib or args.fp8 or args.recompute_granularity == "selective":
+        return 0
+    element_bytes = 2 if args.bf16 or args.fp16 else 4
+    tensor_parallel = args.tensor_model_parallel_size
+    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
+    layers_here = max(0, len(config.layers) // args.pipeline_model_parallel_size - 2)  # the trailing layers are kept
+    hidden = args.hidden_size // (tensor_parallel if args.sequence_parallel else 1)
+    widths = [hidden] * (2 if NORM in config.recompute else 4)
+    if args.recompute_granularity == "full":
+        segment = args.recompute_num_layers if args.recompute_method == "uniform" else 1
+        layers_here, widths = layers_here // (segment or 1), [hidden]
+    else:
+        if not args.multi_latent_attention:
+            groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+            heads = [args.num_attention_heads]  # attention output
+            if not {ROTARY, LINEAR} & set(config.recompute):
+                heads += [args.num_attention_heads, groups, groups]  # q, k, v
+            widths += [number * args.kv_channels // tensor_parallel for number in heads]
+        if args.num_experts is None:
+            fc1 = 0 if LINEAR in config.recompute else 2 if args.swiglu else 1
+            widths += [args.ffn_hidden_size // tensor_parallel] * (fc1 + (ACTIVATION not in config.recompute))
+    sizes = [tokens * width * element_bytes for width in widths]
+    return layers_here * sum(size for size in sizes if size >= config.min_mib * MIB)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,11 +20,6 @@ from torch import nn
 
 from megatron.swap.common.site_paths import CHECKPOINT_PATH, NON_LAYER, OWN_PATH
 from megatron.swap.common.types import (
-    ACTIVATION,
-    LINEAR,
-    MIB,
-    NORM,
-    ROTARY,
     LayerPosition,
     Site,
     UsageError,
@@ -240,35 +234,3 @@ def _check_modules(patterns: Sequence[str], layers: Sequence[nn.Module]) -> None
                 f"--swap-modules {pattern!r}: no layer of this model has such a submodule. "
                 f"It has: {', '.join(sorted(present))}."
             )
-
-
-def least_saved_bytes(args: Namespace, num_swapped_layers: int) -> int:
-    """Return a lower bound, in bytes, of what the swapped layers save in one micro-batch on this rank.
-
-    Counted from the shapes: norm inputs and outputs, q, k, v, attention output, MLP activations, each if it is large
-    enough for ``--swap-min-mib``. That is enough to reserve host memory early and to refuse a run that cannot fit; the
-    rest is reserved when it is needed. 0 where the shapes say too little.
-    """
-    if args.swap_modules or args.swap_prefetch_gib or args.fp8 or args.recompute_granularity == "selective":
-        return 0
-    element_bytes = 2 if args.bf16 or args.fp16 else 4
-    tensor_parallel = args.tensor_model_parallel_size
-    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
-    layers_here = max(0, num_swapped_layers // args.pipeline_model_parallel_size - 2)  # the trailing layers are kept
-    hidden = args.hidden_size // (tensor_parallel if args.sequence_parallel else 1)
-    widths = [hidden] * (2 if NORM in args.swap_recompute else 4)
-    if args.recompute_granularity == "full":
-        segment = args.recompute_num_layers if args.recompute_method == "uniform" else 1
-        layers_here, widths = layers_here // (segment or 1), [hidden]
-    else:
-        if not args.multi_latent_attention:
-            groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-            heads = [args.num_attention_heads]  # attention output
-            if not {ROTARY, LINEAR} & set(args.swap_recompute):
-                heads += [args.num_attention_heads, groups, groups]  # q, k, v
-            widths += [number * args.kv_channels // tensor_parallel for number in heads]
-        if args.num_experts is None:
-            fc1 = 0 if LINEAR in args.swap_recompute else 2 if args.swiglu else 1
-            widths += [args.ffn_hidden_size // tensor_parallel] * (fc1 + (ACTIVATION not in args.swap_recompute))
-    sizes = [tokens * width * element_bytes for width in widths]
-    return layers_here * sum(size for size in sizes if size >= args.swap_min_mib * MIB)

@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MixedPrecisionOptimizer,
+)
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
@@ -32,7 +37,7 @@ class Override(NamedTuple):
 
     Attributes:
         owner: the Megatron optimizer or its inner one.
-        method: its name; an optimizer without such a method is left alone.
+        method: its name.
         handler: called in its place, with the original first and then the caller's arguments.
         is_for_saving: whether it stays replaced when training breaks off, so that state can still be saved.
     """
@@ -59,27 +64,43 @@ class AdaptedOptimizer:
         self.stepper = stepper
         self._optimizer = optimizer
         self._replaced: list[tuple[Override, Any]] = []  # with what the owner itself had under that name
-        self.overrides = (
+        overrides = [
             Override(optimizer.optimizer, "step", self._step),
-            Override(optimizer, "prepare_grads", self._release_first),
-            Override(optimizer, "_copy_main_params_to_model_params", self._skip),
-            Override(optimizer, "_copy_model_params_to_main_params", self._copy_one_by_one),
+            Override(optimizer, "prepare_grads", self._end_materialize_first),
             Override(optimizer, "reload_model_params", self._load),
-            Override(optimizer, "load_parameter_state", self._load),
-            Override(optimizer, "load_parameter_state_from_dp_zero", self._load),
             Override(optimizer, "load_state_dict", self._load_state_dict),
             Override(optimizer, "state_dict", self._save, is_for_saving=True),
-            Override(optimizer, "save_parameter_state", self._save, is_for_saving=True),
-            Override(optimizer, "get_parameter_state_dp_zero", self._save, is_for_saving=True),
             Override(optimizer, "sharded_state_dict", self._sharded_state_dict, is_for_saving=True),
-        )
+        ]
+        if isinstance(optimizer, MixedPrecisionOptimizer):  # main parameters are others than the model's
+            overrides += [
+                Override(optimizer, "_copy_main_params_to_model_params", self._skip),
+                Override(optimizer, "_copy_model_params_to_main_params", self._copy_one_by_one),
+            ]
+        if isinstance(optimizer, DistributedOptimizer):
+            overrides += [
+                Override(optimizer, "load_parameter_state", self._load),
+                Override(optimizer, "load_parameter_state_from_dp_zero", self._load),
+                Override(optimizer, "save_parameter_state", self._save, is_for_saving=True),
+                Override(optimizer, "get_parameter_state_dp_zero", self._save, is_for_saving=True),
+            ]
+        self.overrides = tuple(overrides)
 
     def install(self) -> None:
-        """Replace all methods of ``overrides``."""
+        """Replace all methods of ``overrides``.
+
+        Raises:
+            UsageError: this Megatron lacks one of them; nothing was replaced. Left alone, a method under another name
+                would read offloaded state.
+        """
         for override in self.overrides:
-            original = getattr(override.owner, override.method, None)
-            if original is None:
-                continue
+            if not hasattr(override.owner, override.method):
+                raise UsageError(
+                    f"--swap-optimizer replaces {type(override.owner).__name__}.{override.method}, which the installed "
+                    "megatron-core lacks. Install the version in requirements.txt, or leave --swap-optimizer out."
+                )
+        for override in self.overrides:
+            original = getattr(override.owner, override.method)
             self._replaced.append((override, vars(override.owner).get(override.method, _MISSING)))
             replacement = functools.update_wrapper(functools.partial(override.handler, original), original)
             setattr(override.owner, override.method, replacement)
@@ -110,9 +131,9 @@ class AdaptedOptimizer:
     def _step(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         self.stepper.step(*arguments, **options)
 
-    def _release_first(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Release materialized tensors before Megatron gives main parameters their gradients on the device."""
-        self.stepper.release()
+    def _end_materialize_first(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Take materialized tensors back before Megatron gives main parameters their gradients on the device."""
+        self.stepper.end_materialize()
         return original(*arguments, **options)
 
     def _skip(self, original: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.devices.base import Device
+from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.megatron_lm.optimizer_adapter import AdaptedOptimizer, copier_to_model, is_elementwise, unchained
 from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskFile
 from megatron.swap.memory.host_arena import HostArena
@@ -148,7 +149,8 @@ class OptimizerSwap:
     def _adapt(self, optimizer: Any) -> None:
         inner = optimizer.optimizer
         may_slice = is_elementwise(inner, has_disk=self._settings.disk is not None)
-        options = StepOptions(may_slice, copier_to_model(optimizer), self._overlap.room_in_step)
+        options = StepOptions(may_slice, copier_to_model(optimizer), self._overlap.measure_room)
+        # First the stepper, which takes hold of the optimizer's own step, then ``install``, which replaces that.
         stepper = OptimizerStepper(inner, self._transfers, self._chosen(inner), options)
         if stepper.state.offloaded:
             adapted = AdaptedOptimizer(optimizer, stepper)
@@ -157,7 +159,10 @@ class OptimizerSwap:
             self._overlap.add(stepper)
 
     def _chosen(self, inner: torch.optim.Optimizer) -> dict[torch.Tensor, ParamState]:
-        """Return the parameters whose state is offloaded. Of those not reported before, moments alone are."""
+        """Return the parameters whose state is offloaded.
+
+        Of a main parameter the values are offloaded too; of a parameter that is the model's own the moments alone.
+        """
         others = [param for group in inner.param_groups for param in group["params"] if param not in self._created]
         chosen = {param for param in others if self._selection.see(param)}
         chosen |= {param for param in others if param not in chosen and self._selection.choose(param)}
@@ -168,8 +173,8 @@ class OptimizerSwap:
 
     def _before_layer(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         if not layer.training:
-            self._overlap.release()
-        elif torch._C._current_graph_task_id() == -1:  # else recomputation runs it, inside backward
+            self._overlap.release_offloaded()
+        elif not in_backward():  # else recomputation runs it
             num_forwards = self._num_forwards[layer] = self._num_forwards.get(layer, 0) + 1
             self._overlap.on_layer_forward(is_first_micro_batch=num_forwards == 1)
             hidden_states = options.get("hidden_states", arguments[0] if arguments else None)

@@ -61,7 +61,7 @@ class BucketLoader:
             wanted_bytes = pending.num_bytes + self._transfers.loaded_bytes
             if wanted_bytes > room_bytes - self._transfers.bucket_bytes and self._loaded:
                 return
-            self._transfers.release(max(0, room_bytes - wanted_bytes))
+            self._transfers.release_offloaded(max(0, room_bytes - wanted_bytes))
             self._loaded.append(self._transfers.load(pending))
             self._pending.popleft()
 
@@ -72,7 +72,7 @@ class BucketLoader:
             wanted_bytes = pending.num_bytes + self._transfers.loaded_bytes
             if wanted_bytes > room_bytes - self._transfers.bucket_bytes or not pending.is_read:
                 return
-            self._transfers.release(max(0, room_bytes - wanted_bytes))
+            self._transfers.release_offloaded(max(0, room_bytes - wanted_bytes))
             bucket = self._transfers.load_if_free(pending)
             if bucket is None:
                 return

@@ -1,10 +1,11 @@
 """Copies of optimizer state beside layers: loads while the last backward frees memory, offloads while forward fills it.
 
-Activations leave the device between two steps and come back after them. The memory that they leave free has room for
-optimizer state, whose copies then run beside compute. The rule: at the boundary of a layer, state holds no more than
-the highest use of memory at any such boundary in the step before, less what others hold now. So no peak rises, whatever
-a layer allocates on top (what Megatron allocates between backward and step counts too), and all state is offloaded when
-the first forward ends. The rule is deterministic: it depends on allocations in program order, not on a clock.
+Between a backward and the next forward the device holds hardly any activations. Their memory has room for optimizer
+state, whose copies then run beside compute.
+
+The rule at each boundary of a layer: state may hold the highest use of memory at any boundary of the step before, minus
+what others hold now. So the peak does not rise, and all state is offloaded when the first forward ends. What Megatron
+allocates between backward and step counts as held by others. The rule depends on the order of allocations, not on time.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class StepOverlap:
         """Let ``stepper`` load ahead, behind those that were added before: optimizers step in this order."""
         self._steppers.append(stepper)
 
-    def room_in_step(self) -> int:
-        """Return the device bytes that state may hold now, while an optimizer steps; 0 in the first step."""
+    def measure_room(self) -> int:
+        """Measure what others hold; return the bytes left for state while an optimizer steps (0 in the first step)."""
         others_bytes = self._others_bytes()
         if others_bytes is None:
             return 2 * self._transfers.bucket_bytes if self._has_layers and self.is_enabled else 0
@@ -57,16 +58,16 @@ class StepOverlap:
             self._drop_loaded()
         others_bytes = self._others_bytes()
         if not is_first_micro_batch:
-            self._transfers.release()
+            self._transfers.release_offloaded()
         elif others_bytes is None:
-            self._transfers.release(max(0, self._transfers.offloading_bytes - self._transfers.bucket_bytes))
+            self._transfers.release_offloaded(max(0, self._transfers.offloading_bytes - self._transfers.bucket_bytes))
         else:
-            self._transfers.release(self._room_beside(others_bytes))
+            self._transfers.release_offloaded(self._room_beside(others_bytes))
         self._highest_bytes = max(self._highest_bytes, others_bytes or 0)
 
     def on_layer_backward_end(self) -> None:
         """Load state after the backward of a layer, in the last micro-batch before a step."""
-        self._transfers.release()
+        self._transfers.release_offloaded()
         others_bytes = self._others_bytes()
         if others_bytes is None:
             bucket_bytes = self._transfers.bucket_bytes
@@ -90,9 +91,9 @@ class StepOverlap:
         """Measure one step again before anything overlaps: layers will hold another amount from now on."""
         self._level_bytes = None
 
-    def release(self) -> None:
-        """Release all offloaded state, because something other than training runs next and may want the memory."""
-        self._transfers.release()
+    def release_offloaded(self) -> None:
+        """Release the device memory of all offloaded state: what runs next is not training, and may want it."""
+        self._transfers.release_offloaded()
 
     def _drop_loaded(self) -> None:
         for stepper in self._steppers:

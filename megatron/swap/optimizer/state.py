@@ -97,7 +97,7 @@ class OptimizerState:
         for param_state in self.param_states:  # first what frees device memory
             if param_state.param in offloaded and param_state.param in self.kept:
                 self._offload(param_state)
-        self._transfers.release()
+        self._transfers.release_offloaded()
         for param_state in self.param_states:
             if param_state.param not in offloaded and param_state.param in self.offloaded:
                 self._keep(param_state)
@@ -128,7 +128,7 @@ class OptimizerState:
     # ------------------------------------------------------------ checkpoints
 
     def materialize(self) -> None:
-        """Make every offloaded tensor a tensor in host memory until ``release``, to be read or written.
+        """Make every offloaded tensor a tensor in host memory until ``end_materialize``, to be read or written.
 
         Raises:
             DiskError: a write failed; nothing was materialized.
@@ -138,8 +138,8 @@ class OptimizerState:
             tensor.materialize()
         self.is_materialized = True
 
-    def release(self) -> None:
-        """End ``materialize``: nobody may read or write the tensors any more."""
+    def end_materialize(self) -> None:
+        """Give every materialized tensor its placeholder back: nobody may read or write it any more."""
         if self.is_materialized:
             for tensor in self.offloaded_tensors():
                 tensor.release()

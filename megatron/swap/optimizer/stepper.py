@@ -39,13 +39,13 @@ class StepOptions:
     Attributes:
         is_elementwise: whether the optimizer may step slices of its parameters.
         on_updated: called with new values while they are on the device, also of parameters that are not offloaded.
-        room_bytes: returns the device bytes that buckets may hold in a step, though three buckets always may, and that
-            offloads may still hold when the step ends.
+        measure_room: called during a step. It returns the device bytes that buckets may take then, and that offloads
+            may still hold when the step ends. Three buckets may always be there.
     """
 
     is_elementwise: bool
     on_updated: OnUpdated = lambda *_: None
-    room_bytes: Callable[[], int] = lambda: 0
+    measure_room: Callable[[], int] = lambda: 0
 
 
 class OptimizerStepper:
@@ -97,7 +97,7 @@ class OptimizerStepper:
         """
         if closure is not None:
             raise SwapError("an optimizer whose state is swapped takes no closure: it would run once a bucket.")
-        self.state.release()
+        self.state.end_materialize()
         self._updates = []
         self._loader.set_order(list(self._buckets()))
         groups = self._optimizer.param_groups
@@ -105,7 +105,7 @@ class OptimizerStepper:
             advanced = self._step_all()
         finally:  # a step that failed leaves buckets behind
             self._loader.clear()
-        self._transfers.release(self._options.room_bytes())
+        self._transfers.release_offloaded(self._options.measure_room())
         for group, settings in zip(groups, advanced, strict=True):
             group.update(settings)
 
@@ -124,12 +124,12 @@ class OptimizerStepper:
             advanced = self._step_bucket(bucket)
             room_bytes = self._room_bytes()
             # The first step creates moments, so more may be offloaded than was loaded.
-            self._transfers.release(max(0, room_bytes - self._transfers.loaded_bytes))
+            self._transfers.release_offloaded(max(0, room_bytes - self._transfers.loaded_bytes))
             self._loader.load(room_bytes)
         return advanced
 
     def _room_bytes(self) -> int:
-        return max(self._options.room_bytes(), NUM_BUFFERS * self._transfers.bucket_bytes)
+        return max(self._options.measure_room(), NUM_BUFFERS * self._transfers.bucket_bytes)
 
     def _buckets(self) -> Iterator[list[ParamShard]]:
         """Yield buckets of all shards that have a gradient, as many shards at once as a bucket holds."""
@@ -225,7 +225,7 @@ class OptimizerStepper:
         State of others that was offloaded is kept on the device; its place in host memory stays allocated.
         """
         if self.state.needs_change(params):
-            self.state.release()
+            self.state.end_materialize()
             self._loader.clear()
             self._loader.set_order([])
             self.state.set_offloaded(params)
@@ -248,9 +248,9 @@ class OptimizerStepper:
         self.materialize()
         self.state.add_missing()
 
-    def release(self) -> None:
-        """End ``materialize``."""
-        self.state.release()
+    def end_materialize(self) -> None:
+        """Take the tensors that ``materialize`` made readable away from everybody."""
+        self.state.end_materialize()
 
     def store_loaded(self) -> None:
         """Take over what a checkpoint has replaced in ``optimizer.state``; tensors stay materialized. Raises:

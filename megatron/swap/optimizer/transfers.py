@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.swap.common.types import MIB
 from megatron.swap.devices.base import Device, Event, Mark
 from megatron.swap.memory.disk_file import DiskRoom, padded
 from megatron.swap.memory.staging import NUM_AHEAD, DiskSpan, Fetched, Staging
@@ -95,7 +94,7 @@ class StateTransfers:
         device_bytes: device memory of loads and offloads that was not released yet.
     """
 
-    def __init__(self, device: Device, memory: StateMemory, bucket_bytes: int = 256 * MIB) -> None:
+    def __init__(self, device: Device, memory: StateMemory, bucket_bytes: int) -> None:
         self._device = device
         self.memory = memory
         self.bucket_bytes = bucket_bytes
@@ -126,20 +125,20 @@ class StateTransfers:
         Raises:
             DiskError: reading failed.
         """
-        pending = self._readable(pending)
+        pending = self._make_readable(pending)
         return self._load_into(self._device.allocate(_load_bytes(pending.shards)), pending)
 
     def load_if_free(self, pending: PendingBucket) -> Bucket | None:
         """Do as ``load``; where device memory is short return ``None``, and take nothing from others."""
-        pending = self._readable(pending)
+        pending = self._make_readable(pending)
         buffer = self._device.allocate_if_free(_load_bytes(pending.shards))
         return None if buffer is None else self._load_into(buffer, pending)
 
-    def _readable(self, pending: PendingBucket) -> PendingBucket:
-        """Make sure that nothing of the pending shards is on its way out, and that what was read is still there."""
+    def _make_readable(self, pending: PendingBucket) -> PendingBucket:
+        """End offloads of the pending shards; read from disk again if another optimizer took the read buffers."""
         if not self._offloading_shards.isdisjoint(pending.shards):
-            self.release()
-        if pending.read is not None and pending.read.is_lost:  # several optimizers read ahead
+            self.release_offloaded()
+        if pending.read is not None and pending.read.is_lost:
             return self.begin_load(pending.shards)
         return pending
 
@@ -198,11 +197,11 @@ class StateTransfers:
         bounds = [*range(0, offloaded.num_bytes, self._staged_bytes), offloaded.num_bytes]
         self.offload([Move(Span(offloaded, start, stop), source[start:stop]) for start, stop in pairwise(bounds)])
         offloaded.release()
-        self.release()
+        self.release_offloaded()
         return param_state
 
     def offload(self, moves: Sequence[Move], bucket: Bucket | None = None) -> None:
-        """Enqueue copies to the host. The sources, and the buffer of ``bucket``, live until ``release``."""
+        """Enqueue copies to the host. The sources, and the buffer of ``bucket``, live until ``release_offloaded``."""
         self._device.wait(self._out_stream, self._device.record(self._device.current_stream()))
         event = None
         for batch in self._batches(moves):
@@ -257,10 +256,10 @@ class StateTransfers:
         """Device memory of buckets that were loaded and are not on their way to the host yet."""
         return self.device_bytes - self.offloading_bytes
 
-    def release(self, max_bytes: int = 0) -> None:
-        """Release offloaded buffers, the oldest first, until those left hold at most ``max_bytes``.
+    def release_offloaded(self, max_bytes: int = 0) -> None:
+        """Release device memory that was offloaded, the oldest first, until at most ``max_bytes`` are left.
 
-        Compute waits for their copies before the memory is used again.
+        The compute stream waits for the copies first, so that later work cannot overwrite what they read.
         """
         offloading_bytes = self.offloading_bytes
         while self._offloads and offloading_bytes > max_bytes:
@@ -281,7 +280,7 @@ class StateTransfers:
         Raises:
             DiskError: a write failed.
         """
-        self.release()
+        self.release_offloaded()
         self._device.synchronize()
         if self._staging is not None:
             self._staging.synchronize()

@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import nn
 
-from megatron.swap.common.types import KIB, MIB
+from megatron.swap.common.types import KIB, MIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.megatron_lm.optimizer_adapter import AdaptedOptimizer
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
@@ -58,8 +58,7 @@ def test_it_is_given_back_as_it_was_and_trains_on(has_own_step: bool) -> None:
     swap = swapped(optimizer)
     adapted = adapted_by(swap)
     for override in adapted.overrides:
-        if hasattr(type(override.owner), override.method):
-            assert override.method in vars(override.owner)
+        assert override.method in vars(override.owner)
     step(optimizer, 0)
     adapted.stepper.materialize()
     adapted.remove()
@@ -73,6 +72,19 @@ def test_it_is_given_back_as_it_was_and_trains_on(has_own_step: bool) -> None:
         assert set(states[0]) == set(states[1])
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     swap.close()
+
+
+@pytest.mark.parametrize("method", ["prepare_grads", "reload_model_params", "sharded_state_dict"])
+def test_a_method_that_this_megatron_lacks_is_an_error(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under another name it would read offloaded state, and training would go wrong in silence."""
+    optimizer = megatrons_optimizer()
+    before = [set(vars(owner)) for owner in (optimizer, optimizer.optimizer)]
+    for kind in FP32Optimizer.__mro__:
+        if method in vars(kind):
+            monkeypatch.delattr(kind, method)
+    with pytest.raises(UsageError, match=f"FP32Optimizer.{method}, which the installed megatron-core lacks"):
+        swapped(optimizer)
+    assert [set(vars(owner)) for owner in (optimizer, optimizer.optimizer)] == before
 
 
 def test_what_is_removed_can_be_installed_again() -> None:

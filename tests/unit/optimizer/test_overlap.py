@@ -58,7 +58,7 @@ class Model:
         device = self.device if on == "cpu" else self.training.device
         self.overlap = StepOverlap(device, transfers)
         self.overlap.add(stepper)
-        stepper._options = replace(stepper._options, room_bytes=self.overlap.room_in_step)
+        stepper._options = replace(stepper._options, measure_room=self.overlap.measure_room)
         self.loaded: list[int] = []  # at the end of each backward
         self.left: list[int] = []  # at the end of each step
 
@@ -231,7 +231,7 @@ def test_what_is_materialized_is_what_was_stepped_last() -> None:
     model.run(steps=False)
     for _ in range(NUM_LAYERS):
         model.overlap.on_layer_backward_end()
-    model.training.stepper.release()  # type: ignore[union-attr]
+    model.training.stepper.end_materialize()  # type: ignore[union-attr]
     for value in (*model.training.params, *plain.params):
         assert value is not None
     model.stepper.materialize()
@@ -277,7 +277,7 @@ def test_a_wait_that_is_missing_shows(forgotten: str, monkeypatch: pytest.Monkey
     if forgotten == "of loads":
         monkeypatch.setattr(StateTransfers, "wait_for", nothing)
     else:
-        monkeypatch.setattr(StateTransfers, "release", release_without_a_wait)
+        monkeypatch.setattr(StateTransfers, "release_offloaded", release_without_a_wait)
     for _ in range(3):
         model.run()
     assert not same(model.training.all(), alone(5))

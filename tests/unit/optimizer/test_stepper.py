@@ -120,7 +120,7 @@ class Training:
     def steps(self, num_steps: int, without_gradient: int | None = None) -> Training:
         for _ in range(num_steps):
             if self.stepper is not None:
-                self.stepper.release()  # materialized tensors are on the host, where a gradient is not
+                self.stepper.end_materialize()  # materialized tensors are on the host, where a gradient is not
             for i, param in enumerate(self.params):
                 gradient = torch.randn(param.shape, generator=self.numbers).to(self.device.torch_device)
                 param.grad = None if i == without_gradient else gradient
@@ -196,7 +196,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(name: str) -> None:
     assert same(run(Training(OPTIMIZERS[name], lambda _: True)), run(Training(OPTIMIZERS[name])))
 
 
-@pytest.mark.parametrize("method", ["wait_for", "release"])
+@pytest.mark.parametrize("method", ["wait_for", "release_offloaded"])
 def test_a_wait_that_is_missing_shows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Released memory is poisoned, and copies take their time."""
     right = Training(OPTIMIZERS["adamw"]).steps(5).all()
@@ -245,7 +245,7 @@ def test_what_is_offloaded_reads_as_nan_and_cannot_be_written() -> None:
     training.stepper.materialize()
     assert not param.isnan().any()
     assert float(state["step"]) == 1
-    training.stepper.release()
+    training.stepper.end_materialize()
     assert param.isnan().all()
 
 
@@ -321,7 +321,7 @@ def test_a_step_that_fails_halfway_keeps_nothing_and_its_state_can_be_saved() ->
     training.stepper._partial_step._step = fails_late
     with pytest.raises(torch.OutOfMemoryError, match="no"):
         training.steps(1)
-    training.transfers.release()
+    training.transfers.release_offloaded()
     assert (training.transfers.device_bytes, set(training.optimizer.state)) == (0, set(training.params))
     training.stepper.materialize()
     saved = training.optimizer.state_dict()["state"]
