@@ -1,4 +1,4 @@
-"""Plan files: what is written is what is read, and what is wrong is named."""
+"""Plan files: round trips, and errors that name the wrong key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLAN = Plan(
 
 
 def written(folder: Path, change: Any = None, plan: Plan = PLAN) -> Path:
-    """A plan file; ``change`` edits its JSON."""
+    """Write a plan file; ``change`` edits its JSON."""
     path = folder / "plan.json"
     save_plan(plan, path)
     if change is not None:
@@ -89,7 +89,7 @@ def test_what_a_policy_asks() -> None:
 
 
 def test_the_least_that_the_host_must_hold() -> None:
-    """What is swapped with its size told, without the last two layers."""
+    """The swapped sites of known size, without the last two layers."""
     assert PLAN.least_host_bytes() == 4 * 688 * MIB
     sites = {"mlp/0": SitePlan("swap", 1.0), "mlp/1": SitePlan("swap"), "fc/0": SitePlan("keep", 9.0)}
     last = PlanClass("12-15", sites)
