@@ -1,4 +1,4 @@
-"""megatron-swap plan: what cannot work is refused in one line, before anything is planned."""
+"""megatron-swap plan: wrong input is refused in one line, before planning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, line: str) -> str:
-    """What the program says instead of planning."""
+    """Return the error that the program prints instead of planning."""
     def planned(*_: Any) -> None:
         raise AssertionError("it has begun to plan")
 
@@ -65,9 +65,9 @@ def test_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, fla
         )),
         *((f"--gpu h200 -- {FLAGS} --swap-host-gib {given}", f"--swap-host-gib {given}: a number is expected")
           for given in ("lots", "nan", "inf", "0", "-1")),
-        *((f"--gpu h200 -- {FLAGS} {flags}", f"{flags}: what that takes is not known without a measurement")
+        *((f"--gpu h200 -- {FLAGS} {flags}", f"{flags}: its memory and time are not known without a measurement")
           for flags in ("--optimizer sgd", "--recompute-activations", "--fp8-format=hybrid")),
-        (f"--gpu h200 -- {FLAGS} --mtp-num-layers 1", "--mtp-num-layers: what that takes is not known"),
+        (f"--gpu h200 -- {FLAGS} --mtp-num-layers 1", "--mtp-num-layers: its memory and time are not known"),
         *((f"--gpu h200 -- {FLAGS} {flags}", message) for flags, message in (
             ("--num-attention-heads 5", "--hidden-size 64: must be a multiple of 5, --num-attention-heads"),
             ("--tensor-model-parallel-size 3", "--num-attention-heads 4: must be a multiple of 3, --tensor-model"),

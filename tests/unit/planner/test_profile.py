@@ -26,7 +26,7 @@ from megatron.swap.planner.profile import (
     save_profile,
     sha256,
 )
-from megatron.swap.planner.shape import RECIPES, WORKSPACE_GIB, params_of_rank, shape_profile
+from megatron.swap.planner.shape import RECOMPUTE_INPUTS, WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
 from megatron.swap.planner.states import States
@@ -96,7 +96,7 @@ def test_sections_nest_or_stand_apart() -> None:
 
 
 def _device_bytes(states: States) -> float:
-    """Of a parameter."""
+    """Return the device bytes of one parameter."""
     return 2 + states.gradient_bytes + states.state_bytes * (1 - states.offload_fraction) / states.shards
 
 
@@ -116,10 +116,11 @@ class TestShapes:
     def test_what_can_run_again(self) -> None:
         shape = read_flags(FLAGS.split()).model
         of = shape_profile(shape, find_gpu("h200"), 2).layers[1]
-        recipes = {one.site: one for one in of.sites if one.recompute_ms is not None}
-        assert {name: one.recompute_needs for name, one in recipes.items()} == RECIPES
-        assert 0.6 < recipes["mlp/0"].recompute_ms / (4 * 4096 * 4 * 4096 * 11008 / 681e9) < 1.2  # a matrix product
-        assert max(one.recompute_ms for name, one in recipes.items() if name != "mlp/0") < 0.5
+        recomputable = {one.site: one for one in of.sites if one.recompute_ms is not None}
+        assert {name: one.recompute_needs for name, one in recomputable.items()} == RECOMPUTE_INPUTS
+        matmul_ms = 4 * 4096 * 4 * 4096 * 11008 / 681e9
+        assert 0.6 < recomputable["mlp/0"].recompute_ms / matmul_ms < 1.2
+        assert max(one.recompute_ms for name, one in recomputable.items() if name != "mlp/0") < 0.5
         assert [part.name for part in of.sections] == ["qkv", "layer"]
         parallel = replace(shape, tensor_parallel=2, sequence_parallel=True)
         sharded = shape_profile(parallel, find_gpu("h200"), 2).layers[1]
@@ -187,7 +188,7 @@ class TestShapes:
         whole = shape_profile(read_flags(FLAGS.split()).model, find_gpu("h200"), 2)
         halves = replace(whole.model, tensor_parallel=2, sequence_parallel=True)
         half = shape_profile(halves, find_gpu("h200"), 2)
-        assert half.layers[1].num_mib == pytest.approx(whole.layers[1].num_mib / 2)
+        assert half.layers[1].saved_mib == pytest.approx(whole.layers[1].saved_mib / 2)
         assert half.static_gib - 0.096 == pytest.approx((whole.static_gib - 0.096) / 2)
         stages = [shape_profile(replace(whole.model, pipeline_parallel=4), find_gpu("h200"), 8, pipeline_rank=rank)
                   for rank in range(4)]  # fmt: skip
@@ -218,7 +219,7 @@ class TestShapes:
 
 
     def test_megatrons_own_defaults_name_the_same_model(self) -> None:
-        """Megatron's parser fills in what nobody gave; a plan made from raw flags is for that run all the same."""
+        """Megatron's parser fills in defaults. A plan from raw flags must be for the same model."""
         raw = read_flags(f"{FLAGS} --vocab-size 31999 --tensor-model-parallel-size 2".split()).model
         parsed = argparse.Namespace(
             num_layers=16, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, num_query_groups=1,
@@ -238,12 +239,12 @@ class TestShapes:
 
 class TestWhatIf:
     def test_scaling_is_the_arithmetic_of_the_other_shape(self) -> None:
-        """Where the profile is arithmetic itself, scaling it gives the other shape's bytes and nearly its times."""
+        """Scaling an estimated profile gives the bytes of the other shape, and nearly its times."""
         old = shape_profile(read_flags(FLAGS.split()).model, find_gpu("h200"), 2)
         new = replace(old.model, seq_length=16384, micro_batch_size=1)
         scaled, made = with_tokens(old, 16384, 1), shape_profile(new, find_gpu("h200"), 2)
         assert scaled.model == new
-        assert scaled.layers[1].num_mib == made.layers[1].num_mib
+        assert scaled.layers[1].saved_mib == made.layers[1].saved_mib
         assert scaled.layers[1].forward_ms == pytest.approx(made.layers[1].forward_ms)
         assert scaled.non_layer.peak_gib == pytest.approx(made.non_layer.peak_gib)
         assert "scaled to sequences of 16384" in scaled.source
@@ -261,7 +262,7 @@ class TestWhatIf:
 
 
 def test_a_profile_without_sites_outside_the_layers_is_read(tmp_path: Path) -> None:
-    """Of before they were recorded."""
+    """Older profiles have no such sites."""
     of = random_profile(3)
     save_profile(of, tmp_path / "profile.json")
     text = json.loads((tmp_path / "profile.json").read_text())
@@ -278,10 +279,10 @@ def test_the_table_says_why_sites_outside_the_layers_are_kept() -> None:
     of = profile([LayerClass((0,), 1, 2, (site("a/0", 1, 0, 0),))], non_layer=NonLayer(0, 0, 0, 0, 0, sites))
     rows = [line.split(maxsplit=3) for line in non_layer_table(of).splitlines()[1:]]
     assert rows == [
-        ["mask/0", "100", "keep", "idle for 500.00 ms, but only what layers save is moved"],
-        ["norm/0", "100", "keep", "wanted again after 1.50 ms: there and back takes 2.00 ms on the link"],
-        ["ids/0", "100", "keep", "others hold it until forward ends"],
-        ["scale/0", "0.25", "keep", "too small to move"],
+        ["mask/0", "100", "keep", "idle for 500.00 ms, but only layers' tensors are swapped"],
+        ["norm/0", "100", "keep", "needed after 1.50 ms: the round trip takes 2.00 ms on the link"],
+        ["ids/0", "100", "keep", "has other references until forward ends"],
+        ["scale/0", "0.25", "keep", "too small to swap"],
     ]
 
 
@@ -359,7 +360,7 @@ class TestCommandLine:
         save_plan(by_hand, path)
         lines = [line.split() for line in self.run("--show", str(path)).stdout.splitlines()]
         assert ["0-3", "mlp/0", "0.25", "swap"] in lines
-        assert ["4", "(section", "layer)", "recompute", "runs", "again", "as", "a", "whole"] in lines
+        assert ["4", "(section", "layer)", "recompute", "recomputed", "as", "a", "whole"] in lines
         assert ["5", "(no", "sites)", "keep"] in lines
         assert ["budget", "none"] in lines
         assert self.run("--show", str(path), "--gpu", "h200").returncode == 2
