@@ -1,4 +1,4 @@
-"""The console script: its commands, and what the doctor says where something is missing."""
+"""The console script: its commands, and the doctor's report of missing packages."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_doctor_speaks_where_the_namespace_is_hidden(tmp_path: Path) -> None
 
 
 def test_the_doctor_imports_nothing_of_ours() -> None:
-    """It is run by its path, too, where our package cannot be imported."""
+    """It also runs by its path, where this package cannot be imported."""
     assert importlib.util.find_spec("megatron.swap.cli.doctor") is not None
     text = Path(doctor.__file__ or "").read_text()
     assert re.findall(r"^\s*(?:from|import) (?:megatron|torch)\b", text, re.MULTILINE) == []
