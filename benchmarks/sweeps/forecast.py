@@ -127,12 +127,12 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         # The state that is kept is in fp32 as well, and gradients that are offloaded have a copy.
         states = replace(states, offload_fraction=offloaded, state_bytes=12 if states.gradient_bytes == 4 else 16)
     params = params_of_rank(training.model, training.tied)
-    if states.auto:
+    if states.is_auto:
         most_gib = max_offloaded_state_gib(room.host, room.disk)
         states = replace(states, offload_fraction=min(1.0, most_gib / states.state_gib(params)))
-    static_gib, offloaded_gib = states.device_gib(params), states.host_gib(params)
+    static_gib, offloaded_gib = states.device_gib(params), states.offloaded_gib(params)
     if offloaded:
-        offloaded_gib = _offloaded_gib(training.model, offloaded * params / states.shards, flags)
+        offloaded_gib = _offloaded_gib(training.model, offloaded * params / states.num_shards, flags)
     known = None
     if gpu is not None and tiers.device is not None and by_flags:
         room_gib, of_gpu = max(0.0, room.host - offloaded_gib), replace(gpu, memory_gib=tiers.device)

@@ -160,7 +160,7 @@ def find_profile(options: argparse.Namespace, training: Training | None) -> Prof
     else:
         states = training.states
         num_params = params_of_rank(training.model, training.tied, rank)
-        if states.auto and host_gib is not None:
+        if states.is_auto and host_gib is not None:
             most_gib = max_offloaded_state_gib(host_gib, training.disk_gib)
             states = replace(states, offload_fraction=min(1.0, most_gib / states.state_gib(num_params)))
         profile = shape_profile(
@@ -168,7 +168,7 @@ def find_profile(options: argparse.Namespace, training: Training | None) -> Prof
             states=states, pipeline_rank=rank,
         )  # fmt: skip
         if host_gib is not None:
-            offloaded_gib = states.host_gib(num_params)
+            offloaded_gib = states.offloaded_gib(num_params)
             if offloaded_gib > host_gib and not training.disk_gib:
                 flag = "--host-gib" if options.host_gib is not None else "--swap-host-gib"
                 raise UsageError(

@@ -92,7 +92,7 @@ class PlanClass:
         self.numbers()
         for site in self.sites:
             if not SITE.fullmatch(site):
-                raise UsageError(f"sites: {site!r} is no site. Write path/ordinal, such as mlp.linear_fc1/0.")
+                raise UsageError(f"sites: {site!r} is not a site. Write path/ordinal, such as mlp.linear_fc1/0.")
 
     def numbers(self) -> tuple[int, ...]:
         """Return the layer numbers, ascending."""
@@ -143,8 +143,8 @@ class Plan:
                         f"0 to {self.model.num_layers - 1}."
                     )
                 if layer in self._class_of_layer:
-                    raise UsageError(f"classes: layer {layer} stands in {self._class_of_layer[layer].layers!r} and in "
-                                     f"{entry.layers!r}; each layer may stand in one.")  # fmt: skip
+                    raise UsageError(f"classes: layer {layer} is in {self._class_of_layer[layer].layers!r} and in "
+                                     f"{entry.layers!r}; each layer may be in one class.")  # fmt: skip
                 self._class_of_layer[layer] = entry
 
     def action(self, site: Site) -> Action:

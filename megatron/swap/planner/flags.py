@@ -91,9 +91,9 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     states = States(
         gradient_bytes=2 if is_precision_aware and known.main_grads_dtype == "bf16" else 4,
         state_bytes=state_bytes_of(known),
-        shards=data * context // instances if known.use_distributed_optimizer else 1,
+        num_shards=data * context // instances if known.use_distributed_optimizer else 1,
         offload_fraction=1.0 if fraction is None else fraction,
-        auto=fraction is None,
+        is_auto=fraction is None,
         weight_bytes=2 if known.bf16 or known.fp16 else 4,
     )
     return Training(

@@ -200,12 +200,12 @@ class LayerClass:
                 raise UsageError(f"{here} {site.site}: sizes and times must be 0 or more, done_at_ms at least "
                                  f"needed_at_ms; given are {site}.")  # fmt: skip
             if unknown := set(site.recompute_needs) - set(names):
-                raise UsageError(f"{here} {site.site}: {sorted(unknown)} in recompute_needs are no sites; there are "
+                raise UsageError(f"{here} {site.site}: {sorted(unknown)} in recompute_needs are not sites; there are "
                                  f"{names}.")  # fmt: skip
         for section in self.sections:
             unknown = {*section.frees, *section.needs} - set(names)
             if unknown:
-                raise UsageError(f"{here} section {section.name}: {sorted(unknown)} are no sites; there are {names}.")
+                raise UsageError(f"{here} section {section.name}: {sorted(unknown)} are not sites; there are {names}.")
             for other in self.sections:
                 mine, theirs = set(section.frees), set(other.frees)
                 if mine & theirs and not (mine <= theirs or theirs <= mine):
@@ -249,7 +249,7 @@ class Profile:
                              f"{self.allocator_gib} at least 0.")  # fmt: skip
         here = [layer for entry in self.layers for layer in entry.layers]
         if len(set(here)) != len(here):
-            raise UsageError("layers: a layer stands in two classes; each may stand in one.")
+            raise UsageError("layers: a layer is in two classes; each may be in one.")
         if self.pipeline.chunks and sorted(layer for chunk in self.pipeline.chunks for layer in chunk) != sorted(here):
             raise UsageError(f"pipeline: chunks: must hold the layers of this rank, {sorted(here)}, each once.")
         if not 0 <= self.pipeline.rank < self.pipeline.size:

@@ -54,25 +54,25 @@ def build_profile(
         SwapError: no layer was recorded with forward and backward, or a layer's saved tensors were not recorded
             because it was not hooked or was recomputed as a whole.
     """
-    read = Timeline(recording)
-    passes = [one for one in read.passes if one.is_whole]
+    timeline = Timeline(recording)
+    passes = [one for one in timeline.passes if one.is_whole]
     if not passes:
         raise SwapError("the recording has no forward of a layer with its backward: record whole training steps.")
     layers = tuple(
-        _layer_class(numbers, [one for one in passes if one.pass_key.layer in numbers], read, min_mib, whole_layers)
+        _layer_class(numbers, [one for one in passes if one.pass_key.layer in numbers], timeline, min_mib, whole_layers)
         for numbers in _classes(passes, min_mib)
     )
-    reserved_bytes = read.peak_bytes if recording.reserved_bytes is None else recording.reserved_bytes
+    reserved_bytes = timeline.peak_bytes if recording.reserved_bytes is None else recording.reserved_bytes
     return Profile(
         source=source,
         model=model,
         device=device,
         link=link,
-        static_gib=read.static_bytes / GIB,
-        allocator_gib=max(0, reserved_bytes - read.peak_bytes) / GIB,
+        static_gib=timeline.static_bytes / GIB,
+        allocator_gib=max(0, reserved_bytes - timeline.peak_bytes) / GIB,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,
-        non_layer=_non_layer(read, layers, num_micro_batches, pipeline, recording.non_layer, min_mib),
+        non_layer=_non_layer(timeline, layers, num_micro_batches, pipeline, recording.non_layer, min_mib),
         layers=layers,
         pipeline=pipeline,
     )
@@ -85,15 +85,15 @@ def with_recorded_times(profile: Profile, recordings: Sequence[Recording]) -> Pr
     slow a layer down. A layer that is recomputed as a whole does hardly any of that. Times within a layer are scaled by
     the ratio of the layer's new time to its old time.
     """
-    reads = [Timeline(recording) for recording in recordings]
-    passes = [one for read in reads for one in read.passes if one.is_whole]
-    costs = [read.costs for read in reads]
+    timelines = [Timeline(recording) for recording in recordings]
+    passes = [one for timeline in timelines for one in timeline.passes if one.is_whole]
+    costs = [timeline.costs for timeline in timelines]
     layers = []
     for entry in profile.layers:
         mine = [one for one in passes if one.pass_key.layer in entry.layers]
-        again = [cost for of_site in costs for layer in entry.layers for cost in of_site.get((layer, ""), ())]
-        layers.append(_timed(entry, mine, again) if mine else entry)
-    steps = [one for read in reads for one in read.steps]
+        recompute_ms = [cost for of_site in costs for layer in entry.layers for cost in of_site.get((layer, ""), ())]
+        layers.append(_timed(entry, mine, recompute_ms) if mine else entry)
+    steps = [one for timeline in timelines for one in timeline.steps]
     if not passes or not steps:
         return profile
     forward_ms, backward_ms, optimizer_ms = _non_layer_times(steps, layers, profile.num_micro_batches, profile.pipeline)
@@ -102,7 +102,7 @@ def with_recorded_times(profile: Profile, recordings: Sequence[Recording]) -> Pr
     return replace(profile, source=source, layers=tuple(layers), non_layer=non_layer)
 
 
-def _timed(entry: LayerClass, passes: Sequence[LayerPass], again_ms: Sequence[float]) -> LayerClass:
+def _timed(entry: LayerClass, passes: Sequence[LayerPass], measured_recompute_ms: Sequence[float]) -> LayerClass:
     forward_ms = median(one.forward_ms or 0.0 for one in passes)
     backward_ms = median(one.backward_ms or 0.0 for one in passes)
     forward = forward_ms / entry.forward_ms if entry.forward_ms else 1.0
@@ -121,7 +121,7 @@ def _timed(entry: LayerClass, passes: Sequence[LayerPass], again_ms: Sequence[fl
             for site in entry.sites
         ),
         sections=tuple(
-            replace(part, recompute_ms=max(0.0, median(again_ms)) if again_ms else forward_ms)
+            replace(part, recompute_ms=max(0.0, median(measured_recompute_ms)) if measured_recompute_ms else forward_ms)
             if part.name == LAYER_SECTION else part
             for part in entry.sections
         ),
@@ -201,12 +201,12 @@ def _needs(passes: Sequence[LayerPass], site: str) -> tuple[str, ...] | None:
 
 
 def _layer_class(
-    layers: tuple[int, ...], passes: Sequence[LayerPass], read: Timeline, min_mib: float, whole_layers: bool
+    layers: tuple[int, ...], passes: Sequence[LayerPass], timeline: Timeline, min_mib: float, whole_layers: bool
 ) -> LayerClass:
     timed = [one for one in passes if not one.has_trials] or passes
     forward_ms = median(one.forward_ms or 0.0 for one in timed)
     backward_ms = median(one.backward_ms or 0.0 for one in timed)
-    sections = _shared_intermediates(layers, passes, read)
+    sections = _shared_sections(layers, passes, timeline)
     # Recomputing one of these alone also costs the intermediates, which its own measured time does not include.
     shared = {site for one in passes for site, storage in one.sites.items() if storage.intermediates}
     sites = []
@@ -214,7 +214,7 @@ def _layer_class(
         needed_ms = min(_median_moment(timed, (What.ASKED, name), backward_ms), backward_ms)
         done_ms = min(_median_moment(timed, (What.FREED, name), backward_ms), backward_ms)
         needs = None if name in shared else _needs(passes, name)
-        cost_ms = _cost_ms(layers, name, read)
+        cost_ms = _cost_ms(layers, name, timeline)
         sites.append(
             SiteProfile(
                 site=name,
@@ -238,18 +238,18 @@ def _layer_class(
     )
 
 
-def _shared_intermediates(layers: Sequence[int], passes: Sequence[LayerPass], read: Timeline) -> tuple[Section, ...]:
+def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timeline: Timeline) -> tuple[Section, ...]:
     """Return a section for each group of sites that are recomputed through the same unsaved intermediate.
 
     Recomputing one site of a group costs nearly as much as recomputing all.
     """
-    through: dict[str, set[str]] = {}
+    intermediates_of: dict[str, set[str]] = {}
     for one in passes:
         for site, storage in one.sites.items():
             if storage.intermediates:
-                through.setdefault(site, set()).update(storage.intermediates)
+                intermediates_of.setdefault(site, set()).update(storage.intermediates)
     groups: list[tuple[set[str], set[str]]] = []
-    for site, intermediates in through.items():
+    for site, intermediates in intermediates_of.items():
         mine, intermediates = {site}, set(intermediates)
         for other in [group for group in groups if group[1] & intermediates]:
             groups.remove(other)
@@ -259,7 +259,7 @@ def _shared_intermediates(layers: Sequence[int], passes: Sequence[LayerPass], re
     sections = []
     for sites, intermediates in groups:
         needs = [_needs(passes, site) for site in sites]
-        costs = [_cost_ms(layers, name, read) for name in (*sites, *intermediates)]
+        costs = [_cost_ms(layers, name, timeline) for name in (*sites, *intermediates)]
         if None not in needs and None not in costs:
             frees = tuple(site for site in _sites(passes) if site in sites)
             read_sites = dict.fromkeys(need for of_site in needs for need in of_site or () if need not in sites)
@@ -269,9 +269,9 @@ def _shared_intermediates(layers: Sequence[int], passes: Sequence[LayerPass], re
     return tuple(sections)
 
 
-def _cost_ms(layers: Sequence[int], name: str, read: Timeline) -> float | None:
+def _cost_ms(layers: Sequence[int], name: str, timeline: Timeline) -> float | None:
     """Return the time to recompute a storage once its inputs are there; ``None``: it was not recomputed."""
-    costs = [cost for layer in layers for cost in read.costs.get((layer, name), ())]
+    costs = [cost for layer in layers for cost in timeline.costs.get((layer, name), ())]
     return max(0.0, median(costs)) if costs else None
 
 
@@ -302,7 +302,7 @@ def _whole_layer(passes: Sequence[LayerPass], sites: Sequence[SiteProfile], forw
 
 
 def _non_layer(
-    read: Timeline,
+    timeline: Timeline,
     layers: Sequence[LayerClass],
     num_micro_batches: int,
     pipeline: Pipeline,
@@ -310,15 +310,16 @@ def _non_layer(
     min_mib: float,
 ) -> NonLayer:
     """Return the figures outside layers, of the chunk that ends in the loss or, without the loss, of the first one."""
-    steps = [one for one in read.steps if not one.has_trials] or read.steps
+    steps = [one for one in timeline.steps if not one.has_trials] or timeline.steps
     has_loss = _has_loss(pipeline)
     chunk = _chunk(steps, pipeline)
     forward_ms, backward_ms, optimizer_ms = _non_layer_times(steps, layers, num_micro_batches, pipeline)
     # Without the loss, storages of other micro-batches are still held when a chunk's forward begins: subtract them.
     kept_bytes = [
-        end if has_loss else max(0, end - begin) for one in read.steps for begin, end in one.kept_bytes.get(chunk, ())
+        end if has_loss else max(0, end - begin)
+        for one in timeline.steps for begin, end in one.kept_bytes.get(chunk, ())
     ]
-    loss_bytes = [peak for one in read.steps for peak in one.loss_peak_bytes] if has_loss else []
+    loss_bytes = [peak for one in timeline.steps for peak in one.loss_peak_bytes] if has_loss else []
     return NonLayer(
         forward_ms=forward_ms,
         backward_ms=backward_ms,

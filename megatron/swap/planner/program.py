@@ -26,7 +26,7 @@ TOUCHED_LAYER_COST = 1e-5
 PROVEN = 1e-7
 """Relative gap below which an answer counts as optimal."""
 MAX_NODES = 300
-"""Limit of the branch-and-bound search. A search that stops there has a looser lower bound."""
+"""Maximum number of branch-and-bound nodes. A search that stops there has a looser lower bound."""
 
 
 @dataclass(frozen=True)

@@ -281,6 +281,7 @@ def shape_profile(
     layers_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in classes)
     optimizer_ms = params * OPTIMIZER_BYTES_PER_PARAM / (gpu.optimizer_gb_s * 1e6)
     optimizer_ms += states.copy_ms(params, gpu.link_both_gb_s)
+    state = OffloadedState(states.state_gib(params), states.offload_fraction, update_ms=0.0)
     return Profile(
         source=f"arithmetic; {gpu.source}",
         model=model,
@@ -293,7 +294,7 @@ def shape_profile(
         non_layer=_non_layer(model, gpu, has_input, has_loss, layers_ms, optimizer_ms),
         layers=tuple(classes),
         pipeline=Pipeline(stages, pipeline_rank, chunks),
-        offloaded_state=OffloadedState(states.state_gib(params), states.offload_fraction, 0.0) if states.auto else None,
+        offloaded_state=state if states.is_auto else None,
     )
 
 

@@ -75,17 +75,17 @@ class States:
         gradient_bytes: bytes of one gradient: 4 in fp32, or 2 in bf16 if the optimizer accepts that.
         state_bytes: bytes of one parameter's fp32 main value and two moments. TransformerEngine's precision-aware
             optimizer stores only the 16 bits of the main value that the bf16 weight lacks.
-        shards: number of ranks that share the state.
+        num_shards: number of ranks that share the state.
         offload_fraction: fraction of the state that is offloaded to host memory (``--swap-optimizer``).
-        auto: the planner decides how much is offloaded, at most ``offload_fraction``.
+        is_auto: the planner decides how much is offloaded, at most ``offload_fraction``.
         weight_bytes: bytes of one weight: 2 in bf16, or 4 in fp32, where weights are the main values.
     """
 
     gradient_bytes: int = 4
     state_bytes: int = 12
-    shards: int = 1
+    num_shards: int = 1
     offload_fraction: float = 0.0
-    auto: bool = False
+    is_auto: bool = False
     weight_bytes: int = 2
 
     @property
@@ -102,17 +102,17 @@ class States:
 
     def state_gib(self, num_params: float) -> float:
         """Return this rank's optimizer state on all tiers together, in GiB."""
-        return num_params * self.state_bytes / self.shards / GIB
+        return num_params * self.state_bytes / self.num_shards / GIB
 
-    def host_gib(self, num_params: float) -> float:
+    def offloaded_gib(self, num_params: float) -> float:
         """Return this rank's offloaded state in host memory and on disk, in GiB."""
         return self.offload_fraction * self.state_gib(num_params)
 
     def device_gib(self, num_params: float) -> float:
         """Return weights, gradients and the state that is not offloaded, in GiB."""
-        kept_gib = self.state_gib(num_params) - self.host_gib(num_params)
+        kept_gib = self.state_gib(num_params) - self.offloaded_gib(num_params)
         return self.weights_gib(num_params) + self.gradients_gib(num_params) + kept_gib
 
     def copy_ms(self, num_params: float, link_both_gb_s: float) -> float:
         """Return the time to reload and offload the offloaded state once, in both directions at the same time."""
-        return self.host_gib(num_params) * GIB / (link_both_gb_s * 1e6)
+        return self.offloaded_gib(num_params) * GIB / (link_both_gb_s * 1e6)

@@ -79,7 +79,7 @@ def memory_table(
         before_disk_gib: host memory of the rank; offloaded bytes beyond it go to disk. ``None``: there is no disk.
         measured: memory of a run, in columns beside the predictions.
     """
-    offloaded_gib = states.host_gib(num_params)
+    offloaded_gib = states.offloaded_gib(num_params)
     host_gib = float("inf") if before_disk_gib is None else before_disk_gib
     split = split_before_disk(offloaded_gib, host_gib, prediction.host_gib)
     buffers_gib = 0.0 if before_disk_gib is None else split.buffers

@@ -64,7 +64,7 @@ class NonLayerStep:
         forward_ms: forward of each chunk, without its layers.
         kept_bytes: memory held outside layers at the begin and at the end of each chunk's forward.
         loss_ms: time from the end of a chunk's forward to its own backward.
-        loss_peak_bytes: peak in that time, besides static memory and saved storages of layers.
+        loss_peak_bytes: peak between a chunk's last layer and its own backward, besides static and saved memory.
         between_ms: time from the end of a backward to the next forward.
         after_ms: time from the last backward to the end of the step.
         step_ms: time of the whole step.

@@ -31,7 +31,7 @@ def test_predictions_are_near_what_was_measured(file: str) -> None:
             assert one.predicted.host_gib == pytest.approx(host_gib, abs=unreleased_gib + 0.01), what
 
 
-def test_waits_are_seen_where_they_were() -> None:
+def test_stalls_are_predicted() -> None:
     """Runs that stall are predicted to stall, and runs that do not are not."""
     seen = 0
     for file in (name for name in FILES if (RESULTS / name).exists()):

@@ -72,7 +72,7 @@ def test_columns_add_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("", "--swap-disk-dir x --swap-optimizer 0", 0.0, 0.4375, 0.0),  # of activations
     ],
 )
-def test_what_host_memory_has_no_room_for_is_on_disk(
+def test_bytes_beyond_host_memory_are_on_disk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
     options: str, flags: str, in_host: float, buffers: float, on_disk: float,
 ) -> None:  # fmt: skip
@@ -87,7 +87,7 @@ def test_what_host_memory_has_no_room_for_is_on_disk(
     ("options", "flags", "flag"),
     [("--host-gib 30", "", "--host-gib 30"), ("", "--swap-host-gib 30", "--swap-host-gib 30")],
 )
-def test_without_a_disk_there_has_to_be_room(
+def test_without_a_disk_host_memory_must_be_enough(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, options: str, flags: str, flag: str
 ) -> None:
     with pytest.raises(SystemExit, match=rf"^error: {flag}: .* takes 44.87 GiB.*disk-dir"):
@@ -95,7 +95,7 @@ def test_without_a_disk_there_has_to_be_room(
 
 
 @pytest.mark.parametrize("activations_gib", [0.0, 10.0, 300.0])
-def test_all_of_it_is_somewhere(activations_gib: float) -> None:
+def test_all_bytes_have_a_tier(activations_gib: float) -> None:
     for host_gib in (0.0, 0.1, 2.0, 50.0, 400.0, math.inf):
         found = split_before_disk(100.0, host_gib, activations_gib)
         assert found.state_in_host + found.state_on_disk == pytest.approx(100.0)
@@ -112,7 +112,7 @@ def summary_of(folder: Path, *ranks: list[MemoryRow] | None, num_layers: int = 3
     return path
 
 
-def test_measured_stands_beside_predicted(
+def test_measurements_beside_predictions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     options, flags = "--host-gib 30", f"{FLAGS} --swap-disk-dir x"
@@ -137,7 +137,7 @@ def test_every_kind_that_is_measured_has_a_row() -> None:
     assert {row.kind for row in rows} == {row.kind for row in MEASURED} <= set(KINDS)
 
 
-def test_it_is_the_planned_stage_that_was_measured(
+def test_measurements_are_of_the_planned_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     ranks = [[MemoryRow("weights", number * GIB)] for number in range(8)]
@@ -163,7 +163,7 @@ def test_it_is_the_planned_stage_that_was_measured(
         (json.dumps({"num_layers": 4, "ranks": [{"memory": [asdict(MEASURED[0])]}]}), r"is of 4 layers, .* say 32"),
     ],
 )
-def test_what_is_no_summary(
+def test_invalid_summaries_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, content: str | None, message: str
 ) -> None:
     path = tmp_path / "run.json"

@@ -156,11 +156,11 @@ class TestALayer:
         assert (entry.layers, entry.forward_ms, entry.backward_ms) == ((0, 1), 4, 7)
         assert times(entry) == {"in/0": (1, 4, 6), "out/0": (3, 1, 3)}
         assert [site.mib for site in entry.sites] == [10, 30]
-        assert entry.forward_peak_mib == 0  # 7 MiB on top while the 30 were not there yet
-        # From the beginning nothing; 5 MiB of gradients before `out` is freed; 2 more for an instant; then none.
+        assert entry.forward_peak_mib == 0  # 7 MiB of workspace before the 30 MiB are saved
+        # First 0; 5 MiB of gradients before `out` is freed; 2 MiB more for an instant; then 0.
         assert entry.temporaries == ((1, 5), (4, 7), (6, 0))
 
-    def test_what_exceeds_all_that_is_saved_is_forwards_peak(self) -> None:
+    def test_forwards_peak_is_above_saved_storages(self) -> None:
         script, layer = Script(), Layer(0)
         script.note(What.STEP).note(What.FORWARD_BEGIN, pass_key=layer.key).blip(45).save(layer.inner).save(layer.outer)
         script.blip(8).note(What.FORWARD_END, pass_key=layer.key)
@@ -197,7 +197,7 @@ class TestALayer:
         assert entry.sites[1].recompute_ms == 0.75
         assert times(entry)["in/0"] == (1, 2, 3)
 
-    def test_memory_of_a_trial_is_nobodys(self) -> None:
+    def test_memory_of_a_trial_does_not_count(self) -> None:
         (entry,) = built(with_forward(0, ("trial", 1, "layers.0/in/0", 500)).recording).layers
         assert entry.forward_peak_mib == 0
 
@@ -271,7 +271,7 @@ class TestALayer:
         assert [site.recompute_ms for site in entry.sites] == [None] * 3
         assert entry.temporaries == ()
 
-    def test_what_was_never_asked_for_is_held_to_the_end(self) -> None:
+    def test_storages_that_backward_never_uses_are_held_to_its_end(self) -> None:
         script, layer = Script(), Layer(0)
         script.note(What.STEP)
         layer.forward(script)
@@ -299,13 +299,13 @@ class TestClasses:
         assert [entry.sites[0].is_ineligible for entry in profile.layers] == [True, False, False]
         assert [round(entry.sites[1].mib, 2) for entry in profile.layers] == [30, 30.15, 45]
 
-    def test_sizes_that_change_by_themselves_make_no_classes(self) -> None:
+    def test_sizes_that_vary_make_no_classes(self) -> None:
         micro_batches = [[Layer(n, mb, scale=1 + 0.2 * mb * n) for n in range(3)] for mb in range(2)]
         (entry,) = built(steps(Script(), [micro_batches[0][1:], micro_batches[1][1:]]), 2).layers
         assert entry.layers == (1, 2)
         assert entry.sites[1].mib == pytest.approx(30 * 1.4)
 
-    def test_small_sites_stay(self) -> None:
+    def test_small_sites_are_ineligible(self) -> None:
         (entry,) = built(steps(Script(), [[Layer(0)]]), min_mib=10.5).layers
         assert [site.is_ineligible for site in entry.sites] == [True, False]
 
@@ -322,12 +322,12 @@ class TestClasses:
         (entry,) = built(steps(Script(), [[Layer(0)]])).layers
         assert entry.sites[1].recompute_ms is None  # never recomputed
 
-    def test_whole_layers_run_again_from_their_input(self) -> None:
+    def test_whole_layers_are_recomputed_from_their_input(self) -> None:
         recording = steps(Script(), [[Layer(0)]])
         assert built(recording).layers[0].sections == ()
         assert built(recording, whole_layers=True).layers[0].sections == (Section("layer", ("out/0",), ("in/0",), 4),)
 
-    def test_a_layer_that_cannot_run_again_from_its_input_stands_alone(self) -> None:
+    def test_a_layer_that_cannot_be_recomputed_from_its_input_is_a_class(self) -> None:
         layers = [Layer(number) for number in range(3)]
         layers[0].inner.is_input = False
         profile = built(steps(Script(), [layers]), whole_layers=True)
@@ -335,10 +335,10 @@ class TestClasses:
 
 
 class TestAStep:
-    def test_around_the_layers(self) -> None:
+    def test_outside_the_layers(self) -> None:
         recording = steps(Script(), [[Layer(0, mb), Layer(1, mb)] for mb in range(3)])
         profile = built(recording, num_micro_batches=3)
-        # 3 ms before and 4 ms behind each micro-batch, 2 of loss; the last 4 are the optimizer's by the same measure.
+        # 3 ms before and 4 ms after each micro-batch, 2 ms of loss. The last 4 ms count as the optimizer's.
         assert profile.non_layer == NonLayer(3, 6, 9, 0, 50 / 1024)
         assert profile.static_gib == STATIC / GIB
         simulated = simulate(profile, empty_plan(profile))
@@ -380,9 +380,9 @@ class TestAStep:
         non_layer = built(recording, pipeline=Pipeline(2, 0, ((0, 1),))).non_layer
         assert non_layer == NonLayer(3, 0, 13, 0, 0)
         non_layer = built(recording, pipeline=Pipeline(2, 1, ((0, 1),))).non_layer
-        assert non_layer == NonLayer(3, 2, 0, 0, 50 / 1024)  # 13 ms, but 14 are what the rank before it takes
+        assert non_layer == NonLayer(3, 2, 0, 0, 50 / 1024)  # 13 ms, less 14 ms of backward on the rank before it
 
-    def test_what_is_kept_outside_counts_once_a_micro_batch(self) -> None:
+    def test_bytes_kept_outside_count_once_a_micro_batch(self) -> None:
         """The second forward of a first stage begins with the storages of the first one."""
         script, layers = Script().note(What.STEP), [Layer(0), Layer(0, 1)]
         for layer in layers:
@@ -396,7 +396,7 @@ class TestAStep:
             non_layer = built(recording, 2, pipeline=Pipeline(2, rank, ((0,),))).non_layer
             assert non_layer.kept_gib == kept_mib / 1024
 
-    def test_the_optimizers_memory_comes_behind_the_last_layer(self) -> None:
+    def test_the_optimizers_memory_comes_after_the_last_layer(self) -> None:
         script = Script()
         script.note(What.STEP)
         layers = [Layer(0, is_held=True), Layer(1)]
@@ -426,7 +426,7 @@ def whole(num_layers: int, forward_ms: float, again_ms: float, backward_ms: floa
 
 
 class TestTimesOfOtherSteps:
-    def test_they_replace_those_that_were_recorded(self) -> None:
+    def test_they_replace_recorded_times(self) -> None:
         recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
         timed = with_recorded_times(recorded, [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5)])
         (entry,) = timed.layers

@@ -77,7 +77,7 @@ class TestByHand:
         # The copy out begins after 1 ms and ends at 21; the last layer saves its own 100 MiB at 7 ms, which ends its
         # slack, and compute waits from 7 to 21: it ends at 22. Backward of layers 3, 2 and 1 takes 12 ms. The
         # copy in may begin when layer 3 is through and the next layer's backward begins, at 26, and ends at 46; layer 0
-        # asks 1 ms into its backward, at 35.
+        # needs it 1 ms into its backward, at 35.
         assert predicted.out_stall_ms == pytest.approx(14)
         assert predicted.in_stall_ms == pytest.approx(11)
         assert predicted.step_ms == pytest.approx(24 + 25)
@@ -110,7 +110,7 @@ class TestByHand:
         assert predicted.recompute_ms == pytest.approx(3.0)
         assert predicted.peak_gib == gib(20 + 1024)
 
-    def test_what_a_section_holds_meanwhile_counts(self) -> None:
+    def test_memory_of_a_running_section_counts(self) -> None:
         sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 1.0, 2.0))
         entry = LayerClass((0,), 2.0, 4.0, sites, (Section("behind", ("a/0",), ("in/0",), 1.5, peak_mib=60),))
         predicted = simulate(profile([entry]), plan(profile([entry]), {(0,): {}}, l0=("behind",)))
@@ -140,7 +140,7 @@ class TestByHand:
         recomputed = simulate(of, plan(of, {(0,): {"in/0": "swap", "out/0": "recompute"}}))
         assert recomputed.in_stall_ms == pytest.approx(kept.in_stall_ms + 3.0)  # needed 3 ms earlier
 
-    def test_a_chain_is_made_in_order_once_each_and_held(self) -> None:
+    def test_a_chain_is_recomputed_in_order_once_and_held(self) -> None:
         """c is recomputed from b, and b from a, which is offloaded. All happens when c is needed, which is first."""
         sites = (
             site("a/0", 100, 0.1, 3.0, 4.0),
@@ -234,7 +234,7 @@ class TestPipelines:
                     seen.remove((unit.chunk, unit.micro_batch))
             assert not seen
 
-    def test_swapping_frees_what_waits_in_flight(self) -> None:
+    def test_swapping_frees_micro_batches_in_flight(self) -> None:
         of = profile([ONE], micro_batches=8, pipeline=Pipeline(4, 0))
         predicted = simulate(of, plan(of, {(0, 1, 2): {"a/0": "swap"}}))
         assert predicted.peak_gib <= (4 * 100 + 300 + 2 * 300) / 1024  # what is kept, the running one, and two windows
@@ -293,7 +293,7 @@ class EngineStep:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_simulator_holds_what_the_manager_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulator_holds_as_much_as_the_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every layer boundary of forward and backward, for layers that swap all, nothing, or a part."""
     monkeypatch.setattr(offload_module, "COMMIT_BYTES", 16 * KIB)
     source = random.Random(seed)
@@ -325,7 +325,7 @@ def test_the_simulator_holds_what_the_manager_holds(seed: int, monkeypatch: pyte
     assert predicted == pytest.approx(levels), what
 
 
-def test_the_link_beside_itself_is_used_where_both_directions_are_busy() -> None:
+def test_the_links_speed_for_both_directions_is_used_in_a_pipeline() -> None:
     link = Link(50.0, 40.0, 30.0, 20.0)
     alone = replace(profile([ONE]), link=link)
     piped = replace(alone, pipeline=Pipeline(2, 0))

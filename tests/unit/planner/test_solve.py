@@ -30,7 +30,7 @@ def random_budget(of: Profile, seed: int) -> float:
     return full * random.Random(seed).uniform(0.2, 1.1)
 
 
-def test_all_that_costs_time_counts_in_some_of_the_small_cases() -> None:
+def test_copies_cost_time_in_some_of_the_small_cases() -> None:
     """Otherwise brute force would not test it."""
     answers = []
     for of, budget in ((random_profile(seed), random_budget(random_profile(seed), seed)) for seed in range(200)):
@@ -79,7 +79,7 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     assert solution.prediction.host_gib <= host + 1e-6
 
 
-def test_a_window_that_is_narrowed_to_nothing_costs_nothing_where_nothing_is_swapped() -> None:
+def test_an_empty_window_costs_nothing_if_nothing_is_swapped() -> None:
     """A later block has a smaller window than the first, but not a negative one."""
     early = LayerClass((0,), 4.0, 8.0, (site("a/0", 10, 0.0, 7.0),))
     late = LayerClass((1, 2, 3), 4.0, 8.0, (site("a/0", 20, 0.0, 7.0),))
@@ -112,7 +112,7 @@ def test_a_reserve_for_fragmentation_is_left_free() -> None:
 
 
 @pytest.mark.parametrize(("allocator_gib", "expected_gib", "reserve_gib"), [(0.0, 0, 0), (0.5, 1, 1.25), (2.0, 2, 1.0)])
-def test_what_is_expected_of_the_allocator(allocator_gib: float, expected_gib: float, reserve_gib: float) -> None:
+def test_expected_fragmentation(allocator_gib: float, expected_gib: float, reserve_gib: float) -> None:
     entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 1024, 0.0, 7.0), site("b/0", 10, 0.0, 7.0)))
     of = replace(profile([entry]), allocator_gib=allocator_gib)
     assert (of.fragments_gib, of.reserve_gib) == (expected_gib, reserve_gib)
@@ -128,7 +128,7 @@ def test_what_is_expected_of_the_allocator(allocator_gib: float, expected_gib: f
 
 @given(seed=st.integers(1000, 3000), more=st.floats(0, 1))
 @settings(max_examples=25, deadline=None)
-def test_what_is_promised_is_what_the_plan_does(seed: int, more: float) -> None:
+def test_predictions_are_those_of_the_plans(seed: int, more: float) -> None:
     of = random_profile(seed, most_layers=5, most_sites=4)
     smallest = smallest_budget(of)
     solution = solve(of, smallest + more * max(0.0, simulate(of, empty_plan(of)).peak_gib - smallest) + 1e-6)
@@ -186,7 +186,7 @@ def test_the_earliest_layers_swap() -> None:
     assert solution.prediction.step_ms == simulate(six_layers(), empty_plan(six_layers())).step_ms
 
 
-def test_no_feasible_plan_says_what_would_be() -> None:
+def test_infeasible_names_a_feasible_budget() -> None:
     sites = site("a/0", 100, 1, 2, 3), site("b/0", 100, 1.5, 0, 1, is_ineligible=True)
     entry = LayerClass(tuple(range(4)), 2.0, 4.0, sites)
     of = profile([entry], host_gib=0.1)

@@ -37,7 +37,7 @@ def profile() -> Profile:
 
 
 @pytest.mark.parametrize("budget_gib", [30, 34, 38, 42, 46, 50, 60])
-def test_as_good_as_the_best_of_all_parts(profile: Profile, budget_gib: float) -> None:
+def test_as_good_as_the_best_of_all_fractions(profile: Profile, budget_gib: float) -> None:
     best_ms = float("inf")
     for step in range(STEPS + 1):
         part = with_fraction(profile, step / STEPS)
@@ -141,7 +141,7 @@ def test_nothing_to_decide_without_auto(profile: Profile) -> None:
     assert solve(fixed, 40).plan.offload_fraction is None
 
 
-def test_no_part_is_enough(profile: Profile) -> None:
+def test_no_fraction_is_enough(profile: Profile) -> None:
     with pytest.raises(Infeasible, match="the smallest budget that was found feasible"):
         solve_fractions(profile, 15)
 
@@ -158,7 +158,7 @@ def test_files(profile: Profile, tmp_path) -> None:  # type: ignore[no-untyped-d
     assert load_profile(tmp_path / "profile.json") == profile  # as written before disks were supported
 
 
-def test_of_the_stages_of_a_pipeline_the_one_that_needs_most(profile: Profile) -> None:
+def test_pipeline_stages_offload_the_largest_fraction(profile: Profile) -> None:
     plan = solve_fractions(profile, 40).plan
     plans = [replace(plan, classes=plan.classes[i::2], offload_fraction=part) for i, part in enumerate((0.25, 0.5))]
     assert merged(plans).offload_fraction == 0.5
