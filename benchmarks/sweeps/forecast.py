@@ -20,7 +20,7 @@ from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.state_fraction import solve_fractions
-from megatron.swap.planner.states import BUCKETS_GIB, max_offload_fraction, split_before_disk
+from megatron.swap.planner.states import BUCKETS_GIB, max_offloaded_state_gib, split_before_disk
 
 MARGIN = 0.05
 """A fraction of a tier. A search begins where at least so much is predicted to stay free; a run that is predicted to
@@ -127,12 +127,12 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         # The state that is kept is in fp32 as well, and gradients that are offloaded have a copy.
         states = replace(states, offload_fraction=offloaded, state_bytes=12 if states.gradient_bytes == 4 else 16)
     params = params_of_rank(training.model, training.tied)
-    if states.auto:
-        most_gib = max_offload_fraction(room.host, room.disk)
+    if states.is_auto:
+        most_gib = max_offloaded_state_gib(room.host, room.disk)
         states = replace(states, offload_fraction=min(1.0, most_gib / states.state_gib(params)))
-    static_gib, offloaded_gib = states.device_gib(params), states.host_gib(params)
+    static_gib, offloaded_gib = states.device_gib(params), states.offloaded_gib(params)
     if offloaded:
-        offloaded_gib = _offloaded_gib(training.model, offloaded * params / states.shards, flags)
+        offloaded_gib = _offloaded_gib(training.model, offloaded * params / states.num_shards, flags)
     known = None
     if gpu is not None and tiers.device is not None and by_flags:
         room_gib, of_gpu = max(0.0, room.host - offloaded_gib), replace(gpu, memory_gib=tiers.device)
@@ -146,10 +146,13 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         needs.append(Need("device", peak_gib, limit_gib, whose, known.least_gib if known else None))
     if "--swap-disk-dir" in flags:
         split = split_before_disk(offloaded_gib, room.host, moved_gib)
-        disk_gib = split.state_on_disk + split.moved_on_disk
+        disk_gib = split.state_on_disk + split.activations_on_disk
         needs += [
             Need("disk", disk_gib, room.disk, "free, or --swap-disk-gib"),
-            Need("host", split.state_in_host + split.moved_in_host, math.inf, "what it has no room for goes to disk"),
+            Need(
+                "host", split.state_in_host + split.activations_in_host, math.inf,
+                "what it has no room for goes to disk",
+            ),
         ]
         offloaded_gib = split.state_in_host
     else:

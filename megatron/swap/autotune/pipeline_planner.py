@@ -45,7 +45,7 @@ class PipelinePlanner:
         of_ranks = self._ranks.gather((self._pipeline_rank, profile))
         leaders: dict[int, int] = {}
         for rank, (stage, other) in enumerate(of_ranks):
-            if stage not in leaders or other.num_mib > of_ranks[leaders[stage]][1].num_mib:
+            if stage not in leaders or other.saved_mib > of_ranks[leaders[stage]][1].saved_mib:
                 leaders[stage] = rank
         self.leaders = leaders
         mine: list[Plan] | tuple[str, float] = []

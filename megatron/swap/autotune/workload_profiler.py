@@ -12,7 +12,7 @@ from megatron.swap.autotune.target import PlanTarget, RunParts
 from megatron.swap.autotune.workload import Step, Workload
 from megatron.swap.common.types import GIB
 from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
-from megatron.swap.planner.profile_builder import build_profile, with_times
+from megatron.swap.planner.profile_builder import build_profile, with_recorded_times
 from megatron.swap.planner.recording import Recording
 from megatron.swap.profiling.footprint import Footprint
 from megatron.swap.profiling.link_benchmark import measure_link, slowest_link
@@ -133,5 +133,5 @@ class WorkloadProfiler:
                 if step.num_micro_batches == measured.profile.num_micro_batches
                 and workload.is_like(replace(step, num_micro_batches=workload.num_micro_batches))
             ]  # fmt: skip
-            self._measured[workload] = replace(measured, profile=with_times(measured.profile, timed))
+            self._measured[workload] = replace(measured, profile=with_recorded_times(measured.profile, timed))
         return self._measured[workload]

@@ -1,8 +1,8 @@
-"""Can this Python train with Megatron Swap? Says what is missing, in words that tell what to do.
+"""Checks whether this Python can train with Megatron Swap, and says what to install.
 
-It runs as `megatron-swap doctor` and, by tools/check_environment.py, in environments that exist already
-(`MEGATRON_SWAP_PYTHON=python3`), where nothing is installed. It imports nothing of ours and nothing heavy at the top,
-and parses under older Pythons, so that it can speak wherever something is wrong.
+It runs as `megatron-swap doctor` and, through tools/check_environment.py, in an existing environment
+(`MEGATRON_SWAP_PYTHON=python3`) without an installed package. It imports nothing of this package and nothing heavy at
+the top, and parses under older Pythons, so that it can report problems in any environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPTIONAL = {
     "psutil": "megatron-core cannot write torch_dist checkpoints",
     "tensorboard": "no TensorBoard scalars",
 }
-"""What training goes without, and what it then lacks."""
+"""Packages that training can run without, and the effect of their absence."""
 EXTRAS = {
     "measure": {
         "rich": "no tools/preprocess_data.py, tools/bench.py, tools/sweep.py, no analysis of traces",
@@ -33,26 +33,26 @@ EXTRAS = {
     },
     "te": {"transformer_engine": "no TransformerEngine layers; the local implementation is slower"},
 }
-"""The packages of each extra of pyproject.toml, and what is not there without them."""
+"""Packages of each extra in pyproject.toml, and what does not work without them."""
 TESTED_MEGATRON_CORE = "0.19.2"
 ROOT = Path(__file__).resolve().parents[3]
-"""The checkout's root; in an installed package a folder without requirements files."""
+"""The checkout's root, or a folder without requirements files if the package is installed."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check this Python, say on stderr what is missing, and return 0 if training can start, else 1.
+    """Check this Python and report on stderr what is missing. Return 0 if training can start, else 1.
 
     Args:
-        arguments: the command line behind the program's name; `None`: that of this process.
+        arguments: the command line after the program's name; `None`: that of this process.
     """
     parser = argparse.ArgumentParser(
-        prog="megatron-swap doctor", description="Can this Python train with Megatron Swap, and what does it lack?"
+        prog="megatron-swap doctor", description="Check whether this Python can train with Megatron Swap."
     )
     parser.add_argument(
-        "what", nargs="?", choices=["run", "dev"], default="run", help="dev: also what the tests need (default: run)"
+        "what", nargs="?", choices=["run", "dev"], default="run", help="dev: check test packages too (default: run)"
     )
     what = parser.parse_args(arguments).what
-    # On a machine with a CUDA toolkit and no GPU torch remarks on that, at the first import of many.
+    # With a CUDA toolkit but no GPU, torch warns when it is first imported.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if sys.version_info < (3, 12):  # noqa: UP036
         say(f"error: {sys.executable} is Python {sys.version.split()[0]}; 3.12 or newer is needed")
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def find_problem(name: str) -> str | None:
-    """Say why module `name` cannot be imported; `None`: it can."""
+    """Return why module `name` cannot be imported; `None`: it can."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -85,12 +85,12 @@ def find_problem(name: str) -> str | None:
 
 
 def is_missing(name: str) -> bool:
-    """Whether no top-level module of that name is found; it is not imported."""
+    """Whether no top-level module `name` is found. It is not imported."""
     return importlib.util.find_spec(name) is None
 
 
 def report_optional() -> None:
-    """Note every package that training goes without, those of an extra together."""
+    """Print a note for each missing optional package and for each incomplete extra."""
     for name, effect in OPTIONAL.items():
         if is_missing(name):
             note(f"{name} is not in this environment: {effect}")
@@ -102,10 +102,10 @@ def report_optional() -> None:
 
 
 def report_problems(problems: dict[str, str], what: str) -> None:
-    """Say which modules cannot be imported, why, and what to install.
+    """Print which modules cannot be imported, why, and what to install.
 
     Args:
-        problems: by module, the first line of the error.
+        problems: the first line of the error, by module.
         what: `run` or `dev`.
     """
     say(f"error: {sys.executable} cannot run Megatron Swap; it lacks")

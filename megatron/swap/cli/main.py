@@ -1,4 +1,4 @@
-"""`megatron-swap COMMAND …`: each command is a module of this room with a `main`."""
+"""The entry point `megatron-swap COMMAND …`. Each command is a module of this package with a `main`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import sys
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command that the arguments name and return its exit status; what is wrong is said in one line.
+    """Run the command that the arguments name and return its exit status. The command reports errors in one line.
 
     Args:
-        arguments: the command line behind the program's name; `None`: that of this process.
+        arguments: the command line after the program's name; `None`: that of this process.
     """
     parser = argparse.ArgumentParser(
         prog="megatron-swap",
-        description="Plan a swapping run, or check an environment. `megatron-swap COMMAND --help` says more.",
+        description="Plan a swapping run, or check an environment. See `megatron-swap COMMAND --help`.",
     )
     parser.add_argument(
         "command", choices=["plan", "doctor"],
-        help="plan: what to keep, swap and recompute. doctor: can this Python train, and what is missing?",
+        help="plan: what to keep, swap and recompute. doctor: whether this Python can train, and what is missing",
     )  # fmt: skip
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
     options = parser.parse_args(arguments)
-    # Loaded by need: where the planner's scipy is missing, doctor must still say so.
+    # Imported here, because doctor must run without the planner's scipy.
     if options.command == "plan":
         from megatron.swap.cli.plan import main as command
     else:

@@ -5,13 +5,15 @@
     megatron-swap plan --show plan.json
     megatron-swap plan --gpu h200 --memory-gib 80 -- --num-layers 32 --hidden-size 4096 … your training flags
 
-With --gpu it also prints where every byte is, on the device, in host memory and on disk: weights, gradients, optimizer
-state (--swap-optimizer among the training flags offloads a fraction of it to host memory; --swap-disk-dir puts on disk
-what has no room there), activations. With --summary run.json it puts what a run measured (--swap-summary) beside that.
+Prints the actions for each class of layers, the predicted peak and step time, and a lower bound of the step time.
 
-A profile is what training has measured (--swap-save-profile) or what this program made from a shape (--save-profile).
-Prints each class of layers, the predicted peak and step time, and how fast any plan could be. Exit status: 0, or 1
-where no plan fits or a file is wrong.
+With --gpu it also prints the memory of weights, gradients, optimizer state and activations on the device, in host
+memory and on disk. Among the training flags, --swap-optimizer offloads a fraction of the optimizer state to host
+memory, and --swap-disk-dir adds a disk for bytes that exceed host memory. With --summary run.json the memory that a run
+measured (--swap-summary) is printed beside the prediction.
+
+A profile comes from training (--swap-save-profile) or from a model's shape (--save-profile). Exit status: 0, or 1 if no
+plan fits or a file is wrong.
 """
 
 from __future__ import annotations
@@ -34,19 +36,19 @@ from megatron.swap.planner.shape import params_of_rank, shape_profile
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import Solution, curve, empty_plan
 from megatron.swap.planner.state_fraction import solve_fractions, with_fraction
-from megatron.swap.planner.states import max_offload_fraction
+from megatron.swap.planner.states import max_offloaded_state_gib
 from megatron.swap.planner.table import memory_table, non_layer_table, plan_heading, plan_table, prediction_text
 from megatron.swap.planner.what_if import with_link, with_tokens
 
 WITH_GPU = ("num_gpus", "pipeline_rank", "summary", "flags")
-"""Options that only go with --gpu."""
+"""Options that need --gpu."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Plan, print and write what the options name; returns the exit status.
+    """Plan, print and write the files that the options name. Return the exit status.
 
     Args:
-        arguments: the command line behind the program's name; `None`: that of this process.
+        arguments: the command line after the program's name; `None`: that of this process.
     """
     parser = argparse.ArgumentParser(
         prog="megatron-swap plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -54,18 +56,18 @@ def main(arguments: list[str] | None = None) -> int:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--profile", type=Path, help="a measured profile")
     source.add_argument("--show", type=Path, metavar="PLAN", help="print this plan file and plan nothing")
-    source.add_argument("--gpu", help=f"plan from training flags behind --, for one of {', '.join(GPUS)}")
-    parser.add_argument("--memory-gib", type=float, help="most device memory; default: all that the device has")
-    parser.add_argument("--host-gib", type=float, help="most pinned host memory")
+    source.add_argument("--gpu", help=f"plan from the training flags after --, for one of {', '.join(GPUS)}")
+    parser.add_argument("--memory-gib", type=float, help="limit of device memory; default: all of the device")
+    parser.add_argument("--host-gib", type=float, help="limit of pinned host memory")
     parser.add_argument("--save", type=Path, help="write the plan here")
-    parser.add_argument("--save-profile", type=Path, help="write the profile that was planned with")
-    parser.add_argument("--curve", type=Path, help="draw step time against memory into this picture")
-    parser.add_argument("--link-gb-s", type=float, help="what if copies ran at this speed (each direction)")
-    parser.add_argument("--seq-length", type=int, help="what if sequences had this length")
-    parser.add_argument("--micro-batch-size", type=int, help="what if micro-batches had this size")
-    parser.add_argument("--num-gpus", type=int, help="with --gpu: GPUs of the run; default: one model replica")
-    parser.add_argument("--pipeline-rank", type=int, help="with --gpu: which stage to plan; default: 0")
-    parser.add_argument("--summary", type=Path, help="with --gpu: what --swap-summary wrote, beside what is predicted")
+    parser.add_argument("--save-profile", type=Path, help="write the profile of this plan here")
+    parser.add_argument("--curve", type=Path, help="draw step time against memory into this image file")
+    parser.add_argument("--link-gb-s", type=float, help="assume copies at this speed, in each direction")
+    parser.add_argument("--seq-length", type=int, help="assume this sequence length")
+    parser.add_argument("--micro-batch-size", type=int, help="assume this micro-batch size")
+    parser.add_argument("--num-gpus", type=int, help="with --gpu: number of GPUs; default: one model replica")
+    parser.add_argument("--pipeline-rank", type=int, help="with --gpu: stage to plan; default: 0")
+    parser.add_argument("--summary", type=Path, help="with --gpu: --swap-summary file to print beside the prediction")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="with --gpu: the training command's flags")
     options = parser.parse_args(arguments)
     try:
@@ -78,10 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse, before anything is planned, options without effect, numbers out of range, files that cannot be written.
+    """Refuse options without effect, numbers out of range and files that cannot be written, before planning.
 
     Raises:
-        UsageError: names the option and what to change.
+        UsageError: names the option and the remedy.
     """
     source = next(name for name in ("show", "profile", "gpu") if getattr(options, name) is not None)
     ignored = {"show": vars(options).keys() - {"show"}, "profile": WITH_GPU, "gpu": ()}[source]
@@ -105,10 +107,10 @@ def _flag(name: str) -> str:
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Print a plan file, or make a plan, print it with what it predicts, and write the files that the options name.
+    """Print a plan file; or make a plan, print it with its predictions, and write the files that the options name.
 
     Raises:
-        UsageError: no plan fits, or a file is not what it should be.
+        UsageError: no plan fits, or a file is invalid.
         OSError: a file cannot be read or written.
     """
     if options.show is not None:
@@ -147,10 +149,10 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def find_profile(options: argparse.Namespace, training: Training | None) -> Profile:
-    """Return the profile that the options name, or one made from the training flags, with the what-ifs applied.
+    """Return the profile of the options or of the training flags, scaled to the assumptions that the options make.
 
     Raises:
-        UsageError: the file is no profile, the GPU is not known, or optimizer state alone exceeds the host limit.
+        UsageError: the file is no profile, the GPU is unknown, or optimizer state alone exceeds the host limit.
     """
     host_gib, rank = host_limit_gib(options, training), options.pipeline_rank or 0
     if training is None:
@@ -158,15 +160,15 @@ def find_profile(options: argparse.Namespace, training: Training | None) -> Prof
     else:
         states = training.states
         num_params = params_of_rank(training.model, training.tied, rank)
-        if states.auto and host_gib is not None:
-            most_gib = max_offload_fraction(host_gib, training.disk_gib)
+        if states.is_auto and host_gib is not None:
+            most_gib = max_offloaded_state_gib(host_gib, training.disk_gib)
             states = replace(states, offload_fraction=min(1.0, most_gib / states.state_gib(num_params)))
         profile = shape_profile(
             training.model, find_gpu(options.gpu), training.num_micro_batches, tied=training.tied,
             states=states, pipeline_rank=rank,
         )  # fmt: skip
         if host_gib is not None:
-            offloaded_gib = states.host_gib(num_params)
+            offloaded_gib = states.offloaded_gib(num_params)
             if offloaded_gib > host_gib and not training.disk_gib:
                 flag = "--host-gib" if options.host_gib is not None else "--swap-host-gib"
                 raise UsageError(
@@ -182,16 +184,16 @@ def find_profile(options: argparse.Namespace, training: Training | None) -> Prof
 
 
 def host_limit_gib(options: argparse.Namespace, training: Training | None) -> float | None:
-    """Most host memory of the rank in GiB: by our own option, else by the training flags; `None`: no limit is given."""
+    """Return the rank's host memory limit in GiB from --host-gib, else from the training flags; `None`: no limit."""
     given: float | None = options.host_gib
     return training.host_gib if given is None and training is not None else given
 
 
 def read_measured(path: Path, profile: Profile) -> tuple[MemoryRow, ...]:
-    """Return where the memory of the planned stage's first rank went, as a run's summary says.
+    """Return the memory of the planned stage's first rank from a run's summary.
 
     Raises:
-        UsageError: the file is no summary, or one of another run.
+        UsageError: the file is no summary, or its run has another number of layers.
     """
     try:
         summary = json.loads(path.read_text())
@@ -212,10 +214,10 @@ def read_measured(path: Path, profile: Profile) -> tuple[MemoryRow, ...]:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a picture that cannot be drawn here.
+    """Refuse an image file that cannot be drawn.
 
     Raises:
-        UsageError: matplotlib is missing, or the name ends in no format of pictures.
+        UsageError: matplotlib is missing, or the file name has no extension of an image format.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -22,11 +22,11 @@ ACTIONS = {"keep": Action.KEEP, "swap": Action.SWAP, "recompute": Action.RECOMPU
 SITE = re.compile(r"[^/\s]+/\d+")
 LAYERS_SYNTAX = "layers and ranges, such as 0-9,12"
 LAYER_SECTION = "layer"
-"""The section that is a whole layer: the one that training can run again."""
+"""The section that is a whole layer, the only section that training can recompute."""
 
 
 class Infeasible(UsageError):
-    """No plan fits. ``smallest_gib``: the smallest budget for which one was found, rounded up so that it is enough."""
+    """No plan fits. ``smallest_gib``: the smallest budget, in GiB, for which a plan was found, rounded up."""
 
     def __init__(self, message: str, smallest_gib: float) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class Infeasible(UsageError):
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan was made for: sites and sizes follow from it. Counts are those of the whole model."""
+    """The model that a plan is for. It determines sites and sizes. Counts are those of the whole model."""
 
     num_layers: int
     hidden_size: int
@@ -48,7 +48,7 @@ class Model:
     transformer_impl: str
     dtype: str
     gated: bool
-    """Whether the MLP's activation has a gate (SwiGLU): fc1 is twice as wide."""
+    """Whether the MLP's activation has a gate (SwiGLU), so that fc1 is twice as wide."""
     num_experts: int | None = None
     head_size: int | None = None
     """``None``: hidden_size / num_attention_heads."""
@@ -67,7 +67,7 @@ class Model:
 
 @dataclass(frozen=True)
 class SitePlan:
-    """What happens to one saved tensor. ``mib`` and ``why`` are for people."""
+    """The action for one saved tensor. ``mib``: its size; ``why``: the reason, for people."""
 
     action: Literal["keep", "swap", "recompute"]
     mib: float | None = None
@@ -76,12 +76,12 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class PlanClass:
-    """Layers that are treated alike.
+    """Layers with the same actions.
 
     Attributes:
-        layers: which, 0-based over the whole model, such as ``0-9,12``.
-        sites: by ``path/ordinal``; those that are not named are kept.
-        sections: parts of a layer that run again in backward (``mlp``, ``layer``): what they save is not kept.
+        layers: layer numbers, 0-based over the whole model, such as ``0-9,12``.
+        sites: actions by ``path/ordinal``. Other sites are kept.
+        sections: parts of a layer that are recomputed in backward (``mlp``, ``layer``). Their saved tensors are freed.
     """
 
     layers: str
@@ -92,16 +92,16 @@ class PlanClass:
         self.numbers()
         for site in self.sites:
             if not SITE.fullmatch(site):
-                raise UsageError(f"sites: {site!r} is no site. Write path/ordinal, such as mlp.linear_fc1/0.")
+                raise UsageError(f"sites: {site!r} is not a site. Write path/ordinal, such as mlp.linear_fc1/0.")
 
     def numbers(self) -> tuple[int, ...]:
-        """Return the numbers of the layers, ascending."""
+        """Return the layer numbers, ascending."""
         return tuple(sorted(parse_ranges(self.layers, f"layers: {self.layers!r} is given", LAYERS_SYNTAX)))
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the cost model says of the plan; ``lower_bound_ms``: no plan of this model and budget is faster."""
+    """Predictions of the cost model. ``lower_bound_ms``: no plan for this model and budget has a shorter step."""
 
     peak_gib: float
     step_ms: float
@@ -111,13 +111,14 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which action for which site of which layer.
+    """The action for each site of each layer.
 
-    ``prefetch_gib``: most that is brought back ahead of its layer's backward; ``None``: what the largest layer swaps.
-    ``resting``: part of the optimizer's state that rests in host memory; ``None``: the plan says nothing of it.
+    Attributes:
+        prefetch_gib: maximum that is prefetched ahead of its layer's backward; ``None``: what the largest layer swaps.
+        offload_fraction: fraction of the optimizer state that is offloaded; ``None``: the plan does not set it.
 
     Raises:
-        UsageError: two classes name the same layer, or one that the model has not; no part.
+        UsageError: two classes name the same layer, a layer is not in the model, or a number is out of range.
     """
 
     model: Model
@@ -127,7 +128,7 @@ class Plan:
     classes: tuple[PlanClass, ...]
     prefetch_gib: float | None = None
     offload_fraction: float | None = field(metadata={"key": "resting"}, default=None)
-    _of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _class_of_layer: dict[int, PlanClass] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.prefetch_gib is not None and not 0 < self.prefetch_gib < inf:
@@ -141,29 +142,29 @@ class Plan:
                         f"classes: layers {entry.layers!r}: the model has {self.model.num_layers} layers, allowed are "
                         f"0 to {self.model.num_layers - 1}."
                     )
-                if layer in self._of_layer:
-                    raise UsageError(f"classes: layer {layer} stands in {self._of_layer[layer].layers!r} and in "
-                                     f"{entry.layers!r}; each layer may stand in one.")  # fmt: skip
-                self._of_layer[layer] = entry
+                if layer in self._class_of_layer:
+                    raise UsageError(f"classes: layer {layer} is in {self._class_of_layer[layer].layers!r} and in "
+                                     f"{entry.layers!r}; each layer may be in one class.")  # fmt: skip
+                self._class_of_layer[layer] = entry
 
     def action(self, site: Site) -> Action:
-        """What to do at ``site``; a site that a section frees is named by its section alone."""
-        entry = self._of_layer.get(site.layer)
+        """Return the action for ``site``: KEEP if the plan does not name it, even if a section frees it."""
+        entry = self._class_of_layer.get(site.layer)
         planned = entry.sites.get(f"{site.path}/{site.ordinal}") if entry else None
         return ACTIONS[planned.action] if planned else Action.KEEP
 
     def sites(self, layer: int) -> dict[str, Action]:
-        """The sites of ``layer`` that are named, by ``path/ordinal``."""
-        entry = self._of_layer.get(layer)
+        """Return the actions of the sites that ``layer`` names, by ``path/ordinal``."""
+        entry = self._class_of_layer.get(layer)
         return {site: ACTIONS[planned.action] for site, planned in entry.sites.items()} if entry else {}
 
     def sections(self, layer: int) -> tuple[str, ...]:
-        """The sections of ``layer`` that run again in backward."""
-        entry = self._of_layer.get(layer)
+        """Return the sections of ``layer`` that are recomputed in backward."""
+        entry = self._class_of_layer.get(layer)
         return entry.sections if entry else ()
 
     def swaps_layer(self, layer: int) -> bool:
-        """Whether anything of ``layer`` is swapped."""
+        """Whether any site of ``layer`` is swapped."""
         return Action.SWAP in self.sites(layer).values()
 
     def recomputes_layer(self, layer: int) -> bool:
@@ -177,9 +178,10 @@ class Plan:
         return not any(acts)
 
     def least_host_bytes(self) -> int:
-        """A lower bound of the host memory that a micro-batch takes where one rank has all layers.
+        """Return a lower bound of the host bytes that a micro-batch takes if one rank has all layers.
 
-        What is swapped with its size told, but for the last two layers: backward wants them so soon that they stay.
+        Sums the swapped sites of known size, without the last two layers: backward needs those so soon that they are
+        kept.
         """
         return sum(
             int((planned.mib or 0) * MIB)
@@ -189,31 +191,31 @@ class Plan:
         )
 
     def planned(self, layer: int) -> dict[str, SitePlan]:
-        """All that is said of the sites of ``layer``, by ``path/ordinal``."""
-        entry = self._of_layer.get(layer)
+        """Return the plans of the sites that ``layer`` names, by ``path/ordinal``."""
+        entry = self._class_of_layer.get(layer)
         return entry.sites if entry else {}
 
     def layers(self) -> tuple[int, ...]:
-        """The layers that a class names, ascending."""
-        return tuple(sorted(self._of_layer))
+        """Return the layers that a class names, ascending."""
+        return tuple(sorted(self._class_of_layer))
 
 
 def merged(plans: Sequence[Plan]) -> Plan:
-    """One plan of plans for different layers of a model: the stages of a pipeline, say. Figures are the worst."""
+    """Merge plans for different layers of one model, such as pipeline stages. Predictions are the largest of all."""
     first = plans[0]
     if len(plans) == 1:
         return first
     hashes = [plan.profile_sha256 for plan in plans]
     together = hashlib.sha256("".join(map(str, hashes)).encode()).hexdigest()
-    told = [plan.predicted for plan in plans if plan.predicted is not None]
+    predictions = [plan.predicted for plan in plans if plan.predicted is not None]
     predicted = None
-    if len(told) == len(plans):
-        bounds = [one.lower_bound_ms for one in told if one.lower_bound_ms is not None]
+    if len(predictions) == len(plans):
+        bounds = [one.lower_bound_ms for one in predictions if one.lower_bound_ms is not None]
         predicted = Predicted(
-            max(one.peak_gib for one in told),
-            max(one.step_ms for one in told),
+            max(one.peak_gib for one in predictions),
+            max(one.step_ms for one in predictions),
             max(bounds, default=None),
-            max(one.host_gib for one in told),
+            max(one.host_gib for one in predictions),
         )
     classes = tuple(entry for plan in plans for entry in plan.classes)
     sha256 = None if None in hashes else together
@@ -223,7 +225,7 @@ def merged(plans: Sequence[Plan]) -> Plan:
 
 @dataclass(frozen=True)
 class _File:
-    """The keys of a plan file, below its heading."""
+    """The keys of a plan file, after ``format`` and ``version``."""
 
     model: Model
     budget_gib: float | None
@@ -238,7 +240,7 @@ def load_plan(path: str | Path) -> Plan:
     """Read a plan.
 
     Raises:
-        UsageError: file, key, what was given, what is allowed.
+        UsageError: the file is no plan. Names the file, the key, the given value and the allowed values.
     """
     file = records.load(_File, path, FORMAT, VERSION)
     try:
@@ -248,7 +250,7 @@ def load_plan(path: str | Path) -> Plan:
 
 
 def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan; ``load_plan`` gives an equal one back."""
+    """Write a plan. ``load_plan`` returns an equal one."""
     file = _File(**{item.name: getattr(plan, item.name) for item in dataclasses.fields(_File)})
     records.save(file, path, FORMAT, VERSION)
 
@@ -257,7 +259,7 @@ def check_model(plan: Plan, model: Model, name: str = "the plan") -> None:
     """Refuse a plan that was made for another model.
 
     Raises:
-        UsageError: every difference, with what the plan has and what the run has.
+        UsageError: names every difference, with the values of the plan and of the run.
     """
     differences = [
         f"{item.name} is {_text(getattr(plan.model, item.name))} there, {_text(getattr(model, item.name))} here"

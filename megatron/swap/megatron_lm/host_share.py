@@ -20,7 +20,7 @@ from megatron.swap.memory.host_memory import (
     safe_host_bytes,
 )
 from megatron.swap.memory.tiers.disk import host_bytes
-from megatron.swap.planner.states import STATE_HOST_FRACTION, bucket_bytes_before_disk, fraction_before_disk
+from megatron.swap.planner.states import STATE_HOST_FRACTION, bucket_bytes_before_disk, max_state_before_disk
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class HostShare:
         if not self.disk_bytes:
             return left_bytes
         is_known = self.least_bytes > 0 or not self.buffers_bytes  # else activations swap, and nobody knows how many
-        return max(left_bytes if is_known else 0, int(fraction_before_disk(room_bytes, self.disk_bytes)))
+        return max(left_bytes if is_known else 0, int(max_state_before_disk(room_bytes, self.disk_bytes)))
 
     def reserve_state(self, config: SwapConfig) -> Reservation:
         """Make the rank's budget, and reserve in it what optimizer state may take at most (0 if none is offloaded).

@@ -1,4 +1,4 @@
-"""What a plan does to each layer of a profile: when storages come and go, and what is run again."""
+"""The effect of a plan on each layer of a profile: saves, uses, frees and recomputations, with their times."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from megatron.swap.planner.profile import LayerClass, Profile, Section
 
 
 @dataclass(frozen=True)
-class Rebuild:
-    """Something that runs in backward before ``at_ms``, makes ``mib`` again and meanwhile holds ``peak_mib`` more."""
+class Recomputation:
+    """A recomputation in backward.
+
+    Attributes:
+        at_ms: when its results are needed; it runs right before.
+        cost_ms: how long it takes.
+        mib: size of its results.
+        peak_mib: memory that it holds in addition while it runs.
+    """
 
     at_ms: float
     cost_ms: float
@@ -21,8 +28,8 @@ class Rebuild:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What runs again at once: a recipe, or a section."""
+class _RecomputeUnit:
+    """A unit of recomputation: one site, or a section. It reads the sites ``needs`` and recomputes ``frees``."""
 
     frees: tuple[str, ...]
     needs: tuple[str, ...]
@@ -35,16 +42,17 @@ class LayerScript:
     """A layer under a plan.
 
     Attributes:
-        saves: ``(saved_at_ms, mib, action)`` in forward; what is recomputed dies with its forward.
-        needs: ``(needed_at_ms, done_at_ms)`` of each save, the needs of recipes included.
-        rebuilds: in backward; of those at the same time, the first ones are needed for the others.
+        saves: ``(saved_at_ms, mib, action)`` in forward. A recomputed storage is freed when the layer's forward ends.
+        needs: ``(needed_at_ms, done_at_ms)`` of each save in backward. Recomputations that read it count as uses.
+        recomputations: in backward. Of those at the same time, later ones may read the results of earlier ones.
+        temporaries: ``(at_ms, mib)``, as in ``LayerClass``.
     """
 
     forward_ms: float
     backward_ms: float
     saves: tuple[tuple[float, float, Action], ...]
     needs: tuple[tuple[float, float], ...]
-    rebuilds: tuple[Rebuild, ...]
+    recomputations: tuple[Recomputation, ...]
     temporaries: tuple[tuple[float, float], ...]
     forward_peak_mib: float
 
@@ -54,44 +62,44 @@ class LayerScript:
 
     @cached_property
     def backward_events(self) -> tuple[tuple[float, int, int], ...]:
-        """``(at_ms, kind, number)`` in their order: of those at the same time what is done goes first (0), then the
-        level of temporaries changes (1), then recipes run (2), then saves are asked for (2, number below 0: save
-        -1 - number) and done (3).
+        """``(at_ms, kind, number)`` of each event in backward, in order. Times are those without stalls.
 
-        Offsets are those of the undisturbed layer.
+        At the same time events come in the order of ``kind``:
+        0: save ``number`` is done; 1: temporaries change to level ``number``; 2: save ``-1 - number`` is needed
+        (``number`` below 0), or recomputation ``number`` runs; 3: save ``number`` is done, at the time of its need.
         """
         events = [(at_ms, 1, i) for i, (at_ms, _) in enumerate(self.temporaries)]
-        events += [(rebuild.at_ms, 2, i) for i, rebuild in enumerate(self.rebuilds)]
+        events += [(recomputation.at_ms, 2, i) for i, recomputation in enumerate(self.recomputations)]
         for i, (needed_ms, done_ms) in enumerate(self.needs):
             events += [(needed_ms, 2, -1 - i), (max(done_ms, needed_ms), 0 if done_ms > needed_ms else 3, i)]
         return tuple(sorted(events))
 
 
 def scripts(profile: Profile, plan: Plan) -> dict[int, LayerScript]:
-    """The script of every layer of the profile; equal layers share one.
+    """Return the script of every layer of the profile. Equal layers share one.
 
     Raises:
-        UsageError: the plan names a site or section that the profile has not, or recomputes what has no recipe.
+        UsageError: the plan names a site or section that the profile lacks, or recomputes a site that cannot be.
     """
-    made: dict[tuple, LayerScript] = {}
+    cache: dict[tuple, LayerScript] = {}
     result: dict[int, LayerScript] = {}
     for entry in profile.layers:
         for layer in entry.layers:
             actions, sections = plan.sites(layer), plan.sections(layer)
             key = (entry.layers, tuple(sorted(actions.items(), key=str)), sections)
-            if key not in made:
-                made[key] = layer_script(entry, actions, sections, f"layer {layer}")
-            result[layer] = made[key]
+            if key not in cache:
+                cache[key] = layer_script(entry, actions, sections, f"layer {layer}")
+            result[layer] = cache[key]
     return result
 
 
 def layer_script(
     entry: LayerClass, actions: dict[str, Action], sections: tuple[str, ...], where: str = "a layer"
 ) -> LayerScript:
-    """A layer of class ``entry`` whose sites get ``actions`` and whose ``sections`` run again.
+    """Return the script of a layer of class ``entry`` with ``actions`` for sites and with ``sections`` recomputed.
 
-    A section of sites that have no recipes of their own runs for those of them that are recomputed, named or not: that
-    is how the engine makes such sites again, but for the whole layer.
+    A site without a recompute cost of its own is recomputed by a section that frees it, even if the plan does not name
+    that section: the engine does the same. The section ``layer`` must be named.
     """
     sites = {site.site: site for site in entry.sites}
     known = {section.name: section for section in entry.sections}
@@ -100,73 +108,73 @@ def layer_script(
             if name not in there:
                 raise UsageError(f"the plan names the {what} {name!r} in {where}; the profile has {', '.join(there)}.")
     chosen = {name: Action.KEEP if sites[name].is_ineligible else action for name, action in actions.items()}
-    parts = []
+    units = []
     for name in sections:
         frees = tuple(site for site in known[name].frees if not sites[site].is_ineligible)
-        parts.append(_part(known[name], frees))
+        units.append(_section_unit(known[name], frees))
         chosen.update((site, Action.RECOMPUTE) for site in frees)
-    of_section = {site for part in parts for site in part.frees}
+    of_section = {site for unit in units for site in unit.frees}
     for name, action in chosen.items():
         if action is Action.RECOMPUTE and name not in of_section:
             cost = sites[name].recompute_ms
             if cost is not None:
-                parts.append(_Part((name,), sites[name].recompute_needs, cost))
+                units.append(_RecomputeUnit((name,), sites[name].recompute_needs, cost))
                 continue
             section = next((one for one in entry.sections if name in one.frees and one.name != LAYER_SECTION), None)
             if section is None:
                 raise UsageError(
-                    f"the plan recomputes {name} in {where}, for which there is no recipe. Keep or swap it, or name "
-                    f"one of the sections {', '.join(known) or '(there are none)'}."
+                    f"the plan recomputes {name} in {where}, which cannot be recomputed alone. Keep or swap it, or "
+                    f"name one of the sections {', '.join(known) or '(there are none)'}."
                 )
             together = [
                 site for site in section.frees
                 if chosen.get(site) is Action.RECOMPUTE and sites[site].recompute_ms is None and site not in of_section
             ]  # fmt: skip
-            parts.append(_part(section, tuple(together)))
+            units.append(_section_unit(section, tuple(together)))
             of_section.update(together)
 
     needed = {name: site.needed_at_ms for name, site in sites.items()}
     done = {name: site.done_at_ms for name, site in sites.items()}
-    parts = _needs_first(parts, where)
-    at_ms: dict[_Part, float] = {}
-    for part in reversed(parts):  # by then it is known when those that are made from it run
-        at_ms[part] = min((needed[site] for site in part.frees), default=0.0)
-        for site in part.needs:
-            needed[site] = min(needed[site], at_ms[part])
-            done[site] = max(done[site], at_ms[part])
-    rebuilds = (
-        Rebuild(at_ms[part], part.cost_ms, sum(sites[site].mib for site in part.frees), part.peak_mib)
-        for part in parts
+    units = _in_dependency_order(units, where)
+    at_ms: dict[_RecomputeUnit, float] = {}
+    for unit in reversed(units):  # consumers first: a unit runs before the first unit that reads its results
+        at_ms[unit] = min((needed[site] for site in unit.frees), default=0.0)
+        for site in unit.needs:
+            needed[site] = min(needed[site], at_ms[unit])
+            done[site] = max(done[site], at_ms[unit])
+    recomputations = (
+        Recomputation(at_ms[unit], unit.cost_ms, sum(sites[site].mib for site in unit.frees), unit.peak_mib)
+        for unit in units
     )
     return LayerScript(
         forward_ms=entry.forward_ms,
         backward_ms=entry.backward_ms,
         saves=tuple((site.saved_at_ms, site.mib, chosen.get(site.site, Action.KEEP)) for site in entry.sites),
         needs=tuple((needed[site.site], done[site.site]) for site in entry.sites),
-        rebuilds=tuple(rebuilds),
+        recomputations=tuple(recomputations),
         temporaries=entry.temporaries,
         forward_peak_mib=entry.forward_peak_mib,
     )
 
 
-def _part(section: Section, frees: tuple[str, ...]) -> _Part:
-    return _Part(frees, section.needs, section.recompute_ms, section.peak_mib)
+def _section_unit(section: Section, frees: tuple[str, ...]) -> _RecomputeUnit:
+    return _RecomputeUnit(frees, section.needs, section.recompute_ms, section.peak_mib)
 
 
-def _needs_first(parts: list[_Part], where: str) -> list[_Part]:
-    """In the order in which they can run: what is made again may be needed to make something else again."""
-    makers = {site: part for part in parts for site in part.frees}
-    order: list[_Part] = []
+def _in_dependency_order(units: list[_RecomputeUnit], where: str) -> list[_RecomputeUnit]:
+    """Sort ``units`` so that each one runs after the units whose results it reads."""
+    producer_of = {site: unit for unit in units for site in unit.frees}
+    order: list[_RecomputeUnit] = []
 
-    def add(part: _Part, on_the_way: tuple[_Part, ...]) -> None:
-        if part in on_the_way:
-            raise UsageError(f"the plan recomputes {', '.join(part.frees)} in {where}, which needs itself. Keep it.")
-        for site in part.needs:
-            if site in makers and makers[site] is not part:
-                add(makers[site], (*on_the_way, part))
-        if part not in order:
-            order.append(part)
+    def add(unit: _RecomputeUnit, ancestors: tuple[_RecomputeUnit, ...]) -> None:
+        if unit in ancestors:
+            raise UsageError(f"the plan recomputes {', '.join(unit.frees)} in {where}, which needs itself. Keep it.")
+        for site in unit.needs:
+            if site in producer_of and producer_of[site] is not unit:
+                add(producer_of[site], (*ancestors, unit))
+        if unit not in order:
+            order.append(unit)
 
-    for part in parts:
-        add(part, ())
+    for unit in units:
+        add(unit, ())
     return order

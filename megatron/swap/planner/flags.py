@@ -1,4 +1,4 @@
-"""A user's training flags, as far as they decide sizes: raw, without Megatron, or as Megatron has parsed them."""
+"""Reads training flags that decide sizes, from a raw command line or from Megatron's parsed arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.swap.common.plan import Model
 from megatron.swap.common.types import MOST, UsageError
 from megatron.swap.planner.states import States
 
-UNKNOWN = frozenset({
+UNSUPPORTED = frozenset({
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
     "cpu-offloading-num-layers", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
     "fine-grained-activation-offloading", "fp4-format", "fp8-format", "moe-ffn-hidden-size", "moe-layer-freq",
@@ -19,13 +19,18 @@ UNKNOWN = frozenset({
     "optimizer-cpu-offload", "pipeline-model-parallel-layout", "recompute-activations", "recompute-granularity",
     "use-megatron-fsdp", "use-torch-fsdp2",
 })  # fmt: skip
-"""Flags of Megatron that change what a step holds or how long it takes, and that ``shape_profile`` knows nothing of."""
+"""Megatron's flags that change the memory or time of a step in ways that ``shape_profile`` does not model."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What ``shape_profile`` needs to know of a run; ``host_gib``: host memory that it may take, where a flag says so;
-    ``disk_gib``: of a disk, beyond that; infinite where no flag says how much."""
+    """A run as training flags describe it: the input of ``shape_profile``.
+
+    Attributes:
+        tied: whether embedding and output layer share their weights.
+        host_gib: limit of the rank's host memory; ``None``: no flag sets it.
+        disk_gib: limit of the disk, used once host memory is full; infinite: no flag sets it; 0: there is no disk.
+    """
 
     model: Model
     num_micro_batches: int
@@ -36,12 +41,12 @@ class Training:
 
 
 def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
-    """Megatron's flags, with its defaults; those that do not change sizes are passed over.
+    """Read Megatron's flags, with its defaults. Flags that do not change sizes are ignored.
 
-    ``num_gpus``: GPUs of the run; by default one model replica's.
+    ``num_gpus``: GPUs of the run; ``None``: those of one model replica.
 
     Raises:
-        UsageError: a flag is missing or its value impossible.
+        UsageError: a flag is missing, or its value is impossible.
     """
     known, _ = _parser().parse_known_args(list(flags))
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
@@ -68,27 +73,27 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         raise UsageError(f"--global-batch-size {batch}: must be a multiple of {per_round}, micro-batch x replicas.")
     virtual = known.num_virtual_stages_per_pipeline_rank or 1
     if per_stage := known.num_layers_per_virtual_pipeline_stage:
-        _check_whole(known, "num_layers", pipeline * per_stage, "stages x --num-layers-per-virtual-pipeline-stage")
+        _check_multiple(known, "num_layers", pipeline * per_stage, "stages x --num-layers-per-virtual-pipeline-stage")
         virtual = known.num_layers // pipeline // per_stage
     known.virtual_pipeline_model_parallel_size = virtual
-    _check_whole(known, "num_layers", pipeline * virtual, "the chunks of the model on all stages")
+    _check_multiple(known, "num_layers", pipeline * virtual, "the chunks of the model on all stages")
     if known.kv_channels is None:
-        _check_whole(known, "hidden_size", known.num_attention_heads, "--num-attention-heads")
-    _check_whole(known, "num_attention_heads", tensor, "--tensor-model-parallel-size")
+        _check_multiple(known, "hidden_size", known.num_attention_heads, "--num-attention-heads")
+    _check_multiple(known, "num_attention_heads", tensor, "--tensor-model-parallel-size")
     if known.group_query_attention:
-        _check_whole(known, "num_attention_heads", known.num_query_groups, "--num-query-groups")
+        _check_multiple(known, "num_attention_heads", known.num_query_groups, "--num-query-groups")
     if known.num_experts is not None:
-        _check_whole(known, "num_experts", known.expert_model_parallel_size, "--expert-model-parallel-size")
-    is_aware = known.use_precision_aware_optimizer
-    part = parse_fraction(known.swap_optimizer)
-    if part is not None and not 0 <= part <= 1:
-        raise UsageError(f"--swap-optimizer {part:g}: must be 0 to 1, a part of its state, or auto.")
+        _check_multiple(known, "num_experts", known.expert_model_parallel_size, "--expert-model-parallel-size")
+    is_precision_aware = known.use_precision_aware_optimizer
+    fraction = parse_fraction(known.swap_optimizer)
+    if fraction is not None and not 0 <= fraction <= 1:
+        raise UsageError(f"--swap-optimizer {fraction:g}: must be 0 to 1, a part of its state, or auto.")
     states = States(
-        gradient_bytes=2 if is_aware and known.main_grads_dtype == "bf16" else 4,
+        gradient_bytes=2 if is_precision_aware and known.main_grads_dtype == "bf16" else 4,
         state_bytes=state_bytes_of(known),
-        shards=data * context // instances if known.use_distributed_optimizer else 1,
-        offload_fraction=1.0 if part is None else part,
-        auto=part is None,
+        num_shards=data * context // instances if known.use_distributed_optimizer else 1,
+        offload_fraction=1.0 if fraction is None else fraction,
+        is_auto=fraction is None,
         weight_bytes=2 if known.bf16 or known.fp16 else 4,
     )
     return Training(
@@ -99,32 +104,32 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
 
 
 def check_known(flags: Sequence[str]) -> None:
-    """Whether arithmetic alone can tell what this training takes.
+    """Refuse flags whose effect on sizes or times ``shape_profile`` does not model.
 
     Raises:
-        UsageError: a flag changes sizes or times, and arithmetic does not know how.
+        UsageError: names the flag.
     """
     known, rest = _parser().parse_known_args(list(flags))
     if known.optimizer != "adam":
         rest.append(f"--optimizer {known.optimizer}")
     for flag in rest:
-        if flag.startswith("--") and flag[2:].split()[0].split("=")[0] in UNKNOWN:
+        if flag.startswith("--") and flag[2:].split()[0].split("=")[0] in UNSUPPORTED:
             raise UsageError(
-                f"{flag}: what that takes is not known without a measurement. Leave it out, or measure a profile "
+                f"{flag}: its memory and time are not known without a measurement. Leave it out, or measure a profile "
                 "(train with --swap-save-profile) and plan with --profile."
             )
 
 
-def _check_whole(known: argparse.Namespace, name: str, parts: int, what: str) -> None:
+def _check_multiple(known: argparse.Namespace, name: str, parts: int, what: str) -> None:
     if getattr(known, name) % parts:
         raise UsageError(f"--{name.replace('_', '-')} {getattr(known, name)}: must be a multiple of {parts}, {what}.")
 
 
 def parse_fraction(text: str) -> float | None:
-    """What ``--swap-optimizer`` says: a number, or ``None`` for ``auto``.
+    """Return the value of ``--swap-optimizer``: a number, or ``None`` for ``auto``.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the value is neither.
     """
     try:
         return None if text == "auto" else float(text)
@@ -133,7 +138,7 @@ def parse_fraction(text: str) -> float | None:
 
 
 def _gib(flag: str, text: str | None) -> float | None:
-    """What such a flag says, if it is there."""
+    """Return the value of ``flag`` in GiB; ``None``: it is not given."""
     try:
         given = None if text is None else float(text)
     except ValueError:
@@ -144,17 +149,17 @@ def _gib(flag: str, text: str | None) -> float | None:
 
 
 def state_bytes_of(args: argparse.Namespace) -> int:
-    """See ``States.state_bytes``; other optimizers than Adam have less, moments of lower precision, too."""
+    """Return ``States.state_bytes`` for Adam with fp32 moments: an upper bound for others."""
     if args.use_precision_aware_optimizer and args.bf16 and getattr(args, "fp8_recipe", None) in (None, "delayed"):
-        return 10  # of the main value 16 bits: the others are the weight
+        return 10  # 16 bits of the main value; the bf16 weight has the other 16
     return 12 if args.bf16 or args.fp16 else 8
 
 
 def model_of(args: argparse.Namespace) -> Model:
-    """The model that Megatron's arguments describe; ``None`` where Megatron has a default is that default.
+    """Return the model that Megatron's arguments describe. An argument that is ``None`` means Megatron's default.
 
     Raises:
-        UsageError: nothing tells the size of the vocabulary.
+        UsageError: the size of the vocabulary is not given.
     """
     tensor, heads = args.tensor_model_parallel_size, args.num_attention_heads
     return Model(
@@ -170,7 +175,7 @@ def model_of(args: argparse.Namespace) -> Model:
         dtype="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         gated=args.swiglu,
         num_experts=args.num_experts,
-        # Megatron fills in what nobody gave: the same head has one name here.
+        # Megatron fills in kv_channels if it is not given. The same size must give an equal Model either way.
         head_size=None if args.kv_channels in (None, args.hidden_size // heads) else args.kv_channels,
         tensor_parallel=tensor,
         sequence_parallel=args.sequence_parallel and tensor > 1,
@@ -191,7 +196,7 @@ def _padded_vocab_size(args: argparse.Namespace) -> int:
 
 
 def _default_ffn(hidden: int, gated: bool) -> int:
-    """Megatron's: four times the hidden size; two thirds of that, in steps of 64, where there is a gate."""
+    """Return Megatron's default: four times the hidden size; with a gate two thirds of that, rounded down to 64."""
     return int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
 
 

@@ -1,4 +1,4 @@
-"""What GPUs can do, for plans before one is booked. Measured where it says so, else taken from data sheets."""
+"""Speeds and sizes of GPUs, for plans without a measurement. ``source`` says which are measured."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Gpu:
     """A kind of GPU.
 
     Attributes:
-        tflops: bf16, linear layers, as training reaches it (not the peak of a data sheet).
-        attention_tflops: fused attention's forward, causal, half of the products counted.
-        memory_gb_s: of elementwise kernels.
-        optimizer_gb_s: of the optimizer's step, its many small tensors and the gradient norm included.
-        link_gb_s: pinned memory, one direction, this GPU alone.
-        link_both_gb_s: each direction, while both are busy.
-        peak_tflops: bf16, dense, of its data sheet.
-        cuda_name: as CUDA tells it.
+        tflops: bf16 TFLOP/s of linear layers, as training reaches them.
+        attention_tflops: TFLOP/s of causal fused attention's forward, half of the products counted.
+        memory_gb_s: memory bandwidth of elementwise kernels.
+        optimizer_gb_s: memory bandwidth of the optimizer step, with its many small tensors and the gradient norm.
+        link_gb_s: copies from or to pinned memory in one direction, by this GPU alone.
+        link_both_gb_s: copies in each direction while both are busy.
+        peak_tflops: dense bf16 TFLOP/s of the data sheet.
+        cuda_name: the device name that CUDA reports.
     """
 
     name: str
@@ -46,20 +46,20 @@ GPUS = {
     "b200": Gpu("NVIDIA B200", 1350, 1160, 5600, 3800, 178.0, 53.5, 47, SHEET, 2250, "NVIDIA B200"),
     "l40s": Gpu("NVIDIA L40S", 217, 190, 605, 410, 44.4, 26.8, 23, SHEET, 362, "NVIDIA L40S"),
 }
-"""By the name that the command line takes. Eight GPUs of one host that copy at once get 10 to 14 GB/s each on the
-machine that was measured: say so with --link-gb-s."""
+"""GPUs by their name on the command line. Link speeds are those of one GPU alone. Eight GPUs of one host that copied
+at once got 10 to 14 GB/s each: give such a speed with --link-gb-s."""
 
 
 def gpu_of(cuda_name: str) -> Gpu | None:
-    """The GPU that CUDA calls so; ``None``: it is not in the table."""
+    """Return the GPU with CUDA's name ``cuda_name``; ``None``: it is not in the table."""
     return next((gpu for gpu in GPUS.values() if gpu.cuda_name == cuda_name), None)
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name.
+    """Return the GPU with that name on the command line, in any case.
 
     Raises:
-        UsageError: an unknown one.
+        UsageError: the name is unknown.
     """
     if name.lower() not in GPUS:
         raise UsageError(f"--gpu {name}: is not in the table; there are {', '.join(GPUS)}. Measure a profile instead.")

@@ -1,7 +1,7 @@
-"""What was measured (or is estimated) of a training step of one pipeline rank: all that a plan is made from.
+"""Profiles: the measured or estimated training step of one pipeline rank, from which a plan is made.
 
-Times are those of the compute stream without any swapping, offsets inside a layer count from the start of its forward
-or backward. Sizes are those of whole storages, each named by the site that saves it first.
+Times are those of the compute stream without swapping. Times within a layer count from the start of its forward or
+backward. Sizes are those of whole storages. A storage has the name of the site that saves it first.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from megatron.swap.planner.states import GAPS_GIB
 FORMAT = "megatron-swap profile"
 VERSION = 1
 
-MOST_FRAGMENTS = 2.25
-"""Most that the allocator is taken to hold beyond what is in use, in largest tensors: on one H200 up to 2.0 were seen
+MAX_FRAGMENTS = 2.25
+"""Upper bound of the allocator's fragmentation, in multiples of the largest tensor. Up to 2.0 was measured on one H200
 (docs/log.md)."""
 
 MS_PER_MIB = 2**20 / 1e6
-"""Milliseconds that a MiB takes at 1 GB/s."""
+"""Time to copy one MiB at 1 GB/s, in ms."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """The accelerator. ``memory_gib``: what a process may have of it."""
+    """The accelerator. ``memory_gib``: device memory that a process can use."""
 
     name: str
     memory_gib: float
@@ -37,7 +37,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """Speed of copies to host memory and back while *all* ranks of the host copy: one direction, and both at once."""
+    """Copy speeds in each direction, alone and beside the other direction, while all ranks of the host copy."""
 
     d2h_gb_s: float
     h2d_gb_s: float
@@ -52,14 +52,15 @@ class Link:
 
 @dataclass(frozen=True)
 class OffloadedState:
-    """Optimizer state of which the planner decides how much is offloaded to host memory, and behind that to disk.
+    """Optimizer state on this rank, if the planner decides how much of it is offloaded to host memory and disk.
 
     Attributes:
-        state_gib: all of it, on this rank.
-        fraction: part of it, 0 to 1, that was offloaded when the profile was made. No more can be.
-        update_ms: what the optimizer's own kernels take for all of it; copies run beside them. 0: not known.
-        disk_gib: of what rested then, the state of parameters of which some was on disk: it is the first to stay.
-        disk_ms: what reading and writing that takes in a step.
+        state_gib: size of the whole state.
+        fraction: fraction of the state, 0 to 1, that was offloaded during profiling. It is the maximum.
+        update_ms: time of the optimizer's kernels for the whole state. Copies overlap with them. 0: not known.
+        disk_gib: the part of the offloaded state whose parameters had state on disk. A smaller fraction keeps this part
+            on the device first.
+        disk_ms: time of reading and writing ``disk_gib`` in a step.
     """
 
     state_gib: float
@@ -73,7 +74,7 @@ class OffloadedState:
             raise UsageError(f"resting: {records.to_json(self)} is given; share must be 0 to 1, all others 0 or more.")
 
     def with_fraction(self, fraction: float) -> OffloadedState:
-        """Return the state as if ``fraction`` of it was offloaded: less of it is on disk, or none."""
+        """Return the state as if ``fraction`` of it was offloaded. A smaller fraction leaves less on disk."""
         left_gib = max(0.0, self.disk_gib - (self.fraction - fraction) * self.state_gib)
         disk_ms = self.disk_ms * left_gib / self.disk_gib if self.disk_gib else 0.0
         return replace(self, fraction=fraction, disk_gib=left_gib, disk_ms=disk_ms)
@@ -81,13 +82,13 @@ class OffloadedState:
 
 @dataclass(frozen=True)
 class NonLayerSite:
-    """A storage that autograd saves outside the layers. It is kept.
+    """A storage that autograd saves outside the layers. It is always kept.
 
     Attributes:
-        site: ``path/ordinal``; in no submodule ``model/…`` before the layers, ``loss/…`` behind them.
-        idle_ms: from when it is saved to its first use in backward.
-        ineligible: why it is never offloaded. ``held``: others hold it until forward ends at least (the model's frames,
-            the batch); ``small``.
+        site: ``path/ordinal``. Outside submodules the path is ``model`` before the layers and ``loss`` after them.
+        idle_ms: time from its save to its first use in backward.
+        ineligible: why it could not be offloaded. ``held``: there are other references (the model's frames, the batch)
+            at least until forward ends. ``small``: it is below the minimum size.
     """
 
     site: str
@@ -98,14 +99,14 @@ class NonLayerSite:
 
 @dataclass(frozen=True)
 class NonLayer:
-    """What is not in a layer.
+    """The part of a step outside the layers.
 
     Attributes:
-        forward_ms, backward_ms: embedding, final norm, logits, loss; of a micro-batch.
-        optimizer_ms: the rest of the step, once.
-        kept_gib: saved outside layers, from a micro-batch's forward to its backward.
-        peak_gib: the most that is there around the loss (saved or not), above what the layers hold.
-        sites: what is saved, by name; for people: plans are made with ``kept_gib``.
+        forward_ms, backward_ms: embedding, final norm, logits and loss of one micro-batch.
+        optimizer_ms: the rest of the step.
+        kept_gib: storages saved outside layers; they live from a micro-batch's forward to its backward.
+        peak_gib: peak memory around the loss, saved or not, beyond what the layers hold.
+        sites: the saved storages, for people. The planner uses ``kept_gib``.
     """
 
     forward_ms: float
@@ -118,7 +119,7 @@ class NonLayer:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """This rank's place. ``chunks``: the layers of each of its virtual stages, in the order of the model."""
+    """This rank's position in the pipeline. ``chunks``: the layers of each of its virtual stages, in model order."""
 
     size: int = 1
     rank: int = 0
@@ -127,16 +128,17 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class SiteProfile:
-    """A storage that autograd saves.
+    """A storage that autograd saves in a layer.
 
     Attributes:
         site: ``path/ordinal``.
-        saved_at_ms: when, in the layer's forward.
-        needed_at_ms: first use, in its backward.
-        done_at_ms: when backward is through with it, so that its memory is free.
-        recompute_ms: cost of making it again; ``None``: no recipe.
-        recompute_needs: sites that the recipe reads.
-        is_ineligible: others hold it (the first layer's input, say), so that offloading would not free it.
+        saved_at_ms: time of its save, in the layer's forward.
+        needed_at_ms: time of its first use, in the layer's backward.
+        done_at_ms: time when the layer's backward frees it.
+        recompute_ms: time to recompute it; ``None``: it cannot be recomputed alone.
+        recompute_needs: sites that recomputing it reads.
+        is_ineligible: offloading it is not worth it or frees nothing, because it is small or there are other references
+            (to the first layer's input, for example).
     """
 
     site: str
@@ -151,9 +153,12 @@ class SiteProfile:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a layer that can run again in backward as a whole, when the first of ``frees`` is needed.
+    """A part of a layer that can be recomputed as a whole, when backward needs the first of ``frees``.
 
-    ``peak_mib``: the most that it holds meanwhile besides what it frees.
+    Attributes:
+        frees: sites that it recomputes.
+        needs: sites that it reads.
+        peak_mib: peak memory while it runs, without ``frees``.
     """
 
     name: str
@@ -165,15 +170,15 @@ class Section:
 
 @dataclass(frozen=True)
 class LayerClass:
-    """Layers that are equal.
+    """Layers with equal sites, sizes and times.
 
     Attributes:
-        layers: their numbers, 0-based over the whole model.
-        sites: in the order in which forward saves them.
-        sections: nested in each other or disjoint.
-        temporaries: ``(at_ms, mib)``: from that moment of backward on, so much is held besides saved tensors
+        layers: layer numbers, 0-based over the whole model.
+        sites: saved storages, in the order of forward.
+        sections: parts that can be recomputed. They are nested in each other or disjoint.
+        temporaries: ``(at_ms, mib)`` in backward: from ``at_ms`` on, ``mib`` are in use besides saved tensors
             (gradients, workspaces).
-        forward_peak_mib: the most that forward holds besides saved tensors.
+        forward_peak_mib: peak of forward besides saved tensors.
     """
 
     layers: tuple[int, ...]
@@ -195,12 +200,12 @@ class LayerClass:
                 raise UsageError(f"{here} {site.site}: sizes and times must be 0 or more, done_at_ms at least "
                                  f"needed_at_ms; given are {site}.")  # fmt: skip
             if unknown := set(site.recompute_needs) - set(names):
-                raise UsageError(f"{here} {site.site}: {sorted(unknown)} in recompute_needs are no sites; there are "
+                raise UsageError(f"{here} {site.site}: {sorted(unknown)} in recompute_needs are not sites; there are "
                                  f"{names}.")  # fmt: skip
         for section in self.sections:
             unknown = {*section.frees, *section.needs} - set(names)
             if unknown:
-                raise UsageError(f"{here} section {section.name}: {sorted(unknown)} are no sites; there are {names}.")
+                raise UsageError(f"{here} section {section.name}: {sorted(unknown)} are not sites; there are {names}.")
             for other in self.sections:
                 mine, theirs = set(section.frees), set(other.frees)
                 if mine & theirs and not (mine <= theirs or theirs <= mine):
@@ -208,22 +213,21 @@ class LayerClass:
                                      "nested in each other or disjoint.")  # fmt: skip
 
     @property
-    def num_mib(self) -> float:
-        """What one layer saves."""
+    def saved_mib(self) -> float:
+        """MiB that one layer saves."""
         return sum(site.mib for site in self.sites)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One pipeline rank's training step.
+    """The training step of one pipeline rank.
 
     Attributes:
         source: where the figures come from, for people.
-        static_gib: weights, gradients, optimizer: what is held all the time.
-        allocator_gib: what the allocator held beyond what was in use at the peak while this was measured; 0 where
-            there was none.
-        host_gib: host memory that this rank may book for activations; ``None``: as much as it needs.
-        offloaded_state: ``None``: how much is offloaded is not the planner's to decide.
+        static_gib: memory held throughout the step: weights, gradients, optimizer state.
+        allocator_gib: memory that the allocator reserved beyond the peak in use during profiling; 0: no measurement.
+        host_gib: host memory that this rank may reserve for activations; ``None``: no limit.
+        offloaded_state: ``None``: the planner does not decide how much optimizer state is offloaded.
     """
 
     source: str
@@ -245,7 +249,7 @@ class Profile:
                              f"{self.allocator_gib} at least 0.")  # fmt: skip
         here = [layer for entry in self.layers for layer in entry.layers]
         if len(set(here)) != len(here):
-            raise UsageError("layers: a layer stands in two classes; each may stand in one.")
+            raise UsageError("layers: a layer is in two classes; each may be in one.")
         if self.pipeline.chunks and sorted(layer for chunk in self.pipeline.chunks for layer in chunk) != sorted(here):
             raise UsageError(f"pipeline: chunks: must hold the layers of this rank, {sorted(here)}, each once.")
         if not 0 <= self.pipeline.rank < self.pipeline.size:
@@ -253,16 +257,19 @@ class Profile:
 
     @property
     def fragments_gib(self) -> float:
-        """What the allocator is expected to hold beyond what is in use under any plan: holes as large as the largest
-        tensor, or what it held while it was measured; and what buckets of optimizer state leave between others."""
+        """Fragmentation that is expected under any plan; 0 without a measurement.
+
+        It is the larger of the measured fragmentation and the largest tensor, plus the gaps that buckets of offloaded
+        optimizer state leave.
+        """
         gaps_gib = GAPS_GIB if self.offloaded_state is not None and self.offloaded_state.fraction else 0.0
         return self._holes_gib + gaps_gib if self.allocator_gib else 0.0
 
     @property
-    def doubt_gib(self) -> float:
-        """It may be so much more: fragments differ from plan to plan (``MOST_FRAGMENTS``)."""
+    def reserve_gib(self) -> float:
+        """Fragmentation beyond ``fragments_gib`` that some plans may have, to be left free; 0 without a measurement."""
         expected_gib = self._holes_gib if self.allocator_gib else 0.0
-        return max(MOST_FRAGMENTS * self._largest_gib - expected_gib, expected_gib / 2) if expected_gib else 0.0
+        return max(MAX_FRAGMENTS * self._largest_gib - expected_gib, expected_gib / 2) if expected_gib else 0.0
 
     @property
     def _holes_gib(self) -> float:
@@ -270,21 +277,23 @@ class Profile:
 
     @property
     def _largest_gib(self) -> float:
-        """The largest tensor that a layer saves, or a fifth of what its backward takes besides: the workspace of
-        deterministic attention is larger than any tensor."""
+        """The largest tensor that a layer saves, or a fifth of its backward's temporaries if that is larger.
+
+        The workspace of deterministic attention is larger than every saved tensor.
+        """
         saved = (site.mib for entry in self.layers for site in entry.sites)
         besides = (mib / 5 for entry in self.layers for _, mib in entry.temporaries)
         return max((*saved, *besides), default=0.0) * MIB / GIB
 
     @property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each virtual stage."""
+        """The layers of each virtual stage of this rank."""
         return self.pipeline.chunks or (tuple(sorted(layer for entry in self.layers for layer in entry.layers)),)
 
     @property
-    def num_mib(self) -> float:
-        """What a micro-batch saves in all layers."""
-        return sum(len(entry.layers) * entry.num_mib for entry in self.layers)
+    def saved_mib(self) -> float:
+        """MiB that one micro-batch saves in all layers."""
+        return sum(len(entry.layers) * entry.saved_mib for entry in self.layers)
 
     @property
     def has_loss(self) -> bool:
@@ -293,17 +302,18 @@ class Profile:
 
     @property
     def out_ms_per_mib(self) -> float:
-        """Under a pipeline forward and backward alternate: both directions are busy."""
+        """Time to offload one MiB. In a pipeline forward and backward alternate, so both directions are busy."""
         link = self.link
         return MS_PER_MIB / (link.d2h_gb_s if self.pipeline.size == 1 else link.d2h_beside_h2d_gb_s)
 
     @property
     def in_ms_per_mib(self) -> float:
+        """Time to reload one MiB."""
         link = self.link
         return MS_PER_MIB / (link.h2d_gb_s if self.pipeline.size == 1 else link.h2d_beside_d2h_gb_s)
 
     def of_layer(self, layer: int) -> LayerClass:
-        """The class that ``layer`` stands in."""
+        """Return the class of ``layer``."""
         return next(entry for entry in self.layers if layer in entry.layers)
 
 
@@ -311,16 +321,16 @@ def load_profile(path: str | Path) -> Profile:
     """Read a profile.
 
     Raises:
-        UsageError: file, key, what was given, what is allowed.
+        UsageError: the file is no profile. Names the file, the key, the given value and the allowed values.
     """
     return records.load(Profile, path, FORMAT, VERSION)
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
-    """Write a profile; ``load_profile`` gives an equal one back."""
+    """Write a profile. ``load_profile`` returns an equal one."""
     records.save(profile, path, FORMAT, VERSION)
 
 
 def sha256(profile: Profile) -> str:
-    """Names a profile: a plan says which one it was made from."""
+    """Return the hash by which a plan names its profile."""
     return hashlib.sha256(records.to_text(profile, FORMAT, VERSION).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A profile out of a recording."""
+"""Builds a profile from a recording."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from megatron.swap.planner.profile import (
     SiteProfile,
 )
 from megatron.swap.planner.recording import NonLayerStorage, Recording, What
-from megatron.swap.planner.timeline import Around, Moment, Pass, Timeline
+from megatron.swap.planner.timeline import LayerPass, Moment, NonLayerStep, Timeline
 
 SAME_SIZE = 0.01
-"""Sizes that differ by no more than this share are taken for equal."""
+"""Relative difference up to which two sizes count as equal."""
 
 
 def build_profile(
@@ -41,60 +41,59 @@ def build_profile(
     min_mib: float = 0.0,
     whole_layers: bool = False,
 ) -> Profile:
-    """What the recorded steps would have been without swapping and recomputing.
+    """Return the profile of the recorded steps as they would be without swapping and recomputation.
 
-    Times are medians: the first step after the allocator gave its memory back is slow, and any step may be. Sizes and
-    memory are the most that was seen. Whatever the policy did while recording, the engine's own work is taken out:
-    waits, copies, recipes, trials.
+    The engine's own work is removed: waits, copies, recomputations and recompute trials. Times are medians, because any
+    step may be slow, above all the first one after the allocator released its cache. Sizes and memory are maxima.
 
     Args:
-        min_mib: smaller sites stay.
-        whole_layers: the engine can run whole layers again: each gets a section ``layer``.
+        min_mib: smaller sites are ineligible.
+        whole_layers: the engine can recompute whole layers, so that each gets a section ``layer``.
 
     Raises:
-        SwapError: the recording has no forward of a layer with its backward, or a layer whose saved tensors were not
-            seen: not hooked, or recomputed as a whole.
+        SwapError: no layer was recorded with forward and backward, or a layer's saved tensors were not recorded
+            because it was not hooked or was recomputed as a whole.
     """
-    read = Timeline(recording)
-    passes = [one for one in read.passes if one.is_whole]
+    timeline = Timeline(recording)
+    passes = [one for one in timeline.passes if one.is_whole]
     if not passes:
         raise SwapError("the recording has no forward of a layer with its backward: record whole training steps.")
     layers = tuple(
-        _layer_class(numbers, [one for one in passes if one.run.layer in numbers], read, min_mib, whole_layers)
+        _layer_class(numbers, [one for one in passes if one.pass_key.layer in numbers], timeline, min_mib, whole_layers)
         for numbers in _classes(passes, min_mib)
     )
-    reserved_bytes = read.peak_bytes if recording.reserved_bytes is None else recording.reserved_bytes
+    reserved_bytes = timeline.peak_bytes if recording.reserved_bytes is None else recording.reserved_bytes
     return Profile(
         source=source,
         model=model,
         device=device,
         link=link,
-        static_gib=read.static_bytes / GIB,
-        allocator_gib=max(0, reserved_bytes - read.peak_bytes) / GIB,
+        static_gib=timeline.static_bytes / GIB,
+        allocator_gib=max(0, reserved_bytes - timeline.peak_bytes) / GIB,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,
-        non_layer=_non_layer(read, layers, num_micro_batches, pipeline, recording.non_layer, min_mib),
+        non_layer=_non_layer(timeline, layers, num_micro_batches, pipeline, recording.non_layer, min_mib),
         layers=layers,
         pipeline=pipeline,
     )
 
 
-def with_times(profile: Profile, recordings: Sequence[Recording]) -> Profile:
-    """``profile`` with the times of other steps of its sizes, in which layers may run as a whole.
+def with_recorded_times(profile: Profile, recordings: Sequence[Recording]) -> Profile:
+    """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed as a whole.
 
-    Where the host has to keep up (experts wait for counts of tokens) all that is done beside a layer costs time:
-    packing what it saves, copying it, recording it. A layer that runs as a whole is nearly alone. When in a layer
-    something happens is moved by as much as the layer is faster.
+    If the host limits the speed (experts wait for counts of tokens), then packing, copying and recording saved tensors
+    slow a layer down. A layer that is recomputed as a whole does hardly any of that. Times within a layer are scaled by
+    the ratio of the layer's new time to its old time.
     """
-    reads = [Timeline(recording) for recording in recordings]
-    passes = [one for read in reads for one in read.passes if one.is_whole]
-    costs = [read.costs for read in reads]
+    timelines = [Timeline(recording) for recording in recordings]
+    passes = [one for timeline in timelines for one in timeline.passes if one.is_whole]
+    costs = [timeline.costs for timeline in timelines]
     layers = []
     for entry in profile.layers:
-        mine = [one for one in passes if one.run.layer in entry.layers]
-        again = [cost for of_site in costs for layer in entry.layers for cost in of_site.get((layer, ""), ())]
-        layers.append(_timed(entry, mine, again) if mine else entry)
-    steps = [one for read in reads for one in read.steps]
+        mine = [one for one in passes if one.pass_key.layer in entry.layers]
+        recompute_ms = [cost for of_site in costs for layer in entry.layers for cost in of_site.get((layer, ""), ())]
+        layers.append(_timed(entry, mine, recompute_ms) if mine else entry)
+    steps = [one for timeline in timelines for one in timeline.steps]
     if not passes or not steps:
         return profile
     forward_ms, backward_ms, optimizer_ms = _non_layer_times(steps, layers, profile.num_micro_batches, profile.pipeline)
@@ -103,7 +102,7 @@ def with_times(profile: Profile, recordings: Sequence[Recording]) -> Profile:
     return replace(profile, source=source, layers=tuple(layers), non_layer=non_layer)
 
 
-def _timed(entry: LayerClass, passes: Sequence[Pass], again_ms: Sequence[float]) -> LayerClass:
+def _timed(entry: LayerClass, passes: Sequence[LayerPass], measured_recompute_ms: Sequence[float]) -> LayerClass:
     forward_ms = median(one.forward_ms or 0.0 for one in passes)
     backward_ms = median(one.backward_ms or 0.0 for one in passes)
     forward = forward_ms / entry.forward_ms if entry.forward_ms else 1.0
@@ -122,7 +121,7 @@ def _timed(entry: LayerClass, passes: Sequence[Pass], again_ms: Sequence[float])
             for site in entry.sites
         ),
         sections=tuple(
-            replace(part, recompute_ms=max(0.0, median(again_ms)) if again_ms else forward_ms)
+            replace(part, recompute_ms=max(0.0, median(measured_recompute_ms)) if measured_recompute_ms else forward_ms)
             if part.name == LAYER_SECTION else part
             for part in entry.sections
         ),
@@ -130,27 +129,27 @@ def _timed(entry: LayerClass, passes: Sequence[Pass], again_ms: Sequence[float])
     )  # fmt: skip
 
 
-def _classes(passes: Sequence[Pass], min_mib: float) -> list[tuple[int, ...]]:
-    """Layers with the same sites, and the same sizes unless those change from one micro-batch to the next anyway."""
-    of_layer: dict[int, list[Pass]] = {}
+def _classes(passes: Sequence[LayerPass], min_mib: float) -> list[tuple[int, ...]]:
+    """Group layers with the same sites and sizes. Sizes that vary between micro-batches are not compared."""
+    of_layer: dict[int, list[LayerPass]] = {}
     for one in passes:
-        of_layer.setdefault(one.run.layer, []).append(one)
+        of_layer.setdefault(one.pass_key.layer, []).append(one)
     classes: list[tuple[list[int], tuple, dict[str, tuple[int, int]]]] = []
     for layer, mine in sorted(of_layer.items()):
         sites = _sites(mine)
         if not sites:
-            raise SwapError(f"layer {layer}: nothing that it saves was seen. Hook all layers while recording.")
+            raise SwapError(f"layer {layer}: none of its saved tensors was recorded. Hook all layers while recording.")
         if any(site.startswith(f"{CHECKPOINT_PATH}/") for site in sites):
             raise SwapError(
-                f"layer {layer} was recomputed as a whole, so what it saves was not seen: record under a policy that "
-                "recomputes single sites."
+                f"layer {layer} was recomputed as a whole, so its saved tensors were not recorded: record under a "
+                "policy that recomputes single sites."
             )
-        sizes = {site: _smallest_and_largest(mine, site) for site in sites}
+        sizes = {site: _size_range(mine, site) for site in sites}
         kind = tuple(
             (site, _is_ineligible(mine, site, min_mib), _needs(mine, site), _is_input(mine, site)) for site in sites
         )
         for numbers, other_kind, other_sizes in classes:
-            if kind == other_kind and all(_alike(sizes[site], other_sizes[site]) for site in sites):
+            if kind == other_kind and all(_same_size(sizes[site], other_sizes[site]) for site in sites):
                 numbers.append(layer)
                 break
         else:
@@ -158,65 +157,68 @@ def _classes(passes: Sequence[Pass], min_mib: float) -> list[tuple[int, ...]]:
     return [tuple(numbers) for numbers, _, _ in classes]
 
 
-def _sites(passes: Sequence[Pass]) -> list[str]:
-    """In the order of forward; those that only some passes have (experts without a token, say) behind the others."""
+def _sites(passes: Sequence[LayerPass]) -> list[str]:
+    """Return sites in the order of forward. Sites that only some passes have (experts without a token) come last."""
     longest = max(passes, key=lambda one: len(one.sites))
     return list(dict.fromkeys([*longest.sites, *(site for one in passes for site in one.sites)]))
 
 
-def _smallest_and_largest(passes: Sequence[Pass], site: str) -> tuple[int, int]:
+def _size_range(passes: Sequence[LayerPass], site: str) -> tuple[int, int]:
     sizes = [one.sites[site].num_bytes for one in passes if site in one.sites]
     return min(sizes), max(sizes)
 
 
-def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
+def _same_size(one: tuple[int, int], other: tuple[int, int]) -> bool:
     if any(smallest < (1 - SAME_SIZE) * largest for smallest, largest in (one, other)):
-        return True  # sizes change by themselves
+        return True  # sizes vary between micro-batches
     return abs(one[1] - other[1]) <= SAME_SIZE * max(one[1], other[1])
 
 
-def _is_ineligible(passes: Sequence[Pass], site: str, min_mib: float) -> bool:
+def _is_ineligible(passes: Sequence[LayerPass], site: str, min_mib: float) -> bool:
     found = [one.sites[site] for one in passes if site in one.sites]
     is_small = max(storage.num_bytes for storage in found) < min_mib * MIB
     return is_small or any(storage.has_external_refs for storage in found)
 
 
-def _is_input(passes: Sequence[Pass], site: str) -> bool:
+def _is_input(passes: Sequence[LayerPass], site: str) -> bool:
     return all(one.sites[site].is_input for one in passes if site in one.sites)
 
 
-def _needs(passes: Sequence[Pass], site: str) -> tuple[str, ...] | None:
-    """The sites of its own layer that its recipe reads, beside what is there anyway (tables that all layers share).
+def _needs(passes: Sequence[LayerPass], site: str) -> tuple[str, ...] | None:
+    """Return the sites of the same layer that recomputing ``site`` reads.
 
-    ``None``: there is no recipe, or it reads what another layer has saved and may not keep.
+    ``None``: it was not recomputed, its inputs differ between passes, or it reads a storage of another layer that might
+    be gone. Storages of other layers that are held anyway (tables that all layers share) are not returned.
     """
     found = [one.sites[site] for one in passes if site in one.sites]
-    foreign = (need for storage in found for need in storage.made_from if need.run != storage.run)
+    foreign = (need for storage in found for need in storage.recompute_inputs if need.pass_key != storage.pass_key)
     if any(storage.producer is None for storage in found) or not all(need.has_external_refs for need in foreign):
         return None
-    needs = {tuple(need.site for need in storage.made_from if need.run == storage.run) for storage in found}
+    needs = {
+        tuple(need.site for need in storage.recompute_inputs if need.pass_key == storage.pass_key) for storage in found
+    }
     return needs.pop() if len(needs) == 1 else None
 
 
 def _layer_class(
-    layers: tuple[int, ...], passes: Sequence[Pass], read: Timeline, min_mib: float, whole_layers: bool
+    layers: tuple[int, ...], passes: Sequence[LayerPass], timeline: Timeline, min_mib: float, whole_layers: bool
 ) -> LayerClass:
-    timed = [one for one in passes if not one.was_tried] or passes
+    timed = [one for one in passes if not one.has_trials] or passes
     forward_ms = median(one.forward_ms or 0.0 for one in timed)
     backward_ms = median(one.backward_ms or 0.0 for one in timed)
-    sections = _shared_ways(layers, passes, read)
-    # Alone each of these costs what all of them do: what its own recipe took is not what it takes to get there.
-    shared = {site for one in passes for site, storage in one.sites.items() if storage.through}
+    sections = _shared_sections(layers, passes, timeline)
+    # Recomputing one of these alone also costs the intermediates, which its own measured time does not include.
+    shared = {site for one in passes for site, storage in one.sites.items() if storage.intermediates}
     sites = []
     for name in _sites(passes):
         needed_ms = min(_median_moment(timed, (What.ASKED, name), backward_ms), backward_ms)
         done_ms = min(_median_moment(timed, (What.FREED, name), backward_ms), backward_ms)
         needs = None if name in shared else _needs(passes, name)
-        cost_ms = _cost_ms(layers, name, read)
+        cost_ms = _cost_ms(layers, name, timeline)
         sites.append(
             SiteProfile(
                 site=name,
-                mib=_smallest_and_largest(passes, name)[1] / MIB,
+                mib=_size_range(passes, name)[1] / MIB,
                 saved_at_ms=_median([one.saved_at[name] for one in timed if name in one.saved_at]),
                 needed_at_ms=needed_ms,
                 done_at_ms=max(needed_ms, done_ms),
@@ -236,47 +238,51 @@ def _layer_class(
     )
 
 
-def _shared_ways(layers: Sequence[int], passes: Sequence[Pass], read: Timeline) -> tuple[Section, ...]:
-    """Sites that are made through the same storage, which nobody saves: one of them costs nearly what all do."""
-    through: dict[str, set[str]] = {}
+def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timeline: Timeline) -> tuple[Section, ...]:
+    """Return a section for each group of sites that are recomputed through the same unsaved intermediate.
+
+    Recomputing one site of a group costs nearly as much as recomputing all.
+    """
+    intermediates_of: dict[str, set[str]] = {}
     for one in passes:
         for site, storage in one.sites.items():
-            if storage.through:
-                through.setdefault(site, set()).update(storage.through)
+            if storage.intermediates:
+                intermediates_of.setdefault(site, set()).update(storage.intermediates)
     groups: list[tuple[set[str], set[str]]] = []
-    for site, ways in through.items():
-        mine, ways = {site}, set(ways)
-        for other in [group for group in groups if group[1] & ways]:
+    for site, intermediates in intermediates_of.items():
+        mine, intermediates = {site}, set(intermediates)
+        for other in [group for group in groups if group[1] & intermediates]:
             groups.remove(other)
             mine |= other[0]
-            ways |= other[1]
-        groups.append((mine, ways))
+            intermediates |= other[1]
+        groups.append((mine, intermediates))
     sections = []
-    for sites, ways in groups:
+    for sites, intermediates in groups:
         needs = [_needs(passes, site) for site in sites]
-        costs = [_cost_ms(layers, name, read) for name in (*sites, *ways)]
+        costs = [_cost_ms(layers, name, timeline) for name in (*sites, *intermediates)]
         if None not in needs and None not in costs:
             frees = tuple(site for site in _sites(passes) if site in sites)
             read_sites = dict.fromkeys(need for of_site in needs for need in of_site or () if need not in sites)
-            cost_ms, way_mib = sum(cost or 0.0 for cost in costs), max(one.way_bytes for one in passes) / MIB
-            sections.append(Section(f"behind {frees[0]}", frees, tuple(read_sites), cost_ms, way_mib))
+            cost_ms = sum(cost or 0.0 for cost in costs)
+            intermediates_mib = max(one.intermediate_bytes for one in passes) / MIB
+            sections.append(Section(f"behind {frees[0]}", frees, tuple(read_sites), cost_ms, intermediates_mib))
     return tuple(sections)
 
 
-def _cost_ms(layers: Sequence[int], name: str, read: Timeline) -> float | None:
-    """What it takes to make a storage again once what it is made from is there."""
-    costs = [cost for layer in layers for cost in read.costs.get((layer, name), ())]
+def _cost_ms(layers: Sequence[int], name: str, timeline: Timeline) -> float | None:
+    """Return the time to recompute a storage once its inputs are there; ``None``: it was not recomputed."""
+    costs = [cost for layer in layers for cost in timeline.costs.get((layer, name), ())]
     return max(0.0, median(costs)) if costs else None
 
 
-def _median_moment(passes: Iterable[Pass], moment: Moment, otherwise: float) -> float:
+def _median_moment(passes: Iterable[LayerPass], moment: Moment, otherwise: float) -> float:
     return median([one.moments[moment] for one in passes if moment in one.moments] or [otherwise])
 
 
 def _temporaries(
-    passes: Sequence[Pass], timed: Sequence[Pass], backward_ms: float
+    passes: Sequence[LayerPass], timed: Sequence[LayerPass], backward_ms: float
 ) -> tuple[tuple[float, float], ...]:
-    """The most at each moment of backward; what does not change the level is left out."""
+    """Return the largest temporaries at each moment of backward, without moments that do not change the level."""
     moments = dict.fromkeys(moment for one in passes for moment in one.moments)
     at_ms = {moment: min(_median_moment(timed, moment, backward_ms), backward_ms) for moment in moments}
     levels: list[tuple[float, float]] = []
@@ -287,8 +293,8 @@ def _temporaries(
     return tuple(levels)
 
 
-def _whole_layer(passes: Sequence[Pass], sites: Sequence[SiteProfile], forward_ms: float) -> tuple[Section, ...]:
-    """All but the layer's input is made again, from that input; none where it is not saved, or no gradient needed."""
+def _whole_layer(passes: Sequence[LayerPass], sites: Sequence[SiteProfile], forward_ms: float) -> tuple[Section, ...]:
+    """Return a section that recomputes the layer from its input; none if that is not saved or needs no gradient."""
     inputs = tuple(site.site for site in sites if _is_input(passes, site.site))
     frees = tuple(site.site for site in sites if site.site not in inputs)
     peak_mib = max(one.forward_peak_bytes for one in passes) / MIB
@@ -296,23 +302,24 @@ def _whole_layer(passes: Sequence[Pass], sites: Sequence[SiteProfile], forward_m
 
 
 def _non_layer(
-    read: Timeline,
+    timeline: Timeline,
     layers: Sequence[LayerClass],
     num_micro_batches: int,
     pipeline: Pipeline,
     saved: Sequence[NonLayerStorage],
     min_mib: float,
 ) -> NonLayer:
-    """Of the chunk that ends in the loss; on a rank without, of the first one."""
-    steps = [one for one in read.steps if not one.was_tried] or read.steps
+    """Return the figures outside layers, of the chunk that ends in the loss or, without the loss, of the first one."""
+    steps = [one for one in timeline.steps if not one.has_trials] or timeline.steps
     has_loss = _has_loss(pipeline)
     chunk = _chunk(steps, pipeline)
     forward_ms, backward_ms, optimizer_ms = _non_layer_times(steps, layers, num_micro_batches, pipeline)
-    # Where there is no loss a chunk's forward finds what is kept for other micro-batches, whose backward is to come.
+    # Without the loss, storages of other micro-batches are still held when a chunk's forward begins: subtract them.
     kept_bytes = [
-        end if has_loss else max(0, end - begin) for one in read.steps for begin, end in one.kept_bytes.get(chunk, ())
+        end if has_loss else max(0, end - begin)
+        for one in timeline.steps for begin, end in one.kept_bytes.get(chunk, ())
     ]
-    loss_bytes = [peak for one in read.steps for peak in one.loss_peak_bytes] if has_loss else []
+    loss_bytes = [peak for one in timeline.steps for peak in one.loss_peak_bytes] if has_loss else []
     return NonLayer(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
@@ -327,18 +334,18 @@ def _has_loss(pipeline: Pipeline) -> bool:
     return pipeline.rank == pipeline.size - 1
 
 
-def _chunk(steps: Sequence[Around], pipeline: Pipeline) -> int:
-    """That ends in the loss; on a rank without, the first."""
+def _chunk(steps: Sequence[NonLayerStep], pipeline: Pipeline) -> int:
+    """Return the number of the chunk that ends in the loss; on a rank without loss, 0."""
     return max((chunk for one in steps for chunk in one.forward_ms), default=0) if _has_loss(pipeline) else 0
 
 
 def _non_layer_times(
-    steps: Sequence[Around], layers: Sequence[LayerClass], num_micro_batches: int, pipeline: Pipeline
+    steps: Sequence[NonLayerStep], layers: Sequence[LayerClass], num_micro_batches: int, pipeline: Pipeline
 ) -> tuple[float, float, float]:
-    """Forward and backward of what is not in a layer, and the optimizer, in ms.
+    """Return the times of forward and backward outside layers, and of the optimizer, in ms.
 
-    Without a pipeline the optimizer's time is what is left of the step. In one, where ranks wait for each other, it is
-    what follows the last backward, as far as this rank has not waited for those before it.
+    Without a pipeline the optimizer's time is the rest of the step. In a pipeline, where ranks wait for each other, it
+    is the time after the last backward, less the estimated wait for the stages before this one.
     """
     has_loss, chunk = _has_loss(pipeline), _chunk(steps, pipeline)
     layer_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in layers)
@@ -358,8 +365,10 @@ def _non_layer_times(
 
 
 def _non_layer_sites(saved: Sequence[NonLayerStorage], min_mib: float) -> tuple[NonLayerSite, ...]:
-    """The largest and the least idle that were seen; the engine's own work is in that time. What backward never asks
-    for is idle until it is freed; what it has not come to is left out."""
+    """Return each site with its largest size and shortest idle time, which includes the engine's own work.
+
+    A storage that backward never uses is idle until it is freed. A storage that is neither used nor freed is left out.
+    """
     found: dict[str, list[NonLayerStorage]] = {}
     for one in saved:
         if one.at_ms.keys() & {What.ASKED, What.FREED}:

@@ -1,8 +1,8 @@
-"""The mixed-integer program behind a plan: how many layers of each block swap or recompute what.
+"""The mixed-integer program behind a plan: how many layers of each block swap or recompute each site.
 
-Identical layers of one chunk are a *block*; the unknowns are counts, so 96 layers cost no more than 16. The model of
-time is linear: what copies take beyond the window in which they can hide, and what is run again. It is a relaxation
-of what ``simulate`` plays: with the windows of ``Windows.bound`` no plan is faster than its optimum.
+Equal layers of one chunk form a *block*. The unknowns are counts of layers, so 96 layers cost no more than 16. The time
+model is linear: recomputation, plus copies beyond the window in which they overlap with compute. It is a relaxation of
+``simulate``: with the windows of ``bound_windows`` no plan is faster than the program's optimum.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from megatron.swap.planner.schedule import schedule
 
 MIB_PER_GIB = 1024.0
 UNIT = 1000.0
-"""The objective is in microseconds: the solver's tolerances are absolute."""
+"""Scales the objective from ms to µs, because the solver's tolerances are absolute."""
 SWAPPED_MIB_COST = 1e-7
-"""Milliseconds: between equally fast plans the one that copies less, in the earliest and fewest layers."""
+"""Tie-break in ms per MiB: of equally fast plans prefer fewer copies, in earlier layers."""
 TOUCHED_LAYER_COST = 1e-5
+"""Tie-break in ms per layer: of equally fast plans prefer fewer layers that swap."""
 PROVEN = 1e-7
-"""An answer that costs so much more than the best one, as a part, is the best one."""
+"""Relative gap below which an answer counts as optimal."""
 MAX_NODES = 300
-"""Bounds the search; what is not proven by then shows in the lower bound."""
+"""Maximum number of branch-and-bound nodes. A search that stops there has a looser lower bound."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Equal layers of one chunk, earliest first. ``num_swappable``: the layer before the loss is never swapped."""
+    """Equal layers of one chunk, earliest first.
+
+    ``num_swappable``: layers that may swap: all but the layer before the loss.
+    """
 
     entry: LayerClass
     layers: tuple[int, ...]
@@ -42,12 +46,12 @@ class Block:
         return [part for part in self.entry.sections if self.freed(part)]
 
     def freed(self, section: Section) -> list[SiteProfile]:
-        """What ``section`` frees: others may hold some of it."""
+        """Return the sites that ``section`` frees, without ineligible ones."""
         return [site for site in self.entry.sites if site.site in section.frees and not site.is_ineligible]
 
 
 def blocks(profile: Profile) -> list[Block]:
-    """The blocks of a profile, in the order of the model."""
+    """Return the blocks of a profile, in model order."""
     found = []
     for number, chunk in enumerate(profile.chunks):
         ends_in_loss = profile.has_loss and number == len(profile.chunks) - 1
@@ -61,17 +65,18 @@ def blocks(profile: Profile) -> list[Block]:
 
 @dataclass(frozen=True)
 class Windows:
-    """What a micro-batch's copies may take without costing time, in ms. ``None``: any amount."""
+    """Time that the copies of one micro-batch may take without stalling compute, in ms. ``None``: no limit."""
 
     out_ms: float | None
     in_ms: float | None
 
 
 def bound_windows(profile: Profile) -> Windows:
-    """Windows that no execution exceeds: with them the optimum is a bound.
+    """Return upper bounds of the windows. With them the program's optimum is a lower bound of the step time.
 
-    Without a pipeline forward ends in the loss, where every copy out is over, and copies in begin with backward. In a
-    pipeline copies of one micro-batch hide behind others, and backward may overtake a copy: nothing is assumed.
+    Without a pipeline all offloads end by the end of forward, and reloads begin with backward. In a pipeline the copies
+    of one micro-batch overlap with other micro-batches, and backward may begin before a copy out ends, so there is no
+    limit.
     """
     if profile.pipeline.size > 1:
         return Windows(None, None)
@@ -84,7 +89,7 @@ def bound_windows(profile: Profile) -> Windows:
 
 
 def _begin_ms(profile: Profile, block: Block) -> float:
-    """From the beginning of its chunk's layers until the block saves something."""
+    """Return the time from the start of the chunk's first layer to the block's first save."""
     chunk = profile.chunks[block.chunk]
     before = chunk[: chunk.index(block.layers[0])]
     saved = (site.saved_at_ms for site in block.entry.sites)
@@ -92,7 +97,7 @@ def _begin_ms(profile: Profile, block: Block) -> float:
 
 
 def search_windows(profile: Profile) -> Windows:
-    """Where the search begins: in a pipeline copies have all of a micro-batch's time."""
+    """Return the windows with which the search begins. In a pipeline they are the whole time of a micro-batch."""
     if profile.pipeline.size == 1:
         return bound_windows(profile)
     whole = micro_batch_ms(profile)
@@ -100,19 +105,19 @@ def search_windows(profile: Profile) -> Windows:
 
 
 def micro_batch_ms(profile: Profile) -> float:
-    """Forward and backward of one micro-batch, nothing swapped."""
+    """Return the time of forward and backward of one micro-batch without swapping."""
     inside = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in profile.layers)
     return inside + profile.non_layer.forward_ms + profile.non_layer.backward_ms
 
 
 def step_factor(profile: Profile) -> float:
-    """Micro-batch times in a step, the pipeline's bubble included."""
+    """Return the step time in multiples of a micro-batch's time, with the pipeline's bubble."""
     return profile.num_micro_batches + (profile.pipeline.size - 1) / len(profile.chunks)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one block: layers that run each section again, that recompute and that swap each site."""
+    """Numbers of layers in one block that recompute each section, recompute each site and swap each site."""
 
     sections: dict[str, int]
     recomputed: dict[str, int]
@@ -121,7 +126,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Answer:
-    """An optimum of the program: counts of each block, its step time and the bound that the solver has proven."""
+    """A solution of the program: counts of each block, exposed copies of a micro-batch, step time, lower bound."""
 
     counts: tuple[Counts, ...]
     out_exposed_ms: float
@@ -131,10 +136,10 @@ class Answer:
 
 
 class Program:
-    """The program of one profile; budgets and windows vary.
+    """The mixed-integer program of one profile, for any budget and windows.
 
-    Columns: per block its sections, recomputed sites, swapped sites and touched layers; then the exposed time of
-    copies out and in of a micro-batch, and the peak (MiB above static) where that is what is minimised.
+    Columns: for each block its sections, recomputed sites, swapped sites and touched layers (those that swap). Then the
+    exposed time of a micro-batch's copies out and in (ms), and the peak above static memory (MiB) if that is minimised.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -158,34 +163,34 @@ class Program:
             self.columns.append((number, "touched", ""))
             upper.append(size)
         self._index = {column: i for i, column in enumerate(self.columns)}
-        self._num = len(self.columns)
-        self._out, self._in, self._peak = self._num, self._num + 1, self._num + 2
+        self._num_columns = len(self.columns)
+        self._out, self._in, self._peak = self._num_columns, self._num_columns + 1, self._num_columns + 2
         self._upper = np.array([*upper, np.inf, np.inf, np.inf])
-        self._integral = np.array([1] * self._num + [0, 0, 0])
+        self._integral = np.array([1] * self._num_columns + [0, 0, 0])
         self._recompute = self._row()
         self._swapped = self._row()
-        self._small = self._row()
+        self._tie_break = self._row()
         self._count()
         self._live = _live_moments(profile)
         self._later = self._later_columns()
 
     def _later_columns(self) -> list[tuple[float, np.ndarray]]:
-        """From so many ms after the first tensor of a forward on: the columns of blocks that begin then or later.
+        """Return pairs of a time after forward's first save, in ms, and a mask of the blocks that save from then on.
 
-        What they save cannot be copied out before: a link that the first layers leave idle has that much less time.
+        Their tensors cannot be copied out earlier, so their window is shorter by that time.
         """
         begins = [_begin_ms(self._profile, block) for block in self.blocks]
         if self._profile.pipeline.size > 1:
-            begins = [0.0] * len(self.blocks)  # the copies of one micro-batch hide behind others
+            begins = [0.0] * len(self.blocks)  # copies of one micro-batch overlap with other micro-batches
         of_block = np.array([begins[number] for number, _, _ in self.columns] + 3 * [np.inf])
         first = min(begins, default=0.0)
         return [(begin - first, (of_block >= begin).astype(float)) for begin in sorted(set(begins))]
 
     def _row(self) -> np.ndarray:
-        return np.zeros(self._num + 3)
+        return np.zeros(self._num_columns + 3)
 
     def _count(self) -> None:
-        """Recomputed ms, swapped MiB and tie-breaks of each column."""
+        """Fill in the recompute time (ms), swapped MiB and tie-break cost of each column."""
         num_layers = sum(len(block.layers) for block in self.blocks)
         for i, (number, kind, name) in enumerate(self.columns):
             block = self.blocks[number]
@@ -196,22 +201,26 @@ class Program:
                 self._recompute[i] = sites[name].recompute_ms
             elif kind == "swap":
                 self._swapped[i] = sites[name].mib
-                self._small[i] = SWAPPED_MIB_COST * sites[name].mib * (1 + block.layers[0] / num_layers / 10)
+                self._tie_break[i] = SWAPPED_MIB_COST * sites[name].mib * (1 + block.layers[0] / num_layers / 10)
             else:
-                self._small[i] = TOUCHED_LAYER_COST
+                self._tie_break[i] = TOUCHED_LAYER_COST
 
     def solve(
         self,
         budget_gib: float | None,
         host_gib: float | None,
         windows: Windows,
-        least_memory: bool = False,
+        minimize_memory: bool = False,
         gap: float = PROVEN,
     ) -> Answer | None:
-        """The fastest counts whose memory fits, or (``least_memory``) those that need the least. ``None``: none fits.
+        """Return the fastest counts that fit; ``None``: nothing fits.
 
-        ``budget_gib`` counts as ``Prediction.peak_gib``; ``host_gib``: most host memory; ``gap``: an answer may cost so
-        much more than the best one, as a part of what that costs.
+        Args:
+            budget_gib: limit of the peak, which counts as ``Prediction.peak_gib``.
+            host_gib: limit of host memory; ``None``: no limit.
+            windows: time in which copies overlap with compute.
+            minimize_memory: minimise the peak instead of the time.
+            gap: relative gap to the optimum at which the solver may stop.
         """
         profile = self._profile
         rows: list[np.ndarray] = []
@@ -223,8 +232,8 @@ class Program:
 
         self._each_site_once(at_most)
         for live, at_loss in self._live:
-            row, full = self._held(live)
-            if least_memory:
+            row, full = self._memory_row(live)
+            if minimize_memory:
                 row[self._peak] = -1
                 at_most(row, -full - at_loss)
             if budget_gib is not None:
@@ -242,7 +251,7 @@ class Program:
             for late_ms, later in self._later:
                 row = self._swapped * later * profile.out_ms_per_mib
                 row[self._out] = -1
-                at_most(row, max(0.0, windows.out_ms - late_ms))  # a search may narrow windows to nothing
+                at_most(row, max(0.0, windows.out_ms - late_ms))  # a search may narrow a window below zero
         if windows.in_ms is not None:
             row = self._swapped * profile.in_ms_per_mib - self._recompute
             row[self._in] = -1
@@ -252,9 +261,9 @@ class Program:
         exposed[[self._out, self._in]] = 1
         time = factor * (self._recompute + exposed)
         cost = self._row()
-        if least_memory:
+        if minimize_memory:
             cost[self._peak] = 1
-        cost = cost + UNIT * (self._small + (1e-6 if least_memory else 1.0) * time)
+        cost = cost + UNIT * (self._tie_break + (1e-6 if minimize_memory else 1.0) * time)
         done = milp(
             cost, integrality=self._integral, bounds=Bounds(0, self._upper),
             constraints=LinearConstraint(np.array(rows), -np.inf, np.array(limits)),
@@ -263,8 +272,8 @@ class Program:
         if done.x is None:
             return None
         base = factor * micro_batch_ms(profile) + profile.non_layer.optimizer_ms
-        slack = float(self._small[: self._num] @ self._upper[: self._num])
-        bound = -np.inf if least_memory else base + done.mip_dual_bound / UNIT - slack
+        slack = float(self._tie_break[: self._num_columns] @ self._upper[: self._num_columns])
+        bound = -np.inf if minimize_memory else base + done.mip_dual_bound / UNIT - slack
         return Answer(
             self._counts(done.x), float(done.x[self._out]), float(done.x[self._in]), base + float(time @ done.x),
             max(base, float(bound)),
@@ -286,11 +295,11 @@ class Program:
                     row[column], row[self._index[number, "touched", ""]] = 1, -1
                     at_most(row, 0)
 
-    def _held(self, live: Sequence[int]) -> tuple[np.ndarray, float]:
-        """MiB that is given up, as a (negative) row, and what would be held if everything was kept."""
+    def _memory_row(self, live: Sequence[int]) -> tuple[np.ndarray, float]:
+        """Return the MiB that each column frees, as a negative row, and the MiB held if everything is kept."""
         row, full = self._row(), 0.0
         for block in self.blocks:
-            full += live[block.chunk] * len(block.layers) * block.entry.num_mib
+            full += live[block.chunk] * len(block.layers) * block.entry.saved_mib
         for i, (number, kind, name) in enumerate(self.columns):
             block = self.blocks[number]
             if kind == "section":
@@ -311,7 +320,7 @@ class Program:
 
 
 def _live_moments(profile: Profile) -> list[tuple[tuple[int, ...], float]]:
-    """The worst ends of a forward: live micro-batches of each chunk, and MiB outside layers."""
+    """Return the worst moments at the end of a forward: live micro-batches of each chunk, and MiB outside layers."""
     num_chunks, size = len(profile.chunks), profile.pipeline.size
     num = min(profile.num_micro_batches, 1 if size == 1 else 3 * size)
     live = [0] * num_chunks

@@ -1,4 +1,4 @@
-"""What a recorder has seen of a few training steps, raw: ``planner/profile_builder.py`` makes a profile of it."""
+"""Raw recordings of a few training steps, from which ``planner/profile_builder.py`` builds a profile."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from enum import Enum, auto
 
 TRIAL, BRING_BACK, RECOMPUTE = "trial", "bring_back", "recompute"
 WORKS = frozenset({"wait", "release", "swap_out", "swap_in", "prefetch", TRIAL, BRING_BACK, RECOMPUTE})
-"""What the engine does while a layer runs and the layer alone would not: names of its ranges."""
+"""Names of the ranges of the engine's own work, which a layer without swapping does not do."""
 EVALUATION = "evaluation"
-"""Forwards without gradients, between steps: told as work, since neither their time nor their memory is a step's."""
+"""Forwards without gradients between steps. They are recorded as work, so that they count for no step."""
 
 
 class What(Enum):
-    """Of events, in the order of the program."""
+    """Kinds of events."""
 
     STEP = auto()
-    """A step begins, and the one before is over."""
+    """A step begins, and the previous one ends."""
     CHUNK_BEGIN = auto()
     CHUNK_END = auto()
-    """Forward of a model chunk, with what stands around its layers."""
+    """Forward of a model chunk, including the parts outside its layers."""
     FORWARD_BEGIN = auto()
     FORWARD_END = auto()
     BACKWARD_BEGIN = auto()
     BACKWARD_END = auto()
-    """A layer over one micro-batch."""
+    """Forward or backward of a layer over one micro-batch."""
     WORK_BEGIN = auto()
     WORK_END = auto()
-    """The engine's own, nested; or an evaluation."""
+    """Work of the engine, which may be nested, or an evaluation."""
     SAVED = auto()
     """Autograd saves a storage for the first time."""
     ASKED = auto()
-    """Backward asks for it, before it is waited for or made again."""
+    """Backward needs a storage. The event comes before any wait or recomputation."""
     ARRIVED = auto()
-    """It has device memory again: a buffer that it is copied into, or made again."""
+    """A storage has device memory again: the buffer of a reload, or a recomputed storage."""
     FREED = auto()
-    """Its device memory is about to be freed."""
+    """The device memory of a storage is about to be freed."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRun:
-    """A layer over one micro-batch of a step."""
+class PassKey:
+    """Identifies a pass: a layer over one micro-batch of a step."""
 
     layer: int
     micro_batch: int
@@ -55,26 +55,25 @@ class SavedStorage:
     """A storage that autograd saved.
 
     Attributes:
-        run, site: where it was saved first; ``site`` is ``path/ordinal``.
+        pass_key, site: the pass and site that saved it first; ``site`` is ``path/ordinal``.
         num_bytes: its size.
-        is_input: it is the hidden states that the layer was called with, and they need a gradient: the layer could run
-            again as a whole, from them.
-        has_external_refs: others hold it as well, or have emptied it, so that offloading would not free it.
-        producer: the kind of kernel that makes it again to the bit; ``None``: it was not recomputed.
-        made_from: what that needs of what was saved, parameters aside.
-        through: names of what is made on the way, which nobody saves.
-        is_on_the_way: it is of that kind itself, and comes in backward alone.
+        is_input: it is the input of the layer and needs a gradient, so that the whole layer can be recomputed from it.
+        has_external_refs: there are other references, or it was emptied, so that offloading would not free it.
+        producer: the kind of kernel that recomputes it bit for bit; ``None``: it was not recomputed.
+        recompute_inputs: saved storages that recomputing it reads, without parameters.
+        intermediates: names of unsaved storages that recomputing it goes through.
+        is_intermediate: it is such an unsaved storage itself, which exists only in backward.
     """
 
-    run: LayerRun
+    pass_key: PassKey
     site: str
     num_bytes: int
     is_input: bool = False
     has_external_refs: bool = False
     producer: str | None = None
-    made_from: tuple[SavedStorage, ...] = field(default=(), repr=False)
-    through: tuple[str, ...] = ()
-    is_on_the_way: bool = False
+    recompute_inputs: tuple[SavedStorage, ...] = field(default=(), repr=False)
+    intermediates: tuple[str, ...] = ()
+    is_intermediate: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -82,11 +81,11 @@ class NonLayerStorage:
     """A storage that autograd saved outside the layers.
 
     Attributes:
-        chunk, site: where it was saved first; ``site`` is ``path/ordinal``.
+        chunk, site: the chunk and site that saved it first; ``site`` is ``path/ordinal``.
         num_bytes: its size.
-        has_external_refs: others (frames of the chunk, the batch) held it as well when the last storage behind it was
-            saved, or at the chunk's end.
-        at_ms: when it was SAVED, first ASKED and FREED, as of an event.
+        has_external_refs: there were other references (the chunk's frames, the batch) when a later storage was saved,
+            or at the end of the chunk's forward.
+        at_ms: times when it was SAVED, first ASKED and FREED, on the clock of ``Event.at_ms``.
     """
 
     chunk: int
@@ -101,22 +100,22 @@ class Event:
     """Something that happened.
 
     Attributes:
-        at_ms: since the first event, on the compute stream.
-        peak_bytes: the most that was allocated since the event before.
-        now_bytes: allocated now.
-        run: of a layer's beginnings and ends.
-        storage, num_bytes: of SAVED, ASKED, ARRIVED, FREED: which, and how much memory comes or goes.
-        work, of: of WORK_BEGIN and WORK_END: which of ``WORKS``, and on what (``layers.3/mlp/0 mb0``); or
+        at_ms: time since the first event, on the compute stream.
+        peak_bytes: peak of allocated memory since the previous event.
+        now_bytes: allocated memory.
+        pass_key: the pass, for FORWARD_BEGIN, FORWARD_END, BACKWARD_BEGIN and BACKWARD_END.
+        storage, num_bytes: the storage, for SAVED, ASKED, ARRIVED and FREED, and the bytes allocated or freed.
+        work, of: for WORK_BEGIN and WORK_END, one of ``WORKS`` and its subject (``layers.3/mlp/0 mb0``), or
             ``EVALUATION``.
-        chunk: of CHUNK_BEGIN and CHUNK_END, in the order in which the model has them.
-        noting_ms: behind ``at_ms``, and the recorder's own.
+        chunk: number of the chunk in model order, for CHUNK_BEGIN and CHUNK_END.
+        noting_ms: time after ``at_ms`` that the recorder itself took.
     """
 
     what: What
     at_ms: float
     peak_bytes: int
     now_bytes: int
-    run: LayerRun | None = None
+    pass_key: PassKey | None = None
     storage: SavedStorage | None = None
     num_bytes: int = 0
     work: str = ""
@@ -130,8 +129,8 @@ class Recording:
     """Whole steps: the first event and the last are STEP.
 
     Attributes:
-        reserved_bytes: what the allocator held at the end, in use or not; ``None`` where that has no meaning.
-        outside: what was saved outside the layers, in order.
+        reserved_bytes: memory that the allocator had reserved at the end; ``None``: the device has no such allocator.
+        non_layer: storages saved outside the layers, in order.
     """
 
     events: tuple[Event, ...]

@@ -15,9 +15,9 @@ class Unit:
 
 
 def schedule(num_micro_batches: int, size: int = 1, rank: int = 0, num_chunks: int = 1) -> list[Unit]:
-    """No pipelining: a forward, its backward. 1F1B, interleaved where a rank has several chunks.
+    """Return the order of forwards and backwards: 1F1B, interleaved for several chunks; alternating without a pipeline.
 
-    ``num_micro_batches`` must be a multiple of ``size`` where there are several chunks.
+    ``num_micro_batches`` must be a multiple of ``size`` if there are several chunks.
     """
     total = num_micro_batches * num_chunks
     if size == 1:
@@ -31,7 +31,7 @@ def schedule(num_micro_batches: int, size: int = 1, rank: int = 0, num_chunks: i
     def unit(is_forward: bool, index: int) -> Unit:
         if num_chunks == 1:
             return Unit(is_forward, 0, index)
-        round_, inside = divmod(index, size * num_chunks)  # `size` micro-batches go through a chunk, then the next
+        round_, inside = divmod(index, size * num_chunks)  # `size` micro-batches pass one chunk, then the next chunk
         chunk, offset = divmod(inside, size)
         return Unit(is_forward, chunk if is_forward else num_chunks - 1 - chunk, round_ * size + offset)
 
@@ -42,6 +42,5 @@ def schedule(num_micro_batches: int, size: int = 1, rank: int = 0, num_chunks: i
 
 
 def most_micro_batches(size: int) -> int:
-    """Return how many micro-batches show all of a step's memory in a pipeline of ``size``: further ones are like the
-    last of these."""
+    """Return the number of micro-batches after which a step's memory in a pipeline of ``size`` only repeats."""
     return 2 if size == 1 else 3 * size

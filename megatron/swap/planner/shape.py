@@ -1,7 +1,7 @@
-"""A profile from a model's shape and a GPU's figures: every kernel of a dense layer, by its FLOPs and bytes.
+"""Estimates a profile from a model's shape and a GPU's figures: FLOPs and bytes of every kernel of a dense layer.
 
-Written for TransformerEngine layers (rotary positions, fused attention, bf16); checked against the sites and sizes of
-traces, and byte for byte against measured peaks (docs/planner.md).
+The formulas are those of TransformerEngine layers (rotary positions, fused attention, bf16). Sites and sizes were
+checked against traces, and memory byte for byte against measured peaks (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from megatron.swap.planner.profile import (
 from megatron.swap.planner.states import States
 
 BYTES = 2
-"""Of bf16."""
+"""Bytes of one bf16 value."""
 WORKSPACE_GIB = 0.096
-"""What libraries hold besides weights and optimizer, measured."""
+"""Measured memory of libraries besides weights, gradients and optimizer state."""
 OPTIMIZER_BYTES_PER_PARAM = 38
-"""What a step of Adam, the gradient norm and clearing gradients read and write."""
+"""Bytes per parameter that an Adam step, the gradient norm and clearing gradients read and write."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One step of a layer's forward. Sites of ``saves`` are needed by its backward, sizes in bytes."""
+    """One kernel of a layer's forward. ``saves``: the sites that its backward needs, with sizes in bytes."""
 
     name: str
     flops: float
     num_bytes: float
     saves: tuple[tuple[str, float], ...] = ()
     backward_flops: float = 2.0
-    """Relative to forward."""
+    """FLOPs of backward relative to forward; ``backward_bytes`` likewise."""
     backward_bytes: float = 2.0
     gradients: float = 0.0
-    """Most bytes of gradients that its backward holds."""
+    """Peak bytes of gradients during its backward."""
     weight_gradient: float = 0.0
-    """Bytes (bf16) of its weight's gradient, which is added to an fp32 buffer."""
+    """Bytes of its weight's bf16 gradient, which is added to an fp32 buffer."""
     is_attention: bool = False
 
 
@@ -84,10 +84,10 @@ def _sizes(model: Model) -> _Sizes:
 
 
 def kernels(model: Model) -> list[Kernel]:
-    """A dense TransformerEngine layer's forward.
+    """Return the kernels of a dense TransformerEngine layer's forward, in order.
 
     Raises:
-        UsageError: a layer that these formulas do not know.
+        UsageError: the formulas do not cover the layer.
     """
     if model.transformer_impl != "transformer_engine" or model.num_experts or model.dtype != "bf16":
         raise UsageError(
@@ -96,8 +96,8 @@ def kernels(model: Model) -> list[Kernel]:
         )
     size, wide = _sizes(model), model.hidden_size
     hidden, query, key = size.hidden, size.query, size.key
-    per_byte = 2 * wide / BYTES  # FLOPs of a linear layer from or to the hidden size, per byte on its other side
-    weights = wide / size.tokens  # bytes of a weight's gradient, per byte on its other side
+    per_byte = 2 * wide / BYTES  # FLOPs of a linear layer with one side of the hidden size, per byte of its other side
+    weights = wide / size.tokens  # bytes of a weight's gradient, per byte of its other side
     context, core = "self_attention.core_attention.fused_attention", 2 * size.tokens * model.seq_length / BYTES
     qkv = query + 2 * key
     return [
@@ -124,18 +124,19 @@ def kernels(model: Model) -> list[Kernel]:
     ]  # fmt: skip
 
 
-# The last kernel whose backward reads what another saved: the context is saved once, for attention and for proj.
+# Sites that a later kernel than the saving one reads too: attention and proj share the context, which is saved once.
 FIRST_NEEDED_BY = {"self_attention.core_attention.fused_attention/3": "proj"}
 
-RECIPES = {
+RECOMPUTE_INPUTS = {
     "self_attention.linear_qkv/1": ("self_attention.linear_qkv/0",),
     "mlp.linear_fc1/1": ("mlp.linear_fc1/0",),
     "mlp.linear_fc2/0": ("mlp/0",),
     "mlp/0": ("mlp.linear_fc1/0",),
 }
-"""Sites that one kernel makes from another site (which may be made again itself): an elementwise one, or a linear."""
-LINEARS = {"mlp/0": "fc1"}
-"""Sites that a linear layer makes. Under sequence parallelism it gathers its input from other ranks: no recipe."""
+"""Sites that one elementwise kernel or linear recomputes, and the sites it reads, which may be recomputed too."""
+LINEAR_OUTPUTS = {"mlp/0": "fc1"}
+"""Recomputable outputs of linear layers. With sequence parallelism they are not recomputed, because the linear gathers
+its input from other ranks."""
 
 
 def _forward_ms(step: Kernel, gpu: Gpu) -> float:
@@ -149,8 +150,7 @@ def _backward_ms(step: Kernel, gpu: Gpu) -> float:
 
 
 def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: bool = False) -> LayerClass:
-    """Equal layers. ``input_stays``: others hold their input."""
-
+    """Return a class of equal layers. ``is_input_held``: there are other references to their input."""
     steps = kernels(model)
     saved_at: dict[str, float] = {}
     needed_at: dict[str, float] = {}
@@ -173,11 +173,11 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: 
             needed_at[site] = first_needed.get(site, now)
         now += _backward_ms(step, gpu)
         done_at.update((site, now) for site, _ in step.saves)
-    costs = _recipe_ms(model, gpu, sizes)
+    costs = _recompute_ms(model, gpu, sizes)
     sites = tuple(
         SiteProfile(
             site, sizes[site] / MIB, saved_at[site], needed_at[site], done_at[site],
-            recompute_ms=costs.get(site), recompute_needs=RECIPES[site] if site in costs else (),
+            recompute_ms=costs.get(site), recompute_needs=RECOMPUTE_INPUTS[site] if site in costs else (),
             is_ineligible=is_input_held and site == "self_attention.linear_qkv/0",
         )
         for site in sizes
@@ -188,39 +188,43 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: 
 
 
 def kernel_ms(model: Model, gpu: Gpu) -> dict[str, float]:
-    """What the forward of each kernel takes, those of one name together."""
+    """Return the forward time of each kernel in ms. Kernels with one name are summed."""
     times: dict[str, float] = {}
     for step in kernels(model):
         times[step.name] = times.get(step.name, 0.0) + _forward_ms(step, gpu)
     return times
 
 
-def _recipe_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, float]:
-    """What each recipe takes."""
+def _recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, float]:
+    """Return the time to recompute each site, in ms."""
     times = kernel_ms(model, gpu)
     costs = {}
-    for site, needs in RECIPES.items():
-        if site not in LINEARS:
+    for site, needs in RECOMPUTE_INPUTS.items():
+        if site not in LINEAR_OUTPUTS:
             costs[site] = (sizes[site] + sum(sizes[need] for need in needs)) / (gpu.memory_gb_s * 1e6)
         elif not model.sequence_parallel:
-            costs[site] = times[LINEARS[site]]
+            costs[site] = times[LINEAR_OUTPUTS[site]]
     return costs
 
 
 def _sections(model: Model, gpu: Gpu, sites: tuple[SiteProfile, ...], peak_mib: float) -> tuple[Section, ...]:
-    """``qkv``: linear_qkv's output is no site (rotary embedding and a copy make three of it), so they run together."""
+    """Return the sections ``layer`` and, without sequence parallelism, ``qkv``.
+
+    The output of linear_qkv is not saved itself: the rotary embedding and a copy turn it into three sites. They are
+    recomputed together.
+    """
     times = kernel_ms(model, gpu)
     names = [site.site for site in sites]
     qkv = tuple(f"self_attention.core_attention.fused_attention/{i}" for i in range(3))
     whole = Section("layer", tuple(names[1:]), (names[0],), sum(times.values()), peak_mib)
     if model.sequence_parallel:
         return (whole,)
-    way_mib = sum(site.mib for site in sites if site.site in qkv)
-    return Section("qkv", qkv, (names[0],), times["qkv"] + times["rotary"], way_mib), whole
+    intermediates_mib = sum(site.mib for site in sites if site.site in qkv)
+    return Section("qkv", qkv, (names[0],), times["qkv"] + times["rotary"], intermediates_mib), whole
 
 
 def num_params(model: Model, tied: bool) -> tuple[float, float]:
-    """Parameters of one layer, and of the embedding and the output layer together; of the whole model."""
+    """Return the parameters of one layer, and those of embedding, final norm and output layer, over all ranks."""
     head = model.head_size or model.hidden_size // model.num_attention_heads
     wide = model.hidden_size
     attention = wide * head * (2 * model.num_attention_heads + 2 * model.num_query_groups)
@@ -229,7 +233,7 @@ def num_params(model: Model, tied: bool) -> tuple[float, float]:
 
 
 def params_of_rank(model: Model, tied: bool, pipeline_rank: int = 0) -> float:
-    """Parameters of one rank of a pipeline stage."""
+    """Return the parameters of one rank of a pipeline stage."""
     stages = model.pipeline_parallel
     of_layer, of_ends = num_params(model, tied)
     has_ends = (pipeline_rank == 0) + (pipeline_rank == stages - 1)
@@ -247,9 +251,15 @@ def shape_profile(
     pipeline_rank: int = 0,
     host_gib: float | None = None,
 ) -> Profile:
-    """What a step of ``model`` takes on ``gpu``, by arithmetic.
+    """Estimate the profile of ``model`` on ``gpu``.
 
-    ``states``: how weights, gradients and optimizer state are kept.
+    Args:
+        tied: whether embedding and output layer share their weights.
+        states: storage of weights, gradients and optimizer state.
+        host_gib: limit of host memory for activations; ``None``: no limit.
+
+    Raises:
+        UsageError: the layers do not divide into the stages, or the formulas do not cover the model.
     """
     stages, virtual = model.pipeline_parallel, model.num_virtual_stages
     if model.num_layers % (stages * virtual):
@@ -260,7 +270,7 @@ def shape_profile(
         for stage in range(virtual)
     )
     here = [layer for chunk in chunks for layer in chunk]
-    heads = {chunk[0] for chunk in chunks}  # a stage's input is held by the schedule
+    heads = {chunk[0] for chunk in chunks}  # the pipeline schedule holds a stage's input
     classes = [layer_class(model, gpu, tuple(sorted(heads)), is_input_held=True)]
     inner = tuple(layer for layer in here if layer not in heads)
     if inner:
@@ -270,7 +280,8 @@ def shape_profile(
     params = params_of_rank(model, tied, pipeline_rank)
     layers_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in classes)
     optimizer_ms = params * OPTIMIZER_BYTES_PER_PARAM / (gpu.optimizer_gb_s * 1e6)
-    optimizer_ms += states.swap_ms(params, gpu.link_both_gb_s)
+    optimizer_ms += states.copy_ms(params, gpu.link_both_gb_s)
+    state = OffloadedState(states.state_gib(params), states.offload_fraction, update_ms=0.0)
     return Profile(
         source=f"arithmetic; {gpu.source}",
         model=model,
@@ -283,24 +294,24 @@ def shape_profile(
         non_layer=_non_layer(model, gpu, has_input, has_loss, layers_ms, optimizer_ms),
         layers=tuple(classes),
         pipeline=Pipeline(stages, pipeline_rank, chunks),
-        offloaded_state=OffloadedState(states.state_gib(params), states.offload_fraction, 0.0) if states.auto else None,
+        offloaded_state=state if states.is_auto else None,
     )
 
 
 def _non_layer(
     model: Model, gpu: Gpu, has_input: bool, has_loss: bool, layers_ms: float, optimizer_ms: float
 ) -> NonLayer:
-    """Final norm, logits and cross entropy, which keeps the logits and works on parts (``cross_entropy.py``).
+    """Return the figures of final norm, logits and the chunked cross entropy (``cross_entropy.py``).
 
-    The embedding saves token numbers, which the batch holds anyway. The model's frames hold the final norm's output,
-    which the output layer saves, until forward ends.
+    The cross entropy saves the logits. The embedding saves the token numbers, which the batch holds anyway. The output
+    layer saves the final norm's output, which the model's frames hold until forward ends.
     """
     size, sites, loss_ms = _sizes(model), [], 0.0
     non_layer = NonLayer(0.0, 0.0, optimizer_ms, 0.0, 0.0)
     if has_loss:
         logits = size.tokens * model.padded_vocab_size / model.tensor_parallel
         flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
-        part = 4 * logits / max(1, size.tokens // LOSS_ROWS)
+        chunk_bytes = 4 * logits / max(1, size.tokens // LOSS_ROWS)
         entropy_ms, gradient_ms = 12 * logits / (gpu.memory_gb_s * 1e6), 4 * logits / (gpu.memory_gb_s * 1e6)
         loss_ms = 3 * flops + entropy_ms + gradient_ms
         sites = [
@@ -313,15 +324,15 @@ def _non_layer(
             backward_ms=2 * flops + gradient_ms,
             optimizer_ms=optimizer_ms,
             kept_gib=(2 * size.sharded + 2 * logits) / GIB,
-            peak_gib=(2 * size.sharded + 2 * logits + part) / GIB,
+            peak_gib=(2 * size.sharded + 2 * logits + chunk_bytes) / GIB,
         )
     if has_input:
         sites.insert(0, NonLayerSite("embedding.word_embeddings/0", 8 * size.tokens / MIB, layers_ms + loss_ms, "held"))
     return replace(non_layer, sites=tuple(sites))
 
 
-def with_times(profile: Profile, forward_ms: float, backward_ms: float, step_ms: float) -> Profile:
-    """``profile`` with all its times scaled so that a micro-batch's forward and backward take what was measured."""
+def with_measured_times(profile: Profile, forward_ms: float, backward_ms: float, step_ms: float) -> Profile:
+    """Return ``profile`` with its times scaled so that a micro-batch's forward and backward equal the measured ones."""
     non_layer, layers = profile.non_layer, profile.layers
     forward = forward_ms / (non_layer.forward_ms + sum(len(e.layers) * e.forward_ms for e in layers))
     backward = backward_ms / (non_layer.backward_ms + sum(len(e.layers) * e.backward_ms for e in layers))
@@ -334,7 +345,7 @@ def with_times(profile: Profile, forward_ms: float, backward_ms: float, step_ms:
 
 
 def non_layer_scaled(non_layer: NonLayer, forward: float, backward: float, mib: float = 1.0) -> NonLayer:
-    """What is not in a layer, as ``scaled``. How long sites are idle goes with backward."""
+    """Return ``non_layer`` scaled as ``scaled`` does. Idle times of sites scale with ``backward``."""
     return replace(
         non_layer,
         forward_ms=non_layer.forward_ms * forward,
@@ -346,7 +357,7 @@ def non_layer_scaled(non_layer: NonLayer, forward: float, backward: float, mib: 
 
 
 def scaled(entry: LayerClass, forward: float, backward: float, mib: float = 1.0) -> LayerClass:
-    """A class whose forward and backward take so many times as long, and whose tensors are ``mib`` times as large."""
+    """Return ``entry`` with its times multiplied by ``forward`` and ``backward``, and its sizes by ``mib``."""
     return replace(
         entry,
         forward_ms=entry.forward_ms * forward,

@@ -1,8 +1,8 @@
-"""Plays a step under a plan: who holds how much, who waits for which copy.
+"""Simulates a step under a plan: memory in use, and stalls for copies.
 
-The compute stream is a clock, each copy engine a queue, memory a count in the order of the program (the caching
-allocator gives a freed block to later work of the same stream, so the peak does not depend on how fast copies are).
-When storages are released and brought back follows the rules of ``manager.py``; tests compare the two.
+The compute stream is a clock. Each copy direction is a queue. Memory is counted in program order: the caching allocator
+gives a freed block to later work of the same stream, so the peak does not depend on the speed of copies. Releases and
+reloads follow the rules of ``megatron.swap.engine``; tests compare the two.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from megatron.swap.planner.schedule import Unit, most_micro_batches, schedule
 
 MIB_PER_GIB = 1024.0
 COMMIT_MIB = 16.0
-"""Copies out start once so much is pending: ``COMMIT_BYTES`` of the manager."""
+"""Copies out start once this much is pending, as ``COMMIT_BYTES`` of ``engine.offload``."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step costs. Stalls and recomputation are summed over the step.
+    """The simulated time and memory of a step. Stalls and recomputation are sums over the step.
 
     Attributes:
-        peak_at: where in the step the peak is.
-        timeline: ``(ms, GiB, where)`` at every layer boundary of the first micro-batches.
+        peak_gib: peak of device memory, static memory and expected fragmentation included.
+        peak_at: place of the peak in the step.
+        out_stall_ms, in_stall_ms: time that compute waits for offloads and for reloads.
+        host_gib: peak of host memory for activations.
+        timeline: ``(ms, GiB, place)`` at every layer boundary of the first micro-batches.
     """
 
     peak_gib: float
@@ -44,7 +47,7 @@ class Prediction:
 def simulate(profile: Profile, plan: Plan) -> Prediction:
     """Predict the step of ``profile`` under ``plan``. Deterministic.
 
-    After the first micro-batches every further one is like the last: only those are played. A pipeline's bubble is
+    Only the first micro-batches are simulated, because further ones repeat the last of them. A pipeline's bubble is
     added as (size - 1) / virtual stages of a micro-batch's time.
     """
     size, total = profile.pipeline.size, profile.num_micro_batches
@@ -76,7 +79,7 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
 
 @dataclass(eq=False, slots=True)
 class _Storage:
-    """A swapped storage: ``state`` is one of resident, offloading, offloaded, reloading, reloaded, kept."""
+    """A swapped storage. ``state``: resident, offloading, offloaded, reloading, reloaded or kept."""
 
     mib: float
     group: _Group
@@ -87,7 +90,7 @@ class _Storage:
 
 @dataclass(eq=False, slots=True)
 class _ForwardPass:
-    """One forward of one chunk, and MiB kept in its layers: see ``group.Run``."""
+    """One forward of one chunk, with the MiB that its layers keep: ``engine.handle.ForwardPass``."""
 
     kept_begun_mib: float = 0.0
     kept_over_mib: float = 0.0
@@ -95,27 +98,27 @@ class _ForwardPass:
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """A layer over one micro-batch."""
+    """One layer over one micro-batch: ``engine.handle.Group``."""
 
     position: LayerPosition
-    run: _ForwardPass
+    forward_pass: _ForwardPass
     kept_mib: float
     mib: float = 0.0
     prefetched_mib: float = 0.0
     storages: dict[int, _Storage] = field(default_factory=dict)
     to_fetch: list[_Storage] = field(default_factory=list)
-    """Last one first, as ``Group.in_backward_order``; those that were asked for are gone from it."""
+    """Storages that are not reloaded yet. Backward needs them from the end, as ``Group.in_backward_order``."""
 
 
 def _window_groups(plan: Plan, largest_mib: float) -> int:
-    """``SwapManager._window_groups``."""
+    """Return the prefetch window in largest groups, as ``ReleaseBudget.window_groups``."""
     if not largest_mib:
         return 0
     return 1 if plan.prefetch_gib is None else int(plan.prefetch_gib * MIB_PER_GIB / largest_mib)
 
 
 class _Step:
-    """Plays ``num_micro_batches``; the fields without underscore are the result."""
+    """Simulates ``num_micro_batches``. Public attributes are the result."""
 
     def __init__(self, profile: Profile, plan: Plan, num_micro_batches: int) -> None:
         self._profile = profile
@@ -140,7 +143,7 @@ class _Step:
             ends_in_loss = profile.has_loss and number == len(chunks) - 1
             positions = layer_positions([plan.swaps_layer(n) for n in chunk], ends_in_loss)
             self._positions.update(zip(chunk, positions, strict=True))
-        # The manager learns the largest group in the first forward: as soon as it knows one, it keeps the tail.
+        # The engine learns the largest group in the first forward. From then on it keeps the trailing layers.
         largest_mib = 0.0
         for layer in (layer for chunk in chunks for layer in chunk):
             if not self._positions[layer].is_trailing_kept(_window_groups(plan, largest_mib)):
@@ -165,11 +168,11 @@ class _Step:
 
     @property
     def times(self) -> tuple[float, float, float, float]:
-        """Elapsed, waited for copies out, for copies in, recomputed, in ms."""
+        """Elapsed time, stalls for copies out, stalls for copies in, and recomputation, in ms."""
         return self._now, self._out_stall, self._in_stall, self._recompute
 
     def _kept_by(self, layer: int) -> float:
-        """Return what ``layer`` keeps, in MiB: slack until the layer has saved it, and once its backward is over."""
+        """Return the MiB that ``layer`` keeps. They are slack before its forward saves them and after its backward."""
         tail = self._positions[layer].is_trailing_kept(self._window_groups)
         return sum(
             mib for _, mib, action in self._scripts[layer].saves
@@ -180,27 +183,27 @@ class _Step:
 
     def _forward(self, unit: Unit, chunk: tuple[int, ...]) -> None:
         non_layer = self._profile.non_layer
-        run = _ForwardPass()
+        forward_pass = _ForwardPass()
         if unit.chunk == 0 and not self._profile.has_loss:
             self._now += non_layer.forward_ms
         for layer in chunk:
-            self._forward_layer(layer, unit.micro_batch, run)
+            self._forward_layer(layer, unit.micro_batch, forward_pass)
         if self._profile.has_loss and unit.chunk == len(self._profile.chunks) - 1:
             self._now += non_layer.forward_ms
-            self._note(f"at the loss, micro-batch {unit.micro_batch}", non_layer.peak_gib * MIB_PER_GIB)
+            self._record_peak(f"at the loss, micro-batch {unit.micro_batch}", non_layer.peak_gib * MIB_PER_GIB)
         if unit.chunk == self._non_layer_chunk:
             self._mib += non_layer.kept_gib * MIB_PER_GIB
 
     @property
     def _non_layer_chunk(self) -> int:
-        """The chunk that the figures outside layers belong to: the one with the loss, else the one with the input."""
+        """The chunk of the figures outside layers: the one with the loss, else the first."""
         return len(self._profile.chunks) - 1 if self._profile.has_loss else 0
 
-    def _forward_layer(self, layer: int, micro_batch: int, run: _ForwardPass) -> None:
+    def _forward_layer(self, layer: int, micro_batch: int, forward_pass: _ForwardPass) -> None:
         script, position = self._scripts[layer], self._positions[layer]
         begin, waited = self._now, 0.0
         where = f"forward of layer {layer}, micro-batch {micro_batch}"
-        group = self._youngest = _Group(position, run, self._kept_mib[layer])
+        group = self._youngest = _Group(position, forward_pass, self._kept_mib[layer])
         self._groups[layer, micro_batch] = group
         keeps_all = position.is_trailing_kept(self._window_groups)
         self._uncharged_mib = group.kept_mib if position.early_release else 0.0
@@ -210,8 +213,8 @@ class _Step:
         for index, (at_ms, mib, action) in enumerate(script.saves):
             self._now = begin + waited + at_ms
             self._mib += mib
-            # It is there before it is saved, as is what the kernels need besides: what makes room goes only then.
-            self._note(where, script.forward_peak_mib)
+            # The kernel allocates the storage and its workspace before autograd saves it. Releases come after that.
+            self._record_peak(where, script.forward_peak_mib)
             if action is Action.RECOMPUTE:
                 recomputed_mib += mib
             elif action is Action.KEEP or keeps_all:
@@ -229,7 +232,7 @@ class _Step:
                     waited += self._release(layer)
         group.to_fetch = list(group.storages.values())
         self._now = begin + waited + script.forward_ms
-        self._note(where, script.forward_peak_mib)
+        self._record_peak(where, script.forward_peak_mib)
         self._mib -= recomputed_mib
         self._uncharged_mib = 0.0
         self._commit(pending)
@@ -250,7 +253,7 @@ class _Step:
         pending.clear()
 
     def _release(self, layer: int) -> float:
-        """``SwapManager._release``: returns the milliseconds that compute waited."""
+        """Release the oldest storages, as ``Offloader.release``. Return the time that compute waited, in ms."""
         allowed = self._kept_after[layer] + self._uncharged_mib
         if not self._positions[layer].ends_in_loss:
             allowed += self._window_mib
@@ -283,8 +286,8 @@ class _Step:
         group = self._current = self._groups.pop((layer, micro_batch))
         where = f"backward of layer {layer}, micro-batch {micro_batch}"
         self._cursor += 1
-        group.run.kept_over_mib = group.run.kept_begun_mib
-        group.run.kept_begun_mib += group.kept_mib
+        group.forward_pass.kept_over_mib = group.forward_pass.kept_begun_mib
+        group.forward_pass.kept_begun_mib += group.kept_mib
         self._prefetched_mib -= group.prefetched_mib
         while group.to_fetch:
             self._reload(group.to_fetch.pop())
@@ -298,12 +301,12 @@ class _Step:
             if kind == 1:
                 temporary_mib = script.temporaries[i][1]
             elif kind == 2 and i >= 0:
-                rebuild = script.rebuilds[i]
-                begin += rebuild.cost_ms
-                self._now += rebuild.cost_ms
-                self._recompute += rebuild.cost_ms
-                self._mib += rebuild.mib
-                self._note(where, temporary_mib + rebuild.peak_mib)
+                recomputation = script.recomputations[i]
+                begin += recomputation.cost_ms
+                self._now += recomputation.cost_ms
+                self._recompute += recomputation.cost_ms
+                self._mib += recomputation.mib
+                self._record_peak(where, temporary_mib + recomputation.peak_mib)
             elif kind == 2:
                 if -1 - i in storages:
                     begin += self._wait(storages[-1 - i])
@@ -313,7 +316,7 @@ class _Step:
                     self._host_mib -= storages[i].mib
                     self._prefetch()
             if self._mib + temporary_mib > self.peak_mib:
-                self._note(where, temporary_mib)
+                self._record_peak(where, temporary_mib)
         self._now = max(self._now, begin + script.backward_ms)
         self.timeline.append((self._now, self._mib, where))
 
@@ -327,7 +330,7 @@ class _Step:
         return waited
 
     def _reload(self, storage: _Storage) -> None:
-        """Backward needs ``storage``: keep it if its memory was not released yet, otherwise reload it."""
+        """Keep ``storage`` if its memory was not released yet, otherwise reload it."""
         if storage.state == "offloading":
             self._offloading.remove(storage)
             self._offloading_mib -= storage.mib
@@ -338,10 +341,10 @@ class _Step:
             self._in_free = storage.in_end_ms = begin + storage.mib * self._profile.in_ms_per_mib
             storage.state = "reloading"
             self._mib += storage.mib
-            self._note("prefetch")
+            self._record_peak("prefetch")
 
     def _prefetch(self) -> None:
-        """``SwapManager._prefetch``."""
+        """Reload ahead of need as far as the budget allows, as ``Reloader.prefetch``."""
         num_kept_between, kept_between_mib = 0, 0.0
         for key in range(self._cursor, len(self._order)):
             group = self._groups.get(self._order[key])
@@ -361,15 +364,15 @@ class _Step:
                 self._reload(storage)
 
     def _allowed_prefetch(self, group: _Group, num_kept_between: int, kept_between_mib: float) -> float:
-        """``SwapManager._allowed_ahead``."""
+        """Return the MiB that may be prefetched, as ``ReleaseBudget.max_prefetched_bytes``."""
         allowed = self._window_mib
         if num_kept_between >= group.position.num_trailing_kept(self._window_groups):
             allowed = max(0.0, allowed - kept_between_mib)
-        if self._current is not None and self._current.run is group.run:
-            allowed += max(0.0, group.run.kept_over_mib - self._current.mib)
+        if self._current is not None and self._current.forward_pass is group.forward_pass:
+            allowed += max(0.0, group.forward_pass.kept_over_mib - self._current.mib)
         return min(allowed, 2 * self._chosen_window_mib)
 
-    def _note(self, where: str, more_mib: float = 0.0) -> None:
+    def _record_peak(self, where: str, more_mib: float = 0.0) -> None:
         if self._mib + more_mib > self.peak_mib + 1e-6:
             self.peak_mib = self._mib + more_mib
             self.peak_at = where

@@ -1,4 +1,4 @@
-"""The fastest plan that stays below a peak: the program proposes, ``simulate`` judges."""
+"""Finds the fastest plan within a memory budget: the program proposes plans, ``simulate`` evaluates them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.swap.planner.program import (
 from megatron.swap.planner.simulate import MIB_PER_GIB, Prediction, simulate
 
 MAX_ROUNDS = 7
-"""How often the program is corrected by what the simulator says."""
+"""Maximum number of corrections of the program by the simulator."""
 PASSES: tuple[tuple[float, tuple[float, ...]], ...] = (
     (1.0, ()),
     (1.0, (1.0, 0.5)),
@@ -30,18 +30,20 @@ PASSES: tuple[tuple[float, tuple[float, ...]], ...] = (
     (0.3, ()),
     (0.0, ()),
 )
-"""Fractions of the program's windows: what is brought back early takes memory too, so that less swapping may fit where
-more does not. With each the prefetch windows that are chosen, in largest layers; none: the engine's own.
+"""Passes of the search: a fraction of the program's windows, and the prefetch windows to try, in largest layers.
 
-A chosen window lets no more than twice itself come ahead: that helps where memory is short in backward, and hurts where
-the link is busy then. Not in a pipeline, where the next backward may be of another chunk.
+Smaller windows make the program swap less. Prefetched tensors take memory too, so less swapping may fit where more does
+not. Without prefetch windows the plan has the engine's own. With a chosen prefetch window at most twice that size is
+prefetched, which helps if memory is short in backward and hurts if the link is busy there. A pipeline skips the passes
+with prefetch windows, because its next backward may be of another chunk.
 """
-DOUBTS = (1.0, 2 / 3, 1 / 3)
-"""Fractions of what is in doubt of the allocator that are left free."""
+RESERVE_FRACTIONS = (1.0, 2 / 3, 1 / 3)
+"""Fractions of ``Profile.reserve_gib`` to leave free, tried in order until a plan fits."""
 NEAR_BOUND = (1.001, 1.02)
-"""Close enough to the lower bound to stop; behind the second pass more is: what others find there is hardly better."""
+"""Step time relative to the lower bound at which the search stops: after the first pass, and after later passes, which
+hardly improve on each other."""
 NEAR_OPTIMUM = 1e-4
-"""Of a program that is about to be corrected: what is played differs by more."""
+"""Relative gap for programs that are corrected afterwards: the simulator differs from them by more."""
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
 TIGHTER_GIB = 1e-4
@@ -51,7 +53,7 @@ TIGHTER_GIB = 1e-4
 class Solution:
     """Plans that fit, the fastest first, each with its prediction.
 
-    ``lower_bound_ms``: no plan within the budget, less what is left free of it, takes less in this model.
+    ``lower_bound_ms``: in this model no plan has a shorter step within the budget, less the memory that is left free.
     """
 
     plans: tuple[Plan, ...]
@@ -68,18 +70,19 @@ class Solution:
 
 
 Assignment = tuple[tuple[tuple[int, ...], LayerClass, tuple[tuple[str, str], ...], tuple[str, ...]], ...]
-"""Layers, their class, action of each site, sections."""
+"""Groups of layers with equal plans: layer numbers, class, action of each site, sections."""
 
 
 def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
-    """Plan ``profile`` within ``budget_gib``, less what is in doubt of the allocator: as much of it as leaves a plan.
+    """Plan ``profile`` within ``budget_gib``, less a reserve for fragmentation: the largest one with which a plan fits.
 
     Raises:
-        Infeasible: nothing fits; says the smallest budget that does, and what would lower it.
+        Infeasible: no plan fits. Names the smallest feasible budget, and changes that lower it.
     """
     search = _Search(profile)
-    keeps_all = search.kept().peak_gib <= budget_gib - DOUBTS[-1] * profile.doubt_gib
-    rooms = (budget_gib - fraction * profile.doubt_gib for fraction in (DOUBTS[-1:] if keeps_all else DOUBTS))
+    keeps_all = search.kept().peak_gib <= budget_gib - RESERVE_FRACTIONS[-1] * profile.reserve_gib
+    fractions = RESERVE_FRACTIONS[-1:] if keeps_all else RESERVE_FRACTIONS
+    rooms = (budget_gib - fraction * profile.reserve_gib for fraction in fractions)
     for room_gib in dict.fromkeys(rooms):
         bound = search.run(room_gib)
         fitting = search.fitting(room_gib)
@@ -91,7 +94,7 @@ def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
     name = sha256(profile)
     best: list[tuple[Plan, Prediction]] = []
     for plan, prediction in fitting:
-        # Of plans that differ in their window alone one is enough.
+        # Plans that differ only in their prefetch window count once.
         if len(best) < max_plans and all(plan.classes != other.classes for other, _ in best):
             best.append((plan, prediction))
     plans = tuple(
@@ -102,12 +105,12 @@ def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
 
 
 def curve(profile: Profile, num_points: int = 24) -> list[Solution]:
-    """The fastest plan of each of some budgets, from the smallest feasible one to that of keeping everything.
+    """Return the fastest plan for each of ``num_points`` budgets, from the smallest feasible one to keeping everything.
 
-    Never slower with more memory: what fits a smaller budget fits a larger one.
+    More memory is never slower, because a plan that fits a smaller budget is used again for a larger one.
     """
     smallest = smallest_budget(profile)
-    most = simulate(profile, empty_plan(profile)).peak_gib + DOUBTS[-1] * profile.doubt_gib
+    most = simulate(profile, empty_plan(profile)).peak_gib + RESERVE_FRACTIONS[-1] * profile.reserve_gib
     points: list[Solution] = []
     for i in range(num_points):
         budget_gib = smallest + (most - smallest) * i / (num_points - 1) + TIGHTER_GIB
@@ -122,10 +125,11 @@ def curve(profile: Profile, num_points: int = 24) -> list[Solution]:
 
 
 def smallest_budget(profile: Profile) -> float:
-    """The smallest budget (GiB) for which a plan was found."""
+    """Return the smallest budget for which a plan is found, in GiB."""
     search = _Search(profile)
-    search.judge_least()
-    return min(prediction.peak_gib for _, prediction in search.fitting(float("inf"))) + DOUBTS[-1] * profile.doubt_gib
+    search.simulate_smallest()
+    least_gib = min(prediction.peak_gib for _, prediction in search.fitting(float("inf")))
+    return least_gib + RESERVE_FRACTIONS[-1] * profile.reserve_gib
 
 
 def _predicted(prediction: Prediction, bound_ms: float) -> Predicted:
@@ -133,19 +137,19 @@ def _predicted(prediction: Prediction, bound_ms: float) -> Predicted:
 
 
 def empty_plan(profile: Profile) -> Plan:
-    """Everything is kept."""
+    """Return the plan that keeps everything."""
     return Plan(profile.model, None, None, None, ())
 
 
 def whole_layers(profile: Profile, budget_gib: float) -> Plan | None:
-    """All layers run again as a whole, from inputs that are swapped; ``None``: that may not fit ``budget_gib``."""
+    """Return the plan that swaps layer inputs and recomputes all layers; ``None``: it may exceed ``budget_gib``."""
     blocks = Program(profile).blocks
     plan = _to_plan(profile, _arrange(blocks, _recompute_most(blocks, swap_inputs=True), recompute_last=True))
-    return plan if simulate(profile, plan).peak_gib <= budget_gib - profile.doubt_gib else None
+    return plan if simulate(profile, plan).peak_gib <= budget_gib - profile.reserve_gib else None
 
 
 class _Search:
-    """Plans of one profile that were simulated, each once."""
+    """The simulated plans of one profile. Each plan is simulated once."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -154,7 +158,7 @@ class _Search:
         self._nothing = [Counts({}, {}, {}) for _ in self._program.blocks]
 
     def fitting(self, budget_gib: float) -> list[tuple[Plan, Prediction]]:
-        """Those within device and host memory, the fastest first; of equal ones that which moves or holds least."""
+        """Return the plans within the budgets by step time; of equally fast ones by host memory, then by peak."""
         host_gib = self._profile.host_gib
         fitting = [
             pair for pair in self._found.values()
@@ -163,12 +167,12 @@ class _Search:
         return sorted(fitting, key=lambda pair: (round(pair[1].step_ms, 3), pair[1].host_gib, pair[1].peak_gib))
 
     def kept(self) -> Prediction:
-        """Of keeping everything."""
-        (kept,) = self._judge(self._nothing, (True,))
+        """Return the prediction for keeping everything."""
+        (kept,) = self._simulate(self._nothing, (True,))
         return kept
 
     def run(self, budget_gib: float) -> float:
-        """Simulate plans for ``budget_gib``. Returns the lower bound in ms (infinite where nothing can fit)."""
+        """Simulate plans for ``budget_gib``. Return the lower bound in ms; infinite: nothing can fit."""
         profile, kept = self._profile, self.kept()
         if kept.peak_gib <= budget_gib:
             return kept.step_ms
@@ -178,20 +182,21 @@ class _Search:
         windows = search_windows(profile)
         for number, (fraction, window_fractions) in enumerate(PASSES):
             if not window_fractions or profile.pipeline.size == 1:
-                part = Windows(_part(windows.out_ms, fraction), _part(windows.in_ms, fraction))
+                part = Windows(_scaled_ms(windows.out_ms, fraction), _scaled_ms(windows.in_ms, fraction))
                 self._refine(budget_gib, part, window_fractions)
             fitting = self.fitting(budget_gib)
             if fitting and fitting[0][1].step_ms <= NEAR_BOUND[number >= 1] * first.bound_ms:
                 break
         else:
-            self.judge_least()
+            self.simulate_smallest()
         return first.bound_ms
 
     def _refine(self, budget_gib: float, windows: Windows, window_fractions: tuple[float, ...]) -> None:
-        """Solve, simulate, correct the program where it was too hopeful, again.
+        """Repeat: solve the program, simulate its plan, and correct the program where it was too optimistic.
 
-        Where copies stall more than it thought its windows shrink, at first by that much, which is too much where the
-        order of things changes with them; then it goes half the way back.
+        If the plan exceeds a memory budget, the program's budget shrinks. If copies stall more than the program
+        assumed, its windows shrink by the difference. That may be too much, because the plan changes with the windows.
+        Then the windows are bisected.
         """
         profile, room_gib, host_gib = self._profile, budget_gib, self._profile.host_gib
         tighter_gib = TIGHTER_GIB
@@ -201,18 +206,18 @@ class _Search:
             answer = self._program.solve(room_gib, host_gib, windows, gap=NEAR_OPTIMUM)
             if answer is None:
                 return
-            judged = self._judge(answer.counts, window_fractions=window_fractions)
-            least = min(judged, key=lambda prediction: prediction.peak_gib)
+            predictions = self._simulate(answer.counts, window_fractions=window_fractions)
+            least = min(predictions, key=lambda prediction: prediction.peak_gib)
             over_gib = least.peak_gib - budget_gib
             host_over_gib = least.host_gib - profile.host_gib if profile.host_gib is not None else 0.0
             if over_gib > 0 or host_over_gib > NEAR_GIB:
-                # What is over may not be in the program at all (backward's gradients): then ever larger steps.
+                # The excess may be missing from the program (backward's gradients), so the steps grow.
                 room_gib -= max(0.0, over_gib) + tighter_gib
                 tighter_gib *= 8
                 host_gib = None if host_gib is None else host_gib - max(0.0, host_over_gib)
                 continue
             factor = step_factor(profile)
-            best = min(judged, key=lambda prediction: prediction.step_ms)
+            best = min(predictions, key=lambda prediction: prediction.step_ms)
             out_more = best.out_stall_ms / factor - answer.out_exposed_ms
             in_more = best.in_stall_ms / factor - answer.in_exposed_ms
             if max(out_more, in_more) < NEAR_MS:
@@ -228,21 +233,21 @@ class _Search:
                     _middle(too_wide.out_ms, wide_enough.out_ms), _middle(too_wide.in_ms, wide_enough.in_ms)
                 )
 
-    def judge_least(self) -> None:
-        """Simulate plans that keep as little as they can."""
+    def simulate_smallest(self) -> None:
+        """Simulate the plans that are expected to need the least memory."""
         blocks = self._program.blocks
-        answer = self._program.solve(None, self._profile.host_gib, search_windows(self._profile), least_memory=True)
+        answer = self._program.solve(None, self._profile.host_gib, search_windows(self._profile), minimize_memory=True)
         found = answer.counts if answer else self._nothing
         for counts in (self._nothing, found, _recompute_most(blocks), _recompute_most(blocks, swap_inputs=True)):
-            self._judge(counts)
+            self._simulate(counts)
 
-    def _judge(
+    def _simulate(
         self,
         counts: Sequence[Counts],
         orders: tuple[bool, ...] = (True, False),
         window_fractions: tuple[float, ...] = (),
     ) -> list[Prediction]:
-        judged = []
+        predictions = []
         for recompute_last in orders:
             assignment = _arrange(self._program.blocks, counts, recompute_last)
             for fraction in window_fractions or (None,):
@@ -251,11 +256,11 @@ class _Search:
                     if fraction is not None:
                         plan = replace(plan, prefetch_gib=_window_gib(plan, fraction))
                     self._found[assignment, fraction] = plan, simulate(self._profile, plan)
-                judged.append(self._found[assignment, fraction][1])
-        return judged
+                predictions.append(self._found[assignment, fraction][1])
+        return predictions
 
 
-def _part(window_ms: float | None, fraction: float) -> float | None:
+def _scaled_ms(window_ms: float | None, fraction: float) -> float | None:
     return None if window_ms is None else window_ms * fraction
 
 
@@ -268,7 +273,7 @@ def _middle(wide_ms: float | None, narrow_ms: float | None) -> float | None:
 
 
 def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], recompute_last: bool) -> Assignment:
-    """Which layers: the earliest swap; sections and recipes at the block's end, or right behind what swaps."""
+    """Choose layers for the counts: the earliest ones swap; the last ones, or the first free ones, recompute."""
     of_layer: dict[int, tuple[LayerClass, dict[str, str], list[str]]] = {}
     for block, counts in zip(blocks, answer, strict=True):
         for layer in block.layers:
@@ -300,38 +305,42 @@ def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
         sites = {}
         for site in entry.sites:
             action = actions.get(site.site, "keep")
-            why = "others hold it" if site.is_ineligible else "there is room"
+            why = "not eligible" if site.is_ineligible else "there is room"
             if action == "swap":
                 why = f"{site.mib * profile.out_ms_per_mib:.2f} ms on the link"
             elif action == "recompute":
-                why = f"{site.recompute_ms:.2f} ms to make again"
+                why = f"{site.recompute_ms:.2f} ms to recompute"
             elif action.startswith("section"):
                 cost = next(part.recompute_ms for part in entry.sections if action == f"section {part.name}")
                 action, why = "recompute", f"{action}: {cost:.2f} ms for all of it"
             sites[site.site] = SitePlan(action, round(site.mib, 6), why)  # type: ignore[arg-type]
-        named = tuple(part.name for part in entry.sections if part.name in sections and not _follows(entry, part))
+        named = tuple(
+            part.name for part in entry.sections if part.name in sections and not _is_implied_by_sites(entry, part)
+        )
         classes.append(PlanClass(format_ranges(layers), sites, named))
     return Plan(profile.model, None, None, None, tuple(classes))
 
 
 def _window_gib(plan: Plan, fraction: float) -> float | None:
-    """Return ``fraction`` of what the largest layer swaps, in GiB; ``None`` where none does."""
+    """Return ``fraction`` of what the largest layer swaps, in GiB; ``None``: no layer swaps."""
     swapped = [
         sum(site.mib or 0.0 for site in entry.sites.values() if site.action == "swap") for entry in plan.classes
     ]  # fmt: skip
-    # Up: one largest layer is to count as one.
+    # Rounded up, so that a window of one largest layer holds that layer.
     return ceil(fraction * max(swapped, default=0.0) / MIB_PER_GIB * 1e6) / 1e6 or None
 
 
-def _follows(entry: LayerClass, part: Section) -> bool:
-    """Whether it is enough to plan the sites of ``part`` as recomputed: see ``layer_script``."""
+def _is_implied_by_sites(entry: LayerClass, part: Section) -> bool:
+    """Whether recomputing the sites of ``part`` implies ``part``, so that plans need not name it (``layer_script``)."""
     frees = [site for site in entry.sites if site.site in part.frees and not site.is_ineligible]
     return part.name != LAYER_SECTION and all(site.recompute_ms is None for site in frees)
 
 
 def _recompute_most(blocks: Sequence[Block], swap_inputs: bool = False) -> list[Counts]:
-    """Everything that a section frees runs again; what it is made from is kept, or swapped: that takes a window for
-    tensors that come back beside the loss."""
+    """Return counts in which every layer recomputes its largest section, and keeps or swaps the section's inputs.
+
+    Swapping the inputs takes a prefetch window at the loss, so that keeping them may need less memory.
+    """
     most = []
     for block in blocks:
         widest = max(block.sections, key=lambda part: sum(site.mib for site in block.freed(part)), default=None)
@@ -349,18 +358,19 @@ def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
     if profile.host_gib is not None:
         unlimited = smallest_budget(replace(profile, host_gib=None))
         if unlimited < smallest - 0.01:
-            hints.insert(0, f"more host memory (with enough of it {unlimited:.2f} GiB, now it is {profile.host_gib:g})")
+            more = f"more host memory (now {profile.host_gib:g} GiB; with enough, {unlimited:.2f} GiB are feasible)"
+            hints.insert(0, more)
     if profile.static_gib > 0.5 * smallest:
         hints.append(f"fewer bytes of weights and optimizer ({profile.static_gib:.2f} GiB): "
                      "--use-distributed-optimizer, more pipeline stages")  # fmt: skip
     return Infeasible(
         f"no plan stays below {budget_gib:.10g} GiB: the smallest budget that was found feasible is "
         f"{_rounded_up(smallest)} GiB. "
-        f"Give at least that, or make it smaller: {'; '.join(hints)}.",
+        f"Give at least that, or lower it by {'; '.join(hints)}.",
         float(_rounded_up(smallest)),
     )
 
 
 def _rounded_up(gib: float) -> str:
-    """To five digits: whoever gives what is written here gives enough."""
+    """Format with five digits, rounded up, so that the printed budget is feasible."""
     return format(Context(prec=5, rounding=ROUND_CEILING).create_decimal_from_float(gib), "f")

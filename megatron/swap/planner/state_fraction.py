@@ -1,4 +1,4 @@
-"""The fraction of the optimizer's state to offload: less leaves activations less memory, more makes the step longer."""
+"""Chooses the fraction of optimizer state to offload: it frees memory for activations but lengthens the step."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from megatron.swap.planner.simulate import MIB_PER_GIB, Prediction
 from megatron.swap.planner.solve import Solution, solve
 
 STEPS = 16
-"""Fractions that are told apart: multiples of one sixteenth of what may be offloaded."""
+"""Number of steps of the search: fractions are multiples of 1/16 of the maximum."""
 
 
 def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
-    """Solve as ``solve`` does; where the planner decides on optimizer state, also for ``Plan.offload_fraction``.
+    """Solve as ``solve`` does, and choose ``Plan.offload_fraction`` if the planner decides on optimizer state.
 
-    The time of the best plan falls as more state is offloaded, while activations gain from the memory, then grows with
-    the copies: the search goes downhill, in ever smaller steps. The lower bound is the least of the fractions tried.
+    As more state is offloaded, the best step time first falls, because activations get the memory, and then grows with
+    the copies. So the search descends from the maximum in ever smaller steps. The lower bound is the least of all
+    fractions that were tried.
 
     Raises:
-        Infeasible: nothing fits, even with as much state offloaded as may be.
+        Infeasible: no plan fits, even with the maximum offloaded.
     """
     state = profile.offloaded_state
     if state is None or not state.fraction:
@@ -61,8 +62,9 @@ def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> 
 def with_fraction(profile: Profile, fraction: float) -> Profile:
     """Return ``profile`` as if ``fraction`` of the optimizer's state was offloaded.
 
-    The copies to the host take the time of one direction, since copies back overlap with them. The optimizer's kernels,
-    and the disk, run beside the copies of what they step; state on the device is stepped by itself.
+    Copies to the host take the time of one direction, since copies back overlap with them. For offloaded state the
+    copies, the optimizer's kernels and the disk overlap, so the slowest counts. Kernels for state on the device do not
+    overlap.
     """
     state = _state_of(profile)
     other = state.with_fraction(fraction)
@@ -81,10 +83,11 @@ def with_fraction(profile: Profile, fraction: float) -> Profile:
 
 
 def hidden_ms(profile: Profile, fraction: float, prediction: Prediction) -> float:
-    """Return how much of the copies to the host the next forward hides, in ms.
+    """Return how much of the time of copies to the host overlaps with the next forward, in ms.
 
-    It hides what activations leave of the link, but no more than fits the memory that activations leave between two
-    steps. The rest comes and goes within the step, which takes as long as its kernels, and as the disk, in any case.
+    The overlap is limited by the link time that activations leave, and by the memory that they leave free between two
+    steps. State beyond that memory is copied within the optimizer step, which takes at least the time of its kernels
+    and of the disk.
     """
     state = _state_of(profile)
     static_gib = with_fraction(profile, fraction).static_gib
@@ -95,7 +98,7 @@ def hidden_ms(profile: Profile, fraction: float, prediction: Prediction) -> floa
 
 
 def _at(profile: Profile, state: OffloadedState, fraction: float, budget_gib: float, max_plans: int) -> Solution:
-    """Return the best plans with ``fraction`` offloaded, their times less the copies that the next forward hides."""
+    """Return the best plans with ``fraction`` offloaded, without the time of copies that the next forward hides."""
     solution = solve(with_fraction(profile, fraction), budget_gib, max_plans)
     hidden = [hidden_ms(profile, fraction, prediction) for prediction in solution.predictions]
     predictions = tuple(
@@ -127,10 +130,10 @@ def _offload_ms(profile: Profile, state: OffloadedState, fraction: float) -> flo
 
 
 def _forward_ms(profile: Profile) -> float:
-    """Return the forward time of the layers for one micro-batch."""
+    """Return the forward time of the layers for one micro-batch, in ms."""
     return sum(len(entry.layers) * entry.forward_ms for entry in profile.layers)
 
 
 def _window_ms(profile: Profile, prediction: Prediction) -> float:
-    """Return what the first forward leaves of the link once activations are offloaded."""
+    """Return the link time of the first forward that activations do not use, in ms."""
     return max(0.0, _forward_ms(profile) - prediction.host_gib * MIB_PER_GIB * profile.out_ms_per_mib)

@@ -1,4 +1,4 @@
-"""A plan as a person reads it."""
+"""Formats plans, predictions and memory as tables for people."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from megatron.swap.planner.states import BUCKETS_GIB, States, split_before_disk
 
 
 def plan_heading(plan: Plan) -> str:
-    """What a plan is for, and what was predicted of it."""
-    model, said = plan.model, plan.predicted
+    """Return the model, micro-batch and budget of a plan, and its predictions."""
+    model, predicted = plan.model, plan.predicted
     rows = [
         ("model", f"{model.num_layers} layers of {model.hidden_size}, {model.transformer_impl}, {model.dtype}"),
         ("micro-batch", f"{model.micro_batch_size} x {model.seq_length}"),
         ("budget", "none" if plan.budget_gib is None else _gib(plan.budget_gib)),
     ]  # fmt: skip
-    if said is None:
-        rows.append(("predicted", "nothing: it was not made by the planner"))
+    if predicted is None:
+        rows.append(("predicted", "nothing: the planner did not make this plan"))
     else:
-        bound = "" if said.lower_bound_ms is None else f", no plan is below {said.lower_bound_ms:,.1f} ms in this model"
-        rows += [("peak", _gib(said.peak_gib)), ("step", f"{said.step_ms:,.1f} ms{bound}"),
-                 ("host", f"{_gib(said.host_gib)} pinned")]  # fmt: skip
+        bound_ms = predicted.lower_bound_ms
+        bound = "" if bound_ms is None else f", no plan is below {bound_ms:,.1f} ms in this model"
+        rows += [("peak", _gib(predicted.peak_gib)), ("step", f"{predicted.step_ms:,.1f} ms{bound}"),
+                 ("host", f"{_gib(predicted.host_gib)} pinned")]  # fmt: skip
     return "\n".join(_aligned(rows, numbers=None))
 
 
 def plan_table(plan: Plan) -> str:
-    """Site, MiB, action and why, for each class of layers; sections below their sites."""
+    """Return site, size, action and reason for each class of layers, with its sections after its sites."""
     rows = [("layers", "site", "MiB", "action", "why")]
     for entry in plan.classes:
         label = entry.layers
@@ -38,18 +39,18 @@ def plan_table(plan: Plan) -> str:
             rows.append((label, site, size, planned.action, planned.why or ""))
             label = ""
         for section in entry.sections:
-            rows.append((label, f"(section {section})", "", "recompute", "runs again as a whole"))
+            rows.append((label, f"(section {section})", "", "recompute", "recomputed as a whole"))
             label = ""
         if label:
             rows.append((label, "(no sites)", "", "keep", ""))
     if plan.prefetch_gib is not None:
         size = _size(plan.prefetch_gib * 1024)
-        rows.append(("all", "(prefetch window)", size, "", "most that comes back ahead of its layer's backward"))
+        rows.append(("all", "(prefetch window)", size, "", "maximum prefetched ahead of its layer's backward"))
     return "\n".join(_aligned(rows, numbers=2))
 
 
 def non_layer_table(profile: Profile) -> str:
-    """Site, MiB, action and why, of what is saved outside the layers; nothing where no site is known."""
+    """Return site, size, action and reason for storages saved outside the layers; empty if no site is known."""
     rows = [("outside the layers", "MiB", "action", "why")]
     rows += [(site.site, _size(site.mib), "keep", _why_kept(site, profile)) for site in profile.non_layer.sites]
     return "\n".join(_aligned(rows, numbers=1)) if profile.non_layer.sites else ""
@@ -58,10 +59,10 @@ def non_layer_table(profile: Profile) -> str:
 def _why_kept(site: NonLayerSite, profile: Profile) -> str:
     link_ms = site.mib * (profile.out_ms_per_mib + profile.in_ms_per_mib)
     if site.ineligible:
-        return "too small to move" if site.ineligible == "small" else "others hold it until forward ends"
+        return "too small to swap" if site.ineligible == "small" else "has other references until forward ends"
     if site.idle_ms < link_ms:
-        return f"wanted again after {site.idle_ms:.2f} ms: there and back takes {link_ms:.2f} ms on the link"
-    return f"idle for {site.idle_ms:.2f} ms, but only what layers save is moved"
+        return f"needed after {site.idle_ms:.2f} ms: the round trip takes {link_ms:.2f} ms on the link"
+    return f"idle for {site.idle_ms:.2f} ms, but only layers' tensors are swapped"
 
 
 def memory_table(
@@ -72,40 +73,40 @@ def memory_table(
     before_disk_gib: float | None = None,
     measured: Sequence[MemoryRow] = (),
 ) -> str:
-    """Where every byte is when the device holds most, tier by tier, and where it was.
+    """Return the predicted memory of each kind on each tier at the device's peak.
 
     Args:
-        before_disk_gib: host memory of the rank, beyond which what rests goes to disk; ``None``: there is no disk.
-        measured: of a run, in columns beside what is predicted.
+        before_disk_gib: host memory of the rank; offloaded bytes beyond it go to disk. ``None``: there is no disk.
+        measured: memory of a run, in columns beside the predictions.
     """
-    offloaded_gib = states.host_gib(num_params)
+    offloaded_gib = states.offloaded_gib(num_params)
     host_gib = float("inf") if before_disk_gib is None else before_disk_gib
     split = split_before_disk(offloaded_gib, host_gib, prediction.host_gib)
     buffers_gib = 0.0 if before_disk_gib is None else split.buffers
     libraries_gib = profile.static_gib - states.device_gib(num_params)
     activations_gib = prediction.peak_gib - profile.static_gib - profile.fragments_gib
-    said: dict[str, tuple[tuple[float, ...], str]] = {
+    predicted: dict[str, tuple[tuple[float, ...], str]] = {
         "weights": ((states.weights_gib(num_params), 0, 0), f"{num_params / 1e9:.2f} billion on this rank"),
         "gradients": ((states.gradients_gib(num_params), 0, 0), ""),
         "optimizer": ((states.state_gib(num_params) - offloaded_gib, split.state_in_host, split.state_on_disk),
                       _offload_note(states)),
         "libraries": ((libraries_gib, 0, 0), "workspaces; measured as activations" if measured else "workspaces"),
-        "activations": ((activations_gib, split.moved_in_host, split.moved_on_disk),
+        "activations": ((activations_gib, split.activations_in_host, split.activations_on_disk),
                         f"with temporaries, {prediction.peak_at}"),
         "buffers": ((0, buffers_gib, 0), "between disk and device" if buffers_gib else ""),
         "fragments": ((profile.fragments_gib, 0, 0),
                       "" if profile.fragments_gib else "not known without a measurement"),
     }  # fmt: skip
-    was: dict[str, tuple[float, ...]] = {
+    found: dict[str, tuple[float, ...]] = {
         row.kind: (row.device_bytes / GIB, row.host_bytes / GIB, row.disk_bytes / GIB) for row in measured
     }
-    said["together"] = _sums([gib for gib, _ in said.values()]), ""
+    predicted["together"] = _sums([gib for gib, _ in predicted.values()]), ""
     if measured:
-        was["together"] = _sums(list(was.values()))
+        found["together"] = _sums(list(found.values()))
     head = [cell for tier in ("device", "host", "disk") for cell in (f"{tier} GiB", "measured")]
     table = [("memory", *head, "")]
-    for kind, (gib, why) in said.items():
-        beside = [f"{one:.2f}" for one in was[kind]] if kind in was else [""] * len(gib)
+    for kind, (gib, why) in predicted.items():
+        beside = [f"{one:.2f}" for one in found[kind]] if kind in found else [""] * len(gib)
         pairs = zip((f"{one:.2f}" for one in gib), beside, strict=True)
         table.append((kind, *(cell for pair in pairs for cell in pair), why))
     if not measured:
@@ -114,7 +115,7 @@ def memory_table(
 
 
 def _sums(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Of each column."""
+    """Return the sum of each column."""
     return tuple(map(sum, zip(*rows, strict=True)))
 
 
@@ -126,7 +127,7 @@ def _offload_note(states: States) -> str:
 
 
 def prediction_text(profile: Profile, prediction: Prediction, unswapped: Prediction, lower_bound_ms: float) -> str:
-    """Peak, step time and what they are made of."""
+    """Return peak and step time, with stalls, recomputation, host memory and the profile's source."""
     bound = f"no plan is below {lower_bound_ms:,.1f} ms in this model"
     slower = 100 * (prediction.step_ms / unswapped.step_ms - 1)
     return "\n".join(_aligned([
@@ -149,7 +150,7 @@ def _size(mib: float) -> str:
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], numbers: int | tuple[int, ...] | None) -> Iterator[str]:
-    """Lines of columns; those at ``numbers``, if any, are set to the right."""
+    """Yield lines with aligned columns. Columns at the indices ``numbers`` are right-aligned."""
     right = (numbers,) if isinstance(numbers, int) else numbers or ()
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:

@@ -1,4 +1,4 @@
-"""The same run on another link, with other sequences or batches: a profile scaled, not measured again."""
+"""Scales a profile to another link, sequence length or micro-batch size."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from megatron.swap.planner.shape import layer_class, non_layer_scaled, scaled
 
 
 def with_link(profile: Profile, gb_s: float) -> Profile:
-    """All copies at ``gb_s``."""
+    """Return ``profile`` with all copies at ``gb_s`` GB/s."""
     return replace(profile, link=Link(gb_s, gb_s, gb_s, gb_s))
 
 
 def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_size: int | None = None) -> Profile:
-    """Other lengths: bytes go with the tokens, a layer's time with its FLOPs (attention's grow with the square).
+    """Return ``profile`` for another sequence length or micro-batch size.
+
+    Bytes scale with the tokens. A layer's time scales with its FLOPs; those of attention grow with the square of the
+    sequence length.
 
     Raises:
-        UsageError: below 1.
+        UsageError: a size is below 1.
     """
     old = profile.model
     new = replace(
@@ -27,6 +30,7 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
         micro_batch_size=old.micro_batch_size if micro_batch_size is None else micro_batch_size,
     )
     tokens = new.seq_length * new.micro_batch_size / (old.seq_length * old.micro_batch_size)
+    # Only ratios are used, so an H200 stands in for devices that are not in the table.
     gpu = next((gpu for gpu in GPUS.values() if gpu.name == profile.device.name), GPUS["h200"])
     forward, backward = _ratios(profile, gpu, new.seq_length, new.micro_batch_size)
     return replace(
@@ -39,10 +43,7 @@ def with_tokens(profile: Profile, seq_length: int | None = None, micro_batch_siz
 
 
 def _ratios(profile: Profile, gpu: Gpu, seq_length: int, micro_batch_size: int) -> tuple[float, float]:
-    """How much longer a layer takes, by arithmetic: the share of attention is what matters.
-
-    A device that is not in the table is scaled as an H200 is: only the ratio is used.
-    """
+    """Return the ratios of a layer's new to its old forward and backward time, by arithmetic on ``gpu``."""
     dense = replace(profile.model, transformer_impl="transformer_engine", dtype="bf16", num_experts=None)
     old = layer_class(dense, gpu, (0,))
     new = layer_class(replace(dense, seq_length=seq_length, micro_batch_size=micro_batch_size), gpu, (0,))

@@ -21,8 +21,8 @@ from megatron.swap.planner.recording import (
     EVALUATION,
     WORKS,
     Event,
-    LayerRun,
     NonLayerStorage,
+    PassKey,
     Recording,
     SavedStorage,
     What,
@@ -84,12 +84,12 @@ class Recorder:
 
     def _forget(self) -> None:
         self._notes: list[_Note] = []
-        self._runs: dict[str, LayerRun] = {}
+        self._runs: dict[str, PassKey] = {}
         self._records: dict[str, SavedStorage] = {}
         self._tracker.forget()
-        self._of_run: dict[LayerRun, list[TrackedStorage[SavedStorage]]] = {}
+        self._of_run: dict[PassKey, list[TrackedStorage[SavedStorage]]] = {}
         self._inputs: dict[str, int] = {}
-        self._last_forward: LayerRun | None = None
+        self._last_forward: PassKey | None = None
         self._evaluates = False
         self._unused: dict[int, tuple[SavedStorage, Reference]] = {}
 
@@ -205,10 +205,10 @@ class Recorder:
     @contextmanager
     def _forward(self, label: str) -> Iterator[None]:
         run = self._runs[label] = _run(label)
-        self._note(What.FORWARD_BEGIN, run=run)
+        self._note(What.FORWARD_BEGIN, pass_key=run)
         yield
         if self.on:
-            self._note(What.FORWARD_END, run=run)
+            self._note(What.FORWARD_END, pass_key=run)
             if self._last_forward is not None:
                 self._look_who_holds(self._last_forward)
             self._last_forward = run
@@ -220,10 +220,10 @@ class Recorder:
             yield
             return
         self._look_who_holds(run)
-        self._note(What.BACKWARD_BEGIN, run=run)
+        self._note(What.BACKWARD_BEGIN, pass_key=run)
         yield
         if self.on:
-            self._note(What.BACKWARD_END, run=run)
+            self._note(What.BACKWARD_END, pass_key=run)
 
     @contextmanager
     def _work(self, work: str, of: str) -> Iterator[None]:
@@ -232,7 +232,7 @@ class Recorder:
         if self.on:
             self._note(What.WORK_END, work=work, of=of)
 
-    def _look_who_holds(self, run: LayerRun) -> None:
+    def _look_who_holds(self, run: PassKey) -> None:
         """Once: as soon as the layer's own frames are gone."""
         for memory in self._of_run.pop(run, ()):
             storage = memory.reference()
@@ -279,11 +279,12 @@ class Recorder:
         record = memory.record
         found = [self._tracker.get(tensor.untyped_storage()) for tensor in inputs]
         record.producer = producer
-        record.made_from = tuple(dict.fromkeys(one.record for one in found if one is not None))
-        record.through = tuple(dict.fromkeys(f"{one.site.path}/{one.site.ordinal}+{one.number}" for one in on_the_way))
-        for one, name in zip(on_the_way, record.through, strict=False):
+        record.recompute_inputs = tuple(dict.fromkeys(one.record for one in found if one is not None))
+        names = (f"{one.site.path}/{one.site.ordinal}+{one.number}" for one in on_the_way)
+        record.intermediates = tuple(dict.fromkeys(names))
+        for one, name in zip(on_the_way, record.intermediates, strict=False):
             if one.label not in self._records:
-                self._records[one.label] = SavedStorage(record.run, name, one.num_bytes, is_on_the_way=True)
+                self._records[one.label] = SavedStorage(record.pass_key, name, one.num_bytes, is_intermediate=True)
 
     @property
     def behind_layers(self) -> bool:
@@ -327,9 +328,9 @@ class Recorder:
             self._note(What.FREED, storage=tracked.record, num_bytes=tracked.num_bytes)
 
 
-def _run(label: str) -> LayerRun:
+def _run(label: str) -> PassKey:
     layer, micro_batch = label.split()
-    return LayerRun(int(layer.removeprefix("layers.")), int(micro_batch.removeprefix("mb")))
+    return PassKey(int(layer.removeprefix("layers.")), int(micro_batch.removeprefix("mb")))
 
 
 def _micro_batch(label: str) -> str:

@@ -1,4 +1,4 @@
-"""The console script: its commands, and what the doctor says where something is missing."""
+"""The console script: its commands, and the doctor's report of missing packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.swap.cli.main import main
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_command_gets_the_flags_behind_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_gets_the_flags_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --bf16"
     assert main(["plan", "--gpu", "h200", "--", *flags.split(), "--vocab-size", "256"]) == 0
     assert "weights" in capsys.readouterr().out
@@ -65,7 +65,7 @@ def test_the_doctor_says_which_extras_are_missing(
     assert said.out.startswith(f"{sys.executable} can train")
 
 
-def test_the_doctor_says_what_hinders_training(
+def test_the_doctor_names_missing_requirements(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = "ModuleNotFoundError: No module named 'scipy'"
@@ -76,7 +76,7 @@ def test_the_doctor_says_what_hinders_training(
     assert f"-r {ROOT / 'requirements.txt'} -r {ROOT / 'requirements-dev.txt'}" in said
 
 
-def test_the_doctor_speaks_where_the_namespace_is_hidden(tmp_path: Path) -> None:
+def test_the_doctor_reports_a_hidden_namespace(tmp_path: Path) -> None:
     """A checkout with a megatron/__init__.py before ours on the path: `megatron.swap` cannot be imported."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").touch()
@@ -89,7 +89,7 @@ def test_the_doctor_speaks_where_the_namespace_is_hidden(tmp_path: Path) -> None
 
 
 def test_the_doctor_imports_nothing_of_ours() -> None:
-    """It is run by its path, too, where our package cannot be imported."""
+    """It also runs by its path, where this package cannot be imported."""
     assert importlib.util.find_spec("megatron.swap.cli.doctor") is not None
     text = Path(doctor.__file__ or "").read_text()
     assert re.findall(r"^\s*(?:from|import) (?:megatron|torch)\b", text, re.MULTILINE) == []

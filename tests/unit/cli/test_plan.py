@@ -1,4 +1,4 @@
-"""megatron-swap plan: what cannot work is refused in one line, before anything is planned."""
+"""megatron-swap plan: wrong input is refused in one line, before planning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, line: str) -> str:
-    """What the program says instead of planning."""
+    """Return the error that the program prints instead of planning."""
     def planned(*_: Any) -> None:
         raise AssertionError("it has begun to plan")
 
@@ -65,9 +65,9 @@ def test_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, fla
         )),
         *((f"--gpu h200 -- {FLAGS} --swap-host-gib {given}", f"--swap-host-gib {given}: a number is expected")
           for given in ("lots", "nan", "inf", "0", "-1")),
-        *((f"--gpu h200 -- {FLAGS} {flags}", f"{flags}: what that takes is not known without a measurement")
+        *((f"--gpu h200 -- {FLAGS} {flags}", f"{flags}: its memory and time are not known without a measurement")
           for flags in ("--optimizer sgd", "--recompute-activations", "--fp8-format=hybrid")),
-        (f"--gpu h200 -- {FLAGS} --mtp-num-layers 1", "--mtp-num-layers: what that takes is not known"),
+        (f"--gpu h200 -- {FLAGS} --mtp-num-layers 1", "--mtp-num-layers: its memory and time are not known"),
         *((f"--gpu h200 -- {FLAGS} {flags}", message) for flags, message in (
             ("--num-attention-heads 5", "--hidden-size 64: must be a multiple of 5, --num-attention-heads"),
             ("--tensor-model-parallel-size 3", "--num-attention-heads 4: must be a multiple of 3, --tensor-model"),
@@ -88,7 +88,7 @@ def test_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, fla
         (f"--gpu h200 -- {FLAGS} --seq-length 1{'0' * 400}", f"--seq-length 1{'0' * 400}: must be at least 1 and at"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_planned(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str) -> None:
+def test_invalid_input_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str) -> None:
     assert message in refusal(monkeypatch, line)
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_planned(folder: Path, monkeypatch: pytest.MonkeyPatch, l
         (f"{'x' * 300}.png", "must be a file that can be written; "),
     ],
 )
-def test_where_nothing_can_be_written(
+def test_paths_that_cannot_be_written_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, flag: str, path: str, message: str
 ) -> None:
     (folder / "folder.png").mkdir()
@@ -113,13 +113,13 @@ def test_where_nothing_can_be_written(
     assert sorted(folder.iterdir()) == before
 
 
-def test_what_is_no_picture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_image_format_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     said = refusal(monkeypatch, "--profile profile.json --curve curve.foo")
     assert said.startswith("error: --curve curve.foo: must be a picture; its name ends in .")
 
 
-def test_one_file_for_two(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_file_for_two_outputs_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("x.json", "./x.json", str(folder / "x.json"), "link.json"):
         (folder / "link.json").unlink(missing_ok=True)
         (folder / "link.json").symlink_to("x.json")
@@ -131,7 +131,7 @@ def test_one_file_for_two(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("flag", ["--save", "--save-profile", "--curve"])
-def test_what_is_read_is_not_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+def test_inputs_are_not_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
     pytest.importorskip("matplotlib")
     (folder / "profile.png").symlink_to("profile.json")
     before = (folder / "profile.json").read_bytes()
@@ -155,7 +155,7 @@ def test_a_disk_that_is_full_is_one_line(folder: Path, capsys: pytest.CaptureFix
     assert re.fullmatch(r"error: .*No space left on device.*\n", capsys.readouterr().err)
 
 
-def test_small_budgets_are_told_apart(
+def test_small_budgets_are_printed_in_mib(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     command = f"--gpu h200 --memory-gib 0.0999 --save plan.json -- {FLAGS}"

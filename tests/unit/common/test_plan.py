@@ -1,4 +1,4 @@
-"""Plan files: what is written is what is read, and what is wrong is named."""
+"""Plan files: round trips, and errors that name the wrong key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLAN = Plan(
 
 
 def written(folder: Path, change: Any = None, plan: Plan = PLAN) -> Path:
-    """A plan file; ``change`` edits its JSON."""
+    """Write a plan file; ``change`` edits its JSON."""
     path = folder / "plan.json"
     save_plan(plan, path)
     if change is not None:
@@ -76,7 +76,7 @@ def test_a_person_can_read_it(tmp_path: Path) -> None:
     assert text.startswith('{\n "format": "megatron-swap plan",\n "version": 1,')
 
 
-def test_what_a_policy_asks() -> None:
+def test_actions_of_sites_and_layers() -> None:
     assert PLAN.action(Site(5, "mlp", 0)) is Action.SWAP
     assert PLAN.action(Site(5, "norm", 0)) is Action.RECOMPUTE
     assert PLAN.action(Site(5, "norm", 1)) is Action.KEEP
@@ -89,7 +89,7 @@ def test_what_a_policy_asks() -> None:
 
 
 def test_the_least_that_the_host_must_hold() -> None:
-    """What is swapped with its size told, without the last two layers."""
+    """The swapped sites of known size, without the last two layers."""
     assert PLAN.least_host_bytes() == 4 * 688 * MIB
     sites = {"mlp/0": SitePlan("swap", 1.0), "mlp/1": SitePlan("swap"), "fc/0": SitePlan("keep", 9.0)}
     last = PlanClass("12-15", sites)
@@ -130,20 +130,20 @@ def edit(*path: str | int, to: Any) -> Any:
         (edit("classes", to={}), "classes: {} is given; it must be a list"),
         (edit("classes", 0, "sites", "mlp/0", "action", to="offload"),
          r"classes\[0\]: sites: mlp/0: action: \"offload\" is given; allowed are keep, swap, recompute"),
-        (edit("classes", 0, "sites", "mlp", to={"action": "keep"}), r"classes\[0\]: sites: 'mlp' is no site"),
+        (edit("classes", 0, "sites", "mlp", to={"action": "keep"}), r"classes\[0\]: sites: 'mlp' is not a site"),
         (edit("classes", 0, "layers", to="5-2"), r"classes\[0\]: layers: '5-2' is given"),
         (edit("classes", 0, "layers", to="0-16"), "the model has 16 layers, allowed are 0 to 15"),
-        (edit("classes", 0, "layers", to="4"), "layer 4 stands in '4' and in '3-4'; each layer may stand in one"),
+        (edit("classes", 0, "layers", to="4"), "layer 4 is in '4' and in '3-4'; each layer may be in one class"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_the_file(tmp_path: Path, change: Any, message: str) -> None:
+def test_errors_name_the_file_and_the_key(tmp_path: Path, change: Any, message: str) -> None:
     path = written(tmp_path, change)
     with pytest.raises(UsageError, match=message) as refusal:
         load_plan(path)
     assert str(refusal.value).startswith(f"{path}: ")
 
 
-def test_what_is_no_plan_at_all(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     with pytest.raises(UsageError, match="cannot be read"):
         load_plan(path)
@@ -167,16 +167,16 @@ def test_a_plan_for_another_model_is_refused_with_every_difference() -> None:
 
 
 @pytest.mark.parametrize("given", [0, -1.5, float("inf")])
-def test_a_window_that_is_none_is_refused(given: float) -> None:
+def test_an_invalid_window_is_refused(given: float) -> None:
     with pytest.raises(UsageError, match=rf"prefetch_gib: {given} is given; it must be above 0 and finite"):
         replace(PLAN, prefetch_gib=given)
 
 
-def test_a_file_with_such_a_window_is_named(tmp_path: Path) -> None:
+def test_a_file_with_an_invalid_window_is_named(tmp_path: Path) -> None:
     path = written(tmp_path, lambda value: value.update(prefetch_gib=0))
     with pytest.raises(UsageError, match=r"plan.json: prefetch_gib: 0 is given"):
         load_plan(path)
 
 
-def test_a_plan_from_before_windows_has_the_engines(tmp_path: Path) -> None:
+def test_older_plans_have_the_engines_window(tmp_path: Path) -> None:
     assert load_plan(written(tmp_path, lambda value: value.pop("prefetch_gib"))).prefetch_gib is None

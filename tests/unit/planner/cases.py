@@ -1,4 +1,4 @@
-"""What the planner's tests share: small profiles, random ones, and the linear model written a second time."""
+"""Shared cases of the planner's tests: small and random profiles, and a second implementation of the linear model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def profile(
     pipeline: Pipeline | None = None,
     host_gib: float | None = None,
 ) -> Profile:
-    """A rank without weights, whose layers are ``layers``."""
+    """Return the profile of a rank without weights, with ``layers``."""
     num_layers = 1 + max(layer for entry in layers for layer in entry.layers)
     return Profile(
         source="made up", model=model(num_layers), device=Device("none", 1.0), link=Link(gb_s, gb_s, gb_s, gb_s),
@@ -54,7 +54,7 @@ def profile(
 
 
 def plan(of: Profile, classes: dict[tuple[int, ...], dict[str, str]], **sections: tuple[str, ...]) -> Plan:
-    """A plan by layers and actions; ``sections`` are named by their first layer, ``l3=("mlp",)``."""
+    """Return a plan with ``classes`` of layers and actions. ``sections`` are given by first layer: ``l3=("mlp",)``."""
     return Plan(of.model, None, None, None, tuple(
         PlanClass(
             format_ranges(layers),
@@ -66,8 +66,10 @@ def plan(of: Profile, classes: dict[tuple[int, ...], dict[str, str]], **sections
 
 
 def random_class(source: random.Random, layers: tuple[int, ...], num_sites: int) -> LayerClass:
-    """Equal layers with sites in order, some of them recomputable from others, and at times a section. Backward takes
-    twice as long as forward, or so little that copies in are not hidden."""
+    """Return equal layers with ordered sites, of which some can be recomputed from others, and sometimes a section.
+
+    Backward takes twice as long as forward, or is so short that reloads stall it.
+    """
     forward_ms = source.uniform(0.5, 4.0)
     backward_ms = forward_ms * random.Random(forward_ms).choice([2.0, 2.0, 0.2])
     names = [f"m{i}/0" for i in range(num_sites)]
@@ -79,7 +81,7 @@ def random_class(source: random.Random, layers: tuple[int, ...], num_sites: int)
              is_ineligible=source.random() < 0.1)
         for name, at, need in zip(names, saved, needed, strict=True)
     )  # fmt: skip
-    # Recomputation reads what was saved before; it may be recomputed too.
+    # Recomputation reads sites that were saved before, which may be recomputed too.
     sites = tuple(
         replace(one, recompute_needs=tuple(source.sample(names[:i], source.randint(0, i))))
         if one.recompute_ms is not None else one
@@ -93,7 +95,7 @@ def random_class(source: random.Random, layers: tuple[int, ...], num_sites: int)
 
 
 def random_profile(seed: int, most_layers: int = 3, most_sites: int = 3) -> Profile:
-    """One or two classes of layers before a loss, on a link that is about as fast as the layers are."""
+    """Return one or two classes of layers before a loss, with a link about as fast as the layers."""
     source = random.Random(seed)
     num_layers = source.randint(1, most_layers)
     cut = source.choice([0, 1]) if num_layers > 1 else 0
@@ -114,7 +116,7 @@ Choice = tuple[tuple[str, ...], dict[str, str]]
 
 
 def layer_choices(entry: LayerClass, can_swap: bool) -> Iterator[Choice]:
-    """Everything that can be done with one layer."""
+    """Yield every combination of actions for one layer."""
     for sections in ((), *((part.name,) for part in entry.sections)):
         freed = {name for part in entry.sections if part.name in sections for name in part.frees}
         free = [one for one in entry.sites if one.site not in freed]
@@ -128,7 +130,7 @@ def layer_choices(entry: LayerClass, can_swap: bool) -> Iterator[Choice]:
 
 
 def all_choices(of: Profile) -> Iterator[dict[int, Choice]]:
-    """Every plan of a profile whose only chunk ends in the loss: the last layer never swaps."""
+    """Yield every plan of a profile whose only chunk ends in the loss, so that its last layer never swaps."""
     (chunk,) = of.chunks
     each = [list(layer_choices(of.of_layer(layer), layer != chunk[-1])) for layer in chunk]
     for choices in itertools.product(*each):
@@ -136,7 +138,7 @@ def all_choices(of: Profile) -> Iterator[dict[int, Choice]]:
 
 
 def linear_cost(of: Profile, choices: dict[int, Choice]) -> tuple[float, float, float]:
-    """Step time (ms), peak and host memory (GiB) of one plan in the linear model, written down from its definition."""
+    """Return step time (ms), peak and host memory (GiB) of one plan, from the definition of the linear model."""
     recompute = kept = 0.0
     swapped_of = dict.fromkeys(of.layers, 0.0)
     for layer, (sections, actions) in choices.items():
@@ -154,7 +156,7 @@ def linear_cost(of: Profile, choices: dict[int, Choice]) -> tuple[float, float, 
     before = {entry: sum(of.of_layer(layer).forward_ms for layer in range(entry.layers[0])) for entry in of.layers}
     begin = {entry: before[entry] + min(one.saved_at_ms for one in entry.sites) for entry in of.layers}
     out_exposed = 0.0
-    for start in begin.values():  # what is saved from then on has only the rest of forward
+    for start in begin.values():  # later saves have only the rest of forward
         later = sum(mib for entry, mib in swapped_of.items() if begin[entry] >= start)
         out_exposed = max(out_exposed, later * of.out_ms_per_mib - (forward - start))
     swapped = sum(swapped_of.values())
@@ -166,6 +168,6 @@ def linear_cost(of: Profile, choices: dict[int, Choice]) -> tuple[float, float, 
 
 
 def to_plan(of: Profile, choices: dict[int, Choice]) -> Plan:
-    """The plan that ``choices`` describe."""
+    """Return the plan of ``choices``."""
     classes = {(layer,): actions for layer, (_, actions) in choices.items()}
     return plan(of, classes, **{f"l{layer}": sections for layer, (sections, _) in choices.items()})

@@ -1,4 +1,4 @@
-"""Predicted beside measured: ``python -m tests.unit.planner.measured`` prints the tables of docs/planner.md."""
+"""Predictions beside measurements: ``python -m tests.unit.planner.measured`` prints the tables of docs/planner.md."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from benchmarks.sweeps.plans import plan_of, with_megatrons_loss, with_mlp_secti
 from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import Link, Profile
-from megatron.swap.planner.shape import shape_profile, with_times
+from megatron.swap.planner.shape import shape_profile, with_measured_times
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import empty_plan, solve
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 FILES = ("h200-dense.jsonl", "h200-long-context.jsonl", "h200-overhead.jsonl")
 WRAPPED = ("save-on-cpu", "torchtune-offload", "torchtune-offload-one-stream", "deepspeed-checkpoint")
-"""Peers that no flag tells."""
+"""Baselines that are not chosen by flags."""
 STATIC_GIB_OF_OVERHEAD = {"L16-h4096": 58.774}
-"""Rows of h200-overhead.jsonl have none of their own; this one was measured in h200-dense.jsonl."""
+"""Static memory for rows of h200-overhead.jsonl, which lack it. It was measured in h200-dense.jsonl."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One measured run and what the model says of it."""
+    """One measured run and its prediction."""
 
     file: str
     case: str
     method: str
     row: dict[str, Any]
-    told: Prediction
+    predicted: Prediction
     times_measured: bool
-    """Whether forward and backward are those of the unswapped run beside it, or arithmetic."""
+    """Whether the times of forward and backward are measured ones of the unswapped run; else they are estimates."""
 
     @property
     def peak_error(self) -> float:
-        return self.told.peak_gib / self.row["device_peak_gib"] - 1
+        return self.predicted.peak_gib / self.row["device_peak_gib"] - 1
 
     @property
     def step_error(self) -> float:
-        return self.told.step_ms / self.row["step_ms_median"] - 1
+        return self.predicted.step_ms / self.row["step_ms_median"] - 1
 
 
 def compared(file: str) -> Iterator[Compared]:
-    """Every finished run of ours, and the recomputation of Megatron's that the model can express."""
+    """Yield every finished run of ours, and of Megatron's recomputation as far as the model can express it."""
     rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
     for row in rows:
         case = row["case"].split()[0]
@@ -65,36 +65,36 @@ def compared(file: str) -> Iterator[Compared]:
         none = next((one for one in rows if one["case"] == row["case"] and one["method"] == "none"), None)
         measured = none is not None and none["outcome"] == "ok"
         if none is not None and measured:
-            profile = with_times(profile, none["forward_ms"], none["backward_ms"], none["step_ms_median"])
+            profile = with_measured_times(profile, none["forward_ms"], none["backward_ms"], none["step_ms_median"])
         yield Compared(file, case, row["method"], row, simulate(profile, plan), measured)
 
 
 def profile_of(file: str, case: str) -> Profile:
-    """The profile of the unswapped run of a case."""
+    """Return the profile of the unswapped run of a case."""
     rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
     row = next(one for one in rows if one["case"].split()[0] == case and one["method"] == "none")
     training = read_flags(row["flags"].split())
     profile = shape_profile(training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied)
-    return with_times(profile, row["forward_ms"], row["backward_ms"], row["step_ms_median"])
+    return with_measured_times(profile, row["forward_ms"], row["backward_ms"], row["step_ms_median"])
 
 
 def table() -> Iterator[str]:
-    """Rows of Markdown."""
+    """Yield rows of a Markdown table."""
     yield "| file | case | method | peak GiB: predicted | measured | | step ms: predicted | measured | |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for file in FILES:
         if (RESULTS / file).exists():
             for one in compared(file):
-                times = f"{one.told.step_ms:,.0f}{'' if one.times_measured else ' (arithmetic)'}"
+                times = f"{one.predicted.step_ms:,.0f}{'' if one.times_measured else ' (arithmetic)'}"
                 yield (
-                    f"| {file.removesuffix('.jsonl')} | {one.case} | {one.method} | {one.told.peak_gib:.2f} | "
+                    f"| {file.removesuffix('.jsonl')} | {one.case} | {one.method} | {one.predicted.peak_gib:.2f} | "
                     f"{one.row['device_peak_gib']:.2f} | {100 * one.peak_error:+.2f} % | {times} | "
                     f"{one.row['step_ms_median']:,.0f} | {100 * one.step_error:+.1f} % |"
                 )
 
 
 def promises() -> Iterator[str]:
-    """What plans of the measured unswapped run promise at some budgets, by allocated memory. Rows of Markdown."""
+    """Yield Markdown rows: predictions for the measured unswapped run at some budgets of allocated memory."""
     rows = [json.loads(line) for line in (RESULTS / "h200-dense.jsonl").read_text().splitlines()]
     row = next(one for one in rows if (one["case"], one["method"]) == ("L16-h4096", "none"))
     link = Link(row["link"]["d2h_gb_s"], row["link"]["h2d_gb_s"], 49.0, 49.0)
@@ -102,10 +102,11 @@ def promises() -> Iterator[str]:
     unswapped = simulate(profile, empty_plan(profile)).step_ms
     for more_gib in (24, 17, 12, 9.5, 8, 6, 4):
         solution = solve(profile, profile.static_gib + more_gib, 1)
-        told = solution.prediction
+        predicted = solution.prediction
         yield (
-            f"| {more_gib} GiB | {solution.lower_bound_ms / unswapped:.4f} | {told.step_ms / unswapped:.4f} | "
-            f"{told.out_stall_ms + told.in_stall_ms:.0f} ms, {told.recompute_ms:.0f} ms | {told.host_gib:.1f} |"
+            f"| {more_gib} GiB | {solution.lower_bound_ms / unswapped:.4f} | {predicted.step_ms / unswapped:.4f} | "
+            f"{predicted.out_stall_ms + predicted.in_stall_ms:.0f} ms, {predicted.recompute_ms:.0f} ms | "
+            f"{predicted.host_gib:.1f} |"
         )
 
 

@@ -1,4 +1,4 @@
-"""The model against every measured run of this repository that it can express."""
+"""Predictions for every measured run of this repository that the model can express."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ EARLIER_ENGINE = {
     ("h200-overhead.jsonl", "L4-h8192", "all"),
     ("h200-dense.jsonl", "L16-h4096", "ours-all-attention"),
 }
-"""Measured when layers lent less (docs/log.md): before one that stays lent what it has not claimed yet, and before one
-that swaps a part lent what it keeps. Their waits are shorter now."""
+"""Runs of an earlier engine with less slack and longer waits (docs/log.md): kept layers gave none for bytes that they
+had yet to save, and layers that swap in part gave none at all."""
 
 
 @pytest.mark.parametrize("file", [name for name in FILES if (RESULTS / name).exists()])
@@ -21,23 +21,23 @@ def test_predictions_are_near_what_was_measured(file: str) -> None:
     runs = list(compared(file))
     assert len(runs) >= 8
     for one in runs:
-        what = (one.file, one.case, one.method, one.told, one.row["device_peak_gib"], one.row["step_ms_median"])
+        what = (one.file, one.case, one.method, one.predicted, one.row["device_peak_gib"], one.row["step_ms_median"])
         assert abs(one.peak_error) <= PEAK_WITHIN, what
         assert abs(one.step_error) <= STEP_WITHIN, what
         host_gib = one.row.get("host_leased_gib")
         if host_gib and "recompute" not in one.method:
-            # The input of layer 0 is copied in vain until the engine gives it up: it is leased for a while.
-            stays = one.row["swapped_out_bytes"] and 0.26
-            assert one.told.host_gib == pytest.approx(host_gib, abs=stays + 0.01), what
+            # The input of layer 0 cannot be released. The engine copies it, with a lease, until it learns that.
+            unreleased_gib = one.row["swapped_out_bytes"] and 0.26
+            assert one.predicted.host_gib == pytest.approx(host_gib, abs=unreleased_gib + 0.01), what
 
 
-def test_waits_are_seen_where_they_were() -> None:
-    """A run that stalls is told from one that does not."""
+def test_stalls_are_predicted() -> None:
+    """Runs that stall are predicted to stall, and runs that do not are not."""
     seen = 0
     for file in (name for name in FILES if (RESULTS / name).exists()):
         for one in compared(file):
             if one.row["wait_ms"] is not None and (one.file, one.case, one.method) not in EARLIER_ENGINE:
-                stalls = one.told.out_stall_ms + one.told.in_stall_ms
+                stalls = one.predicted.out_stall_ms + one.predicted.in_stall_ms
                 if one.row["wait_ms"] > 50:
                     seen += 1
                     assert stalls > 0.5 * one.row["wait_ms"], (one.file, one.case, one.method)

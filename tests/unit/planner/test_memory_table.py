@@ -1,4 +1,4 @@
-"""The table of where every byte is: predicted, on each tier, and measured beside it."""
+"""The memory table: predictions for each tier, with measurements beside them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAGS = (
     "--num-query-groups 8 --swiglu --seq-length 8192 --micro-batch-size 1 --global-batch-size 16 --bf16 "
     "--vocab-size 128256 --untie-embeddings-and-output-weights --swap-optimizer 0.5"
 )
-RESTING_GIB = 44.87
+OFFLOADED_GIB = 44.87
 KINDS = ("weights", "gradients", "optimizer", "libraries", "activations", "buffers", "fragments", "together")
 MEASURED = [
     MemoryRow("weights", 15 * GIB),
@@ -37,7 +37,7 @@ MEASURED = [
 def printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, options: str, flags: str = FLAGS
 ) -> list[str]:
-    """Lines of the table."""
+    """Return the lines of the memory table."""
     status = program.main(["--gpu", "h200", *options.split(), "--", *flags.split()])
     found = capsys.readouterr()
     if status:
@@ -63,16 +63,16 @@ def test_columns_add_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("options", "flags", "in_host", "buffers", "on_disk"),
     [
-        ("", "", RESTING_GIB, 0.0, 0.0),
-        ("", "--swap-disk-dir x", RESTING_GIB, 1.75, 0.0),
-        ("--host-gib 30", "--swap-disk-dir x", 28.25, 1.75, RESTING_GIB - 28.25),
-        ("", "--swap-disk-dir x --swap-host-gib 30", 28.25, 1.75, RESTING_GIB - 28.25),
-        ("--host-gib 20", "--swap-disk-dir x --swap-host-gib 30", 18.25, 1.75, RESTING_GIB - 18.25),
-        ("--host-gib 1.6", "--swap-disk-dir x", 0.9, 0.7, RESTING_GIB - 0.9),  # smaller buffers
+        ("", "", OFFLOADED_GIB, 0.0, 0.0),
+        ("", "--swap-disk-dir x", OFFLOADED_GIB, 1.75, 0.0),
+        ("--host-gib 30", "--swap-disk-dir x", 28.25, 1.75, OFFLOADED_GIB - 28.25),
+        ("", "--swap-disk-dir x --swap-host-gib 30", 28.25, 1.75, OFFLOADED_GIB - 28.25),
+        ("--host-gib 20", "--swap-disk-dir x --swap-host-gib 30", 18.25, 1.75, OFFLOADED_GIB - 18.25),
+        ("--host-gib 1.6", "--swap-disk-dir x", 0.9, 0.7, OFFLOADED_GIB - 0.9),  # smaller buffers
         ("", "--swap-disk-dir x --swap-optimizer 0", 0.0, 0.4375, 0.0),  # of activations
     ],
 )
-def test_what_host_memory_has_no_room_for_is_on_disk(
+def test_bytes_beyond_host_memory_are_on_disk(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
     options: str, flags: str, in_host: float, buffers: float, on_disk: float,
 ) -> None:  # fmt: skip
@@ -87,22 +87,22 @@ def test_what_host_memory_has_no_room_for_is_on_disk(
     ("options", "flags", "flag"),
     [("--host-gib 30", "", "--host-gib 30"), ("", "--swap-host-gib 30", "--swap-host-gib 30")],
 )
-def test_without_a_disk_there_has_to_be_room(
+def test_without_a_disk_host_memory_must_be_enough(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, options: str, flags: str, flag: str
 ) -> None:
     with pytest.raises(SystemExit, match=rf"^error: {flag}: .* takes 44.87 GiB.*disk-dir"):
         printed(monkeypatch, capsys, options, f"{FLAGS} {flags}")
 
 
-@pytest.mark.parametrize("moved_gib", [0.0, 10.0, 300.0])
-def test_all_of_it_is_somewhere(moved_gib: float) -> None:
+@pytest.mark.parametrize("activations_gib", [0.0, 10.0, 300.0])
+def test_all_bytes_have_a_tier(activations_gib: float) -> None:
     for host_gib in (0.0, 0.1, 2.0, 50.0, 400.0, math.inf):
-        found = split_before_disk(100.0, host_gib, moved_gib)
+        found = split_before_disk(100.0, host_gib, activations_gib)
         assert found.state_in_host + found.state_on_disk == pytest.approx(100.0)
-        assert found.moved_in_host + found.moved_on_disk == pytest.approx(moved_gib)
-        assert found.state_in_host + found.moved_in_host + found.buffers <= max(host_gib, found.buffers) + 1e-9
-        assert min(found.state_in_host, found.moved_in_host) >= 0
-    assert found.state_on_disk == found.moved_on_disk == 0
+        assert found.activations_in_host + found.activations_on_disk == pytest.approx(activations_gib)
+        assert found.state_in_host + found.activations_in_host + found.buffers <= max(host_gib, found.buffers) + 1e-9
+        assert min(found.state_in_host, found.activations_in_host) >= 0
+    assert found.state_on_disk == found.activations_on_disk == 0
 
 
 def summary_of(folder: Path, *ranks: list[MemoryRow] | None, num_layers: int = 32) -> Path:
@@ -112,7 +112,7 @@ def summary_of(folder: Path, *ranks: list[MemoryRow] | None, num_layers: int = 3
     return path
 
 
-def test_measured_stands_beside_predicted(
+def test_measurements_beside_predictions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     options, flags = "--host-gib 30", f"{FLAGS} --swap-disk-dir x"
@@ -120,7 +120,7 @@ def test_measured_stands_beside_predicted(
     lines = printed(monkeypatch, capsys, f"{options} --summary {summary_of(tmp_path, MEASURED)}", flags)
     assert " ".join(lines[0].split()) == "memory device GiB measured host GiB measured disk GiB measured"
     found = figures(lines, columns=6)
-    assert found.pop("libraries")[:3] == alone["libraries"]  # nobody measures them
+    assert found.pop("libraries")[:3] == alone["libraries"]  # not measured
     assert {kind: row[::2] for kind, row in found.items()} == {kind: alone[kind] for kind in found}
     assert {kind: row[1::2] for kind, row in found.items()} == {
         "weights": [15, 0, 0], "gradients": [30, 0, 0], "optimizer": [44, 28, 17], "activations": [37, 1, 0],
@@ -131,13 +131,13 @@ def test_measured_stands_beside_predicted(
 
 
 def test_every_kind_that_is_measured_has_a_row() -> None:
-    """Else the sum would have what no row tells."""
+    """Otherwise the sum would contain bytes that no row shows."""
     device = SimpleNamespace(torch_device=torch.device("cpu"), peak_reserved_bytes=lambda: None)
     rows = measure(RankReport([], "cpu", None, None, 0, 0, 0), device, [], [])  # type: ignore[arg-type]
     assert {row.kind for row in rows} == {row.kind for row in MEASURED} <= set(KINDS)
 
 
-def test_it_is_the_planned_stage_that_was_measured(
+def test_measurements_are_of_the_planned_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     ranks = [[MemoryRow("weights", number * GIB)] for number in range(8)]
@@ -163,7 +163,7 @@ def test_it_is_the_planned_stage_that_was_measured(
         (json.dumps({"num_layers": 4, "ranks": [{"memory": [asdict(MEASURED[0])]}]}), r"is of 4 layers, .* say 32"),
     ],
 )
-def test_what_is_no_summary(
+def test_invalid_summaries_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, content: str | None, message: str
 ) -> None:
     path = tmp_path / "run.json"

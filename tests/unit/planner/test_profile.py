@@ -26,7 +26,7 @@ from megatron.swap.planner.profile import (
     save_profile,
     sha256,
 )
-from megatron.swap.planner.shape import RECIPES, WORKSPACE_GIB, params_of_rank, shape_profile
+from megatron.swap.planner.shape import RECOMPUTE_INPUTS, WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
 from megatron.swap.planner.states import States
@@ -72,7 +72,7 @@ def test_a_profile_round_trips_exactly(seed: int, tmp_path: Path) -> None:
         (("pipeline", "chunks"), [[7]], "must hold the layers of this rank"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(path: tuple, value: object, message: str, tmp_path: Path) -> None:
+def test_errors_name_the_key(path: tuple, value: object, message: str, tmp_path: Path) -> None:
     save_profile(random_profile(1), tmp_path / "profile.json")
     text = json.loads((tmp_path / "profile.json").read_text())
     where: Any = text
@@ -84,20 +84,20 @@ def test_what_is_wrong_is_named(path: tuple, value: object, message: str, tmp_pa
         load_profile(tmp_path / "profile.json")
 
 
-def test_sections_nest_or_stand_apart() -> None:
+def test_sections_are_nested_or_disjoint() -> None:
     sites = tuple(site(name, 1, 0, 0) for name in ("a/0", "b/0", "c/0"))
     LayerClass((0,), 1, 2, sites, (Section("x", ("a/0",), (), 1), Section("y", ("a/0", "b/0"), (), 1)))
     with pytest.raises(UsageError, match="sections x and y overlap"):
         LayerClass((0,), 1, 2, sites, (Section("x", ("a/0", "c/0"), (), 1), Section("y", ("a/0", "b/0"), (), 1)))
-    with pytest.raises(UsageError, match=r"section x: \['d/0'\] are no sites"):
+    with pytest.raises(UsageError, match=r"section x: \['d/0'\] are not sites"):
         LayerClass((0,), 1, 2, sites, (Section("x", ("d/0",), (), 1),))
-    with pytest.raises(UsageError, match=r"b/0: \['d/0'\] in recompute_needs are no sites"):
+    with pytest.raises(UsageError, match=r"b/0: \['d/0'\] in recompute_needs are not sites"):
         LayerClass((0,), 1, 2, (sites[0], replace(sites[1], recompute_needs=("a/0", "d/0"))))
 
 
 def _device_bytes(states: States) -> float:
-    """Of a parameter."""
-    return 2 + states.gradient_bytes + states.state_bytes * (1 - states.offload_fraction) / states.shards
+    """Return the device bytes of one parameter."""
+    return 2 + states.gradient_bytes + states.state_bytes * (1 - states.offload_fraction) / states.num_shards
 
 
 class TestShapes:
@@ -113,13 +113,14 @@ class TestShapes:
         assert [one.site for one in of.layers[0].sites if one.is_ineligible] == ["self_attention.linear_qkv/0"]
         assert of.num_micro_batches == 2
 
-    def test_what_can_run_again(self) -> None:
+    def test_which_sites_can_be_recomputed(self) -> None:
         shape = read_flags(FLAGS.split()).model
         of = shape_profile(shape, find_gpu("h200"), 2).layers[1]
-        recipes = {one.site: one for one in of.sites if one.recompute_ms is not None}
-        assert {name: one.recompute_needs for name, one in recipes.items()} == RECIPES
-        assert 0.6 < recipes["mlp/0"].recompute_ms / (4 * 4096 * 4 * 4096 * 11008 / 681e9) < 1.2  # a matrix product
-        assert max(one.recompute_ms for name, one in recipes.items() if name != "mlp/0") < 0.5
+        recomputable = {one.site: one for one in of.sites if one.recompute_ms is not None}
+        assert {name: one.recompute_needs for name, one in recomputable.items()} == RECOMPUTE_INPUTS
+        matmul_ms = 4 * 4096 * 4 * 4096 * 11008 / 681e9
+        assert 0.6 < recomputable["mlp/0"].recompute_ms / matmul_ms < 1.2
+        assert max(one.recompute_ms for name, one in recomputable.items() if name != "mlp/0") < 0.5
         assert [part.name for part in of.sections] == ["qkv", "layer"]
         parallel = replace(shape, tensor_parallel=2, sequence_parallel=True)
         sharded = shape_profile(parallel, find_gpu("h200"), 2).layers[1]
@@ -136,7 +137,7 @@ class TestShapes:
             ("--main-grads-dtype bf16", States()),  # Megatron refuses it
         ],
     )
-    def test_how_optimizer_state_is_kept(self, flags: str, states: States) -> None:
+    def test_storage_of_optimizer_state(self, flags: str, states: States) -> None:
         training = read_flags(f"{FLAGS} {flags}".split())
         assert training.states == states
         kept = shape_profile(training.model, find_gpu("h200"), 2, tied=training.tied, states=states)
@@ -146,27 +147,27 @@ class TestShapes:
         more_ms = kept.non_layer.optimizer_ms - without.non_layer.optimizer_ms
         assert more_ms == pytest.approx(states.offload_fraction * states.state_bytes * params / 49e6)
 
-    def test_what_rests_is_somewhere(self) -> None:
-        states = States(gradient_bytes=2, state_bytes=10, shards=4, offload_fraction=0.3)
+    def test_offloaded_state_is_counted(self) -> None:
+        states = States(gradient_bytes=2, state_bytes=10, num_shards=4, offload_fraction=0.3)
         everything_gib = 1e9 * (2 + 2 + 10 / 4) / GIB
-        assert states.device_gib(1e9) + states.host_gib(1e9) == pytest.approx(everything_gib)
-        assert states.host_gib(1e9) == pytest.approx(0.3 * states.state_gib(1e9))
+        assert states.device_gib(1e9) + states.offloaded_gib(1e9) == pytest.approx(everything_gib)
+        assert states.offloaded_gib(1e9) == pytest.approx(0.3 * states.state_gib(1e9))
 
-    def test_flags_mean_what_they_mean_to_megatron(self) -> None:
+    def test_flags_mean_the_same_as_to_megatron(self) -> None:
         training = read_flags(f"{FLAGS} --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
                               "--group-query-attention --num-query-groups 8".split(), num_gpus=4)  # fmt: skip
         shape = training.model
         assert (shape.padded_vocab_size, shape.num_query_groups, shape.sequence_parallel) == (32000, 8, True)
-        assert (training.num_micro_batches, training.tied, training.states) == (1, False, States(shards=2))
+        assert (training.num_micro_batches, training.tied, training.states) == (1, False, States(num_shards=2))
         copies = [*FLAGS.split(), "--use-distributed-optimizer", "--num-distributed-optimizer-instances"]
-        assert read_flags([*copies, "2"], num_gpus=2).states == States(shards=1)
+        assert read_flags([*copies, "2"], num_gpus=2).states == States(num_shards=1)
         with pytest.raises(UsageError, match="--num-distributed-optimizer-instances 3: must divide 2"):
             read_flags([*copies, "3"], num_gpus=2)
         short = "--num-layers 2 --hidden-size 4096 --num-attention-heads 32 --seq-length 8 --micro-batch-size 1"
         short += " --vocab-size 256"
         assert read_flags(f"{short} --swiglu".split()).model.ffn_hidden_size == 10880
 
-    def test_what_is_saved_outside_the_layers_is_what_is_kept_there(self) -> None:
+    def test_saved_bytes_outside_layers_are_kept(self) -> None:
         shape = read_flags(FLAGS.split()).model
         non_layer = shape_profile(shape, find_gpu("h200"), 2).non_layer
         tokens = 4 * 4096
@@ -187,7 +188,7 @@ class TestShapes:
         whole = shape_profile(read_flags(FLAGS.split()).model, find_gpu("h200"), 2)
         halves = replace(whole.model, tensor_parallel=2, sequence_parallel=True)
         half = shape_profile(halves, find_gpu("h200"), 2)
-        assert half.layers[1].num_mib == pytest.approx(whole.layers[1].num_mib / 2)
+        assert half.layers[1].saved_mib == pytest.approx(whole.layers[1].saved_mib / 2)
         assert half.static_gib - 0.096 == pytest.approx((whole.static_gib - 0.096) / 2)
         stages = [shape_profile(replace(whole.model, pipeline_parallel=4), find_gpu("h200"), 8, pipeline_rank=rank)
                   for rank in range(4)]  # fmt: skip
@@ -201,7 +202,7 @@ class TestShapes:
         [({"transformer_impl": "local"}, "transformer_impl local"), ({"num_experts": 8}, "num_experts 8"),
          ({"pipeline_parallel": 3}, "16 layers do not divide into 3 x 1")],
     )  # fmt: skip
-    def test_what_arithmetic_does_not_know_is_refused(self, changes: dict, message: str) -> None:
+    def test_unsupported_models_are_refused(self, changes: dict, message: str) -> None:
         with pytest.raises(UsageError, match=message):
             shape_profile(replace(model(16), **changes), find_gpu("h200"), 1)
 
@@ -218,7 +219,7 @@ class TestShapes:
 
 
     def test_megatrons_own_defaults_name_the_same_model(self) -> None:
-        """Megatron's parser fills in what nobody gave; a plan made from raw flags is for that run all the same."""
+        """Megatron's parser fills in defaults. A plan from raw flags must be for the same model."""
         raw = read_flags(f"{FLAGS} --vocab-size 31999 --tensor-model-parallel-size 2".split()).model
         parsed = argparse.Namespace(
             num_layers=16, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32, num_query_groups=1,
@@ -238,12 +239,12 @@ class TestShapes:
 
 class TestWhatIf:
     def test_scaling_is_the_arithmetic_of_the_other_shape(self) -> None:
-        """Where the profile is arithmetic itself, scaling it gives the other shape's bytes and nearly its times."""
+        """Scaling an estimated profile gives the bytes of the other shape, and nearly its times."""
         old = shape_profile(read_flags(FLAGS.split()).model, find_gpu("h200"), 2)
         new = replace(old.model, seq_length=16384, micro_batch_size=1)
         scaled, made = with_tokens(old, 16384, 1), shape_profile(new, find_gpu("h200"), 2)
         assert scaled.model == new
-        assert scaled.layers[1].num_mib == made.layers[1].num_mib
+        assert scaled.layers[1].saved_mib == made.layers[1].saved_mib
         assert scaled.layers[1].forward_ms == pytest.approx(made.layers[1].forward_ms)
         assert scaled.non_layer.peak_gib == pytest.approx(made.non_layer.peak_gib)
         assert "scaled to sequences of 16384" in scaled.source
@@ -261,7 +262,7 @@ class TestWhatIf:
 
 
 def test_a_profile_without_sites_outside_the_layers_is_read(tmp_path: Path) -> None:
-    """Of before they were recorded."""
+    """Older profiles have no such sites."""
     of = random_profile(3)
     save_profile(of, tmp_path / "profile.json")
     text = json.loads((tmp_path / "profile.json").read_text())
@@ -278,10 +279,10 @@ def test_the_table_says_why_sites_outside_the_layers_are_kept() -> None:
     of = profile([LayerClass((0,), 1, 2, (site("a/0", 1, 0, 0),))], non_layer=NonLayer(0, 0, 0, 0, 0, sites))
     rows = [line.split(maxsplit=3) for line in non_layer_table(of).splitlines()[1:]]
     assert rows == [
-        ["mask/0", "100", "keep", "idle for 500.00 ms, but only what layers save is moved"],
-        ["norm/0", "100", "keep", "wanted again after 1.50 ms: there and back takes 2.00 ms on the link"],
-        ["ids/0", "100", "keep", "others hold it until forward ends"],
-        ["scale/0", "0.25", "keep", "too small to move"],
+        ["mask/0", "100", "keep", "idle for 500.00 ms, but only layers' tensors are swapped"],
+        ["norm/0", "100", "keep", "needed after 1.50 ms: the round trip takes 2.00 ms on the link"],
+        ["ids/0", "100", "keep", "has other references until forward ends"],
+        ["scale/0", "0.25", "keep", "too small to swap"],
     ]
 
 
@@ -309,7 +310,7 @@ class TestCommandLine:
         assert slower.returncode == 0
         assert slower.stdout != done.stdout
 
-    def test_where_every_byte_is(self) -> None:
+    def test_the_memory_table(self) -> None:
         flags = [*FLAGS.split(), "--swap-optimizer", "0.4"]
         done = self.run("--gpu", "h200", "--host-gib", "60", "--", *flags)
         assert done.returncode == 0, done.stderr
@@ -359,7 +360,7 @@ class TestCommandLine:
         save_plan(by_hand, path)
         lines = [line.split() for line in self.run("--show", str(path)).stdout.splitlines()]
         assert ["0-3", "mlp/0", "0.25", "swap"] in lines
-        assert ["4", "(section", "layer)", "recompute", "runs", "again", "as", "a", "whole"] in lines
+        assert ["4", "(section", "layer)", "recompute", "recomputed", "as", "a", "whole"] in lines
         assert ["5", "(no", "sites)", "keep"] in lines
         assert ["budget", "none"] in lines
         assert self.run("--show", str(path), "--gpu", "h200").returncode == 2

@@ -1,4 +1,4 @@
-"""Profiles out of recordings that are written down by hand: times without the engine's work, memory besides saved."""
+"""Profiles of handwritten recordings: times without the engine's work, memory besides saved storages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from megatron.swap.common.types import GIB, MIB, SwapError
 from megatron.swap.planner.profile import Device, LayerClass, Link, NonLayer, NonLayerSite, Pipeline, Profile, Section
-from megatron.swap.planner.profile_builder import build_profile, with_times
-from megatron.swap.planner.recording import EVALUATION, Event, LayerRun, NonLayerStorage, Recording, SavedStorage, What
+from megatron.swap.planner.profile_builder import build_profile, with_recorded_times
+from megatron.swap.planner.recording import EVALUATION, Event, NonLayerStorage, PassKey, Recording, SavedStorage, What
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, whole_layers
 from tests.unit.planner.cases import model, plan
@@ -19,7 +19,7 @@ STATIC = 1000 * MIB
 
 
 class Script:
-    """Writes a recording: ``after`` lets time pass, ``use`` changes what is allocated, ``note`` takes ``noting_ms``."""
+    """Writes a recording: ``after`` adds time, ``use`` adds allocated memory, ``note`` adds an event."""
 
     def __init__(self, noting_ms: float = 0.0) -> None:
         self.events: list[Event] = []
@@ -32,13 +32,13 @@ class Script:
         return self
 
     def use(self, mib: float) -> Script:
-        """So much more is allocated (less, where negative)."""
+        """Allocate ``mib``, or free them if negative."""
         self.bytes += int(mib * MIB)
         self._peak = max(self._peak, self.bytes)
         return self
 
     def blip(self, mib: float) -> Script:
-        """For an instant."""
+        """Allocate ``mib`` and free them at once."""
         return self.use(mib).use(-mib)
 
     def note(self, what: What, **details: object) -> Script:
@@ -52,7 +52,7 @@ class Script:
         return self.note(What.SAVED, storage=storage, num_bytes=storage.num_bytes)
 
     def free(self, storage: SavedStorage) -> Script:
-        """As a storage dies: the event comes before its memory is free."""
+        """Free a storage. The event comes before its memory is free."""
         self.note(What.FREED, storage=storage, num_bytes=storage.num_bytes)
         return self.use(-storage.num_bytes / MIB)
 
@@ -66,44 +66,54 @@ class Script:
 
 
 class Layer:
-    """Two sites: ``in/0`` of 10 MiB and ``out/0`` of 30, that is made from it (``again_ms``: and was, in so long)."""
+    """Two sites: ``in/0`` of 10 MiB, and ``out/0`` of 30 MiB, which can be recomputed from it.
+
+    ``again_ms``: ``out/0`` is recomputed in this time; ``None``: it is kept.
+    """
 
     def __init__(
-        self, number: int, micro_batch: int = 0, scale: float = 1.0, stays: bool = False, again_ms: float | None = None
-    ) -> None:
-        self.run = LayerRun(number, micro_batch)
+        self, number: int, micro_batch: int = 0, scale: float = 1.0, is_held: bool = False,
+        again_ms: float | None = None,
+    ) -> None:  # fmt: skip
+        self.key = PassKey(number, micro_batch)
         self.again_ms = again_ms
-        self.inner = SavedStorage(self.run, "in/0", int(10 * MIB * scale), is_input=True, has_external_refs=stays)
-        self.outer = SavedStorage(self.run, "out/0", int(30 * MIB * scale), producer="norm", made_from=(self.inner,))
+        self.inner = SavedStorage(self.key, "in/0", int(10 * MIB * scale), is_input=True, has_external_refs=is_held)
+        self.outer = SavedStorage(
+            self.key, "out/0", int(30 * MIB * scale), producer="norm", recompute_inputs=(self.inner,)
+        )
 
     def forward(self, script: Script) -> None:
-        script.note(What.FORWARD_BEGIN, run=self.run)
+        script.note(What.FORWARD_BEGIN, pass_key=self.key)
         script.after(1).save(self.inner).after(2).blip(7).save(self.outer).after(1)
         if self.again_ms is not None:
             script.free(self.outer)
-        script.note(What.FORWARD_END, run=self.run)
+        script.note(What.FORWARD_END, pass_key=self.key)
 
     def backward(self, script: Script) -> None:
-        script.note(What.BACKWARD_BEGIN, run=self.run).after(1)
+        script.note(What.BACKWARD_BEGIN, pass_key=self.key).after(1)
         script.note(What.ASKED, storage=self.outer)
         if self.again_ms is not None:
-            again(script, self.outer, self.again_ms)
+            recompute(script, self.outer, self.again_ms)
         script.after(2).use(5).free(self.outer).after(1)
         script.note(What.ASKED, storage=self.inner).after(2).blip(2).use(-5).free(self.inner).after(1)
-        script.note(What.BACKWARD_END, run=self.run)
+        script.note(What.BACKWARD_END, pass_key=self.key)
 
 
 
-def again(script: Script, storage: SavedStorage, ms: float) -> None:
-    """It is recomputed."""
-    label = f"layers.{storage.run.layer}/{storage.site} mb{storage.run.micro_batch}"
+def recompute(script: Script, storage: SavedStorage, ms: float) -> None:
+    """Recompute ``storage`` in ``ms``."""
+    label = f"layers.{storage.pass_key.layer}/{storage.site} mb{storage.pass_key.micro_batch}"
     script.note(What.WORK_BEGIN, work="recompute", of=label).after(ms).use(storage.num_bytes / MIB)
     script.note(What.ARRIVED, storage=storage, num_bytes=storage.num_bytes)
     script.note(What.WORK_END, work="recompute", of=label)
 
 
 def steps(script: Script, layers: Iterable[list[Layer]]) -> Recording:
-    """Each of ``layers`` is a micro-batch of the only step; around them 3 ms, loss 2 ms and 50 MiB, 9 ms at the end."""
+    """Record one step, with a micro-batch for each of ``layers``.
+
+    A micro-batch begins with 3 ms and ends with 4 ms outside layers. Its loss takes 2 ms and 50 MiB. The step ends with
+    9 ms.
+    """
     script.note(What.STEP)
     for micro_batch in layers:
         script.note(What.CHUNK_BEGIN).after(3)
@@ -125,12 +135,12 @@ def built(recording: Recording, num_micro_batches: int = 1, **options: object) -
 
 
 def with_forward(number: int, *between: tuple[str, float, str, float]) -> Script:
-    """One layer, with the engine's work behind what is saved first."""
+    """Record one layer, with the engine's work ``between`` its two saves."""
     script, layer = Script(), Layer(number)
-    script.note(What.STEP).note(What.FORWARD_BEGIN, run=layer.run).after(1).save(layer.inner)
+    script.note(What.STEP).note(What.FORWARD_BEGIN, pass_key=layer.key).after(1).save(layer.inner)
     for work in between:
         script.work(*work)
-    script.after(2).blip(7).save(layer.outer).after(1).note(What.FORWARD_END, run=layer.run)
+    script.after(2).blip(7).save(layer.outer).after(1).note(What.FORWARD_END, pass_key=layer.key)
     layer.backward(script)
     script.note(What.STEP)
     return script
@@ -146,14 +156,14 @@ class TestALayer:
         assert (entry.layers, entry.forward_ms, entry.backward_ms) == ((0, 1), 4, 7)
         assert times(entry) == {"in/0": (1, 4, 6), "out/0": (3, 1, 3)}
         assert [site.mib for site in entry.sites] == [10, 30]
-        assert entry.forward_peak_mib == 0  # 7 MiB on top while the 30 were not there yet
-        # From the beginning nothing; 5 MiB of gradients before `out` is freed; 2 more for an instant; then none.
+        assert entry.forward_peak_mib == 0  # 7 MiB of workspace before the 30 MiB are saved
+        # First 0; 5 MiB of gradients before `out` is freed; 2 MiB more for an instant; then 0.
         assert entry.temporaries == ((1, 5), (4, 7), (6, 0))
 
-    def test_what_exceeds_all_that_is_saved_is_forwards_peak(self) -> None:
+    def test_forwards_peak_is_above_saved_storages(self) -> None:
         script, layer = Script(), Layer(0)
-        script.note(What.STEP).note(What.FORWARD_BEGIN, run=layer.run).blip(45).save(layer.inner).save(layer.outer)
-        script.blip(8).note(What.FORWARD_END, run=layer.run)
+        script.note(What.STEP).note(What.FORWARD_BEGIN, pass_key=layer.key).blip(45).save(layer.inner).save(layer.outer)
+        script.blip(8).note(What.FORWARD_END, pass_key=layer.key)
         layer.backward(script)
         (entry,) = built(script.note(What.STEP).recording).layers
         assert entry.forward_peak_mib == 8
@@ -173,21 +183,21 @@ class TestALayer:
 
         assert built(recorded(0.25)) == built(recorded(0.0))
 
-    def test_nested_work_counts_once_and_a_recipe_costs_what_it_has_not_waited(self) -> None:
+    def test_nested_work_counts_once_and_recomputation_counts_without_waits(self) -> None:
         script, layer = Script(), Layer(0)
         label = "layers.0/out/0 mb0"
         script.note(What.STEP)
         layer.forward(script)
-        script.note(What.BACKWARD_BEGIN, run=layer.run).after(1).note(What.ASKED, storage=layer.outer)
+        script.note(What.BACKWARD_BEGIN, pass_key=layer.key).after(1).note(What.ASKED, storage=layer.outer)
         script.note(What.WORK_BEGIN, work="recompute", of=label).after(0.5).work("wait", 3.0, "layers.0/in/0 mb0")
         script.after(0.25).note(What.WORK_END, work="recompute", of=label).after(1)
-        script.note(What.ASKED, storage=layer.inner).after(1).note(What.BACKWARD_END, run=layer.run)
+        script.note(What.ASKED, storage=layer.inner).after(1).note(What.BACKWARD_END, pass_key=layer.key)
         (entry,) = built(script.note(What.STEP).recording).layers
         assert entry.backward_ms == 3
         assert entry.sites[1].recompute_ms == 0.75
         assert times(entry)["in/0"] == (1, 2, 3)
 
-    def test_memory_of_a_trial_is_nobodys(self) -> None:
+    def test_memory_of_a_trial_does_not_count(self) -> None:
         (entry,) = built(with_forward(0, ("trial", 1, "layers.0/in/0", 500)).recording).layers
         assert entry.forward_peak_mib == 0
 
@@ -205,75 +215,77 @@ class TestALayer:
         assert profile().non_layer.optimizer_ms == 10
         assert profile(1000.0) == profile()
 
-    def test_what_is_brought_back_counts_as_saved(self) -> None:
-        script, first, last = Script(), Layer(0, stays=True), Layer(1)
+    def test_reloaded_storages_count_as_saved(self) -> None:
+        script, first, last = Script(), Layer(0, is_held=True), Layer(1)
         script.note(What.STEP)
         first.forward(script)
         last.forward(script)
         script.free(first.outer)
-        script.note(What.BACKWARD_BEGIN, run=last.run)
+        script.note(What.BACKWARD_BEGIN, pass_key=last.key)
         script.note(What.WORK_BEGIN, work="bring_back").use(30)
         script.note(What.ARRIVED, storage=first.outer, num_bytes=30 * MIB).note(What.WORK_END, work="bring_back")
-        script.after(1).free(last.outer).free(last.inner).note(What.BACKWARD_END, run=last.run)
+        script.after(1).free(last.outer).free(last.inner).note(What.BACKWARD_END, pass_key=last.key)
         first.backward(script)
         profile = built(script.note(What.STEP).recording)
         assert profile.of_layer(1).temporaries == ()
         assert profile.of_layer(0).temporaries == ((1, 5), (4, 7), (6, 0))
 
-    def test_what_others_hold_beyond_the_backward_is_theirs(self) -> None:
-        """So it is on top of what the next micro-batch saves."""
-        script, first, second = Script(), Layer(0, stays=True), Layer(0, 1)
+    def test_storages_held_beyond_the_backward_are_not_the_layers(self) -> None:
+        """They come on top of what the next micro-batch saves."""
+        script, first, second = Script(), Layer(0, is_held=True), Layer(0, 1)
         first.forward(script.note(What.STEP))
-        script.note(What.BACKWARD_BEGIN, run=first.run).free(first.outer).after(1)
-        second.forward(script.note(What.BACKWARD_END, run=first.run))
+        script.note(What.BACKWARD_BEGIN, pass_key=first.key).free(first.outer).after(1)
+        second.forward(script.note(What.BACKWARD_END, pass_key=first.key))
         script.free(first.inner)
         second.backward(script)
         (entry,) = built(script.note(What.STEP).recording, 2).layers
         assert entry.forward_peak_mib == 10
 
-    @pytest.mark.parametrize("table_stays", [None, True, False], ids=["alone", "beside a table", "what may go"])
-    def test_what_is_made_on_the_way_is_the_sections(self, table_stays: bool | None) -> None:
-        """Two sites of 30 MiB, both made from 40 MiB that nobody saves, which take 4 ms.
+    @pytest.mark.parametrize("is_table_held", [None, True, False], ids=["alone", "held table", "table that may go"])
+    def test_unsaved_intermediates_make_a_section(self, is_table_held: bool | None) -> None:
+        """Two sites of 30 MiB are recomputed through one unsaved intermediate of 40 MiB, which takes 4 ms.
 
-        One of them reads a table of another micro-batch as well (all layers share it). If that is not there anyway
-        there is no section; and the other one does not pass for cheap then: it takes the 4 ms alone.
+        One of them may read a table of another micro-batch, which all layers share. If nothing else holds the table,
+        there is no section. The other site has no cheap recompute time then, because it needs the 4 ms too.
         """
         script, layer = Script(), Layer(0)
-        way = SavedStorage(layer.run, "out/0+1", 40 * MIB, is_on_the_way=True)
-        other = SavedStorage(layer.run, "out/1", 30 * MIB, producer="norm", made_from=(layer.inner,))
-        layer.outer.through = other.through = (way.site,)
-        if table_stays is not None:
-            layer.outer.made_from += (SavedStorage(LayerRun(0, 5), "table/0", 2 * MIB, has_external_refs=table_stays),)
-        script.note(What.STEP).note(What.FORWARD_BEGIN, run=layer.run).save(layer.inner).save(layer.outer).save(other)
-        script.free(layer.outer).free(other).note(What.FORWARD_END, run=layer.run)
-        script.note(What.BACKWARD_BEGIN, run=layer.run).after(1)
+        intermediate = SavedStorage(layer.key, "out/0+1", 40 * MIB, is_intermediate=True)
+        other = SavedStorage(layer.key, "out/1", 30 * MIB, producer="norm", recompute_inputs=(layer.inner,))
+        layer.outer.intermediates = other.intermediates = (intermediate.site,)
+        if is_table_held is not None:
+            table = SavedStorage(PassKey(0, 5), "table/0", 2 * MIB, has_external_refs=is_table_held)
+            layer.outer.recompute_inputs += (table,)
+        script.note(What.STEP).note(What.FORWARD_BEGIN, pass_key=layer.key)
+        script.save(layer.inner).save(layer.outer).save(other)
+        script.free(layer.outer).free(other).note(What.FORWARD_END, pass_key=layer.key)
+        script.note(What.BACKWARD_BEGIN, pass_key=layer.key).after(1)
         for one, ms in ((layer.outer, 1), (other, 2)):
             script.note(What.ASKED, storage=one)
             if one is layer.outer:
-                again(script, way, 4)
-            again(script, one, ms)
-        script.free(way).after(1).free(layer.outer).free(other).after(1).free(layer.inner)
-        (entry,) = built(script.note(What.BACKWARD_END, run=layer.run).note(What.STEP).recording).layers
-        expected = () if table_stays is False else (Section("behind out/0", ("out/0", "out/1"), ("in/0",), 7, 40),)
+                recompute(script, intermediate, 4)
+            recompute(script, one, ms)
+        script.free(intermediate).after(1).free(layer.outer).free(other).after(1).free(layer.inner)
+        (entry,) = built(script.note(What.BACKWARD_END, pass_key=layer.key).note(What.STEP).recording).layers
+        expected = () if is_table_held is False else (Section("behind out/0", ("out/0", "out/1"), ("in/0",), 7, 40),)
         assert entry.sections == expected
         assert [site.recompute_ms for site in entry.sites] == [None] * 3
         assert entry.temporaries == ()
 
-    def test_what_was_never_asked_for_is_held_to_the_end(self) -> None:
+    def test_storages_that_backward_never_uses_are_held_to_its_end(self) -> None:
         script, layer = Script(), Layer(0)
         script.note(What.STEP)
         layer.forward(script)
-        script.note(What.BACKWARD_BEGIN, run=layer.run).after(3).note(What.BACKWARD_END, run=layer.run)
+        script.note(What.BACKWARD_BEGIN, pass_key=layer.key).after(3).note(What.BACKWARD_END, pass_key=layer.key)
         (entry,) = built(script.note(What.STEP).recording).layers
         assert times(entry) == {"in/0": (1, 3, 3), "out/0": (3, 3, 3)}
 
-    def test_passes_with_trials_tell_no_time_where_there_are_others(self) -> None:
+    def test_passes_with_trials_are_not_timed_if_there_are_others(self) -> None:
         script = with_forward(0, ("trial", 1.0, "layers.0/out/0", 0.0))
         assert built(script.recording).layers[0].forward_ms == 4
         script.events.pop()  # the step goes on with a second micro-batch
         layer = Layer(0, 1)
-        script.note(What.FORWARD_BEGIN, run=layer.run).after(0.5).save(layer.inner).save(layer.outer)
-        script.note(What.FORWARD_END, run=layer.run)
+        script.note(What.FORWARD_BEGIN, pass_key=layer.key).after(0.5).save(layer.inner).save(layer.outer)
+        script.note(What.FORWARD_END, pass_key=layer.key)
         layer.backward(script)
         (entry,) = built(script.note(What.STEP).recording).layers
         assert (entry.forward_ms, times(entry)["in/0"][0]) == (0.5, 0.5)
@@ -281,40 +293,41 @@ class TestALayer:
 
 class TestClasses:
     def test_layers_that_are_equal_within_a_percent_are_a_class(self) -> None:
-        layers = [Layer(0, stays=True), Layer(1), Layer(2, scale=1.005), Layer(3, scale=1.5)]
+        layers = [Layer(0, is_held=True), Layer(1), Layer(2, scale=1.005), Layer(3, scale=1.5)]
         profile = built(steps(Script(), [layers]))
         assert [entry.layers for entry in profile.layers] == [(0,), (1, 2), (3,)]
         assert [entry.sites[0].is_ineligible for entry in profile.layers] == [True, False, False]
         assert [round(entry.sites[1].mib, 2) for entry in profile.layers] == [30, 30.15, 45]
 
-    def test_sizes_that_change_by_themselves_make_no_classes(self) -> None:
+    def test_sizes_that_vary_make_no_classes(self) -> None:
         micro_batches = [[Layer(n, mb, scale=1 + 0.2 * mb * n) for n in range(3)] for mb in range(2)]
         (entry,) = built(steps(Script(), [micro_batches[0][1:], micro_batches[1][1:]]), 2).layers
         assert entry.layers == (1, 2)
         assert entry.sites[1].mib == pytest.approx(30 * 1.4)
 
-    def test_small_sites_stay(self) -> None:
+    def test_small_sites_are_ineligible(self) -> None:
         (entry,) = built(steps(Script(), [[Layer(0)]]), min_mib=10.5).layers
         assert [site.is_ineligible for site in entry.sites] == [True, False]
 
-    def test_a_recipe_needs_a_cost_and_sources_in_its_own_layer(self) -> None:
+    def test_recomputation_needs_a_cost_and_inputs_in_its_own_layer(self) -> None:
         recording = steps(Script(), [[Layer(0, again_ms=1.5)]])
         (entry,) = built(recording).layers
         assert (entry.sites[1].recompute_ms, entry.sites[1].recompute_needs) == (1.5, ("in/0",))
         assert entry.sites[0].recompute_ms is None
-        for storage in {event.storage for event in recording.events if event.storage and event.storage.made_from}:
-            storage.made_from = (Layer(7).inner,)
+        for storage in {event.storage for event in recording.events if event.storage}:
+            if storage.recompute_inputs:
+                storage.recompute_inputs = (Layer(7).inner,)
         (entry,) = built(recording).layers
         assert (entry.sites[1].recompute_ms, entry.sites[1].recompute_needs) == (None, ())
         (entry,) = built(steps(Script(), [[Layer(0)]])).layers
-        assert entry.sites[1].recompute_ms is None  # never made again
+        assert entry.sites[1].recompute_ms is None  # never recomputed
 
-    def test_whole_layers_run_again_from_their_input(self) -> None:
+    def test_whole_layers_are_recomputed_from_their_input(self) -> None:
         recording = steps(Script(), [[Layer(0)]])
         assert built(recording).layers[0].sections == ()
         assert built(recording, whole_layers=True).layers[0].sections == (Section("layer", ("out/0",), ("in/0",), 4),)
 
-    def test_a_layer_that_cannot_run_again_from_its_input_stands_alone(self) -> None:
+    def test_a_layer_that_cannot_be_recomputed_from_its_input_is_a_class(self) -> None:
         layers = [Layer(number) for number in range(3)]
         layers[0].inner.is_input = False
         profile = built(steps(Script(), [layers]), whole_layers=True)
@@ -322,26 +335,26 @@ class TestClasses:
 
 
 class TestAStep:
-    def test_around_the_layers(self) -> None:
+    def test_outside_the_layers(self) -> None:
         recording = steps(Script(), [[Layer(0, mb), Layer(1, mb)] for mb in range(3)])
         profile = built(recording, num_micro_batches=3)
-        # 3 ms before and 4 ms behind each micro-batch, 2 of loss; the last 4 are the optimizer's by the same measure.
+        # 3 ms before and 4 ms after each micro-batch, 2 ms of loss. The last 4 ms count as the optimizer's.
         assert profile.non_layer == NonLayer(3, 6, 9, 0, 50 / 1024)
         assert profile.static_gib == STATIC / GIB
-        played = simulate(profile, empty_plan(profile))
-        assert played.step_ms == pytest.approx(recording.events[-1].at_ms)
-        assert played.peak_gib * GIB == pytest.approx(max(event.peak_bytes for event in recording.events))
+        simulated = simulate(profile, empty_plan(profile))
+        assert simulated.step_ms == pytest.approx(recording.events[-1].at_ms)
+        assert simulated.peak_gib * GIB == pytest.approx(max(event.peak_bytes for event in recording.events))
 
     def test_sites_outside_the_layers(self) -> None:
-        """Of the chunk with the loss: the most bytes, the least time until backward wants them; held once is held."""
+        """Those of the chunk with the loss, with most bytes and least idle time. Held in one micro-batch is held."""
 
-        def one(site: str, mib: float, *at_ms: float, chunk: int = 0, stays: bool = False) -> NonLayerStorage:
+        def one(site: str, mib: float, *at_ms: float, chunk: int = 0, is_held: bool = False) -> NonLayerStorage:
             times = dict(zip((What.SAVED, What.ASKED, What.FREED), at_ms, strict=False))
-            return NonLayerStorage(chunk, site, int(mib * MIB), stays, times)
+            return NonLayerStorage(chunk, site, int(mib * MIB), is_held, times)
 
         unasked = NonLayerStorage(0, "unasked/0", 2 * MIB, at_ms={What.SAVED: 1.0, What.FREED: 4.0})
         saved = (
-            one("early/0", 8, 1, 30, 31, stays=True), one("loss/0", 40, 9, 10, 12), one("loss/1", 0.5, 9, 10, 12),
+            one("early/0", 8, 1, 30, 31, is_held=True), one("loss/0", 40, 9, 10, 12), one("loss/1", 0.5, 9, 10, 12),
             unasked, one("early/0", 9, 40, 60, 61), one("loss/0", 30, 48, 52, 53), one("loss/0", 90, 70),
             one("x/0", 7, 70), one("other/0", 5, 1, 2, 3, chunk=1),
         )  # fmt: skip
@@ -367,10 +380,10 @@ class TestAStep:
         non_layer = built(recording, pipeline=Pipeline(2, 0, ((0, 1),))).non_layer
         assert non_layer == NonLayer(3, 0, 13, 0, 0)
         non_layer = built(recording, pipeline=Pipeline(2, 1, ((0, 1),))).non_layer
-        assert non_layer == NonLayer(3, 2, 0, 0, 50 / 1024)  # 13 ms, but 14 are what the rank before it takes
+        assert non_layer == NonLayer(3, 2, 0, 0, 50 / 1024)  # 13 ms, less 14 ms of backward on the rank before it
 
-    def test_what_is_kept_outside_counts_once_a_micro_batch(self) -> None:
-        """The second forward of a first stage finds what the first one has left."""
+    def test_bytes_kept_outside_count_once_a_micro_batch(self) -> None:
+        """The second forward of a first stage begins with the storages of the first one."""
         script, layers = Script().note(What.STEP), [Layer(0), Layer(0, 1)]
         for layer in layers:
             layer.forward(script.note(What.CHUNK_BEGIN).use(64))
@@ -383,10 +396,10 @@ class TestAStep:
             non_layer = built(recording, 2, pipeline=Pipeline(2, rank, ((0,),))).non_layer
             assert non_layer.kept_gib == kept_mib / 1024
 
-    def test_the_optimizers_memory_comes_behind_the_last_layer(self) -> None:
+    def test_the_optimizers_memory_comes_after_the_last_layer(self) -> None:
         script = Script()
         script.note(What.STEP)
-        layers = [Layer(0, stays=True), Layer(1)]
+        layers = [Layer(0, is_held=True), Layer(1)]
         for layer in layers:
             layer.forward(script)
         for layer in reversed(layers):
@@ -394,28 +407,28 @@ class TestAStep:
         profile = built(script.blip(300).note(What.STEP).recording)
         assert simulate(profile, empty_plan(profile)).peak_gib * GIB == pytest.approx(STATIC + 300 * MIB)
 
-    def test_a_plan_of_it_can_be_played(self) -> None:
+    def test_a_plan_of_it_can_be_simulated(self) -> None:
         profile = built(steps(Script(), [[Layer(0, again_ms=1.5)]]))
         assert simulate(profile, plan(profile, {(0,): {"out/0": "recompute"}})).recompute_ms == 1.5
 
 
 def whole(num_layers: int, forward_ms: float, again_ms: float, backward_ms: float) -> Recording:
-    """As ``steps``, of layers that run again as a whole, where nobody looks at what they save."""
-    script, runs = Script(), [LayerRun(number, 0) for number in range(num_layers)]
+    """Record a step as ``steps`` does, with layers that are recomputed as a whole and whose saves are not recorded."""
+    script, runs = Script(), [PassKey(number, 0) for number in range(num_layers)]
     script.note(What.STEP).note(What.CHUNK_BEGIN).after(3)
     for run in runs:
-        script.note(What.FORWARD_BEGIN, run=run).after(forward_ms).note(What.FORWARD_END, run=run)
+        script.note(What.FORWARD_BEGIN, pass_key=run).after(forward_ms).note(What.FORWARD_END, pass_key=run)
     script.note(What.CHUNK_END).after(2)
     for run in reversed(runs):
-        script.note(What.BACKWARD_BEGIN, run=run).work("recompute", again_ms, of=run.label)
-        script.after(backward_ms).note(What.BACKWARD_END, run=run)
+        script.note(What.BACKWARD_BEGIN, pass_key=run).work("recompute", again_ms, of=run.label)
+        script.after(backward_ms).note(What.BACKWARD_END, pass_key=run)
     return script.after(4 + 9).note(What.STEP).recording
 
 
 class TestTimesOfOtherSteps:
-    def test_they_replace_those_that_were_recorded(self) -> None:
+    def test_they_replace_recorded_times(self) -> None:
         recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
-        timed = with_times(recorded, [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5)])
+        timed = with_recorded_times(recorded, [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5)])
         (entry,) = timed.layers
         assert (entry.forward_ms, entry.backward_ms) == (2, 3.5)
         assert times(entry) == {"in/0": (0.5, 2, 3), "out/0": (1.5, 0.5, 1.5)}
@@ -424,9 +437,10 @@ class TestTimesOfOtherSteps:
         assert [site.mib for site in entry.sites] == [10, 30]
         assert timed.non_layer == recorded.non_layer
 
-    def test_such_a_step_is_foretold(self) -> None:
+    def test_such_a_step_is_predicted(self) -> None:
         recording = whole(3, forward_ms=2, again_ms=2.5, backward_ms=3.5)
-        profile = with_times(built(steps(Script(), [[Layer(i) for i in range(3)]]), whole_layers=True), [recording])
+        recorded = built(steps(Script(), [[Layer(i) for i in range(3)]]), whole_layers=True)
+        profile = with_recorded_times(recorded, [recording])
         profile = replace(profile, link=Link(1e9, 1e9, 1e9, 1e9))
         plan = whole_layers(profile, 80.0)
         assert plan is not None
@@ -435,20 +449,20 @@ class TestTimesOfOtherSteps:
 
     def test_medians_count(self) -> None:
         recorded = built(steps(Script(), [[Layer(0)]]), whole_layers=True)
-        timed = with_times(recorded, [whole(1, ms, 2 * ms, 3 * ms) for ms in (2, 30, 1)])
+        timed = with_recorded_times(recorded, [whole(1, ms, 2 * ms, 3 * ms) for ms in (2, 30, 1)])
         (entry,) = timed.layers
         assert (entry.forward_ms, entry.backward_ms, entry.sections[0].recompute_ms) == (2, 6, 4)
 
-    def test_without_any_all_stays(self) -> None:
+    def test_without_recordings_nothing_changes(self) -> None:
         recorded = built(steps(Script(), [[Layer(0)]]))
-        assert with_times(recorded, []) == recorded
+        assert with_recorded_times(recorded, []) == recorded
 
     def test_whole_layers_have_to_fit(self) -> None:
         recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
         plan = whole_layers(recorded, 80.0)
         assert plan is not None
         assert {entry.sections for entry in plan.classes} == {("layer",)}
-        least_gib = simulate(recorded, plan).peak_gib + recorded.doubt_gib
+        least_gib = simulate(recorded, plan).peak_gib + recorded.reserve_gib
         assert whole_layers(recorded, least_gib + 1e-6) == plan
         assert whole_layers(recorded, least_gib - 1e-6) is None
 
@@ -464,8 +478,8 @@ def test_a_recording_of_nothing_is_refused() -> None:
     script = Script().note(What.STEP).note(What.STEP)
     with pytest.raises(SwapError, match="record whole training steps"):
         built(script.recording)
-    run = LayerRun(4, 0)
-    script.note(What.FORWARD_BEGIN, run=run).note(What.FORWARD_END, run=run)
-    script.note(What.BACKWARD_BEGIN, run=run).note(What.BACKWARD_END, run=run).note(What.STEP)
-    with pytest.raises(SwapError, match=r"layer 4: nothing that it saves was seen\. Hook all layers"):
+    run = PassKey(4, 0)
+    script.note(What.FORWARD_BEGIN, pass_key=run).note(What.FORWARD_END, pass_key=run)
+    script.note(What.BACKWARD_BEGIN, pass_key=run).note(What.BACKWARD_END, pass_key=run).note(What.STEP)
+    with pytest.raises(SwapError, match=r"layer 4: none of its saved tensors was recorded\. Hook all layers"):
         built(script.recording)

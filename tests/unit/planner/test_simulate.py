@@ -34,7 +34,7 @@ def gib(mib: float) -> float:
 
 
 def live_peaks(units: list[Unit], num_chunks: int) -> list[tuple[int, ...]]:
-    """How many micro-batches of each chunk are between forward and backward at once: the worst moments."""
+    """Return the largest numbers of micro-batches of each chunk that are between forward and backward at once."""
     live = [0] * num_chunks
     seen: set[tuple[int, ...]] = set()
     for unit in units:
@@ -51,37 +51,37 @@ def live_peaks(units: list[Unit], num_chunks: int) -> list[tuple[int, ...]]:
 class TestByHand:
     def test_nothing_swapped(self) -> None:
         of = profile([ONE], micro_batches=3, non_layer=NonLayer(1.0, 2.0, 7.0, 0.1, 0.25))
-        told = simulate(of, empty_plan(of))
-        assert told.step_ms == pytest.approx(3 * (1 + 8 + 2 + 16) + 7)
-        assert told.peak_gib == pytest.approx(400 / 1024 + 0.25)
-        assert told.peak_at == "at the loss, micro-batch 0"
-        assert told.host_gib == told.out_stall_ms == told.in_stall_ms == 0
+        predicted = simulate(of, empty_plan(of))
+        assert predicted.step_ms == pytest.approx(3 * (1 + 8 + 2 + 16) + 7)
+        assert predicted.peak_gib == pytest.approx(400 / 1024 + 0.25)
+        assert predicted.peak_at == "at the loss, micro-batch 0"
+        assert predicted.host_gib == predicted.out_stall_ms == predicted.in_stall_ms == 0
 
     def test_a_hidden_layer_costs_memory_only_on_the_host(self) -> None:
         of = profile([ONE], non_layer=NonLayer(0, 0, 0, 0, 200 / 1024))
-        told = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
-        assert told.step_ms == pytest.approx(4 * 6)
-        assert told.peak_gib == gib(300 + 200)
-        assert told.host_gib == gib(100)
+        predicted = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
+        assert predicted.step_ms == pytest.approx(4 * 6)
+        assert predicted.peak_gib == gib(300 + 200)
+        assert predicted.host_gib == gib(100)
 
-    def test_what_the_last_layer_lent_goes_when_its_own_tensor_is_there(self) -> None:
-        """The kernel has made it before anybody knows that it is saved."""
+    def test_the_last_layers_slack_ends_when_its_own_tensor_is_saved(self) -> None:
+        """The kernel allocates the tensor before autograd saves it."""
         of = profile([ONE])
-        told = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
-        assert (told.peak_gib, told.peak_at) == (gib(400), "forward of layer 3, micro-batch 0")
-        assert told.timeline[3][1] == gib(300)
+        predicted = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
+        assert (predicted.peak_gib, predicted.peak_at) == (gib(400), "forward of layer 3, micro-batch 0")
+        assert predicted.timeline[3][1] == gib(300)
 
     def test_a_slow_link_stops_compute_where_the_peak_is(self) -> None:
         of = profile([ONE], gb_s=GB_S / 20)  # 20 ms for 100 MiB
-        told = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
-        # The copy out begins after 1 ms and ends at 21; the last layer saves its own 100 MiB at 7 ms, takes the memory
-        # that it lent, and compute waits from 7 to 21: it ends at 22. Backward of layers 3, 2 and 1 takes 12 ms. The
+        predicted = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
+        # The copy out begins after 1 ms and ends at 21; the last layer saves its own 100 MiB at 7 ms, which ends its
+        # slack, and compute waits from 7 to 21: it ends at 22. Backward of layers 3, 2 and 1 takes 12 ms. The
         # copy in may begin when layer 3 is through and the next layer's backward begins, at 26, and ends at 46; layer 0
-        # asks 1 ms into its backward, at 35.
-        assert told.out_stall_ms == pytest.approx(14)
-        assert told.in_stall_ms == pytest.approx(11)
-        assert told.step_ms == pytest.approx(24 + 25)
-        assert told.timeline[3][1] == gib(300)
+        # needs it 1 ms into its backward, at 35.
+        assert predicted.out_stall_ms == pytest.approx(14)
+        assert predicted.in_stall_ms == pytest.approx(11)
+        assert predicted.step_ms == pytest.approx(24 + 25)
+        assert predicted.timeline[3][1] == gib(300)
 
     def test_speed_does_not_change_the_peak(self) -> None:
         slow, fast = (profile([ONE], gb_s=GB_S * speed) for speed in (0.01, 10))
@@ -89,58 +89,59 @@ class TestByHand:
             what = {layers: {"a/0": "swap"}}
             assert simulate(slow, plan(slow, what)).peak_gib == simulate(fast, plan(fast, what)).peak_gib
 
-    def test_the_tail_before_the_loss_stays(self) -> None:
+    def test_trailing_layers_before_the_loss_are_kept(self) -> None:
         of = profile([ONE])
         everything = simulate(of, plan(of, {(0, 1, 2, 3): {"a/0": "swap"}}))
         assert everything.host_gib == gib(200)  # the last layer, and one of the window
 
-    def test_a_recipe_costs_time_and_comes_back_for_a_while(self) -> None:
+    def test_recomputation_costs_time_and_memory(self) -> None:
         sites = (site("a/0", 100, 1.0, 1.0, 3.0, recompute_ms=0.5), site("b/0", 40, 1.5, 0.0, 2.0))
         of = profile([LayerClass((0, 1), 2.0, 4.0, sites)], micro_batches=2)
-        told = simulate(of, plan(of, {(0, 1): {"a/0": "recompute"}}))
-        assert told.recompute_ms == pytest.approx(2 * 2 * 0.5)
-        assert told.step_ms == pytest.approx(2 * 2 * 6 + 2)
-        assert told.peak_gib == gib(40 + 140)  # layer 1 in forward, before what is recomputed dies
+        predicted = simulate(of, plan(of, {(0, 1): {"a/0": "recompute"}}))
+        assert predicted.recompute_ms == pytest.approx(2 * 2 * 0.5)
+        assert predicted.step_ms == pytest.approx(2 * 2 * 6 + 2)
+        assert predicted.peak_gib == gib(40 + 140)  # layer 1 in forward, before the recomputed storage is freed
 
     def test_a_section_runs_once_for_all_that_it_frees(self) -> None:
         sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 2.0, 3.0), site("b/0", 40, 1.5, 1.0, 2.0))
         entry = LayerClass((0, 1), 2.0, 4.0, sites, (Section("mlp", ("a/0", "b/0"), ("in/0",), 1.5),))
         of = profile([entry], non_layer=NonLayer(0, 0, 0, 0, 1.0))
-        told = simulate(of, plan(of, {(0, 1): {}}, l0=("mlp",)))
-        assert told.recompute_ms == pytest.approx(3.0)
-        assert told.peak_gib == gib(20 + 1024)
+        predicted = simulate(of, plan(of, {(0, 1): {}}, l0=("mlp",)))
+        assert predicted.recompute_ms == pytest.approx(3.0)
+        assert predicted.peak_gib == gib(20 + 1024)
 
-    def test_what_a_section_holds_meanwhile_counts(self) -> None:
+    def test_memory_of_a_running_section_counts(self) -> None:
         sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 1.0, 2.0))
         entry = LayerClass((0,), 2.0, 4.0, sites, (Section("behind", ("a/0",), ("in/0",), 1.5, peak_mib=60),))
-        told = simulate(profile([entry]), plan(profile([entry]), {(0,): {}}, l0=("behind",)))
-        assert (told.peak_gib, told.peak_at) == (gib(10 + 100 + 60), "backward of layer 0, micro-batch 0")
+        predicted = simulate(profile([entry]), plan(profile([entry]), {(0,): {}}, l0=("behind",)))
+        assert (predicted.peak_gib, predicted.peak_at) == (gib(10 + 100 + 60), "backward of layer 0, micro-batch 0")
 
-    def test_sites_of_a_section_run_together_without_being_told(self) -> None:
-        """As the engine makes them again: the cost of one is that of all."""
+    def test_recomputed_sites_imply_their_section(self) -> None:
+        """The engine recomputes them together: recomputing one costs as much as recomputing all."""
         sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 2.0, 3.0), site("b/0", 40, 1.5, 1.0, 2.0))
         section = Section("behind a/0", ("a/0", "b/0"), ("in/0",), 1.5, 60)
         entry = LayerClass((0,), 2.0, 4.0, sites, (section, Section("layer", ("a/0", "b/0"), ("in/0",), 9.0)))
         both = layer_script(entry, {"a/0": Action.RECOMPUTE, "b/0": Action.RECOMPUTE}, ())
         assert both == layer_script(entry, {}, ("behind a/0",))
-        assert [(one.at_ms, one.cost_ms, one.mib, one.peak_mib) for one in both.rebuilds] == [(1.0, 1.5, 140, 60)]
+        assert [(one.at_ms, one.cost_ms, one.mib, one.peak_mib) for one in both.recomputations] == [(1.0, 1.5, 140, 60)]
         alone = layer_script(entry, {"a/0": Action.RECOMPUTE}, ())
-        assert [(one.at_ms, one.cost_ms, one.mib, one.peak_mib) for one in alone.rebuilds] == [(2.0, 1.5, 100, 60)]
-        with pytest.raises(UsageError, match="there is no recipe"):
+        (only,) = alone.recomputations
+        assert (only.at_ms, only.cost_ms, only.mib, only.peak_mib) == (2.0, 1.5, 100, 60)
+        with pytest.raises(UsageError, match="cannot be recomputed alone"):
             layer_script(replace(entry, sections=entry.sections[1:]), {"a/0": Action.RECOMPUTE}, ())
 
-    def test_what_a_recipe_reads_is_waited_for(self) -> None:
+    def test_recomputation_waits_for_its_inputs(self) -> None:
         sites = (
             site("in/0", 100, 0.1, 3.0, 4.0),
             site("out/0", 100, 1.0, 0.0, 1.0, recompute_ms=0.0, recompute_needs=("in/0",)),
         )
         of = profile([LayerClass((0, 1), 2.0, 4.0, sites)], gb_s=GB_S / 20)
         kept = simulate(of, plan(of, {(0,): {"in/0": "swap"}}))
-        made_again = simulate(of, plan(of, {(0,): {"in/0": "swap", "out/0": "recompute"}}))
-        assert made_again.in_stall_ms == pytest.approx(kept.in_stall_ms + 3.0)  # asked for 3 ms earlier
+        recomputed = simulate(of, plan(of, {(0,): {"in/0": "swap", "out/0": "recompute"}}))
+        assert recomputed.in_stall_ms == pytest.approx(kept.in_stall_ms + 3.0)  # needed 3 ms earlier
 
-    def test_a_chain_is_made_in_order_once_each_and_held(self) -> None:
-        """c is made from b, b from a, which is on the host: all of it when c is needed, first of all."""
+    def test_a_chain_is_recomputed_in_order_once_and_held(self) -> None:
+        """c is recomputed from b, and b from a, which is offloaded. All happens when c is needed, which is first."""
         sites = (
             site("a/0", 100, 0.1, 3.0, 4.0),
             site("b/0", 40, 1.0, 2.0, 3.0, recompute_ms=0.5, recompute_needs=("a/0",)),
@@ -148,19 +149,19 @@ class TestByHand:
         )
         entry = LayerClass((0, 1), 2.0, 4.0, sites)
         script = layer_script(entry, {"c/0": Action.RECOMPUTE, "b/0": Action.RECOMPUTE, "a/0": Action.SWAP}, ())
-        assert [(one.at_ms, one.cost_ms, one.mib) for one in script.rebuilds] == [(0.0, 0.5, 40), (0.0, 0.25, 20)]
+        assert [(one.at_ms, one.cost_ms, one.mib) for one in script.recomputations] == [(0.0, 0.5, 40), (0.0, 0.25, 20)]
         assert script.needs == ((0.0, 4.0), (0.0, 3.0), (0.0, 1.0))
         alone = layer_script(entry, {"b/0": Action.RECOMPUTE}, ())
-        assert [one.at_ms for one in alone.rebuilds] == [2.0]
+        assert [one.at_ms for one in alone.recomputations] == [2.0]
         assert alone.needs == ((2.0, 4.0), (2.0, 3.0), (0.0, 1.0))
         of = profile([entry], gb_s=GB_S / 20)
-        told = simulate(of, plan(of, {(0,): {"a/0": "swap", "b/0": "recompute", "c/0": "recompute"}}))
-        assert told.recompute_ms == pytest.approx(0.75)
+        predicted = simulate(of, plan(of, {(0,): {"a/0": "swap", "b/0": "recompute", "c/0": "recompute"}}))
+        assert predicted.recompute_ms == pytest.approx(0.75)
         kept = simulate(of, plan(of, {(0,): {"a/0": "swap"}}))
-        # What is made again takes 0.75 ms behind the wait, not beside it; a is asked for 3 ms earlier.
-        assert told.in_stall_ms == pytest.approx(kept.in_stall_ms + 3.0)
+        # Recomputation takes 0.75 ms after the wait and does not overlap with it. a is needed 3 ms earlier.
+        assert predicted.in_stall_ms == pytest.approx(kept.in_stall_ms + 3.0)
 
-    def test_what_a_chain_reads_is_held_until_the_last_of_it_has_run(self) -> None:
+    def test_inputs_of_a_chain_are_held_until_its_end(self) -> None:
         sites = (
             site("a/0", 100, 0.1, 0.0, 0.5),
             site("b/0", 40, 1.0, 2.0, 3.0, recompute_ms=0.5, recompute_needs=("a/0",)),
@@ -168,7 +169,7 @@ class TestByHand:
         script = layer_script(LayerClass((0,), 2.0, 4.0, sites), {"b/0": Action.RECOMPUTE}, ())
         assert script.needs == ((0.0, 2.0), (2.0, 3.0))
 
-    def test_recipes_that_need_each_other_are_refused(self) -> None:
+    def test_recomputations_that_need_each_other_are_refused(self) -> None:
         sites = (
             site("a/0", 100, 0.1, 1.0, recompute_ms=0.5, recompute_needs=("b/0",)),
             site("b/0", 40, 1.0, 2.0, recompute_ms=0.5, recompute_needs=("a/0",)),
@@ -180,29 +181,29 @@ class TestByHand:
 
     def test_gradients_count(self) -> None:
         of = profile([replace(ONE, layers=(0,), temporaries=((0.0, 30.0), (1.0, 90.0), (2.0, 10.0)))])
-        told = simulate(of, empty_plan(of))
-        assert told.peak_gib == gib(190)
-        assert told.peak_at == "backward of layer 0, micro-batch 0"
+        predicted = simulate(of, empty_plan(of))
+        assert predicted.peak_gib == gib(190)
+        assert predicted.peak_at == "backward of layer 0, micro-batch 0"
 
-    def test_what_others_hold_stays(self) -> None:
+    def test_ineligible_sites_are_kept(self) -> None:
         of = profile([replace(ONE, sites=(site("a/0", 100, 1.0, 1.0, is_ineligible=True),))])
-        told = simulate(of, plan(of, {(0, 1): {"a/0": "swap"}}))
-        assert (told.host_gib, told.peak_gib) == (0, gib(400))
+        predicted = simulate(of, plan(of, {(0, 1): {"a/0": "swap"}}))
+        assert (predicted.host_gib, predicted.peak_gib) == (0, gib(400))
 
-    def test_an_unknown_site_or_recipe_is_named(self) -> None:
+    def test_an_unknown_site_or_recomputation_is_named(self) -> None:
         of = profile([ONE])
         with pytest.raises(UsageError, match="names the site 'c/0' in layer 0; the profile has a/0"):
             simulate(of, plan(of, {(0,): {"c/0": "keep"}}))
-        with pytest.raises(UsageError, match="recomputes a/0 in layer 0, for which there is no recipe"):
+        with pytest.raises(UsageError, match="recomputes a/0 in layer 0, which cannot be recomputed alone"):
             simulate(of, plan(of, {(0,): {"a/0": "recompute"}}))
 
-    def test_layers_that_recompute_lend_only_what_they_have(self) -> None:
+    def test_layers_that_recompute_have_slack_only_for_what_they_keep(self) -> None:
         sites = (site("a/0", 100, 1.0, 1.0, 2.0, recompute_ms=0.1), site("b/0", 10, 1.5, 0.0, 1.0))
         of = profile([LayerClass(tuple(range(8)), 2.0, 4.0, sites)], gb_s=GB_S / 50)
         kept = simulate(of, plan(of, {(0, 1, 2, 3): {"a/0": "swap"}}))
-        made_again = simulate(of, plan(of, {(0, 1, 2, 3): {"a/0": "swap"}, (4, 5, 6, 7): {"a/0": "recompute"}}))
-        at_layer_3 = [one.timeline[3][1] for one in (kept, made_again)]
-        assert at_layer_3 == [gib(4 * 110), gib(4 * 10 + 100)]  # the storage of the layer that runs cannot go yet
+        recomputed = simulate(of, plan(of, {(0, 1, 2, 3): {"a/0": "swap"}, (4, 5, 6, 7): {"a/0": "recompute"}}))
+        at_layer_3 = [one.timeline[3][1] for one in (kept, recomputed)]
+        assert at_layer_3 == [gib(4 * 110), gib(4 * 10 + 100)]  # the running layer's storage cannot be released yet
 
 
 class TestPipelines:
@@ -210,9 +211,9 @@ class TestPipelines:
     def test_micro_batches_in_flight_under_1f1b(self, size: int, rank: int, most: int) -> None:
         assert live_peaks(schedule(8, size, rank), 1) == [(most,)]
         of = profile([ONE], micro_batches=8, pipeline=Pipeline(size, rank))
-        told = simulate(of, empty_plan(of))
-        assert told.peak_gib == gib(400 * most)
-        assert told.step_ms == pytest.approx(24 * 8 + (size - 1) * 24)
+        predicted = simulate(of, empty_plan(of))
+        assert predicted.peak_gib == gib(400 * most)
+        assert predicted.step_ms == pytest.approx(24 * 8 + (size - 1) * 24)
 
     def test_interleaving_holds_more_of_the_first_chunk(self) -> None:
         chunks = ((0, 1), (2, 3))
@@ -233,15 +234,15 @@ class TestPipelines:
                     seen.remove((unit.chunk, unit.micro_batch))
             assert not seen
 
-    def test_swapping_frees_what_waits_in_flight(self) -> None:
+    def test_swapping_frees_micro_batches_in_flight(self) -> None:
         of = profile([ONE], micro_batches=8, pipeline=Pipeline(4, 0))
-        told = simulate(of, plan(of, {(0, 1, 2): {"a/0": "swap"}}))
-        assert told.peak_gib <= (4 * 100 + 300 + 2 * 300) / 1024  # what is kept, the running one, and two windows
-        assert told.host_gib == gib(1200)
+        predicted = simulate(of, plan(of, {(0, 1, 2): {"a/0": "swap"}}))
+        assert predicted.peak_gib <= (4 * 100 + 300 + 2 * 300) / 1024  # what is kept, the running one, and two windows
+        assert predicted.host_gib == gib(1200)
 
 
-class Played:
-    """The engine's manager, played the same step: MiB on the device at each layer boundary. A MiB is a KiB here."""
+class EngineStep:
+    """Runs a step with the engine's manager, with a KiB for each MiB: MiB on the device at each layer boundary."""
 
     def __init__(self, of: Profile, what: Plan) -> None:
         self._of, self._what = of, what
@@ -292,15 +293,15 @@ class Played:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_simulator_holds_what_the_manager_holds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulator_holds_as_much_as_the_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every layer boundary of forward and backward, for layers that swap all, nothing, or a part."""
     monkeypatch.setattr(offload_module, "COMMIT_BYTES", 16 * KIB)
     source = random.Random(seed)
     num_layers, num_sites = source.randint(2, 10), source.randint(1, 4)
     entry = random_class(source, tuple(range(num_layers)), num_sites)
-    # Backward asks for what was saved last first, and is through with it at once: as the manager is played here.
+    # Backward uses storages in reverse order and frees each at once, as ``EngineStep`` does.
     sites = tuple(
-        site(one.site, one.mib, one.saved_at_ms, num_sites - i, num_sites - i + 0.5)  # nothing is held by others
+        site(one.site, one.mib, one.saved_at_ms, num_sites - i, num_sites - i + 0.5)  # without other references
         for i, one in enumerate(entry.sites)
     )
     of = profile([replace(entry, sites=sites, sections=(), backward_ms=num_sites + 1.0)])
@@ -313,18 +314,18 @@ def test_the_simulator_holds_what_the_manager_holds(seed: int, monkeypatch: pyte
                   else source.random() < 0.5 for i in range(num_sites)]  # fmt: skip
         classes[layer,] = {f"m{i}/0": "swap" if yes else "keep" for i, yes in enumerate(chosen)}
     what = plan(of, classes)
-    played = Played(of, what)
+    engine = EngineStep(of, what)
     try:
-        for _ in range(3):  # it learns the largest group and the order, then what stays besides, then what that lends
-            played.step()
-        levels = played.step()
+        for _ in range(3):  # it learns group sizes and the order, then which layers are kept, then their slack
+            engine.step()
+        levels = engine.step()
     finally:
-        played.close()
-    told = [gib_ * 1024 for _, gib_, _ in simulate(of, what).timeline[: 2 * num_layers]]
-    assert told == pytest.approx(levels), what
+        engine.close()
+    predicted = [gib_ * 1024 for _, gib_, _ in simulate(of, what).timeline[: 2 * num_layers]]
+    assert predicted == pytest.approx(levels), what
 
 
-def test_the_link_beside_itself_is_used_where_both_directions_are_busy() -> None:
+def test_the_links_speed_for_both_directions_is_used_in_a_pipeline() -> None:
     link = Link(50.0, 40.0, 30.0, 20.0)
     alone = replace(profile([ONE]), link=link)
     piped = replace(alone, pipeline=Pipeline(2, 0))

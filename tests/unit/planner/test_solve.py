@@ -22,16 +22,16 @@ from megatron.swap.planner.states import GAPS_GIB
 from tests.unit.planner.cases import all_choices, linear_cost, model, profile, random_profile, site, to_plan
 
 NEAR_MS = 0.02
-"""What ties are broken with may cost so much."""
+"""Upper bound of the cost of tie-breaks."""
 
 
 def random_budget(of: Profile, seed: int) -> float:
-    full = of.non_layer.peak_gib + sum(len(entry.layers) * entry.num_mib for entry in of.layers) / 1024
+    full = of.non_layer.peak_gib + sum(len(entry.layers) * entry.saved_mib for entry in of.layers) / 1024
     return full * random.Random(seed).uniform(0.2, 1.1)
 
 
-def test_all_that_costs_time_counts_in_some_of_the_small_cases() -> None:
-    """Else brute force would say nothing about it."""
+def test_copies_cost_time_in_some_of_the_small_cases() -> None:
+    """Otherwise brute force would not test it."""
     answers = []
     for of, budget in ((random_profile(seed), random_budget(random_profile(seed), seed)) for seed in range(200)):
         answers.append(Program(of).solve(budget, of.host_gib, bound_windows(of)))
@@ -60,13 +60,12 @@ def test_the_program_finds_what_brute_force_finds(block: int) -> None:
 
 @pytest.mark.parametrize("seed", range(500, 530))
 def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
-    """Every plan, played by the simulator: none within the budget beats what is said to be the bound, and the one that
-    is found is near the best."""
+    """Simulate every plan. None within the budget is faster than the bound, and the found plan is near the best."""
     of = random_profile(seed, most_sites=2)
     budget = random_budget(of, seed)
     host = float("inf") if of.host_gib is None else of.host_gib
-    played = [simulate(of, to_plan(of, choices)) for choices in all_choices(of)]
-    fitting = [one.step_ms for one in played if one.peak_gib <= budget and one.host_gib <= host]
+    simulated = [simulate(of, to_plan(of, choices)) for choices in all_choices(of)]
+    fitting = [one.step_ms for one in simulated if one.peak_gib <= budget and one.host_gib <= host]
     if not fitting:
         with pytest.raises(Infeasible) as refusal:
             solve(of, budget)
@@ -74,14 +73,14 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
         return
     solution = solve(of, budget)
     assert solution.lower_bound_ms <= min(fitting) + 1e-6
-    # It may be faster than all of them: it also chooses how much comes ahead.
+    # It may be faster than all of them, because it also chooses the prefetch window.
     assert solution.lower_bound_ms - 1e-6 <= solution.prediction.step_ms <= 1.06 * min(fitting)
     assert solution.prediction.peak_gib <= budget
     assert solution.prediction.host_gib <= host + 1e-6
 
 
-def test_a_window_that_is_narrowed_to_nothing_costs_nothing_where_nothing_is_swapped() -> None:
-    """Of a later block there is less of it than of the first, but not less than none."""
+def test_an_empty_window_costs_nothing_if_nothing_is_swapped() -> None:
+    """A later block has a smaller window than the first, but not a negative one."""
     early = LayerClass((0,), 4.0, 8.0, (site("a/0", 10, 0.0, 7.0),))
     late = LayerClass((1, 2, 3), 4.0, 8.0, (site("a/0", 20, 0.0, 7.0),))
     of = profile([early, late])
@@ -90,9 +89,11 @@ def test_a_window_that_is_narrowed_to_nothing_costs_nothing_where_nothing_is_swa
     assert (answer.out_exposed_ms, answer.step_ms) == (pytest.approx(0), pytest.approx(48))
 
 
-def test_what_is_in_doubt_of_the_allocator_is_not_planned_for() -> None:
-    """Holes as large as the largest tensor are expected, one and a quarter more left free: a third of it where nothing
-    else fits. The smallest budget that is told has that on top."""
+def test_a_reserve_for_fragmentation_is_left_free() -> None:
+    """Fragmentation of one largest tensor is expected. 1.25 more are left free; a third of that if nothing else fits.
+
+    The smallest budget includes that third.
+    """
     of = replace(random_profile(7, most_layers=5), allocator_gib=1e-3)
     largest_gib = max(one.mib for entry in of.layers for one in entry.sites) / 1024
     least_gib = 1.25 * largest_gib / 3
@@ -110,24 +111,24 @@ def test_what_is_in_doubt_of_the_allocator_is_not_planned_for() -> None:
     assert smallest <= refusal.value.smallest_gib <= 1.0001 * smallest
 
 
-@pytest.mark.parametrize(("allocator_gib", "expected_gib", "doubt_gib"), [(0.0, 0, 0), (0.5, 1, 1.25), (2.0, 2, 1.0)])
-def test_what_is_expected_of_the_allocator(allocator_gib: float, expected_gib: float, doubt_gib: float) -> None:
+@pytest.mark.parametrize(("allocator_gib", "expected_gib", "reserve_gib"), [(0.0, 0, 0), (0.5, 1, 1.25), (2.0, 2, 1.0)])
+def test_expected_fragmentation(allocator_gib: float, expected_gib: float, reserve_gib: float) -> None:
     entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 1024, 0.0, 7.0), site("b/0", 10, 0.0, 7.0)))
     of = replace(profile([entry]), allocator_gib=allocator_gib)
-    assert (of.fragments_gib, of.doubt_gib) == (expected_gib, doubt_gib)
+    assert (of.fragments_gib, of.reserve_gib) == (expected_gib, reserve_gib)
     for fraction in (0.0, 0.5):
-        rests = replace(of, offloaded_state=OffloadedState(40.0, fraction, 0.0))
+        offloaded = replace(of, offloaded_state=OffloadedState(40.0, fraction, 0.0))
         gaps_gib = GAPS_GIB if fraction and allocator_gib else 0.0
-        assert (rests.fragments_gib, rests.doubt_gib) == (expected_gib + gaps_gib, doubt_gib)
-    # As much where no tensor is as large, but backward takes five times that besides.
+        assert (offloaded.fragments_gib, offloaded.reserve_gib) == (expected_gib + gaps_gib, reserve_gib)
+    # The same without such a tensor, if backward's temporaries are five times as large.
     entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 10, 0.0, 7.0),), (), ((0.0, 100.0), (2.0, 5120.0)))
     of = replace(profile([entry]), allocator_gib=allocator_gib)
-    assert (of.fragments_gib, of.doubt_gib) == (expected_gib, doubt_gib)
+    assert (of.fragments_gib, of.reserve_gib) == (expected_gib, reserve_gib)
 
 
 @given(seed=st.integers(1000, 3000), more=st.floats(0, 1))
 @settings(max_examples=25, deadline=None)
-def test_what_is_promised_is_what_the_plan_does(seed: int, more: float) -> None:
+def test_predictions_are_those_of_the_plans(seed: int, more: float) -> None:
     of = random_profile(seed, most_layers=5, most_sites=4)
     smallest = smallest_budget(of)
     solution = solve(of, smallest + more * max(0.0, simulate(of, empty_plan(of)).peak_gib - smallest) + 1e-6)
@@ -162,7 +163,7 @@ def test_more_memory_is_never_slower(seed: int) -> None:
 
 
 def six_layers(host_gib: float | None = None) -> Profile:
-    """Each saves 100 MiB in a forward of 2 ms, as copying takes; recomputing it takes 1 ms. The loss takes as much."""
+    """Six layers save 100 MiB each in 2 ms of forward. Copying takes 1 ms, recomputing 1 ms. The loss takes 100 MiB."""
     entry = LayerClass(tuple(range(6)), 2.0, 4.0, (site("a/0", 50, 0.5, 2, 3, recompute_ms=0.5),
                                                    site("b/0", 50, 1.5, 0, 1, recompute_ms=0.5)))  # fmt: skip
     return profile([entry], host_gib=host_gib, non_layer=NonLayer(0, 0, 0, 0, 100 / 1024))
@@ -185,7 +186,7 @@ def test_the_earliest_layers_swap() -> None:
     assert solution.prediction.step_ms == simulate(six_layers(), empty_plan(six_layers())).step_ms
 
 
-def test_no_feasible_plan_says_what_would_be() -> None:
+def test_infeasible_names_a_feasible_budget() -> None:
     sites = site("a/0", 100, 1, 2, 3), site("b/0", 100, 1.5, 0, 1, is_ineligible=True)
     entry = LayerClass(tuple(range(4)), 2.0, 4.0, sites)
     of = profile([entry], host_gib=0.1)
@@ -201,7 +202,7 @@ def test_no_feasible_plan_says_what_would_be() -> None:
 
 @pytest.mark.parametrize("seed", range(600, 620))
 def test_the_smallest_budget_as_it_is_written_is_enough(seed: int) -> None:
-    """Rounded, but never down; and found again where nothing is to spare."""
+    """It is rounded up, and a plan is found for it again."""
     of = random_profile(seed)
     with pytest.raises(Infeasible) as refusal:
         solve(of, 0.5 * smallest_budget(of))
@@ -218,13 +219,13 @@ def test_a_section_is_written_into_the_plan() -> None:
     plan = solve(of, smallest_budget(of)).plan
     for layer in range(of.model.num_layers):
         freed = {name for part in of.layers[0].sections if part.name in plan.sections(layer) for name in part.frees}
-        stays = {one.site for one in of.layers[0].sites if one.is_ineligible}
+        ineligible = {one.site for one in of.layers[0].sites if one.is_ineligible}
         actions = plan.sites(layer)
-        assert all(actions[name] is Action.RECOMPUTE for name in freed - stays)
+        assert all(actions[name] is Action.RECOMPUTE for name in freed - ineligible)
 
 
-def test_a_section_of_sites_without_recipes_is_planned_by_its_sites() -> None:
-    """So training can carry it out: it knows no section but the whole layer."""
+def test_a_section_of_sites_that_recompute_together_is_planned_by_its_sites() -> None:
+    """Training knows no section except the whole layer."""
     sites = (site("in/0", 10, 0.1, 3, 4), site("a/0", 100, 1, 2, 3), site("b/0", 40, 1.5, 1, 2))
     behind = Section("behind a/0", ("a/0", "b/0"), ("in/0",), 0.5)
     for section, named in ((behind, ()), (replace(behind, name=LAYER_SECTION), (LAYER_SECTION,))):
@@ -248,7 +249,7 @@ def test_a_pipeline_rank_is_planned_within_its_budget(rank: int, chunks: int) ->
 
 
 def test_96_layers_are_counted_not_listed() -> None:
-    """As many unknowns as for 16 layers: that is why the search takes a second or two."""
+    """There are as many unknowns as for 16 layers, so the search takes a second or two."""
     sizes = {"hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32, "num_query_groups": 32,
              "seq_length": 4096, "micro_batch_size": 4}  # fmt: skip
     few, many = (shape_profile(model(num, **sizes), find_gpu("h200"), 8) for num in (16, 96))
@@ -256,4 +257,4 @@ def test_96_layers_are_counted_not_listed() -> None:
     budget = many.static_gib + 0.3 * (simulate(many, empty_plan(many)).peak_gib - many.static_gib)
     solution = solve(many, budget)
     assert solution.prediction.peak_gib <= budget
-    assert solution.prediction.step_ms < 1.007 * solution.lower_bound_ms  # which knows nothing of the last layer's time
+    assert solution.prediction.step_ms < 1.007 * solution.lower_bound_ms  # the bound ignores the last layer's time

@@ -1,4 +1,4 @@
-"""How much of the optimizer's state rests: no more than the budget asks for, and what takes the least time."""
+"""The fraction of offloaded optimizer state: no more than the budget requires, with the shortest step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def profile() -> Profile:
 
 
 @pytest.mark.parametrize("budget_gib", [30, 34, 38, 42, 46, 50, 60])
-def test_as_good_as_the_best_of_all_parts(profile: Profile, budget_gib: float) -> None:
+def test_as_good_as_the_best_of_all_fractions(profile: Profile, budget_gib: float) -> None:
     best_ms = float("inf")
     for step in range(STEPS + 1):
         part = with_fraction(profile, step / STEPS)
@@ -55,14 +55,14 @@ def test_as_good_as_the_best_of_all_parts(profile: Profile, budget_gib: float) -
     assert answer.plan.profile_sha256 == sha256(profile)
 
 
-def test_the_more_memory_the_less_rests(profile: Profile) -> None:
+def test_the_more_memory_the_less_is_offloaded(profile: Profile) -> None:
     parts = [solve_fractions(profile, budget_gib).plan.offload_fraction for budget_gib in (25, 33, 41, 49, 80)]
     assert parts == sorted(parts, reverse=True)  # type: ignore[type-var]
     assert 0.5 < parts[0] <= 1.0  # type: ignore[operator]
     assert parts[-1] == 0.0
 
 
-def test_what_stays_is_counted(profile: Profile) -> None:
+def test_state_on_the_device_counts_as_static(profile: Profile) -> None:
     all_gib = of_flags("--swap-optimizer", "0").static_gib
     assert with_fraction(profile, 0.0).static_gib == pytest.approx(all_gib)
     half = of_flags("--swap-optimizer", "0.5")
@@ -70,26 +70,26 @@ def test_what_stays_is_counted(profile: Profile) -> None:
 
 
 def test_kernels_take_their_time_however_little_is_copied(profile: Profile) -> None:
-    """A step is measured with all at rest, where copies hide them. What stays has none to hide behind."""
+    """A step is measured with all state offloaded, so that copies hide kernels. Kernels of state on the device show."""
     assert profile.offloaded_state is not None
     measured_ms, update_ms = profile.non_layer.optimizer_ms, 100.0
-    told = replace(profile, offloaded_state=replace(profile.offloaded_state, update_ms=update_ms))
+    with_kernels = replace(profile, offloaded_state=replace(profile.offloaded_state, update_ms=update_ms))
     for fraction in (0.0, 0.01, 0.02):
-        without, with_them = (with_fraction(of, fraction).non_layer.optimizer_ms for of in (profile, told))
-        home_ms = without - with_fraction(profile, 0.0).non_layer.optimizer_ms
-        own_ms = (1 - fraction) * update_ms + max(fraction * update_ms, home_ms)
-        assert with_them == pytest.approx(without - home_ms + own_ms)
-        prediction = solve(with_fraction(told, fraction), 80).prediction
-        assert home_ms - hidden_ms(told, fraction, prediction) >= min(home_ms, fraction * update_ms) - 1e-6
+        without, with_them = (with_fraction(of, fraction).non_layer.optimizer_ms for of in (profile, with_kernels))
+        copy_ms = without - with_fraction(profile, 0.0).non_layer.optimizer_ms
+        own_ms = (1 - fraction) * update_ms + max(fraction * update_ms, copy_ms)
+        assert with_them == pytest.approx(without - copy_ms + own_ms)
+        prediction = solve(with_fraction(with_kernels, fraction), 80).prediction
+        assert copy_ms - hidden_ms(with_kernels, fraction, prediction) >= min(copy_ms, fraction * update_ms) - 1e-6
     expected_ms = with_fraction(profile, 1.0).non_layer.optimizer_ms
-    assert with_fraction(told, 1.0).non_layer.optimizer_ms == pytest.approx(expected_ms)
-    # Where kernels take longer than the link they are what was measured.
+    assert with_fraction(with_kernels, 1.0).non_layer.optimizer_ms == pytest.approx(expected_ms)
+    # If kernels take longer than copies, the measured time is theirs.
     slow = replace(profile, offloaded_state=replace(profile.offloaded_state, update_ms=2 * measured_ms))
     assert with_fraction(slow, 0.0).non_layer.optimizer_ms == 2 * measured_ms
 
 
 def with_disk(profile: Profile, disk_gib: float, disk_ms: float) -> Profile:
-    """As if so much of the state that rests had been on disk: longer by what that takes beyond the link."""
+    """Return ``profile`` as if ``disk_gib`` of the state were on disk: the step takes what the disk takes longer."""
     assert profile.offloaded_state is not None
     none_ms, all_ms = (with_fraction(profile, fraction).non_layer.optimizer_ms for fraction in (0.0, 1.0))
     non_layer = replace(profile.non_layer, optimizer_ms=none_ms + max(disk_ms, all_ms - none_ms))
@@ -97,7 +97,7 @@ def with_disk(profile: Profile, disk_gib: float, disk_ms: float) -> Profile:
     return replace(profile, non_layer=non_layer, offloaded_state=state)
 
 
-def test_the_less_rests_the_less_is_on_disk(profile: Profile) -> None:
+def test_the_less_is_offloaded_the_less_is_on_disk(profile: Profile) -> None:
     assert profile.offloaded_state is not None
     state_gib = profile.offloaded_state.state_gib
     on_disk = with_disk(profile, state_gib / 4, 8000.0)
@@ -110,12 +110,12 @@ def test_the_less_rests_the_less_is_on_disk(profile: Profile) -> None:
         without = with_fraction(profile, fraction)
         assert other.static_gib == without.static_gib
         longer_ms = other.non_layer.optimizer_ms - without.non_layer.optimizer_ms
-        home_ms = without.non_layer.optimizer_ms - with_fraction(profile, 0.0).non_layer.optimizer_ms
-        assert longer_ms == pytest.approx(max(0.0, other.offloaded_state.disk_ms - home_ms))
+        copy_ms = without.non_layer.optimizer_ms - with_fraction(profile, 0.0).non_layer.optimizer_ms
+        assert longer_ms == pytest.approx(max(0.0, other.offloaded_state.disk_ms - copy_ms))
 
 
 @pytest.mark.parametrize("budget_gib", [26, 30, 38])
-def test_what_would_be_on_a_slow_disk_stays_if_other_means_cost_less(profile: Profile, budget_gib: float) -> None:
+def test_state_leaves_a_slow_disk_if_other_means_cost_less(profile: Profile, budget_gib: float) -> None:
     assert profile.offloaded_state is not None
     on_disk = with_disk(profile, profile.offloaded_state.state_gib / 2, 60000.0)
     best_ms = float("inf")
@@ -141,7 +141,7 @@ def test_nothing_to_decide_without_auto(profile: Profile) -> None:
     assert solve(fixed, 40).plan.offload_fraction is None
 
 
-def test_no_part_is_enough(profile: Profile) -> None:
+def test_no_fraction_is_enough(profile: Profile) -> None:
     with pytest.raises(Infeasible, match="the smallest budget that was found feasible"):
         solve_fractions(profile, 15)
 
@@ -155,10 +155,10 @@ def test_files(profile: Profile, tmp_path) -> None:  # type: ignore[no-untyped-d
         load_profile(tmp_path / "profile.json")
     (tmp_path / "profile.json").write_text(re.sub(r',\s*"disk_gib": 0.0,\s*"disk_ms": 0.0', "", text))
     assert "disk_ms" not in (tmp_path / "profile.json").read_text()
-    assert load_profile(tmp_path / "profile.json") == profile  # as written before there was a disk
+    assert load_profile(tmp_path / "profile.json") == profile  # as written before disks were supported
 
 
-def test_of_the_stages_of_a_pipeline_the_one_that_needs_most(profile: Profile) -> None:
+def test_pipeline_stages_offload_the_largest_fraction(profile: Profile) -> None:
     plan = solve_fractions(profile, 40).plan
     plans = [replace(plan, classes=plan.classes[i::2], offload_fraction=part) for i, part in enumerate((0.25, 0.5))]
     assert merged(plans).offload_fraction == 0.5

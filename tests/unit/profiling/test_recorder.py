@@ -62,7 +62,7 @@ def storages(recording: Recording) -> list[SavedStorage]:
 
 
 def described(storage: SavedStorage) -> tuple[object, ...]:
-    return storage.run.label, storage.site, storage.num_bytes, storage.is_input, storage.has_external_refs
+    return storage.pass_key.label, storage.site, storage.num_bytes, storage.is_input, storage.has_external_refs
 
 
 def lives_of(recording: Recording) -> dict[SavedStorage, list[What]]:
@@ -80,7 +80,7 @@ def lives_of(recording: Recording) -> dict[SavedStorage, list[What]]:
     # The input of the first layer of a chunk is the schedule's.
     assert all(storage.has_external_refs and storage.is_input for storage in held)
     for storage, life in lives.items():
-        if storage.is_on_the_way:
+        if storage.is_intermediate:
             assert life == [What.ARRIVED, What.FREED]
             continue
         assert life[0] is What.SAVED
@@ -128,7 +128,7 @@ class TestUnderAnyPolicy:
         moments = {}
         for name, policy in POLICIES.items():
             passes = Timeline(record(stack(5), steps, 1, chunks, **policy)).passes
-            moments[name] = [(one.run.label, list(one.moments)) for one in passes]
+            moments[name] = [(one.pass_key.label, list(one.moments)) for one in passes]
         for name, found in moments.items():
             assert found == moments["keep"], name
 
@@ -167,7 +167,7 @@ class Small(nn.Module):
 def names(events: tuple[Event, ...]) -> list[str]:
     told = []
     for event in events:
-        subject = event.storage.site if event.storage else event.run.label if event.run else ""
+        subject = event.storage.site if event.storage else event.pass_key.label if event.pass_key else ""
         told.append(f"{event.what.name} {subject}".strip())
     return told
 
@@ -229,7 +229,8 @@ def test_what_others_hold_is_told(policy: str) -> None:
     kept: list[torch.Tensor] = []
     layers = nn.ModuleList([Keeping(kept.append), *(Keeping(lambda tensor: None) for _ in range(3))])
     found = storages(record(layers, one_after_the_other(1), num_steps=1, **POLICIES[policy]))
-    assert [(storage.run.layer, storage.site) for storage in found if storage.has_external_refs] == [(0, "layer/0")]
+    held = [(storage.pass_key.layer, storage.site) for storage in found if storage.has_external_refs]
+    assert held == [(0, "layer/0")]
     assert len(found) == 4
 
 
@@ -243,11 +244,11 @@ class TestRecipes:
     @pytest.mark.parametrize("policy", POLICIES)
     def test_they_are_known_where_storages_are_recomputed(self, policy: str) -> None:
         found = storages(record(stack(3), one_after_the_other(1), **POLICIES[policy]))
-        made = {storage.site: [one.site for one in storage.made_from] for storage in found if storage.producer}
+        made = {storage.site: [one.site for one in storage.recompute_inputs] for storage in found if storage.producer}
         assert made == {
             site: sources for kind in POLICIES[policy].get("recompute", ()) for site, sources in RECIPES[kind].items()
         }
-        assert not any(storage.through for storage in found)
+        assert not any(storage.intermediates for storage in found)
 
     def test_trials_are_in_the_first_step_alone_one_a_site(self) -> None:
         layers = stack(3)
@@ -273,7 +274,7 @@ class TestRecipes:
         layers[0].mlp.activation = drifting
         found = storages(record(layers, one_after_the_other(2), swapped=[], recompute=(ACTIVATION,)))
         activations = [storage for storage in found if storage.site == "mlp.linear_fc2/0"]
-        assert {(storage.run.layer, storage.producer) for storage in activations} == {(0, None), (1, ACTIVATION)}
+        assert {(storage.pass_key.layer, storage.producer) for storage in activations} == {(0, None), (1, ACTIVATION)}
 
     def test_what_is_made_from_what_comes_back_counts_it_from_then_on(self) -> None:
         """The norm's input comes back when the norm runs again, long before its own backward asks for it."""
@@ -305,11 +306,11 @@ class TestRecipes:
             train_step(layers, one_after_the_other(2))
             engine.recorder.step_ended(2)
             lives = lives_of(engine.recorder.stop())
-        assert sum(storage.is_on_the_way for storage in lives) == 3 * 2
-        assert {storage.num_bytes for storage in lives if storage.is_on_the_way} == {3 * F4}
+        assert sum(storage.is_intermediate for storage in lives) == 3 * 2
+        assert {storage.num_bytes for storage in lives if storage.is_intermediate} == {3 * F4}
         for storage in lives:
-            parts = storage.site.startswith("attention/") and not storage.is_on_the_way
-            assert storage.through == (("attention/0+1",) if parts else ())
+            parts = storage.site.startswith("attention/") and not storage.is_intermediate
+            assert storage.intermediates == (("attention/0+1",) if parts else ())
 
 
 class TestWholeLayers:
@@ -319,8 +320,8 @@ class TestWholeLayers:
         plain = train_step(copy.deepcopy(layers), one_after_the_other(2))
         recording = record(layers, one_after_the_other(2), 1, whole=[1, 3], **POLICIES[policy])
         assert train_step(layers, one_after_the_other(2)).same_as(plain)
-        found = [storage for storage in lives_of(recording) if storage.run.layer in (1, 3)]
-        assert [(one.run.label, one.site, one.num_bytes) for one in found] == [
+        found = [storage for storage in lives_of(recording) if storage.pass_key.layer in (1, 3)]
+        assert [(one.pass_key.label, one.site, one.num_bytes) for one in found] == [
             (f"layers.{layer} mb{mb}", "checkpoint/0", F4) for mb in (0, 1) for layer in (1, 3)
         ]
         again = [one.of for one in recording.events if one.what is What.WORK_BEGIN and one.work == "recompute"]
