@@ -16,12 +16,13 @@ import logging
 import mmap
 import os
 import platform
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -241,11 +242,61 @@ class PrepareTimes:
     register_s: float
 
 
+class _Mapping(mmap.mmap):
+    """A private anonymous mapping that is not unmapped while it is registered with CUDA.
+
+    CUDA would refuse the next mapping at the same address (error 712). When the last reference to a registered mapping
+    is dropped, the mapping waits in ``dropped`` instead, until ``_release_dropped`` unregisters it.
+
+    Attributes:
+        address: of its first byte.
+        device: number of the CUDA device that it is registered for; None: it is not registered.
+        dropped: mappings that nobody refers to any more, still registered.
+    """
+
+    address = 0
+    device: int | None = None
+    dropped: ClassVar[list[_Mapping]] = []
+
+    def __del__(self) -> None:
+        # A copy may still run, and a finalizer may run on any thread at any moment, also when the interpreter ends. So
+        # it neither waits nor calls CUDA.
+        if self.device is not None:
+            self.dropped.append(self)
+
+    def unregister(self) -> None:
+        """End the registration, if there is one. No copy of this memory may be under way."""
+        if self.device is None:
+            return
+        device, self.device = self.device, None
+        with torch.cuda.device(device):
+            status = torch.cuda.cudart().cudaHostUnregister(self.address)
+        if int(status) != 0:
+            logger.warning("cudaHostUnregister failed with CUDA error %d", int(status))
+
+
+_release_lock = threading.Lock()
+
+
+def _release_dropped(device: int) -> None:
+    """Unregister and unmap the mappings that were dropped while they were registered for CUDA device ``device``.
+
+    No tensor on them is left, so no further copy can begin; waiting for the device ends the copies under way.
+    """
+    with _release_lock:
+        found = [mapping for mapping in list(_Mapping.dropped) if mapping.device == device]
+        if found:
+            torch.cuda.synchronize(device)
+        for mapping in found:
+            mapping.unregister()
+            _Mapping.dropped.remove(mapping)
+
+
 class HostRegion:
     """One private anonymous mapping, registered with CUDA as a whole: any range of it can be one copy.
 
-    Only ``tensor`` and its views refer to the mapping: it is unmapped when the last of them dies, never under a live
-    view.
+    The mapping lives as long as the region, ``tensor`` or a view of it, and is then unmapped. If it is still registered
+    at that moment, it is unmapped only when memory is registered for the same device the next time.
 
     Attributes:
         tensor: all bytes, uint8.
@@ -258,12 +309,11 @@ class HostRegion:
     """
 
     def __init__(self, nbytes: int, *, huge_pages: bool, numa_node: int | None) -> None:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
-            self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+            self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.nbytes = nbytes
-        self.address = self.tensor.data_ptr()
-        self._device: int | None = None
+        self.address = self._mapping.address = self.tensor.data_ptr()
         libc = _libc()
         # fork() copies pinned pages at once (a page that a device writes to cannot be shared copy-on-write):
         # every data loader worker would duplicate the pool. A child sees zeros instead and needs no more.
@@ -303,17 +353,11 @@ class HostRegion:
                 f"cudaHostRegister refused {format_bytes(self.nbytes)} of host memory "
                 f"(CUDA error {int(status)}). Lower --swap-host-gib or swap fewer layers (--swap-layers)."
             )
-        self._device = device
+        self._mapping.device = device
 
     def unregister(self) -> None:
         """Undo ``register``, if it was called. No copy may be under way on the region."""
-        if self._device is None:
-            return
-        device, self._device = self._device, None
-        with torch.cuda.device(device):
-            status = torch.cuda.cudart().cudaHostUnregister(self.address)
-        if int(status) != 0:
-            logger.warning("cudaHostUnregister failed with CUDA error %d", int(status))
+        self._mapping.unregister()
 
 
 def prepare_regions(
@@ -332,6 +376,8 @@ def prepare_regions(
         HostMemoryError: the system or CUDA refuses; what was made ready before the failure is undone.
     """
     start = time.perf_counter()
+    if device is not None:
+        _release_dropped(device)
     touch_threads = strategy.touch_threads or min(16, len(os.sched_getaffinity(0)))
     touchers = ThreadPoolExecutor(touch_threads, "swap-touch")
     registrars = ThreadPoolExecutor(strategy.register_threads, "swap-register")
