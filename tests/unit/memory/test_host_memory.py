@@ -321,7 +321,7 @@ class TestRegions:
         assert os.waitpid(child, 0)[1] != 256
         assert region.tensor[0].item() == 5
 
-    def test_written_outside_of_the_inference_mode_it_was_born_in(self):
+    def test_written_outside_of_the_inference_mode_it_was_made_in(self):
         with torch.inference_mode():
             region = HostRegion(MIB, huge_pages=False, numa_node=None)
         region.tensor.fill_(1)
