@@ -48,7 +48,7 @@ class DiskError(SwapError):
 
 @dataclass(eq=False, frozen=True)
 class DiskRoom:
-    """``num_bytes`` of a file from ``offset`` on. ``offset`` is a multiple of ``BLOCK_BYTES``, and the last block is reserved whole."""
+    """``num_bytes`` of a file from ``offset`` on, which is a multiple of ``BLOCK_BYTES``. Its last block is its own."""
 
     file: DiskFile
     offset: int

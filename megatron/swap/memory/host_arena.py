@@ -94,7 +94,7 @@ class HostArena:
         return left_bytes >= 0
 
     def _shared_bytes(self, left_bytes: int, num_bytes: int) -> int:
-        """Return the size of the next shared mapping: near the limit the piece's own, since large pieces need the rest."""
+        """Return the size of the next shared mapping; near the limit just ``num_bytes``, to leave room for others."""
         return self._region_bytes if left_bytes >= 2 * self._region_bytes else num_bytes
 
     def _cut(self, num_bytes: int) -> torch.Tensor:

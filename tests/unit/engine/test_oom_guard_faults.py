@@ -145,7 +145,7 @@ def test_the_copy_out_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     raised.raise_()
     monkeypatch.setattr(EmulatedDevice, "native_event", lambda *_: raised.address)
     # What a copy engine would find in memory that is gone is anything: here it finds nothing.
-    monkeypatch.setattr(emulated._Place, "exists", lambda _: False)
+    monkeypatch.setattr(emulated._TensorBytes, "exists", lambda _: False)
     assert wrongs(None, held_copy_s=60, **NOTHING_RELEASED) == ["did not wait", "different"]
 
 
