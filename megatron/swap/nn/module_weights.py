@@ -177,7 +177,7 @@ class WeightSwap:
             )
 
     def _offload_all(self) -> None:
-        """Offload layer by layer, so that at most one exists twice. Then move the other weights and allocate buffers."""
+        """Offload layer by layer, so that at most one exists twice; then move other weights, allocate buffers."""
         device = self._device.torch_device
         index = device.index if device.type == "cuda" else None
         node = gpu_numa_node(index) if index is not None else None

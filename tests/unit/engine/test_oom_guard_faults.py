@@ -106,7 +106,7 @@ def wrongs(
     return found
 
 
-REFUSED = "RuntimeError: the out-of-memory guard took the memory of this saved tensor, and it was not brought back"
+REFUSED = "RuntimeError: the out-of-memory guard evicted this saved tensor, and it was not reloaded"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers, by the fault
