@@ -134,7 +134,7 @@ def test_what_others_hold_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(layers, (), guarded=True, device=EmulatedDevice()) as engine:
         loss = loss_of(forward(layers, batch()))
         evict_everything(engine)
-        with pytest.raises(RuntimeError, match="the out-of-memory guard took the memory"):
+        with pytest.raises(RuntimeError, match="the out-of-memory guard evicted this saved tensor"):
             layers[0].held.sum()
         del loss
 
