@@ -1,4 +1,4 @@
-"""Pretrain a GPT with Megatron-LM's own trainer and swapped activations: parse -> session -> pretrain."""
+"""Pretrain a GPT with Megatron-LM's own trainer and swapped activations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> list[Any]:
-    """What this rank needs of the next micro-batch, in the order of ``BATCH_KEYS``."""
+    """Return this rank's tensors of the next micro-batch, in the order of ``BATCH_KEYS``; ``None`` where not needed."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
     from megatron.training import get_args
@@ -62,7 +62,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> li
 def loss_function(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the losses, number of tokens, and both to report: Megatron averages over the global batch."""
+    """Return the sum of the losses, the number of tokens, and a report of both: Megatron averages over the batch."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     num_tokens = mask.sum().to(torch.int)
@@ -73,7 +73,7 @@ def loss_function(
 def forward_step(
     data_iterator: Iterator[Batch] | None, model: Any
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """One micro-batch through this rank's part of the model."""
+    """Run one micro-batch through this rank's part of the model; return the output and its loss function."""
     from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import get_timers
 
@@ -87,7 +87,7 @@ def forward_step(
 
 
 def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Training, validation and test data: indexed (``--data-path``) or generated (``--mock-data``)."""
+    """Build training, validation and test data: indexed (``--data-path``) or generated (``--mock-data``)."""
     from megatron.core import parallel_state
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -111,12 +111,12 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        # Plain causal attention needs none: it would take sequence² bytes a sample and keep fast kernels away.
+        # Causal attention needs no mask: it would take sequence² bytes a sample, and prevent fast kernels.
         create_attention_mask=args.reset_attention_mask,
     )
 
     def is_built_on_this_rank() -> bool:
-        # Only the ends of the pipeline read data, and there only one tensor-parallel rank, which hands it on.
+        # Only the first and the last pipeline stage read data, there one tensor-parallel rank, which broadcasts it.
         is_source = parallel_state.get_tensor_model_parallel_rank() == 0
         return bool(is_source and is_first_or_last_pipeline_stage(vp_stage))
 
@@ -124,12 +124,12 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
     return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_on_this_rank, config).build()
 
 
-# Megatron then calls the provider on every rank, and the builder decides which of them read.
+# Megatron calls the provider on every rank then, and the builder decides which ranks read.
 provide_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def main() -> None:
-    prepare(sys.argv)  # before Megatron is imported
+    prepare(sys.argv)  # must run before Megatron is imported
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args

@@ -1,5 +1,6 @@
-"""Every change of upstream's behaviour: one upstream symbol, or one seam, in each file.
+"""All patches of upstream: one upstream symbol, or one group of them, in each file.
 
-Patches are applied and reverted together (`registry`). They import nothing of ours: what they call is passed to them.
-In the repository the folder is at the top, and `megatron/swap/patches` is a link to it. Import `megatron.swap.patches`.
+Patches are applied and reverted together (`registry`). They import nothing of ours: the functions that they call are
+passed to them. The folder is at the top of the repository, and `megatron/swap/patches` is a link to it. Import
+`megatron.swap.patches`.
 """

@@ -1,7 +1,7 @@
-"""Run a block's forward with full recomputation inside a context of ours.
+"""Run the forward of a block with full recomputation inside a context of ours.
 
 The tensors that full recomputation keeps are saved by Megatron's ``CheckpointFunction``, between the layers of a block.
-No layer's boundary encloses that place, and the block has no hook there.
+No layer's boundary encloses that code, and the block has no hook there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copy 16-bit parameters once, not twice, where Megatron creates single-precision main parameters, and report each.
 
-Megatron clones each parameter before it copies it in single precision. The clones' memory lies between main parameters
-that stay for good, so it leaves holes as large as each layer's smallest weight (32 MiB at hidden size 4096) all through
-training. Megatron also creates all main parameters on the device before anybody could offload one.
+Megatron clones each parameter before it copies it in single precision. The freed clones leave
+holes between the main parameters, as large as each layer's smallest weight (32 MiB at hidden size 4096), all through
+training. Megatron also creates all main parameters on the device before any can be offloaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REASON = "clones each parameter before it copies it in single precision, which f
 
 
 class _WithoutClones(TorchFunctionMode):
-    """Returns a 16-bit tensor itself instead of its clone: the call of ``float`` that follows copies it anyway."""
+    """Returns a 16-bit tensor itself instead of its clone, because the call of ``float`` that follows copies it."""
 
     def __init__(self, on_created: OnCreated | None) -> None:
         super().__init__()

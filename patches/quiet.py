@@ -1,7 +1,7 @@
-"""Drop the lines that Megatron prints at start-up and that tell a user nothing.
+"""Drop the lines that Megatron prints at start-up without information for the user.
 
-Only known lines are dropped, each by its beginning. Everything else is printed: every iteration's line, and everything
-about errors. Call ``hush()`` before anything of Megatron is imported, because Megatron warns while it is imported;
+Only known lines are dropped, each by its beginning. All others are printed, among them every iteration's line and all
+errors. Call ``hush()`` before anything of Megatron is imported, because Megatron warns while it is imported;
 apply ``QUIET_PATCHES`` with the other patches.
 """
 
@@ -19,7 +19,7 @@ from megatron.swap.patches.registry import Patch
 
 _MEGATRON = "megatron-core 0.19.2"
 
-# Beginnings of printed lines that repeat what the user has asked for, or tell the time.
+# Beginnings of printed lines that repeat the settings, or tell the time.
 _PRINTED = (
     "using world size: ",
     "Number of virtual stages per pipeline stage: ",

@@ -1,9 +1,9 @@
 """Let torch.compile keep as many variants of a kernel as a run with recomputation needs.
 
-Megatron's fused kernels (``swiglu``, say) are compiled once for each way in which they are called: with a static size
-and then any size, with and without gradients, from the thread of forward and from that of backward (where torch uses
-another number of threads). With recomputation all of these occur, and together they exceed torch's limit. Calls beyond
-the limit run uncompiled, which rounds more often, and losses were no longer equal to the bit.
+torch.compile makes a variant of Megatron's fused kernels (``swiglu``, say) for each kind of call: with a static size
+and then any size, with and without gradients, on the forward and the backward thread (where torch uses another number
+of threads). With recomputation all of these occur, and exceed torch's limit. Calls beyond the limit run uncompiled and
+round more often, so that losses are no longer equal to the bit.
 """
 
 from __future__ import annotations

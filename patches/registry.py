@@ -1,10 +1,10 @@
-"""What a patch is, and how a set of patches is applied and reverted.
+"""Patches of upstream symbols, applied and reverted as a set.
 
 A patch replaces one upstream symbol *where it is looked up*: a function that another upstream module has imported by
-name is replaced in the importing module, or nothing changes.
+name must be replaced in the importing module.
 
-A patch fits the source that it was written for. A version number is not enough, because vendors build variants of one
-version. So every patch of a Megatron symbol carries the hash of that symbol's source, which is compared before anything
+A patch fits only the source that it was written for. A version number is not enough, because vendors build variants of
+one version. So every patch of a Megatron symbol has the hash of that symbol's source, which is compared before anything
 is changed.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 UNCHECKED_VARIABLE = "MEGATRON_SWAP_UNCHECKED_UPSTREAM"
 
-# Symbols that are replaced now. A second patch of one would take the first one's replacement for the original.
+# Symbols that are replaced now. A second patch of a symbol would take the first replacement for the original.
 _in_place: set[str] = set()
 
 
@@ -32,7 +32,7 @@ class PatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Patch:
-    """One upstream symbol and what replaces it."""
+    """One upstream symbol and its replacement."""
 
     module: str
     """Dotted path of the module in which the symbol is looked up."""
@@ -41,13 +41,13 @@ class Patch:
     build: Callable[[Any], Any]
     """Takes the original, returns the replacement."""
     reason: str
-    """Why upstream's own behaviour is not enough, in a sentence for docs/architecture.md."""
+    """Why upstream's own behaviour is not enough, as a sentence for docs/patches.md."""
     written_for: str
     """Upstream distribution and version, e.g. ``megatron-core 0.19.2``."""
     source_sha256: str | None = None
     """Hash of the original's source (``source_hash``); ``None`` for symbols whose version is pinned."""
     whole_module: bool = False
-    """The hash is that of the whole module that defines the original, since the replacement does more of its work."""
+    """The hash is of the whole module that defines the original, since the replacement depends on more of it."""
 
     @property
     def symbol(self) -> str:
@@ -56,7 +56,7 @@ class Patch:
 
     @property
     def file(self) -> str:
-        """The file to review when upstream has changed."""
+        """The file of the patch, to review when upstream has changed."""
         return self.build.__module__.removeprefix("megatron.swap.").replace(".", "/") + ".py"
 
 
@@ -72,7 +72,7 @@ class AppliedPatches:
         return tuple(symbol for symbol, _ in self._undo)
 
     def revert(self) -> None:
-        """Give every symbol back, the last one first. Later calls do nothing."""
+        """Restore every symbol, in reverse order. Later calls do nothing."""
         while self._undo:
             symbol, undo = self._undo.pop()
             undo()
@@ -87,12 +87,12 @@ class AppliedPatches:
     def _put(self, patch: Patch) -> None:
         owner, name, original = _locate(patch)
         replacement = patch.build(original)
-        # Keep what the owner itself holds (a staticmethod object, say), or nothing where the symbol is inherited or a
-        # builtin. Reverting must leave the owner as it was, not with a copy of what it inherits.
+        # Keep the owner's own attribute (a staticmethod object, say), or nothing if the symbol is inherited or builtin.
+        # Reverting must leave the owner as it was, not with a copy of an inherited attribute.
         missing = object()
         own = vars(owner).get(name, missing)
         if own is missing and isinstance(owner, ModuleType) and type(owner) is not ModuleType:
-            own = original  # torch's settings: one that is deleted cannot be read any more
+            own = original  # torch's settings: a deleted one can no longer be read
         setattr(owner, name, replacement)
 
         def undo() -> None:
@@ -126,7 +126,7 @@ def verify(patches: Sequence[Patch]) -> None:
     """Check every patch against the installed upstream.
 
     Raises:
-        PatchError: a symbol is missing, has another source than expected, or is patched already.
+        PatchError: a symbol is missing, its source is not the expected one, or it is patched already.
     """
     unchecked = {name.strip() for name in os.environ.get(UNCHECKED_VARIABLE, "").split(",")}
     seen: set[str] = set()
@@ -163,7 +163,7 @@ def _locate(patch: Patch) -> tuple[Any, str, Any]:
         owner: Any = importlib.import_module(patch.module)
         for part in path:
             owner = getattr(owner, part)
-        # A name that is set in a module hides the builtin there (`print`).
+        # A builtin (`print`) is replaced by setting its name in the module.
         if not path and not hasattr(owner, name) and hasattr(builtins, name):
             return owner, name, getattr(builtins, name)
         return owner, name, getattr(owner, name)

@@ -1,6 +1,6 @@
 """Report every iteration with its losses, next to Megatron's own log line.
 
-Megatron has no hook for it: ``train_step`` passes an iteration's losses to ``training_log``, which keeps sums alone.
+Megatron has no hook for that: ``train_step`` passes an iteration's losses to ``training_log``, which keeps only sums.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Let Megatron's real trainer run without CUDA, while ``torch.cuda.is_available()`` stays False.
 
-Each file is one seam with its reason. Tensors that upstream creates on ``cuda`` are created on the CPU, streams do
-nothing, and the CUDA random state is the CPU's.
+Each file has one group of patches and its reason. Tensors that upstream creates on ``cuda`` are created on the CPU,
+streams do nothing, and the CUDA random state is the CPU's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answer Megatron's checks of arguments, which ask for the GPU's generation, with the one that demands least."""
+"""Report to Megatron's argument checks the GPU generation that has the fewest requirements."""
 
 from __future__ import annotations
 

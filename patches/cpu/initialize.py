@@ -1,7 +1,7 @@
 """Initialize Megatron without CUDA, with process groups and named random states.
 
-Upstream's own ``allow_no_cuda`` skips both where it counts no CUDA device. So it counts one while it initializes, and
-only then.
+With ``allow_no_cuda`` upstream skips both if there is no CUDA device. So ``torch.cuda.device_count`` returns 1 while it
+initializes, and only then.
 """
 
 from __future__ import annotations

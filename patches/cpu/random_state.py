@@ -1,7 +1,7 @@
-"""Let every access to the CUDA random state be an access to the CPU's.
+"""Redirect every access to the CUDA random state to the CPU's.
 
-Megatron keeps named random states (one for what tensor-parallel ranks draw differently, one for experts …) and loads
-them into the *CUDA* generator in turn. Dropout on the CPU draws from the CPU generator, so without these patches
+Megatron keeps named random states (one for draws that differ between tensor-parallel ranks, one for experts …) and
+loads them into the *CUDA* generator in turn. Dropout on the CPU draws from the CPU generator, so without these patches
 nothing would draw from the named states. Losses would change, tensor-parallel ranks would draw alike, recomputed
 dropout would differ from the first pass, and no error would say so. So every access is patched.
 """

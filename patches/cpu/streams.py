@@ -1,4 +1,4 @@
-"""Replace streams by one that is always done: the CPU runs everything in order, so a wait has nothing to do."""
+"""Replace streams by one that is always done: the CPU runs all work in order, so nothing has to wait."""
 
 from __future__ import annotations
 

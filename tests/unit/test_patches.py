@@ -1,4 +1,4 @@
-"""The registry: patches go in together or not at all, come out without a trace, and say what does not fit."""
+"""The registry: patches are applied together or not at all, are reverted completely, and report what does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams, events and device memory: those of CUDA, and an emulation on the CPU that makes ordering faults visible.
+"""Streams, events and device memory: CUDA, and an emulation on the CPU that makes ordering faults visible.
 
 Owns `Device` with its two implementations. May import `native` and `common`.
 """

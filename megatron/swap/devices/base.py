@@ -1,8 +1,8 @@
 """The contract between the engine and a device.
 
-A *stream* runs its work in order. An *event* marks a point in a stream. ``wait`` holds back everything that is enqueued
-on a stream later until an event has passed. Only ``finish`` and ``synchronize`` make the calling thread wait for the
-device; under the emulation waits on the compute stream do too, because that stream *is* the calling thread.
+A *stream* runs its work in order. An *event* marks a point in a stream. ``wait`` holds back all later work of a stream
+until an event has passed. Only ``finish`` and ``synchronize`` make the calling thread wait for the device; under the
+emulation a wait on the compute stream does too, because that stream *is* the calling thread.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ class Event(Protocol):
 class Stream(Protocol):
     """Work of a device that runs in the order in which it was enqueued. ``torch.cuda.Stream`` is one.
 
-    Equal and hashable by what it stands for. Events are ``Any`` here, because each stream takes its own device's alone.
+    Two objects of the same stream are equal and have the same hash. Events are ``Any`` here, because a stream takes
+    only its own device's.
     """
 
     def record_event(self, event: Any = None) -> Any:
-        """Mark the end of what is enqueued so far, by ``event`` or by a new one; returns it."""
+        """Record ``event``, or a new event, behind the work enqueued so far, and return it."""
         ...
 
     def wait_event(self, event: Any) -> None:
-        """Work enqueued from now on starts after ``event``."""
+        """Let work enqueued from now on start after ``event``."""
         ...
 
 
 class Mark(Protocol):
-    """A moment of the stream that was current when the mark was made."""
+    """A timestamp on the stream that was current when it was made."""
 
     def elapsed_ms_since(self, other: Any) -> float:
         """Milliseconds from ``other``, a mark of the same device; valid only after ``synchronize``."""
@@ -62,9 +63,9 @@ class Device(ABC):
 
     Attributes:
         torch_device: where PyTorch allocates.
-        name: of the hardware, for people.
-        keeps_time: whether equal work takes equally long.
-        guard: evicts storages from this device when an allocation fails, once ``make_guard`` has made it.
+        name: of the hardware, for messages.
+        keeps_time: whether equal work takes equally long, so that times can be compared.
+        guard: evicts storages from this device when an allocation fails; ``None`` before ``make_guard``.
     """
 
     torch_device: torch.device
@@ -91,7 +92,7 @@ class Device(ABC):
 
     @abstractmethod
     def timed_wait(self, stream: Stream, event: Event) -> Stall:
-        """As ``wait``, and measure how long ``stream`` stands still for it."""
+        """As ``wait``, and measure how long ``stream`` is idle because of it."""
 
     def has_passed(self, event: Event) -> bool:
         """Whether ``event`` has passed. Never waits."""
@@ -132,37 +133,37 @@ class Device(ABC):
 
     @abstractmethod
     def peak_bytes(self) -> int | None:
-        """Most device memory allocated since the start; ``None`` where that has no meaning."""
+        """Return the most device memory allocated since the start; ``None`` where it is not measured."""
 
     @abstractmethod
     def allocated_bytes(self) -> int | None:
-        """Device memory allocated now; ``None`` where that has no meaning."""
+        """Return the device memory allocated now; ``None`` where it is not measured."""
 
     @abstractmethod
     def take_peak(self) -> tuple[int, int] | None:
-        """Most bytes allocated since the last call, and bytes allocated now; ``None`` where that has no meaning.
+        """Return the most bytes allocated since the last call, and those allocated now; ``None`` where not measured.
 
         ``peak_bytes`` still counts the whole run.
         """
 
     @abstractmethod
     def reserved_bytes(self) -> int | None:
-        """Memory that the allocator has taken from the device, in use or not; ``None`` where that has no meaning."""
+        """Return the bytes that the allocator has reserved, in use or not; ``None`` where they are not measured."""
 
     @abstractmethod
     def peak_reserved_bytes(self) -> int | None:
-        """Most that the allocator has taken in the run, whatever ``take_peak`` resets; ``None`` as above."""
+        """Return the most bytes that the allocator has reserved since the start; ``None`` where not measured."""
 
     def take_retries(self) -> int:
-        """Number of allocations since the last call for which the allocator had to empty its cache, and wait."""
+        """Return the allocations since the last call for which the allocator had to wait and empty its cache."""
         return 0
 
     @abstractmethod
     def release_cached(self) -> None:
-        """Let the allocator return memory to the device that nobody uses. May take long."""
+        """Let the allocator return its unused memory to the device. This may be slow."""
 
     def allocate_if_free(self, num_bytes: int) -> torch.Tensor | None:
-        """As ``allocate``, but return ``None`` where there is no room; the guard evicts nothing for it."""
+        """As ``allocate``, but return ``None`` if there is no room. The guard evicts nothing for it."""
         try:
             if self.guard is not None:
                 self.guard.pause_here(True)
@@ -177,11 +178,11 @@ class Device(ABC):
         """Return a tensor of each size in bytes.
 
         Args:
-            is_ahead: the tensors are not needed yet. Then return as many of the first as there is room for; the guard
-                evicts nothing for them.
+            is_ahead: the tensors are not needed yet: return only the first ones, as many as there is room for. The
+                guard evicts nothing for them.
 
         Raises:
-            torch.OutOfMemoryError: there is no room, and they are needed now.
+            torch.OutOfMemoryError: there is no room, and not ``is_ahead``.
         """
         if not is_ahead:
             return [self.allocate(num_bytes) for num_bytes in sizes]
@@ -197,25 +198,25 @@ class Device(ABC):
         """Make ``guard``. It takes no host memory before ``set_most_host_bytes``.
 
         Raises:
-            UsageError: this device has none.
+            UsageError: guards do not support this device.
         """
-        raise UsageError(f"--swap-oom-guard: there is none for {self.name}. Drop it.")
+        raise UsageError(f"--swap-oom-guard does not support {self.name}. Drop the flag.")
 
     def leave_free(self, is_wanted: bool) -> None:
-        """While ``is_wanted``, let PyTorch run out of memory before the device does; without a GPU do nothing.
+        """While ``is_wanted``, limit PyTorch so that some device memory stays free. Without a GPU do nothing.
 
-        A guard makes room for PyTorch alone. Libraries allocate too (NCCL when ranks first communicate, CUDA when a
-        kernel is first called), and fail where they find nothing.
+        The guard evicts for PyTorch's allocations only. Libraries allocate too (NCCL when ranks first communicate, CUDA
+        when a kernel is first called), and fail if nothing is free.
         """
         return
 
     def native_event(self, event: Event) -> int:
-        """The address by which the guard knows ``event``.
+        """Return the address by which the guard refers to ``event``.
 
         Raises:
-            UsageError: this device has no guard.
+            UsageError: guards do not support this device.
         """
-        raise UsageError(f"--swap-oom-guard: there is none for {self.name}. Drop it.")
+        raise UsageError(f"--swap-oom-guard does not support {self.name}. Drop the flag.")
 
     @abstractmethod
     def mark(self) -> Mark:
@@ -227,4 +228,4 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for all copies, then release the streams, and what the guard needed."""
+        """Wait for all copies, then release the streams and the guard's stream and event."""

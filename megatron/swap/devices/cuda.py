@@ -13,32 +13,32 @@ from megatron.swap.devices.base import Device, Event, Stream
 from megatron.swap.native.guarding import GuardCore, cuda_guard, stop_watching_allocator
 
 COPY_CHUNK_BYTES = 32 * MIB
-"""Most that one stream copies without a break, and the size of the chunks that tensors are split into.
+"""Most bytes that one stream copies without a break, and the size of the chunks that tensors are split into.
 
-All copies in one direction queue up in one hardware queue, whatever their streams: a counter that Megatron copies to
-the host (tokens of each expert, in every layer) would wait for everything that is being offloaded. Work that waits for
-another stream lets others pass, so copies alternate between two streams; on an H200 that is no slower. Where
-CUDA_DEVICE_MAX_CONNECTIONS is 1 it does not help: all streams share one queue then.
+All copies in one direction share one hardware queue, whatever their streams. A counter that Megatron copies to the host
+(tokens of each expert, in every layer) would wait for everything that is being offloaded. Copies that wait for another
+stream let others pass, so our copies alternate between two streams; on an H200 that is no slower. It does not help with
+CUDA_DEVICE_MAX_CONNECTIONS=1, where all streams share one queue.
 """
 
 FREE_ALONE_BYTES = 256 * MIB
 FREE_AMONG_RANKS_BYTES = 4 * GIB
-"""What ``leave_free`` leaves for kernels, and among ranks for NCCL's buffers, made when ranks first communicate.
+"""Bytes that ``leave_free`` leaves: for kernels, and with several ranks for NCCL's buffers too.
 
-Of 2 GiB that were left in a pipeline of two H200, 16 MiB were free in the end. On a small device at most a 16th of it
-is left."""
+In a pipeline of two H200 with 2 GiB left free, 16 MiB were still free in the end. On a small device at most a 16th of
+its memory is left free."""
 
 
 def expands_segments() -> bool:
-    """Whether PyTorch's allocator is configured to grow its segments, by either spelling of its variable."""
+    """Whether PyTorch's allocator is set to expandable segments, by either name of its environment variable."""
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     return "expandable_segments:true" in settings.lower().replace(" ", "")
 
 
 def most_fraction(reserved_bytes: int, free_bytes: int, total_bytes: int, others_bytes: int) -> float:
-    """Return the fraction of the device's memory that PyTorch may reserve while ``others_bytes`` stay free.
+    """Return the fraction of the device's memory that PyTorch may reserve if ``others_bytes`` stay free.
 
-    At most a 16th of the device stays free. The fraction is never below what PyTorch has reserved already.
+    At most a 16th of the device stays free. The fraction is at least what PyTorch has reserved already.
     """
     left_bytes = min(others_bytes, total_bytes // 16)
     return (reserved_bytes + max(0, free_bytes - left_bytes)) / total_bytes
@@ -71,7 +71,7 @@ class _Mark:
 
 @dataclass
 class _Turns:
-    """The two streams that take turns for one copy stream, and what the current one has copied in its turn."""
+    """The two streams that alternate for one copy stream, and the bytes that the current one has copied in its turn."""
 
     own: torch.cuda.Stream
     other: torch.cuda.Stream
@@ -100,7 +100,7 @@ class CudaDevice(Device):
 
     def timed_wait(self, stream: Stream, event: Event) -> _Stall | _NoStall:
         if event.query():
-            # Still placed: it costs nothing on the device, and so the order never depends on what the host saw.
+            # Enqueued all the same: it costs nothing, and the order does not depend on when the host looked.
             stream.wait_event(event)
             return _NoStall()
         stall = _Stall()
@@ -124,7 +124,7 @@ class CudaDevice(Device):
                     target_chunk.copy_(source_chunk, non_blocking=True)
                 turns.turn_bytes += num_bytes
                 num_copies += 1
-        if current is not turns.own:  # callers record their events on that one
+        if current is not turns.own:  # callers record their events on ``own``
             turns.own.wait_stream(current)
             turns.turn_bytes = 0
         return num_copies
@@ -138,8 +138,8 @@ class CudaDevice(Device):
 
     def used_on(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         assert isinstance(stream, torch.cuda.Stream)
-        # Only for the rare tensor that a side stream consumes (Megatron's shared-expert overlap): the block goes back
-        # to the stream that allocated it, and nothing else orders that stream behind this one.
+        # Only for the rare tensor that a side stream reads (Megatron's shared-expert overlap). When it is freed, its
+        # block is reused on the stream that allocated it, and nothing else orders that stream behind this one.
         torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(storage).record_stream(stream)
 
     def peak_bytes(self) -> int:
@@ -207,7 +207,7 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
-        for turns in self._turns.values():  # which has waited for the other of its pair
+        for turns in self._turns.values():  # ``own`` waits for ``other`` at the end of every copy
             turns.own.synchronize()
         self._turns.clear()
         if self._guard_objects is not None:

@@ -1,8 +1,8 @@
-"""A machine without a GPU: RAM plays the device, threads play the copy engines.
+"""The emulated device for machines without a GPU: RAM is its memory, threads are its copy engines.
 
-It exists to find ordering faults. Copies really run later, on another thread, after a random delay if asked for.
-Released memory is overwritten with NaN at once, and memory for a reload starts as NaN. So a missing wait changes the
-loss in CI, instead of once in a while on somebody's GPU.
+It exists to find ordering faults. Copies run later, on another thread, after a random delay if asked for. Released
+memory is overwritten with NaN at once, and memory for a reload starts as NaN. So a missing wait changes the loss in
+CI, instead of once in a while on somebody's GPU.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ POISON = 0xFF
 _memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
-"""Keeps the GIL, so that nobody frees memory between the check that it exists and the copy."""
+"""``memmove`` that keeps the GIL, so that nobody frees memory between the check that it exists and the copy."""
 
 
-class _Place:
+class _TensorBytes:
     """The bytes of a tensor, by address and a weak reference."""
 
     def __init__(self, data: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ class _Place:
 
 
 class EmulatedEvent:
-    """Passes when the thread that plays its stream reaches it; carries that stream's failure, if there was one."""
+    """An event that passes when its stream's thread reaches it. It has that stream's failure, if there was one."""
 
     def __init__(self) -> None:
         self._passed = threading.Event()
@@ -63,10 +63,10 @@ class EmulatedEvent:
 
     @property
     def flag(self) -> Flag:
-        """The same event for native code, which cannot wait for Python's. It does not carry a failure."""
+        """The same event for native code, which cannot wait for a Python event. It has no failure."""
         if self._flag is None:
             self._flag = native().Flag()
-        if self._passed.is_set():  # perhaps before the flag was made
+        if self._passed.is_set():  # the event may have passed before the flag was made
             self._flag.raise_()
         return self._flag
 
@@ -160,8 +160,8 @@ class EmulatedDevice(Device):
     Args:
         longest_delay_s: bound of the random delay before every copy.
         seed: of these delays.
-        ranges: gets the launch of each copy and the copy itself, under one number, since a profiler sees neither.
-        memory_gib: most that tensors made between now and ``close`` may take; ``None``: no limit.
+        ranges: receive the launch of each copy and the copy itself, both with its number: a profiler sees neither.
+        memory_gib: most GiB of the tensors that are made until ``close``; ``None``: no limit.
 
     Raises:
         UsageError: ``memory_gib`` is given, and the native part cannot be built here.
@@ -177,7 +177,7 @@ class EmulatedDevice(Device):
         self._num_copies = 0
         self.torch_device = torch.device("cpu")
         self.name = "cpu"
-        self.keeps_time = False  # other programs run on this CPU
+        self.keeps_time = False  # other programs use this CPU too
         self._longest_delay_s = longest_delay_s
         self._seed = seed
         self._streams: list[CopyStream] = []
@@ -197,12 +197,12 @@ class EmulatedDevice(Device):
 
     def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
         assert isinstance(stream, CopyStream)
-        # Weak references and bare addresses, as a copy engine has them: nothing here keeps memory alive that the
-        # manager has released. A tensor that is gone, or that its owner has emptied (``resize_(0)``), is left out,
-        # where a GPU would copy whatever is there by then.
+        # Weak references and addresses, as in a copy engine: a copy keeps no memory alive that the manager has
+        # released. A tensor that is gone, or was emptied by its owner (``resize_(0)``), is skipped; a GPU would copy
+        # whatever is at its address by then.
         moves = [
-            (self._launched(), _Place(target), _Place(source)) for target, source in zip(targets, sources,
-            strict=True)
+            (self._launched(), _TensorBytes(target), _TensorBytes(source))
+            for target, source in zip(targets, sources, strict=True)
         ]
 
         def run() -> None:

@@ -1,9 +1,9 @@
 """A file without a name on a local disk, for bytes that are needed only while training runs.
 
 Nobody else can open the file, and nothing is left of it when the process ends, however it ends. Space is reserved
-before bytes are written: for optimizer state before training, for activations as they come; it is kept until the end.
-Reads and writes bypass the page cache where the file system allows it (O_DIRECT): memory stays free, and speed is the
-disk's.
+before bytes are written, for optimizer state before training and for activations when they are offloaded, and is kept
+until the end. Reads and writes bypass the page cache where the file system allows it (O_DIRECT), which saves host
+memory.
 
 kvikio was considered: it needs a CUDA driver at import, and its threads do what ``os.preadv`` does, which holds no GIL.
 """
@@ -33,38 +33,38 @@ from megatron.swap.common.types import GIB, MIB, SwapError, UsageError, format_b
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 4096
-"""Offsets, sizes and addresses are multiples of this, which is a multiple of what any disk asks for."""
+"""Offsets, sizes and addresses are multiples of this. It is a multiple of every disk's block size."""
 CHUNK_BYTES = 16 * MIB
-"""What one thread reads or writes in one call."""
+"""Bytes that one thread reads or writes in one call."""
 NUM_THREADS = 4
-"""Threads that read, and as many that write: enough to keep one disk busy."""
+"""Threads for reading, and as many for writing: enough to keep one disk busy."""
 SPARE_BYTES = 1 * GIB
-"""Left free on the disk where no limit is given: checkpoints may go there."""
+"""Bytes left free on the disk where no limit is given, since checkpoints may be saved there."""
 
 
 class DiskError(SwapError):
-    """The disk is full, or has failed: the message says which file system, and what to change."""
+    """The disk is full, or has failed. The message names the folder and the flag to change."""
 
 
 @dataclass(eq=False, frozen=True)
 class DiskRoom:
-    """``num_bytes`` of a file from ``offset`` on, a multiple of ``BLOCK_BYTES``. The last block belongs to it whole."""
+    """``num_bytes`` of a file from ``offset`` on, which is a multiple of ``BLOCK_BYTES``. Its last block is its own."""
 
     file: DiskFile
     offset: int
     num_bytes: int
 
     def view(self) -> torch.Tensor:
-        """Map the bytes as a uint8 tensor: the kernel reads them when they are touched, and writes changes back.
+        """Map the bytes as a uint8 tensor. The kernel reads them at the first access, and writes changes back.
 
-        The mapping lives as long as any tensor on it. ``DiskFile`` must not read or write these bytes meanwhile.
+        The mapping lives as long as a tensor on it. Until then ``DiskFile`` must not read or write these bytes.
         """
         with torch.inference_mode(False):
             return torch.frombuffer(self.file.mapping(), dtype=torch.uint8, count=self.num_bytes, offset=self.offset)
 
 
 class Traffic:
-    """Counts bytes read and written, and the time in which the disk had anything to do.
+    """Counts the bytes read and written, and the time during which the disk was busy.
 
     Args:
         clock: returns seconds.
@@ -78,7 +78,7 @@ class Traffic:
         self._num_bytes = 0
 
     @contextmanager
-    def of(self, num_bytes: int) -> Iterator[None]:
+    def count(self, num_bytes: int) -> Iterator[None]:
         """Count one read or write of ``num_bytes`` on this thread, for as long as the context lasts."""
         with self._lock:
             if not self._num_under_way:
@@ -94,7 +94,7 @@ class Traffic:
                     self._busy_s += self._clock() - self._began
 
     def take_ms_per_gib(self) -> float:
-        """Milliseconds per GiB of what has ended since the last call; 0 if nothing has."""
+        """Return the busy milliseconds per GiB of the transfers that ended since the last call; 0 if none did."""
         with self._lock:
             found = 0.0 if not self._num_bytes else self._busy_s * 1e3 / (self._num_bytes / GIB)
             self._busy_s, self._num_bytes = 0.0, 0
@@ -102,12 +102,12 @@ class Traffic:
 
 
 def disk_limit_bytes(folder: str | Path, limit_bytes: int | None = None, num_ranks: int = 1) -> int:
-    """Return how many bytes one of ``num_ranks`` ranks of this host may take on the disk of ``folder``.
+    """Return the bytes that each of ``num_ranks`` ranks of this host may take on the disk of ``folder``.
 
-    That is ``limit_bytes``, or by default an equal part of what is free less ``SPARE_BYTES``.
+    That is ``limit_bytes``, by default an equal part of (free bytes - ``SPARE_BYTES``).
 
     Raises:
-        UsageError: ``folder`` is no folder, or there is not as much room for all ranks.
+        UsageError: ``folder`` is no folder, or has too little room for all ranks.
     """
     try:
         free_bytes = shutil.disk_usage(folder).free
@@ -137,18 +137,18 @@ def _unusable(folder: str | Path, error: OSError) -> UsageError:
 
 
 class DiskFile:
-    """A nameless file on the disk of ``folder``, which hands out room and moves bytes with its own threads.
+    """A nameless file on the disk of ``folder``. It hands out room, and reads and writes with threads of its own.
 
     Args:
-        folder: where files can be made.
-        limit_bytes: most that is reserved.
+        folder: an existing folder, in which files can be created.
+        limit_bytes: the most to reserve.
 
     Attributes:
-        reserved_bytes: size of the file, all of which the disk has set aside.
+        reserved_bytes: size of the file; the disk has allocated all of it.
         traffic: counts all reads and writes.
 
     Raises:
-        UsageError: nothing can be written there.
+        UsageError: no file can be created there.
     """
 
     def __init__(self, folder: str | Path, limit_bytes: int) -> None:
@@ -197,7 +197,7 @@ class DiskFile:
         return rooms
 
     def mapping(self) -> mmap.mmap:
-        """Map the whole file into memory. All callers share one mapping, since each one costs a file descriptor."""
+        """Map the whole file into memory. All callers share one mapping, since a mapping takes a file descriptor."""
         mapping = self._mapping() if self._mapping is not None else None
         if mapping is None or len(mapping) < self.reserved_bytes:
             mapping = mmap.mmap(self.descriptor, self.reserved_bytes)
@@ -205,11 +205,11 @@ class DiskFile:
         return mapping
 
     def read(self, room: DiskRoom, start: int, target: torch.Tensor) -> list[Future[None]]:
-        """Fill ``target`` from byte ``start`` of ``room`` on; returns one future a chunk.
+        """Fill ``target`` from byte ``start`` of ``room`` on. Returns a future per chunk; it may raise ``DiskError``.
 
         Args:
-            target: uint8, whole blocks, at the beginning of a page; the caller keeps it alive until all futures are
-                done, which raise ``DiskError``.
+            target: uint8, whole blocks, at the beginning of a page. The caller keeps it alive until all futures are
+                done.
             start: a multiple of ``BLOCK_BYTES``.
         """
         return [
@@ -219,10 +219,10 @@ class DiskFile:
     def write(
         self, room: DiskRoom, start: int, source: torch.Tensor, ready: Callable[[], object]
     ) -> list[Future[None]]:
-        """Write ``source`` to byte ``start`` of ``room`` on, as ``read``, once ``ready`` returns.
+        """Write ``source`` to byte ``start`` of ``room`` on, once ``ready`` returns. Else as ``read``.
 
         Args:
-            ready: waits until ``source`` has its bytes; called in other threads, once a chunk.
+            ready: waits until ``source`` has its bytes; called on other threads, once a chunk.
         """
 
         def write(chunk: memoryview, offset: int) -> None:
@@ -232,7 +232,7 @@ class DiskFile:
         return [self._writers.submit(write, chunk, room.offset + start + at) for at, chunk in _chunks(source)]
 
     def _move(self, is_read: bool, memory: memoryview, offset: int) -> None:
-        with self.traffic.of(len(memory)):
+        with self.traffic.count(len(memory)):
             self._move_all(is_read, memory, offset)
 
     def _move_all(self, is_read: bool, memory: memoryview, offset: int) -> None:
@@ -259,7 +259,7 @@ class DiskFile:
         return DiskError(f"--swap-disk-dir {self._folder}: {what} failed ({error.strerror}).")
 
     def close(self) -> None:
-        """Finish the reads and writes under way, then close the file. A mapping lives until its last tensor dies."""
+        """Finish all reads and writes, then close the file. A mapping lives until its last tensor dies."""
         for threads in (self._readers, self._writers):
             threads.shutdown()
         os.close(self._direct)
@@ -272,12 +272,12 @@ def _chunks(memory: torch.Tensor) -> list[tuple[int, memoryview]]:
 
 
 def padded(num_bytes: int) -> int:
-    """``num_bytes``, up to the end of the last block."""
+    """Round ``num_bytes`` up to whole blocks."""
     return round_up(num_bytes, BLOCK_BYTES)
 
 
 def _open_direct(descriptor: int) -> int:
-    """Open the same file so that it bypasses the page cache. Raises ``OSError`` where it cannot be read like that."""
+    """Open the same file for direct I/O. Raises ``OSError`` if it cannot be read with it."""
     direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_DIRECT)
     try:
         os.preadv(direct, [mmap.mmap(-1, BLOCK_BYTES)], 0)

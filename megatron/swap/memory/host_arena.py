@@ -19,19 +19,19 @@ from megatron.swap.memory.host_memory import (
 )
 
 MIN_PIECES_PER_REGION = 64
-"""A shared mapping holds at least so many pieces: larger pieces get a mapping of their own."""
+"""A shared mapping holds at least this many pieces. A larger piece gets a mapping of its own."""
 
 
 class HostArena:
-    """Memory for optimizer state. Unlike ``HostPool`` it never splits a piece, so that each is one tensor.
+    """Memory for optimizer state. Unlike ``HostPool`` it never splits a piece: each piece is one tensor.
 
     Args:
-        limit_bytes: most that is reserved.
+        limit_bytes: the most to reserve.
         pinned: register the memory with CUDA for the current device, and place it near that device.
         region_bytes: size of a mapping that small pieces share.
 
     Attributes:
-        reserved_bytes: taken from the machine so far, in whole pages.
+        reserved_bytes: reserved so far, in whole pages.
     """
 
     def __init__(self, *, limit_bytes: int, pinned: bool, region_bytes: int = 64 * MIB) -> None:
@@ -54,10 +54,10 @@ class HostArena:
         return self.take_all([num_bytes])[0]
 
     def take_all(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return pieces of these sizes in bytes, as ``take``. One call makes them ready faster than one call each.
+        """Return pieces of these sizes in bytes, as ``take``. One call is faster than one call for each.
 
         Raises:
-            HostMemoryError: the limit does not allow all of them, and none was taken; or the machine does not.
+            HostMemoryError: the limit does not allow all of them, and none was taken; or the machine has too little.
         """
         if not self._fit(sizes):
             raise HostMemoryError(
@@ -67,21 +67,19 @@ class HostArena:
             )
         large = [_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._large_bytes]
         regions = iter(self._reserve(large))
-        return [
-            _alone((next(regions) if num_bytes >= self._large_bytes else self._cut(_paged(num_bytes)))[:num_bytes])
-            for num_bytes in sizes
-        ]
+        pieces = (next(regions) if size >= self._large_bytes else self._cut(_paged(size)) for size in sizes)
+        return [_own_storage(piece[:size]) for piece, size in zip(pieces, sizes, strict=True)]
 
     def sure_bytes(self, num_pieces: int) -> int:
-        """How many bytes surely find room in ``num_pieces`` pieces, whatever their sizes and their order."""
+        """Return the bytes that are sure to fit in ``num_pieces`` more pieces, whatever their sizes and order."""
         left_bytes = self.limit_bytes - self.reserved_bytes
         if left_bytes >= 2 * self._region_bytes:
             left_bytes -= self._region_bytes  # the last shared mapping
-        # Each shared mapping before it wastes less than the largest piece that may share one.
+        # Every other shared mapping wastes less than the largest piece that may share one.
         return max(0, left_bytes * (MIN_PIECES_PER_REGION - 1) // MIN_PIECES_PER_REGION - num_pieces * PAGE_BYTES)
 
     def num_that_fit(self, sizes: Sequence[int]) -> int:
-        """The largest number of leading ``sizes`` that ``take_all`` has room for."""
+        """Return the largest number of leading ``sizes`` that ``take_all`` has room for."""
         return bisect_left(range(1, len(sizes) + 1), True, key=lambda number: not self._fit(sizes[:number]))
 
     def _fit(self, sizes: Sequence[int]) -> bool:
@@ -96,7 +94,7 @@ class HostArena:
         return left_bytes >= 0
 
     def _shared_bytes(self, left_bytes: int, num_bytes: int) -> int:
-        """Size of the next shared mapping. Near the limit no more than the piece: larger pieces may need the rest."""
+        """Return the size of the next shared mapping; near the limit just ``num_bytes``, to leave room for others."""
         return self._region_bytes if left_bytes >= 2 * self._region_bytes else num_bytes
 
     def _cut(self, num_bytes: int) -> torch.Tensor:
@@ -113,15 +111,19 @@ class HostArena:
         return [region.tensor for region in regions]
 
     def close(self) -> None:
-        """Unregister all memory. A mapping is released with the last tensor on it. Every copy must be over."""
+        """Unregister all memory. Every copy must be over. A mapping is unmapped with the last tensor on it.
+
+        The memory of an arena that is dropped without ``close`` stays registered until memory is registered for the
+        same device the next time.
+        """
         for region in self._regions:
             region.unregister()
         self._regions.clear()
         self._free = None
 
 
-def _alone(piece: torch.Tensor) -> torch.Tensor:
-    """View the memory as a storage of its own, because ``torch.save`` writes whole storages."""
+def _own_storage(piece: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a storage of its own, because ``torch.save`` writes whole storages."""
     with torch.inference_mode(False):
         return torch.from_numpy(piece.numpy())
 

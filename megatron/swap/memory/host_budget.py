@@ -1,7 +1,7 @@
-"""Host memory of one rank: how much it may take in all, and who has reserved how much of that.
+"""The host memory budget of one rank: its limit, and the reservations in it.
 
-Optimizer state, disk buffers and the out-of-memory guard hold named reservations. A ``HostPool`` takes what they leave:
-its limit follows the reservations, and nobody sets it.
+Optimizer state, disk buffers and the out-of-memory guard hold named reservations. A ``HostPool`` may take the rest: its
+limit changes with the reservations.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from megatron.swap.memory.host_memory import HostMemoryError
 
 
 class HostMemoryBudget:
-    """So many bytes of host memory, split into named reservations and a remainder.
+    """Host memory that is split into named reservations and a remainder.
 
-    The remainder belongs to one pool. It grows and shrinks with the reservations, and may shrink below what the pool
-    has taken already: the pool then takes no more until there is room again. Any thread may call any method.
+    The remainder belongs to one pool. It changes with the reservations, and may shrink below the pool's reserved bytes:
+    the pool then does not grow until there is room again. Any thread may call any method.
 
     Args:
         limit_bytes: the sum of all reservations and the remainder.
@@ -28,7 +28,7 @@ class HostMemoryBudget:
         self._reserved: dict[str, int] = {}
 
     def reserve(self, name: str, num_bytes: int = 0) -> Reservation:
-        """Set ``num_bytes`` aside under ``name``, which errors show to users.
+        """Reserve ``num_bytes`` under ``name``, which appears in error messages.
 
         Raises:
             ValueError: the name is taken.
@@ -42,12 +42,12 @@ class HostMemoryBudget:
 
     @property
     def unreserved_bytes(self) -> int:
-        """The remainder: what no reservation holds."""
+        """The bytes that are in no reservation."""
         with self._lock:
             return self.limit_bytes - sum(self._reserved.values())
 
     def holders(self) -> str:
-        """Who has reserved how much, for messages: ``optimizer state 9.00 GiB, guard 448 MiB``, or ``nobody``."""
+        """List the reservations for messages: ``optimizer state 9.00 GiB, guard 448 MiB``, or ``nobody``."""
         with self._lock:
             return _in_words(self._reserved)
 
@@ -72,8 +72,8 @@ class Reservation:
     """One named part of a budget. Made by ``HostMemoryBudget.reserve`` only.
 
     Attributes:
-        budget: what it is a part of.
-        name: who holds it, as errors say.
+        budget: the budget that it is a part of.
+        name: of the holder, for error messages.
     """
 
     def __init__(self, budget: HostMemoryBudget, name: str) -> None:
@@ -82,12 +82,12 @@ class Reservation:
 
     @property
     def num_bytes(self) -> int:
-        """How much is reserved now."""
+        """The bytes reserved now."""
         with self.budget._lock:
             return self.budget._reserved[self.name]
 
     def resize(self, num_bytes: int) -> None:
-        """Reserve ``num_bytes`` from now on, more or less than before.
+        """Change the reservation to ``num_bytes``.
 
         Raises:
             HostMemoryError: all reservations together would exceed the limit; nothing has changed then.

@@ -1,10 +1,8 @@
-"""Host memory as the operating system sees it: how much is safe to reserve, and how pages are made ready.
+"""Host memory from the operating system: how much is safe to reserve, and how pages are made ready.
 
-Two halves, both free of policy:
-
-* the capacity: ``safe_host_bytes`` reads /proc/meminfo and the cgroup files, ``check_host_request`` judges a request;
-* the pages: ``HostRegion`` maps, touches and registers one block of memory. ``prepare_regions`` does so for many at
-  once: several threads touch blocks while the blocks touched before are being registered.
+* The capacity: ``safe_host_bytes`` reads /proc/meminfo and the cgroup files, ``check_host_request`` judges a request.
+* The pages: ``HostRegion`` maps, touches and registers one block of memory. ``prepare_regions`` does so for many at
+  once: some threads touch blocks while others register the blocks that are touched already.
 
 All sizes are bytes.
 """
@@ -16,12 +14,13 @@ import logging
 import mmap
 import os
 import platform
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -34,7 +33,7 @@ PAGE_BYTES = 4096
 
 
 class HostMemoryError(SwapError):
-    """Host memory does not suffice, or the limit forbids it: the message gives the figures and the flag to change."""
+    """There is too little host memory, or the limit is too low. The message has the figures and the flag to change."""
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -44,16 +43,16 @@ class HostMemoryError(SwapError):
 
 @dataclass(frozen=True)
 class HostCapacity:
-    """What one rank may reserve, and why. All figures but ``safe_bytes`` are for the whole host.
+    """The host memory that one rank may reserve. All figures but ``safe_bytes`` are for the whole host.
 
     Attributes:
         total_bytes: physical memory (MemTotal).
-        available_bytes: what can still be allocated under the machine's memory and every cgroup above this process.
-        cgroup_limit_bytes: the tightest cgroup limit; None: there is none.
-        safe_bytes: what one rank may reserve without asking: its equal part of what is available, less the headroom.
-        reason: how ``safe_bytes`` came about, for messages.
-        headroom_bytes: what is left to others.
-        local_world_size: ranks of this host.
+        available_bytes: can still be allocated, within the machine's memory and every cgroup above this process.
+        cgroup_limit_bytes: the lowest cgroup limit; None: there is none.
+        safe_bytes: the default of one rank: (``available_bytes`` - ``headroom_bytes``) / ``local_world_size``.
+        reason: how ``safe_bytes`` was computed, for messages.
+        headroom_bytes: left unreserved.
+        local_world_size: ranks on this host.
     """
 
     total_bytes: int
@@ -66,18 +65,18 @@ class HostCapacity:
 
 
 def local_world_size() -> int:
-    """Number of ranks on this host, from the launcher's environment variable; 1 without a launcher."""
+    """Return the number of ranks on this host, from the launcher's environment variable; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def safe_host_bytes(local_world_size: int, *, root: Path = Path("/")) -> HostCapacity:
     """Measure how much host memory each of the ``local_world_size`` ranks of this host can safely reserve.
 
-    That is (available memory - headroom) / ranks. The headroom is for what grows after this call: page cache of the
-    data set, data loader workers, communication buffers, a checkpoint being staged. It is the larger of 4 GiB and 10 %
-    of the memory that this process may use, but never more than a quarter of it, so that an 8 GiB laptop keeps
-    something to swap into. Every rank must call this before any rank reserves memory; otherwise what the first one
-    takes counts as used by others.
+    That is (available memory - headroom) / ranks. The headroom is for memory that is allocated after this call: the
+    page cache of the data set, data loader workers, communication buffers, a checkpoint being staged. It is the larger
+    of 4 GiB and 10 % of the memory that this process may use, but at most a quarter of it, so that an 8 GiB laptop has
+    memory left for swapping. Every rank must call this before any rank reserves memory. Otherwise the memory of the
+    first rank counts as unavailable to the others.
 
     Args:
         root: replaces "/" in tests.
@@ -113,8 +112,8 @@ def safe_host_bytes(local_world_size: int, *, root: Path = Path("/")) -> HostCap
 def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: bool) -> None:
     """Refuse a request of one rank that the host cannot hold.
 
-    The request is compared with the rank's part of the available memory, headroom included: the headroom makes a
-    careful default, but a user who names a figure may use it.
+    The limit is an equal part of the available memory, headroom included: the headroom is for the default, and a user
+    who gives a number may use it.
 
     Args:
         unchecked: accept every positive request, for machines whose reported memory starts small and grows on demand.
@@ -132,7 +131,7 @@ def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: 
     together = f" on each of {ranks} ranks ({format_bytes(requested_bytes * ranks)} in all)" if ranks > 1 else ""
     raise HostMemoryError(
         f"--swap-host-gib asks for {format_bytes(requested_bytes)} of host memory{together}, but only "
-        f"{format_bytes(share_bytes)} a rank can be had ({capacity.reason}). Lower --swap-host-gib to at most "
+        f"{format_bytes(share_bytes)} a rank are available ({capacity.reason}). Lower --swap-host-gib to at most "
         f"{share_bytes / GIB:.1f} ({capacity.safe_bytes / GIB:.1f} is safe), swap fewer layers "
         "(--swap-layers), or, if this machine's memory grows on demand, add --swap-host-unchecked."
     )
@@ -148,7 +147,7 @@ def _physical_memory(root: Path) -> tuple[int, int]:
             if value.split():
                 fields[name] = int(value.split()[0]) * 1024
         total_bytes = fields["MemTotal"]
-        # Kernels before 3.14 and some sandboxes have no MemAvailable: free and page cache is a fair stand-in.
+        # Kernels before 3.14 and some sandboxes have no MemAvailable: free memory and page cache approximate it.
         fallback_bytes = fields.get("MemFree", 0) + fields.get("Buffers", 0) + fields.get("Cached", 0)
     except (OSError, ValueError, KeyError) as error:
         raise HostMemoryError(f"cannot read the size of the host memory from {path}: {error!r}") from error
@@ -156,10 +155,10 @@ def _physical_memory(root: Path) -> tuple[int, int]:
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, what is left below it) of every cgroup with a memory limit between this process and the root.
+    """Return (limit, bytes left below it) of every cgroup with a memory limit between this process and the root.
 
-    Inside a container /proc/self/cgroup may give the host's path while only the container's own part is mounted, at the
-    mount's root. The loop walks up from the path and skips what does not exist, which covers both views.
+    Inside a container /proc/self/cgroup may give the host's path although only the container's own cgroup is mounted,
+    at the mount's root. The loop walks up from the path and skips folders that do not exist, so it works for both.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -218,11 +217,11 @@ class PinStrategy:
 
     Attributes:
         touch: "pages" writes one byte a page; "populate" asks the kernel (MADV_POPULATE_WRITE, Linux 5.14) and falls
-            back to "pages"; "memset" writes everything; "none" leaves it to the registration or the first use.
+            back to "pages"; "memset" writes every byte; "none": pages become resident at registration or first use.
         touch_threads: None: min(16, usable cores).
         register_threads: threads that register touched regions with CUDA.
         huge_pages: ask for transparent huge pages.
-        chunk_bytes: what one thread touches at a time.
+        chunk_bytes: touched by one thread at a time.
     """
 
     touch: Literal["pages", "populate", "memset", "none"] = "pages"
@@ -234,36 +233,85 @@ class PinStrategy:
 
 @dataclass(frozen=True)
 class PrepareTimes:
-    """Seconds in total, until the last page was touched, and in cudaHostRegister (summed over threads)."""
+    """Seconds in total, until the last page was touched, and in cudaHostRegister (the sum over all threads)."""
 
     total_s: float
     touch_s: float
     register_s: float
 
 
+class _Mapping(mmap.mmap):
+    """A private anonymous mapping that is not unmapped while it is registered with CUDA.
+
+    CUDA would refuse the next mapping at the same address (error 712). When the last reference to a registered mapping
+    is dropped, the mapping waits in ``dropped`` instead, until ``_release_dropped`` unregisters it.
+
+    Attributes:
+        address: of its first byte.
+        device: number of the CUDA device that it is registered for; None: it is not registered.
+        dropped: mappings that nobody refers to any more, still registered.
+    """
+
+    address = 0
+    device: int | None = None
+    dropped: ClassVar[list[_Mapping]] = []
+
+    def __del__(self) -> None:
+        # A copy may still run, and a finalizer may run on any thread at any moment, also when the interpreter ends. So
+        # it neither waits nor calls CUDA.
+        if self.device is not None:
+            self.dropped.append(self)
+
+    def unregister(self) -> None:
+        """End the registration, if there is one. No copy of this memory may be under way."""
+        if self.device is None:
+            return
+        device, self.device = self.device, None
+        with torch.cuda.device(device):
+            status = torch.cuda.cudart().cudaHostUnregister(self.address)
+        if int(status) != 0:
+            logger.warning("cudaHostUnregister failed with CUDA error %d", int(status))
+
+
+_release_lock = threading.Lock()
+
+
+def _release_dropped(device: int) -> None:
+    """Unregister and unmap the mappings that were dropped while they were registered for CUDA device ``device``.
+
+    No tensor on them is left, so no further copy can begin; waiting for the device ends the copies under way.
+    """
+    with _release_lock:
+        found = [mapping for mapping in list(_Mapping.dropped) if mapping.device == device]
+        if found:
+            torch.cuda.synchronize(device)
+        for mapping in found:
+            mapping.unregister()
+            _Mapping.dropped.remove(mapping)
+
+
 class HostRegion:
     """One private anonymous mapping, registered with CUDA as a whole: any range of it can be one copy.
 
-    Only ``tensor`` and its views refer to the mapping: it is unmapped when the last of them dies, never under a live
-    view.
+    The mapping lives as long as the region, ``tensor`` or a view of it, and is then unmapped. If it is still registered
+    at that moment, it is unmapped only when memory is registered for the same device the next time.
 
     Attributes:
         tensor: all bytes, uint8.
         nbytes: their number.
         address: of the first one.
-        near_node: whether the pages are placed on the NUMA node that was asked for.
+        near_node: whether the pages are placed on ``numa_node``.
 
     Raises:
         OSError: the address space is exhausted.
     """
 
     def __init__(self, nbytes: int, *, huge_pages: bool, numa_node: int | None) -> None:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
-            self.tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+            self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.nbytes = nbytes
-        self.address = self.tensor.data_ptr()
-        self._device: int | None = None
+        self.address = self._mapping.address = self.tensor.data_ptr()
         libc = _libc()
         # fork() copies pinned pages at once (a page that a device writes to cannot be shared copy-on-write):
         # every data loader worker would duplicate the pool. A child sees zeros instead and needs no more.
@@ -276,7 +324,7 @@ class HostRegion:
         self.near_node = numa_node is not None and _prefer_node(self.address, nbytes, numa_node)
 
     def touch(self, offset: int, nbytes: int, how: str) -> float:
-        """Make [offset, offset + nbytes) resident. Returns the time when it was done. Runs without the GIL.
+        """Make [offset, offset + nbytes) resident, without the GIL. Returns the time at its end.
 
         Args:
             how: as ``PinStrategy.touch``.
@@ -303,35 +351,31 @@ class HostRegion:
                 f"cudaHostRegister refused {format_bytes(self.nbytes)} of host memory "
                 f"(CUDA error {int(status)}). Lower --swap-host-gib or swap fewer layers (--swap-layers)."
             )
-        self._device = device
+        self._mapping.device = device
 
     def unregister(self) -> None:
         """Undo ``register``, if it was called. No copy may be under way on the region."""
-        if self._device is None:
-            return
-        device, self._device = self._device, None
-        with torch.cuda.device(device):
-            status = torch.cuda.cudart().cudaHostUnregister(self.address)
-        if int(status) != 0:
-            logger.warning("cudaHostUnregister failed with CUDA error %d", int(status))
+        self._mapping.unregister()
 
 
 def prepare_regions(
     sizes: Sequence[int], *, strategy: PinStrategy, device: int | None, numa_node: int | None
 ) -> tuple[list[HostRegion], PrepareTimes]:
-    """Map, touch and register regions of the given sizes; all of them or none.
+    """Map, touch and register regions of the given sizes in bytes; all of them or none.
 
     Touching scales with threads, registering far less, so the two overlap: the touching threads work through the
-    regions in order while the registering threads follow one region behind.
+    regions in order, and the registering threads follow one region behind.
 
     Args:
         device: index of the CUDA device to register for; None: do not register.
         numa_node: where pages are placed if possible; None: anywhere.
 
     Raises:
-        HostMemoryError: the system or CUDA refuses; what was made ready before the failure is undone.
+        HostMemoryError: the system or CUDA refuses. No region is left mapped or registered.
     """
     start = time.perf_counter()
+    if device is not None:
+        _release_dropped(device)
     touch_threads = strategy.touch_threads or min(16, len(os.sched_getaffinity(0)))
     touchers = ThreadPoolExecutor(touch_threads, "swap-touch")
     registrars = ThreadPoolExecutor(strategy.register_threads, "swap-register")
@@ -368,7 +412,7 @@ def prepare_regions(
 
 
 def _register_after(region: HostRegion, touches: list[Future[float]], device: int | None) -> tuple[float, float]:
-    """Register ``region`` once it is touched. Returns the time of the last touch, and seconds spent registering."""
+    """Register ``region`` once it is touched. Returns the time of the last touch, and the seconds of registering."""
     touched_at = max((touch.result() for touch in touches), default=0.0)
     start = time.perf_counter()
     if device is not None:

@@ -41,7 +41,7 @@ MIN_SPLIT_BYTES = 4 * MIB
 
 
 class LeaseError(SwapError):
-    """A lease or the pool was used after its end, or the pool was closed while leases were out."""
+    """A lease was used after ``free``, or the pool after ``close``, or the pool was closed with leases not freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """The pool at one moment. ``leased_bytes`` counts whole pages; what is reserved and not leased is free."""
+    """The figures of a pool at one moment. ``leased_bytes`` counts whole pages; reserved bytes not leased are free."""
 
     reserved_bytes: int
     leased_bytes: int
@@ -70,9 +70,9 @@ class Lease:
     A lease that is dropped without ``free`` keeps its memory: only its owner knows which copy reads it last.
 
     Attributes:
-        nbytes: what was asked for; the extents are longer, up to the end of a page.
+        nbytes: as requested; the extents are longer, up to the end of a page.
         fence: the largest fence with which any part of this memory was freed before. The first write must be ordered
-            behind that copy; 0: there is nothing to wait for.
+            behind that copy. 0: no copy.
     """
 
     __slots__ = ("_live", "_pool", "extents", "fence", "nbytes")
@@ -91,9 +91,9 @@ class Lease:
         return not self._live
 
     def views(self, *, padded: bool = False) -> list[torch.Tensor]:
-        """One uint8 tensor per extent, in order, together exactly ``nbytes`` long.
+        """Return one uint8 tensor per extent, in order, together exactly ``nbytes`` long.
 
-        The tensors must not be used after ``free``. Nothing prevents it; a pool with ``poison`` makes it show.
+        The tensors must not be used after ``free``. Nothing prevents that; with ``poison`` they then read NaN.
 
         Args:
             padded: extend the last tensor to the end of its page, since direct I/O writes whole pages.
@@ -123,7 +123,7 @@ class Lease:
             self._live.pop()
         except IndexError:
             raise LeaseError(f"a lease of {self.nbytes} bytes was freed twice") from None
-        # An owner that never wrote never waited either: reads of previous owners may still be under way.
+        # An owner that never wrote has not waited for the previous owners' reads, which may still be under way.
         self._pool._freed.append((self.extents, max(fence, self.fence)))
 
 
@@ -133,28 +133,28 @@ class HostPool:
     Except for what ``reserve`` asks for ahead of need, reserved_bytes <= leased_peak_bytes + one slab.
 
     lease(), reserve(), stats and close() take a lock; any thread may call them, but no finalizer. Lease.free() is safe
-    in finalizers: garbage collection may run one inside any of these calls, in the very thread that holds the lock,
-    where a lock would deadlock and an immediate change would corrupt the free list in the middle of a search. So it
-    only appends to a deque, which is atomic; the next call of the pool empties that deque.
+    in finalizers. Garbage collection may run one inside any of these calls, in the thread that holds the lock: taking
+    the lock would deadlock, and changing the free list at once would corrupt it in the middle of a search. So ``free``
+    only appends to a deque, which is atomic, and the next call of the pool empties that deque.
 
     Args:
-        limit_bytes: most that is reserved, in whole pages: a number, or a budget, of which the pool may take what
-            nobody has reserved at the moment when it grows.
+        limit_bytes: the most to reserve, in whole pages. With a ``HostMemoryBudget`` it is the budget's unreserved
+            bytes at the moment when the pool grows.
         pinned: register the slabs with CUDA, and place them near the device.
         slab_bytes: size of a slab; whole pages. The last one before the limit may be smaller.
         device: index of the CUDA device; default: the current one.
-        numa_node: where the slabs are placed instead of near the device.
+        numa_node: NUMA node of the slabs; default: the device's.
         strategy: how fresh memory is made ready.
-        poison: fill memory that is not leased with 0xFF bytes (NaN in every floating type), so that a copy that comes
-            too late or too early gives NaN instead of a plausible number. Whole slabs become resident: use small ones.
-        wait_fence: called with a fence before memory that was freed with it is poisoned; it returns when that copy is
-            over, since that copy may still read the memory legitimately. It must not call the pool.
+        poison: fill memory that is not leased with 0xFF bytes (NaN in every floating type), so that a copy that runs
+            too late or too early yields NaN instead of a plausible number. Whole slabs become resident: use small ones.
+        wait_fence: called with a fence before memory that was freed with that fence is poisoned. It returns when that
+            copy, which may still read the memory, is over. It must not call the pool.
 
     Attributes:
-        budget: the one given, or one made of the number.
+        budget: the given budget, or a new one of ``limit_bytes``.
 
     Raises:
-        ValueError: ``slab_bytes`` is no whole number of pages, or ``limit_bytes`` is less than one.
+        ValueError: ``slab_bytes`` is no whole number of pages, or ``limit_bytes`` is less than one page.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class HostPool:
         """Times of the latest growth, for reports; None before the first."""
         self._device = device if pinned else None
         self._numa_node = numa_node
-        # Without registration nothing needs the pages before their first use, and few of a slab may be used.
+        # Without registration pages are not needed before their first use, and only a few of a slab may be used.
         self._strategy = strategy or PinStrategy(touch="pages" if pinned else "none")
         self._poison = poison
         self._wait_fence = wait_fence
@@ -204,11 +204,11 @@ class HostPool:
 
     @property
     def limit_bytes(self) -> int:
-        """Most that the pool may reserve now, in whole pages; less than it has where its budget has shrunk."""
+        """The most that the pool may reserve now, in whole pages. Below the reserved bytes if the budget has shrunk."""
         return max(0, round_down(self.budget.unreserved_bytes, PAGE_BYTES))
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve at least ``nbytes`` in all now, so that later leases do not wait for pages.
+        """Grow the pool to at least ``nbytes`` now, so that later leases do not wait for pages.
 
         Raises:
             HostMemoryError: the limit or the machine does not allow it; the pool is then unchanged.
@@ -220,12 +220,12 @@ class HostPool:
                 self._grow(nbytes - self._reserved_bytes, f"a reservation of {format_bytes(nbytes)}")
 
     def lease(self, nbytes: int) -> Lease:
-        """Lease ``nbytes``, in one extent if one free block is large enough, else in few.
+        """Lease ``nbytes``: one extent if a free block is large enough, else several.
 
         Raises:
             ValueError: ``nbytes`` is below 1.
             LeaseError: the pool is closed.
-            HostMemoryError: the limit or the machine does not allow the growth that is needed; the pool is then
+            HostMemoryError: the pool must grow, and the limit or the machine does not allow it; the pool is then
                 unchanged.
         """
         if nbytes < 1:
@@ -244,7 +244,7 @@ class HostPool:
 
     @property
     def stats(self) -> PoolStats:
-        """The figures now. Everything freed so far counts as free."""
+        """The figures now. All memory that was freed so far counts as free."""
         with self._lock:
             self._absorb()
             return PoolStats(
@@ -261,8 +261,8 @@ class HostPool:
         A slab is unmapped when the last tensor on it is gone.
 
         Args:
-            force: close even while leases are not freed (for clean-up after an error); the views of those leases then
-                are ordinary memory.
+            force: close although leases are not freed, to clean up after an error. Their views are then pageable
+                memory.
 
         Raises:
             LeaseError: leases are not freed.
@@ -295,7 +295,7 @@ class HostPool:
     def _absorb(self) -> None:
         """Make the memory of freed leases available. Runs under the lock."""
         while self._freed:
-            extents, fence = self._freed[0]  # nobody else removes any: the first one stays the first
+            extents, fence = self._freed[0]  # only this method removes entries, so the first one stays the first
             if self._poison and fence and self._wait_fence is not None and not self._closed:
                 self._wait_fence(fence)
             self._freed.popleft()
@@ -332,7 +332,7 @@ class HostPool:
         )
         if self._numa_node is not None and not all(region.near_node for region in regions):
             logger.debug("pages cannot be placed on NUMA node %d: the system refuses", self._numa_node)
-            self._numa_node = None  # logged once, not tried again
+            self._numa_node = None  # log it once, and do not try again
         for region in regions:
             self._slabs.append(region)
             self._reserved_bytes += region.nbytes
@@ -342,7 +342,7 @@ class HostPool:
 class _FreeSpace:
     """The free blocks of all slabs, found by size (best fit) and by address (coalescing). No two blocks touch.
 
-    A search costs O(log n); keeping ``_sizes`` sorted costs a memmove of n pointers, which is nothing for a few
+    A search is O(log n). An insertion into the sorted ``_sizes`` moves n pointers, which is negligible for a few
     thousand blocks.
     """
 
@@ -370,7 +370,7 @@ class _FreeSpace:
         self._insert(slab, offset, nbytes, fence)
 
     def take(self, nbytes: int) -> tuple[tuple[Extent, ...], int]:
-        """Cut out ``nbytes`` (at most ``self.nbytes``): the extents and the largest fence of their blocks."""
+        """Cut out ``nbytes``, at most ``self.nbytes``. Returns the extents and the largest fence of their blocks."""
         extents = []
         largest_fence = 0
         for extent in self._choose(nbytes):
@@ -383,10 +383,10 @@ class _FreeSpace:
         return tuple(extents), largest_fence
 
     def _choose(self, nbytes: int) -> list[Extent]:
-        """What to cut off which blocks: the best fit, else the largest ones and the best fit for the rest.
+        """Choose the extents to cut: from the best-fitting block, else the largest blocks and a best fit for the rest.
 
-        No piece is below MIN_SPLIT_BYTES unless the blocks leave no choice: a short rest takes some bytes
-        from the piece before. Pieces are cut from a block's start.
+        No extent is below MIN_SPLIT_BYTES unless the blocks leave no choice: a short last extent takes some bytes from
+        the one before. Extents are cut from the start of a block.
         """
         chosen: list[Extent] = []
         end = len(self._sizes)

@@ -1,7 +1,7 @@
-"""Pinned buffers between disk and device, used in turn: reads fill them ahead of need, writes empty them behind.
+"""Pinned buffers between disk and device, used in turn. Reads fill them ahead of use; writes empty them afterwards.
 
-A buffer is used again when its last copy and its last write are over; only for that does the calling thread wait. Bytes
-that are still in a buffer for writes are read from there, whether they have been written yet or not.
+A buffer is reused when its last copy and its last write are over. The calling thread waits for that, and for earlier
+writes of the same bytes. Bytes that are still in a buffer for writes are read from there, on disk already or not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.swap.devices.base import Device, Event, Stream
 from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskFile, DiskRoom, padded
 
 DiskSpan = tuple[DiskRoom, int, int]
-"""A room, and the bytes of it from, to. Both are multiples of ``BLOCK_BYTES``, or the second is the room's end."""
+"""A room, and the first and the end of the span's bytes in it: multiples of ``BLOCK_BYTES``, or the room's end."""
 
 
 class _Buffer:
@@ -24,9 +24,10 @@ class _Buffer:
 
     Attributes:
         memory: uint8.
-        busy: calls that wait for the copies, reads and writes that use the memory.
-        readers: who counts on the bytes in the memory.
+        busy: functions that wait, each for a copy, read or write that uses the memory.
+        readers: the fetches whose bytes are in the memory.
         content: in a buffer for writes, the bytes of each span without padding, valid once ``event`` has passed.
+        event: passes when the bytes have arrived from the device.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -42,7 +43,7 @@ class _Buffer:
             self.busy.pop()()
 
     def reuse(self) -> None:
-        """Wait, and tell the readers that their bytes are lost."""
+        """Wait as ``wait``, and mark the bytes of all readers as lost."""
         self.wait()
         for reader in self.readers:
             reader.is_lost = True
@@ -50,12 +51,12 @@ class _Buffer:
 
 
 class Fetched:
-    """Bytes of some spans that are on their way from disk. Made by ``Staging.fetch``.
+    """Bytes of some spans that are being read from disk. Made by ``Staging.fetch``.
 
     Attributes:
         chunks: one uint8 tensor a span, valid once ``arrived``.
-        is_lost: one of the buffers has been reused, so the spans must be fetched again. This happens to callers that
-            have more than ``NUM_AHEAD`` fetches open.
+        is_lost: a buffer was reused, so the spans must be fetched again. This happens if the caller has more than
+            ``NUM_AHEAD`` fetches open.
     """
 
     def __init__(self, chunks: list[torch.Tensor], reads: list[Future[None]], buffers: Sequence[_Buffer]) -> None:
@@ -72,7 +73,7 @@ class Fetched:
         return all(read.done() for read in self._reads)
 
     def arrived(self, device: Device, stream: Stream) -> list[torch.Tensor]:
-        """Wait for the reads, and let ``stream`` wait for what has yet to come from the device; returns the chunks.
+        """Return the chunks: wait for the reads, and let ``stream`` wait for copies from the device to the buffers.
 
         Raises:
             DiskError: a read failed.
@@ -85,7 +86,7 @@ class Fetched:
         return self.chunks
 
     def copied(self, device: Device, event: Event) -> None:
-        """Note that the last copy out of the chunks is over when ``event`` has passed."""
+        """Keep the buffers until ``event`` has passed: the last copy out of the chunks is over then."""
         for buffer in self._buffers:
             buffer.busy.append(lambda: device.finish(event))
 
@@ -95,19 +96,19 @@ class Staging:
 
     Args:
         disk: the file that holds the spans.
-        take: returns that many bytes of pinned host memory in whole pages, which the buffers keep.
-        buffer_bytes: most that is fetched or staged in one call, in whole blocks.
+        take: allocates pinned host memory of that many bytes, in whole pages. The buffers keep it.
+        buffer_bytes: most bytes of one ``fetch`` or ``stage``, in whole blocks.
     """
 
     def __init__(self, disk: DiskFile, take: Callable[[int], torch.Tensor], buffer_bytes: int) -> None:
         self.disk = disk
-        buffer_bytes = with_ends(buffer_bytes)
+        buffer_bytes = with_padding(buffer_bytes)
         self._for_reads = [_Buffer(take(buffer_bytes)) for _ in range(NUM_AHEAD + 1)]
         self._for_writes = [_Buffer(take(buffer_bytes)) for _ in range(NUM_AHEAD)]
         self._writes: dict[DiskRoom, list[tuple[int, int, list[Future[None]]]]] = {}
 
     def fetch(self, spans: Sequence[DiskSpan]) -> Fetched:
-        """Begin to read ``spans``, which fit one buffer. Spans still in a buffer for writes are taken from there."""
+        """Begin to read ``spans``, which must fit one buffer. Spans in a buffer for writes are not read again."""
         cached = [next((one for one in self._for_writes if span in one.content), None) for span in spans]
         from_disk = [span for span, buffer in zip(spans, cached, strict=True) if buffer is None]
         buffers = {id(buffer): buffer for buffer in cached if buffer is not None}
@@ -127,15 +128,15 @@ class Staging:
     def stage(self, spans: Sequence[DiskSpan]) -> tuple[list[torch.Tensor], Callable[[Device, Event], None]]:
         """Return memory for the bytes of ``spans``, and a function to call once the copies into it are enqueued.
 
-        The function takes the device and the event behind those copies. The bytes are written when the event has
-        passed; nothing here waits for that.
+        The function takes the device and the event behind those copies. Other threads write the bytes once the event
+        has passed; the caller does not wait for that.
 
         Raises:
             DiskError: an earlier write of the same bytes failed.
         """
         buffer, chunks = self._next(self._for_writes, spans)
         for room, start, stop in spans:
-            self._wait_for_writes(room, start, stop)  # of two writes of the same bytes the later one counts
+            self._wait_for_writes(room, start, stop)  # so that a later write of the same bytes wins
         for other in self._for_writes:
             other.content = {span: chunk for span, chunk in other.content.items() if not _overlaps(span, spans)}
 
@@ -167,13 +168,13 @@ class Staging:
         of_room[:] = [one for one in of_room if not all(write.done() and write.exception() is None for write in one[2])]
 
     def synchronize(self) -> None:
-        """Wait for every write. The next reads are from disk, so others may change the bytes there until then.
+        """Wait for every write. Later reads are from disk, so the bytes on disk may be changed before them.
 
         Raises:
             DiskError: a write failed; again at each call after that.
         """
         writes = [write for spans in self._writes.values() for _, _, of_span in spans for write in of_span]
-        wait(writes)  # all of them, also where one has failed
+        wait(writes)  # for all of them, even if one has failed
         for write in writes:
             write.result()
         self._writes.clear()
@@ -182,10 +183,10 @@ class Staging:
             buffer.content = {}
 
 
-def with_ends(buffer_bytes: int) -> int:
-    """Size of a buffer that takes ``buffer_bytes`` in several spans, each up to the end of its last block.
+def with_padding(buffer_bytes: int) -> int:
+    """Return the size of a buffer for ``buffer_bytes`` in up to 16 spans, each padded to whole blocks.
 
-    A slice of a parameter has a few spans (its main value, its moments); 16 blocks are enough for them.
+    A slice of a parameter has fewer spans: its main value and its moments.
     """
     return padded(buffer_bytes) + 16 * BLOCK_BYTES
 

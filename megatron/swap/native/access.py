@@ -1,4 +1,4 @@
-"""Storages that refuse access: reading memory that is not there raises an error instead of crashing."""
+"""Storages that refuse access, so that a read of released memory raises an error instead of crashing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron.swap.native.build import load
 
 
 class StorageAccess:
-    """Refuses and allows access to storages. Without the native part a read of an empty storage meets a null pointer.
+    """Refuses and allows access to storages. Without the native part a read of an empty storage gets a null pointer.
 
     Args:
-        native: use the native part, where there is one.
+        native: use the native part, if there is one.
     """
 
     def __init__(self, *, native: bool = True) -> None:
@@ -40,23 +40,23 @@ class StorageAccess:
             self._native.allow(storage._cdata)
 
     def is_refused(self, storage: torch.UntypedStorage) -> bool:
-        """Whether anybody in this process has called ``refuse`` on it, with or without the native part."""
+        """Whether ``storage`` refuses access. True after ``refuse`` without the native part too."""
         return storage._cdata in self._refused
 
     def forget(self, address: int) -> None:
-        """Note that the storage whose ``StorageImpl`` was at ``address`` is gone; another one may come there."""
+        """Drop the record of the freed storage whose ``StorageImpl`` was at ``address``: the address may be reused."""
         self._refused.discard(address)
 
     def on_use(self, key: int, reload: Callable[[int], bool]) -> Callable[[], None]:
-        """Let C++ operators that declare what they use (``operator.h``) have it reloaded first.
+        """Let C++ operators that declare their storages (``operator.h``) reload them first.
 
         Args:
             key: identifies the caller.
-            reload: called with the address of a ``StorageImpl``; returns whether the caller owns it, and has reloaded
-                it.
+            reload: called with the address of a ``StorageImpl``. Reloads the storage and returns True if it is the
+                caller's, else returns False.
 
         Returns:
-            A function that ends this.
+            A function that undoes this.
         """
         if self._native is None:
             return lambda: None
@@ -64,7 +64,7 @@ class StorageAccess:
         return functools.partial(self._native.remove_reload, key)
 
     def in_use(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a C++ operator has declared its use of ``storage`` and not ended."""
+        """Whether a C++ operator that has declared ``storage`` has not ended."""
         return self._native is not None and self._native.in_use(storage._cdata)
 
 

@@ -1,9 +1,9 @@
-"""The contract of transfer queues: jobs of steps between host memory, files and CUDA devices, done by one thread.
+"""The contract of transfer queues: jobs of steps between host memory, files and CUDA devices, run by one thread.
 
-Both implementations have a *core*, which does the work and knows states and tickets. Checks and error messages are
+Both implementations have a *core*, which runs the jobs and keeps states and tickets. Checks and error messages are
 here, once for both. Addresses, streams, events and descriptors are plain integers, as ``data_ptr()``,
-``Stream.cuda_stream``, ``Event.cuda_event`` and ``fileno()`` return them: the caller keeps what they stand for alive
-until the job is done.
+``Stream.cuda_stream``, ``Event.cuda_event`` and ``fileno()`` return them. The caller keeps their objects alive until
+the job is done.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.native.cuda_library import loaded_cuda_library
 
 WAKE_S = 0.1
-"""How often a waiting thread returns to the interpreter, which then handles Ctrl-C."""
+"""Seconds after which a waiting thread returns to the interpreter, so that it handles Ctrl-C."""
 
 MAY_BE_ZERO = {"num_bytes", "stream", "after", "device", "file", "offset"}
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """``num_bytes`` from address ``source`` to address ``target``, which do not overlap."""
+    """Copy ``num_bytes`` from address ``source`` to address ``target``. The two must not overlap."""
 
     target: int
     source: int
@@ -42,14 +42,15 @@ class CudaCopy:
 
     Attributes:
         target: address.
-        source: address. On the host's side pinned memory, else the worker waits for the copy.
+        source: address. The side on the host should be pinned memory, else the worker waits for the copy.
         num_bytes: to copy.
         stream: a raw ``cudaStream_t``.
         after: a ``cudaEvent_t`` that the stream waits for before the copy; 0: none.
-        done: a ``cudaEvent_t`` of ``device`` that is recorded behind the copy; nobody else records it before the job is
-            done. torch makes an event when it is first recorded, so record it once before asking for ``cuda_event``.
-        device: index of the device that ``stream`` and ``done`` belong to. The worker makes it current: a new thread
-            would make a context on device 0, which takes memory there from another rank.
+        done: a ``cudaEvent_t`` of ``device`` that is recorded behind the copy. It must not be recorded elsewhere before
+            the job is done. torch creates an event at its first record, so record it once before reading
+            ``cuda_event``.
+        device: index of the device of ``stream`` and ``done``. The worker makes it current: otherwise a new thread
+            creates a context on device 0, which takes memory there from another rank.
     """
 
     target: int
@@ -66,9 +67,9 @@ class CudaCopy:
 
 @dataclass(frozen=True, slots=True)
 class FileRead:
-    """Read ``num_bytes`` of the open ``file`` from byte ``offset`` on; fewer are an error.
+    """Read ``num_bytes`` of the open ``file`` from byte ``offset`` on. A shorter file is an error.
 
-    The caller keeps the rules of direct I/O: whole blocks.
+    With direct I/O the caller passes whole blocks.
     """
 
     file: int
@@ -98,15 +99,15 @@ Job = Sequence[Step]
 
 
 class JobState(IntEnum):
-    """How far a job is; ``transfer_queue.h`` has the same numbers.
+    """State of a job; ``transfer_queue.h`` has the same numbers.
 
-    The first four follow each other. ``DONE`` and the others are final.
+    A job passes through the first four in order. ``DONE`` and those below it are final.
     """
 
     WAITING = 0
     RUNNING = 1
     ISSUED = 2
-    """Its host and file steps are complete; a CUDA copy at its end is not."""
+    """Its host and file steps are complete, and its CUDA copies are enqueued."""
     DONE = 3
     FAILED = 4
     WITHDRAWN = 5
@@ -114,56 +115,57 @@ class JobState(IntEnum):
 
 
 class Core(Protocol):
-    """What an implementation does. All of it may be called from any thread. Tickets begin with 1, 0 is none."""
+    """The methods of an implementation. Any thread may call them. Tickets begin with 1; 0 means none."""
 
     def start(self) -> None: ...
     def is_started(self) -> bool: ...
     def add(self, job: Job, at_head: bool) -> int:
-        """The job's ticket; 0 when the queue takes no more."""
+        """Return the job's ticket; 0: the queue is closed."""
 
     def erase(self, ticket: int) -> bool: ...
     def dequeue(self) -> int: ...
     def state(self, ticket: int) -> int: ...
     def wait(self, ticket: int, until: int, seconds: float) -> int:
-        """Wait until the job's state is ``until`` or beyond, or so much time has passed; returns the state."""
+        """Wait until the job's state is ``until`` or above, or ``seconds`` have passed. Return the state."""
 
     def wait_all(self, seconds: float) -> bool: ...
     def failure(self, ticket: int) -> tuple[int, str]:
-        """``errno`` (0: no file's) and text of a job that failed; from now on it counts as raised."""
+        """Return ``errno`` (0 unless a file step failed) and text of a failed job. It counts as raised from now on."""
 
     def first_failure(self) -> int:
-        """The lowest ticket of a failure that has not been raised."""
+        """Return the lowest ticket of a failure that was not raised; 0: there is none."""
 
     def close(self) -> None:
-        """Take no more jobs; the worker ends behind the last one."""
+        """Accept no more jobs; the worker ends after the last one."""
 
     def join(self) -> None: ...
     def abandon(self) -> None:
-        """Close, withdraw what has not begun, and join. Also called at the interpreter's exit."""
+        """Close, withdraw the jobs that have not begun, and join. Also called at the interpreter's exit."""
 
     def num_waiting(self) -> int: ...
     def num_under_way(self) -> int: ...
 
 
 class TransferQueue(ABC):
-    """Jobs, done one after the other by a thread of its own; from the outside nothing but memory and files changes.
+    """A queue of jobs that a thread of its own runs one after the other.
 
-    A *job* is a sequence of steps, done in order: a step behind a CUDA copy begins only when that copy is complete
-    (copy behind copy the device sees to). Jobs begin in the order of the queue. CUDA copies at a job's end are still
-    under way when the next begins, of ``num_in_flight`` jobs at most, so that ``push`` gets ahead of all others.
+    A *job* is a sequence of steps, run in order: a step after a CUDA copy begins only when that copy is complete;
+    consecutive copies are ordered on the device instead. Jobs begin in the order of the queue. A job begins while CUDA
+    copies at the end of earlier ones are still under way, of ``num_in_flight`` jobs at most; so a pushed job waits for
+    few copies.
 
-    A job that fails leaves out its other steps; later jobs go on. The error is raised at whoever waits for it:
-    ``OSError`` with ``errno`` for files, ``SwapError`` (a ``RuntimeError``) for CUDA.
+    A job that fails skips its remaining steps; later jobs go on. Waiting for the job raises the error: ``OSError`` with
+    ``errno`` for files, ``SwapError`` (a ``RuntimeError``) for CUDA.
 
-    Of a job that is over the queue keeps nothing unless it has failed; of one that was withdrawn it keeps the number.
+    The queue keeps the failures of jobs and the tickets of withdrawn ones, and nothing of jobs that succeeded.
 
     Every method may be called from any thread. Waiting lets other threads run, and Ctrl-C interrupts it. When the queue
-    is finalized, or the interpreter ends, jobs under way are finished and the others dropped.
+    is finalized, or the interpreter exits, jobs under way are finished and the others withdrawn.
 
     Args:
         name: of the thread, for profilers, and in errors.
         num_in_flight: at least 1.
-        cuda_library: the CUDA runtime; ``None``: the one that is loaded, if any (torch loads it).
+        cuda_library: path of the CUDA runtime; ``None``: the loaded one, if any (torch loads it).
 
     Raises:
         UsageError: ``num_in_flight`` is below 1.
@@ -174,17 +176,17 @@ class TransferQueue(ABC):
             raise UsageError(f"transfer queue {name}: num_in_flight={num_in_flight}; it is at least 1")
         self.name = name
         self._core = self._make_core(name, num_in_flight, cuda_library or loaded_cuda_library())
-        weakref.finalize(self, self._core.abandon)  # at exit too, while the interpreter still stands
+        weakref.finalize(self, self._core.abandon)  # at exit too, before the interpreter is finalized
 
     @abstractmethod
     def _make_core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core: ...
 
     def start(self) -> None:
-        """Begin to work; until then jobs only gather. A second call does nothing."""
+        """Begin to run jobs; before that they only queue up. A second call does nothing."""
         self._core.start()
 
     def enqueue(self, job: Job) -> int:
-        """Add a job behind all others; returns its ticket.
+        """Add a job behind all others, and return its ticket.
 
         Raises:
             UsageError: the queue was stopped.
@@ -192,33 +194,34 @@ class TransferQueue(ABC):
         return self._add(job, at_head=False)
 
     def push(self, job: Job) -> int:
-        """Add a job ahead of all that have not begun; else as ``enqueue``."""
+        """Add a job ahead of all jobs that have not begun; else as ``enqueue``."""
         return self._add(job, at_head=True)
 
     def erase(self, ticket: int) -> bool:
-        """Withdraw a job. True: it had not begun and never will; False: it has begun, or is over."""
+        """Withdraw a job. Return whether it is withdrawn; False: it has begun, or is over."""
         if self._core.state(ticket) == JobState.UNKNOWN:
             raise self._unknown(ticket)
         return self._core.erase(ticket)
 
     def dequeue(self) -> int | None:
-        """Withdraw the first job that has not begun; returns its ticket, ``None`` where there is none."""
+        """Withdraw the first job that has not begun, and return its ticket; ``None``: there is none."""
         return self._core.dequeue() or None
 
     def is_done(self, ticket: int) -> bool:
-        """Whether nothing more happens to the job's memory: it is complete, or has failed.
+        """Whether the job is over, complete or failed, and no longer uses its memory.
 
         Raises:
-            UsageError: the job was withdrawn, or is none of this queue's.
+            UsageError: the job was withdrawn, or the ticket is not of this queue.
         """
         return self._checked(ticket, self._core.state(ticket)) in (JobState.DONE, JobState.FAILED)
 
     def wait_issued(self, ticket: int) -> None:
-        """Wait until all steps of the job are issued: those of host and files are complete, CUDA copies are on their
-        streams and ``done`` recorded, so that another stream can wait for it.
+        """Wait until all steps of the job are issued, so that another stream can wait for its ``done`` events.
+
+        Its host and file steps are complete then, and its CUDA copies are enqueued and their ``done`` recorded.
 
         Raises:
-            UsageError: the job was withdrawn, is none of this queue's, or waits and nobody has started the queue.
+            UsageError: the job was withdrawn, the ticket is not of this queue, or the queue was not started.
             OSError, SwapError: the job failed.
         """
         self._wait(ticket, JobState.ISSUED)
@@ -228,12 +231,12 @@ class TransferQueue(ABC):
         self._wait(ticket, JobState.DONE)
 
     def wait_all(self) -> None:
-        """Wait until nothing waits and nothing is under way, including what others add meanwhile.
+        """Wait until no job waits or is under way, including jobs that other threads add meanwhile.
 
         Raises:
-            UsageError: jobs wait, and nobody has started the queue.
-            OSError, SwapError: a job has failed whose error was not raised yet; the lowest ticket first. Further calls
-                raise the others.
+            UsageError: jobs wait, and the queue was not started.
+            OSError, SwapError: the error of the failed job with the lowest ticket that was not raised yet. Further
+                calls raise the others.
         """
         while not self._core.wait_all(0):
             if self._core.num_waiting() and not self._core.is_started():
@@ -246,10 +249,10 @@ class TransferQueue(ABC):
             raise self._failure(failed)
 
     def wait_and_stop(self) -> None:
-        """Take no more jobs, finish those that are there, and end the thread. A second call does nothing more.
+        """Accept no more jobs, finish the queued ones, and end the thread. A second call does nothing.
 
         Raises:
-            What ``wait_all`` raises; the queue is stopped then, but for one that was never started.
+            As ``wait_all``. The queue is stopped then, unless it was never started.
         """
         if self._core.is_started() or not self._core.num_waiting():
             self._core.close()
@@ -261,12 +264,12 @@ class TransferQueue(ABC):
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that have not begun."""
+        """Number of jobs that have not begun."""
         return self._core.num_waiting()
 
     @property
     def num_under_way(self) -> int:
-        """Jobs that have begun and are not complete."""
+        """Number of jobs that have begun and are not complete."""
         return self._core.num_under_way()
 
     def _add(self, job: Job, at_head: bool) -> int:
@@ -303,7 +306,7 @@ class TransferQueue(ABC):
 
 
 def _check(step: Step) -> None:
-    """Check a step where it is made: in the worker a wrong address would end the process."""
+    """Check a step when it is created: a wrong address would crash the worker."""
     for field in fields(step):
         value = getattr(step, field.name)
         least = 0 if field.name in MAY_BE_ZERO else 1

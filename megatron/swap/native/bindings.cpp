@@ -1,4 +1,4 @@
-// The only file that knows both Python and what is below it.
+// The Python module. Only this file includes pybind11.
 #include <c10/core/StorageImpl.h>
 #include <pybind11/pybind11.h>
 
@@ -21,7 +21,7 @@ using namespace megatron_swap;
 
 namespace {
 
-// Steps come as they are declared in base.py, by name: this file imports nothing of ours.
+// Converts steps, which base.py declares. They are recognised by the names of their classes: nothing is imported here.
 Job to_job(const py::iterable& steps) {
   Job job;
   for (const py::handle step : steps) {
@@ -47,22 +47,22 @@ Job to_job(const py::iterable& steps) {
   return job;
 }
 
-// Calls, for a storage's address, each of the functions that Python has given, until one says True. Never freed: an
-// operator may run while the interpreter ends.
-py::dict& bring_back_functions() {
+// The functions of `add_reload`. Never freed: an operator may run while the interpreter ends.
+py::dict& reload_functions() {
   static auto* functions = new py::dict;
   return *functions;
 }
 
-void bring_back(c10::StorageImpl& storage) {
+// Calls each of them with the address of `storage` until one returns True.
+void reload(c10::StorageImpl& storage) {
   py::gil_scoped_acquire locked;
   const auto address = reinterpret_cast<std::uintptr_t>(&storage);
   try {
-    for (const auto& function : py::list(bring_back_functions().attr("values")())) {
+    for (const auto& function : py::list(reload_functions().attr("values")())) {
       if (function(address).cast<bool>()) return;
     }
   } catch (py::error_already_set& error) {
-    throw std::runtime_error(error.what());  // it goes through a library that may know nothing of Python
+    throw std::runtime_error(error.what());  // it passes through a library that may be built without Python
   }
 }
 
@@ -93,7 +93,7 @@ c10::StorageImpl& storage(std::uintptr_t address) {
 }  // namespace
 
 PYBIND11_MODULE(megatron_swap_native, module) {
-  using Unlocked = py::call_guard<py::gil_scoped_release>;  // every call that takes the queue's lock, or waits
+  using Unlocked = py::call_guard<py::gil_scoped_release>;  // for every call that takes a lock of ours, or waits
 
   py::class_<TransferQueue>(module, "Core")
       .def(py::init([](std::string name, std::size_t num_in_flight, const py::object& cuda_library) {
@@ -140,10 +140,10 @@ PYBIND11_MODULE(megatron_swap_native, module) {
              py::arg("storage_impl"), py::arg("message"));
   module.def("allow", [](std::uintptr_t address) { allow(storage(address)); }, py::arg("storage_impl"));
 
-  set_bring_back(bring_back);
-  module.def("add_reload", [](py::int_ key, py::function function) { bring_back_functions()[key] = function; },
+  set_reload(reload);
+  module.def("add_reload", [](py::int_ key, py::function function) { reload_functions()[key] = function; },
              py::arg("key"), py::arg("function"));
-  module.def("remove_reload", [](py::int_ key) { bring_back_functions().attr("pop")(key, py::none()); },
+  module.def("remove_reload", [](py::int_ key) { reload_functions().attr("pop")(key, py::none()); },
              py::arg("key"));
   py::class_<Flag>(module, "Flag")
       .def(py::init<>())
@@ -162,8 +162,8 @@ PYBIND11_MODULE(megatron_swap_native, module) {
         return groups;
       });
 
-  // Nobody holds the interpreter's lock while waiting for the guard's: whoever has that may wait for a copy that a
-  // thread of Python plays.
+  // Never wait for the guard's lock with the interpreter's lock: the thread that holds the guard's may wait for a copy
+  // that a Python thread runs.
   set_unlocked([](const std::function<bool()>& call) {
     if (!PyGILState_Check()) return call();
     py::gil_scoped_release unlocked;
@@ -197,7 +197,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
              std::optional<Pieces> pieces;
              {
                py::gil_scoped_release unlocked;
-               pieces = guard.claim(key);
+               pieces = guard.withdraw(key);
              }
              if (!pieces) return py::none();
              return to_tuples(*pieces);
@@ -207,7 +207,7 @@ PYBIND11_MODULE(megatron_swap_native, module) {
            [](Guard& guard, const py::iterable& tuples) {
              const Pieces pieces = to_pieces(tuples);
              py::gil_scoped_release unlocked;
-             guard.give_back(pieces);
+             guard.release(pieces);
            },
            py::arg("pieces"))
       .def("take_evicted",

@@ -1,7 +1,7 @@
-"""Builds the C++ of this folder on first use, once for all processes and runs that see the same cache folder.
+"""Builds the C++ of this folder on first use, once for all processes that share a cache folder.
 
-One call of the compiler: ``torch.utils.cpp_extension.load`` does the same by ninja, and waits for ever for the lock of
-a process that was killed while it built.
+It calls the compiler once. ``torch.utils.cpp_extension.load`` runs ninja instead, and waits forever for the lock of a
+process that was killed while it built.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What to build. Each library is built by itself, so that one which cannot be built does not prevent the others.
+    """A library to build. Each is built separately, so that a failure does not affect the others.
 
     Attributes:
         name: first part of the file's name, before the key.
         sources: file names in this folder.
         linked: names of libraries in torch's folder or the system's.
         include_folders: folders of headers, beside torch's and Python's.
-        exported: for a library that is loaded globally, the symbols that it exports; empty: what the headers say.
+        exported: for a library that is loaded globally, the symbols that it exports; empty: all visible ones.
     """
 
     name: str
@@ -68,11 +68,11 @@ NATIVE = Library(
 
 
 class Native(Protocol):
-    """What the C++ offers. A storage is given by ``tensor.untyped_storage()._cdata``; its owner keeps it alive.
+    """The interface of the C++ part. A storage is passed as its ``_cdata``; the caller keeps it alive.
 
     ``refuse`` makes every access to its bytes, read or write, raise a RuntimeError with that message, until ``allow``.
-    To take the bytes away: ``resize_(0)``, then refuse. To restore them: allow, ``resize_(n)``, then copy. A *new* view
-    of an emptied storage is refused by torch itself, in its own words. These two have no Python fallback.
+    To release the bytes: ``resize_(0)``, then refuse. To restore them: allow, ``resize_(n)``, then copy. A *new* view
+    of an emptied storage is refused by torch itself, with another message. These two have no Python fallback.
     """
 
     def Core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core: ...
@@ -81,23 +81,23 @@ class Native(Protocol):
     def add_reload(self, key: int, function: Callable[[int], bool]) -> None:
         """Let C++ operators (``operator.h``) call ``function`` before they use a storage that refuses access.
 
-        It gets the address of the storage, and returns whether it has reloaded it; False: it does not own it.
+        It gets the address of the storage, and returns whether it has reloaded it; False: the storage is not its own.
         """
 
     def remove_reload(self, key: int) -> None: ...
     def in_use(self, storage_impl: int) -> bool:
-        """Whether a C++ operator has declared its use and not ended."""
+        """Whether a C++ operator that has declared the storage has not ended."""
 
 
 class BuildError(Exception):
-    """Why a library cannot be built; ``load`` logs it and goes on without."""
+    """A library cannot be built. ``load`` logs the reason and goes on without it."""
 
 
 @functools.cache
 def load() -> Native | None:
-    """Return the native part, built if need be.
+    """Return the native part, and build it if needed.
 
-    ``None`` where it cannot be built, which is logged once, or is not wanted (``MEGATRON_SWAP_NATIVE=0``).
+    ``None``: it cannot be built, which is logged once, or is not wanted (``MEGATRON_SWAP_NATIVE=0``).
     """
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         return None
@@ -105,8 +105,8 @@ def load() -> Native | None:
         return _imported(build(cache_folder()))
     except (BuildError, ImportError, OSError, RuntimeError) as error:
         logger.warning(
-            "swap: without its C++ part: no --swap-oom-guard; copies are begun in Python, more slowly; and of tensors "
-            "that TensorSwap has out, another thread's operation, DLPack or C++ finds a null pointer, not an error. %s",
+            "swap: without its C++ part: no --swap-oom-guard; copies are enqueued in Python, more slowly; another "
+            "thread, DLPack or C++ that reads a tensor offloaded by TensorSwap gets a null pointer, not an error. %s",
             error,
         )
         return None
@@ -128,8 +128,8 @@ def build(folder: Path, library: Library = NATIVE) -> Path:
     """Return the file of ``library`` in ``folder``; compile it if it is missing. Safe among processes.
 
     Raises:
-        BuildError: there is no compiler, or it failed, with its last words.
-        OSError: nothing can be written there.
+        BuildError: there is no compiler, or it failed; the message has its last lines.
+        OSError: ``folder`` cannot be written.
     """
     built = folder / f"{library.name}-{_key(library)}.so"
     if built.exists():
@@ -141,12 +141,12 @@ def build(folder: Path, library: Library = NATIVE) -> Path:
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 made = Path(scratch) / built.name
                 _compile(library, made)
-                made.replace(built)  # others, perhaps on another host, see the whole file or none
+                made.replace(built)  # atomic: other processes and hosts see the whole file or none
     return built
 
 
 def _key(library: Library = NATIVE) -> str:
-    """A hash of all that the result depends on but the compiler, since any will do."""
+    """Return a hash of all inputs of the build but the compiler, since any one will do."""
     here = Path(__file__).parent
     parts = [torch.__version__, sys.version, platform.machine(), *FLAGS, *library.linked, *library.exported]
     parts += map(str, library.include_folders)
@@ -168,7 +168,7 @@ def _compile(library: Library, target: Path) -> None:
     ]
     if library.exported:
         # -fvisibility=hidden leaves the templates of the standard library visible, and libraries that are loaded
-        # later would use ours in place of their own.
+        # later would use ours instead of their own.
         script = target.with_suffix(".map")
         script.write_text(f"{{ global: {'; '.join(library.exported)}; local: *; }};")
         command.append(f"-Wl,--version-script={script}")
@@ -182,7 +182,8 @@ def _compile(library: Library, target: Path) -> None:
 
 
 def _imported(library: Path) -> Native:
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # Python's own import would hide the table of operator.h
+    # Loaded globally for operator.h, which looks up a symbol; Python's import alone would load it locally.
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     spec = importlib.util.spec_from_file_location(MODULE, library)
     assert spec is not None
     assert spec.loader is not None

@@ -1,5 +1,5 @@
-// PyTorch's CUDA allocator, with a second chance: where memory runs out, a function of ours makes room, and it tries
-// again. A library of its own, without Python: cuda_allocator.py builds it where there is CUDA.
+// A wrapper of PyTorch's CUDA allocator: when an allocation fails, a function of ours makes room and the allocation is
+// retried. A library of its own, without Python; cuda_allocator.py builds it where there is CUDA.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
@@ -19,34 +19,34 @@
 
 namespace megatron_swap {
 
-// Frees memory of `device`, so that `num_bytes` may fit: the bytes as they were asked for, of which torch makes more
-// (it rounds, and takes whole segments). True: try again. `seen` is 0 at the first call of an allocation and then as
-// the function left it: what it remembers between the attempts. It may be called from any thread, with the interpreter
-// held or not, and must not throw. What it allocates itself gets no second chance.
+// Frees memory of `device` for an allocation of `num_bytes`, as requested: torch may need more, since it rounds up and
+// allocates whole segments. Returns whether to try again. `seen` is 0 at the first attempt of an allocation, and keeps
+// the function's state between attempts. It may be called on any thread, with or without the interpreter's lock, and
+// must not throw. Its own allocations are not retried.
 using MakeRoom = bool (*)(std::size_t num_bytes, int device, std::uint64_t* seen);
 
-// Writes for people, at most `size` bytes, what it is that our guard holds; returns how many it wrote.
+// Writes a description of what the guard holds, at most `size` bytes, for error messages; returns their number.
 using Report = std::size_t (*)(char* buffer, std::size_t size);
 
 namespace torch_allocator = c10::cuda::CUDACachingAllocator;
 
 namespace {
 
-// Atomic each: another thread may allocate while they are replaced. Whoever has just read one still calls it, so the
-// functions stay for as long as the process.
+// Both are atomic: another thread may allocate while they are replaced. A thread that has read one may still call it,
+// so the functions must live as long as the process.
 std::atomic<MakeRoom> make_room_function{nullptr};
 std::atomic<Report> report_function{nullptr};
 
-// This thread is in one of them: an allocation that fails there must not ask them again.
-thread_local bool is_asking = false;
+// Whether this thread is in one of them: an allocation that fails there must not call them again.
+thread_local bool is_in_callback = false;
 
-struct Asking {
-  Asking() { is_asking = true; }
-  ~Asking() { is_asking = false; }
+struct InCallback {
+  InCallback() { is_in_callback = true; }
+  ~InCallback() { is_in_callback = false; }
 };
 
-// Work that is captured runs later and again: what would be evicted meanwhile is part of no graph. Also where CUDA
-// will not say, as of the default stream while another one is captured; that is no error for others to find later.
+// Captured work runs later, and several times, without the evictions made during the capture. True also if CUDA
+// gives an error (for the default stream while another one is captured), which is cleared so that nobody else finds it.
 bool is_captured(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
@@ -60,14 +60,14 @@ void add_report(c10::OutOfMemoryError& error) {
   char buffer[1024];
   std::size_t written;
   {
-    Asking asking;
+    InCallback in_callback;
     written = std::min(report(buffer, sizeof buffer), sizeof buffer);
   }
   if (written > 0) error.add_context(std::string(buffer, written));
 }
 
-// `allocate`, again and again while room is made. No stream: the current one. No lock is held: neither torch's, which
-// lets go before it throws, nor one of ours. torch has counted the failure and told its observers; that stays.
+// Calls `allocate` until it succeeds or no room is made. Without `stream` the current one is meant. No lock is held
+// meanwhile: torch releases its own before it throws. torch counts each failure and notifies its observers.
 template <typename Allocate>
 auto with_room(std::size_t num_bytes, std::optional<cudaStream_t> stream, Allocate allocate) {
   std::uint64_t seen = 0;
@@ -77,11 +77,11 @@ auto with_room(std::size_t num_bytes, std::optional<cudaStream_t> stream, Alloca
     } catch (c10::OutOfMemoryError& error) {
       const MakeRoom make_room = make_room_function.load();
       c10::DeviceIndex device = 0;
-      if (make_room == nullptr || is_asking || c10::cuda::GetDevice(&device) != cudaSuccess) throw;
+      if (make_room == nullptr || is_in_callback || c10::cuda::GetDevice(&device) != cudaSuccess) throw;
       if (is_captured(stream ? *stream : c10::cuda::getCurrentCUDAStream(device).stream())) throw;
       bool again;
       {
-        Asking asking;
+        InCallback in_callback;
         again = make_room(num_bytes, device, &seen);
       }
       if (!again) {
@@ -94,15 +94,15 @@ auto with_room(std::size_t num_bytes, std::optional<cudaStream_t> stream, Alloca
 
 }  // namespace
 
-// Stands before `inner` and hands everything on. Every virtual function is here, those with a default too: what is not
-// would be answered by the default instead of by `inner`. cuda_allocator.py checks that against torch's headers.
+// Forwards everything to `inner`. It overrides every virtual function, those with a default too: a missing one would
+// run the default instead of `inner`'s. cuda_allocator.py checks that against torch's headers.
 class Guard final : public torch_allocator::CUDAAllocator {
  public:
   explicit Guard(torch_allocator::CUDAAllocator* inner) : inner_(inner) {}
 
   torch_allocator::CUDAAllocator* inner() const { return inner_; }
 
-  // The three that can run out of memory.
+  // The three functions that can run out of memory.
 
   c10::DataPtr allocate(std::size_t n) override {
     return with_room(n, std::nullopt, [&] { return inner_->allocate(n); });
@@ -226,8 +226,8 @@ class Guard final : public torch_allocator::CUDAAllocator {
 
 namespace {
 
-// Made once, never destroyed: every storage remembers the allocator that made it and asks that one when it is resized,
-// long after another has taken its place.
+// Made once, never destroyed: a storage keeps a pointer to the allocator that made it, and uses that one when it is
+// resized, even if another is in place by then.
 std::atomic<Guard*> guard{nullptr};
 
 const char* put_in_place() {
@@ -241,10 +241,10 @@ const char* put_in_place() {
     if (guard.compare_exchange_strong(ours, made)) {
       ours = made;
     } else {
-      delete made;  // another thread was faster, and nobody has seen this one
+      delete made;  // another thread was faster, and nothing refers to this one
     }
   }
-  // Ours would go round whatever somebody has put before the allocator that ours stands before.
+  // Ours forwards to `inner`, and would bypass an allocator that was put in place since.
   if (current != ours->inner()) return "another CUDA allocator was put in place since the guard was first installed";
   if (torch_allocator::allocator.compare_exchange_strong(current, ours) || current == ours) return nullptr;
   return "another CUDA allocator was put in place at the same moment";
@@ -255,9 +255,9 @@ const char* put_in_place() {
 
 #define MEGATRON_SWAP_SEEN extern "C" __attribute__((visibility("default")))
 
-// From now on `make_room` is asked where memory runs out, and `report` when it has none; a second call replaces them.
-// `report` may be null. Returns null, or why not. A storage from before the first call keeps to the allocator that made
-// it: when that one is resized, nobody is asked.
+// Installs `make_room`, which is called when an allocation fails, and `report`, called when no room can be made; it may
+// be null. A second call replaces them. Returns null, or why nothing was installed. Storages from before the first call
+// keep the allocator that made them: no function is called when they are resized.
 MEGATRON_SWAP_SEEN const char* megatron_swap_cuda_install(
     megatron_swap::MakeRoom make_room, megatron_swap::Report report) {
   try {
@@ -270,8 +270,8 @@ MEGATRON_SWAP_SEEN const char* megatron_swap_cuda_install(
   return nullptr;
 }
 
-// Nobody is asked any more, but for calls under way on other threads. The allocator from before is back, unless
-// somebody has put another in place meanwhile: that one may stand before ours, which then only hands on.
+// Removes both functions; calls under way on other threads go on. Restores the allocator from before, unless another
+// one was put in place since: that one may forward to ours, which then only forwards too.
 MEGATRON_SWAP_SEEN void megatron_swap_cuda_remove() {
   megatron_swap::make_room_function = nullptr;
   megatron_swap::report_function = nullptr;

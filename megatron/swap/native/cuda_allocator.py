@@ -1,7 +1,7 @@
 """Builds and loads ``cuda_allocator.cpp``, which needs CUDA's headers and is written for torch's allocator classes.
 
-CUDA's headers come in parts: torch's own packages bring those of the runtime, but not the folder ``crt/`` that they
-include. A toolkit has it, and so has triton, which comes with torch.
+torch's own packages have the runtime's headers, but not the folder ``crt/`` that these include. A toolkit has it, and
+so has triton, which is installed with torch.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ BASES = {
     "DeviceAllocator": "c10/core/CachingDeviceAllocator.h",
     "Allocator": "c10/core/Allocator.h",
 }
-"""What our allocator is derived from, each class from the next, and torch's header that declares it."""
+"""The base classes of our allocator, each derived from the next, and torch's header that declares it."""
 
 MAKE_ROOM = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_size_t, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 REPORT = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t)
-"""Of functions in Python: for tests alone. One needs the interpreter, which its thread may wait for while another
-thread holds it and waits for what this one holds."""
+"""Types of the two functions. Only tests may pass Python functions: these need the interpreter's lock, and can deadlock
+with a thread that has it and waits for a lock of the allocating thread."""
 
 
 @functools.cache
 def load_cuda_allocator() -> ctypes.CDLL:
-    """Return the library, built if need be. It changes nothing until one of its functions is called:
+    """Return the library, and build it if needed. It changes nothing until one of its functions is called.
 
-    ``megatron_swap_cuda_install(make_room, report)`` takes two addresses of functions that stay for as long as the
-    process, the second may be ``None``; returns ``None``, or as bytes why it did nothing.
-    ``megatron_swap_cuda_remove()``.
+    ``megatron_swap_cuda_install(make_room, report)`` takes the addresses of two functions that live as long as the
+    process; the second may be ``None``. It returns ``None``, or as bytes why it installed nothing.
+    ``megatron_swap_cuda_remove()`` undoes it.
 
     Raises:
-        BuildError: what is missing, or what in this torch is unknown to us.
+        BuildError: a header is missing, or this torch's allocator classes are not the ones that we know.
     """
     if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
         raise BuildError("MEGATRON_SWAP_NATIVE=0: nothing native is wanted")
@@ -62,7 +62,7 @@ def load_cuda_allocator() -> ctypes.CDLL:
 
 
 def include_places() -> list[Path]:
-    """Folders in which CUDA's headers may be, best first: those of this torch, of a toolkit, of triton."""
+    """Return the folders that may have CUDA's headers, best first: those of this torch, of a toolkit, of triton."""
     packages = Path(torch.__file__).parent.parent
     toolkits = [folder for name in ("CUDA_HOME", "CUDA_PATH") if (folder := os.environ.get(name))]
     return [
@@ -73,10 +73,10 @@ def include_places() -> list[Path]:
 
 
 def cuda_include_folders(version: str) -> tuple[Path, ...]:
-    """Return the folders of headers for CUDA ``version``, whatever its minor version: one, or a second for ``crt/``.
+    """Return the header folders for the major version of CUDA ``version``: one, or two if ``crt/`` is elsewhere.
 
     Raises:
-        BuildError: something is missing; the message lists the folders that were searched.
+        BuildError: headers are missing; the message lists the folders that were searched.
     """
     places = include_places()
     major = version.split(".")[0]
@@ -90,7 +90,7 @@ def cuda_include_folders(version: str) -> tuple[Path, ...]:
 
 
 def _major(place: Path) -> str | None:
-    """The major version of CUDA whose headers are in that folder; ``None`` without headers."""
+    """Return the major version of the CUDA headers in ``place``; ``None`` if there are none."""
     header = place / "cuda_runtime_api.h"
     if not header.exists() or not (place / "cuda_runtime.h").exists():
         return None
@@ -105,10 +105,10 @@ def check_virtuals(headers: dict[str, str]) -> None:
     allocator's function.
 
     Args:
-        headers: texts, by the class that each declares.
+        headers: text of each header, by the class that it declares.
 
     Raises:
-        BuildError: names the functions that we do not override, or the class whose bases are not those that we know.
+        BuildError: there are functions that we do not override, or a class has other bases than we know.
     """
     theirs: Counter[str] = Counter()
     for name, base in zip(BASES, [*list(BASES)[1:], None], strict=True):
@@ -137,10 +137,10 @@ def class_body(text: str, name: str) -> tuple[list[str] | None, str]:
 
 
 def virtuals(body: str) -> Iterator[str]:
-    """Yield the names of the virtual functions that a class declares first: each overload, no destructors."""
+    """Yield the names of the virtual functions that a class introduces: each overload, no destructors."""
     for declared in re.findall(r"\bvirtual\b([^;{]*)", body):
         before = ""
-        while declared != before:  # arguments of templates, which may have parentheses of their own
+        while declared != before:  # drop template arguments, which may contain parentheses
             before, declared = declared, re.sub(r"<[^<>]*>", "", declared)
         name, _, rest = declared.partition("(")
         if "~" not in name and not re.search(r"\boverride\b", rest):

@@ -1,4 +1,4 @@
-"""The CUDA runtime that this process has loaded: one build of ours serves machines with and without CUDA."""
+"""Finds the CUDA runtime that this process has loaded, so that one build serves machines with and without CUDA."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def loaded_cuda_library() -> str | None:
-    """Return the path of the CUDA runtime that this process has loaded; ``None`` where there is none.
+    """Return the path of the CUDA runtime that this process has loaded; ``None``: there is none.
 
-    torch loads it at import. In a runtime of another path or version torch's streams and events would mean nothing.
+    torch loads it at import. Another copy of the runtime would not know torch's streams and events.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.partition("/")[2]

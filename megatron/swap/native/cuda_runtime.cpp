@@ -16,7 +16,7 @@ void find(void* library, const char* name, Function*& function) {
 }  // namespace
 
 CudaRuntime CudaRuntime::from_library(const std::string& path) {
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: threads of CUDA run in it
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: CUDA's own threads run in it
   if (library == nullptr) throw std::runtime_error(dlerror());
   CudaRuntime cuda;
   find(library, "cudaSetDevice", cuda.set_device);

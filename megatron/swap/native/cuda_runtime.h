@@ -1,4 +1,4 @@
-// What we call of the CUDA runtime, found when it is asked for: one build serves machines with and without CUDA.
+// The functions of the CUDA runtime that we call, found at run time: one build serves machines with and without CUDA.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct CudaRuntime {
   int (*get_last_error)() = nullptr;
   const char* (*get_error_string)(int code) = nullptr;
 
-  // Of the library at `path`, which stays loaded. Throws std::runtime_error where it cannot be loaded or lacks one.
+  // Loads the library at `path` for good. Throws std::runtime_error if it cannot be loaded or lacks a function.
   static CudaRuntime from_library(const std::string& path);
   explicit operator bool() const { return memcpy_async != nullptr; }
 };

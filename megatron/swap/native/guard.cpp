@@ -12,18 +12,18 @@
 namespace megatron_swap {
 namespace {
 
-// Around every call of the guard in force, so that it can end.
+// Held during every call of the guard in force, so that `end` can wait for it.
 std::mutex in_force_mutex;
 Guard* in_force = nullptr;
 thread_local bool is_paused = false;
 
-std::string in_words(std::size_t num_bytes) {
+std::string format_bytes(std::size_t num_bytes) {
   if (num_bytes < std::size_t{1} << 20) return std::to_string(num_bytes >> 10) + " KiB";
   return std::to_string(num_bytes >> 20) + " MiB";
 }
 
 const char* const kRefusal =
-    "the out-of-memory guard took the memory of this saved tensor, and it was not brought back before its use; please "
+    "the out-of-memory guard evicted this saved tensor, and it was not reloaded before its use; please "
     "report this";
 
 }  // namespace
@@ -52,23 +52,23 @@ void Guard::end() {
 void Guard::offer(Key key, const Offer& offer) {
   std::lock_guard lock(mutex_);
   entries_.insert_or_assign(key, Entry{offer});
-  places_.insert(place(key, offer));
+  candidates_.insert(order_of(key, offer));
 }
 
-std::optional<Pieces> Guard::claim(Key key) {
+std::optional<Pieces> Guard::withdraw(Key key) {
   std::lock_guard lock(mutex_);
   const auto found = entries_.find(key);
   if (found == entries_.end()) return std::nullopt;
   Entry entry = std::move(found->second);
   entries_.erase(found);
   if (entry.is_evicted) return std::move(entry.pieces);
-  places_.erase(place(key, entry.offer));
+  candidates_.erase(order_of(key, entry.offer));
   return std::nullopt;
 }
 
-void Guard::give_back(const Pieces& pieces) {
+void Guard::release(const Pieces& pieces) {
   std::lock_guard lock(mutex_);
-  chunks_.give_back(pieces);
+  chunks_.release(pieces);
 }
 
 std::vector<Key> Guard::take_evicted() {
@@ -97,7 +97,7 @@ void Guard::pin() {
     try {
       machine_->pin(slab);
     } catch (const std::exception& error) {
-      trouble_ = error.what();  // copies are slower then
+      last_error_ = error.what();  // not pinned: copies are slower
     }
   });
 }
@@ -106,7 +106,7 @@ bool Guard::make_room(std::size_t num_bytes, int device, std::uint64_t* seen, st
   std::lock_guard lock(mutex_);
   if (device != device_) return false;
   if (evict(num_bytes, taken)) return true;
-  // Nothing more to take. But another thread may have freed meanwhile what this one did not find: once more.
+  // Nothing to evict. But another thread may have freed memory since the attempt failed: try once more.
   return std::exchange(*seen, 1) == 0;
 }
 
@@ -116,8 +116,8 @@ bool Guard::is_free(const Offer& offer) {
       refuses(storage)) {
     return false;
   }
-  // An allocator's own memory, and not a view of somebody else's (numpy's, another process's): to let go of that frees
-  // nothing, and may run Python. Nor is there anything where there are no bytes.
+  // It must be the allocator's own memory. Releasing memory of others (numpy's, another process's) frees nothing, and
+  // may run Python. A null address has no memory.
   const void* const address = storage.data_ptr().get();
   return address != nullptr && storage.data_ptr().get_context() == address;
 }
@@ -128,8 +128,8 @@ bool Guard::evict(std::size_t num_bytes, std::vector<c10::DataPtr>& taken) {
   std::size_t chosen_bytes = 0;
   std::vector<Key> chosen;  // copied to the host together, then freed
   try {
-    for (const auto& [must_copy, next_use, key] : places_) {
-      // A group goes as a whole: its tensors come back together, and the next allocation needs about as much again.
+    for (const auto& [must_copy, next_use, key] : candidates_) {
+      // A group is evicted as a whole: its tensors are reloaded together, and the next allocation is about as large.
       Entry& entry = entries_.at(key);
       const bool is_begun = !rescue.groups.empty() && rescue.groups.back() == entry.offer.group;
       if (chosen_bytes >= num_bytes && !is_begun) break;
@@ -137,7 +137,7 @@ bool Guard::evict(std::size_t num_bytes, std::vector<c10::DataPtr>& taken) {
       const std::size_t size = entry.offer.num_bytes;
       if (must_copy) {
         entry.pieces = chunks_.take(size);
-        if (entry.pieces.empty()) continue;  // the host has no room for this one; for a smaller one perhaps
+        if (entry.pieces.empty()) continue;  // the host has no room for this one, but may have for a smaller one
       }
       chosen.push_back(key);
       chosen_bytes += size;
@@ -154,9 +154,9 @@ bool Guard::evict(std::size_t num_bytes, std::vector<c10::DataPtr>& taken) {
     }
     machine_->finish_copies();
   } catch (const std::exception& error) {
-    // Nothing was freed. Copies that began may still write: their room is not used again.
+    // Nothing was freed. Copies that began may still write, so their host memory is not reused.
     for (const Key key : chosen) entries_.at(key).pieces.clear();
-    trouble_ = error.what();
+    last_error_ = error.what();
     return false;
   }
   for (const Key key : chosen) taken.push_back(take_memory(key, entries_.at(key), rescue));
@@ -174,12 +174,12 @@ c10::DataPtr Guard::take_memory(Key key, Entry& entry, Rescue& rescue) {
   machine_->discard(const_cast<void*>(storage.data()), size);  // not mutable_data(): that may allocate
   rescue.freed_bytes += size;
   if (!entry.offer.is_copied) rescue.copied_bytes += size;
-  places_.erase(place(key, entry.offer));
+  candidates_.erase(order_of(key, entry.offer));
   entry.is_evicted = true;
   evicted_.push_back(key);
   c10::DataPtr memory = std::move(storage._mutable_data_ptr_no_checks());
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
-  refuse(storage, kRefusal);  // nobody else refers to it: it never has to be allowed again
+  refuse(storage, kRefusal);  // it has no other owner, so access never has to be allowed again
   return memory;
 }
 
@@ -195,11 +195,11 @@ std::string Guard::report() {
       ++num_used;
     }
   }
-  std::string text = "Megatron Swap's out-of-memory guard has nothing more to take: " + in_words(evicted_bytes) +
-                     " of saved tensors were taken from the device already; " + std::to_string(num_used) + " more (" +
-                     in_words(used_bytes) + ") are in use elsewhere, or the host has no room for them (it has given " +
-                     in_words(chunks_.mapped_bytes()) + ").";
-  if (!trouble_.empty()) text += " An attempt failed: " + trouble_ + ".";
+  std::string text = "Megatron Swap's out-of-memory guard has nothing more to evict: " + format_bytes(evicted_bytes) +
+                     " of saved tensors are evicted already; " + std::to_string(num_used) + " more (" +
+                     format_bytes(used_bytes) + ") are in use elsewhere, or the host has no room for them (it has given " +
+                     format_bytes(chunks_.mapped_bytes()) + ").";
+  if (!last_error_.empty()) text += " An eviction failed: " + last_error_ + ".";
   return text;
 }
 
@@ -207,7 +207,7 @@ void pause_here(bool pause) { is_paused = pause; }
 
 bool make_room(std::size_t num_bytes, int device, std::uint64_t* seen) {
   if (is_paused) return false;
-  std::vector<c10::DataPtr> taken;  // freed at the very end, behind the lock
+  std::vector<c10::DataPtr> taken;  // declared before the lock, so it is freed after the unlock
   std::lock_guard lock(in_force_mutex);
   return in_force != nullptr && in_force->make_room(num_bytes, device, seen, taken);
 }

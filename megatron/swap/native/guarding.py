@@ -1,4 +1,4 @@
-"""The native core of the out-of-memory guard, for each kind of device, or the reason why there is none."""
+"""The native core of the out-of-memory guard for each kind of device, or the error why it cannot be made."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.swap.native.cuda_library import loaded_cuda_library
 NEEDS = "--swap-oom-guard needs"
 
 Piece = tuple[int, int]
-"""Address and bytes of host memory."""
+"""Address and size in bytes of a piece of host memory."""
 
 
 class NativeRescue(Protocol):
-    """What the guard did for an allocation that had failed: ``engine.oom_guard.Rescue`` says what each field means."""
+    """An allocation that failed and was retried after an eviction; ``engine.oom_guard.Rescue`` explains the fields."""
 
     wanted_bytes: int
     freed_bytes: int
@@ -29,7 +29,7 @@ class NativeRescue(Protocol):
 
 
 class Flag(Protocol):
-    """An event of the emulated device for native code. It must live as long as anybody may use its address."""
+    """An event of the emulated device for native code. It must live as long as its address is in use."""
 
     address: int
 
@@ -37,16 +37,16 @@ class Flag(Protocol):
 
 
 class GuardCore(Protocol):
-    """``native/guard.h``: evicts offered storages when an allocation fails, on whatever thread, without Python.
+    """The core in ``native/guard.h``: evicts offered storages when an allocation fails, on any thread, without Python.
 
-    A storage is given by ``untyped_storage()._cdata``, an event by its address.
+    A storage is passed as ``untyped_storage()._cdata``, an event as its address.
     """
 
     def begin(self) -> None:
         """Rescue allocations from now on."""
 
     def end(self) -> None:
-        """Rescue no more. Offers stay until they are withdrawn."""
+        """Stop rescuing allocations. Offers remain until they are withdrawn."""
 
     def pause_here(self, pause: bool) -> None:
         """While paused, allocations of this thread fail as if there were no guard."""
@@ -58,39 +58,40 @@ class GuardCore(Protocol):
         """Allow the eviction of a storage until ``withdraw``, under the number ``key``.
 
         Args:
-            num_owners: references to the storage that are the caller's; one that has more is not evicted.
-            next_use: the higher the later. What needs no copy is evicted first, then the rest; of each, the latest use.
-            is_copied: the bytes are on the host already, once ``event`` has passed; else they are copied first.
-            event: passes before the memory may be copied or taken; it must live until the offer is withdrawn.
-            group: returned in the rescues.
+            num_owners: the caller's references to the storage; a storage with more is not evicted.
+            next_use: the higher the later. Storages that need no copy are evicted first, then the others; within each,
+                the one with the latest use first.
+            is_copied: the host has the bytes once ``event`` has passed; else the eviction copies them first.
+            event: passes before the memory may be copied or released; it must live until the offer is withdrawn.
+            group: storages of one group are evicted together; returned in the rescues.
         """
 
     def withdraw(self, key: int) -> list[Piece] | None:
-        """End an offer. ``None``: it was not evicted; else the host memory of its bytes, none if they were copied."""
+        """End an offer. ``None``: it was not evicted. Else the host memory of its bytes; empty if ``is_copied``."""
 
     def release(self, pieces: Iterable[Piece]) -> None:
-        """Return host memory that nobody reads any more."""
+        """Return host memory of evicted bytes to the guard, when no copy reads it any more."""
 
     def take_evicted(self) -> list[int]:
-        """Keys of offers that were evicted and not withdrawn; each is returned once."""
+        """Return the keys of offers that were evicted and not withdrawn, each once."""
 
     def num_evictions(self) -> int:
-        """Storages evicted so far."""
+        """Return the number of calls so far that evicted storages."""
 
     def take_rescues(self) -> list[NativeRescue]:
-        """Rescues since the last call."""
+        """Return the rescues since the last call."""
 
     def set_most_host_bytes(self, num_bytes: int) -> None:
         """Limit the host memory that is mapped."""
 
     def mapped_bytes(self) -> int:
-        """Host memory that is mapped now."""
+        """Return the host memory that is mapped now in bytes."""
 
     def pin(self) -> None:
-        """Register what was mapped with CUDA, so that copies are fast."""
+        """Register the mapped memory with CUDA, so that copies are fast."""
 
     def report(self) -> str:
-        """What the guard holds and what went wrong, for the message of an allocation that it could not rescue."""
+        """Return what the guard holds and its last error, for the message of an allocation that it could not rescue."""
 
 
 class _Native(Protocol):
@@ -110,7 +111,7 @@ def native(needs: str = NEEDS) -> _Native:
     """Return the C++ part.
 
     Args:
-        needs: who needs it, for the error.
+        needs: the beginning of the error message: the feature that needs it.
 
     Raises:
         UsageError: it cannot be built here, or is not wanted.
@@ -126,10 +127,10 @@ def native(needs: str = NEEDS) -> _Native:
 
 
 def build_guard(on_gpu: bool) -> None:
-    """Build what a guard needs.
+    """Build the libraries that a guard needs.
 
     Raises:
-        UsageError: that is not possible here; the message says why.
+        UsageError: they cannot be built here; the message says why.
     """
     native()
     if on_gpu:
@@ -140,11 +141,11 @@ def _cuda_allocator() -> CDLL:
     try:
         return load_cuda_allocator()
     except BuildError as error:
-        raise UsageError(f"{NEEDS} a library of ours behind PyTorch's allocator: {error}. Drop the flag.") from error
+        raise UsageError(f"{NEEDS} a C++ library that wraps PyTorch's allocator: {error}. Drop the flag.") from error
 
 
 def new_guard(*cuda: object) -> GuardCore:
-    """Make the core for the emulated device, or for a CUDA device (``cuda_guard`` passes what that takes).
+    """Make the core for the emulated device, or with the arguments of ``cuda_guard`` for a CUDA device.
 
     Raises:
         UsageError: the C++ part cannot be built here, or this process has a guard already.
@@ -158,7 +159,7 @@ def new_guard(*cuda: object) -> GuardCore:
 
 
 def cuda_guard(device: int, stream: int, done: int) -> GuardCore:
-    """Make the core for CUDA device number ``device``, whose allocator calls it from now on.
+    """Make the core for CUDA device number ``device``, and let the device's allocator call it.
 
     Args:
         stream, done: addresses of a stream and an event that only the guard uses.
@@ -182,5 +183,5 @@ def cuda_guard(device: int, stream: int, done: int) -> GuardCore:
 
 
 def stop_watching_allocator() -> None:
-    """Undo ``cuda_guard``: the allocator of CUDA memory fails as it did before."""
+    """Undo ``cuda_guard``: PyTorch's CUDA allocator no longer calls a guard."""
     load_cuda_allocator().megatron_swap_cuda_remove()

@@ -15,7 +15,7 @@ bool HostChunks::grow() {
   const std::size_t num_bytes = std::min(kSlabBytes, (most_bytes_ - mapped_bytes_) / kChunkBytes * kChunkBytes);
   void* const address = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (address == MAP_FAILED) return false;
-  // A forked child (a data loader's worker) would otherwise make the first write to each page copy it.
+  // Otherwise, after a fork (a data loader's worker), the first write to each page would copy it.
   madvise(address, num_bytes, MADV_DONTFORK);
   slabs_.push_back({address, num_bytes});
   mapped_bytes_ += num_bytes;
@@ -38,7 +38,7 @@ Pieces HostChunks::take(std::size_t num_bytes) {
     const std::size_t size = std::min(left, kChunkBytes);
     const bool is_next = !pieces.empty() && static_cast<char*>(pieces.back().address) + pieces.back().num_bytes == chunk;
     const auto begins_here = [chunk](const Piece& slab) { return slab.address == chunk; };
-    // Slabs may lie next to each other, but each is pinned for itself: CUDA refuses a copy that spans two.
+    // Slabs may be adjacent, but each is pinned by itself: CUDA refuses a copy that spans two.
     if (is_next && std::none_of(slabs_.begin(), slabs_.end(), begins_here)) {
       pieces.back().num_bytes += size;
     } else {
@@ -49,7 +49,7 @@ Pieces HostChunks::take(std::size_t num_bytes) {
   return pieces;
 }
 
-void HostChunks::give_back(const Pieces& pieces) {
+void HostChunks::release(const Pieces& pieces) {
   for (const Piece& piece : pieces) {
     used_bytes_ -= piece.num_bytes;
     auto* const first = static_cast<char*>(piece.address);

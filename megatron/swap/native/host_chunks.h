@@ -1,4 +1,4 @@
-// Host memory for what is taken from the device in an emergency: chunks of slabs that are mapped when they are needed.
+// Host memory for evicted storages: chunks of slabs, which are mapped when they are needed.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ struct Piece {
 };
 using Pieces = std::vector<Piece>;
 
-// Not thread-safe: the guard's lock is around it.
+// Not thread-safe: the guard calls it under its lock.
 class HostChunks {
  public:
   explicit HostChunks(std::size_t most_bytes) : most_bytes_(most_bytes) {}
@@ -21,23 +21,22 @@ class HostChunks {
   HostChunks(const HostChunks&) = delete;
   HostChunks& operator=(const HostChunks&) = delete;
 
-  // Room for so much, in pieces of whole chunks, none of them across two slabs; no pieces where there is not so much
-  // left.
+  // Returns room for `num_bytes` in pieces of whole chunks, none of them across two slabs. Empty: there is no room.
   Pieces take(std::size_t num_bytes);
-  void give_back(const Pieces& pieces);
+  void release(const Pieces& pieces);
 
-  // What is mapped may no longer grow beyond this.
+  // Limits the mapped bytes. Slabs that are mapped already stay.
   void set_most(std::size_t most_bytes) { most_bytes_ = most_bytes; }
   std::size_t mapped_bytes() const { return mapped_bytes_; }
   std::size_t used_bytes() const { return used_bytes_; }
 
-  // Tells `pin` of each slab that it was not told of.
+  // Calls `pin` for each slab that is not pinned yet.
   void pin(const std::function<void(Piece)>& pin);
-  // Tells `unpin` of each slab that was pinned, and unmaps all; nobody may use any of it any more.
+  // Calls `unpin` for each pinned slab, and unmaps all slabs. No piece may be in use.
   void close(const std::function<void(Piece)>& unpin);
 
   static constexpr std::size_t kChunkBytes = std::size_t{256} << 10;
-  static constexpr std::size_t kSlabBytes = std::size_t{64} << 20;  // or what is left
+  static constexpr std::size_t kSlabBytes = std::size_t{64} << 20;  // less for the last one before the limit
 
  private:
   bool grow();

@@ -7,7 +7,7 @@
 namespace megatron_swap {
 namespace {
 
-constexpr int kPoison = 0xFF;  // every float made of these bytes is NaN: whoever still reads them shows it
+constexpr int kPoison = 0xFF;  // every float made of these bytes is NaN, so a premature read shows
 constexpr int kCudaMemcpyDefault = 4;
 
 class RamMachine final : public Machine {
@@ -38,12 +38,12 @@ class CudaMachine final : public Machine {
   void pin(const Piece& slab) override {
     check(cuda_.host_register(slab.address, slab.num_bytes, 0), "cudaHostRegister");
   }
-  void unpin(const Piece& slab) override { cuda_.host_unregister(slab.address); }  // at the end: nobody to tell
+  void unpin(const Piece& slab) override { cuda_.host_unregister(slab.address); }  // at the end: errors are ignored
 
  private:
   void check(int code, const char* what) const {
     if (code == 0) return;
-    cuda_.get_last_error();  // else whoever asks CUDA next takes it for his own
+    cuda_.get_last_error();  // clear it: else the next CUDA call elsewhere would report it
     throw std::runtime_error(std::string(what) + ": " + cuda_.get_error_string(code));
   }
 

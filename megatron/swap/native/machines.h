@@ -1,4 +1,4 @@
-// The two devices that a guard may serve.
+// The two devices that a guard can serve.
 #pragma once
 
 #include <condition_variable>
@@ -11,7 +11,7 @@
 
 namespace megatron_swap {
 
-// An event of a device that threads play: raised once.
+// An event of the emulated device; it is raised once.
 class Flag {
  public:
   void raise();
@@ -23,10 +23,10 @@ class Flag {
   bool is_raised_ = false;
 };
 
-// RAM plays the device; events are `Flag`s.
+// The emulated device in RAM; events are `Flag`s.
 std::unique_ptr<Machine> ram_machine();
 
-// Copies go by `stream`, and `done` is recorded behind them: both are the guard's alone.
+// Copies run on `stream`, and `done` is recorded behind them. Only the guard may use the two.
 std::unique_ptr<Machine> cuda_machine(const CudaRuntime& cuda, void* stream, void* done);
 
 }  // namespace megatron_swap

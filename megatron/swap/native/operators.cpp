@@ -11,9 +11,9 @@
 namespace megatron_swap {
 namespace {
 
-std::atomic<BringBack> bring_back_hook{nullptr};
+std::atomic<Reload> reload_hook{nullptr};
 
-// Of all operators that have begun, in the order of their declarations; there are few at a time.
+// The storages in use by all operators, in the order of their declarations; there are few at a time.
 std::mutex uses_mutex;
 std::vector<const c10::StorageImpl*> uses;
 
@@ -24,14 +24,14 @@ struct Begun {
 void* begin(const char*) { return new Begun; }
 
 void use(void* op, c10::StorageImpl* storage) {
-  // In use first: what is brought back must not leave before the operator has seen it.
+  // Mark it as in use first, so that it is not offloaded again between its reload and its use.
   static_cast<Begun*>(op)->storages.push_back(storage);
   {
     std::lock_guard lock(uses_mutex);
     uses.push_back(storage);
   }
-  BringBack bring_back = bring_back_hook.load();
-  if (bring_back != nullptr && refuses(*storage)) bring_back(*storage);
+  Reload reload = reload_hook.load();
+  if (reload != nullptr && refuses(*storage)) reload(*storage);
 }
 
 void end(void* op) {
@@ -45,7 +45,7 @@ void end(void* op) {
 
 }  // namespace
 
-void set_bring_back(BringBack bring_back) { bring_back_hook = bring_back; }
+void set_reload(Reload reload) { reload_hook = reload; }
 
 bool in_use(const c10::StorageImpl& storage) {
   std::lock_guard lock(uses_mutex);
@@ -54,6 +54,6 @@ bool in_use(const c10::StorageImpl& storage) {
 
 }  // namespace megatron_swap
 
-// Found by name: build.py loads this library for all to see.
+// Extensions find it by name, since build.py loads this library globally.
 extern "C" __attribute__((visibility("default"))) const MegatronSwapOperatorHooks megatron_swap_operator_hooks = {
     1, megatron_swap::begin, megatron_swap::use, megatron_swap::end};

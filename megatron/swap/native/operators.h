@@ -1,4 +1,4 @@
-// What C++ operators declare through include/megatron_swap/operator.h: which storages they use, from begin to end.
+// The storages that C++ operators declare through include/megatron_swap/operator.h, from begin to end of each.
 #pragma once
 
 #include <c10/core/StorageImpl.h>
@@ -7,12 +7,12 @@
 
 namespace megatron_swap {
 
-// Called with a storage that an operator is about to use and that refuses access; brings it back, or throws.
-using BringBack = void (*)(c10::StorageImpl& storage);
+// Called with a storage that an operator is about to use and that refuses access; reloads it, or throws.
+using Reload = void (*)(c10::StorageImpl& storage);
 
-void set_bring_back(BringBack bring_back);
+void set_reload(Reload reload);
 
-// Whether an operator that has not ended uses `storage`.
+// Whether an operator uses `storage` and has not ended.
 bool in_use(const c10::StorageImpl& storage);
 
 }  // namespace megatron_swap

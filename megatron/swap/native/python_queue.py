@@ -1,6 +1,6 @@
-"""The Python fallback of the transfer queue: the same contract where nothing can be compiled.
+"""The Python fallback of the transfer queue, for machines without a compiler.
 
-Copies, reads and writes run without the GIL, but each begins and ends with it: a busy interpreter delays this thread,
+Copies, reads and writes run without the GIL, but each begins and ends with it. A busy interpreter delays this thread,
 which is why there is a native one.
 """
 
@@ -18,11 +18,11 @@ from megatron.swap.common.types import MIB
 from megatron.swap.native.base import Core, CudaCopy, FileRead, FileWrite, HostCopy, Job, JobState, Step, TransferQueue
 
 POLL_S = 0.0005
-"""How often the worker looks at the events of copies in flight."""
+"""Seconds between queries of the events of copies in flight."""
 CHUNK_BYTES = 8 * MIB
-"""What a host or file step moves at once; in between the worker looks at the copies in flight."""
+"""Bytes of a host or file step that are moved at once. In between the worker queries the copies in flight."""
 BLOCK_BYTES = 4096
-"""Files may be open for direct I/O, which takes whole blocks only."""
+"""Files may be open for direct I/O, which moves whole blocks only."""
 
 COPY_DEFAULT = 4
 """``cudaMemcpyDefault``: the runtime tells host from device by the addresses."""
@@ -32,18 +32,18 @@ NOT_READY = 600
 
 @dataclass(slots=True)
 class Flight:
-    """A job, and the last CUDA copy of it that was issued."""
+    """A job, and its last CUDA copy that was issued."""
 
     ticket: int
     event: int = 0
-    """0: there is none, or it has passed."""
+    """``done`` of that copy; 0: there is none, or it has passed."""
     stream: int = 0
     device: int = 0
     failure: tuple[int, str] | None = None
 
 
 class StepFailed(Exception):
-    """``errno`` (0: no file's) and text."""
+    """A step failed: ``errno`` (0 unless it is a file step) and text."""
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(text)
@@ -51,7 +51,7 @@ class StepFailed(Exception):
 
 
 class CudaRuntime:
-    """What the worker calls of the CUDA runtime in ``library``. Each call raises ``StepFailed`` where CUDA fails."""
+    """The CUDA runtime in ``library``. Its methods raise ``StepFailed`` if CUDA fails."""
 
     def __init__(self, library: str) -> None:
         self._library = ctypes.CDLL(library)
@@ -66,7 +66,7 @@ class CudaRuntime:
         self._device = -1
 
     def use_device(self, device: int) -> None:
-        """A thread begins on device 0, where its first call would make a context: memory that another rank needs."""
+        """Make ``device`` current. A new thread's device is 0, and a context there takes memory from another rank."""
         if device != self._device:
             self._check(self._library.cudaSetDevice(device), "choosing a device")
             self._device = device
@@ -82,7 +82,7 @@ class CudaRuntime:
     def record(self, event: int, stream: int) -> None:
         code = self._library.cudaEventRecord(event, stream)
         if code != SUCCESS:
-            # Nothing else says when the copy is over, and the job's memory must not be released before.
+            # Without the event nothing shows when the copy is over, and the job's memory must not be released before.
             self._library.cudaStreamSynchronize(stream)
             self._check(code, "recording an event")
 
@@ -99,7 +99,7 @@ class CudaRuntime:
 
 
 class PythonCore:
-    """See ``Core``. Everything that threads share is behind ``_changed``; the worker alone changes ``_in_flight``."""
+    """The ``Core`` in Python. ``_changed`` guards all shared state; only the worker changes ``_in_flight``."""
 
     def __init__(self, name: str, num_in_flight: int, cuda_library: str | None) -> None:
         self._name = name
@@ -122,7 +122,7 @@ class PythonCore:
     def start(self) -> None:
         with self._changed:
             if self._worker is None and not self._is_closed:
-                # A daemon: the interpreter waits for other threads before it calls what ends this one.
+                # A daemon: the interpreter joins other threads before it runs the finalizer that ends this one.
                 self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._worker.start()
 
@@ -187,13 +187,13 @@ class PythonCore:
             self._changed.notify_all()
 
     def join(self) -> None:
-        # The collector may finalize the queue in this very thread.
+        # Garbage collection may finalize the queue on the worker itself.
         if self._worker is not None and self._worker is not threading.current_thread():
             self._worker.join()
 
     def abandon(self) -> None:
         with self._changed:
-            # A finalizer may run inside any of these methods, in the thread that holds the lock: it changes flags only.
+            # A finalizer may run inside any of these methods, on the thread that holds the lock: only set flags.
             self._is_closed = self._is_abandoned = True
             self._changed.notify_all()
         self.join()
@@ -236,7 +236,7 @@ class PythonCore:
                     return
                 job = self._begin()
                 if job is None:
-                    # A copy in flight may hold back the first that waits; what is pushed ahead of that wakes us.
+                    # A copy in flight may hold back the first waiting job. A job pushed ahead of it wakes us.
                     self._changed.wait(POLL_S if self._in_flight else None)
             if job is not None:
                 flight = self._issue(self._running, job)
@@ -247,7 +247,7 @@ class PythonCore:
                     else:
                         self._end(flight)
                     self._changed.notify_all()
-                del job, flight  # so that nothing of the job lives while this thread waits
+                del job, flight  # keep nothing of the job alive while this thread waits
             self._reap()
 
     def _begin(self) -> tuple[Step, ...] | None:
@@ -278,8 +278,8 @@ class PythonCore:
                 else:
                     self._move_file(step)
         except StepFailed as failed:
-            flight.failure = failed.failure  # and a copy that was issued before is still waited for
-        except Exception as error:  # the thread goes on for the others
+            flight.failure = failed.failure  # a copy that was issued before is still waited for
+        except Exception as error:  # the thread goes on with the other jobs
             flight.failure = (0, f"{type(error).__name__}: {error}")
         return flight
 
@@ -293,7 +293,7 @@ class PythonCore:
         if cuda is None:
             raise StepFailed(0, "no CUDA runtime is loaded in this process")
         cuda.use_device(step.device)
-        # A second copy of this job needs no waiting thread, and on the same stream no event either.
+        # This copy follows the job's previous copy by stream order, or by an event; the thread does not wait.
         if flight.event and (flight.stream, flight.device) != (step.stream, step.device):
             cuda.wait_event(step.stream, flight.event)
         if step.after:
@@ -318,14 +318,14 @@ class PythonCore:
                 raise StepFailed(error.errno or errno.EIO, f"{what}: {error.strerror} after {moved}") from error
             if more == 0:
                 raise StepFailed(errno.EIO, f"{what}: the file ends after {moved}")
-            # A block moved in part is repeated: direct I/O continues at blocks only.
+            # A block that was moved in part is moved again: direct I/O continues at whole blocks only.
             if BLOCK_BYTES < more < len(chunk):
                 more -= more % BLOCK_BYTES
             moved += more
             self._reap()
 
     def _reap(self) -> None:
-        """See which copies in flight are complete; without the lock, since a query may wait for one of CUDA's own."""
+        """End the copies in flight that are complete. Queries run without our lock: they may wait for one of CUDA's."""
         complete = [flight for flight in self._in_flight.values() if self._is_complete(flight)]
         if complete:
             with self._changed:

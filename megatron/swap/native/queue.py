@@ -18,7 +18,7 @@ class NativeQueue(TransferQueue):
     def _make_core(self, name: str, num_in_flight: int, cuda_library: str | None) -> Core:
         native = load()
         if native is None:
-            raise SwapError(f"transfer queue {name}: there is no native part here: use queue_class()")
+            raise SwapError(f"transfer queue {name}: the native part cannot be built here: use queue_class()")
         return native.Core(name, num_in_flight, cuda_library)
 
 

@@ -25,29 +25,29 @@ class RamAllocator final : public c10::Allocator {
 
   c10::DataPtr allocate(std::size_t num_bytes) override {
     std::uint64_t seen = 0;
-    while (!book(num_bytes)) {
+    while (!reserve(num_bytes)) {
       if (unlocked_([&] { return make_room(num_bytes, kRam, &seen); })) continue;
       std::array<char, 1024> text{};
       std::size_t length = 0;
       unlocked_([&] { return (length = report(text.data(), text.size())) > 0; });
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "RAM that plays a device is out of memory. Tried to allocate ",
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "The emulated device is out of memory. Tried to allocate ",
                        num_bytes, " bytes; ", in_use_.load(), " of ", most_.load(), " are in use. ",
                        std::string(text.data(), length));
     }
     void* const address = inner_.raw_allocate(num_bytes);
-    if (address == nullptr) {  // nothing was asked for
+    if (address == nullptr) {  // `num_bytes` is 0
       in_use_ -= num_bytes;
       return {nullptr, c10::Device(c10::kCPU)};
     }
     {
       std::lock_guard lock(mutex_);
-      // What was freed by an address alone while there was no limit went past us.
+      // An entry is stale if its memory was freed by address alone while there was no limit.
       in_use_ -= std::exchange(sizes_[address], num_bytes);
     }
     return {address, address, &free, c10::Device(c10::kCPU)};
   }
 
-  // Some kernels allocate without a DataPtr: then the address is all that there is.
+  // Some kernels allocate without a DataPtr, and free by the address alone.
   c10::DeleterFnPtr raw_deleter() const override { return &free; }
 
   void copy_data(void* target, const void* source, std::size_t num_bytes) const override {
@@ -63,7 +63,7 @@ class RamAllocator final : public c10::Allocator {
  private:
   static void free(void* address);
 
-  bool book(std::size_t num_bytes) {
+  bool reserve(std::size_t num_bytes) {
     std::size_t before = in_use_;
     do {
       if (num_bytes > most_ || before > most_ - num_bytes) return false;
@@ -76,10 +76,10 @@ class RamAllocator final : public c10::Allocator {
   }
 
   std::mutex mutex_;
-  std::unordered_map<void*, std::size_t> sizes_;  // of what is in use
+  std::unordered_map<void*, std::size_t> sizes_;  // of the allocations in use
 };
 
-// Never destroyed: tensors that outlive everything else give their memory back to it.
+// Never destroyed: the last tensors free their memory with it.
 RamAllocator& the_allocator() {
   static auto* allocator = new RamAllocator(*c10::GetCPUAllocator());
   return *allocator;
@@ -90,7 +90,7 @@ void RamAllocator::free(void* address) {
   {
     std::lock_guard lock(allocator.mutex_);
     const auto found = allocator.sizes_.find(address);
-    if (found != allocator.sizes_.end()) {  // else it is older than the limit
+    if (found != allocator.sizes_.end()) {  // else it was allocated before the limit was set
       allocator.in_use_ -= found->second;
       allocator.sizes_.erase(found);
     }
@@ -98,7 +98,7 @@ void RamAllocator::free(void* address) {
   allocator.inner_.raw_deallocate(address);
 }
 
-constexpr std::uint8_t kAboveAll = 255;  // torch ignores a lower priority than that of the allocator in place
+constexpr std::uint8_t kAboveAll = 255;  // torch ignores an allocator of lower priority than the current one's
 
 }  // namespace
 

@@ -9,10 +9,10 @@ struct StorageImpl;
 
 namespace megatron_swap {
 
-// From now on whoever asks for the data pointer, to read or to write, gets a RuntimeError with this message.
+// Lets every access to the data pointer, to read or to write, raise a RuntimeError with this message.
 void refuse(c10::StorageImpl& storage, std::string message);
 
-// Access is as it was before; a storage that refuses nothing is left as it is.
+// Undoes `refuse`. Does nothing to a storage that allows access.
 void allow(c10::StorageImpl& storage);
 
 // Whether it refuses access now.

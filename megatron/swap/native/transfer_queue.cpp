@@ -17,11 +17,11 @@ constexpr int kCudaMemcpyDefault = 4;   // the runtime tells host from device by
 constexpr int kCudaSuccess = 0;
 constexpr int kCudaErrorNotReady = 600;
 
-// How often events of copies in flight are looked at. An event cannot be waited for together with a condition variable.
+// How often events of copies in flight are queried. A thread cannot wait for an event and a condition variable at once.
 constexpr auto kPoll = std::chrono::microseconds(100);
-// Of a host or file step, moved at once; in between, copies in flight are looked at.
-constexpr std::size_t kPartBytes = std::size_t{8} << 20;
-// Files may be open for direct I/O, which takes whole blocks only.
+// Bytes of a host or file step that are moved at once. In between, events of copies in flight are queried.
+constexpr std::size_t kChunkBytes = std::size_t{8} << 20;
+// Files may be open for direct I/O, which moves whole blocks only.
 constexpr std::size_t kBlockBytes = 4096;
 
 // Thrown by steps, caught by the worker.
@@ -55,18 +55,18 @@ Ticket TransferQueue::add(Job job, bool at_head) {
   std::lock_guard lock(mutex_);
   if (is_closed_) return 0;
   const Ticket ticket = ++last_;
-  const std::int64_t place = at_head ? head_-- : tail_++;
-  waiting_.emplace(place, Waiting{ticket, std::move(job)});
-  places_.emplace(ticket, place);
+  const std::int64_t position = at_head ? head_-- : tail_++;
+  waiting_.emplace(position, Waiting{ticket, std::move(job)});
+  positions_.emplace(ticket, position);
   wake_.notify_one();
   return ticket;
 }
 
 bool TransferQueue::erase(Ticket ticket) {
   std::lock_guard lock(mutex_);
-  const auto place = places_.find(ticket);
-  if (place == places_.end()) return withdrawn_.contains(ticket);
-  withdrawn_.insert(take(waiting_.find(place->second)).ticket);
+  const auto position = positions_.find(ticket);
+  if (position == positions_.end()) return withdrawn_.contains(ticket);
+  withdrawn_.insert(take(waiting_.find(position->second)).ticket);
   changed_.notify_all();
   return true;
 }
@@ -90,7 +90,7 @@ JobState TransferQueue::wait(Ticket ticket, JobState until, double seconds) cons
   JobState state = JobState::unknown;
   changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
     state = state_now(ticket);
-    return state >= until;  // those behind `done` are ends as well
+    return state >= until;  // the states above `done` are final too
   });
   return state;
 }
@@ -146,9 +146,9 @@ std::size_t TransferQueue::num_under_way() const {
 JobState TransferQueue::state_now(Ticket ticket) const {
   if (ticket < 1 || ticket > last_) return JobState::unknown;
   if (ticket == running_) return JobState::running;
-  if (places_.contains(ticket)) return JobState::waiting;
+  if (positions_.contains(ticket)) return JobState::waiting;
   for (const Flight& flight : in_flight_) {
-    // One that has failed is told of only when its memory is no longer in use.
+    // A failure is reported only when the job's memory is no longer in use.
     if (flight.ticket == ticket) return flight.failure ? JobState::running : JobState::issued;
   }
   if (failures_.contains(ticket)) return JobState::failed;
@@ -160,14 +160,14 @@ bool TransferQueue::is_idle() const { return waiting_.empty() && in_flight_.empt
 TransferQueue::Waiting TransferQueue::take(std::map<std::int64_t, Waiting>::iterator at) {
   Waiting taken = std::move(at->second);
   waiting_.erase(at);
-  places_.erase(taken.ticket);
+  positions_.erase(taken.ticket);
   return taken;
 }
 
 // -------------------------------------------------------------------------------------------------------- the worker
 
 void TransferQueue::work() {
-  pthread_setname_np(pthread_self(), name_.substr(0, 15).c_str());  // all that the kernel keeps
+  pthread_setname_np(pthread_self(), name_.substr(0, 15).c_str());  // the kernel keeps 15 characters
   std::unique_lock lock(mutex_);
   while (!(is_closed_ && waiting_.empty() && in_flight_.empty())) {
     if (can_begin()) {
@@ -186,7 +186,7 @@ void TransferQueue::work() {
     } else if (in_flight_.empty()) {
       wake_.wait(lock);
     } else {
-      // A copy that is in flight may hold back the first that waits. What is pushed ahead of that wakes us at once.
+      // A copy in flight may hold back the first waiting job. A job that is pushed ahead of it wakes us at once.
       wake_.wait_for(lock, kPoll);
     }
     lock.unlock();
@@ -215,18 +215,18 @@ TransferQueue::Flight TransferQueue::issue(Ticket ticket, const Job& job) {
       std::visit([&](const auto& kind) { run(kind, flight); }, step);
     }
   } catch (const StepFailed& failed) {
-    flight.failure = failed.failure;  // and a copy that was issued before is still waited for
+    flight.failure = failed.failure;  // a copy that was issued before is still waited for
   } catch (const std::exception& error) {
-    flight.failure = Failure{0, error.what()};  // no memory for a message: the thread goes on for the others
+    flight.failure = Failure{0, error.what()};  // such as bad_alloc: the thread goes on with the other jobs
   }
   return flight;
 }
 
 void TransferQueue::run(const HostCopy& step, Flight& flight) {
   wait_for_copy(flight);
-  for (std::size_t moved = 0; moved < step.num_bytes; moved += kPartBytes) {
-    const std::size_t part = std::min(kPartBytes, step.num_bytes - moved);
-    std::memcpy(static_cast<char*>(step.target) + moved, static_cast<const char*>(step.source) + moved, part);
+  for (std::size_t moved = 0; moved < step.num_bytes; moved += kChunkBytes) {
+    const std::size_t chunk_bytes = std::min(kChunkBytes, step.num_bytes - moved);
+    std::memcpy(static_cast<char*>(step.target) + moved, static_cast<const char*>(step.source) + moved, chunk_bytes);
     reap();
   }
 }
@@ -234,7 +234,7 @@ void TransferQueue::run(const HostCopy& step, Flight& flight) {
 void TransferQueue::run(const CudaCopy& step, Flight& flight) {
   if (!cuda_) throw StepFailed{{0, "no CUDA runtime is loaded in this process"}};
   use_device(step.device);
-  // Behind another copy of this job no thread need wait: on one stream it is behind it anyway.
+  // This copy follows the job's previous copy by stream order, or by an event; the thread does not wait.
   if (flight.event != nullptr && (flight.stream != step.stream || flight.device != step.device)) {
     check_cuda(cuda_.stream_wait_event(step.stream, flight.event, 0), "waiting for the copy before");
   }
@@ -242,7 +242,7 @@ void TransferQueue::run(const CudaCopy& step, Flight& flight) {
   check_cuda(cuda_.memcpy_async(step.target, step.source, step.num_bytes, kCudaMemcpyDefault, step.stream), "copying");
   const int recorded = cuda_.event_record(step.done, step.stream);
   if (recorded != kCudaSuccess) {
-    // Nothing else would tell when the copy is over, and the job's memory must not be given back before.
+    // Without the event nothing else shows when the copy is over, and the job's memory must not be released before.
     cuda_.stream_synchronize(step.stream);
     flight.event = nullptr;
     check_cuda(recorded, "recording an event");
@@ -254,15 +254,16 @@ void TransferQueue::run(const CudaCopy& step, Flight& flight) {
 
 void TransferQueue::run(const FileRead& step, Flight& flight) {
   wait_for_copy(flight);
-  move_file("reading", step.file, step.offset, step.num_bytes, [&](std::size_t at, std::size_t part) {
-    return ::pread(step.file, static_cast<char*>(step.target) + at, part, step.offset + static_cast<off_t>(at));
+  move_file("reading", step.file, step.offset, step.num_bytes, [&](std::size_t at, std::size_t chunk_bytes) {
+    return ::pread(step.file, static_cast<char*>(step.target) + at, chunk_bytes, step.offset + static_cast<off_t>(at));
   });
 }
 
 void TransferQueue::run(const FileWrite& step, Flight& flight) {
   wait_for_copy(flight);
-  move_file("writing", step.file, step.offset, step.num_bytes, [&](std::size_t at, std::size_t part) {
-    return ::pwrite(step.file, static_cast<const char*>(step.source) + at, part, step.offset + static_cast<off_t>(at));
+  move_file("writing", step.file, step.offset, step.num_bytes, [&](std::size_t at, std::size_t chunk_bytes) {
+    const char* const source = static_cast<const char*>(step.source) + at;
+    return ::pwrite(step.file, source, chunk_bytes, step.offset + static_cast<off_t>(at));
   });
 }
 
@@ -275,21 +276,21 @@ void TransferQueue::move_file(
                                          " after " + std::to_string(moved)}};
   };
   for (std::size_t moved = 0; moved < num_bytes;) {
-    const std::size_t part = std::min(kPartBytes, num_bytes - moved);
-    const ssize_t count = call(moved, part);
+    const std::size_t chunk_bytes = std::min(kChunkBytes, num_bytes - moved);
+    const ssize_t count = call(moved, chunk_bytes);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) throw failed(errno, moved, std::strerror(errno));
     if (count == 0) throw failed(EIO, moved, "the file ends");
     std::size_t more = static_cast<std::size_t>(count);
-    // Part of a block is done again with the rest of it: direct I/O goes on at blocks only.
-    if (more < part && more > kBlockBytes) more -= more % kBlockBytes;
+    // A block that was moved in part is moved again: direct I/O continues at whole blocks only.
+    if (more < chunk_bytes && more > kBlockBytes) more -= more % kBlockBytes;
     moved += more;
     reap();
   }
 }
 
 void TransferQueue::reap() {
-  // Only this thread changes in_flight_, so it may read without the lock: a query may wait for one of CUDA's own.
+  // Only this thread changes in_flight_, so it reads without our lock. A query may wait for a lock of CUDA's.
   std::vector<Flight> complete;
   for (Flight flight : in_flight_) {
     if (is_complete(flight)) complete.push_back(std::move(flight));
@@ -327,7 +328,7 @@ void TransferQueue::wait_for_copy(Flight& flight) {
 }
 
 void TransferQueue::use_device(int device) {
-  // A thread begins on device 0, where its first call would make a context: hundreds of MiB for every other rank.
+  // A new thread's device is 0. Its first call would create a context there, which takes memory from another rank.
   if (device == device_) return;
   check_cuda(cuda_.set_device(device), "choosing a device");
   device_ = device;

@@ -1,7 +1,7 @@
-// A queue of transfers between places in memory, files and CUDA devices, done by one thread of its own.
+// A queue of transfers between host memory, files and CUDA devices, run by a thread of its own.
 //
-// Pure C++20: no Python and no torch, so that it runs under ThreadSanitizer, and so that nothing here can ask for the
-// interpreter's lock. What it promises is written down in base.py; python_queue.py is the fallback in Python.
+// Pure C++20: no Python and no torch, so that it runs under ThreadSanitizer, and so that nothing here can take the
+// interpreter's lock. base.py documents the contract; python_queue.py is the fallback in Python.
 #pragma once
 
 #include <condition_variable>
@@ -35,7 +35,7 @@ struct CudaCopy {
   void* stream;  // cudaStream_t
   void* after;   // cudaEvent_t that the stream waits for first; null: none
   void* done;    // cudaEvent_t recorded behind the copy
-  int device;    // that the stream belongs to
+  int device;    // of the stream
 };
 
 struct FileRead {
@@ -56,11 +56,11 @@ using Step = std::variant<HostCopy, CudaCopy, FileRead, FileWrite>;
 using Job = std::vector<Step>;
 using Ticket = std::int64_t;  // 1, 2, 3, …
 
-// In the order in which a job goes through the first four; `issued` only with CUDA copies. The numbers are base.py's.
+// A job passes through the first four in this order; `issued` only with CUDA copies. The numbers are base.py's.
 enum class JobState { waiting = 0, running = 1, issued = 2, done = 3, failed = 4, withdrawn = 5, unknown = 6 };
 
 struct Failure {
-  int error_number;  // errno of a file's step, 0 of any other
+  int error_number;  // errno of a file step, else 0
   std::string text;
 };
 
@@ -71,20 +71,20 @@ class TransferQueue {
   TransferQueue(const TransferQueue&) = delete;
   TransferQueue& operator=(const TransferQueue&) = delete;
 
-  void start();                          // the worker; a second call does nothing
+  void start();                          // starts the worker; a second call does nothing
   bool is_started() const;
-  Ticket add(Job job, bool at_head);     // 0: the queue takes no more
-  bool erase(Ticket ticket);             // whether it had not begun: now it never will
-  Ticket dequeue();                      // the first that has not begun, undone; 0: there is none
+  Ticket add(Job job, bool at_head);     // 0: the queue is closed
+  bool erase(Ticket ticket);             // withdraws a job; false: it has begun
+  Ticket dequeue();                      // withdraws the first job that has not begun; 0: there is none
   JobState state(Ticket ticket) const;
-  // Until the job is so far, or can get no further, or so much time has passed; then its state.
+  // Waits until the job's state is `until` or final, or the time is over; returns the state.
   JobState wait(Ticket ticket, JobState until, double seconds) const;
-  bool wait_all(double seconds) const;   // whether nothing waits or is under way
-  Failure failure(Ticket ticket);        // of a job that failed; from now on it counts as raised
-  Ticket first_failure() const;          // the lowest that has not been raised; 0: there is none
-  void close();                          // take no more; the worker ends behind the last job
+  bool wait_all(double seconds) const;   // true: no job waits or is under way
+  Failure failure(Ticket ticket);        // of a failed job; from now on it counts as raised
+  Ticket first_failure() const;          // the lowest that was not raised; 0: there is none
+  void close();                          // accepts no more jobs; the worker ends after the last one
   void join();                           // after close(): returns when the worker has ended
-  void abandon();                        // close, withdraw what has not begun, join
+  void abandon();                        // close, withdraw the jobs that have not begun, join
   std::size_t num_waiting() const;
   std::size_t num_under_way() const;
 
@@ -93,7 +93,7 @@ class TransferQueue {
     Ticket ticket;
     Job job;
   };
-  // A CUDA copy that was issued, and what comes of its job when it is complete.
+  // A job whose last CUDA copy was issued, and the failure that it reports when that copy is complete.
   struct Flight {
     Ticket ticket = 0;
     void* event = nullptr;  // null: there is none, or it has passed
@@ -127,25 +127,25 @@ class TransferQueue {
   const std::string name_;
   const std::size_t num_in_flight_;
   const CudaRuntime cuda_;
-  int device_ = -1;  // the worker's; of the thread's own state, CUDA's default being 0
+  int device_ = -1;  // the worker thread's current device; -1: not set yet, which CUDA takes for 0
 
   mutable std::mutex mutex_;                  // of all below
-  std::condition_variable wake_;              // the worker: there is more to do
-  mutable std::condition_variable changed_;   // those who wait: some job got further
-  std::map<std::int64_t, Waiting> waiting_;   // by place: enqueued jobs count up, pushed ones down
-  std::unordered_map<Ticket, std::int64_t> places_;
+  std::condition_variable wake_;              // wakes the worker: there is more to do
+  mutable std::condition_variable changed_;   // wakes waiting callers: a job's state has changed
+  std::map<std::int64_t, Waiting> waiting_;   // by position: enqueued jobs count up, pushed ones down
+  std::unordered_map<Ticket, std::int64_t> positions_;
   std::int64_t head_ = 0;
   std::int64_t tail_ = 1;
   Ticket running_ = 0;
-  std::vector<Flight> in_flight_;             // changed by the worker alone, under the lock: it reads without
+  std::vector<Flight> in_flight_;             // only the worker changes it, under the lock; so it reads without
   std::map<Ticket, Failure> failures_;
-  std::set<Ticket> unraised_;                 // of the failures
+  std::set<Ticket> unraised_;                 // failures that were not raised
   std::unordered_set<Ticket> withdrawn_;
   Ticket last_ = 0;
   bool is_started_ = false;
   bool is_closed_ = false;
 
-  std::mutex join_mutex_;  // of worker_: several threads may stop the queue at once
+  std::mutex join_mutex_;  // guards worker_: several threads may stop the queue at once
   std::thread worker_;
 };
 

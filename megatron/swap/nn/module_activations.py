@@ -48,22 +48,21 @@ def activations(
                 optimizer.step()
         print(swapped.stats())
 
-    Losses, gradients and weights are bit-equal to the run without it. Between steps nothing has to be called.
-    The arguments are named as the flags of the command line, which the engine's errors name: ``host_gib`` is
-    ``--swap-host-gib``.
+    Losses, gradients and weights are bit-equal to a run without swapping. Nothing has to be called between steps.
+    Error messages may name the command-line flags: ``--swap-host-gib`` is ``host_gib``.
 
     Args:
-        model: where the layers are: the children of every outermost ``nn.ModuleList`` and ``nn.Sequential`` in it, in
-            order (a stack itself: its children). Or the layers themselves, in the order of forward. A layer that
-            appears there several times counts once. Move it to the GPU before, if it is to train there.
-        layers: which of them: ``0-9``, ``0,4-7``, ``every:2``, ``all``; or a policy, asked by their numbers. The last
-            ones before the loss are kept, since backward needs them at once.
-        min_mib: smaller storages are kept; a policy decides that itself.
+        model: a model, or its layers in the order of forward. The layers of a model are the children of every outermost
+            ``nn.ModuleList`` and ``nn.Sequential`` in it, in order. A layer that appears several times counts once.
+            To train on a GPU, move the model there first.
+        layers: the layers to swap: ``0-9``, ``0,4-7``, ``every:2``, ``all``; or a policy, which is asked by number. The
+            last ones before the loss are kept, since backward needs them at once.
+        min_mib: smaller storages are kept, unless ``layers`` is a policy, which decides itself.
         host_gib: most host memory to use, in GiB; ``None``: what is safe on this machine.
-        prefetch_gib: most that is reloaded ahead of its use, in GiB; ``None``: as much as the largest layer saves.
+        prefetch_gib: most GiB that are reloaded ahead of use; ``None``: as much as the largest layer saves.
         verify: compare checksums of every storage that is reloaded.
-        oom_guard: when an allocation on the GPU fails, saved tensors are evicted to the host and it is retried.
-        cpu_delay_ms: longest random delay of a copy, for a model on the CPU, where threads emulate the copy engines.
+        oom_guard: when an allocation on the GPU fails, evict saved tensors to the host and retry the allocation.
+        cpu_delay_ms: longest random delay of a copy; for a model on the CPU, where threads emulate the copy engines.
 
     Raises:
         UsageError: the arguments cannot work for this model; nothing was changed.
@@ -87,11 +86,11 @@ class SwapStats:
 
     Attributes:
         out_bytes, in_bytes: copied to host memory, and back.
-        stayed_bytes: not released after all: others referred to the tensor, or it was changed.
-        num_late: storages that were reloaded only when their layer's backward had begun.
-        wait_ms: how long compute waited for copies, as far as the device has run.
-        held_bytes: in host memory now.
-        host_peak_bytes: most that was in host memory at once.
+        stayed_bytes: copied but not released, because others referred to the tensor or it was changed.
+        num_late: storages whose reload began only with their layer's backward.
+        wait_ms: time that compute waited for copies, as far as the device has run.
+        held_bytes: offloaded now.
+        host_peak_bytes: most bytes offloaded at once.
         host_booked_bytes: host memory that is reserved.
         num_rescues, rescued_bytes: failed allocations that succeeded after an eviction, and the bytes evicted for them.
     """
@@ -118,8 +117,8 @@ class SwappedActivations:
     """Layers whose activations are swapped, until ``close`` or the end of its ``with``. Made by ``activations``.
 
     Attributes:
-        layers: all layers, in order; those that are not swapped have boundaries too, which follow forward and backward.
-        chosen: numbers of those that are swapped.
+        layers: all layers, in order. Layers that are not swapped have boundaries too, to follow forward and backward.
+        chosen: numbers of the swapped layers.
     """
 
     def __init__(self, layers: list[nn.Module], policy: Policy, config: SwapConfig, device: torch.device) -> None:
@@ -170,16 +169,16 @@ class SwappedActivations:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Give the layers back their own forward, and the host its memory; a second call does nothing.
+        """Restore the layers' own forward and release host memory. A second call does nothing.
 
-        Call it after the last backward: a graph whose tensors are in host memory raises an error in backward.
+        Call it after the last backward: a backward whose saved tensors are still offloaded raises an error.
         """
         if self._last is not None:
             return
         for boundary in self._boundaries:
             boundary.remove()
         try:
-            self._manager.drain()  # before the figures: now every wait has its length
+            self._manager.drain()  # before the figures: afterwards every wait is measured
         finally:
             self._last = self.stats()
             self._tier.close()
@@ -194,23 +193,23 @@ class SwappedActivations:
 
 
 class _Boundary(LayerBoundary):
-    """The boundary of a layer of any PyTorch model. In a model that is compiled the layer runs as it is."""
+    """The boundary of a layer of any PyTorch model. ``torch.compile`` leaves the layer uncompiled."""
 
     @torch.compiler.disable
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        # The boundary's hooks would hide the layer from the checkpoint: it would save all, and recompute nothing.
+        # The boundary's hooks would hide the layer from the checkpoint, which would save all and recompute nothing.
         if _in_checkpoint():
             if self._position.swapped:
                 self._refuse_checkpoint()
             return self._inner(*args, **kwargs)
         if in_backward() and torch.is_grad_enabled() and self._position.swapped:
             self._refuse_checkpoint()
-        # Count the waits that are over now. Nobody else may ever ask, and their events would pile up.
+        # Count the finished waits here: without calls of ``stats`` their events would pile up.
         self._manager.counters.wait_ms()
         return super()._forward(*args, **kwargs)
 
     def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
-        # The tensors are returned as they are, in whatever structure: a caller may change them in place.
+        # Return the same tensors, in their structure: a caller may change them in place.
         for tensor in _tensors(result):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda _: on_backward())
@@ -219,7 +218,7 @@ class _Boundary(LayerBoundary):
     def _refuse_checkpoint(self) -> NoReturn:
         raise UsageError(
             f"layer {self.layer} ({type(self.module).__name__}) is to be swapped, but runs inside an activation "
-            "checkpoint: it saves nothing, there is nothing to swap. Switch checkpointing off for it "
+            "checkpoint, so it saves no tensors. Switch checkpointing off for it "
             "(Hugging Face: model.gradient_checkpointing_disable()) or swap other layers."
         )
 
@@ -231,7 +230,7 @@ class _Boundary(LayerBoundary):
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a layer returned, in tuples, lists and mappings of any depth."""
+    """Yield the tensors in ``value``, a layer's output: in tuples, lists and mappings of any depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -248,17 +247,17 @@ def _in_checkpoint() -> bool:
 
 
 def _layers(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the layers of ``model``, or those that were passed, each once.
+    """Return the layers of ``model``, or the passed layers, each once.
 
     Raises:
-        UsageError: there are none, or boundaries cannot stand around them.
+        UsageError: there are none, or boundaries cannot be put around them.
     """
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise UsageError(
             "nn.DataParallel runs copies of the layers on other GPUs, which have no boundaries. Use "
             "torch.nn.parallel.DistributedDataParallel, one process for each GPU."
         )
-    # Containers have no forward of their own: nn.ModuleList is iterable, but may hold another one.
+    # A module is never taken as a list of layers: nn.ModuleList is iterable, but may contain another one.
     found = list(dict.fromkeys(_stacked(model) if isinstance(model, nn.Module) else _given(model)))
     name = type(model).__name__
     if not found:
@@ -279,14 +278,14 @@ def _layers(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
                 raise UsageError(f"{what} is swapped already: close() the other swap.activations(...) first.")
             if isinstance(inner, torch.jit.ScriptModule) or _is_compiled(inner):
                 raise UsageError(
-                    f"{what} is compiled ({type(inner).__name__}): what it saves is not seen tensor by tensor. Swap "
-                    "it uncompiled, and compile the whole model instead: swapped layers then run as they are."
+                    f"{what} is compiled ({type(inner).__name__}), so its saved tensors are not visible one by one. "
+                    "Swap it uncompiled, and compile the whole model instead: swapped layers then run uncompiled."
                 )
     return found
 
 
 def _stacked(module: nn.Module) -> Iterable[nn.Module]:
-    """Yield the children of the outermost stacks. A container without a forward is no layer: its children are."""
+    """Yield the children of the outermost stacks; of a container without a forward its children instead."""
     is_stack = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if is_stack and not isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -329,13 +328,13 @@ def _check_policy(policy: Policy, given: str | Policy, num_layers: int) -> None:
 
 
 def _check_tail(policy: Policy, num_layers: int, num_ahead: int) -> None:
-    """Refuse a policy that would keep everything. ``num_ahead``: layers that are prefetched, at least."""
+    """Refuse a policy that would swap only trailing layers, which are kept. ``num_ahead``: least layers prefetched."""
     is_swapped = [policy.swaps_layer(number) for number in range(num_layers)]
     positions = layer_positions(is_swapped, ends_in_loss=True)
     if all(position.is_trailing_kept(num_ahead) for position in positions if position.swapped):
         raise UsageError(
-            f"of {num_layers} layers only the last would be swapped, and those stay: backward wants them at once. Swap "
-            "earlier ones, or pass smaller layers, their children in the order of forward."
+            f"of {num_layers} layers only the last would be swapped, and those are kept: backward needs them at once. "
+            "Swap earlier ones, or pass smaller layers: their children in the order of forward."
         )
 
 

@@ -1,12 +1,12 @@
 """Inference with a model whose weights exceed the device: its layers' weights are offloaded, and prefetched one ahead.
 
 While a layer computes, a copy stream prefetches the weights of the next one into the other of two device buffers that
-take turns. Streaming weights through a device layer by layer is an idea of ZeRO-Inference (DeepSpeed), FlexGen and
-accelerate, among others. Here each layer is one copy, and the order in which layers run is learned.
+take turns. ZeRO-Inference (DeepSpeed), FlexGen and accelerate, among others, stream weights through a device layer by
+layer. Here each layer is one copy, and the order in which layers run is learned.
 
 Parameters and buffers stay the same objects. ``tensor.data = …`` points them to host memory, and to a device buffer
-while their layer runs. So code that reads them between two calls (``state_dict``) sees the values, on the CPU; and
-changes (``load_state_dict``) are noticed by the tensors' version counters.
+while their layer runs. So code that reads them between two calls (``state_dict``) sees the values, on the CPU;
+writes (``load_state_dict``) are detected by the tensors' version counters.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ NUM_BUFFERS = 2
 
 @dataclass(frozen=True)
 class WeightStats:
-    """What was copied since the start, and where the weights are.
+    """Bytes copied since the start, and the memory of the weights.
 
     Attributes:
         in_bytes: copied to the device.
         out_bytes: copied back, for layers that wrote to their weights or buffers.
-        num_late: calls of layers that were not prefetched, because their turn was not predicted.
-        wait_ms: how long compute has waited for copies, as far as the device has got.
+        num_late: calls of layers that were not prefetched, because they were not predicted.
+        wait_ms: time that compute waited for copies, as far as the device has run.
         host_bytes: host memory, in whole pages.
         buffer_bytes: device memory of the buffers.
-        stayed_bytes: weights in these layers that stay on the device, because others share them.
+        stayed_bytes: weights of these layers that stay on the device, because other modules share them.
     """
 
     in_bytes: int
@@ -71,15 +71,15 @@ def weights(
         module: the model, in eval mode, called under ``torch.no_grad()`` or ``torch.inference_mode()``. Its weights are
             on the device or on the CPU. Weights outside ``layers``, or shared with modules outside, are moved to the
             device if they are not there, and stay.
-        layers: modules of the model, none inside another, in the order in which they run at first. Later their order is
-            learned from how they ran.
-        host_gib: most host memory in GiB. Default: what is safe to take, plus what these weights take on the CPU now.
+        layers: modules of the model, none inside another, in the order in which they first run. Later the order is
+            learned from their calls.
+        host_gib: most host memory in GiB. Default: what is safe to take, plus what these weights occupy on the CPU now.
         device: default: the current CUDA device; its emulation without CUDA.
 
     Raises:
         UsageError: this cannot work; nothing is changed.
         HostMemoryError: the weights do not fit host memory; nothing is changed.
-        torch.OutOfMemoryError: two layers and what stays do not fit the device; nothing is changed.
+        torch.OutOfMemoryError: two layers and the weights that stay do not fit the device; nothing is changed.
     """
     return WeightSwap(module, layers, host_gib=host_gib, device=device)
 
@@ -92,8 +92,8 @@ class _Buffer:
         memory: uint8, as long as the largest layer.
         read: passes when compute has finished with the memory; copies into it wait for that.
         filled: passes when the copy of ``layer`` is complete; compute waits for that.
-        layer: whose weights are here, or on their way.
-        versions: of its weights when they were copied.
+        layer: the layer whose weights are here, or are being copied here.
+        versions: version counters of its weights when they were copied.
         in_use: ``layer`` is running, and its weights point here.
     """
 
@@ -125,7 +125,7 @@ class WeightSwap:
         self._buffers: list[_Buffer] = []
         self._hooks: list[RemovableHandle] = []
         self._closed = False
-        with torch.inference_mode(False):  # a tensor made in inference mode cannot be used outside
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be used outside it
             blocks = find_blocks(module, chosen, self._device.torch_device)
             named = [Layer(number, layer, name) for number, (layer, name) in enumerate(chosen.items())]
             for block in blocks:
@@ -149,7 +149,7 @@ class WeightSwap:
                 raise
         self._by_module = {layer.module: layer for layer in self._layers}
         self._listed = dict(zip(self._layers, [*self._layers[1:], self._layers[0]], strict=True))
-        # Which layer ran after which two others: two predict it even where a layer runs twice in a pass.
+        # The layer that ran after two given layers: two predict it even if a layer runs twice in a pass.
         self._after: dict[tuple[Layer, Layer], Layer] = {}
         self._before = self._now = self._layers[-1]
         self._install_hooks(module)
@@ -160,7 +160,7 @@ class WeightSwap:
     def _check_host(self, host_gib: float | None) -> None:
         needed_bytes = sum(layer.host_bytes for layer in self._layers)
         if not needed_bytes:
-            raise UsageError("layers= have no weights of their own; what they share with others stays on the device.")
+            raise UsageError("layers= have no weights of their own; weights that they share stay on the device.")
         if host_gib is not None:
             if not is_within(0, host_gib, MOST):
                 raise UsageError(f"host_gib={host_gib!r}: a number of GiB is expected, 0 or more, at most {MOST:g}")
@@ -169,7 +169,7 @@ class WeightSwap:
             budget = safe_host_bytes(local_world_size())
             moving = (block for layer in self._layers for _, block in layer.blocks if block.origin.type == "cpu")
             limit_bytes = budget.safe_bytes + sum(block.num_bytes for block in moving)
-            limited_by = f"{budget.reason}; and what they take there already"
+            limited_by = f"{budget.reason}; plus the host memory that they occupy already"
         if needed_bytes > limit_bytes:
             raise HostMemoryError(
                 f"the weights of {len(self._layers)} layers take {format_bytes(needed_bytes)} of host memory, but "
@@ -177,7 +177,7 @@ class WeightSwap:
             )
 
     def _offload_all(self) -> None:
-        """Offload layer by layer, so that at most one exists twice; then there is room for what stays and buffers."""
+        """Offload layer by layer, so that at most one exists twice; then move other weights, allocate buffers."""
         device = self._device.torch_device
         index = device.index if device.type == "cuda" else None
         node = gpu_numa_node(index) if index is not None else None
@@ -191,14 +191,14 @@ class WeightSwap:
             block.move(self._device.allocate(block.num_bytes))
         for number in range(min(NUM_BUFFERS, len(self._layers))):
             memory = self._device.allocate(max(layer.num_bytes for layer in self._layers))
-            # The memory may be recycled: what compute still does with it must come before any copy.
+            # The memory may be recycled: earlier work of compute on it must come before any copy.
             event = self._device.record(self._device.current_stream())
             self._buffers.append(_Buffer(number, memory, read=event, filled=event))
             for layer in self._layers:
                 layer.on_buffers.append(layer.on(memory))
 
     def _restore(self, block: Block) -> bool:
-        """Move ``block`` to where it was. ``False``: the device has no room, so it is on the CPU."""
+        """Move ``block`` to where it was. ``False``: the device has no room, so it was moved to the CPU."""
         has_room = True
         if block.is_moved:
             is_on_device = block.origin == self._device.torch_device
@@ -213,10 +213,11 @@ class WeightSwap:
     def close(self) -> None:
         """Move all weights to where they were, and release host memory, buffers and hooks. A second call does nothing.
 
-        Not while a layer runs. What others have moved elsewhere in the meantime (``module.to``) stays there.
+        It must not be called while a layer runs. Weights that were moved elsewhere in the meantime (``module.to``) stay
+        there.
 
         Raises:
-            SwapError: the device has no room for all weights that were there; the others are on the CPU.
+            SwapError: the device has no room for all weights that were there; the rest are on the CPU.
         """
         if self._closed:
             return
@@ -227,7 +228,7 @@ class WeightSwap:
         self._drop_buffers()
         left: list[Block] = []
         with torch.inference_mode(False):
-            # What was on the CPU is moved first, which makes room.
+            # Weights that came from the CPU are moved first, which frees device memory.
             left += [block for block in self._moved_to_device if not self._restore(block)]
             for layer in self._layers:
                 left += [block for _, block in layer.blocks if not self._restore(block)]
@@ -278,14 +279,14 @@ class WeightSwap:
 
     def _install_hooks(self, module: nn.Module) -> None:
         for layer in self._layers:
-            # As the first and the last hook, so that the layer's other hooks find its weights on the device; the last
+            # As the first and the last hook, so that the layer's other hooks find its weights on the device. The last
             # one runs after an exception too.
             self._hooks.append(layer.module.register_forward_pre_hook(self._enter, prepend=True))
             self._hooks.append(layer.module.register_forward_hook(self._leave, always_call=True))
         self._hooks.append(module.register_forward_pre_hook(self._begin, prepend=True))
 
     def _begin(self, module: nn.Module, args: object) -> None:
-        """Before the model runs: check everything, and end what was interrupted, since no layer can be running now."""
+        """Before the model runs, check all layers, and end the use of interrupted ones: none can be running now."""
         for layer in self._layers:
             layer.check_can_run()
         for buffer in self._buffers:
@@ -303,12 +304,12 @@ class WeightSwap:
                 f"{', '.join(moved)}: replaced or moved while swapped (module.to, load_state_dict(assign=True)). "
                 "Do that before swap.weights, or after its end."
             )
-        if buffer is None or buffer.versions != layer.versions():  # not predicted, or written to since
+        if buffer is None or buffer.versions != layer.versions():  # not predicted, or written since the copy
             buffer = buffer or self._free_buffer()
             if buffer is None:
                 raise SwapError(
-                    f"{layer.name} begins while {NUM_BUFFERS} others run. Name no layers= that call each other; if "
-                    "calls were interrupted, call the model as a whole, or close and begin again."
+                    f"{layer.name} begins while {NUM_BUFFERS} others run. Name no layers= that call each other. "
+                    "After interrupted calls, call the whole model, or close and call swap.weights again."
                 )
             self._counters.num_late += 1
             self._prefetch(layer, buffer)
@@ -335,13 +336,13 @@ class WeightSwap:
             raise SwapError(f"{layer.name} returns a view of its weights, which are about to be released. {LEAVE_OUT}")
 
     def _end_use(self, buffer: _Buffer) -> None:
-        """The layer has run: copy back what was written, and point its weights to host memory again."""
+        """Point the layer's weights to host memory again, after copying back what it wrote."""
         layer = buffer.layer
         if not buffer.in_use or layer is None or layer.region is None:
             return
         if buffer.versions != layer.versions():
-            # Written on the device: by the layer itself (a cache), or by others after it was interrupted. This copy is
-            # ordered behind compute and the host waits for it, so the next read or copy finds the new values.
+            # Written on the device: by the layer itself (a cache), or after an interruption by others. This copy is
+            # ordered behind compute, and the host waits for it, so the next read or copy finds the new values.
             layer.region.tensor[: layer.num_bytes].copy_(buffer.memory[: layer.num_bytes])
             buffer.versions = layer.versions()
             self._counters.layers[layer.number].out_bytes += layer.num_bytes
@@ -350,7 +351,7 @@ class WeightSwap:
         layer.put(layer.on_host)
 
     def _free_buffer(self) -> _Buffer | None:
-        """A buffer that is not in use; if possible not the one that ran last, which compute may still read."""
+        """Return a buffer that is not in use; if possible not that of the last layer, which compute may still read."""
         free = (buffer for buffer in self._buffers if not buffer.in_use)
         return min(free, key=lambda buffer: buffer.layer is self._now, default=None)
 

@@ -1,4 +1,4 @@
-"""Calls a function with tensors right before they are used: by operations of the dispatcher, or by their address."""
+"""Hooks that run right before tensors are used, by an operation of the dispatcher or by their address."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from megatron.swap.common.types import UsageError
 from megatron.swap.memory.host_memory import PAGE_BYTES, HostRegion
 
 ALIGNMENT_BYTES = 512
-"""Where storages begin in a buffer, as the caching allocator aligns its own blocks."""
+"""Alignment of storages in a buffer: that of the caching allocator's blocks."""
 PLAIN = (torch.Tensor, nn.Parameter)
 LEAVE_OUT = "Leave that layer out of layers=."
 
@@ -31,7 +31,7 @@ class Weight:
         name: its full name in the model.
         tensor: the parameter or buffer.
         tables: the modules' dicts that refer to it (``_parameters`` or ``_buffers``), each with its name there.
-        data: what ``tensor.data`` should be; others may move it elsewhere (``module.to``).
+        data: the expected ``tensor.data``; others may replace it (``module.to``).
     """
 
     name: str
@@ -53,7 +53,7 @@ class Weight:
         self.tensor.data = self.data = data
 
     def is_in_place(self) -> bool:
-        """Whether the modules still refer to the tensor, and nobody has moved its data."""
+        """Whether the modules still refer to the tensor, and others have not moved its data."""
         is_unmoved = self.tensor.data_ptr() == self.data.data_ptr() and self.tensor.dtype == self.data.dtype
         return is_unmoved and all(table.get(name) is self.tensor for table, name in self.tables)
 
@@ -64,7 +64,7 @@ class Block:
 
     Attributes:
         memory: where the bytes are now (uint8).
-        is_moved: whether that is not where the model had them.
+        is_moved: whether ``memory`` is not where the model had the bytes.
         weights: by the ``id`` of the tensor.
         owners: numbers of the layers that have any of the weights; ``None`` for the rest of the model.
     """
@@ -87,7 +87,7 @@ class Block:
     def move(self, memory: torch.Tensor) -> None:
         """Copy the bytes to ``memory``, and point the weights there, except those that others have moved elsewhere.
 
-        Afterwards nothing here refers to where the bytes were.
+        Afterwards nothing here refers to the previous memory.
         """
         memory.copy_(self.memory)
         self.memory, self.is_moved = memory, not self.is_moved
@@ -102,9 +102,9 @@ class Layer:
 
     Attributes:
         number: its position among the layers, from 0.
-        blocks: what is packed, each with the byte at which it begins.
+        blocks: the packed blocks, each with its offset in bytes.
         weights: all weights of the blocks, in their order.
-        num_bytes: packed, with the gaps between blocks.
+        num_bytes: size of the packed blocks, with the gaps between them.
         region: the host memory of the packed bytes, while they are offloaded.
         on_host, on_buffers: data of each weight in that memory, and on each device buffer.
     """
@@ -127,11 +127,11 @@ class Layer:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for the packed bytes, in whole pages."""
+        """Size of the packed bytes in host memory, in whole pages."""
         return round_up(self.num_bytes, PAGE_BYTES)
 
     def chunks(self, memory: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
-        """Each block, and its chunk of ``memory`` (uint8), which has room for all of them."""
+        """Return each block with its chunk of ``memory`` (uint8), which has room for all of them."""
         return ((block, memory[start : start + block.num_bytes]) for start, block in self.blocks)
 
     def on(self, memory: torch.Tensor) -> list[torch.Tensor]:
@@ -165,7 +165,7 @@ def named_layers(module: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Modu
     """Return the layers, each once, with their names in the model.
 
     Raises:
-        UsageError: what was given cannot be swapped; the message says why.
+        UsageError: the arguments cannot be swapped; the message says why.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"swap.weights takes a torch.nn.Module, not {type(module).__name__}.")
@@ -237,7 +237,7 @@ def find_blocks(module: nn.Module, chosen: dict[nn.Module, str], device: torch.d
 
 
 def _outside(module: nn.Module, chosen: dict[nn.Module, str]) -> set[nn.Module]:
-    """Modules that can be reached without passing through a layer."""
+    """Return the modules that can be reached without passing through a layer."""
     found: set[nn.Module] = set()
     to_visit = [module]
     while to_visit:
@@ -249,9 +249,9 @@ def _outside(module: nn.Module, chosen: dict[nn.Module, str]) -> set[nn.Module]:
 
 
 def _obstacle(tensor: torch.Tensor, device: torch.device) -> str | None:
-    """Why the bytes of ``tensor`` cannot be moved; ``None``: they can."""
+    """Return why the bytes of ``tensor`` cannot be moved; ``None``: they can."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
-        return f"is a {type(tensor).__name__} of its own kind, more than plain memory. {LEAVE_OUT}"
+        return f"is a {type(tensor).__name__}, which is more than plain memory. {LEAVE_OUT}"
     if tensor.is_meta:
         return (
             "is on the meta device and has no values. Load them before: module.to_empty(device='cpu'), then "
@@ -261,7 +261,7 @@ def _obstacle(tensor: torch.Tensor, device: torch.device) -> str | None:
         return f"is on {tensor.device}, neither on {device} nor on the CPU. torch.cuda.set_device, or move the module."
     try:
         _ = tensor._version
-    except RuntimeError:  # then writes cannot be noticed; a tensor that was only moved in that mode has a version
+    except RuntimeError:  # then writes cannot be detected; a tensor that was only moved in that mode has a version
         return "was made under torch.inference_mode(). Make or load the model outside of it."
     return None
 

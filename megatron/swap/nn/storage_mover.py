@@ -1,4 +1,4 @@
-"""Storages that are offloaded and reloaded one by one: their states, and who holds what until a copy is over.
+"""Storages that are offloaded and reloaded one by one: their states, and their lifetimes until a copy is over.
 
 ::
 
@@ -6,8 +6,8 @@
           ^                        |                      ^                     |
           +-------- recall --------+                      +------ cancel -------+
 
-Nothing here knows of tensors: views and aliases share their storage and stay valid. An offloaded storage is empty, and
-reading its address raises an error (where ``StorageAccess`` can do that).
+Only storages are moved: views and aliases share their storage and stay valid. An offloaded storage is empty. Reading
+its address raises an error if there is a native part (``StorageAccess``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransferState(Enum):
-    """Where the bytes of a storage are that is not simply on the device."""
+    """Where the bytes of a ``SwappedStorage`` are."""
 
     OFFLOADING = auto()
     """On the device; its copy to the host is queued or under way."""
@@ -44,12 +44,12 @@ class TransferState(Enum):
 
 
 class SwappedStorage:
-    """A storage that is not simply on the device.
+    """A storage that is offloaded, or being offloaded or reloaded.
 
     Attributes:
         reference: weak, so it dies with the storage's last tensor. ``None``: the storage is on the device again.
         lease: the host memory.
-        transfer: the copy that is queued or under way, which holds the storage. ``None``: the storage is OFFLOADED.
+        transfer: the copy that is queued or under way; it keeps the storage alive. ``None``: the storage is OFFLOADED.
     """
 
     __slots__ = ("lease", "num_bytes", "reference", "state", "transfer")
@@ -63,13 +63,13 @@ class SwappedStorage:
 
 
 class StorageMover:
-    """Moves the storages of one device. Methods that take a storage do nothing where there is nothing to do.
+    """Moves the storages of one device. A method does nothing to a storage that is in the wanted state already.
 
     Any thread may call it, because autograd runs a backward on threads of its own.
 
     Attributes:
         out_bytes, in_bytes: copied to the host and back; a copy counts when it is over.
-        num_passive: how often an operation had to wait for a storage.
+        num_passive: reloads that an operation had to wait for.
         num_recalled: storages that were needed before they were offloaded.
     """
 
@@ -84,7 +84,7 @@ class StorageMover:
         """In the order of their copies in the queue; ``_reloading`` too."""
         self._reloading: OrderedDict[int, SwappedStorage] = OrderedDict()
         self._draining: deque[Transfer] = deque()
-        """Copies that nobody waits for any more, but that may still use their host memory."""
+        """Copies that have no entry any more, but may still use their host memory."""
         self._failures: list[Exception] = []
         self.out_bytes = self.in_bytes = self.num_passive = self.num_recalled = 0
 
@@ -92,22 +92,22 @@ class StorageMover:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything is on the device, and no copy under way."""
+        """Whether all storages are on the device, and no copy is under way."""
         return not self._entries and not self._draining
 
     def state(self, storage: torch.UntypedStorage) -> TransferState | None:
-        """The state of ``storage``; ``None``: it is on the device."""
+        """Return the state of ``storage``; ``None``: it is on the device."""
         entry = self._entries.get(storage._cdata)
         return None if entry is None else entry.state
 
     # ------------------------------------------------------------------ offload and reload
 
     def offload(self, storage: torch.UntypedStorage, *, ahead: bool) -> None:
-        """Begin to offload ``storage``, ``ahead`` of what is queued or behind it. One that is reloading arrives first.
+        """Begin to offload ``storage``, ``ahead`` of queued copies or behind them. Finish a reload of it first.
 
         Raises:
             HostMemoryError: there is no host memory for it.
-            SwapError: a C++ operator uses it.
+            SwapError: a C++ operator is using it.
         """
         with self._lock:
             entry = self._entries.get(storage._cdata)
@@ -121,9 +121,9 @@ class StorageMover:
                 entry = self._new_entry(storage)
                 self._entries[storage._cdata] = entry
             elif entry.transfer is None or not ahead or not entry.transfer.erase():
-                return  # it is offloaded, or being offloaded
+                return  # it is offloaded already, or being offloaded
             assert entry.transfer is not None
-            # From here on a change would be lost, so access that the dispatcher does not see gets an error. The copy
+            # From here on a write would be lost, so any access that the dispatcher does not see is refused. The copy
             # itself runs by address.
             self._access.refuse(storage, _refusal(entry))
             entry.transfer.begin(ahead=ahead)
@@ -131,10 +131,10 @@ class StorageMover:
             self._offloading.move_to_end(storage._cdata, last=not ahead)
 
     def begin_reload(self, storage: torch.UntypedStorage) -> None:
-        """Give ``storage`` device memory, and begin to reload it behind what is queued; recall it if it is offloading.
+        """Give ``storage`` device memory, and begin to reload it behind queued copies; recall it if it is offloading.
 
         Raises:
-            torch.OutOfMemoryError: it is offloaded as before.
+            torch.OutOfMemoryError: there is no room, and it stays offloaded.
         """
         with self._lock:
             entry = self._entries.get(storage._cdata)
@@ -144,10 +144,11 @@ class StorageMover:
                 self._begin_reload(entry, storage, ahead=False)
 
     def require(self, storage: torch.UntypedStorage) -> None:
-        """Reload ``storage`` ahead of what is queued: what the caller's stream does next finds it on the device.
+        """Reload ``storage`` ahead of queued copies. Later work of the caller's stream finds it on the device.
 
         Raises:
-            torch.OutOfMemoryError, or what made the copy fail: it is offloaded as before.
+            torch.OutOfMemoryError: there is no room, and it stays offloaded.
+            Exception: the error of a copy that failed; it stays offloaded.
         """
         with self._lock:
             entry = self._entries.get(storage._cdata)
@@ -164,7 +165,7 @@ class StorageMover:
             self._finish_reload(entry)
 
     def reload(self, address: int) -> bool:
-        """Reload the storage whose ``StorageImpl`` is at ``address``, for a C++ operator; returns whether it is ours.
+        """Reload the storage whose ``StorageImpl`` is at ``address``, for a C++ operator. False: it is not ours.
 
         Raises: as ``require``.
         """
@@ -199,9 +200,9 @@ class StorageMover:
     # ------------------------------------------------------------------ wait
 
     def poll(self) -> None:
-        """Finish copies that are over, so that offloaded storages release their device memory. Waits for none.
+        """Finish the copies that are over, which releases device memory of offloads and host memory of reloads.
 
-        ``wait`` and ``wait_offloaded`` raise the failures.
+        Never waits. ``wait`` and ``wait_offloaded`` raise the failures.
         """
         with self._lock:
             for under_way, step in ((self._offloading, self._finish_offload), (self._reloading, self._finish_reload)):
@@ -214,16 +215,16 @@ class StorageMover:
             self._reap()
 
     def wait_offloaded(self) -> None:
-        """Wait until all that is being offloaded is offloaded.
+        """Wait until no storage is being offloaded.
 
-        Raises: what made a copy fail, when all are over; those storages stay on the device.
+        Raises: the error of a failed copy, when all are over; its storage stays on the device.
         """
         for entry in list(self._offloading.values()):
             self._try(partial(self._finish_offload, entry))
         self._raise_first()
 
     def wait(self) -> None:
-        """Wait until no copy is queued or under way. Raises: what made a copy fail, when all are over."""
+        """Wait until no copy is queued or under way. Raises: the error of a failed copy, when all are over."""
         for entry in list(self._offloading.values()):
             self._try(partial(self._finish_offload, entry))
         for entry in list(self._reloading.values()):
@@ -257,8 +258,8 @@ class StorageMover:
             raise
 
         def died(_: Any) -> None:
-            # The storage's last tensor died while it was offloaded. This runs wherever that happens, perhaps in a
-            # garbage collection under our own lock, so it takes none.
+            # The storage's last tensor died while it was offloaded. This may run on any thread, also in a garbage
+            # collection while our own lock is held, so it takes no lock.
             if entries.get(address) is entry:
                 del entries[address]
             access.forget(address)
@@ -291,13 +292,13 @@ class StorageMover:
         entry.state = TransferState.OFFLOADED
         self._reloading.pop(storage._cdata, None)
         self._access.allow(storage)
-        if self._device.type == "cpu":  # in tests: a read that comes too early finds NaN
+        if self._device.type == "cpu":  # so that a premature read finds NaN in tests
             ctypes.memset(storage.data_ptr(), 0xFF, entry.num_bytes)
         storage.resize_(0)
         self._access.refuse(storage, _refusal(entry))
 
     def _recall(self, entry: SwappedStorage) -> None:
-        """OFFLOADING -> on the device. The copy, if it runs, is worthless: the storage may change from now on."""
+        """OFFLOADING -> on the device. A copy that runs already is discarded, since the storage may change now."""
         transfer = entry.transfer
         assert transfer is not None
         self.num_recalled += 1
@@ -308,7 +309,7 @@ class StorageMover:
             self._draining.append(transfer)
 
     def _begin_reload(self, entry: SwappedStorage, storage: torch.UntypedStorage, *, ahead: bool) -> None:
-        """OFFLOADED -> RELOADING: give it memory, which nobody may read before the copy is over."""
+        """OFFLOADED -> RELOADING: give it memory, and refuse access until the copy is over."""
         self._access.allow(storage)
         try:
             self._allocate(storage, entry.num_bytes)
@@ -326,12 +327,12 @@ class StorageMover:
         except torch.OutOfMemoryError:
             if not self._offloading:
                 raise
-            for offloading in list(self._offloading.values()):  # their memory may suffice
+            for offloading in list(self._offloading.values()):  # finishing them releases device memory
                 self._try(partial(self._finish_offload, offloading))
             storage.resize_(num_bytes)
 
     def _finish_reload(self, entry: SwappedStorage) -> None:
-        """RELOADING -> on the device, in the order of the caller's stream. If the copy failed it stays offloaded."""
+        """RELOADING -> on the device, in the order of the caller's stream. If the copy failed, it stays offloaded."""
         if entry.state is not TransferState.RELOADING or entry.transfer is None:
             return
         transfer = entry.transfer
@@ -346,27 +347,27 @@ class StorageMover:
         self._reap()
 
     def _forget(self, entry: SwappedStorage, storage: torch.UntypedStorage) -> None:
-        """-> on the device: drop all references to it at once, since a cycle would keep it until garbage collection."""
+        """-> on the device: drop all references now, since a cycle would keep it alive until garbage collection."""
         for kept in (self._entries, self._offloading, self._reloading):
             kept.pop(storage._cdata, None)
         entry.transfer = entry.reference = None
         self._access.allow(storage)
 
     def _reap(self) -> None:
-        """Release the host memory of copies that are over and that nobody waits for."""
+        """Release the host memory of the draining copies that are over."""
         while self._draining and self._draining[0].is_done():
             self._finish(self._draining.popleft())
 
     def _finish(self, transfer: Transfer) -> None:
         try:
             transfer.wait()
-        except Exception as error:  # a recalled copy, which nobody needs; else CUDA raises it again
+        except Exception as error:  # a recalled copy, whose bytes are not needed; else CUDA raises it again
             logger.debug("a copy of %d bytes that nobody waited for failed: %s", transfer.lease.nbytes, error)
         transfer.lease.free()
 
 
 def _refusal(entry: SwappedStorage) -> str:
     return (
-        f"the memory of this tensor ({format_bytes(entry.num_bytes)}) is out: a TensorSwap moved it to host memory. "
+        f"this tensor ({format_bytes(entry.num_bytes)}) is offloaded: a TensorSwap moved it to host memory. "
         "Operations of PyTorch reload it; other code that reads it has to call resident(tensor) first."
     )

@@ -1,9 +1,9 @@
-"""Swapping tensor by tensor, for people who write their own models, and for tensors that autograd does not save.
+"""Swapping tensor by tensor, for models of your own and for tensors that autograd does not save.
 
 ::
 
     with TensorSwap() as swap:
-        swap.swap_out(a)                  # now, ahead of what is queued
+        swap.swap_out(a)                  # now, ahead of queued copies
         swap.queue_swap_out(b, c)         # behind it
         swap.wait_swapped_out()           # their device memory is free
         ...
@@ -11,12 +11,12 @@
         swap.start_prefetches()           # the copies begin
         c.sum()                           # reloads c by itself, ahead of a and b
 
-What moves is a tensor's *storage*: views and aliases share it, and so stay valid. An offloaded storage is empty. Every
-operation that the dispatcher sees (on this thread, and in the backward that it starts) reloads its tensors first. For
-what it does not see - kernels that an extension calls by itself, TransformerEngine's for one - call ``resident``
-before; without it reading raises an error.
+A tensor's *storage* is moved: views and aliases share it, and so stay valid. An offloaded storage is empty. Every
+operation that the dispatcher sees (on this thread, and in the backward that it starts) reloads its tensors first.
+Before other uses, such as the kernels of TransformerEngine and other extensions, call ``resident``; without it the read
+raises an error.
 
-``docs/tensors.md`` has the whole interface, and the names that other systems gave to its parts.
+``docs/tensors.md`` describes the whole interface.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.swap.nn.storage_mover import StorageMover, TransferState
 from megatron.swap.nn.transfers import Transfers
 
 SLAB_BYTES = 64 * MIB
-"""The pool reserves host memory in slabs of this size, or several at once for larger tensors."""
+"""The pool reserves host memory in slabs of this size; for larger tensors several at once."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class TensorStats:
     """What one ``TensorSwap`` has done so far.
 
     Attributes:
-        out_bytes, in_bytes: copied to the host and back. Tensors that were recalled before do not count.
-        num_passive: reloads that an operation had to wait for, since it used a tensor that was not on the device.
-        num_recalled: offloads that an operation stopped, since it used the tensor before the copy was over.
+        out_bytes, in_bytes: copied to the host and back, without recalled tensors.
+        num_passive: reloads that an operation had to wait for, because its tensor was not on the device.
+        num_recalled: offloads that were cancelled, because an operation used the tensor before the copy was over.
         host_bytes, host_peak_bytes: host memory in use now, and the most so far.
     """
 
@@ -65,7 +65,7 @@ class TensorStats:
 
 
 class TensorSwap:
-    """Moves single tensors of one device. A context: opened by ``with``, or by ``open`` and ``close``.
+    """Offloads and reloads single tensors of one device, between ``open`` and ``close``, or in a ``with``.
 
     One thread at a time may use it, besides the threads on which autograd runs a backward.
 
@@ -125,16 +125,16 @@ class TensorSwap:
 
         Raises:
             SwapError: on another thread than ``open``, or before another mode that was entered later.
-            torch.OutOfMemoryError: not everything fits the device; or what made a reload fail. It is still open, takes
-                no more tensors, and ``close`` may be called again.
-            Exception: what made an offload fail; it is closed, and every tensor is on the device.
+            torch.OutOfMemoryError: not all tensors fit the device. Then, and after a failed reload, it is still open,
+                accepts no more tensors, and ``close`` may be called again.
+            Exception: the error of an offload that failed; it is closed, and every tensor is on the device.
         """
         if self._modes is None:
             return
         if _get_current_dispatch_mode() is not self._operations:
             raise SwapError(
-                "TensorSwap is to be closed on the thread that opened it, and what was opened later (another one, or "
-                "any other dispatch mode) before it"
+                "TensorSwap must be closed on the thread that opened it, and after all that was opened later (another "
+                "one, or any other dispatch mode)"
             )
         failure: Exception | None = None
         try:
@@ -144,7 +144,7 @@ class TensorSwap:
         self._mover.reload_all()
         self._modes.close()
         self._modes = None
-        self._mover.wait()  # before the memory that copies read is released
+        self._mover.wait()  # copies may still read the memory that is released next
         self._transfers.wait_and_stop()
         self._pool.close(force=True)
         if failure is not None:
@@ -161,25 +161,25 @@ class TensorSwap:
     # ------------------------------------------------------------------ offload
 
     def swap_out(self, *tensors: torch.Tensor) -> None:
-        """Begin to offload ``tensors``, ahead of what is queued; ``wait_swapped_out`` waits until their memory is free.
+        """Begin to offload ``tensors``, ahead of queued copies. ``wait_swapped_out`` waits until their memory is free.
 
         Raises:
-            UsageError: a tensor cannot be swapped; nothing was begun.
-            HostMemoryError: host memory does not suffice for all of them; some may have begun.
+            UsageError: a tensor cannot be swapped; no offload was begun.
+            HostMemoryError: there is too little host memory for all of them; some may have begun.
             SwapError: not open, or stopped; or a C++ operator uses one of them.
         """
-        for storage in reversed(self._storages(tensors)):  # each goes to the head: the first given is ahead of the rest
+        for storage in reversed(self._storages(tensors)):  # each goes to the head, so the first given is pushed last
             self._offload(storage, ahead=True)
 
     def queue_swap_out(self, *tensors: torch.Tensor) -> None:
-        """Offload ``tensors`` behind what is queued. Raises: as ``swap_out``."""
+        """Offload ``tensors`` behind queued copies. Raises: as ``swap_out``."""
         for storage in self._storages(tensors):
             self._offload(storage, ahead=False)
 
     def wait_swapped_out(self) -> None:
-        """Wait until everything that is being offloaded has released its device memory.
+        """Wait until all tensors that are being offloaded have released their device memory.
 
-        Raises: what made a copy fail, when all are over; those tensors stay on the device.
+        Raises: the error of a failed copy, when all are over; its tensor stays on the device.
         """
         self._check_open()
         self._mover.wait_offloaded()
@@ -187,8 +187,7 @@ class TensorSwap:
     # ------------------------------------------------------------------ reload
 
     def queue_prefetch(self, *tensors: torch.Tensor) -> None:
-        """Record that ``tensors`` are needed next, in this order; ``start_prefetches`` begins. Those on the device are
-        skipped.
+        """Record that ``tensors`` are needed next, in this order, until ``start_prefetches``. Skip those on the device.
 
         Raises: as ``swap_out``.
         """
@@ -197,10 +196,10 @@ class TensorSwap:
                 self._wanted.append(weakref.ref(storage))
 
     def start_prefetches(self) -> None:
-        """Give all recorded tensors device memory, and begin to reload them in their order.
+        """Give all recorded tensors device memory, and begin to reload them in order.
 
         Raises:
-            torch.OutOfMemoryError: one has no room; it and those behind it remain recorded.
+            torch.OutOfMemoryError: there is no room for a tensor; it and those behind it remain recorded.
         """
         self._check_open()
         while self._wanted:
@@ -216,16 +215,16 @@ class TensorSwap:
             self._mover.cancel(storage)
 
     def wait(self) -> None:
-        """Start recorded prefetches, and wait until all that is queued or under way is done, both ways.
+        """Start recorded prefetches, and wait until no copy is queued or under way in either direction.
 
-        Raises: what made a copy fail, when all are over.
+        Raises: the error of a failed copy, when all are over.
         """
         self._check_open()
         self.start_prefetches()
         self._mover.wait()
 
     def stop(self) -> None:
-        """Accept nothing more, and finish what is queued. Offloaded tensors are reloaded on use, or by ``close``.
+        """Accept no more tensors, and finish queued copies. Offloaded tensors are reloaded on use, or by ``close``.
 
         Raises: as ``wait``.
         """
@@ -266,7 +265,8 @@ class TensorSwap:
         self._mover.poll()
 
     def _offload(self, storage: torch.UntypedStorage, *, ahead: bool) -> None:
-        self._wanted = [wanted for wanted in self._wanted if wanted() is not storage]  # this comes later
+        # An earlier ``queue_prefetch`` of it no longer applies.
+        self._wanted = [wanted for wanted in self._wanted if wanted() is not storage]
         try:
             self._mover.offload(storage, ahead=ahead)
         except HostMemoryError as error:
@@ -279,7 +279,7 @@ class TensorSwap:
     # ------------------------------------------------------------------ checks
 
     def _storages(self, tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage]:
-        """The storages of ``tensors``, each once, empty ones left out. Raises: as ``swap_out``."""
+        """Return the storages of ``tensors``, each once, without empty ones. Raises: as ``swap_out``."""
         self._check_open()
         if not self._accepts:
             raise SwapError("TensorSwap was stopped: it takes no more tensors. Open another one.")
@@ -321,8 +321,8 @@ class TensorSwap:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise SwapError(
-                "a process that was forked while a TensorSwap was open uses its tensors: the copies, their threads and "
-                "their memory are its parent's. Fork before, or close it first."
+                "a forked process uses the tensors of a TensorSwap that was open at the fork: copies, threads and host "
+                "memory belong to the parent process. Fork before it is opened, or close it first."
             )
 
 

@@ -37,32 +37,32 @@ class Transfer:
         self._ticket = -1
 
     def begin(self, *, ahead: bool) -> None:
-        """Enqueue the copy behind what is in the queue, or ``ahead`` of all that has not begun."""
+        """Enqueue the copy behind all others, or ``ahead`` of all that have not begun."""
         self._ticket = self._queue.push(self._job) if ahead else self._queue.enqueue(self._job)
 
     def erase(self) -> bool:
-        """Withdraw the copy from the queue. ``False``: it has begun already."""
+        """Withdraw the copy from the queue, and return whether that succeeded. ``False``: it has begun already."""
         return self._queue.erase(self._ticket)
 
     def is_done(self) -> bool:
-        """Whether the copy is over, well or not."""
+        """Whether the copy is over, complete or failed."""
         return self._queue.is_done(self._ticket)
 
     def wait(self) -> None:
-        """Wait until the copy is over. Raises: what made it fail, once."""
+        """Wait until the copy is over. Raises its error, if it failed."""
         self._queue.wait(self._ticket)
 
     def join(self) -> None:
         """Order the caller's stream behind the copy; the host waits only until the copy is enqueued on the device.
 
-        Raises: what made it fail, once.
+        Raises: its error, if it failed.
         """
         self._queue.wait_issued(self._ticket)
         self._events.join()
 
 
 class Events:
-    """On a GPU, the event ``before``, which the copy waits for, and ``done``, which is recorded behind it."""
+    """Two events of a copy on a GPU: it waits for ``before``, and ``done`` is recorded behind it. On the CPU none."""
 
     __slots__ = ("before", "done")
 
@@ -71,7 +71,7 @@ class Events:
         self.done: torch.cuda.Event | None = None
         if stream is not None:
             self.before, self.done = torch.cuda.Event(), torch.cuda.Event()
-            # Work on the caller's stream may still write the storage, or use what its memory was before.
+            # Work on the caller's stream may still write the storage, or use the previous contents of its memory.
             self.before.record(torch.cuda.current_stream(stream.device))
             self.done.record(stream)  # an event has no address before; the queue records it again
 
@@ -120,7 +120,7 @@ class Transfers:
         return Transfer(self._queues[way], job, storage, lease, events)
 
     def wait_and_stop(self) -> None:
-        """Finish everything that is queued, and take nothing more. Raises: the first failure not raised yet."""
+        """Finish all queued copies, and accept no more. Raises: the first failure not raised yet."""
         first: Exception | None = None
         for queue in self._queues.values():
             try:

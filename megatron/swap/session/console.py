@@ -1,4 +1,4 @@
-"""What a run prints while it trains."""
+"""Standard output of a run while it trains."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Console:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank prints what is the same on all ranks."""
+        """Whether this rank prints the lines that are the same on all ranks."""
         return self.rank == 0 and not self.is_quiet
 
     def say(self, line: str) -> None:
-        """Print what is the same on all ranks, once."""
+        """Print a line that is the same on all ranks, on the first rank only."""
         if self.is_first:
             print(f" swap: {line}", flush=True)
 
     def say_here(self, lines: Sequence[str]) -> None:
-        """Print what holds for this rank alone."""
+        """Print lines about this rank."""
         for line in () if self.is_quiet else lines:
             print(f" swap{self._of_rank}: {line}", flush=True)

@@ -1,4 +1,4 @@
-"""What swaps activations in a run: built when the model is, from the settings."""
+"""The parts of a run that swap activations. They are built from the settings when the model is built."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from megatron.swap.session.run_device import RunDevice
 
 @dataclass(frozen=True)
 class Planned:
-    """What the settings say before there is a model.
+    """What follows from the settings alone, before there is a model.
 
     Attributes:
-        policy: answers for every saved tensor.
+        policy: decides about every saved tensor.
         kinds: producers whose outputs may be recomputed.
         swaps: whether any layer of the model may be swapped.
-        host: how much host memory and disk this rank may take.
-        state_memory: of the host memory budget of this rank, what optimizer state may take, and takes once the
-            optimizer is built.
-        disk: the file behind host memory; ``None``: there is none.
-        plan_run: compares the run with its plan; ``None``: nobody wants to know.
+        host: the host memory and disk that this rank may take.
+        state_memory: reservation in this rank's host memory budget: what optimizer state may take, and once the
+            optimizer is built, what it takes.
+        disk: the file behind host memory; ``None``: no disk.
+        plan_run: compares the run with its plan; ``None``: no comparison is wanted.
     """
 
     policy: Policy
@@ -56,12 +56,12 @@ class Planned:
 
 @dataclass(frozen=True)
 class ActivationParts:
-    """The engine of this rank and what it works with.
+    """The engine of this rank, and the parts that it uses.
 
     Attributes:
         pool: host memory for activations.
-        host_tier: the tier on ``pool`` alone, which link speed is measured with.
-        tier: where offloaded storages go; with a disk it spills there.
+        host_tier: the tier on ``pool`` alone; the link's speed is measured with it.
+        tier: receives offloaded storages: ``host_tier``, or with a disk a tier that spills there.
     """
 
     pool: HostPool
@@ -74,12 +74,12 @@ class ActivationParts:
 
     @property
     def manager(self) -> SwapManager:
-        """Of the engine: its counters, and what ends it."""
+        """The engine's manager."""
         return self.engine.manager
 
     @property
     def recomputer(self) -> Recomputer | None:
-        """What producers record with; ``None``: nothing is recomputed."""
+        """The engine's recomputer; ``None``: nothing is recomputed."""
         return self.engine.recomputer
 
     @classmethod
@@ -92,10 +92,10 @@ class ActivationParts:
         take_peak: Callable[[], tuple[int, int]],
         on_tier_full: Callable[[SwapError], None] | None,
     ) -> ActivationParts:
-        """Build them on this rank's device.
+        """Build the parts on this rank's device.
 
         Args:
-            take_peak: bytes in use at most since the last call, and now.
+            take_peak: returns the most bytes in use since the last call, and those in use now.
             on_tier_full: called when the tier has no room for a storage; ``None``: that is an error.
         """
         device, on_gpu = run_device.device, torch.cuda.is_available()
@@ -104,7 +104,7 @@ class ActivationParts:
         tier: Tier = host_tier
         if planned.disk is not None and planned.swaps:
             tier = spill_tier(host_tier, planned.disk, planned.host.disk_buffer_bytes)
-        if not config.optimizer:  # else it comes first: its size is known, and it does not grow
+        if not config.optimizer:  # else optimizer state, whose size is fixed, reserves its memory first
             pool.reserve(min(planned.host.least_bytes, pool.limit_bytes))
         guard = OomGuard(device, pool, int(config.min_mib * MIB), planned.host.guard_bytes)
         recorder = Recorder(device, ranges, take_peak, from_use=not on_gpu)

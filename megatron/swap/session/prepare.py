@@ -1,4 +1,4 @@
-"""Before Megatron is imported: make it run here at all, and quietly."""
+"""Preparation before Megatron is imported, so that it runs on this machine and prints little at start-up."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _applied: list[AppliedPatches] = []
 
 
 def prepare(argv: Sequence[str] = ()) -> None:
-    """Apply what a PyPI wheel, or a machine without CUDA, lacks; and keep Megatron's start-up output short. Idempotent.
+    """Apply patches for PyPI's wheel and for machines without CUDA, and shorten Megatron's output. Idempotent.
 
     A script of your own on a GPU, beside a Megatron-LM checkout, needs none of this.
 
     Args:
-        argv: the command line, only to see whether it asks for Megatron's own output (``--swap-log-level debug``).
+        argv: the command line. With ``--swap-log-level debug`` Megatron's output is not shortened.
 
     Raises:
         PatchError: the installed Megatron is not the one that a patch was written for.

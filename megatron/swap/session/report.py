@@ -1,4 +1,4 @@
-"""What a rank knows at the end of a run, and what is written and printed of it."""
+"""The report of a rank at the end of a run, and the summary of all ranks that is written and printed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.swap.session.run_device import RunDevice
 def report_of(
     steps: Sequence[StepRecord], run_device: RunDevice, parts: ActivationParts | None, optimizer: OptimizerSwap | None
 ) -> RankReport:
-    """Return this rank's figures. The device has to be idle or broken: losses are read from it.
+    """Return this rank's figures. Reads losses from the device, which must be idle or broken.
 
     Args:
         parts: ``None`` where no saved tensor was touched.
@@ -33,7 +33,7 @@ def report_of(
     report = RankReport(
         steps=[replace(step, loss=None if step.loss is None else float(step.loss)) for step in steps],
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        device_peak_bytes=run_device.device.peak_bytes(),  # a recorder resets torch's own
+        device_peak_bytes=run_device.device.peak_bytes(),  # torch's own peak is reset by a recorder
         saved_peak_bytes=None if observer is None else observer.peak_bytes,
         host_booked_bytes=0, host_leased_peak_bytes=0, stayed_bytes=0,
         device_reserved_bytes=run_device.device.peak_reserved_bytes(),
@@ -60,7 +60,7 @@ def memory_of(
     chunks: Sequence[nn.Module],
     optimizer: Any,
 ) -> list[MemoryRow]:
-    """Return where the bytes of this rank are, by kind and tier.
+    """Return the memory in use on this rank, by kind and tier.
 
     Args:
         chunks: the model on this rank.
@@ -82,13 +82,13 @@ def write_summary(
     if path is not None:
         try:
             write_json(path, summary)
-        except OSError as error:  # Megatron's last checkpoint is still to come: it matters more than our report
+        except OSError as error:  # must not prevent Megatron's last checkpoint, which is still to come
             print(f" swap: --swap-summary was not written: {error}", file=sys.stderr, flush=True)
     return summary
 
 
 def print_summary(summary: dict[str, Any], *, swaps: bool) -> None:
-    """Print the table of layers, and what the device's allocator says of itself where that is worth a line."""
+    """Print the table of layers, and a line about the device's allocator where there is something to report."""
     print(layer_table(summary, swaps), flush=True)
     if (line := device_line(summary, expands_segments())) is not None:
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""The device of this rank, and how full it was."""
+"""The device of this rank, and its memory in use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RunDevice:
     """This rank's device, and the observer that counts what autograd holds.
 
     Attributes:
-        observer: ``None`` where nobody asks for its figures.
+        observer: ``None`` where its figures are not needed.
     """
 
     def __init__(self, config: SwapConfig, rank: int, ranges: Ranges) -> None:
@@ -30,8 +30,8 @@ class RunDevice:
 
     @functools.cached_property
     def device(self) -> Device:
-        """The GPU, or its emulation in RAM. Made at the first use: Megatron chooses this rank's device, and starts
-        CUDA, when it initializes."""
+        """The GPU, or the emulated device. It is made at the first use, because Megatron chooses this rank's device and
+        starts CUDA only when it initializes."""
         if torch.cuda.is_available():
             return CudaDevice()
         return EmulatedDevice(
@@ -39,16 +39,16 @@ class RunDevice:
         )
 
     def make(self) -> None:
-        """Make ``device``, if nobody has used it yet."""
+        """Make ``device``, if it is not made yet."""
         _ = self.device
 
     @property
     def is_made(self) -> bool:
-        """Whether ``device`` was asked for."""
+        """Whether ``device`` is made."""
         return "device" in vars(self)
 
     def allocated_bytes(self) -> int | None:
-        """Return the device memory in use; where RAM plays the device, what autograd holds, if that is counted."""
+        """Return the device memory in use in bytes; on the emulated device what autograd holds, if that is counted."""
         num_bytes = self.device.allocated_bytes() if self.is_made else None
         if num_bytes is None and self.observer is not None:
             return self.observer.live_bytes
@@ -58,7 +58,7 @@ class RunDevice:
         """Return the most device memory in use since the last call, and that in use now, in bytes.
 
         Args:
-            unseen_bytes: where RAM plays the device: what is there beside autograd's tensors.
+            unseen_bytes: on the emulated device: memory in use beside autograd's tensors.
         """
         peak = self.device.take_peak() if self.is_made else None
         if peak is None and self.observer is not None:

@@ -48,13 +48,13 @@ class SwapSession:
     model is built, the ``on_…`` methods through patches.
 
     Attributes:
-        config: what the user asked for.
+        config: the settings.
         run_device: this rank's device.
         auto: plans while training; ``None``: the policy is fixed.
-        parts: what swaps activations; ``None`` before the model is built, where saved tensors are not touched, and
-            once the session is closed.
-        planned: what the settings say before there is a model.
-        step_log: what each step moved.
+        parts: the parts that swap activations; ``None`` before the model is built, where saved tensors are not touched,
+            and once the session is closed.
+        planned: what follows from the settings alone.
+        step_log: the records of all steps.
     """
 
     def __init__(self, args: Namespace, config: SwapConfig) -> None:
@@ -92,8 +92,8 @@ class SwapSession:
 
         Args:
             args: Megatron's parsed arguments, with those of ``add_swap_args``.
-            model_config: Megatron's model config (``gpt_config_from_args``), which reports the built model. A script
-                without one hands its model chunks to ``attach`` before they are wrapped.
+            model_config: Megatron's model config (``gpt_config_from_args``), whose hooks receive the built model. A
+                script without one passes its model chunks to ``attach`` before they are wrapped.
 
         Raises:
             UsageError: the settings cannot work; nothing was changed.
@@ -122,22 +122,22 @@ class SwapSession:
         """Put the boundaries around the layers of this rank's model chunks.
 
         Args:
-            chunks: what this rank holds of the model, before it is wrapped for data parallelism.
+            chunks: this rank's part of the model, before it is wrapped for data parallelism.
 
         Returns:
-            ``chunks``, as Megatron's hooks have to.
+            ``chunks``, as Megatron expects of its hooks.
 
         Raises:
             UsageError: a pattern of ``--swap-modules`` names no submodule of any layer.
         """
         self._is_attached = True
-        self.run_device.make()  # also where nothing is swapped: its memory is counted from here on
+        self.run_device.make()  # even if nothing is swapped: its memory is counted from here on
         config, observer = self.config, self.run_device.observer
         for chunk in chunks:
             if config.acts or observer is not None:
                 self._undo.append(override_forward(chunk, self._observed(chunk)))
             if config.acts or config.optimizer:
-                # Held until the session is closed, which is all that is needed of them.
+                # They only have to be held until the session is closed.
                 held = accumulators.hold_grad_accumulators(chunk)
                 self._undo.append(held.clear)
             if config.optimizer:
@@ -154,13 +154,13 @@ class SwapSession:
 
     @functools.cached_property
     def optimizer(self) -> OptimizerSwap:
-        """What offloads optimizer state; made when the model is, if ``--swap-optimizer`` asks for it."""
+        """The optimizer swap; it is made when the model is attached, with ``--swap-optimizer`` only."""
         planned = self.planned
         settings = offload_settings(self.config, self._args, planned.state_memory.num_bytes, planned.disk)
         return OptimizerSwap(self.run_device.device, settings)
 
     def _observed(self, chunk: nn.Module) -> Callable[..., Any]:
-        """Return the forward of ``chunk`` in the contexts that count and record what it saves outside its layers."""
+        """Return the forward of ``chunk`` in contexts that count and record the tensors saved outside its layers."""
         inner, observer = chunk.forward, self.run_device.observer
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ class SwapSession:
         return parts
 
     def _on_tier_full(self, error: SwapError) -> None:
-        """The tier has no room for a storage, which is kept: the planner has to know."""
+        """Report to the planner that the tier has no room for a storage, which is therefore kept."""
         if self.auto is not None:
             self.auto.tier_is_full(error)
 
@@ -202,7 +202,7 @@ class SwapSession:
         return Profiler(target, *steps, rank, self._ranges, self.run_device.allocated_bytes)
 
     def _take_peak(self) -> tuple[int, int]:
-        # Of what is not autograd's the optimizer state that stays on the device is the planner's to decide.
+        # The planner decides about optimizer state too, so the state that is kept on the device counts.
         return self.run_device.take_peak(self.optimizer.kept_bytes if self.config.optimizer_auto else 0)
 
     def _offloaded_state(self) -> OffloadedState | None:
@@ -217,7 +217,7 @@ class SwapSession:
         return self.parts.boundaries.around_checkpointed_forward(block)
 
     def recomputer(self) -> Recomputer | None:
-        """Return who hears of outputs that can be recomputed; ``None`` before the model is built."""
+        """Return the recomputer of this rank; ``None`` before the model is built, or if nothing is recomputed."""
         return None if self.parts is None else self.parts.recomputer
 
     def on_main_param_created(self, param: torch.Tensor) -> None:
@@ -225,7 +225,7 @@ class SwapSession:
         self.optimizer.on_main_param_created(param)
 
     def on_optimizer_built(self, optimizer: Any) -> None:
-        """Adapt ``optimizer``, which Megatron has built, and give activations the host memory that is left."""
+        """Adapt the ``optimizer`` that Megatron has built, and give activations the host memory that it leaves."""
         self.optimizer.attach(optimizer)
         self.planned.state_memory.resize(self.optimizer.reserved_bytes)
         if self.parts is not None:
@@ -234,10 +234,10 @@ class SwapSession:
         self._console.say(self.optimizer.summary_line())
 
     def on_begin(self) -> None:
-        """Refuse to train a model that nobody has attached.
+        """Refuse to train a model that was not attached.
 
         Raises:
-            UsageError: saved tensors or optimizer state were to be offloaded or counted.
+            UsageError: it was not, and saved tensors or optimizer state are to be offloaded or counted.
         """
         needs_model = self.config.acts or self.config.optimizer or self.run_device.observer is not None
         if needs_model and not self._is_attached:
@@ -246,13 +246,13 @@ class SwapSession:
     def on_iteration(
         self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
     ) -> None:
-        """Record the iteration that is over, let the planner go on, and print the iteration's line.
+        """Record the iteration that has ended, run the planner, and print the iteration's line.
 
         Args:
             iteration: its number, from 1.
             losses: by name, tensors of one element; empty on all pipeline stages but the last.
             grad_norm: of all ranks, or ``None``.
-            is_logged: Megatron has printed its own line.
+            is_logged: whether Megatron has printed its own line.
             writer: Megatron's TensorBoard writer, or ``None``.
         """
         parts, auto, device = self.parts, self.auto, self.run_device.device
@@ -273,16 +273,16 @@ class SwapSession:
             self.step_log.show(step, device.peak_bytes(), writer)
 
     def on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:
-        """Report and close; after a failure only take everything out of Megatron.
+        """Report and close; after a failure only uninstall everything from Megatron.
 
         Args:
-            failure: what ended training, or ``None``.
+            failure: the exception that ended training, or ``None``.
             chunks: the model on this rank.
             optimizer: Megatron's, or ``None``.
         """
         if failure is not None and not (isinstance(failure, SystemExit) and failure.code in (None, 0)):
             # Other ranks may be anywhere and the device may be broken: no collective, no waiting for copies, and no
-            # summary that would look like a success. The failure itself goes on to the user.
+            # summary that would look like a success. Megatron raises the failure itself.
             if self._profiler is not None:
                 self._profiler.abandon()
             if isinstance(failure, torch.OutOfMemoryError):
@@ -327,13 +327,13 @@ class SwapSession:
     # -------------------------------------------------------------------- close
 
     def close(self) -> None:
-        """Take everything out of Megatron and give the memory back. Idempotent.
+        """Uninstall everything from Megatron and release all memory. Idempotent.
 
-        The end of training does it. A script calls it where training was installed and never began.
+        Called at the end of training. A script calls it if training never begins after ``install``.
         """
         optimizer = vars(self).pop("optimizer", None)
         parts = self.parts
-        with ExitStack() as last_first:  # whatever becomes of each: a disk may fail now
+        with ExitStack() as last_first:  # runs every step even if one fails: a disk may fail now
             last_first.callback(setattr, self, "parts", None)
             if self.planned.disk is not None:
                 last_first.callback(self.planned.disk.close)
@@ -367,5 +367,5 @@ def _remove_from(hooks: list[Any], hook: Any) -> None:
 def _unknown_model() -> UsageError:
     return UsageError(
         "SwapSession.install does not know the model that trains: pass it the model_config of that model, or "
-        "hand its chunks to attach before they are wrapped for data parallelism."
+        "pass the model's chunks to attach before they are wrapped for data parallelism."
     )

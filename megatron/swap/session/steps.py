@@ -1,4 +1,4 @@
-"""What each training step moved, and what is printed and logged of it."""
+"""The bytes that each training step moved, and their printed and logged figures."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron.swap.session.console import Console
 
 
 class StepLog:
-    """The steps of this rank.
+    """The records of all steps of this rank.
 
     Args:
         world_size: number of ranks.
 
     Attributes:
-        records: one an iteration.
+        records: one per iteration.
     """
 
     def __init__(self, config: SwapConfig, console: Console, world_size: int) -> None:
@@ -53,7 +53,7 @@ class StepLog:
         moved, self._totals = totals.since(self._totals), totals
         rescues = manager.guard.take_rescues() if manager is not None else []
         self._console.say_here(rescue_lines(rescues))
-        # Read at the end: a number now would make the host wait for the device.
+        # The loss is read at the end of the run: reading it now would make the host wait for the device.
         loss = next(iter(losses.values()), None) if self._config.summary is not None else None
         step = StepRecord(
             iteration=iteration,
@@ -69,7 +69,7 @@ class StepLog:
         return step
 
     def say_refused(self, recomputer: Recomputer) -> None:
-        """Print what should be recomputed and is not, once each."""
+        """Print each tensor that should be recomputed and is not, once."""
         refused = list(recomputer.refused.items())
         lines = refused_lines(refused[self._num_refused_said :])
         self._num_refused_said = len(refused)

@@ -1,4 +1,4 @@
-"""Which of upstream's functions a run replaces, and by what."""
+"""The patches of upstream that a run needs."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from megatron.swap.patches.registry import Patch
 
 
 class TrainerEvents(Protocol):
-    """What a session hears from Megatron's trainer, in the order in which it comes."""
+    """The callbacks from Megatron's trainer, in the order of their calls."""
 
     def on_main_param_created(self, param: torch.Tensor) -> None:
-        """Megatron's optimizer has made ``param``, and makes the next one afterwards."""
+        """Called when Megatron's optimizer has made ``param``, before it makes the next one."""
 
     def on_optimizer_built(self, optimizer: Any) -> None:
-        """Megatron's optimizer is complete; no checkpoint was loaded into it yet."""
+        """Called when Megatron's optimizer is complete, before a checkpoint is loaded into it."""
 
     def on_begin(self) -> None:
-        """Training begins; what this raises ends it."""
+        """Called before the first step; an exception that it raises ends training."""
 
     def on_iteration(
         self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
     ) -> None:
-        """An iteration is over, and Megatron has logged it."""
+        """Called after each iteration, when Megatron has logged it."""
 
     def on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:
-        """Training has ended, by ``failure`` if there was one."""
+        """Called when training has ended, with the ``failure`` that ended it or ``None``."""
 
     def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
         """Return the context for a block's forward with full recomputation."""
 
     def recomputer(self) -> Recomputer | None:
-        """Return who hears of outputs that can be recomputed; ``None`` before the model is built."""
+        """Return the recomputer of this rank; ``None`` before the model is built, or if nothing is recomputed."""
 
 
 def patches_of(args: Namespace, config: SwapConfig, kinds: Collection[str], events: TrainerEvents) -> list[Patch]:
@@ -100,8 +100,10 @@ def _producer_patches(kinds: Collection[str], events: TrainerEvents, *, with_te:
 
 
 def _recorded(events: TrainerEvents, producer: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` so that its output is recorded with its inputs. Upstream may look it up before there is a
-    model: until then nothing is recorded."""
+    """Return a function that calls ``function`` and records its output with its inputs.
+
+    Upstream may call it before there is a model; until then nothing is recorded.
+    """
 
     @functools.wraps(function)
     def recorded(*arguments: Any, **options: Any) -> Any:
@@ -114,7 +116,7 @@ def _recorded(events: TrainerEvents, producer: str, function: Callable[..., Any]
     return recorded
 
 
-def _record(events: TrainerEvents, record: Callable[..., None], *what: Any) -> None:
+def _record(events: TrainerEvents, record: Callable[..., None], *arguments: Any) -> None:
     recomputer = events.recomputer()
     if recomputer is not None:
-        record(recomputer, *what)
+        record(recomputer, *arguments)

@@ -11,7 +11,7 @@ from megatron.swap.devices.cuda import CudaDevice
 
 
 class FakeMemory:
-    """A device's memory as torch.cuda tells of it: 160 GiB, 100 of them free."""
+    """A fake of torch.cuda's memory functions: 160 GiB, 100 of them free."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fraction = 1.0
@@ -48,7 +48,7 @@ def test_what_a_guard_leaves_free_never_raises_a_limit_that_is_set(monkeypatch: 
     memory.fraction = 0.5
     memory.device.leave_free(True)
     assert memory.fraction == 0.5
-    memory.fraction = 0.25  # by somebody else, meanwhile
+    memory.fraction = 0.25  # set by somebody else in the meantime
     memory.device.leave_free(False)
     assert memory.fraction == 0.25
 

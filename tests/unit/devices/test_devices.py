@@ -356,7 +356,7 @@ def test_copies_on_a_gpu_take_turns(seed: int, monkeypatch: pytest.MonkeyPatch):
 
 
 class TestLazyDevice:
-    """The device of the proofs has to notice what it is there to notice."""
+    """``LazyDevice``, which other tests use, must find the ordering faults that it is made for."""
 
     def test_nothing_runs_before_somebody_waits(self):
         device = LazyDevice()
@@ -401,7 +401,7 @@ def refuse(*_: object) -> None:
 
 
 def test_a_device_that_got_no_guard_closes_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that plans itself goes on without; its end must not look for what was not there."""
+    """An automatic plan runs without it, and the end of the run must not expect it."""
     device = object.__new__(CudaDevice)
     vars(device).update(torch_device=torch.device("cuda", 0), _turns={}, _guard_objects=None, _fractions=None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(cuda_stream=1))

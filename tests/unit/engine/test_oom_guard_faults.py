@@ -106,7 +106,7 @@ def wrongs(
     return found
 
 
-REFUSED = "RuntimeError: the out-of-memory guard took the memory of this saved tensor, and it was not brought back"
+REFUSED = "RuntimeError: the out-of-memory guard evicted this saved tensor, and it was not reloaded"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers, by the fault
@@ -134,7 +134,7 @@ def test_what_others_hold_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(layers, (), guarded=True, device=EmulatedDevice()) as engine:
         loss = loss_of(forward(layers, batch()))
         evict_everything(engine)
-        with pytest.raises(RuntimeError, match="the out-of-memory guard took the memory"):
+        with pytest.raises(RuntimeError, match="the out-of-memory guard evicted this saved tensor"):
             layers[0].held.sum()
         del loss
 
@@ -145,7 +145,7 @@ def test_the_copy_out_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     raised.raise_()
     monkeypatch.setattr(EmulatedDevice, "native_event", lambda *_: raised.address)
     # What a copy engine would find in memory that is gone is anything: here it finds nothing.
-    monkeypatch.setattr(emulated._Place, "exists", lambda _: False)
+    monkeypatch.setattr(emulated._TensorBytes, "exists", lambda _: False)
     assert wrongs(None, held_copy_s=60, **NOTHING_RELEASED) == ["did not wait", "different"]
 
 

@@ -91,7 +91,7 @@ def test_a_run_that_dies_without_it_goes_on_with_it(swapped: tuple[int, ...]) ->
         assert any(rescued)
         assert all(rescued) or swapped  # what that needs varies: how soon is a layer's memory back?
         layers.zero_grad()
-        with pytest.raises(torch.OutOfMemoryError, match="guard has nothing more to take"):
+        with pytest.raises(torch.OutOfMemoryError, match="guard has nothing more to evict"):
             limited(lambda: step(layers), 0.05 * peak)
         assert step(layers).same_as(plain)
     if not swapped:

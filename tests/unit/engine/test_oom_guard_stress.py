@@ -101,7 +101,7 @@ def outcome_of(number: int) -> str:
             if not limited(step, part * peak).same_as(plain):
                 return "different under the limit"
         except torch.OutOfMemoryError as error:
-            if "nothing more to take" not in str(error):
+            if "nothing more to evict" not in str(error):
                 return f"no report: {error}"
             outcome = "out of memory"
         if not engine.guard.take_rescues() and outcome == "rescued":

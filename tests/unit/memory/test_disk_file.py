@@ -1,4 +1,4 @@
-"""The file on disk: what is written is read, also by calls that do less than they were told; faults are errors."""
+"""The file on disk: what is written is read back, also when a call moves fewer bytes than asked; faults are errors."""
 
 from __future__ import annotations
 
@@ -274,13 +274,13 @@ def test_the_disk_is_busy_while_anything_is_under_way() -> None:
     now = 0.0
     traffic = Traffic(lambda: now)
     assert traffic.take_ms_per_gib() == 0
-    with traffic.of(GIB):
+    with traffic.count(GIB):
         now = 2.0
-        with traffic.of(2 * GIB):
+        with traffic.count(2 * GIB):
             now = 3.0
         now = 4.0
     now = 10.0
-    with suppress(DiskError), traffic.of(GIB):
+    with suppress(DiskError), traffic.count(GIB):
         now = 12.0
         raise DiskError
     assert traffic.take_ms_per_gib() == pytest.approx(6000 / 4)

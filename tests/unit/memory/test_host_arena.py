@@ -1,4 +1,4 @@
-"""Host memory for what rests: pieces in mappings that small ones share, up to a limit."""
+"""Host memory for optimizer state: pieces in mappings that small ones share, up to a limit."""
 
 from __future__ import annotations
 
@@ -87,3 +87,12 @@ class TestArena:
         piece.fill_(7)
         arena.close()
         assert piece.tolist() == [7] * 10
+
+    @pytest.mark.gpu
+    def test_dropped_without_close(self) -> None:
+        """The next mappings have its addresses, unless its registration keeps them."""
+        for _ in range(5):
+            arena = HostArena(limit_bytes=64 * MIB, pinned=True, region_bytes=MIB)
+            pieces = arena.take_all([1, 3 * MIB, 16 * MIB])
+            assert all(piece.is_pinned() for piece in pieces)
+            del arena, pieces

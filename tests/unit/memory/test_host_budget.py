@@ -25,8 +25,8 @@ def test_reservations_and_what_is_left() -> None:
 def test_a_refusal_names_who_has_how_much_and_changes_nothing() -> None:
     budget = HostMemoryBudget(10 * MIB)
     state = budget.reserve("optimizer state", 6 * MIB)
-    told = r"buffers takes 5\.00 MiB of host memory, but 4\.00 MiB of 10 MiB are left .*optimizer state 6\.00 MiB\)"
-    with pytest.raises(HostMemoryError, match=told):
+    message = r"buffers takes 5\.00 MiB of host memory, but 4\.00 MiB of 10 MiB are left .*optimizer state 6\.00 MiB\)"
+    with pytest.raises(HostMemoryError, match=message):
         budget.reserve("disk buffers", 5 * MIB)
     with pytest.raises(HostMemoryError, match="reserved by others: nobody"):
         state.resize(11 * MIB)

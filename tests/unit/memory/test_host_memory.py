@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -174,15 +176,20 @@ def is_mapped(address: int) -> bool:
 
 
 class FakeCudart:
-    """Registration without CUDA: remembers what is registered, refuses the ``refuse``-th call (1-based)."""
+    """Registration without CUDA: remembers what is registered, refuses the ``refuse``-th call (1-based).
+
+    As CUDA does, it refuses an address that is registered already (error 712).
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse: int = 0) -> None:
         self.registered: dict[int, int] = {}
         self.devices: list[int] = []
         self.num_calls = 0
+        self.synchronized: list[int] = []
         self._refuse = refuse
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(torch.cuda, "set_device", self.devices.append)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronized.append)
 
         class Device:
             def __init__(self, device: int) -> None: ...
@@ -195,12 +202,23 @@ class FakeCudart:
         self.num_calls += 1
         if self.num_calls == self._refuse:
             return 2
+        if any(first < address + nbytes and address < first + size for first, size in self.registered.items()):
+            return 712
         self.registered[address] = nbytes
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert is_mapped(address)
         del self.registered[address]
         return 0
+
+
+AT_EXIT = """
+from megatron.swap.memory.host_memory import HostRegion
+region, dropped = (HostRegion(1 << 20, huge_pages=False, numa_node=None) for _ in range(2))
+region._mapping.device = dropped._mapping.device = 0
+del dropped
+"""
 
 
 class TestRegions:
@@ -263,6 +281,34 @@ class TestRegions:
         gc.collect()
         assert not is_mapped(address)
 
+    def test_dropped_while_registered(self, monkeypatch):
+        """Its registration ends only when no tensor is left and the device is idle, and before its unmapping."""
+        cudart = FakeCudart(monkeypatch)
+        regions, _ = prepare_regions([MIB] * 3, strategy=PinStrategy(), device=1, numa_node=None)
+        viewed, *others = (region.address for region in regions)
+        view = regions[0].tensor[5:]
+        del regions
+        gc.collect()
+        assert set(cudart.registered) == {viewed, *others}
+        assert cudart.synchronized == [], "a finalizer waits for nothing"
+        other_device, _ = prepare_regions([MIB], strategy=PinStrategy(), device=0, numa_node=None)
+        assert cudart.registered.keys() >= {viewed, *others}
+        for number in range(3):
+            regions, _ = prepare_regions([MIB] * 2, strategy=PinStrategy(), device=1, numa_node=None)
+            assert cudart.synchronized == [1] * (number + 1)
+            assert set(cudart.registered) == {viewed, other_device[0].address, *(region.address for region in regions)}
+            del regions
+        del view
+        regions, _ = prepare_regions([MIB], strategy=PinStrategy(), device=1, numa_node=None)
+        for region in (*regions, *other_device):
+            region.unregister()
+        assert cudart.registered == {}
+        assert host_memory._Mapping.dropped == []
+
+    def test_registered_when_the_interpreter_ends(self):
+        ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (0, "")
+
     @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
     def test_a_forked_child_does_not_share_the_pages(self):
         region = HostRegion(MIB, huge_pages=False, numa_node=None)
@@ -275,7 +321,7 @@ class TestRegions:
         assert os.waitpid(child, 0)[1] != 256
         assert region.tensor[0].item() == 5
 
-    def test_written_outside_of_the_inference_mode_it_was_born_in(self):
+    def test_written_outside_of_the_inference_mode_it_was_made_in(self):
         with torch.inference_mode():
             region = HostRegion(MIB, huge_pages=False, numa_node=None)
         region.tensor.fill_(1)

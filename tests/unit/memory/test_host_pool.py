@@ -333,7 +333,7 @@ class TestThreads:
 
 
 class Model:
-    """The pool told naively: every leased range in a list, every figure by summing up."""
+    """A naive pool: a list of all leased ranges, and sums over it."""
 
     def __init__(self) -> None:
         self.leases: dict[int, Lease] = {}

@@ -1,5 +1,5 @@
-"""Activations on disk where host memory is short: equal to the bit, also when the disk is slow; waits that are missing
-show, and a disk that fails ends training."""
+"""Activations on disk where host memory is short: equal to the bit, also with a slow disk; missing waits are found, and
+a failing disk ends training."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_training_is_equal(schedule: str, host_bytes: int, disk: DiskFile) -> No
 
 
 def test_the_disk_is_used_all_along_once_it_is_known_how_much_of_it(disk: DiskFile) -> None:
-    """In the first step what comes last has no room; then every other storage or so goes there."""
+    """In the first step the last storages have no room; in later steps about every other storage goes to disk."""
     places: list[list[str]] = []
     layers = stack(NUM_LAYERS)
     with Engine(layers, host_bytes=320 * KIB, disk=disk, commit_bytes=0) as engine:
@@ -247,7 +247,7 @@ def test_the_buffers_are_part_of_host_memory(disk: DiskFile) -> None:
 
 
 def test_room_on_disk_where_host_memory_has_some_again(disk: DiskFile) -> None:
-    """As much of a step goes to disk as had no room in the one before, whatever is free: it will need that."""
+    """The fraction of a step that goes to disk is the one that had no room in the step before."""
     pool = HostPool(limit_bytes=8 * KIB, slab_bytes=8 * KIB, pinned=False)
     tier = SpillTier(HostTier(pool), DiskTier(disk, 4 * KIB, pinned=False))
     there = [["host", "host", "disk", "disk"], ["host", "disk", "host", "disk"], ["host", "disk"], ["host", "host"]]
@@ -282,7 +282,7 @@ def test_nobody_looks_far_for_what_is_on_disk(disk: DiskFile) -> None:
 
 
 def test_one_write_that_fails_does_not_leave_the_others_behind(disk: DiskFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their buffers are given back when the tier is closed."""
+    """Their buffers are released when the tier is closed."""
     device, tier, write, over = EmulatedDevice(), DiskTier(disk, 4 * KIB, pinned=False), os.pwritev, []
 
     def pwritev(descriptor: int, buffers: Any, offset: int) -> int:

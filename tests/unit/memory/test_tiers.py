@@ -54,7 +54,7 @@ def some_bytes(num_bytes: int, seed: int = 0) -> torch.Tensor:
 
 
 def there_and_back(tier: Tier, device: EmulatedDevice, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    """All of ``sources`` out, then in again last first; as the manager does it."""
+    """Offload all ``sources``, then reload them in reverse order, as the manager does."""
     out_stream, in_stream = device.copy_stream("out"), device.copy_stream("in")
     slots = [tier.reserve(source.numel()) for source in sources]
     for slot, source in zip(slots, sources, strict=True):
@@ -139,7 +139,7 @@ def test_a_full_tier_says_so_and_nothing_has_changed(tier: Tier):
 
 
 def test_room_used_again_names_the_last_read_of_its_owners() -> None:
-    """Of the disk no copy reads: what is read comes out of a buffer."""
+    """For host memory only: copies never read the disk itself, but a buffer."""
     tier = host_tier()
     slots = [tier.reserve(MIB) for _ in range(LIMIT_BYTES // MIB)]
     assert [slot.fence for slot in slots] == [0] * len(slots)

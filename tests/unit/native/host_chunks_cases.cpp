@@ -25,7 +25,7 @@ std::size_t size_of(const Pieces& pieces) {
   return size;
 }
 
-// What was told to be pinned, so that a piece can be asked whether one of them holds all of it.
+// The slabs that were pinned, to check that each piece is inside one of them.
 class Pinned {
  public:
   void add(Piece slab) { slabs_.push_back(slab); }
@@ -69,7 +69,7 @@ void no_more_is_mapped_than_may_be() {
   const Pieces rest = chunks.take(kLast);
   expect(size_of(rest) == kLast && pinned.holds(rest.front()), "what is left of it makes a shorter slab");
   chunks.set_most(0);
-  chunks.give_back(pieces);
+  chunks.release(pieces);
   expect(!chunks.take(kSlab).empty(), "what is mapped stays usable");
   HostChunks none(HostChunks::kChunkBytes - 1);
   expect(none.take(1).empty() && none.mapped_bytes() == 0, "room where there is none");
@@ -87,7 +87,7 @@ void nobody_gets_what_another_has() {
       Pieces pieces = chunks.take(num_bytes);
       if (pieces.empty()) {
         expect(chunks.mapped_bytes() == 8 * kSlab, "refused although there is room");
-        for (const Pieces& others : taken) chunks.give_back(others);
+        for (const Pieces& others : taken) chunks.release(others);
         taken.clear();
         used.clear();
         continue;
@@ -104,11 +104,11 @@ void nobody_gets_what_another_has() {
     } else {
       std::swap(taken[random() % taken.size()], taken.back());
       for (const Piece& piece : taken.back()) used.erase(static_cast<char*>(piece.address));
-      chunks.give_back(taken.back());
+      chunks.release(taken.back());
       taken.pop_back();
     }
   }
-  for (const Pieces& pieces : taken) chunks.give_back(pieces);
+  for (const Pieces& pieces : taken) chunks.release(pieces);
   const std::size_t mapped_bytes = chunks.mapped_bytes();
   expect(!chunks.take(mapped_bytes).empty() && chunks.mapped_bytes() == mapped_bytes, "some room got lost");
 }

@@ -1,4 +1,4 @@
-"""Building the native part, and doing without."""
+"""Building the native part, and running without it."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_no_header_of_cuda_is_needed() -> None:
 
 @NEEDS_COMPILER
 def test_others_see_two_symbols() -> None:
-    """The library is loaded for all to see: what else is in it would take the place of other libraries' own."""
+    """The library is loaded globally: any other symbol of it would replace those of other libraries."""
     library = build.build(build.cache_folder())
     listed = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
     seen = {line.split()[-1] for line in listed.stdout.splitlines()}

@@ -1,4 +1,4 @@
-"""The second chance of CUDA allocations: all of it without a GPU (``cuda_allocator_cases.cpp``), the real one with."""
+"""Retried CUDA allocations: all of it without a GPU (``cuda_allocator_cases.cpp``), the real one with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard's native part alone: what it takes, in which order, and who may wait for whom."""
+"""The guard's native part alone: what it evicts, in which order, and which locks may wait."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Offers:
         )
 
     def taken_for(self, num_bytes: int = SIZE) -> list[int]:
-        """What leaves, in order, for an allocation of so much where nothing is free."""
+        """Return what is evicted, in order, for an allocation of ``num_bytes`` when no memory is free."""
         native().limit_ram(0)
         torch.empty(num_bytes, dtype=torch.uint8)
         native().limit_ram(1 << 40)
@@ -100,7 +100,7 @@ def test_what_has_its_bytes_on_the_host_goes_first_and_of_each_what_is_used_last
     kept = [offers.add(next_use) for next_use in (5, 9, 7)]
     copied = [offers.add(next_use, is_copied=True) for next_use in (1, 8)]
     assert [offers.taken_for() for _ in range(5)] == [[copied[1]], [copied[0]], [kept[1]], [kept[2]], [kept[0]]]
-    with pytest.raises(torch.OutOfMemoryError, match="has nothing more to take: 5 MiB of saved tensors were taken"):
+    with pytest.raises(torch.OutOfMemoryError, match="has nothing more to evict: 5 MiB of saved tensors are evicted"):
         offers.taken_for()
     for key in kept:
         pieces = offers.core.withdraw(key)
@@ -123,10 +123,10 @@ def test_no_more_goes_than_is_asked_for_but_a_group_as_a_whole(offers: Offers) -
 
 
 def test_what_others_refer_to_was_emptied_or_is_claimed_stays(offers: Offers) -> None:
-    view, emptied, claimed, other = (offers.add(next_use) for next_use in (9, 8, 7, 1))
+    view, emptied, withdrawn, other = (offers.add(next_use) for next_use in (9, 8, 7, 1))
     held = torch.empty(0, dtype=torch.uint8).set_(offers.storages[view])
     offers.storages[emptied].resize_(0)
-    assert offers.core.withdraw(claimed) is None
+    assert offers.core.withdraw(withdrawn) is None
     assert offers.taken_for() == [other]
     assert held.unique().tolist() == [view]
     del held
@@ -134,7 +134,7 @@ def test_what_others_refer_to_was_emptied_or_is_claimed_stays(offers: Offers) ->
 
 
 def test_memory_that_is_not_the_allocators_stays(offers: Offers) -> None:
-    """To let go of it would free nothing, and may run Python under the guard's lock."""
+    """Releasing it would free nothing, and might run Python under the guard's lock."""
     foreign = offers.add(9)
     buffer = bytearray(b"x" * SIZE)
     offers.storages[foreign] = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
@@ -148,7 +148,7 @@ def test_memory_that_is_not_the_allocators_stays(offers: Offers) -> None:
 def test_a_storage_that_was_taken_refuses_access_instead_of_crashing(offers: Offers) -> None:
     key = offers.add()
     assert offers.taken_for() == [key]
-    with pytest.raises(RuntimeError, match="out-of-memory guard took the memory of this saved tensor"):
+    with pytest.raises(RuntimeError, match="out-of-memory guard evicted this saved tensor"):
         torch.empty(0, dtype=torch.uint8).set_(offers.storages[key], 0, (SIZE,)).sum()
 
 
@@ -232,7 +232,7 @@ def test_who_waits_for_the_guard_lets_others_run_python() -> None:
 
 
 def test_offers_claims_and_allocations_of_many_threads(offers: Offers) -> None:
-    """Each thread offers and claims its own; every one allocates: no storage's bytes are another's."""
+    """Each thread offers and withdraws its own storages; all allocate: no storage gets bytes of another one."""
     wrong: list[object] = []
     core = offers.core
     flag = native().Flag()
@@ -244,7 +244,7 @@ def test_offers_claims_and_allocations_of_many_threads(offers: Offers) -> None:
                 key = number * 1000 + turn
                 try:
                     storage = torch.full((SIZE,), number * 40 + turn, dtype=torch.uint8).untyped_storage()
-                except torch.OutOfMemoryError:  # all was claimed for a moment
+                except torch.OutOfMemoryError:  # all were withdrawn at that moment
                     continue
                 core.offer(key, storage._cdata, SIZE, 1, turn, False, flag.address, number)
                 with contextlib.suppress(torch.OutOfMemoryError):

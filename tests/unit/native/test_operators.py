@@ -1,4 +1,4 @@
-"""C++ operators that say what they use: what is out comes back, and does not leave under them."""
+"""C++ operators that declare their storages: these are reloaded, and not offloaded while in use."""
 
 from __future__ import annotations
 

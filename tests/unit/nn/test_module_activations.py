@@ -203,7 +203,7 @@ def test_a_missing_wait_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_memory_falls_while_the_graph_waits() -> None:
     def live_after_forward(model: nn.Module) -> int:
-        observer = Observer()  # of what layers compute, whoever holds it: it knows nothing of swapping
+        observer = Observer()  # counts what layers compute, without regard to swapping
         pack = observer.around(PLAIN).pack
 
         def look(_: nn.Module, __: Any, output: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from tests.unit.nn.tensor_cases import HOST_GIB, QUEUES, OrderlyQueue, tensor
 
 @pytest.fixture
 def orderly() -> type[OrderlyQueue]:
-    """A class of its own, that knows its queues: first that of the way out, then that of the way in."""
+    """A new class that lists its queues in ``made``: the queue of offloads first, then that of reloads."""
     return type("Orderly", (OrderlyQueue,), {"made": [], "fails": set()})
 
 
@@ -63,7 +63,7 @@ class TestErrors:
                 thread = threading.Thread(target=lambda use=use: seen.append(error_of(use)))  # no mode there
                 thread.start()
                 thread.join()
-            assert all("64.0 KiB) is out" in text and "resident(tensor)" in text for text in seen), seen
+            assert all("64.0 KiB) is offloaded" in text and "resident(tensor)" in text for text in seen), seen
             swap.wait_swapped_out()
             assert torch.equal(a, tensor())
 
@@ -181,7 +181,7 @@ class TestErrors:
         a = tensor()
         second.swap_out(a)
         second.wait_swapped_out()
-        with pytest.raises(SwapError, match="what was opened later"):
+        with pytest.raises(SwapError, match="all that was opened later"):
             first.close()
         seen: list[str] = []
         thread = threading.Thread(target=lambda: seen.append(error_of(second.close)))

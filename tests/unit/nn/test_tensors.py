@@ -1,4 +1,4 @@
-"""Swapping tensor by tensor: what comes back when, what stays valid, what is refused."""
+"""Swapping tensor by tensor: the order of reloads, valid views, refused arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.nn.tensor_cases import HOST_GIB, QUEUES, OrderlyQueue, tensor
 
 @pytest.fixture
 def orderly() -> type[OrderlyQueue]:
-    """A class of its own, that knows its queues: first that of the way out, then that of the way in."""
+    """A new class that lists its queues in ``made``: the queue of offloads first, then that of reloads."""
     return type("Orderly", (OrderlyQueue,), {"made": [], "fails": set()})
 
 

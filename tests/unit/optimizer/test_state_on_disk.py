@@ -24,7 +24,7 @@ from megatron.swap.megatron_lm.optimizer_adapter import is_elementwise
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
 from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskError, DiskFile, DiskRoom
 from megatron.swap.memory.host_arena import HostArena
-from megatron.swap.memory.staging import with_ends
+from megatron.swap.memory.staging import with_padding
 from megatron.swap.optimizer.param_state import OffloadedTensor, ParamState
 from megatron.swap.optimizer.state_memory import StateMemory
 from megatron.swap.optimizer.transfers import StateTransfers
@@ -85,7 +85,7 @@ def test_a_slow_disk_changes_nothing(
     monkeypatch.setattr(os, "preadv", slow(read))
     monkeypatch.setattr(os, "pwritev", slow(write))
     make = OPTIMIZERS["adamw"]
-    limit_bytes = NUM_STAGED * with_ends(bucket_bytes)  # buffers alone
+    limit_bytes = NUM_STAGED * with_padding(bucket_bytes)  # buffers alone
     swapped = Training(make, lambda _: True, limit_bytes=limit_bytes, disk=disk, bucket_bytes=bucket_bytes)
     assert same(swapped.steps(4).all(), Training(make).steps(4).all())
     assert swapped.stepper is not None
@@ -189,7 +189,7 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.common.disk_buffers import NUM_STAGED
-from megatron.swap.memory.staging import with_ends
+from megatron.swap.memory.staging import with_padding
 from megatron.swap.optimizer.state_memory import StateMemory
 from megatron.swap.optimizer.stepper import OptimizerStepper, StepOptions
 from megatron.swap.optimizer.transfers import StateTransfers

@@ -1,4 +1,4 @@
-"""What a session leaves behind: nothing."""
+"""A session leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_fails_at_the_end_leaves_nothing_either():
 def test_a_model_that_nobody_told_of_does_not_train(flags: str):
     before = patched()
     SwapSession.install(arguments(*flags.split()))
-    with pytest.raises(UsageError, match=r"pass it the model_config of that model, or hand its chunks to attach"):
+    with pytest.raises(UsageError, match=r"model_config of that model, or pass the model's chunks to attach"):
         training.train(None, [], None)
     assert patched() == before
 
@@ -126,15 +126,15 @@ def test_with_no_layers_nothing_is_installed():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
-def test_the_planner_is_told_that_the_device_was_full(monkeypatch: pytest.MonkeyPatch):
+def test_allocation_retries_are_reported_to_the_planner(monkeypatch: pytest.MonkeyPatch):
     flags = arguments("--swap-layers", "none", "--swap-summary", "x.json")
     session = SwapSession.install(flags, SimpleNamespace(pre_wrap_hooks=[]))
-    told: list[tuple[int, ...]] = []
+    calls: list[tuple[int, ...]] = []
     try:
         monkeypatch.setattr(session.run_device.device, "take_retries", lambda: 3)
-        session.auto = SimpleNamespace(step_ended=lambda *figures: told.append(figures))  # type: ignore[assignment]
+        session.auto = SimpleNamespace(step_ended=lambda *figures: calls.append(figures))  # type: ignore[assignment]
         session.on_iteration(7, {}, None, False, None)
-        assert told == [(7, 0, 3)]
+        assert calls == [(7, 0, 3)]
         assert session.step_log.records[-1].num_alloc_retries == 3
     finally:
         session.auto = None

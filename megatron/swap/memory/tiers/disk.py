@@ -1,7 +1,7 @@
-"""The tier on a local disk: bytes pass through pinned buffers, and are read ahead of need.
+"""The tier on a local disk: bytes pass through pinned buffers, and are read ahead of use.
 
-A write waits only for a free buffer, and a read only for the disk. Where the disk is slower than training nothing can
-hide that. Bytes that were written last are still in their buffer, and are read from there.
+A write waits only for a free buffer, and a read only for the disk. A disk that is slower than training slows it down.
+The bytes of the last writes are still in their buffers, and are read from there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.swap.common.disk_buffers import NUM_AHEAD, NUM_STAGED
 from megatron.swap.devices.base import Device, Stream
 from megatron.swap.memory.disk_file import DiskError, DiskFile, padded
 from megatron.swap.memory.host_arena import HostArena
-from megatron.swap.memory.staging import DiskSpan, Fetched, Staging, with_ends
+from megatron.swap.memory.staging import DiskSpan, Fetched, Staging, with_padding
 from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
 
 
@@ -25,7 +25,7 @@ class DiskSlot:
 
     Attributes:
         fence: 0, since device copies read the buffers and never the disk.
-        fetched: reads ahead of need, by their spans.
+        fetched: reads ahead of use, by span.
     """
 
     fence = 0
@@ -48,15 +48,15 @@ class DiskSlot:
 
 
 def host_bytes(buffer_bytes: int) -> int:
-    """Host memory that a ``DiskTier`` with buffers of ``buffer_bytes`` takes."""
-    return NUM_STAGED * with_ends(buffer_bytes)
+    """Return the host memory in bytes of a ``DiskTier`` with buffers of ``buffer_bytes``."""
+    return NUM_STAGED * with_padding(buffer_bytes)
 
 
 class DiskTier(Tier):
-    """Slots are room of a ``DiskFile``.
+    """A tier whose slots are room of a ``DiskFile``.
 
     Args:
-        disk: not closed with the tier.
+        disk: stays open when the tier is closed.
         buffer_bytes: size of each of the ``NUM_STAGED`` buffers in host memory.
         pinned: register the buffers with CUDA.
 
@@ -150,6 +150,6 @@ class DiskTier(Tier):
         return TierStats(self._reserved_bytes, self._leased_bytes, self._leased_peak_bytes)
 
     def close(self) -> None:
-        with suppress(DiskError):  # nobody needs the bytes any more
+        with suppress(DiskError):  # the bytes are not needed any more
             self._staging.synchronize()
         self._arena.close()

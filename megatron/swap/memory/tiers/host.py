@@ -1,4 +1,4 @@
-"""The tier in host memory: pinned slabs beside a GPU, plain ones under the emulation."""
+"""The tier in host memory: pinned slabs for a GPU, pageable ones for the emulated device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
 
 
 class HostTier(Tier):
-    """Slots are leases of ``pool``. A lease in several extents is copied extent by extent."""
+    """A tier whose slots are leases of ``pool``. A lease of several extents is copied extent by extent."""
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
@@ -30,7 +30,7 @@ class HostTier(Tier):
         return device.copy(stream, target.split([view.numel() for view in views]), views)
 
     def expect(self, slots: Iterable[Slot]) -> None:
-        """Do nothing: host memory needs no time to get ready."""
+        """Do nothing: host memory needs no preparation."""
 
     def stats(self) -> TierStats:
         stats = self.pool.stats

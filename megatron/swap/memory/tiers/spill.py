@@ -1,4 +1,4 @@
-"""The tier for both: host memory, and a disk for what has no room there."""
+"""The tier of host memory with a disk behind it, for the storages that do not fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.swap.memory.tiers.disk import DiskSlot, DiskTier, host_bytes
 from megatron.swap.memory.tiers.host import HostTier
 
 LOOK_AHEAD = 64
-"""How many of the next slots are searched for those on disk: the search runs once a layer."""
+"""Number of the next slots that are searched for slots on disk. The search runs once a layer."""
 
 
 def spill_tier(host: HostTier, disk: DiskFile, buffer_bytes: int) -> SpillTier:
@@ -30,10 +30,10 @@ def spill_tier(host: HostTier, disk: DiskFile, buffer_bytes: int) -> SpillTier:
 
 
 class SpillTier(Tier):
-    """Slots are in ``host``, or on ``disk``.
+    """A tier whose slots are in ``host`` or on ``disk``.
 
-    Each step shows which fraction of its bytes has no room in host memory. The same fraction of the next step goes to
-    disk, spread evenly over it: so the disk works during all of forward and backward, not only where they meet.
+    The tier measures which fraction of a step's bytes does not fit host memory. In the next step it sends that fraction
+    to disk, spread evenly: so the disk works during all of forward and backward, not only around the turning point.
     """
 
     def __init__(self, host: HostTier, disk: DiskTier) -> None:

@@ -1,15 +1,15 @@
-// For C++ operators whose kernels PyTorch's dispatcher does not see: called through pybind, or holding tensors of their own.
+// For C++ operators that PyTorch's dispatcher does not see: those called through pybind, or with tensors of their own.
 //
 //   #include <megatron_swap/operator.h>
 //
 //   at::Tensor my_operator(const at::Tensor& x, const at::Tensor& weight) {
 //     megatron_swap::Operator op("my_operator");   // begin
-//     op.tensor(x);                                 // on the device from here on: comes back if it is out
+//     op.tensor(x);                                 // reloads x if it is offloaded; on the device from here on
 //     op.tensor(weight);
 //     ... launch the kernel on the current stream ...
-//   }                                               // end: they may leave again
+//   }                                               // end: x and weight may be offloaded again
 //
-// Nothing has to be linked, and where no swapping is going on it costs the look-up of a symbol. The path of this header:
+// Nothing has to be linked. Without swapping it costs the look-up of a symbol. The folder of this header is
 // megatron.swap.native.build.include_folder().
 #pragma once
 
@@ -37,12 +37,12 @@ class Operator {
     if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) return;
     if (hooks_ != nullptr) hooks_->tensor(op_, tensor.storage().unsafeGetStorageImpl());
     TORCH_CHECK(tensor.storage().nbytes() != 0, name_, ": a tensor of shape ", tensor.sizes(),
-                " has no memory: it was swapped out, and without the native part of Megatron Swap nothing here can "
-                "bring it back. Call resident(tensor) in Python before.");
+                " has no memory: it is offloaded, and without the native part of Megatron Swap it cannot be "
+                "reloaded here. Call resident(tensor) in Python first.");
   }
 
  private:
-  // Anew each time: swapping may begin later than this library was loaded.
+  // Looked up each time: swapping may begin after this library was loaded.
   static const MegatronSwapOperatorHooks* find_hooks() {
     auto* hooks = static_cast<const MegatronSwapOperatorHooks*>(dlsym(RTLD_DEFAULT, "megatron_swap_operator_hooks"));
     return hooks != nullptr && hooks->version == 1 ? hooks : nullptr;

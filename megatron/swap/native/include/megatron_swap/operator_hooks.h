@@ -1,4 +1,4 @@
-// What operator.h finds in a process with swapping: a table of functions. Plain C, so that both sides may be built apart.
+// The table of functions that operator.h finds in a process with swapping. Plain C, so that the sides build separately.
 #pragma once
 
 namespace c10 {
@@ -7,7 +7,7 @@ struct StorageImpl;
 
 extern "C" {
 
-// What the native part of Megatron Swap offers under the name megatron_swap_operator_hooks.
+// The native part of Megatron Swap exports one as megatron_swap_operator_hooks.
 struct MegatronSwapOperatorHooks {
   int version;  // 1
   void* (*begin)(const char* name);
