@@ -183,7 +183,7 @@ class OptimizerSwap:
                 # The gradient of a layer's input is the last that its backward computes.
                 hidden_states.register_hook(lambda _: self._overlap.on_layer_backward_end())
 
-    def step_ended(self, overlaps: bool, is_same_plan: bool) -> None:
+    def step_ended(self, *, overlaps: bool, is_same_plan: bool) -> None:
         """End a training step, whether the optimizer was stepped or not.
 
         Args:

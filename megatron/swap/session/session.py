@@ -53,6 +53,7 @@ class SwapSession:
         auto: plans while training; ``None``: the policy is fixed.
         parts: the parts that swap activations; ``None`` before the model is built, where saved tensors are not touched,
             and once the session is closed.
+        optimizer_swap: offloads optimizer state; ``None`` as ``parts``, and without ``--swap-optimizer``.
         planned: what follows from the settings alone.
         step_log: the records of all steps.
     """
@@ -67,6 +68,7 @@ class SwapSession:
         self._target = PlanTarget(config, model_of(args), device_memory_gib(args), kinds) if config.auto else None
         self.planned = self._plan(kinds)
         self.parts: ActivationParts | None = None
+        self.optimizer_swap: OptimizerSwap | None = None
         self.auto: AutoPlan | None = None
         self.step_log = StepLog(config, self._console, args.world_size)
         self._profiler = self._make_profiler(config.profile) if config.profile is not None else None
@@ -141,7 +143,8 @@ class SwapSession:
                 held = accumulators.hold_grad_accumulators(chunk)
                 self._undo.append(held.clear)
             if config.optimizer:
-                self.optimizer.watch(chunk)
+                self.optimizer_swap = self.optimizer_swap or self._build_optimizer_swap()
+                self.optimizer_swap.watch(chunk)
         if config.acts:
             parts = self.parts = self.parts or self._build()
             for chunk in chunks:
@@ -152,12 +155,15 @@ class SwapSession:
                     self.auto.watch(chunk)
         return chunks
 
-    @functools.cached_property
-    def optimizer(self) -> OptimizerSwap:
-        """The optimizer swap; it is made when the model is attached, with ``--swap-optimizer`` only."""
+    def _build_optimizer_swap(self) -> OptimizerSwap:
         planned = self.planned
         settings = offload_settings(self.config, self._args, planned.state_memory.num_bytes, planned.disk)
         return OptimizerSwap(self.run_device.device, settings)
+
+    def _attached_optimizer_swap(self) -> OptimizerSwap:
+        if self.optimizer_swap is None:
+            raise _unknown_model()
+        return self.optimizer_swap
 
     def _observed(self, chunk: nn.Module) -> Callable[..., Any]:
         """Return the forward of ``chunk`` in contexts that count and record the tensors saved outside its layers."""
@@ -183,7 +189,7 @@ class SwapSession:
                 parts.boundaries, self.run_device.device, parts.host_tier, parts.recorder,
                 parts.engine.saved_tensors.footprint, pipeline_rank(), num_micro_batches,
                 lambda: parts.pool.limit_bytes,
-                self._take_peak, self._offloaded_state, lambda fraction: self.optimizer.set_offload_fraction(fraction),
+                self._take_peak, self._offloaded_state, lambda fraction: self._attached_optimizer_swap().set_offload_fraction(fraction),
                 None if config.oom_guard else parts.guard,
             )  # fmt: skip
             self.auto = AutoPlan(self._target, of_run, Output(self._console.say, self._console.say_here))
@@ -203,10 +209,10 @@ class SwapSession:
 
     def _take_peak(self) -> tuple[int, int]:
         # The planner decides about optimizer state too, so the state that is kept on the device counts.
-        return self.run_device.take_peak(self.optimizer.kept_bytes if self.config.optimizer_auto else 0)
+        return self.run_device.take_peak(self._attached_optimizer_swap().kept_bytes if self.config.optimizer_auto else 0)
 
     def _offloaded_state(self) -> OffloadedState | None:
-        return self.optimizer.offloaded_state() if self.config.optimizer_auto else None
+        return self._attached_optimizer_swap().offloaded_state() if self.config.optimizer_auto else None
 
     # ------------------------------------------------- called by Megatron's trainer
 
@@ -222,16 +228,17 @@ class SwapSession:
 
     def on_main_param_created(self, param: torch.Tensor) -> None:
         """Offload ``param``, which Megatron's optimizer has just made, if it is to be offloaded."""
-        self.optimizer.on_main_param_created(param)
+        self._attached_optimizer_swap().on_main_param_created(param)
 
     def on_optimizer_built(self, optimizer: Any) -> None:
         """Adapt the ``optimizer`` that Megatron has built, and give activations the host memory that it leaves."""
-        self.optimizer.attach(optimizer)
-        self.planned.state_memory.resize(self.optimizer.reserved_bytes)
+        swap = self._attached_optimizer_swap()
+        swap.attach(optimizer)
+        self.planned.state_memory.resize(swap.reserved_bytes)
         if self.parts is not None:
             pool = self.parts.pool
             pool.reserve(min(self.planned.host.least_bytes, pool.limit_bytes))
-        self._console.say(self.optimizer.summary_line())
+        self._console.say(swap.summary_line())
 
     def on_begin(self) -> None:
         """Refuse to train a model that was not attached.
@@ -263,8 +270,10 @@ class SwapSession:
             parts.recorder.step_ended(iteration + 1)
         if auto is not None:
             auto.step_ended(iteration, step.short_bytes, step.num_alloc_retries)
-        if self.offloads_optimizer:
-            self.optimizer.step_ended(auto is None or not auto.is_measuring, auto is None or not auto.has_switched)
+        if self.optimizer_swap is not None:
+            self.optimizer_swap.step_ended(
+                overlaps=auto is None or not auto.is_measuring, is_same_plan=auto is None or not auto.has_switched
+            )
         if self.planned.plan_run is not None:
             self._console.say_here(self.planned.plan_run.step_ended())
         if parts is not None and parts.recomputer is not None:
@@ -309,20 +318,13 @@ class SwapSession:
         if (self.planned.swaps or self.config.oom_guard) and not self._console.is_quiet:
             reports.print_summary(summary, swaps=self.planned.swaps)
 
-    @property
-    def offloads_optimizer(self) -> bool:
-        """Whether there is an optimizer whose state is offloaded."""
-        return "optimizer" in vars(self)
-
     def _report(self) -> reports.RankReport:
-        optimizer = self.optimizer if self.offloads_optimizer else None
-        return reports.report_of(self.step_log.records, self.run_device, self.parts, optimizer)
+        return reports.report_of(self.step_log.records, self.run_device, self.parts, self.optimizer_swap)
 
     def _memory(
         self, report: reports.RankReport, chunks: Sequence[nn.Module], optimizer: Any
     ) -> list[reports.MemoryRow]:
-        swap = self.optimizer if self.offloads_optimizer else None
-        return reports.memory_of(report, self.run_device, swap, chunks, optimizer)
+        return reports.memory_of(report, self.run_device, self.optimizer_swap, chunks, optimizer)
 
     # -------------------------------------------------------------------- close
 
@@ -331,8 +333,8 @@ class SwapSession:
 
         Called at the end of training. A script calls it if training never begins after ``install``.
         """
-        optimizer = vars(self).pop("optimizer", None)
-        parts = self.parts
+        parts, swap = self.parts, self.optimizer_swap
+        self.optimizer_swap = None
         with ExitStack() as last_first:  # runs every step even if one fails: a disk may fail now
             last_first.callback(setattr, self, "parts", None)
             if self.planned.disk is not None:
@@ -343,12 +345,12 @@ class SwapSession:
             elif self.run_device.is_made:
                 last_first.callback(self.run_device.device.close)
             last_first.callback(self._uninstall)
-            if optimizer is not None:
-                last_first.callback(optimizer.close)
+            if swap is not None:
+                last_first.callback(swap.close)
 
     def _uninstall(self) -> None:
-        if self.offloads_optimizer:
-            self.optimizer.abandon()
+        if self.optimizer_swap is not None:
+            self.optimizer_swap.abandon()
         if self.auto is not None:
             self.auto.close()
         if self.parts is not None:
