@@ -10,7 +10,8 @@ A manager serves one training thread. Autograd's device threads call it too, but
 
 from __future__ import annotations
 
-from megatron.swap.common.instrumentation import Counters, Ranges
+from megatron.swap.common.counters import Counters
+from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import LayerPosition
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.decider import Decider

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron.swap.common.config import SwapConfig
-from megatron.swap.common.instrumentation import Totals
+from megatron.swap.common.counters import Totals
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.records import write_text
 from megatron.swap.common.types import GIB, MemoryRow, Site, format_bytes, layer_positions

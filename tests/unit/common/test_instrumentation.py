@@ -1,4 +1,4 @@
-"""Totals of steps, and the names that a profiler sees."""
+"""Profiler ranges: names, nesting, listeners."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron.swap.common.instrumentation import Counters, Ranges, Totals
+from megatron.swap.common.instrumentation import Ranges
 from tests.engine import Engine, one_after_the_other, one_forward_one_backward, stack, train_step
 
 
@@ -55,20 +55,6 @@ def ranges(recorder: Recorder) -> Ranges:
     ranges = Ranges()
     ranges.start(recorder, lambda: 7)
     return ranges
-
-
-def test_totals_between_two_moments():
-    counters = Counters()
-    counters.layers[3].out_bytes = 10
-    counters.num_out_copies = 2
-    before = counters.totals()
-    counters.layers[3].out_bytes = 25
-    counters.layers[4].in_bytes = 5
-    counters.num_out_copies = 3
-    moved = counters.totals().since(before)
-    assert moved.layers == {3: (15, 0), 4: (0, 5)}
-    assert (moved.out_bytes, moved.in_bytes, moved.num_out_copies) == (15, 5, 1)
-    assert before.since(Totals()) == before
 
 
 def test_ranges_that_are_off_do_nothing(recorder: Recorder):

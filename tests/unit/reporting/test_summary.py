@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.swap.common.config import SwapConfig
-from megatron.swap.common.instrumentation import Totals
+from megatron.swap.common.counters import Totals
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
 from megatron.swap.common.types import MIB, Site
 from megatron.swap.devices.cuda import expands_segments
