@@ -121,4 +121,4 @@ class StepMeter:
         reserved_bytes = self._parts.device.reserved_bytes()
         if reserved_bytes is not None:
             return reserved_bytes / GIB
-        return 0.0 if self._parts.recorder.on else self._parts.take_peak()[0] / GIB
+        return 0.0 if self._parts.recorder.is_on else self._parts.take_peak()[0] / GIB

@@ -59,14 +59,14 @@ class WorkloadProfiler:
 
     def record(self, number: int) -> None:
         """Record step ``number``, which is the next one, beside the steps that are recorded already."""
-        if not self._recorder.on:
+        if not self._recorder.is_on:
             self._recorded = Footprint(())
             self._parts.device.release_cached()  # memory of trials and first uses says nothing about a step
             self._recorder.start(number)
 
     def stop_recording(self) -> None:
         """Drop a recording that is under way, if there is one."""
-        if self._recorder.on:
+        if self._recorder.is_on:
             self._recorder.abandon()
 
     def finish_recording(self, num_micro_batches: int) -> Profile:
@@ -86,7 +86,7 @@ class WorkloadProfiler:
             return footprint.filled_from(self._measured[workload].footprint)
         if self._untimed is not None:
             return footprint.filled_from(self._untimed.measured.footprint)
-        if self._recorder.on:
+        if self._recorder.is_on:
             self._recorded = self._recorded.or_more(footprint)
         return footprint
 
@@ -119,7 +119,7 @@ class WorkloadProfiler:
 
     def step_ended(self, step: Step) -> None:
         """Keep the times of ``step``, if it was timed."""
-        if self._timer.on and self._untimed is not None:
+        if self._timer.is_on and self._untimed is not None:
             self._timer.step_ended(step.number + 1)
             self._untimed.timed.append((step, self._timer.stop()))
 

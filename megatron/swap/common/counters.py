@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Stall(Protocol):
-    """A wait that was placed on the compute stream; its length is known once the device has passed it."""
+    """A wait that was enqueued on the compute stream. ``elapsed_ms`` is ``None`` until the device has passed it."""
 
     def elapsed_ms(self) -> float | None: ...
 
@@ -22,20 +22,20 @@ class LayerCounters:
     num_groups: int = 0
     stayed_bytes: int = 0
     recomputed_bytes: int = 0
-    """What autograd saved and nobody holds: it is made again in backward."""
+    """Saved bytes that are not held, but recomputed in backward."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The counters at one moment, or what came on top between two of them."""
+    """The counters at one moment, or the difference between two moments."""
 
     layers: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Layer -> bytes out, bytes in."""
+    """Layer → (bytes out, bytes in)."""
     num_groups: int = 0
     num_late: int = 0
     num_out_copies: int = 0
     num_in_copies: int = 0
-    """Copies that were enqueued; a storage takes several where its slot is in several pieces."""
+    """Copies that were enqueued. A storage takes several if its slot consists of several pieces."""
     wait_ms: float = 0.0
     recomputed_bytes: int = 0
     num_recomputed: int = 0
@@ -49,6 +49,7 @@ class Totals:
         return sum(in_bytes for _, in_bytes in self.layers.values())
 
     def since(self, earlier: Totals) -> Totals:
+        """Return what was added since ``earlier``."""
         layers = {}
         for number, (out_bytes, in_bytes) in self.layers.items():
             out_before, in_before = earlier.layers.get(number, (0, 0))
@@ -67,17 +68,17 @@ class Totals:
 
 @dataclass
 class Counters:
-    """Totals since the start of the run. Stalls are read without ever making the host wait for the device."""
+    """Totals since the start of the run. Reading them never makes the host wait for the device."""
 
     layers: defaultdict[int, LayerCounters] = field(default_factory=lambda: defaultdict(LayerCounters))
     num_late: int = 0
-    """Storages that came back only when the backward of their own layer had begun: not prefetched."""
+    """Storages that were not prefetched: their reload began after the backward of their own layer had begun."""
     num_out_copies: int = 0
     num_in_copies: int = 0
     num_recomputed: int = 0
-    """Storages that were made again."""
+    """Storages that were recomputed."""
     num_not_recomputed: int = 0
-    """Storages that should have been made again, but nothing could: the policy had to say KEEP or SWAP."""
+    """Storages that were kept or offloaded although the policy asked to recompute them (``Recomputer.refused``)."""
     _wait_ms: float = 0.0
     _stalls: deque[Stall] = field(default_factory=deque)
 
@@ -93,7 +94,7 @@ class Counters:
         self._stalls.append(stall)
 
     def totals(self) -> Totals:
-        """Everything until now."""
+        """Return the totals until now."""
         return Totals(
             layers={number: (layer.out_bytes, layer.in_bytes) for number, layer in self.layers.items()},
             num_groups=self.num_groups,
@@ -106,7 +107,7 @@ class Counters:
         )
 
     def wait_ms(self) -> float:
-        """Milliseconds the compute stream has waited for copies, as far as the device has got."""
+        """Return the ms that the compute stream has waited for copies, without stalls that are still ahead."""
         while self._stalls:
             elapsed_ms = self._stalls[0].elapsed_ms()
             if elapsed_ms is None:

@@ -79,7 +79,7 @@ class SwapManager:
         self._evictions.find_evicted()
         self.offload.discard_unfinished()  # else a discarded graph's last group would seem to wait for its backward
         group = state.order.begin_forward(layer, position)
-        if state.ranges.on:
+        if state.ranges.is_on:
             group.micro_batch = state.ranges.micro_batch(layer)
         self.release_budget.begin_forward(layer, position)
         self.offload.begin_forward(group)

@@ -132,7 +132,7 @@ class SavedTensors:
     @property
     def active_recorder(self) -> Recorder | None:
         """The recorder, while it is on."""
-        return self._recorder if self._recorder is not None and self._recorder.on else None
+        return self._recorder if self._recorder is not None and self._recorder.is_on else None
 
     def recording(self) -> AbstractContextManager[None]:
         """Return a context, around a layer's forward, in which producers record what they make."""

@@ -67,7 +67,7 @@ class Recorder:
     def __init__(
         self, device: Device, ranges: Ranges, take_peak: Callable[[], tuple[int, int]], from_use: bool = False
     ) -> None:
-        self.on = False
+        self.is_on = False
         self._from_use = from_use
         self._device = device
         self._ranges = ranges
@@ -97,17 +97,17 @@ class Recorder:
 
     def start(self, step: int) -> None:
         """Training step ``step`` is about to begin: record it."""
-        if self.on:
+        if self.is_on:
             raise SwapError("a recorder that is on was started: stop it first.")
         self._forget()
-        self.on = True
+        self.is_on = True
         self._ranges.start(self, arrived=self._arrived)
         self._ranges.step(step)
         self._note(What.STEP)
 
     def step_ended(self, step: int) -> None:
         """A step is over, and ``step`` is the next."""
-        if self.on:
+        if self.is_on:
             self._ranges.step(step)
             self._note(What.STEP)
             self._runs.clear()
@@ -124,7 +124,7 @@ class Recorder:
         """
         if sum(note.what is What.STEP for note in self._notes) < 2:
             raise SwapError("nothing was recorded: start, then step_ended at least once, then stop.")
-        self.on = False
+        self.is_on = False
         self._ranges.stop(self)
         self._device.synchronize()
         notes = self._notes
@@ -144,8 +144,8 @@ class Recorder:
 
     def abandon(self) -> None:
         """Training has failed, or is over: hear no more, and wait for nothing."""
-        if self.on:
-            self.on = False
+        if self.is_on:
+            self.is_on = False
             self._ranges.stop(self)
             self._non_layer.forget()
         self._forget()
@@ -164,7 +164,7 @@ class Recorder:
 
         def told(what: What) -> Callable[..., None]:
             def hook(*_: object) -> None:
-                if not self.on:
+                if not self.is_on:
                     return
                 evaluates = not torch.is_grad_enabled()
                 if evaluates != self._evaluates:
@@ -207,7 +207,7 @@ class Recorder:
         run = self._runs[label] = _run(label)
         self._note(What.FORWARD_BEGIN, run=run)
         yield
-        if self.on:
+        if self.is_on:
             self._note(What.FORWARD_END, run=run)
             if self._last_forward is not None:
                 self._look_who_holds(self._last_forward)
@@ -222,14 +222,14 @@ class Recorder:
         self._look_who_holds(run)
         self._note(What.BACKWARD_BEGIN, run=run)
         yield
-        if self.on:
+        if self.is_on:
             self._note(What.BACKWARD_END, run=run)
 
     @contextmanager
     def _work(self, work: str, of: str) -> Iterator[None]:
         self._note(What.WORK_BEGIN, work=work, of=of)
         yield
-        if self.on:
+        if self.is_on:
             self._note(What.WORK_END, work=work, of=of)
 
     def _look_who_holds(self, run: LayerRun) -> None:
@@ -247,7 +247,7 @@ class Recorder:
 
     def called_with(self, label: str, hidden: Any) -> None:
         """The hidden states that the layer's run ``label`` begins with."""
-        if self.on and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+        if self.is_on and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             self._inputs[label] = hidden.untyped_storage()._cdata
 
     def saved(self, site: Site, label: str, tensor: torch.Tensor) -> SavedStorage:
@@ -267,14 +267,14 @@ class Recorder:
 
     def aliased(self, tensor: torch.Tensor) -> None:
         """One more tensor on the storage of ``tensor`` stands in the graph."""
-        if self.on and (memory := self._tracker.get(tensor.untyped_storage())) is not None:
+        if self.is_on and (memory := self._tracker.get(tensor.untyped_storage())) is not None:
             memory.num_aliases += 1
 
     def recomputed(
         self, recipe: Recomputable, producer: str, inputs: Sequence[torch.Tensor], on_the_way: Sequence[Recomputable]
     ) -> None:
         """What was saved last, or a moment ago, is not held but made again from ``inputs``."""
-        if not self.on or (storage := recipe.output()) is None or (memory := self._tracker.get(storage)) is None:
+        if not self.is_on or (storage := recipe.output()) is None or (memory := self._tracker.get(storage)) is None:
             return
         record = memory.record
         found = [self._tracker.get(tensor.untyped_storage()) for tensor in inputs]
@@ -300,13 +300,13 @@ class Recorder:
         """Backward wants a tensor on it."""
         if isinstance(record, NonLayerStorage):
             self._non_layer.asked(record)
-        elif self.on:
+        elif self.is_on:
             self._note(What.ASKED, storage=record)
 
     def used(self, storage: torch.UntypedStorage) -> None:
         """Backward gets a tensor on ``storage``, or a recipe does."""
         record, reference = self._unused.pop(storage._cdata, (None, None))
-        if self.on and record is not None and reference is not None and reference() is storage:
+        if self.is_on and record is not None and reference is not None and reference() is storage:
             self._hold_again(record, storage)
 
     def _arrived(self, subject: Labelled, storage: torch.UntypedStorage) -> None:
@@ -323,7 +323,7 @@ class Recorder:
         self._tracker.track(record, storage)
 
     def _freed(self, tracked: TrackedStorage[SavedStorage]) -> None:
-        if self.on:
+        if self.is_on:
             self._note(What.FREED, storage=tracked.record, num_bytes=tracked.num_bytes)
 
 

@@ -64,7 +64,7 @@ def test_ranges_that_are_off_do_nothing(recorder: Recorder):
         ranges.backward(group)
         ranges.backward_over(group)
         ranges.memory()
-    assert not ranges.on
+    assert not ranges.is_on
     assert recorder.events == []
 
 
@@ -160,7 +160,7 @@ class TestListeners:
         with ranges.forward(0):
             pass
         ranges.stop(first)
-        assert not ranges.on
+        assert not ranges.is_on
         assert first.names() == ["step 1", "forward layers.0 mb0", "memory 7", "forward layers.0 mb1"]
         assert second.names() == ["forward layers.0 mb0"]  # who does not ask for memory gets no marks of it
         first.check_nesting()

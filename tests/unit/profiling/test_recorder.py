@@ -343,7 +343,7 @@ class TestOnAndOff:
             train_step(layers, one_after_the_other(1))
             engine.recorder.abandon()
             assert any(getattr(one, "record", None) is not None for one in packed)
-            assert not engine.manager.ranges.on
+            assert not engine.manager.ranges.is_on
 
     def test_without_a_whole_step_there_is_nothing_to_build_from(self) -> None:
         with Engine(stack(1), observer=Observer(), recorded=True) as engine:
