@@ -146,7 +146,7 @@ class LayerBoundary:
         footprint.begin_layer(self.layer, hidden.nbytes if isinstance(hidden, torch.Tensor) else 0)
         if self._options.is_idle() and not manager.ranges.is_on:  # asked now: a larger input may just have changed that
             result = self._inner(*args, **kwargs)
-            footprint.end_layer(self.layer, unseen=True)
+            footprint.end_layer(self.layer, is_unseen=True)
             return result
         with manager.ranges.forward(self.layer):
             group = manager.begin_forward(self.layer, self._position)
@@ -155,7 +155,7 @@ class LayerBoundary:
                 self._saved_tensors.called_with(group, hidden)
             with self._saved_tensors_context(group):
                 result = self._run(group, args, kwargs)
-            footprint.end_layer(self.layer, unseen=self._checkpoint is not None)
+            footprint.end_layer(self.layer, is_unseen=self._checkpoint is not None)
             manager.end_forward(group)
         return self._mark(result, lambda: manager.begin_backward(group))
 

@@ -179,7 +179,7 @@ class SavedTensors:
         def pack(tensor: torch.Tensor) -> Packed:
             if is_ineligible(tensor, self.device) or tensor.untyped_storage()._cdata in constants:
                 return keep(tensor)
-            site = names.next_site(LOSS_PATH if recorder.behind_layers else MODEL_PATH)
+            site = names.next_site(LOSS_PATH if recorder.is_past_layers else MODEL_PATH)
             return keep(tensor, record=recorder.saved_non_layer(site, tensor))
 
         return self._enter(Hooks(pack, self.unpack))

@@ -42,7 +42,7 @@ def test_what_a_layer_saves_that_runs_again_is_known_by_its_input() -> None:
     measured = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 4, 60, 10)))
     meter = FootprintMeter()
     meter.begin_layer(0, 20)
-    meter.end_layer(0, unseen=True)
+    meter.end_layer(0, is_unseen=True)
     meter.begin_layer(1, 20)
     meter.add(130)
     meter.end_layer(1)
@@ -54,7 +54,7 @@ def test_the_most_of_several_steps() -> None:
     one = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 3, 50, 5)))
     other = Footprint((LayerFootprint(0, 2, 200, 20), LayerFootprint(2, 1, 1, 1)))
     most = Footprint((LayerFootprint(0, 3, 200, 20), LayerFootprint(1, 3, 50, 5), LayerFootprint(2, 1, 1, 1)))
-    assert one.or_more(other) == other.or_more(one) == most
+    assert one.maximum(other) == other.maximum(one) == most
 
 
 @pytest.mark.parametrize(("sizes", "told_after"), [((104, 106), None), ((106, 100), 0), ((100, 111), 1)])
