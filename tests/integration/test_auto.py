@@ -135,8 +135,8 @@ def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) ->
     ("num_steps", "written", "line"),
     [
         (6, False, "--swap-save-plan and --swap-save-profile: not written"),
-        (7, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
-        (8, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
+        (7, True, "--swap-save-plan and --swap-save-profile: written from a plan that was not compared with others"),
+        (8, True, "--swap-save-plan and --swap-save-profile: written from a plan that was not compared with others"),
         (13, True, None),
     ],
 )
@@ -146,8 +146,8 @@ def test_training_that_ends_before_a_plan_stands_says_so(
     budget_gib = 0.6 * trainer.unswapped(STEPS).summary["saved_peak_bytes"] / GIB
     flags = f"--train-iters {num_steps} --lr-decay-iters 14 {SWAP_SMALL} --swap-memory-gib {budget_gib}"
     run = trainer.run(f"{flags} --swap-save-plan plan.json --swap-save-profile profile.json")
-    told = [text for text in run.output.splitlines() if "training ended before a plan stood" in text]
-    begin = " swap: training ended before a plan stood, which takes up to 13 steps"
+    told = [text for text in run.output.splitlines() if "training ended before a plan was chosen" in text]
+    begin = " swap: training ended before a plan was chosen, which takes up to 13 steps"
     assert told == ([] if line is None else [f"{begin}; {line}"])
     assert [(run.directory / name).exists() for name in ("plan.json", "profile.json")] == [written, written]
     if written:

@@ -154,7 +154,7 @@ class AutoPlan:
         return self._planner.plans(self._profiler.measured(workload).profile, budget_gib)
 
     def _switch_guard(self) -> None:
-        """Have the out-of-memory guard on while steps are measured, and off afterwards."""
+        """Switch the out-of-memory guard on while steps are measured, and off afterwards."""
         if self._guard is None or self._guard.is_on == self.is_measuring:
             return
         if not self.is_measuring:
@@ -167,7 +167,7 @@ class AutoPlan:
             self._output.all_ranks(f"no out-of-memory guard while the first steps are measured: {error}")
 
     def _report_once(self, what: str, line: str) -> None:
-        """Say ``line`` once for each plan; this rank may be the only one to say it."""
+        """Print ``line`` once for each plan. Only ranks that call this print it."""
         if self._reported.get(what, False) is not self._machine.plan:
             self._reported[what] = self._machine.plan
             self._output.this_rank([line])
@@ -175,15 +175,15 @@ class AutoPlan:
     # ------------------------------------------------------------------ results
 
     def finish(self) -> None:
-        """Training is over: if no plan was chosen, say so, and write what there is."""
+        """End of training: if no plan was chosen, say so, and save a plan that is being tried."""
         machine = self._machine
         if machine.has_been_stable:
             return
         flags = " and ".join(self._files.flags)
-        line = f"training ended before a plan stood, which takes up to {machine.num_steps_needed} steps"
+        line = f"training ended before a plan was chosen, which takes up to {machine.num_steps_needed} steps"
         if machine.planned is not None:
             self._save()
-            line += f"; {flags}: written of a plan that was not compared with others" if flags else ""
+            line += f"; {flags}: written from a plan that was not compared with others" if flags else ""
         elif flags:
             line += f"; {flags}: not written"
         self._output.all_ranks(line)

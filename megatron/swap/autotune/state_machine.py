@@ -431,7 +431,7 @@ class StateMachine:
         return Transition(
             stage=state.stage,
             plan=state.plan,
-            is_new_plan=state.plan is not before.plan or isinstance(before, _Timing),  # may have applied a whole-layer plan
+            is_new_plan=state.plan is not before.plan or isinstance(before, _Timing),  # layers may be recomputed whole
             measurement=measurement,
             is_settled=state.stage is Stage.STABLE and before.stage is not Stage.STABLE,
             lines=lines,

@@ -35,7 +35,7 @@ class StepMeter:
 
     def watch(self, chunk: nn.Module) -> Callable[[], None]:
         """Measure the forwards of a model chunk; call it for each chunk. Returns a function that ends that."""
-        # Before all other hooks: memory from between the steps must be released before the step is timed or recorded.
+        # Before all other hooks: memory from between the steps must be released when the step is timed or recorded.
         return chunk.register_forward_pre_hook(self._chunk_begins, prepend=True).remove
 
     def expect(self, workload: Workload | None, footprint: Footprint | None) -> None:

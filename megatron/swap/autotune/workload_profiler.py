@@ -48,7 +48,7 @@ class WorkloadProfiler:
         self._measured: WeakKeyDictionary[Workload, MeasuredWorkload] = WeakKeyDictionary()
 
     def watch(self, chunk: nn.Module) -> Callable[[], None]:
-        """Time the forwards of a model chunk; call it for each chunk. Returns a function that ends that."""
+        """Time the forwards of a model chunk in timed steps; call it for each. Returns a function that ends that."""
         return self._timer.watch(chunk)
 
     def close(self) -> None:
