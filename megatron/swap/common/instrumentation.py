@@ -150,7 +150,7 @@ class Ranges:
                 listener.arrived(storage, memory)
 
     def mark(self, name: str) -> AbstractContextManager[object]:
-        """Return a range of any other name. Emulated devices mark their work so."""
+        """Return a range of any other name, such as a trial recomputation or work of an emulated device."""
         return self._named(name)
 
     def memory(self) -> None:
