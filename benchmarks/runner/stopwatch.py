@@ -234,8 +234,8 @@ def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
     """
     disk, parts = session.planned.disk, session.parts
     found = {} if disk is None else {"disk_peak_gib": disk.reserved_bytes / GIB}
-    if session.offloads_optimizer and session.auto is None:
-        out_bytes, in_bytes = session.optimizer.moved_bytes
+    if session.optimizer_swap is not None and session.auto is None:
+        out_bytes, in_bytes = session.optimizer_swap.moved_bytes
         found |= {"optimizer_out_bytes": out_bytes // num_steps, "optimizer_in_bytes": in_bytes // num_steps}
     if parts is None:
         return found

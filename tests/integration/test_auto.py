@@ -71,7 +71,7 @@ def test_what_has_no_room_in_host_memory_stays(trainer: Trainer) -> None:
     """While steps are measured, which would swap more than there is room for; the plan goes by what there is."""
     more = f"--swap-host-gib {5 * MIB / GIB}"
     run = budgeted(trainer, "--micro-batch-size 8 --global-batch-size 8", 0.5, more=more)
-    assert run.output.count("what has no room outside the device stays on it") == 1
+    assert run.output.count("no room outside the device for some saved tensors: they are kept") == 1
     assert stages(run) == ["profile", "search", "stable"]
     assert 4 * MIB < run.summary["host_leased_peak_bytes"] <= 5 * MIB
     assert run.summary["stayed_bytes"] > MIB
@@ -135,8 +135,8 @@ def test_the_plan_that_was_found_can_be_carried_out_at_once(trainer: Trainer) ->
     ("num_steps", "written", "line"),
     [
         (6, False, "--swap-save-plan and --swap-save-profile: not written"),
-        (7, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
-        (8, True, "--swap-save-plan and --swap-save-profile: written of a plan that was not compared with others"),
+        (7, True, "--swap-save-plan and --swap-save-profile: written from a plan that was not compared with others"),
+        (8, True, "--swap-save-plan and --swap-save-profile: written from a plan that was not compared with others"),
         (13, True, None),
     ],
 )
@@ -146,8 +146,8 @@ def test_training_that_ends_before_a_plan_stands_says_so(
     budget_gib = 0.6 * trainer.unswapped(STEPS).summary["saved_peak_bytes"] / GIB
     flags = f"--train-iters {num_steps} --lr-decay-iters 14 {SWAP_SMALL} --swap-memory-gib {budget_gib}"
     run = trainer.run(f"{flags} --swap-save-plan plan.json --swap-save-profile profile.json")
-    told = [text for text in run.output.splitlines() if "training ended before a plan stood" in text]
-    begin = " swap: training ended before a plan stood, which takes up to 13 steps"
+    told = [text for text in run.output.splitlines() if "training ended before a plan was chosen" in text]
+    begin = " swap: training ended before a plan was chosen, which takes up to 13 steps"
     assert told == ([] if line is None else [f"{begin}; {line}"])
     assert [(run.directory / name).exists() for name in ("plan.json", "profile.json")] == [written, written]
     if written:

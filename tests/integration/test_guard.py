@@ -91,7 +91,7 @@ def test_too_little_even_for_the_guard_ends_in_pytorchs_error_with_what_holds_th
     run = trainer.failing(f"--swap-layers none {SWAP_SMALL} --swap-oom-guard {limit} --swap-summary summary.json")
     assert "torch.OutOfMemoryError: The emulated device is out of memory" in run.output
     assert "Megatron Swap's out-of-memory guard has nothing more to evict" in run.output
-    assert "out of memory; what there was, at most:" in run.output
+    assert "out of memory; peak memory by kind:" in run.output
     assert re.search(r"^ swap:\s+activations +[1-9]", run.output, flags=re.MULTILINE), run.tail
 
 

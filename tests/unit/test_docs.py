@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from megatron.swap import patches
-from megatron.swap.common.instrumentation import Totals
+from megatron.swap.common.counters import Totals
 from megatron.swap.common.types import MemoryRow
 from megatron.swap.megatron_lm.arguments import add_swap_args
 from megatron.swap.patches.registry import Patch

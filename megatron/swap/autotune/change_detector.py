@@ -1,4 +1,4 @@
-"""Detects that steps no longer match their plan: more saved, fewer saved, slower. How long to wait is learned."""
+"""Detects that steps no longer match their plan: they save more, save less, or are slower. Patience is learned."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from megatron.swap.autotune.workload import DRIFT, Step, Workload
 
 MAX_RECORDED_STEPS = 16
-"""Most steps that are recorded while none is as large as the step for which recording began: lengths may change in
-every step. The planner does not plan for steps that come more rarely: what they would keep is swapped."""
+"""Most steps that are recorded while none is as large as the step for which recording began, since lengths may change
+in every step. Rarer large steps get no plan of their own: the current plan runs, and swaps what it would keep."""
 PATIENCE_SMALLER = 3
-"""Steps in a row that save less before the plan is changed: the plan for more fits, and lengths may alternate. Doubled
-each time that a change measures a new workload, or that larger steps come back soon."""
+"""Steps in a row that save less before the plan is changed: the plan for more still fits, and lengths may alternate.
+Doubled each time that a change measures a new workload, or that larger steps come back soon."""
 SOON = 4
-"""Larger steps come back soon if they do so within this multiple of the patience, in steps."""
+"""Larger steps count as back soon within this multiple of the patience, in steps."""
 PATIENCE_RARE = 1
-"""Rare larger steps close to each other before they are planned for; doubled each time that recording saw none."""
+"""Rare larger steps, close to each other, before they get a plan. Doubled each time that recording saw none."""
 PATIENCE_SLOWER = 20
-"""Slow steps in a row before the workload is measured again; doubled each time."""
+"""Slow steps in a row before the workload is measured again. Doubled each time."""
 
 
 class ChangeDetector:
@@ -52,7 +52,7 @@ class ChangeDetector:
         return self._num_smaller >= self._patience_smaller
 
     def _is_rare(self, step: Step, planned: Workload, is_known: Callable[[Step], bool]) -> bool:
-        """Whether recording waited in vain for steps as large, and they are not frequent now."""
+        """Whether recording once saw no step as large as this one, and such steps are still not frequent."""
         is_within = planned.has_sites_of(step) and step.saved_mib <= (1 + DRIFT) * self._rare_mib
         if not is_within or is_known(step):
             return False
@@ -70,7 +70,7 @@ class ChangeDetector:
         return True
 
     def changed(self, step: Step, before: Workload, is_known: bool) -> None:
-        """The plan of ``before`` gives way to another one for steps like ``step``: adapt the patience.
+        """Adapt the patience when the plan of ``before`` is replaced by one for steps like ``step``.
 
         Args:
             is_known: a plan exists for such steps; otherwise they are measured.
@@ -84,7 +84,7 @@ class ChangeDetector:
             self._patience_smaller *= 2
             self._smaller_at = None
 
-    def waited_in_vain(self, saved_mib: float) -> None:
-        """Recording ended without a step that saves ``saved_mib``, for which it had begun: such steps are rare."""
+    def missed_large_steps(self, saved_mib: float) -> None:
+        """Note that recording saw no step that saves ``saved_mib``, for which it had begun: such steps are rare."""
         self._rare_mib, self._num_rare = max(self._rare_mib, saved_mib), 0
         self._patience_rare *= 2

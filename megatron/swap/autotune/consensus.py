@@ -1,6 +1,6 @@
 """Agreement of all ranks between steps: a few numbers each step, profiles and plans now and then.
 
-The process group is one of the CPU's, so that no rank waits for its device. A run of one rank communicates nothing.
+The process group runs on the CPU (gloo), so that no rank waits for its device. One rank alone communicates nothing.
 """
 
 from __future__ import annotations

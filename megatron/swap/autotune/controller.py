@@ -1,7 +1,7 @@
-"""Carries out what the state machine decides: measures steps, makes profiles and plans, applies plans, saves files.
+"""Carries out decisions of the state machine: measures steps, makes profiles and plans, applies plans, saves files.
 
-Everything happens between two steps, on all ranks at once, and every step trains. The plan is one for the whole model:
-each pipeline stage plans its own layers, and ranks that hold the same layers follow the one of them that saves most.
+Everything happens between two steps, on all ranks at once, and every step trains. One plan covers the whole model. Each
+pipeline stage plans its own layers. Of the ranks that hold the same layers, the one that saves most makes the plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import GIB, SwapError, UsageError, format_bytes
 
 FULL_BYTES = GIB // 2
-"""Assumed excess of a step in which the device was full: the device does not tell by how much it is too small."""
+"""Assumed excess of a step in which the device was full, since the true excess is not known."""
 
 
 class AutoPlan:
@@ -32,11 +32,11 @@ class AutoPlan:
 
     Args:
         target: model, device and budget.
-        parts: what is measured and switched; the model is built, and the boundaries stand around its layers.
-        output: where lines for people go.
+        parts: what is measured and switched. The model is built, and its layers have their boundaries.
+        output: takes lines for users.
 
     Attributes:
-        has_switched: the next step holds another amount of memory than the last one.
+        has_switched: whether the next step holds another amount of memory than the last one.
     """
 
     def __init__(self, target: PlanTarget, parts: RunParts, output: Output) -> None:
@@ -58,17 +58,17 @@ class AutoPlan:
         output.all_ranks(f"at most {budget} of device memory; the first steps are measured")
 
     def watch(self, chunk: nn.Module) -> None:
-        """Measure the forwards of ``chunk``, which is one of the model's on this rank."""
+        """Measure the forwards of ``chunk``. Call it for each model chunk of this rank."""
         self._undo += [self._meter.watch(chunk), self._profiler.watch(chunk)]
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the next step is recorded or timed, or settles before that: nothing else may run beside it."""
+        """Whether the next step is recorded or timed, or settles before that. Nothing else may run beside it."""
         return self._machine.stage is Stage.PROFILE
 
     def tier_is_full(self, error: SwapError) -> None:
-        """Host memory has no room for a storage, so it is kept: while steps are measured, or when they grow."""
-        self._report_once("tier", f"what has no room outside the device stays on it for now ({error})")
+        """Report once that storages are kept because the tier is full: while steps are measured, or as they grow."""
+        self._report_once("tier", f"no room outside the device for some saved tensors: they are kept for now ({error})")
 
     def close(self) -> None:
         """Take the planner off the model again."""
@@ -78,13 +78,13 @@ class AutoPlan:
     # ------------------------------------------------------------ between steps
 
     def step_ended(self, number: int, short_bytes: int = 0, num_retries: int = 0) -> None:
-        """Step ``number`` is over on this rank, and for its recorder: measure it, agree, decide, switch.
+        """End step ``number``: measure it, agree with the other ranks, decide, and switch.
 
         Args:
             number: iteration.
-            short_bytes: what the device had no room for: it has less memory than the budget allows.
-            num_retries: allocations for which the allocator gave back all that it caches. It takes that memory again
-                for the next ones, so steps that go on like this are slow: that counts as short of memory, too.
+            short_bytes: bytes that the device had no room for, because it has less memory than the budget allows.
+            num_retries: allocations for which the allocator released its whole cache. It has to reserve that memory
+                again, which makes steps slow. So retries count as a shortage of memory, too.
 
         Raises:
             Infeasible: no plan fits the budget, and none was made before.
@@ -103,20 +103,20 @@ class AutoPlan:
             full_gib = FULL_BYTES / GIB
             self._report_once(
                 "device",
-                f"the device is full: its allocator had to give back what it cached, {num_retries} times in a step. "
+                f"the device is full: its allocator had to release its cache {num_retries} times in a step. "
                 f"That counts as {format_bytes(FULL_BYTES)} above the budget",
             )
         is_waited_for = self._machine.stage is not Stage.STABLE
         return self._meter.end_step(number, footprint, is_waited_for, full_gib, short_bytes)
 
     def _carry_out(self, transition: Transition, number: int) -> None:
-        """Do what ``transition`` says, before step ``number``."""
+        """Carry out ``transition`` before step ``number``."""
         for line in transition.lines:
             self._output.all_ranks(line)
         if transition.measurement is Measurement.FINISH_RECORDING:
             profile = self._profiler.finish_recording(self._meter.num_micro_batches)
             plan = self._planner.whole_layers(profile, self._target.budget_gib)
-            if plan is not None:  # layers that run whole are timed with little beside them
+            if plan is not None:  # layers that are recomputed whole can be timed with little beside them
                 self._apply_plan(plan)
         elif transition.measurement is not Measurement.RECORD:
             self._profiler.stop_recording()
@@ -134,27 +134,27 @@ class AutoPlan:
             self._save()
 
     def _apply_plan(self, plan: Plan | None) -> None:
-        """Let the next step follow ``plan``, and give back what the allocator holds for the last one."""
+        """Let the next step follow ``plan``, and release what the allocator has cached for the last one."""
         parts, config = self._parts, self._target.config
         self.has_switched = True
         self._target.policy.apply_plan(plan)
         parts.boundaries.apply_policy(config.window_bytes(plan))
         if config.optimizer_auto:
-            parts.device.release_cached()  # state that comes back must not stand among the last plan's memory
+            parts.device.release_cached()  # reloaded state must not fragment the last plan's memory
             parts.set_offload_fraction(1.0 if plan is None or plan.offload_fraction is None else plan.offload_fraction)
         planned = self._machine.planned
         self._meter.expect(planned, None if planned is None else self._profiler.measured(planned).footprint)
         parts.device.release_cached()
 
     def _swap_all(self) -> None:
-        """In a forward that saves more than is planned for: the rest of the step keeps as little as it can."""
+        """Keep as little as possible until the step ends. Called in a forward that saves more than planned."""
         self._target.policy.is_short = True
 
     def _make_plans(self, workload: Workload, budget_gib: float) -> Sequence[Plan]:
         return self._planner.plans(self._profiler.measured(workload).profile, budget_gib)
 
     def _switch_guard(self) -> None:
-        """Have the out-of-memory guard on while steps are measured, and off afterwards."""
+        """Switch the out-of-memory guard on while steps are measured, and off afterwards."""
         if self._guard is None or self._guard.is_on == self.is_measuring:
             return
         if not self.is_measuring:
@@ -167,7 +167,7 @@ class AutoPlan:
             self._output.all_ranks(f"no out-of-memory guard while the first steps are measured: {error}")
 
     def _report_once(self, what: str, line: str) -> None:
-        """Say ``line`` once for each plan; this rank may be the only one to say it."""
+        """Print ``line`` once for each plan. Only ranks that call this print it."""
         if self._reported.get(what, False) is not self._machine.plan:
             self._reported[what] = self._machine.plan
             self._output.this_rank([line])
@@ -175,15 +175,15 @@ class AutoPlan:
     # ------------------------------------------------------------------ results
 
     def finish(self) -> None:
-        """Training is over: if no plan was chosen, say so, and write what there is."""
+        """End of training: if no plan was chosen, say so, and save a plan that is being tried."""
         machine = self._machine
         if machine.has_been_stable:
             return
         flags = " and ".join(self._files.flags)
-        line = f"training ended before a plan stood, which takes up to {machine.num_steps_needed} steps"
+        line = f"training ended before a plan was chosen, which takes up to {machine.num_steps_needed} steps"
         if machine.planned is not None:
             self._save()
-            line += f"; {flags}: written of a plan that was not compared with others" if flags else ""
+            line += f"; {flags}: written from a plan that was not compared with others" if flags else ""
         elif flags:
             line += f"; {flags}: not written"
         self._output.all_ranks(line)

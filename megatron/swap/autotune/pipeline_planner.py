@@ -1,4 +1,4 @@
-"""Plans for the whole model: each pipeline stage plans its own layers, one rank of the stage solves for all of them."""
+"""Plans for the whole model: in each pipeline stage one rank solves for the stage's layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PipelinePlanner:
         max_candidates: most plans that are returned.
 
     Attributes:
-        leaders: the rank that solves for each stage, once it has.
+        leaders: stage → the rank that solves for it; empty before the first plans.
     """
 
     def __init__(self, ranks: Ranks, pipeline_rank: int, max_candidates: int) -> None:
@@ -28,7 +28,7 @@ class PipelinePlanner:
         self.leaders: dict[int, int] = {}
 
     def whole_layers(self, profile: Profile, budget_gib: float) -> Plan | None:
-        """Return this rank's plan that recomputes every layer whole; ``None``: it does not fit on all ranks."""
+        """Return this rank's plan that recomputes every layer whole; ``None`` if such plans do not fit on all ranks."""
         plan = whole_layers(profile, budget_gib)
         return None if None in self._ranks.gather(plan) else plan
 
@@ -36,11 +36,11 @@ class PipelinePlanner:
         """Return the best plans of the whole model, the same on all ranks.
 
         Args:
-            profile: of this rank. Of a stage's ranks, the one that saves most solves.
-            budget_gib: of each device.
+            profile: profile of this rank. In each stage, the rank that saves most solves.
+            budget_gib: budget of each device.
 
         Raises:
-            Infeasible: a stage has no plan; the smallest budget is that of all stages.
+            Infeasible: a stage has no plan; ``smallest_gib`` is enough for all stages.
         """
         of_ranks = self._ranks.gather((self._pipeline_rank, profile))
         leaders: dict[int, int] = {}
@@ -53,7 +53,7 @@ class PipelinePlanner:
             try:
                 mine = list(solve_fractions(profile, budget_gib, self._max_candidates).plans)
             except Infeasible as error:
-                mine = str(error), error.smallest_gib  # such an exception cannot be sent
+                mine = str(error), error.smallest_gib  # the exception itself cannot be sent to other ranks
         answers = self._ranks.gather(mine)
         of_stages: list[list[Plan]] = []
         refusals: list[tuple[str, float]] = []
@@ -63,6 +63,6 @@ class PipelinePlanner:
             else:
                 of_stages.append(answer)
         if refusals:
-            raise Infeasible(*max(refusals, key=lambda refusal: refusal[1]))  # a budget that is enough for all stages
+            raise Infeasible(*max(refusals, key=lambda refusal: refusal[1]))  # the largest is enough for all stages
         most = max(len(plans) for plans in of_stages)
         return [merged([plans[min(i, len(plans) - 1)] for plans in of_stages]) for i in range(most)]

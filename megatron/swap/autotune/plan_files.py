@@ -1,4 +1,4 @@
-"""The files that a run which plans itself leaves behind: its plan, and a profile of each pipeline stage."""
+"""Writes the files of a run that plans itself: its plan, and a profile of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PlanFiles:
     """Writes plan and profile where the settings ask for them.
 
     Args:
-        config: paths.
+        config: paths of the files.
         rank: this rank of the run; rank 0 writes the plan.
         stage: this rank's stage of the pipeline.
     """
@@ -49,7 +49,7 @@ class PlanFiles:
 
 
 def _write(flag: str, save: Callable[[], None]) -> None:
-    """Training matters more than a file, and so does the next file."""
+    """Report an error instead of raising it: training goes on, and the next file is tried."""
     try:
         save()
     except OSError as error:

@@ -20,7 +20,7 @@ class Trial:
 
 
 class CandidateSearch:
-    """Candidate plans that still have to be tried, and the results of those that were.
+    """Candidate plans that are still to be tried, and results of those that were.
 
     Args:
         plans: candidates, the best prediction first; at least one.
@@ -61,7 +61,7 @@ class CandidateSearch:
         return min(self._trials, key=lambda trial: (trial.over_gib, trial.peak_gib))
 
     def describe(self, trial: Trial) -> str:
-        """Return a line on the chosen ``trial``, for people."""
+        """Return a line for users on the chosen ``trial``."""
         predicted = trial.plan.predicted
         text = f"plan {self._trials.index(trial) + 1} of {len(self._trials)}, {_figures(trial.ms, trial.peak_gib)}"
         if predicted is not None:
@@ -70,7 +70,7 @@ class CandidateSearch:
 
 
 def offload_note(plan: Plan) -> str:
-    """Return how much optimizer state ``plan`` offloads, as the end of a line; empty where it says nothing of it."""
+    """Return how much optimizer state ``plan`` offloads, as the end of a line; empty if it does not decide that."""
     fraction = plan.offload_fraction
     return "" if fraction is None else f"; {fraction:.0%} of the optimizer's state is offloaded"
 

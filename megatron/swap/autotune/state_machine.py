@@ -1,11 +1,11 @@
-"""The stages of a run that plans itself: profile, search, stable, and back when the training steps change.
+"""The stages of a run that plans itself: profile, search, stable, and back when training steps change.
 
 The state machine only decides, between two steps: which plan the next step follows and what is measured of it. Each
 decision is one value, a `Transition`, which the controller carries out. All ranks pass in the same figures
 (`consensus.py` merges them), so all ranks decide the same.
 
-- *Profile*: one step warms up, some are recorded under the safe policy, which keeps as little as it can. Then some are
-  timed, in which layers are recomputed whole where that fits. All of them train like any other step.
+- *Profile*: one step warms up. Some are recorded under the safe policy, which keeps as little as it can. Then some are
+  timed with layers recomputed whole, if that fits. All of them train like any other step.
 - *Search*: the solver's best plans run one after the other. The fastest that stays within the budget is kept.
 - *Stable*: nothing is recorded. Other sites or sizes, a peak above the budget, or steps that have become slower lead
   back. A workload that was planned before gets its plan at once.
@@ -27,11 +27,11 @@ from megatron.swap.common.types import GIB, format_bytes
 RECORDED_STEPS = 2
 """Steps whose saved storages are recorded: what is saved, and where in a layer."""
 TIMED_STEPS = 3
-"""Steps that are timed with nothing recorded and nothing copied beside them: the median of an odd number."""
+"""Steps that are timed with no recording and no copies beside them. Odd, since the median counts."""
 SETTLING_STEPS = 1
 """Steps after a switch that are not judged: the engine learns the order and sizes of its copies."""
 MAX_TIGHTENINGS = 3
-"""How often a workload gets a smaller budget because measured peaks were above the real one."""
+"""How often a workload gets a smaller budget because measured peaks exceeded the real one."""
 
 PlanMaker = Callable[[Workload, float], Sequence[Plan]]
 """Returns plans for a workload, the best first, which the cost model puts below the given GiB; raises ``Infeasible``.
@@ -90,12 +90,12 @@ class StageEntry:
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """What bounds the search for a plan.
+    """Bounds of the search for a plan.
 
     Attributes:
         budget_gib: most memory that the device may hold.
         max_candidates: plans that are tried.
-        keeps_time: whether the device's times mean something, so that slower steps lead to a new plan.
+        keeps_time: whether the device's times are meaningful, so that slower steps lead to a new plan.
         most_micro_batches: steps with this many micro-batches hold as much memory as steps with more.
         settling_steps: first steps of a candidate, which are not judged.
     """
@@ -167,7 +167,7 @@ class StateMachine:
         make_plans: solves for plans.
 
     Attributes:
-        num_replans: how often another plan was made or taken up after the first.
+        num_replans: how often a plan was made or taken up after the first one.
         num_infeasible: workloads for which no plan was found that stays below the budget.
         history: the stages that were entered.
     """
@@ -219,7 +219,7 @@ class StateMachine:
         if step.num_micro_batches != self._num_micro_batches:
             self._num_micro_batches = step.num_micro_batches
             for workload in (*self._known, *([state.workload] if state.workload is not None else [])):
-                workload.best_ms = None  # steps take another time now
+                workload.best_ms = None  # durations change with the number of micro-batches
             if isinstance(state, _Searching):
                 state.search.restart()
         step = replace(step, num_micro_batches=min(step.num_micro_batches, self._limits.most_micro_batches))
@@ -250,7 +250,7 @@ class StateMachine:
         if num_recorded < (RECORDED_STEPS if is_large_enough else MAX_RECORDED_STEPS):
             return self._stay(Measurement.RECORD)
         if not is_large_enough:
-            self._changes.waited_in_vain(state.until_mib)
+            self._changes.missed_large_steps(state.until_mib)
             known = self._nearest_known(replace(step, saved_mib=workload.saved_mib))
             if known is not None:
                 note = f"micro-batches that save {state.until_mib:,.1f} MiB are too rare to plan for"
@@ -279,12 +279,12 @@ class StateMachine:
     # ------------------------------------------------------------------- search
 
     def _first_plans(self, workload: Workload) -> tuple[Sequence[Plan], tuple[str, ...]]:
-        """Return plans for a workload that was just measured, and what to say of them.
+        """Return plans for a workload that was just measured, and lines for users.
 
-        If none fits, these are the plans that hold least: ending the run would lose what was trained.
+        If none fits, return the plans that hold least: ending the run would lose what was trained.
 
         Raises:
-            Infeasible: none fits, and this is the first workload.
+            Infeasible: no plan fits, and this is the first workload.
         """
         try:
             return self._make_plans(workload, self._limits.budget_gib), ()
@@ -294,7 +294,7 @@ class StateMachine:
             self.num_infeasible += 1
             workload.num_tightened = MAX_TIGHTENINGS + 1  # no plan holds less than these
             smallest = f"{error.smallest_gib:.10g} GiB"
-            line = f"no plan keeps such steps below the budget ({smallest} would do): by those that hold least"
+            line = f"no plan keeps such steps below the budget ({smallest} would do): plans that hold least are used"
             return self._make_plans(workload, error.smallest_gib), (line,)
 
     def _begin_search(
@@ -336,7 +336,7 @@ class StateMachine:
         return self._enter(step, _Stable(workload, plan), note, _highest_prediction([plan]), lines)
 
     def _tighten(self, state: _Searching | _Stable, step: Step, lowest: Trial) -> Transition:
-        """Plan again with less, since even the lowest measured peak is above the budget.
+        """Plan again with a smaller budget, since even the lowest measured peak is above the budget.
 
         The solver's budget shrinks by its error, or by the excess if that is more. If that yields no plan, training
         goes on under the plan that exceeds the budget least: it runs, and ending it would lose what was trained.
@@ -431,7 +431,7 @@ class StateMachine:
         return Transition(
             stage=state.stage,
             plan=state.plan,
-            is_new_plan=state.plan is not before.plan or isinstance(before, _Timing),  # layers may have run whole
+            is_new_plan=state.plan is not before.plan or isinstance(before, _Timing),  # layers may be recomputed whole
             measurement=measurement,
             is_settled=state.stage is Stage.STABLE and before.stage is not Stage.STABLE,
             lines=lines,

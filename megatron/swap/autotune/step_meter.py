@@ -1,4 +1,4 @@
-"""Measures each training step: time, peak memory, what it saves. What lies between two steps is left out."""
+"""Measures each training step: time, peak memory, saved bytes. Work between two steps does not count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepMeter:
     Args:
         target: the budget, which the model alone must not exceed.
         parts: device, recorder and footprint meter.
-        exceeded: called in a forward that saves more than expected.
+        exceeded: called in a forward that saves more than expected, maybe several times.
     """
 
     def __init__(self, target: PlanTarget, parts: RunParts, exceeded: Callable[[], None]) -> None:
@@ -34,12 +34,12 @@ class StepMeter:
         self.num_micro_batches = 0
 
     def watch(self, chunk: nn.Module) -> Callable[[], None]:
-        """Measure the forwards of a model chunk; call it for each. Returns what ends that."""
-        # First of all hooks: what lies between steps must leave no trace when the next step is timed or recorded.
+        """Measure the forwards of a model chunk; call it for each chunk. Returns a function that ends that."""
+        # Before all other hooks: memory from between the steps must be released when the step is timed or recorded.
         return chunk.register_forward_pre_hook(self._chunk_begins, prepend=True).remove
 
     def expect(self, workload: Workload | None, footprint: Footprint | None) -> None:
-        """Call ``exceeded`` from now on where a step saves more than ``workload``; ``None``: never.
+        """Call ``exceeded`` from now on when a step saves more than ``workload``; ``None``: never.
 
         Args:
             footprint: what the layers of the workload save.
@@ -54,9 +54,9 @@ class StepMeter:
         Args:
             number: iteration.
             footprint: what the step saved.
-            wait: for the device, so that the time is this step's. Otherwise it is that of the step before.
+            wait: wait for the device, so that the time is that of this step. Otherwise it is that of the step before.
             full_gib: as in ``Step``.
-            short_bytes: what the device had no room for: it has less memory than the budget allows.
+            short_bytes: bytes that the device had no room for, because it has less memory than the budget allows.
         """
         ms = self._clock.end(wait)
         peak_gib = self._peak_gib()
@@ -66,7 +66,7 @@ class StepMeter:
         return Step(number, ms, peak_gib, footprint.num_tensors, saved_mib, self.num_micro_batches, full_gib)
 
     def leave_step(self) -> None:
-        """All work between two steps is done: note what the device has reserved."""
+        """Note what the device has reserved, once all work between two steps is done."""
         self._reserved_bytes = self._parts.device.reserved_bytes() or 0
         self._is_between_steps = True
 
@@ -84,7 +84,7 @@ class StepMeter:
             self._clock.forget()  # otherwise the last step's time would be reported as this one's
         expected = self._expected_micro_batches
         if expected is not None and min(self.num_micro_batches, self._target.most_micro_batches) > expected:
-            self._exceeded()  # a pipeline may hold more of them at once
+            self._exceeded()  # a pipeline may hold more micro-batches at once
 
     def _begin_step(self) -> None:
         """Forget what an evaluation, a checkpoint or building the model held and reserved beyond training steps."""
@@ -116,9 +116,8 @@ class StepMeter:
             )
 
     def _peak_gib(self) -> float:
-        """Return most memory that the device had to hold: what its allocator has reserved, since it never gives memory
-        back within a step."""
+        """Return the step's peak: the memory that the allocator has reserved, since it releases none within a step."""
         reserved_bytes = self._parts.device.reserved_bytes()
         if reserved_bytes is not None:
             return reserved_bytes / GIB
-        return 0.0 if self._parts.recorder.on else self._parts.take_peak()[0] / GIB
+        return 0.0 if self._parts.recorder.is_on else self._parts.take_peak()[0] / GIB

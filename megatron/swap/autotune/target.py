@@ -1,4 +1,4 @@
-"""What a run that plans itself aims at, and the parts of the run that it works with."""
+"""Target of a run that plans itself, and the parts of the run that the planner measures and switches."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron.swap.profiling.footprint import FootprintMeter
 from megatron.swap.profiling.recorder import Recorder
 
 OVERLAP_STEPS = 1
-"""Further steps that settle where optimizer state is offloaded beside layers: its buckets are prefetched once it is
-known what layers hold, and offloaded beside the forward after that."""
+"""Additional settling steps when optimizer state is offloaded beside layers: buckets are prefetched once the memory of
+the layers is known, and offloaded beside the forward after that."""
 
 
 @dataclass(frozen=True)
 class PlanTarget:
-    """The model, the device and the budget. It stands before the model is built.
+    """Model, device and budget. Known before the model is built.
 
     Attributes:
         config: budget, limits of the search, files for plan and profile.
@@ -64,7 +64,7 @@ class PlanTarget:
         return SwitchingPolicy(SafePolicy(min_bytes, self.recompute), min_bytes)
 
     def search_limits(self, keeps_time: bool) -> SearchLimits:
-        """Return what bounds the search. ``keeps_time``: the device's times mean something."""
+        """Return the bounds of the search. ``keeps_time``: whether the device's times are meaningful."""
         return SearchLimits(
             self.budget_gib,
             self.config.max_candidates,
@@ -87,12 +87,12 @@ class RunParts:
         pipeline_rank: this rank's stage of the pipeline.
         num_micro_batches: returns the micro-batches of the current step.
         host_bytes: returns the host memory that this rank may reserve for activations.
-        take_peak: returns most bytes held since the last call, and bytes held now. Used where the device does not tell
-            how much it reserves.
-        offloaded_state: returns what is known of optimizer state that may be offloaded; ``None``: it is not the
-            planner's to decide.
+        take_peak: returns the most bytes held since the last call, and the bytes held now. Used where the device does
+            not report reserved memory.
+        offloaded_state: returns measurements of the optimizer state that may be offloaded; ``None``: the planner does
+            not decide about it.
         set_offload_fraction: offloads this fraction of the optimizer state from now on.
-        guard: is on while steps are measured; ``None``: it is not the planner's to switch.
+        guard: is on while steps are measured; ``None``: the planner does not switch it.
     """
 
     boundaries: LayerBoundaries
@@ -111,10 +111,10 @@ class RunParts:
 
 @dataclass(frozen=True)
 class Output:
-    """Where lines for people go.
+    """Takes lines for users.
 
     Attributes:
-        all_ranks: takes a line that is the same on all ranks.
+        all_ranks: takes a line that is equal on all ranks.
         this_rank: takes lines of this rank alone.
     """
 

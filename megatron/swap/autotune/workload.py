@@ -1,4 +1,4 @@
-"""Training steps and workloads: the figures by which the planner tells whether a plan still matches what runs."""
+"""Steps and workloads: the figures that decide whether a plan still matches the training steps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ DRIFT = 0.05
 
 @dataclass(frozen=True)
 class Step:
-    """Measurements of a training step, the worst of all ranks.
+    """Measurements of a training step, each the worst of all ranks.
 
     Attributes:
         number: iteration, from 1 on.
-        ms: duration; ``None`` while it is not known.
+        ms: duration in ms; ``None`` while it is not known.
         peak_gib: most memory that the device held during the step.
         num_tensors, saved_mib: tensors that the largest micro-batch saved, and their bytes.
         num_micro_batches: micro-batches of the step.
-        full_gib: the device was full below its budget. The planner treats the step as this much above the budget.
+        full_gib: above 0 if the device was full below its budget. The step counts as this much above the budget.
     """
 
     number: int
@@ -43,7 +43,7 @@ class Workload:
         fewest_tensors, most_tensors: range of the tensors that recorded steps saved.
         saved_mib: most that a recorded step saved.
         num_micro_batches: micro-batches of a step.
-        best_ms: duration of a step under the chosen plan; ``None`` while it is not known.
+        best_ms: duration of a step under the chosen plan, in ms; ``None`` while it is not known.
         spare_gib: the solver gets this much less than the budget, because measured peaks exceeded the budget.
         num_tightened: how often ``spare_gib`` was raised.
     """

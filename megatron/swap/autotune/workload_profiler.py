@@ -1,4 +1,4 @@
-"""Profiles of workloads: records steps, then times steps in which layers run as a whole."""
+"""Makes profiles of workloads: records steps, then times steps in which layers are recomputed whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MeasuredWorkload:
 
 @dataclass(frozen=True)
 class _Untimed:
-    """A workload that was recorded, and the steps that were timed since."""
+    """A recorded workload, and the steps that were timed since."""
 
     measured: MeasuredWorkload
     timed: list[tuple[Step, Recording]]
@@ -48,7 +48,7 @@ class WorkloadProfiler:
         self._measured: WeakKeyDictionary[Workload, MeasuredWorkload] = WeakKeyDictionary()
 
     def watch(self, chunk: nn.Module) -> Callable[[], None]:
-        """Time the forwards of a model chunk while steps are timed; call it for each. Returns what ends that."""
+        """Time the forwards of a model chunk in timed steps; call it for each. Returns a function that ends that."""
         return self._timer.watch(chunk)
 
     def close(self) -> None:
@@ -58,15 +58,15 @@ class WorkloadProfiler:
     # --------------------------------------------------------------- recording
 
     def record(self, number: int) -> None:
-        """Record step ``number``, which is the next one, beside the steps that are recorded already."""
-        if not self._recorder.on:
+        """Record step ``number``, the next one, in addition to steps that are recorded already."""
+        if not self._recorder.is_on:
             self._recorded = Footprint(())
-            self._parts.device.release_cached()  # memory of trials and first uses says nothing about a step
+            self._parts.device.release_cached()  # drop what trials and first uses have reserved
             self._recorder.start(number)
 
     def stop_recording(self) -> None:
-        """Drop a recording that is under way, if there is one."""
-        if self._recorder.on:
+        """Drop the recording if one is under way."""
+        if self._recorder.is_on:
             self._recorder.abandon()
 
     def finish_recording(self, num_micro_batches: int) -> Profile:
@@ -76,18 +76,18 @@ class WorkloadProfiler:
         return profile
 
     def complete(self, footprint: Footprint, workload: Workload | None) -> Footprint:
-        """Return the footprint of a step that ended, with what is known of layers whose saved tensors were not seen.
+        """Return the footprint of a step that ended, with figures for layers whose saved tensors were not seen.
 
         Args:
             footprint: as it was counted.
-            workload: that the step was planned for; ``None``: there was no plan.
+            workload: workload of the step's plan; ``None``: there was no plan.
         """
         if workload is not None:
             return footprint.filled_from(self._measured[workload].footprint)
         if self._untimed is not None:
             return footprint.filled_from(self._untimed.measured.footprint)
-        if self._recorder.on:
-            self._recorded = self._recorded.or_more(footprint)
+        if self._recorder.is_on:
+            self._recorded = self._recorded.maximum(footprint)
         return footprint
 
     def _build(self, num_micro_batches: int) -> Profile:
@@ -95,7 +95,7 @@ class WorkloadProfiler:
         recording = self._recorder.stop()
         if self._link is None:
             self._link = slowest_link(parts.device, measure_link(parts.device, parts.tier))
-        saving = {entry.layer for entry in self._recorded.layers if entry.num_tensors}  # frozen ones may save nothing
+        saving = {entry.layer for entry in self._recorded.layers if entry.num_tensors}  # frozen layers may save nothing
         chunks = tuple(tuple(layer for layer in chunk if layer in saving) for chunk in parts.boundaries.chunks())
         profile = build_profile(
             recording,
@@ -114,17 +114,17 @@ class WorkloadProfiler:
     # ------------------------------------------------------------------ timing
 
     def time(self, number: int) -> None:
-        """Time step ``number``, which is the next one."""
+        """Time step ``number``, the next one."""
         self._timer.start(number)
 
     def step_ended(self, step: Step) -> None:
         """Keep the times of ``step``, if it was timed."""
-        if self._timer.on and self._untimed is not None:
+        if self._timer.is_on and self._untimed is not None:
             self._timer.step_ended(step.number + 1)
             self._untimed.timed.append((step, self._timer.stop()))
 
     def measured(self, workload: Workload) -> MeasuredWorkload:
-        """Return the measurements of ``workload``: the first time those that were just taken."""
+        """Return the measurements of ``workload``. The first call takes those that were just made."""
         if self._untimed is not None:
             measured, timed_steps = self._untimed.measured, self._untimed.timed
             self._untimed = None

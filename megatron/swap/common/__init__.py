@@ -1,5 +1,5 @@
-"""Vocabulary of every room: records, settings, plan files, counters and named ranges, what ranks exchange.
+"""Vocabulary of all packages: records, settings, plan files, counters, named ranges, what ranks exchange.
 
 Owns the types, errors and units, `SwapConfig`, `Plan`, strict JSON files, `Counters` and `Ranges`. Imports no other
-room. Only `instrumentation` and `collectives` touch anything but the standard library.
+room. Only `collectives` touches anything but the standard library.
 """

@@ -1,4 +1,4 @@
-"""What all ranks of a run exchange at its end, by the run's own process group."""
+"""Collectives at the end of a run, over the run's default process group."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def is_last_rank() -> bool:
-    """Of the run: the one whose log Megatron prints."""
+    """Whether this is the last rank of the run, whose log Megatron prints."""
     return not torch.distributed.is_initialized() or (
         torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     )
 
 
 def gather[T](item: T) -> list[T] | None:
-    """``item`` of every rank, on rank 0; ``None`` elsewhere. At the end of a run: by the run's own group."""
+    """Return ``item`` of every rank on rank 0, and ``None`` on the other ranks. Every rank must call it."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return [item]
     items: list[T | None] = [None] * torch.distributed.get_world_size()

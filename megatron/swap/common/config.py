@@ -1,4 +1,4 @@
-"""The settings of one run, checked once, immutable afterwards. A field's comment is its help on the command line."""
+"""The settings of one run: checked once, then immutable."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LOG_LEVELS = ("quiet", "info", "debug")
 POLICIES = ("manual", "auto")
 MOST_CANDIDATES = 10
 USUAL_FRACTION = 0.95
-"""Of the device's memory: the budget of ``--swap-policy auto`` alone."""
+"""Budget of ``--swap-policy auto`` without other flags, as a fraction of the device's memory."""
 
 
 @dataclass(frozen=True)
 class SwapConfig:
-    """What the user asked for. ``None`` means: choose for me.
+    """The user's settings. ``None`` leaves the choice to the package.
 
     Raises:
         UsageError: a value is out of its range; the message names the flag.
@@ -34,73 +34,73 @@ class SwapConfig:
     modules: tuple[str, ...] = ()
     """Submodules to swap; empty: everything that a chosen layer saves."""
     recompute: tuple[str, ...] = ()
-    """Kinds of cheap outputs that are made again in backward, in all layers; some of ``PRODUCERS``."""
+    """Producers whose outputs are recomputed in backward, in all layers; some of ``PRODUCERS``."""
     plan: Plan | None = None
-    """Which action for which site, instead of layers, modules and kinds."""
+    """Plan with an action for each site; replaces ``layers``, ``modules`` and ``recompute``."""
     plan_file: str | None = None
-    """Where that was read from."""
+    """File that ``plan`` was read from."""
     auto: bool = False
     """Find the plan while training."""
     memory_gib: float | None = None
-    """Most device memory that a step may take."""
+    """Most device memory that a step may take, in GiB."""
     memory_fraction: float | None = None
-    """The same as a part of the device's memory."""
+    """Most device memory that a step may take, as a fraction of the device's memory."""
     max_candidates: int = 3
-    """Most plans that are tried live."""
+    """Most plans that are tried in training steps."""
     save_plan: str | None = None
-    """Where the plan goes that was carried out."""
+    """File for the plan that was carried out."""
     save_profile: str | None = None
-    """Where the profile goes that the plan was made from."""
+    """File for the profile that the plan was made from."""
     optimizer: float = 0.0
-    """Part of the optimizer's state that rests in host memory between steps."""
+    """Fraction of the optimizer's state that is offloaded between steps."""
     optimizer_auto: bool = False
-    """That is the most: how much rests the planner decides."""
+    """Let the planner choose the fraction; ``optimizer`` is its upper bound."""
     disk_dir: str | None = None
-    """Where that rests for which host memory has no room."""
+    """Folder for bytes that do not fit into host memory."""
     disk_gib: float | None = None
-    """Most that this rank takes there; ``None``: what is free."""
+    """Most disk space that this rank takes, in GiB; ``None``: all that is free."""
     min_mib: float = 1.0
-    """Storages below this size stay on the device as they are."""
+    """Smaller storages are kept on the device."""
     host_gib: float | None = None
-    """Most pinned host memory this rank may book."""
+    """Most pinned host memory that this rank may reserve, in GiB."""
     host_unchecked: bool = False
-    """Believe ``host_gib`` even above what the machine reports."""
+    """Accept a ``host_gib`` above what the machine reports."""
     prefetch_gib: float | None = None
-    """Bytes in flight ahead of their use; ``None``: as large as the largest group."""
+    """Prefetch window: most GiB reloaded ahead of use; ``None``: the size of the largest group."""
     verify: bool = False
-    """Checksum every storage on its way out and in."""
+    """Compare checksums of every storage before offload and after reload."""
     summary: str | None = None
-    """Where the JSON summary goes."""
+    """File for the JSON summary."""
     profile: str | None = None
-    """Where the traced steps go: a folder, or ``nsys``."""
+    """Folder for traces, or ``nsys``."""
     profile_steps: tuple[int, int] = (4, 5)
-    """First and last of the traced steps, counted from 1."""
+    """First and last traced step, counted from 1."""
     deterministic: bool = False
-    """Bit-equal runs on a GPU."""
+    """Make runs on a GPU reproducible to the bit."""
     log_level: str = "info"
     """One of ``LOG_LEVELS``."""
     cpu_delay_ms: float = 0.0
-    """Machines without a GPU: longest random delay of an emulated copy."""
+    """Without a GPU: longest random delay of an emulated copy, in ms."""
     cpu_memory_gib: float | None = None
-    """Machines without a GPU: what the emulated device has for tensors that are made after the model."""
+    """Without a GPU: memory of the emulated device for tensors that are created after the model, in GiB."""
     oom_guard: bool = False
-    """Take saved tensors from the device when an allocation there fails."""
+    """Evict saved tensors when an allocation on the device fails."""
 
     @property
     def acts(self) -> bool:
-        """Whether anything happens to what autograd saves."""
+        """Whether saved tensors are handled at all: offloaded, recomputed or guarded."""
         return bool(self.layers or self.recompute or self.plan is not None or self.auto or self.oom_guard)
 
     @property
     def does_anything(self) -> bool:
-        """Whether training is not as it would be without us."""
+        """Whether training differs from a run without this package."""
         asked = self.summary, self.profile, self.cpu_memory_gib
         return self.acts or bool(self.optimizer) or any(one is not None for one in asked)
 
     def window_bytes(self, plan: Plan | None) -> int | None:
-        """Most that comes back ahead of its use: the user's choice, else that of ``plan``; ``None``: the engine's.
+        """Return the prefetch window in bytes: the user's, else that of ``plan``; ``None``: the engine chooses.
 
-        Nothing while a run that plans itself is measured: what counts then is memory, not time.
+        It is 0 in a run that plans itself and has no plan yet: memory is measured then, not time.
         """
         gib = self.prefetch_gib
         if gib is None and plan is not None:
@@ -110,10 +110,10 @@ class SwapConfig:
         return None if gib is None else int(gib * GIB)
 
     def budget_gib(self, device_gib: float) -> float:
-        """Most device memory in GiB that a step may take, on a device that has ``device_gib``.
+        """Return the most device memory that a step may take, in GiB, on a device with ``device_gib``.
 
         Raises:
-            UsageError: the device has less.
+            UsageError: the device has less memory than ``memory_gib``.
         """
         if self.memory_gib is None:
             return device_gib * (USUAL_FRACTION if self.memory_fraction is None else self.memory_fraction)
@@ -171,10 +171,10 @@ class SwapConfig:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """``4-5`` or ``4``: first and last step.
+    """Return first and last step of ``4-5`` or ``4``.
 
     Raises:
-        UsageError: malformed.
+        UsageError: the text is malformed.
     """
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is None:
@@ -183,10 +183,10 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def parse_layers(text: str, num_layers: int) -> frozenset[int]:
-    """The layers that ``text`` names (syntax: ``LAYER_SYNTAX``) in a model of ``num_layers``.
+    """Return the layers that ``text`` names (syntax: ``LAYER_SYNTAX``) in a model of ``num_layers``.
 
     Raises:
-        UsageError: malformed, or outside 0 … num_layers - 1.
+        UsageError: the text is malformed, or a layer is outside 0 … num_layers - 1.
     """
     if text == "none":
         return frozenset()
@@ -200,11 +200,14 @@ def parse_layers(text: str, num_layers: int) -> frozenset[int]:
 
 
 def check_files(written: Mapping[str, str | Path | None], read: Mapping[str, str | Path | None]) -> None:
-    """Before hours of training: the file of each flag of ``written`` can be written, and none is another one's, also
-    of those that are ``read``.
+    """Check before training that each file of ``written`` can be written and is no other file of both.
+
+    Args:
+        written: flag → file that the run writes.
+        read: flag → file that the run reads.
 
     Raises:
-        UsageError: names the flag.
+        UsageError: a check fails; the message names the flag.
     """
     flags = {os.path.realpath(path): flag for flag, path in read.items() if path is not None}
     for flag, path in written.items():
@@ -215,17 +218,17 @@ def check_files(written: Mapping[str, str | Path | None], read: Mapping[str, str
 
 
 def _check_writable(flag: str, path: Path) -> None:
-    """Folders that are missing can be made."""
+    """Check that ``path`` can be written. Missing folders are allowed: writing creates them."""
     try:
         _require(not path.is_dir(), flag, path, "a file, not a folder")
         if path.exists():
             _require(os.access(path, os.W_OK), flag, path, "a file that may be written to")
         if path.exists() and not path.is_file():
-            return  # a device, say: written in place
+            return  # such as /dev/stdout, which is written in place
         folder = next(folder for folder in Path(os.path.realpath(path)).parents if folder.exists())
         _require(folder.is_dir(), flag, path, f"a file in a folder; {folder} is none")
         with tempfile.TemporaryFile(dir=folder):
-            pass  # rights alone do not tell: they are root's in /proc
+            pass  # permissions are not enough: root has them in /proc, where no file can be created
     except OSError as error:
         raise UsageError(f"{flag} {path}: must be a file that can be written; {error.strerror}.") from error
 

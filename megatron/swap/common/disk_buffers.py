@@ -8,13 +8,16 @@ from __future__ import annotations
 from megatron.swap.common.types import MIB
 
 NUM_AHEAD = 3
-"""Buffers that are read before they are needed, and as many that are still being written."""
+"""Buffers that are read ahead of their use; as many may be waiting to be written."""
 NUM_STAGED = 2 * NUM_AHEAD + 1
-"""All buffers: those, and one whose bytes are in use."""
+"""All buffers: those for reads, those for writes, and one whose bytes are in use."""
 MAX_SPILL_BUFFER_BYTES = 64 * MIB
-"""Largest buffer for activations: a few chunks of what a disk takes at once."""
+"""Largest buffer for activations: a few of the disk's chunks."""
 
 
 def disk_buffer_bytes(host_bytes: int, max_bytes: int) -> int:
-    """Size of one buffer, at most ``max_bytes``, where all buffers are part of ``host_bytes`` of host memory."""
+    """Return the bytes of one buffer: a 16th of ``host_bytes``, but at most ``max_bytes``, and at least 1 MiB.
+
+    ``host_bytes`` is the host memory that the buffers are part of.
+    """
     return max(MIB, min(max_bytes, host_bytes // 16))

@@ -1,9 +1,9 @@
-"""What the engine does: in numbers (bytes, copies, stalls since the start), and as named ranges on a timeline."""
+"""Named ranges of the engine's work on a profiler's timeline."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -12,135 +12,26 @@ from typing import Any, Protocol
 from megatron.swap.common.types import format_bytes
 
 
-class Stall(Protocol):
-    """A wait that was placed on the compute stream; its length is known once the device has passed it."""
-
-    def elapsed_ms(self) -> float | None: ...
-
-
-@dataclass
-class LayerCounters:
-    """Totals of one layer since the start of the run."""
-
-    out_bytes: int = 0
-    in_bytes: int = 0
-    num_groups: int = 0
-    stayed_bytes: int = 0
-    recomputed_bytes: int = 0
-    """What autograd saved and nobody holds: it is made again in backward."""
-
-
-@dataclass(frozen=True)
-class Totals:
-    """The counters at one moment, or what came on top between two of them."""
-
-    layers: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Layer -> bytes out, bytes in."""
-    num_groups: int = 0
-    num_late: int = 0
-    num_out_copies: int = 0
-    num_in_copies: int = 0
-    """Copies that were enqueued; a storage takes several where its slot is in several pieces."""
-    wait_ms: float = 0.0
-    recomputed_bytes: int = 0
-    num_recomputed: int = 0
-
-    @property
-    def out_bytes(self) -> int:
-        return sum(out_bytes for out_bytes, _ in self.layers.values())
-
-    @property
-    def in_bytes(self) -> int:
-        return sum(in_bytes for _, in_bytes in self.layers.values())
-
-    def since(self, earlier: Totals) -> Totals:
-        layers = {}
-        for number, (out_bytes, in_bytes) in self.layers.items():
-            out_before, in_before = earlier.layers.get(number, (0, 0))
-            layers[number] = (out_bytes - out_before, in_bytes - in_before)
-        return Totals(
-            layers=layers,
-            num_groups=self.num_groups - earlier.num_groups,
-            num_late=self.num_late - earlier.num_late,
-            num_out_copies=self.num_out_copies - earlier.num_out_copies,
-            num_in_copies=self.num_in_copies - earlier.num_in_copies,
-            wait_ms=self.wait_ms - earlier.wait_ms,
-            recomputed_bytes=self.recomputed_bytes - earlier.recomputed_bytes,
-            num_recomputed=self.num_recomputed - earlier.num_recomputed,
-        )
-
-
-@dataclass
-class Counters:
-    """Totals since the start of the run. Stalls are read without ever making the host wait for the device."""
-
-    layers: defaultdict[int, LayerCounters] = field(default_factory=lambda: defaultdict(LayerCounters))
-    num_late: int = 0
-    """Storages that came back only when the backward of their own layer had begun: not prefetched."""
-    num_out_copies: int = 0
-    num_in_copies: int = 0
-    num_recomputed: int = 0
-    """Storages that were made again."""
-    num_not_recomputed: int = 0
-    """Storages that should have been made again, but nothing could: the policy had to say KEEP or SWAP."""
-    _wait_ms: float = 0.0
-    _stalls: deque[Stall] = field(default_factory=deque)
-
-    @property
-    def out_bytes(self) -> int:
-        return sum(layer.out_bytes for layer in self.layers.values())
-
-    @property
-    def num_groups(self) -> int:
-        return sum(layer.num_groups for layer in self.layers.values())
-
-    def add_stall(self, stall: Stall) -> None:
-        self._stalls.append(stall)
-
-    def totals(self) -> Totals:
-        """Everything until now."""
-        return Totals(
-            layers={number: (layer.out_bytes, layer.in_bytes) for number, layer in self.layers.items()},
-            num_groups=self.num_groups,
-            num_late=self.num_late,
-            num_out_copies=self.num_out_copies,
-            num_in_copies=self.num_in_copies,
-            wait_ms=self.wait_ms(),
-            recomputed_bytes=sum(layer.recomputed_bytes for layer in self.layers.values()),
-            num_recomputed=self.num_recomputed,
-        )
-
-    def wait_ms(self) -> float:
-        """Milliseconds the compute stream has waited for copies, as far as the device has got."""
-        while self._stalls:
-            elapsed_ms = self._stalls[0].elapsed_ms()
-            if elapsed_ms is None:
-                break
-            self._wait_ms += elapsed_ms
-            self._stalls.popleft()
-        return self._wait_ms
-
-
 class Labelled(Protocol):
-    """What a range is about: a group (``layers.3 mb0``) or a storage (``layers.3/mlp.linear_fc1/0 mb0``)."""
+    """Subject of a range: a group (``layers.3 mb0``) or a storage (``layers.3/mlp.linear_fc1/0 mb0``)."""
 
     @property
     def label(self) -> str: ...
 
 
 class Timeline(Protocol):
-    """How names get onto a profiler's timeline: NVTX, or torch's ``record_function``."""
+    """Opens a range on a profiler's timeline: NVTX, or torch's ``record_function``."""
 
     def __call__(self, name: str) -> AbstractContextManager[object]: ...
 
 
 Arrival = Callable[[Labelled, Any], None]
-"""Told of a storage and of the memory that has its bytes from now on: it was brought back, or made again."""
+"""Called with a storage that was reloaded or recomputed, and the memory that holds its bytes from now on."""
 
 
 @dataclass
 class _Listener:
-    """Who hears of ranges: a profiler, a recorder."""
+    """A receiver of ranges: a profiler or a recorder."""
 
     timeline: Timeline
     allocated_bytes: Callable[[], int | None] | None
@@ -149,10 +40,10 @@ class _Listener:
 
 
 class Ranges:
-    """Named ranges of the engine's work, for those who listen. Off while nobody does: then a call costs a look.
+    """Named ranges of the engine's work, passed on to listeners. Without listeners a call costs one check.
 
     The names are a contract with ``benchmarks/traces``, which finds the copies by them (docs/architecture.md lists
-    them). Micro-batches are numbered anew in each step, whatever order a pipeline runs them in.
+    them). Micro-batches are numbered from 0 in each step, whatever order a pipeline runs them in.
     """
 
     def __init__(self) -> None:
@@ -163,7 +54,8 @@ class Ranges:
         self._left_open: list[ExitStack] = []
 
     @property
-    def on(self) -> bool:
+    def is_on(self) -> bool:
+        """Whether anyone listens."""
         return bool(self._listeners)
 
     def start(
@@ -172,16 +64,16 @@ class Ranges:
         allocated_bytes: Callable[[], int | None] | None = None,
         arrived: Arrival | None = None,
     ) -> None:
-        """From now on ranges go to ``timeline``, too.
+        """Pass ranges on to ``timeline`` from now on, beside other listeners.
 
         Args:
-            allocated_bytes: asked at the ends of ranges, for a mark of the memory; ``None``: no such marks.
-            arrived: told of storages that come back.
+            allocated_bytes: returns device memory in use, for ``memory`` marks; ``None``: no such marks.
+            arrived: called with each storage that is reloaded or recomputed.
         """
         self._listeners.append(_Listener(timeline, allocated_bytes, arrived))
 
     def stop(self, timeline: Timeline | None = None) -> None:
-        """``timeline`` (``None``: whoever listens) hears no more."""
+        """Stop passing ranges on to ``timeline``; ``None``: to any listener."""
         self._end_backward()
         for listener in [one for one in self._listeners if timeline in (None, one.timeline)]:
             listener.step.__exit__(None, None, None)
@@ -190,7 +82,10 @@ class Ranges:
             self._step = None
 
     def step(self, number: int) -> None:
-        """Training iteration ``number`` begins; the one before is over. Called on one thread; once more: no matter."""
+        """End the step before and begin training iteration ``number``; no effect if it has begun.
+
+        Must always be called on the same thread.
+        """
         if self._step == number:
             return
         self._step = number
@@ -202,18 +97,18 @@ class Ranges:
             listener.step.__enter__()
 
     def micro_batch(self, layer: int) -> int:
-        """Which of this step's micro-batches ``layer`` runs, or ran last."""
+        """Return which of this step's micro-batches ``layer`` runs, or ran last."""
         return max(0, self._num_forwards[layer] - 1)
 
     def forward(self, layer: int) -> AbstractContextManager[object]:
-        """A layer's forward."""
+        """Return the range of a forward of ``layer``."""
         if not self._listeners:
             return nullcontext()
         self._num_forwards[layer] += 1
         return self._named(f"forward layers.{layer} mb{self.micro_batch(layer)}")
 
     def backward(self, group: Labelled) -> None:
-        """Backward enters ``group``; it has left the one before."""
+        """Begin the backward range of ``group``, and end the one of the group before."""
         if self._listeners:
             self._end_backward()
             stack = ExitStack()
@@ -222,7 +117,7 @@ class Ranges:
             self.memory()
 
     def backward_over(self, group: Labelled) -> None:
-        """The gradient of ``group``'s input is there."""
+        """End the backward range of ``group``: the gradient of its input is there."""
         if self._backward is not None and self._backward[0] is group:
             self._end_backward()
             self.memory()
@@ -233,33 +128,33 @@ class Ranges:
             self._backward = None
             if thread == threading.get_ident():
                 stack.close()
-            else:  # a range ends on the thread that it began on, or never: freed, it would end another one here
+            else:  # must end on its own thread; freeing it here would end another range
                 self._left_open.append(stack)
 
     def group(self, what: str, group: Labelled, num_bytes: int) -> AbstractContextManager[object]:
-        """Work on a whole group: ``prefetch layers.3 mb0 412 MiB``."""
+        """Return the range of work on a group: ``prefetch layers.3 mb0 412 MiB``."""
         if not self._listeners:
             return nullcontext()
         return self._named(f"{what} {group.label} {format_bytes(num_bytes)}")
 
     def storage(self, what: str, storage: Labelled, num_bytes: int | None = None) -> AbstractContextManager[object]:
-        """Work on one storage: ``copy_in layers.3/mlp.linear_fc1/0 mb0 134217728``, or without the bytes."""
+        """Return the range of work on one storage: ``copy_in layers.3/mlp.linear_fc1/0 mb0 134217728``."""
         if not self._listeners:
             return nullcontext()
         return self._named(f"{what} {storage.label}" + ("" if num_bytes is None else f" {num_bytes}"))
 
     def arrived(self, storage: Labelled, memory: Any) -> None:
-        """The bytes of ``storage`` are in ``memory``, or a copy into it is enqueued."""
+        """Notify listeners that ``memory`` holds the bytes of ``storage``, or that a copy into it is enqueued."""
         for listener in self._listeners:
             if listener.arrived is not None:
                 listener.arrived(storage, memory)
 
     def mark(self, name: str) -> AbstractContextManager[object]:
-        """Any other name; what is emulated says so by one."""
+        """Return a range of any other name, such as a trial recomputation or work of an emulated device."""
         return self._named(name)
 
     def memory(self) -> None:
-        """A mark of the device memory that is allocated now: ``memory 123456789``."""
+        """Mark the bytes of device memory that are allocated now: ``memory 123456789``."""
         for listener in self._listeners:
             if listener.allocated_bytes is not None and (num_bytes := listener.allocated_bytes()) is not None:
                 with listener.timeline(f"memory {num_bytes}"):

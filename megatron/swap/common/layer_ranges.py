@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from megatron.swap.common.types import UsageError
 
 MOST_LAYERS = 100_000
-"""Bound of the layers that a text may name where the model is not known."""
+"""Bound of layer numbers where the model is not known."""
 RANGE = re.compile(r"\s*(\d{1,20})\s*(?:-\s*(\d{1,20})\s*)?")
 
 
@@ -17,12 +17,12 @@ def parse_ranges(text: str, where: str, syntax: str, num_layers: int = MOST_LAYE
 
     Args:
         text: layers and ranges with commas between them.
-        where: what the text is, the beginning of an error message.
-        syntax: what may be written there, for an error message.
+        where: beginning of an error message.
+        syntax: allowed syntax, for an error message.
         num_layers: layers of the model.
 
     Raises:
-        UsageError: malformed, a range that runs backwards, or a layer that the model has not.
+        UsageError: the text is malformed, a range runs backwards, or a layer is not in the model.
     """
     layers: set[int] = set()
     for part in text.split(","):
@@ -40,7 +40,7 @@ def parse_ranges(text: str, where: str, syntax: str, num_layers: int = MOST_LAYE
 
 
 def format_ranges(layers: Iterable[int], separator: str = ",") -> str:
-    """Return the text that ``parse_ranges`` reads as ``layers``; empty where there is none."""
+    """Return ``layers`` as text that ``parse_ranges`` reads; empty if there are none."""
     ranges: list[list[int]] = []
     for layer in sorted(layers):
         if ranges and layer == ranges[-1][1] + 1:

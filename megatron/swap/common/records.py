@@ -1,4 +1,4 @@
-"""JSON files that are records: strict on the way in, readable on the way out."""
+"""JSON files of dataclass records: read strictly, written so that people can edit them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron.swap.common.types import MOST, UsageError
 SHORT = re.compile(r"[\[{]\s+([^\[\]{}]*?)\s+[\]}]")
 LINE_WIDTH = 150
 KEY = "key"
-"""Metadata of a dataclass field whose key in files is not its name: ``field(metadata={"key": "share"})``."""
+"""Metadata key of a dataclass field that has another name in files: ``field(metadata={"key": "share"})``."""
 
 
 def from_json[T](kind: type[T], value: Any, where: str) -> T:
-    """``value`` (parsed JSON) as a dataclass, tuple, dictionary or plain value of type ``kind``.
+    """Return ``value`` (parsed JSON) as a dataclass, tuple, dictionary or plain value of type ``kind``.
 
     Raises:
         UsageError: a key is missing or unknown, or a value has another type; ``where`` begins the message.
@@ -29,10 +29,10 @@ def from_json[T](kind: type[T], value: Any, where: str) -> T:
 
 
 def load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
-    """The record that a file holds under the heading ``"format": name, "version": version``.
+    """Return the record in a file that begins with ``"format": name, "version": version``.
 
     Raises:
-        UsageError: the file cannot be read, or holds something else.
+        UsageError: the file cannot be read, or is no such record.
     """
     try:
         return _load(kind, path, name, version)
@@ -62,7 +62,7 @@ def _load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a key that stands twice Python's reader would take the last one, without a word."""
+    """Refuse duplicate keys: Python's reader would silently take the last one."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -72,16 +72,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def save(record: Any, path: str | Path, name: str, version: int) -> None:
-    """Write a dataclass so that ``load`` gives it back, as ``write_text`` does."""
+    """Write a dataclass as a file that ``load`` reads, in the way of ``write_text``."""
     write_text(path, to_text(record, name, version))
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Folders that are missing are made; a file that is there stays as it is until the new one is whole."""
+    """Write a file, and missing folders. An existing file is replaced only when the new one is complete."""
     if Path(path).exists() and not Path(path).is_file():
-        Path(path).write_text(text)  # /dev/stdout, say: nothing may take its place
+        Path(path).write_text(text)  # such as /dev/stdout, which must not be replaced
         return
-    whole = Path(os.path.realpath(path))  # a link stays a link
+    whole = Path(os.path.realpath(path))  # replace the target of a link, not the link
     whole.parent.mkdir(parents=True, exist_ok=True)
     part = whole.with_name(f".{whole.name}.{os.getpid()}")
     try:
@@ -92,13 +92,13 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def to_text(record: Any, name: str, version: int) -> str:
-    """What ``save`` writes."""
+    """Return the text that ``save`` writes."""
     text = json.dumps({"format": name, "version": version, **to_json(record)}, indent=1)
     return SHORT.sub(_on_one_line, text) + "\n"
 
 
 def to_json(value: Any) -> Any:
-    """Return ``value``, a dataclass or what it holds, as objects, lists and plain values."""
+    """Return ``value``, a dataclass or a value inside one, as JSON objects, lists and plain values."""
     if dataclasses.is_dataclass(value):
         return {key_of(item): to_json(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -107,12 +107,12 @@ def to_json(value: Any) -> Any:
 
 
 def key_of(item: dataclasses.Field) -> str:
-    """Return the key of a dataclass field in files: its name, unless the field has another one (``key``)."""
+    """Return the key of a dataclass field in files: its ``key`` metadata, else its name."""
     return item.metadata.get(KEY, item.name)
 
 
 def _on_one_line(match: re.Match[str]) -> str:
-    """Innermost objects and lists stand on one line where they fit: a person edits these files."""
+    """Put an innermost object or list on one line if it fits."""
     joined = re.sub(r"\n\s*", " ", match[1])
     return f"{match[0][0]}{joined}{match[0][-1]}" if len(joined) < LINE_WIDTH else match[0]
 
@@ -140,7 +140,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         return {key: _read(arguments[1], part, f"{where}: {key}") for key, part in value.items()}
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(typing.cast(type, kind), value, where)
-    if kind in (int, float):  # counts, sizes and times: none is below 0
+    if kind in (int, float):  # counts, sizes and times are never below 0
         is_number = type(value) in (int, kind) and 0 <= value <= MOST
         _require(is_number, where, value, f"a {'whole ' if kind is int else ''}number from 0 to {MOST:g}")
         return value

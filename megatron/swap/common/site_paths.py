@@ -1,12 +1,12 @@
-"""Paths of sites that are no submodule of a layer. Profiles, plans and the engine name sites by them."""
+"""Paths of sites outside a layer's submodules, as profiles, plans and the engine name them."""
 
 from __future__ import annotations
 
 OWN_PATH = "layer"
-"""Path of what a layer saves outside its submodules (the residual connections)."""
+"""Path of tensors that a layer saves outside its submodules (residual connections)."""
 CHECKPOINT_PATH = "checkpoint"
-"""Path of the input of layers that are recomputed whole."""
+"""Path of the input of a layer that is recomputed whole."""
 MODEL_PATH, LOSS_PATH = "model", "loss"
-"""Paths of what a model chunk saves outside its submodules: before its layers, and behind them."""
+"""Paths of tensors that a model chunk saves outside its layers: before the layers, and after them."""
 NON_LAYER = -1
-"""Instead of a layer's number: of what is in no layer."""
+"""Stands for the layer number at sites outside all layers."""

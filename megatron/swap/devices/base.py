@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.swap.common.instrumentation import Stall
+from megatron.swap.common.counters import Stall
 from megatron.swap.common.types import UsageError
 from megatron.swap.native.guarding import GuardCore
 

@@ -144,18 +144,18 @@ class LayerBoundary:
         manager, footprint = self._manager, self._saved_tensors.footprint
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         footprint.begin_layer(self.layer, hidden.nbytes if isinstance(hidden, torch.Tensor) else 0)
-        if self._options.is_idle() and not manager.ranges.on:  # asked now: a larger input may just have changed that
+        if self._options.is_idle() and not manager.ranges.is_on:  # asked now: a larger input may just have changed that
             result = self._inner(*args, **kwargs)
-            footprint.end_layer(self.layer, unseen=True)
+            footprint.end_layer(self.layer, is_unseen=True)
             return result
         with manager.ranges.forward(self.layer):
             group = manager.begin_forward(self.layer, self._position)
-            if manager.ranges.on:
+            if manager.ranges.is_on:
                 _mark_end_of_backward(manager.ranges, group, hidden)
                 self._saved_tensors.called_with(group, hidden)
             with self._saved_tensors_context(group):
                 result = self._run(group, args, kwargs)
-            footprint.end_layer(self.layer, unseen=self._checkpoint is not None)
+            footprint.end_layer(self.layer, is_unseen=self._checkpoint is not None)
             manager.end_forward(group)
         return self._mark(result, lambda: manager.begin_backward(group))
 

@@ -10,7 +10,8 @@ A manager serves one training thread. Autograd's device threads call it too, but
 
 from __future__ import annotations
 
-from megatron.swap.common.instrumentation import Counters, Ranges
+from megatron.swap.common.counters import Counters
+from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import LayerPosition
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.decider import Decider
@@ -78,7 +79,7 @@ class SwapManager:
         self._evictions.find_evicted()
         self.offload.discard_unfinished()  # else a discarded graph's last group would seem to wait for its backward
         group = state.order.begin_forward(layer, position)
-        if state.ranges.on:
+        if state.ranges.is_on:
             group.micro_batch = state.ranges.micro_batch(layer)
         self.release_budget.begin_forward(layer, position)
         self.offload.begin_forward(group)

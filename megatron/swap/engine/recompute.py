@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from megatron.swap.common.instrumentation import Counters, Ranges
+from megatron.swap.common.counters import Counters
+from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import Site, SwapError
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.checksum import VerifyError, checksum

@@ -132,7 +132,7 @@ class SavedTensors:
     @property
     def active_recorder(self) -> Recorder | None:
         """The recorder, while it is on."""
-        return self._recorder if self._recorder is not None and self._recorder.on else None
+        return self._recorder if self._recorder is not None and self._recorder.is_on else None
 
     def recording(self) -> AbstractContextManager[None]:
         """Return a context, around a layer's forward, in which producers record what they make."""
@@ -179,7 +179,7 @@ class SavedTensors:
         def pack(tensor: torch.Tensor) -> Packed:
             if is_ineligible(tensor, self.device) or tensor.untyped_storage()._cdata in constants:
                 return keep(tensor)
-            site = names.next_site(LOSS_PATH if recorder.behind_layers else MODEL_PATH)
+            site = names.next_site(LOSS_PATH if recorder.is_past_layers else MODEL_PATH)
             return keep(tensor, record=recorder.saved_non_layer(site, tensor))
 
         return self._enter(Hooks(pack, self.unpack))

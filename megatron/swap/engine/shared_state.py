@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from megatron.swap.common.instrumentation import Counters, Ranges
+from megatron.swap.common.counters import Counters
+from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.fences import ReadFences
 from megatron.swap.engine.handle import Handle, Orphans

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from megatron.swap.common.instrumentation import Counters
+from megatron.swap.common.counters import Counters
 from megatron.swap.common.types import GIB, MOST, SwapError, UsageError, format_bytes, is_within
 from megatron.swap.devices.base import Device, Event
 from megatron.swap.devices.cuda import CudaDevice

@@ -1,4 +1,4 @@
-"""What a step saved, layer by layer, in a few numbers each: cheap enough to count always, enough to see a change."""
+"""Footprint of a step: tensors and bytes that each layer saved. Cheap enough to count in every step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 
 class LayerFootprint(NamedTuple):
-    """A layer's: what it saved, each the most of all its micro-batches.
+    """What a layer saved in a step. Each figure is the maximum over the step's micro-batches.
 
     Attributes:
-        num_tensors, num_bytes: 0 of a layer that is recomputed whole, or has no hooks: what it saves is not seen.
-        input_bytes: of the hidden states that it was called with.
+        num_tensors, num_bytes: tensors saved, and their bytes. Both are 0 if the layer is recomputed whole or has no
+            hooks, since its saved tensors are not seen then.
+        input_bytes: bytes of the hidden states that the layer was called with.
     """
 
     layer: int
@@ -23,38 +24,38 @@ class LayerFootprint(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """A step's.
+    """What the layers saved in a step. Hashable.
 
-    Bytes are those of the storages, counted for every tensor that was saved on them. Equal whatever the policy did, but
-    for layers that were not seen, and hashable.
+    Every saved tensor counts the bytes of its whole storage. So the footprint does not depend on the policy, except in
+    layers whose saved tensors were not seen.
     """
 
     layers: tuple[LayerFootprint, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Of all layers."""
+        """Saved bytes of all layers."""
         return sum(entry.num_bytes for entry in self.layers)
 
     @property
     def num_tensors(self) -> int:
-        """Of all layers."""
+        """Saved tensors of all layers."""
         return sum(entry.num_tensors for entry in self.layers)
 
     def filled_from(self, measured: Footprint) -> Footprint:
-        """With what ``measured`` has of the layers that were not seen, in proportion to their inputs."""
+        """Return a copy in which layers that were not seen have the figures of ``measured``, scaled by input size."""
         known = {entry.layer: entry for entry in measured.layers}
         return Footprint(tuple(_filled(entry, known.get(entry.layer, entry)) for entry in self.layers))
 
-    def or_more(self, other: Footprint) -> Footprint:
-        """Of each layer the most of both."""
+    def maximum(self, other: Footprint) -> Footprint:
+        """Return the maximum of both footprints, layer by layer."""
         layers = {entry.layer: entry for entry in self.layers}
         for entry in other.layers:
-            layers[entry.layer] = _most(layers.get(entry.layer, entry), entry)
+            layers[entry.layer] = _maximum(layers.get(entry.layer, entry), entry)
         return Footprint(tuple(layers[layer] for layer in sorted(layers)))
 
 
-def _most(one: LayerFootprint, other: LayerFootprint) -> LayerFootprint:
+def _maximum(one: LayerFootprint, other: LayerFootprint) -> LayerFootprint:
     return LayerFootprint(*map(max, one, other))
 
 
@@ -66,21 +67,26 @@ def _filled(entry: LayerFootprint, measured: LayerFootprint) -> LayerFootprint:
 
 
 class FootprintMeter:
-    """Counts the footprint of the step that runs."""
+    """Counts the footprint of the current step."""
 
     def __init__(self) -> None:
         self._num_tensors = self._num_bytes = self._input_bytes = 0
         self._layers: dict[int, LayerFootprint] = {}
         self._limits: dict[int, float] = {}
         self._input_limits: dict[int, float] = {}
-        self._above_bytes = 0.0
+        self._excess_bytes = 0.0
         self._exceeded: Callable[[], None] | None = None
 
     def expect(self, footprint: Footprint | None, factor: float, exceeded: Callable[[], None]) -> None:
-        """From now on tell ``exceeded`` where a chunk saves more than ``factor`` times what ``footprint`` has.
+        """Call ``exceeded`` from now on where a chunk saves more than ``factor`` times the bytes of ``footprint``.
 
-        It is told in mid-forward, right after each layer up to which that is so; and before each layer whose input
-        alone is so much larger, when nothing of it is saved yet. ``None``: no more.
+        The call comes in mid-forward, after each layer at whose end the chunk has saved that much; and before each
+        layer whose input is that much larger than expected, while nothing of the layer is saved yet.
+
+        Args:
+            footprint: what is expected; ``None``: stop calling.
+            factor: largest allowed ratio.
+            exceeded: may be called several times in a forward.
         """
         layers = () if footprint is None else footprint.layers
         self._limits = {entry.layer: factor * entry.num_bytes for entry in layers}
@@ -88,32 +94,32 @@ class FootprintMeter:
         self._exceeded = exceeded
 
     def begin_chunk(self) -> None:
-        """A forward of a model chunk begins."""
-        self._above_bytes = 0.0
+        """Begin the forward of a model chunk."""
+        self._excess_bytes = 0.0
 
     def begin_layer(self, layer: int, input_bytes: int = 0) -> None:
-        """``layer``'s forward begins, with hidden states of ``input_bytes``; one that broke off counts for nothing."""
+        """Begin the forward of ``layer`` on hidden states of ``input_bytes``. A forward that did not end is dropped."""
         self._num_tensors = self._num_bytes = 0
         self._input_bytes = input_bytes
         if self._exceeded is not None and input_bytes > self._input_limits.get(layer, input_bytes):
             self._exceeded()
 
     def add(self, num_bytes: int) -> None:
-        """The layer saved a tensor, on a storage of ``num_bytes``."""
+        """Count a tensor that the layer saved, on a storage of ``num_bytes``."""
         self._num_tensors += 1
         self._num_bytes += num_bytes
 
-    def end_layer(self, layer: int, unseen: bool = False) -> None:
-        """``layer``'s forward is over. ``unseen``: it runs again as a whole, or ran without hooks."""
-        saved = (0, 0) if unseen else (self._num_tensors, self._num_bytes)
+    def end_layer(self, layer: int, is_unseen: bool = False) -> None:
+        """End the forward of ``layer``. ``is_unseen``: it is recomputed whole, or ran without hooks."""
+        saved = (0, 0) if is_unseen else (self._num_tensors, self._num_bytes)
         entry = LayerFootprint(layer, *saved, self._input_bytes)
-        self._layers[layer] = _most(self._layers.get(layer, entry), entry)
-        if not unseen:
-            self._above_bytes += self._num_bytes - self._limits.get(layer, self._num_bytes)
-        if self._exceeded is not None and self._above_bytes > 0:
+        self._layers[layer] = _maximum(self._layers.get(layer, entry), entry)
+        if not is_unseen:
+            self._excess_bytes += self._num_bytes - self._limits.get(layer, self._num_bytes)
+        if self._exceeded is not None and self._excess_bytes > 0:
             self._exceeded()
 
     def take(self) -> Footprint:
-        """The footprint since the last call: of a step, at its end."""
+        """Return the footprint since the last call. Call it at the end of each step."""
         layers, self._layers = self._layers, {}
         return Footprint(tuple(layers[layer] for layer in sorted(layers)))

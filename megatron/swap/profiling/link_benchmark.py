@@ -1,8 +1,8 @@
-"""How fast copies to host memory and back are here, while every rank of the run copies: what a plan has to go by.
+"""Benchmark of copies between device and host memory while all ranks of the run copy at once.
 
-The link's speed is no property of a GPU: ranks of a host share its memory and its buses. So all ranks time the same
-pattern at the same moment: copies out, copies in, both at once. Each step ends with all ranks telling whether it went
-well; what fails on one ends the measurement on all, and nobody waits for a rank that has given up.
+Ranks of a host share its memory and its buses, so the speed of one GPU alone says too little. All ranks time the same
+pattern at the same moment: copies out, copies in, both at once. After each part all ranks exchange whether it
+succeeded. A failure on one rank ends the benchmark on all, and no rank waits for one that has given up.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron.swap.planner.profile import Link
 
 COPY_BYTES = 128 * MIB
 NUM_COPIES = 4
-"""One after the other, as a layer's are: together long enough that launching and looking do not count (a tenth with one
-copy), short enough for a fraction of a second in all."""
+"""Copies in a row, as for a layer. Launching and polling are a tenth of the time of one copy, and negligible with four;
+the whole benchmark takes a fraction of a second."""
 
 SMALLEST_BYTES = MIB
-"""Of a copy, where memory is short: quarters are tried down to that."""
+"""Smallest copy that is tried: where memory is short, sizes are quartered down to this."""
 
 REPETITIONS = 3
 
@@ -36,16 +36,16 @@ BOTH: Directions = ("out", "in")
 
 
 def measure_link(device: Device, tier: Tier, num_bytes: int = COPY_BYTES) -> Link:
-    """This rank's link, in GB/s, as the median of ``REPETITIONS``. Every rank must call it; see ``slowest_link``.
+    """Return the speed of this rank's link in GB/s, the median of ``REPETITIONS``. Every rank must call it.
 
-    Call it while no copy is under way: before the first step, or when the device is through with one. It takes
-    ``2 * num_bytes`` of the device and of the tier, and gives them back.
+    Call it while no copy is under way: before the first step, or when the device has finished a step. It takes
+    ``2 * num_bytes`` of the device and of the tier, and frees them.
 
     Args:
-        num_bytes: of one copy; the same on all ranks. Where one of them has no memory for it, a quarter is tried.
+        num_bytes: bytes of one copy, the same on all ranks. If a rank has no memory for it, a quarter is tried.
 
     Raises:
-        SwapError: a copy, or the memory for it, failed on any rank; raised on all ranks.
+        SwapError: a copy or an allocation failed on any rank; raised on all ranks.
     """
     ends = _Ends(device, tier, num_bytes)
     try:
@@ -70,7 +70,7 @@ def measure_link(device: Device, tier: Tier, num_bytes: int = COPY_BYTES) -> Lin
 
 
 def slowest_link(device: Device, link: Link) -> Link:
-    """Of the links of all ranks, the lowest figures: ranks wait for each other, so a plan goes by these."""
+    """Return the lowest speeds of all ranks: ranks wait for each other, so the slowest link decides."""
     if _num_ranks() == 1:
         return link
     figures = torch.tensor(list(vars(link).values()), dtype=torch.float64, device=device.torch_device)
@@ -79,7 +79,7 @@ def slowest_link(device: Device, link: Link) -> Link:
 
 
 class _Ends:
-    """Where the copies go from and to: for each direction a slot of the tier and as much memory of the device."""
+    """Both ends of the copies: for each direction a slot of the tier, a device buffer and a stream."""
 
     def __init__(self, device: Device, tier: Tier, num_bytes: int) -> None:
         self._device = device
@@ -90,7 +90,7 @@ class _Ends:
         self._streams: dict[str, Stream] = {}
 
     def take(self) -> None:
-        """Have the memory, and use it for the first time."""
+        """Allocate the memory and copy once, since first uses are slower."""
         for direction in BOTH:
             self._slots[direction] = self._tier.reserve(self._num_bytes)
             self._buffers[direction] = self._device.allocate(self._num_bytes)
@@ -98,9 +98,9 @@ class _Ends:
         self.seconds(BOTH)
 
     def seconds(self, directions: Directions) -> dict[str, float]:
-        """How long ``NUM_COPIES`` in each of ``directions`` take when they begin together."""
+        """Return the seconds that ``NUM_COPIES`` in each of ``directions`` take when they begin together."""
         compute = self._device.current_stream()
-        ready = self._device.record(compute)  # a buffer may be recycled memory
+        ready = self._device.record(compute)  # a buffer may be recycled memory that is still in use
         began = time.perf_counter()
         waiting: dict[str, Event] = {}
         for direction in directions:
@@ -115,13 +115,13 @@ class _Ends:
             for direction, event in waiting.items():
                 if direction not in taken and self._device.has_passed(event):
                     taken[direction] = time.perf_counter() - began
-            time.sleep(0)  # the emulation's copies run on threads of this process
+            time.sleep(0)  # let the emulated device's copy threads run
         for event in waiting.values():
-            self._device.wait(compute, event)  # it has passed; a copy that failed raises here
+            self._device.wait(compute, event)  # has passed, so this only raises if a copy failed
         return taken
 
     def free(self) -> None:
-        """Give all of it back, when every copy is over."""
+        """Wait for all copies, then free the memory."""
         for stream in self._streams.values():
             event = self._device.record(stream)
             while not self._device.has_passed(event):
@@ -133,7 +133,10 @@ class _Ends:
 
 
 def _on_all_ranks[T](device: Device, work: Callable[[], T]) -> T:
-    """``work`` on every rank, begun together if the ranks have just met; all of them raise if one did."""
+    """Run ``work`` on every rank, and raise on all ranks if it failed on one.
+
+    Ranks begin together, since the call before ended with a collective.
+    """
     failure: Exception | None = None
     result: T | None = None
     try:

@@ -1,4 +1,4 @@
-"""Measures what a model chunk saves outside its layers: embedding, final norm, logits, cross entropy."""
+"""Records tensors that a model chunk saves outside its layers: embedding, final norm, logits, cross entropy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from megatron.swap.profiling.storage_tracker import StorageTracker, TrackedStora
 
 
 class NonLayerRecorder:
-    """Part of a recorder, on while that is. No events tell of it: to planning these bytes are what chunks hold."""
+    """The part of a ``Recorder`` for storages outside layers. It is on while the recorder is.
+
+    These storages get no events: each record holds its own times. The planner counts them as bytes of the chunk.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -19,36 +22,36 @@ class NonLayerRecorder:
             lambda tracked: self._mark(tracked.record, What.FREED)
         )
         self._marks: dict[NonLayerStorage, dict[What, Mark]] = {}
-        self._of_forward: list[TrackedStorage[NonLayerStorage]] = []
+        self._saved_in_forward: list[TrackedStorage[NonLayerStorage]] = []
 
     def saved(self, chunk: int, site: Site, tensor: torch.Tensor) -> NonLayerStorage:
-        """Autograd saves ``tensor`` at ``site`` of a chunk: its storage's record."""
+        """Note that autograd saves ``tensor`` at ``site`` of ``chunk``. Return its storage's record."""
         storage = tensor.untyped_storage()
         tracked = self._tracker.get(storage)
         if tracked is None:
-            for earlier in self._of_forward:
-                if not earlier.record.site.startswith(f"{site.path}/"):  # its own frames are gone
+            for earlier in self._saved_in_forward:
+                if not earlier.record.site.startswith(f"{site.path}/"):  # the module that saved it has returned
                     earlier.record.has_external_refs = earlier.has_external_refs()
             record = NonLayerStorage(chunk, f"{site.path}/{site.ordinal}", storage.nbytes())
             self._marks[record] = {}
             self._mark(record, What.SAVED)
             tracked = self._tracker.track(record, storage)
-            self._of_forward.append(tracked)
+            self._saved_in_forward.append(tracked)
         tracked.num_aliases += 1
         return tracked.record
 
     def forward_ended(self) -> None:
-        """The forward of a chunk is over, and its frames are gone."""
-        while self._of_forward:
-            tracked = self._of_forward.pop()
+        """Note external references at the end of a chunk's forward, when its frames are gone."""
+        while self._saved_in_forward:
+            tracked = self._saved_in_forward.pop()
             tracked.record.has_external_refs |= tracked.has_external_refs()
 
     def asked(self, record: NonLayerStorage) -> None:
-        """Backward wants a tensor on it."""
+        """Note that backward unpacks a tensor on the storage of ``record``."""
         self._mark(record, What.ASKED)
 
     def take(self, first: Mark) -> tuple[NonLayerStorage, ...]:
-        """All that were saved, in order, with times since ``first``; they are followed no longer."""
+        """Return all records in the order of saving, with times in ms since ``first``, and stop tracking them."""
         taken = tuple(self._marks)
         for record, marks in self._marks.items():
             record.at_ms = {what: mark.elapsed_ms_since(first) for what, mark in marks.items()}
@@ -56,12 +59,12 @@ class NonLayerRecorder:
         return taken
 
     def forget(self) -> None:
-        """Follow none of them any longer."""
+        """Drop all records and stop tracking."""
         self._tracker.forget()
         self._marks = {}
-        self._of_forward.clear()
+        self._saved_in_forward.clear()
 
     def _mark(self, record: NonLayerStorage, what: What) -> None:
         marks = self._marks.get(record)
-        if marks is not None and what not in marks:  # else of an earlier recording
+        if marks is not None and what not in marks:  # a record of an earlier recording has no marks
             marks[what] = self._device.mark()

@@ -1,7 +1,7 @@
-"""How many bytes autograd holds on the device at once. An independent version_probe: nothing here knows of swapping.
+"""Counts the bytes that autograd holds on the device at once. An independent check: it knows nothing of swapping.
 
-It stands around any pair of saved-tensor hooks and notes each storage that goes in or comes out. A storage counts from
-then on until it is freed, so what a swapping engine takes away stops counting when, and only when, its memory is free.
+It wraps any pair of saved-tensor hooks and notes each storage that is packed or unpacked. The storage counts from then
+until it is freed. So an offloaded storage stops counting exactly when its device memory is freed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Hooks:
 
 
 PLAIN = Hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-"""Hooks that keep everything. Not the tensor itself: a node that saves its own output would hold itself for ever."""
+"""Hooks that keep every tensor. They detach it, since a node that saves its own output would otherwise never die."""
 
 
 class Observer:
     """Counts the live bytes of the storages that passed through its hooks, parameters excepted.
 
     Attributes:
-        live_bytes: held now.
-        peak_bytes: most held at once.
+        live_bytes: bytes held now.
+        peak_bytes: most bytes held at once.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Observer:
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def around(self, hooks: Hooks) -> Hooks:
-        """``hooks``, watched."""
+        """Return ``hooks`` with counting around them."""
 
         def pack(tensor: torch.Tensor) -> Any:
             self._note(tensor)
@@ -57,16 +57,16 @@ class Observer:
         return Hooks(pack, unpack)
 
     def context(self, module: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A context in which everything that autograd saves is counted and nothing else changes.
+        """Return a context in which everything that autograd saves is counted, and nothing else changes.
 
-        The parameters of ``module``, and views of them, do not count: they would be there without autograd.
+        The parameters of ``module``, and views of them, do not count: they exist without autograd.
         """
         self._constant = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         hooks = self.around(PLAIN)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
     def take_peak(self) -> tuple[int, int]:
-        """Most bytes held at once since the last call, and bytes held now."""
+        """Return the most bytes held at once since the last call, and the bytes held now."""
         peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self.live_bytes
         return peak_bytes, self.live_bytes
 
@@ -79,7 +79,7 @@ class Observer:
             return
         num_bytes = storage.nbytes()
 
-        # The reference dies with the storage itself, not with its Python object: torch keeps that one alive with it.
+        # The reference dies with the storage itself: torch keeps the Python object alive as long.
         def gone(reference: weakref.ref[torch.UntypedStorage]) -> None:
             entry = self._live.get(address)
             if entry is not None and entry[0] is reference:

@@ -13,19 +13,19 @@ import torch
 from megatron.swap.common.instrumentation import Ranges
 
 NSYS = "nsys"
-"""In place of a folder: this process runs under ``nsys profile --capture-range=cudaProfilerApi``."""
+"""Target for runs under ``nsys profile --capture-range=cudaProfilerApi``, in place of a folder."""
 
 
 class Profiler:
-    """Told of every step's end, it traces steps ``first`` to ``last`` with the engine's ranges in them.
+    """Traces steps ``first`` to ``last``, including the engine's ranges. Call ``step_ended`` after every step.
 
     Args:
-        target: a folder, into which torch.profiler writes ``rank-N.json.gz``; or ``NSYS``.
-        first, last: steps of this run, counted from 1 (also where it goes on from a checkpoint); ``first`` is at least
-            3, as two steps warm up: one makes the optimizer's state, one warms the profiler.
-        rank: in the file's name.
-        ranges: switched on meanwhile.
-        allocated_bytes: device memory in use, for the timeline.
+        target: folder into which torch.profiler writes ``rank-N.json.gz``; or ``NSYS``.
+        first, last: steps of this run, counted from 1, also in a run that resumes from a checkpoint. ``first`` is at
+            least 3: the optimizer creates its state in one step, and the profiler warms up in another.
+        rank: number in the file's name.
+        ranges: switched on while steps are traced.
+        allocated_bytes: returns the device memory in use, for the timeline.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Profiler:
 
     @property
     def path(self) -> Path | None:
-        """The file that is written; ``None`` where nsys writes its own."""
+        """File that is written; ``None`` if nsys writes its own."""
         return None if self._folder is None else self._folder / f"rank-{self._rank}.json.gz"
 
     def step_ended(self, iteration: int) -> None:
-        """Training iteration ``iteration`` is over."""
+        """Note that training iteration ``iteration`` has ended; begin or end the trace if it is time."""
         self._num_steps += 1
         if self._num_steps == self._first - 2 and self._folder is not None:
             self._profile = _torch_profile(self._last - self._first + 1)
@@ -69,12 +69,12 @@ class Profiler:
             self._ranges.step(iteration + 1)
 
     def close(self) -> None:
-        """Training ended: if that was before the last step that was asked for, what there is gets written."""
+        """End of training: write a trace that is under way, or report on stderr that no step was traced."""
         if self._timeline is not None:
             self._end()
         elif self._num_steps < self._first:
             if self._profile is not None:
-                self._profile.stop()  # nothing was traced but the warm-up
+                self._profile.stop()  # only the warm-up was traced
                 self._profile = None
             print(
                 f" swap: nothing was traced: training ended after {self._num_steps} steps, --swap-profile-steps begins "
@@ -83,11 +83,11 @@ class Profiler:
             )  # fmt: skip
 
     def abandon(self) -> None:
-        """Training failed: write what there is, if that still works, and wait for nothing."""
+        """Training failed: write a trace that is under way, if that still works. Does not wait for the device."""
         is_tracing, profile, self._profile = self._timeline is not None, self._profile, None
         self._leave_ranges()
         if profile is not None:
-            with contextlib.suppress(Exception):  # the failure of training is what the user must see
+            with contextlib.suppress(Exception):  # the user must see why training failed
                 profile.stop()
                 if is_tracing:
                     self._export(profile)
@@ -106,7 +106,7 @@ class Profiler:
 
     def _end(self) -> None:
         self._leave_ranges()
-        _synchronize()  # copies that are still under way belong to these steps
+        _synchronize()  # copies under way belong to the traced steps
         if self._profile is None:
             torch.cuda.cudart().cudaProfilerStop()
             return
@@ -130,7 +130,7 @@ def _torch_profile(num_steps: int) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # Without a GPU the copies run on threads of the emulation, which are recorded only if all threads are.
+    # Without a GPU copies run on threads of the emulated device, which are recorded only if all threads are.
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=not on_gpu)
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=num_steps + 1, repeat=1)
     return torch.profiler.profile(activities=activities, schedule=schedule, experimental_config=config, acc_events=True)

@@ -1,7 +1,8 @@
-"""Measures training steps: when each saved storage comes, is wanted and goes, and how much memory is in use.
+"""Records training steps: when each saved storage is saved, needed and freed, and how much memory is in use.
 
-It listens to the engine's ranges (``trace.Ranges``), stands in saved-tensor hooks while it is on, and changes nothing.
-Times are marks on the compute stream, read when all is over; memory is read in the order of the program.
+The recorder listens to the engine's ranges (``instrumentation.Ranges``), is called from the saved-tensor hooks while it
+is on, and changes nothing. Times are marks on the compute stream, which are read at the end of the recording. Memory is
+read in program order.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron.swap.profiling.storage_tracker import Reference, StorageTracker, T
 
 
 class Recomputable(Labelled, Protocol):
-    """A recipe, as ``recipes.py`` has them."""
+    """What the recorder needs of the engine's ``RecomputeSpec``."""
 
     site: Site
     number: int
@@ -41,7 +42,7 @@ class Recomputable(Labelled, Protocol):
 
 
 class _Note(NamedTuple):
-    """An event whose time is still a mark, and another behind what it took to note it."""
+    """An event with the mark of its time. ``noted`` is a second mark, set once the event was noted."""
 
     what: What
     mark: Mark
@@ -52,22 +53,23 @@ class _Note(NamedTuple):
 
 
 class Recorder:
-    """Off until ``start``; then whole steps, until ``stop``. One thread at a time, as autograd's is beside ours.
+    """Records whole steps from ``start`` to ``stop``. Off otherwise.
 
-    Layers whose saved tensors have no site (not hooked) are not seen: hook all of them while recording.
+    Autograd's thread may call it too, but never two threads at a time. Layers without hooks are not seen, so all layers
+    must be hooked while recording.
 
     Args:
-        device: whose time is measured.
-        ranges: tells of layers and of the engine's work.
-        take_peak: most bytes in use since the last call, and bytes in use now.
-        from_use: ``take_peak`` counts memory that a storage is brought back into, or made again in, from its first use
-            on, as the observer does, and not from its allocation, as a device does.
+        device: device whose time is measured.
+        ranges: reports layers and the engine's work.
+        take_peak: returns the most bytes in use since the last call, and the bytes in use now.
+        from_use: ``take_peak`` counts the memory of a reloaded or recomputed storage from its first use on, as the
+            observer does. Otherwise it counts that memory from its allocation on, as a device does.
     """
 
     def __init__(
         self, device: Device, ranges: Ranges, take_peak: Callable[[], tuple[int, int]], from_use: bool = False
     ) -> None:
-        self.on = False
+        self.is_on = False
         self._from_use = from_use
         self._device = device
         self._ranges = ranges
@@ -79,7 +81,7 @@ class Recorder:
         self._forget()
 
     def for_times(self) -> Recorder:
-        """Another one, which hears the same and is asked about no tensor: it notes when layers run, and no memory."""
+        """Return another recorder on the same device and ranges. It records when layers run, not tensors or memory."""
         return Recorder(self._device, self._ranges, lambda: (0, 0))
 
     def _forget(self) -> None:
@@ -87,44 +89,44 @@ class Recorder:
         self._runs: dict[str, PassKey] = {}
         self._records: dict[str, SavedStorage] = {}
         self._tracker.forget()
-        self._of_run: dict[PassKey, list[TrackedStorage[SavedStorage]]] = {}
+        self._saved_in_run: dict[PassKey, list[TrackedStorage[SavedStorage]]] = {}
         self._inputs: dict[str, int] = {}
         self._last_forward: PassKey | None = None
-        self._evaluates = False
+        self._is_evaluating = False
         self._unused: dict[int, tuple[SavedStorage, Reference]] = {}
 
     # ---------------------------------------------------------------- on and off
 
     def start(self, step: int) -> None:
-        """Training step ``step`` is about to begin: record it."""
-        if self.on:
-            raise SwapError("a recorder that is on was started: stop it first.")
+        """Start recording with training step ``step``, which is about to begin."""
+        if self.is_on:
+            raise SwapError("the recorder is on already: stop it first.")
         self._forget()
-        self.on = True
+        self.is_on = True
         self._ranges.start(self, arrived=self._arrived)
         self._ranges.step(step)
         self._note(What.STEP)
 
     def step_ended(self, step: int) -> None:
-        """A step is over, and ``step`` is the next."""
-        if self.on:
+        """Note that a step has ended and that ``step`` is the next one."""
+        if self.is_on:
             self._ranges.step(step)
             self._note(What.STEP)
             self._runs.clear()
             self._records.clear()
-            self._of_run.clear()
+            self._saved_in_run.clear()
             self._unused.clear()
             self._last_forward = None
 
     def stop(self) -> Recording:
-        """What was recorded since ``start``, up to the end of the last step. Waits for the device.
+        """Stop, and return what was recorded up to the end of the last whole step. Waits for the device.
 
         Raises:
             SwapError: the recorder is off, or no step has ended.
         """
         if sum(note.what is What.STEP for note in self._notes) < 2:
             raise SwapError("nothing was recorded: start, then step_ended at least once, then stop.")
-        self.on = False
+        self.is_on = False
         self._ranges.stop(self)
         self._device.synchronize()
         notes = self._notes
@@ -143,9 +145,9 @@ class Recorder:
         return Recording(events, self._device.reserved_bytes(), non_layer)
 
     def abandon(self) -> None:
-        """Training has failed, or is over: hear no more, and wait for nothing."""
-        if self.on:
-            self.on = False
+        """Stop and drop the recording, because training has failed or ended. Does not wait for the device."""
+        if self.is_on:
+            self.is_on = False
             self._ranges.stop(self)
             self._non_layer.forget()
         self._forget()
@@ -153,26 +155,26 @@ class Recorder:
     def _note(self, what: What, **details: Any) -> None:
         mark = self._device.mark()
         peak_bytes, now_bytes = self._take_peak()
-        # Where the host is what takes time (experts wait for counts of tokens) the device stands still meanwhile.
+        # Where the host is the bottleneck (experts wait for token counts), the device idles while the event is noted.
         self._notes.append(_Note(what, mark, self._device.mark(), peak_bytes, now_bytes, details))
 
-    # ------------------------------------------------- what runs: layers, chunks, the engine
+    # ------------------------------------------------- ranges: layers, chunks, the engine's work
 
     def watch(self, chunk: nn.Module) -> Callable[[], None]:
-        """Note the forwards of a model chunk; call for each, in order. What takes that off again is returned."""
+        """Note the forwards of a model chunk; call it for each chunk, in order. Returns a function that ends that."""
         number, self._num_chunks = self._num_chunks, self._num_chunks + 1
 
-        def told(what: What) -> Callable[..., None]:
+        def noting(what: What) -> Callable[..., None]:
             def hook(*_: object) -> None:
-                if not self.on:
+                if not self.is_on:
                     return
-                evaluates = not torch.is_grad_enabled()
-                if evaluates != self._evaluates:
-                    self._evaluates = evaluates
-                    if not evaluates:
-                        self._take_peak()  # that was the evaluation's
-                    self._note(What.WORK_BEGIN if evaluates else What.WORK_END, work=EVALUATION)
-                if not evaluates:
+                is_evaluating = not torch.is_grad_enabled()
+                if is_evaluating != self._is_evaluating:
+                    self._is_evaluating = is_evaluating
+                    if not is_evaluating:
+                        self._take_peak()  # drop the peak of the evaluation
+                    self._note(What.WORK_BEGIN if is_evaluating else What.WORK_END, work=EVALUATION)
+                if not is_evaluating:
                     self._note(what, chunk=number)
                     self._last_forward = None
                     self._chunk = number
@@ -181,8 +183,8 @@ class Recorder:
             return hook
 
         handles = [
-            chunk.register_forward_pre_hook(told(What.CHUNK_BEGIN)),
-            chunk.register_forward_hook(told(What.CHUNK_END)),
+            chunk.register_forward_pre_hook(noting(What.CHUNK_BEGIN)),
+            chunk.register_forward_hook(noting(What.CHUNK_END)),
         ]
 
         def remove() -> None:
@@ -192,7 +194,7 @@ class Recorder:
         return remove
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
-        """A range of the engine, as ``trace.Ranges`` names it."""
+        """Open a range of the engine, with a name that ``Ranges`` gives."""
         what, _, subject = name.partition(" ")
         if what == "forward":
             return self._forward(subject)
@@ -204,13 +206,13 @@ class Recorder:
 
     @contextmanager
     def _forward(self, label: str) -> Iterator[None]:
-        run = self._runs[label] = _run(label)
+        run = self._runs[label] = _layer_run(label)
         self._note(What.FORWARD_BEGIN, pass_key=run)
         yield
-        if self.on:
+        if self.is_on:
             self._note(What.FORWARD_END, pass_key=run)
             if self._last_forward is not None:
-                self._look_who_holds(self._last_forward)
+                self._find_external_refs(self._last_forward)
             self._last_forward = run
 
     @contextmanager
@@ -219,116 +221,127 @@ class Recorder:
         if run is None:  # its forward was before the recording
             yield
             return
-        self._look_who_holds(run)
+        self._find_external_refs(run)
         self._note(What.BACKWARD_BEGIN, pass_key=run)
         yield
-        if self.on:
+        if self.is_on:
             self._note(What.BACKWARD_END, pass_key=run)
 
     @contextmanager
     def _work(self, work: str, of: str) -> Iterator[None]:
         self._note(What.WORK_BEGIN, work=work, of=of)
         yield
-        if self.on:
+        if self.is_on:
             self._note(What.WORK_END, work=work, of=of)
 
-    def _look_who_holds(self, run: PassKey) -> None:
-        """Once: as soon as the layer's own frames are gone."""
-        for memory in self._of_run.pop(run, ()):
-            storage = memory.reference()
-            if storage is not None and storage.nbytes() != memory.num_bytes:
-                self._note(What.FREED, storage=memory.record, num_bytes=memory.num_bytes)
-                memory.num_bytes = memory.record.num_bytes = storage.nbytes()
-                memory.record.has_external_refs = True
-            elif memory.has_external_refs():
-                memory.record.has_external_refs = True
+    def _find_external_refs(self, run: PassKey) -> None:
+        """Find storages of ``run`` that others hold or have emptied: once, when the layer's own frames are gone."""
+        for tracked in self._saved_in_run.pop(run, ()):
+            storage = tracked.reference()
+            if storage is not None and storage.nbytes() != tracked.num_bytes:
+                self._note(What.FREED, storage=tracked.record, num_bytes=tracked.num_bytes)
+                tracked.num_bytes = tracked.record.num_bytes = storage.nbytes()
+                tracked.record.has_external_refs = True
+            elif tracked.has_external_refs():
+                tracked.record.has_external_refs = True
 
-    # ------------------------------------------------------------ what autograd saves
+    # ------------------------------------------------------------ saved storages
 
     def called_with(self, label: str, hidden: Any) -> None:
-        """The hidden states that the layer's run ``label`` begins with."""
-        if self.on and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+        """Note ``hidden``, the hidden states that the layer's run ``label`` begins with."""
+        if self.is_on and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             self._inputs[label] = hidden.untyped_storage()._cdata
 
     def saved(self, site: Site, label: str, tensor: torch.Tensor) -> SavedStorage:
-        """Autograd saves ``tensor`` at ``site`` in the run ``label``: its storage's record."""
+        """Note that autograd saves ``tensor`` at ``site`` in the run ``label``. Return its storage's record."""
         storage = tensor.untyped_storage()
-        memory = self._tracker.get(storage)
-        if memory is not None:
-            self._records[f"{site} {_micro_batch(label)}"] = memory.record
-            return memory.record
+        tracked = self._tracker.get(storage)
+        if tracked is not None:
+            self._records[f"{site} {_micro_batch(label)}"] = tracked.record
+            return tracked.record
         run = self._runs[label]
         is_input = self._inputs.get(label) == storage._cdata
         record = SavedStorage(run, f"{site.path}/{site.ordinal}", storage.nbytes(), is_input)
         self._records[f"{site} {_micro_batch(label)}"] = record
         self._note(What.SAVED, storage=record, num_bytes=record.num_bytes)
-        self._of_run.setdefault(run, []).append(self._tracker.track(record, storage))
+        self._saved_in_run.setdefault(run, []).append(self._tracker.track(record, storage))
         return record
 
     def aliased(self, tensor: torch.Tensor) -> None:
-        """One more tensor on the storage of ``tensor`` stands in the graph."""
-        if self.on and (memory := self._tracker.get(tensor.untyped_storage())) is not None:
-            memory.num_aliases += 1
+        """Note that the autograd graph holds one more tensor on the storage of ``tensor``."""
+        if self.is_on and (tracked := self._tracker.get(tensor.untyped_storage())) is not None:
+            tracked.num_aliases += 1
 
     def recomputed(
-        self, recipe: Recomputable, producer: str, inputs: Sequence[torch.Tensor], on_the_way: Sequence[Recomputable]
+        self, spec: Recomputable, producer: str, inputs: Sequence[torch.Tensor], unsaved: Sequence[Recomputable]
     ) -> None:
-        """What was saved last, or a moment ago, is not held but made again from ``inputs``."""
-        if not self.on or (storage := recipe.output()) is None or (memory := self._tracker.get(storage)) is None:
+        """Note that the output of ``spec``, which was saved just now, will be recomputed from ``inputs``.
+
+        Args:
+            spec: recomputes the storage.
+            producer: kind of kernel.
+            inputs: saved tensors that the producers read.
+            unsaved: specs of storages that nobody saves and that are recomputed on the way from ``inputs``.
+        """
+        if not self.is_on or (storage := spec.output()) is None or (tracked := self._tracker.get(storage)) is None:
             return
-        record = memory.record
+        record = tracked.record
         found = [self._tracker.get(tensor.untyped_storage()) for tensor in inputs]
         record.producer = producer
         record.recompute_inputs = tuple(dict.fromkeys(one.record for one in found if one is not None))
-        names = (f"{one.site.path}/{one.site.ordinal}+{one.number}" for one in on_the_way)
+        names = [f"{one.site.path}/{one.site.ordinal}+{one.number}" for one in unsaved]
         record.intermediates = tuple(dict.fromkeys(names))
-        for one, name in zip(on_the_way, record.intermediates, strict=False):
+        for one, name in zip(unsaved, names, strict=True):
             if one.label not in self._records:
                 self._records[one.label] = SavedStorage(record.pass_key, name, one.num_bytes, is_intermediate=True)
 
     @property
-    def behind_layers(self) -> bool:
-        """Whether a layer of the chunk whose forward runs is through."""
+    def is_past_layers(self) -> bool:
+        """Whether a layer of the current chunk has ended its forward."""
         return self._last_forward is not None
 
     def saved_non_layer(self, site: Site, tensor: torch.Tensor) -> NonLayerStorage | None:
-        """The chunk saves ``tensor`` outside its layers: its storage's record; ``None``: it has one of a layer."""
+        """Note that the current chunk saves ``tensor`` outside its layers.
+
+        Returns:
+            The record of its storage; ``None`` if a layer has saved that storage.
+        """
         if self._tracker.get(tensor.untyped_storage()) is not None:
             return None
         return self._non_layer.saved(self._chunk, site, tensor)
 
     def asked(self, record: SavedStorage | NonLayerStorage) -> None:
-        """Backward wants a tensor on it."""
+        """Note that backward unpacks a tensor on the storage of ``record``."""
         if isinstance(record, NonLayerStorage):
             self._non_layer.asked(record)
-        elif self.on:
+        elif self.is_on:
             self._note(What.ASKED, storage=record)
 
     def used(self, storage: torch.UntypedStorage) -> None:
-        """Backward gets a tensor on ``storage``, or a recipe does."""
+        """Note that backward, or a recomputation, uses a tensor on ``storage``."""
         record, reference = self._unused.pop(storage._cdata, (None, None))
-        if self.on and record is not None and reference is not None and reference() is storage:
-            self._hold_again(record, storage)
+        if self.is_on and record is not None and reference is not None and reference() is storage:
+            self._note_arrival(record, storage)
 
     def _arrived(self, subject: Labelled, storage: torch.UntypedStorage) -> None:
         record = self._records.get(subject.label)
-        if record is None:  # of before the recording
+        if record is None:  # saved before the recording
             return
         if self._from_use:
             self._unused[storage._cdata] = record, weakref.ref(storage)
         else:
-            self._hold_again(record, storage)
+            self._note_arrival(record, storage)
 
-    def _hold_again(self, record: SavedStorage, storage: torch.UntypedStorage) -> None:
+    def _note_arrival(self, record: SavedStorage, storage: torch.UntypedStorage) -> None:
         self._note(What.ARRIVED, storage=record, num_bytes=storage.nbytes())
         self._tracker.track(record, storage)
 
     def _freed(self, tracked: TrackedStorage[SavedStorage]) -> None:
-        if self.on:
+        if self.is_on:
             self._note(What.FREED, storage=tracked.record, num_bytes=tracked.num_bytes)
 
 
-def _run(label: str) -> PassKey:
+def _layer_run(label: str) -> PassKey:
     layer, micro_batch = label.split()
     return PassKey(int(layer.removeprefix("layers.")), int(micro_batch.removeprefix("mb")))
 

@@ -1,4 +1,4 @@
-"""How long steps take on the device, without waiting for it where that can be avoided."""
+"""Times training steps on the device, without waiting for the device unless asked to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.swap.devices.base import Device, Event, Mark
 
 @dataclass(frozen=True)
 class _Span:
-    """A step: from its first forward to its end. ``over`` passes when the device has got there."""
+    """A step from its first forward to its end. ``over`` passes when the device has reached the end."""
 
     began: Mark
     ended: Mark
@@ -17,7 +17,7 @@ class _Span:
 
 
 class StepClock:
-    """Times steps from their first forward on: what lies between steps (evaluation, checkpoints) is none of them."""
+    """Times steps from their first forward to their end. Evaluation and checkpoints between steps do not count."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -25,18 +25,15 @@ class StepClock:
         self._last: _Span | None = None
 
     def begin(self) -> None:
-        """A forward begins; the first one of a step counts."""
+        """Begin a forward. The first call of a step starts the clock."""
         if self._began is None:
             self._began = self._device.mark()
 
     def end(self, wait: bool) -> float | None:
-        """A step is over.
+        """End a step, and return a duration in milliseconds; ``None``: it is not known yet.
 
         Args:
-            wait: for the device, so that the time of this very step is known. Else it is that of the step before.
-
-        Returns:
-            Milliseconds; ``None``: not known (yet).
+            wait: wait for the device and return the duration of this step. Otherwise return that of the step before.
         """
         last, self._last = self._last, None
         if self._began is not None:
@@ -51,5 +48,5 @@ class StepClock:
         return last.ended.elapsed_ms_since(last.began)
 
     def forget(self) -> None:
-        """The last step was another kind of step than the next one."""
+        """Drop the time of the last step: it does not stand for the next ones."""
         self._last = None

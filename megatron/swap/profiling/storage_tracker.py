@@ -1,4 +1,4 @@
-"""Storages that are tracked until they are freed, each with a record."""
+"""Tracks storages until they are freed, each with a record."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ Reference = weakref.ref[torch.UntypedStorage]
 
 
 class TrackedStorage[Record]:
-    """Device memory that holds a storage's bytes. ``num_aliases``: tensors on it that stand in the graph."""
+    """A storage on the device with its record.
+
+    Attributes:
+        record: the caller's record of the storage.
+        reference: weak reference to the storage.
+        num_bytes: bytes of the storage; when last looked at, since its owner may resize it.
+        num_aliases: tensors on the storage that the autograd graph holds.
+    """
 
     __slots__ = ("num_aliases", "num_bytes", "record", "reference")
 
@@ -22,9 +29,9 @@ class TrackedStorage[Record]:
         self.num_aliases = 0
 
     def has_external_refs(self) -> bool:
-        """Whether anybody but the graph refers to it."""
+        """Whether anyone but the autograd graph refers to the storage."""
         storage = self.reference()
-        ours = 1 + self.num_aliases  # the storage's Python object, and a tensor for each that was saved
+        ours = 1 + self.num_aliases  # the storage's Python object, and one reference for each saved tensor
         return storage is not None and torch._C._storage_Use_Count(storage._cdata) > ours
 
 
@@ -40,12 +47,12 @@ class StorageTracker[Record]:
         self._tracked: dict[int, TrackedStorage[Record]] = {}
 
     def get(self, storage: torch.UntypedStorage) -> TrackedStorage[Record] | None:
-        """Return the entry of ``storage``; ``None``: it is not tracked."""
+        """Return the entry of ``storage``; ``None`` if it is not tracked."""
         entry = self._tracked.get(storage._cdata)
         return entry if entry is not None and entry.reference() is storage else None
 
     def track(self, record: Record, storage: torch.UntypedStorage) -> TrackedStorage[Record]:
-        """Track ``storage`` from now on. The reference dies with the storage itself, not with its Python object."""
+        """Track ``storage`` until it is freed: the weak reference dies with the storage, not with its Python object."""
         address, tracked = storage._cdata, self._tracked
 
         def freed(reference: Reference) -> None:

@@ -1,4 +1,4 @@
-"""What a user reads: tables, the line of an iteration, the summary file, where every byte is.
+"""Output for users: tables, a line for each iteration, the summary file, the memory report.
 
-Owns texts and files, no decisions. May import `optimizer`, `engine` and everything below.
+Owns texts and files; decides nothing. May import `optimizer`, `engine` and everything below.
 """

@@ -1,7 +1,8 @@
-"""Where every byte is at the end of a run: kinds by tier, counted from the tensors themselves.
+"""Memory report at the end of a run: bytes of each kind on each tier, counted from the tensors themselves.
 
-A storage counts once, for the first kind that has it: tied weights, views of a buffer, and what weights and optimizer
-share. An offloaded tensor counts where it is offloaded to, also while it is materialized for a checkpoint.
+A storage counts once, for the first kind that has it: this applies to tied weights, views of a buffer, and storages
+that weights and optimizer share. An offloaded tensor counts on the tier that it is offloaded to, also while it is
+materialized for a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron.swap.optimizer.param_state import OffloadedTensor
 from megatron.swap.reporting.summary import RankReport
 
 GRADIENTS = ("grad", "main_grad", "decoupled_grad")
-"""Attributes of a parameter that hold its gradient, for torch and Megatron; ``main_grad`` is a view of one buffer."""
+"""Attributes of a parameter that hold its gradient. ``main_grad`` is a view of Megatron's gradient buffer."""
 
 
 def measure(
@@ -29,17 +30,18 @@ def measure(
     optimizers: Sequence[torch.optim.Optimizer],
     offloaded: Sequence[OffloadedTensor] = (),
 ) -> list[MemoryRow]:
-    """Return one row a kind, in bytes of this rank, before anything is taken out of Megatron or given back.
+    """Return one row for each kind of memory, in bytes of this rank.
 
-    On the device activations are what is left of the peak; without a GPU they are the most RAM that autograd held.
-    Buffers are host memory and disk reserved beyond what is offloaded there, or was at its peak.
+    Call it before the engine is taken off Megatron and before memory is freed. Device bytes of activations are the peak
+    minus all other kinds; without a GPU they are the most bytes that autograd held. Buffers are host memory and disk
+    space reserved beyond what optimizer state takes and what activations took at their peak.
 
     Args:
-        report: what was reserved, and the peaks.
-        device: whose memory counts.
-        chunks: the model's.
-        optimizers: torch's or TransformerEngine's, inside Megatron's.
-        offloaded: tensors of the optimizers.
+        report: reserved bytes and peaks.
+        device: device whose memory counts.
+        chunks: chunks of the model.
+        optimizers: optimizers of torch or TransformerEngine, inside Megatron's.
+        offloaded: offloaded tensors of the optimizers.
     """
     storages = _Storages(device.torch_device, offloaded)
     params = [param for chunk in chunks for param in chunk.parameters()]
@@ -70,7 +72,7 @@ def measure(
 
 
 class _Storages:
-    """Storages that were counted. Tensors of ``offloaded`` have no memory on the device, and are left out."""
+    """Counts each storage once. Tensors of ``offloaded`` are left out, since they have no device memory."""
 
     def __init__(self, device: torch.device, offloaded: Iterable[OffloadedTensor]) -> None:
         self._device = device
@@ -78,7 +80,7 @@ class _Storages:
         self._counted: set[int] = set()
 
     def take(self, tensors: Iterable[torch.Tensor]) -> dict[str, int]:
-        """Return the bytes of storages that were not counted before, by tier."""
+        """Return the bytes by tier of storages that were not counted before."""
         found = {"device": 0, "host": 0}
         for tensor in tensors:
             storage = tensor.untyped_storage()

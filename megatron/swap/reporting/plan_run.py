@@ -1,4 +1,4 @@
-"""A run beside its plan: what differs from the plan that it was given, and the plan that it leaves behind."""
+"""Compares a run with its plan, and saves what the run did as a plan."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.swap.reporting.site_log import SiteLog, merged, plan_of_run, unlik
 
 
 class PlanRun:
-    """Watches what is done with saved tensors, as long as somebody wants to know.
+    """Watches what is done with saved tensors, as long as a comparison or a file needs it.
 
     Args:
-        config: the plan to compare with, and where to save one; at least one of the two.
-        model: what a saved plan is for.
+        config: has the plan to compare with, or the file to save one to, or both.
+        model: model that a saved plan is for.
     """
 
     def __init__(self, config: SwapConfig, model: Model) -> None:
@@ -29,12 +29,12 @@ class PlanRun:
         self._num_steps = 0
 
     def note(self, site: Site, storage: torch.UntypedStorage, decision: Decision) -> None:
-        """Autograd saved ``storage`` at ``site``, and this was done with it."""
+        """Note that autograd saved ``storage`` at ``site``, and the decision about it."""
         if self._log is not None:
             self._log.note(site, storage, decision)
 
     def step_ended(self) -> list[str]:
-        """Lines to tell: after the first step where the run is not what the plan was made for, then none."""
+        """Return lines for users: after the first step where the run differs from its plan; later none."""
         self._num_steps += 1
         plan = self._config.plan
         if self._num_steps > 1 or plan is None or self._log is None:
@@ -45,7 +45,7 @@ class PlanRun:
         return [f"--swap-plan: {line}" for line in lines]
 
     def save(self) -> None:
-        """Training is over on all ranks: rank 0 writes what was done, where that was asked for."""
+        """Save the plan if the settings ask for it. Call it on all ranks at the end of training; rank 0 writes."""
         if self._config.save_plan is None or self._log is None:
             return
         logs = gather(self._log.sites)
@@ -53,5 +53,5 @@ class PlanRun:
             return
         try:
             save_plan(plan_of_run(self._model, merged(logs), self._config.plan), self._config.save_plan)
-        except OSError as error:  # the last checkpoint is still to come: it matters more
+        except OSError as error:  # must not end the run: its last checkpoint is still to be written
             print(f" swap: --swap-save-plan was not written: {error}", file=sys.stderr, flush=True)

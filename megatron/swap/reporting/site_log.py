@@ -1,4 +1,4 @@
-"""What became of every saved tensor: to compare with a plan, or to be written as one."""
+"""Log of what was done with every saved tensor, to compare with a plan or to write as one."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from megatron.swap.common.plan import ACTIONS, LAYER_SECTION, Model, Plan, PlanC
 from megatron.swap.common.types import MIB, Action, Site, format_bytes
 from megatron.swap.engine.decision import Decision
 
-STALE = 0.05
-"""A size that differs by more than this part from the plan's is told."""
+STALE_FRACTION = 0.05
+"""A size that differs from the planned size by more than this fraction is reported."""
 
-MOST_NAMED = 6
-"""Sites that a line names; the others are counted."""
+MAX_NAMED_SITES = 6
+"""Most sites that a line names; the others are only counted."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A storage at the site that saved it first: the most bytes it had there, and what happened to the last one."""
+    """Storages that a site was the first to save: the most bytes of one, and the action for the last one."""
 
     num_bytes: int
     action: Action
 
 
 class SiteLog:
-    """Told of every saved tensor of the layers whose sites have names; ``sites`` are in the order they were first met.
+    """Logs saved tensors by site. A storage counts only at the site that saves it first while it lives.
 
-    A storage counts where it is saved first, however often it is saved while it lives.
+    Attributes:
+        sites: what was seen at each site, in the order of first use.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class SiteLog:
         self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def note(self, site: Site, storage: torch.UntypedStorage, decision: Decision) -> None:
-        """``storage`` was saved at ``site``, and this was done with it."""
+        """Note that ``storage`` was saved at ``site``, and the decision about it."""
         if storage._cdata in self._alive:
             return
         self._alive[storage._cdata] = storage
@@ -48,11 +49,12 @@ class SiteLog:
 
 
 def unlike_plan(plan: Plan, seen: Mapping[Site, Seen], min_bytes: int) -> list[str]:
-    """Lines on where a run is not what its plan was made for; only layers that ``seen`` has something of.
+    """Return lines for users that say where a run differs from what its plan was made for.
 
     Args:
-        seen: at least one whole step.
-        min_bytes: sites that the plan does not name are no matter below this size.
+        plan: the plan of the run.
+        seen: log of at least one whole step. Layers without an entry are not compared.
+        min_bytes: sites that the plan does not name are ignored below this size.
     """
     missing: dict[str, list[int]] = {}
     unknown: dict[str, list[int]] = {}
@@ -61,19 +63,19 @@ def unlike_plan(plan: Plan, seen: Mapping[Site, Seen], min_bytes: int) -> list[s
         planned = plan.planned(layer)
         here = {f"{site.path}/{site.ordinal}": found for site, found in seen.items() if site.layer == layer}
         for name, wanted in planned.items():
-            # What a layer that runs again would have saved at other sites is listed for people.
-            acts = wanted.action != "keep" and LAYER_SECTION not in plan.sections(layer)
-            if name not in here and acts:
+            # A layer that is recomputed whole saves only its input; the plan lists its other sites for people.
+            is_needed = wanted.action != "keep" and LAYER_SECTION not in plan.sections(layer)
+            if name not in here and is_needed:
                 missing.setdefault(name, []).append(layer)
         for name, found in here.items():
             if name not in planned:
                 if LAYER_SECTION in plan.sections(layer):
-                    continue  # its input, whose name is another one when the layer does not run again
+                    continue  # its input, which has another name if the layer is not recomputed whole
                 if found.num_bytes >= min_bytes:
                     unknown.setdefault(f"{name} ({format_bytes(found.num_bytes)})", []).append(layer)
                 continue
             mib = planned[name].mib
-            if mib is not None and abs(found.num_bytes / MIB - mib) > STALE * mib:
+            if mib is not None and abs(found.num_bytes / MIB - mib) > STALE_FRACTION * mib:
                 sizes = f"{name} ({format_bytes(found.num_bytes)}, planned {format_bytes(mib * MIB)})"
                 stale.setdefault(sizes, []).append(layer)
     return [
@@ -84,11 +86,12 @@ def unlike_plan(plan: Plan, seen: Mapping[Site, Seen], min_bytes: int) -> list[s
 
 
 def plan_of_run(model: Model, seen: Mapping[Site, Seen], plan: Plan | None) -> Plan:
-    """What was done, as a plan: doing it again does the same.
+    """Return what a run did as a plan that repeats it.
 
     Args:
-        seen: of all ranks.
-        plan: what the run was told to do, if that was a plan: for the layers that stand in no log.
+        model: model that the plan is for.
+        seen: merged log of all ranks.
+        plan: plan that the run followed, if any. It fills in layers without a log entry.
     """
     names = {action: name for name, action in ACTIONS.items()}
     of_layer: dict[int, dict[str, SitePlan]] = {}
@@ -96,7 +99,7 @@ def plan_of_run(model: Model, seen: Mapping[Site, Seen], plan: Plan | None) -> P
         mib = round(found.num_bytes / MIB, 6)
         of_layer.setdefault(site.layer, {})[f"{site.path}/{site.ordinal}"] = SitePlan(names[found.action], mib)  # type: ignore[arg-type]
     for layer in plan.layers() if plan else ():
-        if plan and layer not in of_layer:  # nobody looks into layers of which everything is kept
+        if plan and layer not in of_layer:  # layers that keep everything have no hooks, so no log
             kept = {name: planned for name, planned in plan.planned(layer).items() if planned.action == "keep"}
             of_layer[layer] = kept
     alike: dict[tuple, list[int]] = {}
@@ -107,7 +110,7 @@ def plan_of_run(model: Model, seen: Mapping[Site, Seen], plan: Plan | None) -> P
 
 
 def merged(logs: Iterable[Mapping[Site, Seen]]) -> dict[Site, Seen]:
-    """The logs of several ranks as one: ranks that have the same layer do the same, sizes are the largest."""
+    """Merge the logs of several ranks. Ranks that share a layer do the same with it; the largest size counts."""
     together: dict[Site, Seen] = {}
     for log in logs:
         for site, found in log.items():
@@ -117,12 +120,12 @@ def merged(logs: Iterable[Mapping[Site, Seen]]) -> dict[Site, Seen]:
 
 
 def _lines(what: str, sites: Mapping[str, list[int]]) -> list[str]:
-    """One line for all layers that have the same to say."""
+    """Return one line for each set of layers that the same sites concern."""
     of_layers: dict[str, list[str]] = {}
     for name, layers in sites.items():
         of_layers.setdefault(format_ranges(layers), []).append(name)
     return [
-        f"layers {layers}: {what}: {', '.join(names[:MOST_NAMED])}"
-        + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+        f"layers {layers}: {what}: {', '.join(names[:MAX_NAMED_SITES])}"
+        + (f" and {len(names) - MAX_NAMED_SITES} more" if len(names) > MAX_NAMED_SITES else "")
         for layers, names in of_layers.items()
     ]

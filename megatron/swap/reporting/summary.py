@@ -1,4 +1,4 @@
-"""What a user reads: the table at the start, a line an iteration, the table and the JSON file at the end."""
+"""Output of a run: the table at the start, a line for each iteration, the table and the JSON file at the end."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron.swap.common.config import SwapConfig
-from megatron.swap.common.instrumentation import Totals
+from megatron.swap.common.counters import Totals
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.records import write_text
 from megatron.swap.common.types import GIB, MemoryRow, Site, format_bytes, layer_positions
 from megatron.swap.engine.oom_guard import Rescue
 
 MANY_FRAGMENTS = 0.02
-"""Of what is in use at the peak: held beside it, worth a word."""
+"""Memory held beyond the peak in use, as a fraction of it, above which a hint is printed."""
 FEW_FULL_STEPS = 2
-"""First uses, and plans that are tried, may fill a device that is not full later."""
+"""Steps with a full device that need no hint: first uses and trials of plans may fill it for a moment."""
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class StepRecord:
     iteration: int
     moved: Totals
     loss: Any
-    """A number, or a tensor that holds it; ``None`` on all pipeline stages but the last."""
+    """A number, or a tensor with one element; ``None`` on all pipeline stages but the last."""
     grad_norm: float | None
     num_rescues: int = 0
-    """Allocations that had failed until saved tensors were taken from the device ..."""
+    """Allocations that failed at first and succeeded after saved tensors were evicted."""
     rescued_bytes: int = 0
-    """... how much that was together ..."""
+    """Bytes that were evicted for them."""
     short_bytes: int = 0
-    """... and most that the device had no room for at once."""
+    """Most bytes that the device was short of at once."""
     num_alloc_retries: int = 0
-    """Allocations for which PyTorch's allocator gave back all that it cached, and waited."""
+    """Allocations for which PyTorch's allocator released its whole cache, which makes the host wait."""
 
 
 @dataclass
 class RankReport:
-    """What one rank knows at the end."""
+    """Figures of one rank at the end of a run. Names are keys of the summary file."""
 
     steps: list[StepRecord]
     device: str
@@ -51,36 +51,36 @@ class RankReport:
     host_leased_peak_bytes: int
     stayed_bytes: int
     device_reserved_bytes: int | None = None
-    """Most that the device's allocator held, in use or not."""
+    """Most bytes that the device's allocator held, in use or cached."""
     disk_booked_bytes: int = 0
     disk_leased_peak_bytes: int = 0
     optimizer_host_bytes: int = 0
-    """Taken for optimizer state, beside what is booked for activations."""
+    """Host memory taken for optimizer state, not counted in ``host_booked_bytes``."""
     optimizer_disk_bytes: int = 0
-    """Taken for it on disk."""
+    """Disk space taken for optimizer state, not counted in ``disk_booked_bytes``."""
     optimizer_out_bytes: int = 0
     optimizer_in_bytes: int = 0
-    """Of it, copied in the whole run."""
+    """Optimizer state copied to the device in the whole run; ``optimizer_out_bytes``: from the device."""
     swapped_layers: list[int] = field(default_factory=list)
     recompute_refused: list[str] = field(default_factory=list)
-    """``site: reason`` of what should have been recomputed and was not."""
+    """``site: reason`` for sites that the policy asked to recompute and that were not."""
     memory: list[MemoryRow] | None = None
-    """Where every byte was; ``None``: nobody asked for a summary."""
+    """The memory report; ``None`` if no summary was asked for."""
 
 
 def step_line(step: StepRecord, device_peak_bytes: int | None, rank: int | None = None) -> str:
-    """The line next to Megatron's own. ``rank``: whose figures these are, where there are several."""
+    """Return the line for an iteration, printed beside Megatron's. ``rank``: named in the line if there are several."""
     whose = "" if rank is None else f" (rank {rank})"
-    again = f" | recomputed {format_bytes(step.moved.recomputed_bytes)}" if step.moved.recomputed_bytes else ""
+    recomputed = f" | recomputed {format_bytes(step.moved.recomputed_bytes)}" if step.moved.recomputed_bytes else ""
     peak = f" | device peak {format_bytes(device_peak_bytes)}" if device_peak_bytes is not None else ""
     return (
         f" swap{whose}: out {format_bytes(step.moved.out_bytes)} | in {format_bytes(step.moved.in_bytes)} | "
-        f"compute waited {step.moved.wait_ms:.1f} ms{again}{peak}"
+        f"compute waited {step.moved.wait_ms:.1f} ms{recomputed}{peak}"
     )
 
 
 def scalars(step: StepRecord, device_peak_bytes: int | None) -> dict[str, float]:
-    """The same for TensorBoard."""
+    """Return the figures of ``step_line`` as scalars for TensorBoard."""
     found = {
         "swap/out-gib": step.moved.out_bytes / GIB,
         "swap/in-gib": step.moved.in_bytes / GIB,
@@ -91,7 +91,7 @@ def scalars(step: StepRecord, device_peak_bytes: int | None) -> dict[str, float]
 
 
 def refused_lines(refused: Iterable[tuple[Site, str]]) -> list[str]:
-    """One line for each reason why sites are not recomputed."""
+    """Return one line for each reason why sites are not recomputed."""
     sites: dict[str, list[Site]] = {}
     for site, reason in refused:
         sites.setdefault(reason, []).append(site)
@@ -102,7 +102,7 @@ def refused_lines(refused: Iterable[tuple[Site, str]]) -> list[str]:
 
 
 def rescue_lines(rescues: Sequence[Rescue]) -> list[str]:
-    """What an iteration's rescues were: the first in full."""
+    """Return lines on the guard's rescues in an iteration: the first in full, the others in sum."""
     lines = [f"out-of-memory guard: {rescues[0]}"] if rescues else []
     if len(rescues) > 1:
         freed = format_bytes(sum(rescue.freed_bytes for rescue in rescues[1:]))
@@ -112,7 +112,7 @@ def rescue_lines(rescues: Sequence[Rescue]) -> list[str]:
 
 
 def idle_line(kind: str) -> str:
-    """For a kind of output that was to be recomputed, and never was."""
+    """Return the line on a kind of ``--swap-recompute`` that was never recomputed."""
     return f"--swap-recompute {kind} does nothing here: no saved tensor above --swap-min-mib comes from such a kernel"
 
 
@@ -122,7 +122,7 @@ def name_layers(layers: Iterable[int]) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
-    """Columns under a heading, numbers to the right."""
+    """Return rows as a text table under a heading, aligned to the right."""
     cells = [list(head), *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
@@ -130,17 +130,18 @@ def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:
 
 
 def layer_table(summary: dict[str, Any], swaps: bool = True) -> str:
-    """The table at the end: one row for each run of layers with equal figures, and what the guard did.
+    """Return the table at the end: a row for each range of layers with equal figures, and what the guard did.
 
     Args:
-        swaps: layers were to be swapped; else what left, if anything, was taken by the guard.
+        summary: as ``build_summary`` returns it.
+        swaps: whether layers were to be swapped. If not, the guard alone may have evicted tensors.
     """
     number = summary.get("num_rescues", 0)
     if not number:
         return _layer_table(summary) if swaps else " swap: the out-of-memory guard was not needed"
     rescues = (
         f" swap: the out-of-memory guard rescued {number} allocations: the device was short of up to "
-        f"{format_bytes(summary['short_bytes'])}, {format_bytes(summary['rescued_bytes'])} left it in all"
+        f"{format_bytes(summary['short_bytes'])}; {format_bytes(summary['rescued_bytes'])} were evicted in total"
     )
     return f"{_layer_table(summary)}\n{rescues}" if swaps else rescues
 
@@ -159,26 +160,27 @@ def _layer_table(summary: dict[str, Any]) -> str:
     ]
     if not any(out for _, (out, _) in rows):
         if summary.get("planning") is not None:
-            return " swap: the last step swapped nothing: its plan keeps everything or makes it again"
+            return " swap: the last step swapped nothing: its plan keeps or recomputes everything"
         return (
-            " swap: nothing was swapped: each saved tensor is smaller than --swap-min-mib, of no module that was "
-            "chosen, or its layer is one of the last, which stay"
+            " swap: nothing was swapped: each saved tensor is smaller than --swap-min-mib, or of no module that was "
+            "chosen, or of one of the last layers, which are kept"
         )
     return table(shown, ("layers", "number", "out a step, each", "in a step, each", "out a step, together"))
 
 
 def memory_lines(rows: Sequence[MemoryRow]) -> list[str]:
-    """What was where when training ran out of memory."""
+    """Return the memory report as lines, for a run that went out of memory."""
     tiers = [(row.kind, (row.device_bytes, row.host_bytes, row.disk_bytes)) for row in rows]
     shown = [(kind, *map(format_bytes, num_bytes)) for kind, num_bytes in tiers if any(num_bytes)]
-    return ["out of memory; what there was, at most:", *table(shown, ("memory", "device", "host", "disk")).splitlines()]
+    return ["out of memory; peak memory by kind:", *table(shown, ("memory", "device", "host", "disk")).splitlines()]
 
 
 def device_line(summary: dict[str, Any], expands: bool) -> str | None:
-    """What the device held, in use and in all; ``None`` where there is none.
+    """Return the line on device memory, held and in use; ``None`` without a GPU.
 
     Args:
-        expands: the allocator may grow segments that it has, so that few fragments are left.
+        summary: as ``build_summary`` returns it.
+        expands: whether the allocator may grow its segments, which leaves few fragments.
     """
     peak_bytes, reserved_bytes = summary["device_peak_bytes"], summary["device_reserved_bytes"]
     if peak_bytes is None or reserved_bytes is None:
@@ -188,7 +190,7 @@ def device_line(summary: dict[str, Any], expands: bool) -> str | None:
         line += "; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer fragments"
     num_full = summary["num_full_steps"]
     if num_full > FEW_FULL_STEPS:
-        line += f"; in {num_full} steps it was full, and everything waited while the allocator gave back what it cached"
+        line += f"; in {num_full} steps it was full, and training waited while the allocator released its cache"
     return line
 
 
@@ -199,10 +201,15 @@ def _moved(num_bytes: int) -> str:
 def build_summary(
     num_layers: int, ranks: Sequence[RankReport], planning: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The JSON summary of a run: bytes add up over the ranks, peaks and waits are those of the worst one.
+    """Return the JSON summary of a run. Bytes are sums over ranks; peaks and waits are those of the worst rank.
 
-    What is counted a step (``swapped_out_bytes``, ``num_recomputed``, ``wait_ms``, ``layers`` …) is that of the last
-    step, ``steps`` those of rank 0; everything else spans the run. ``planning``: of a run that plans itself.
+    Counts of one step (``swapped_out_bytes``, ``num_recomputed``, ``wait_ms``, ``layers`` …) are those of the last
+    step. ``steps`` are those of rank 0. Everything else spans the run.
+
+    Args:
+        num_layers: layers of the whole model.
+        ranks: reports of all ranks.
+        planning: figures of the planner, in a run that plans itself.
     """
     steps = [rank.steps[-1] for rank in ranks if rank.steps]
     layers: dict[int, list[int]] = {layer: [0, 0] for layer in range(num_layers)}
@@ -263,17 +270,20 @@ def build_summary(
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
-    """As ``write_text`` does."""
+    """Write ``content`` as JSON, in the way of ``write_text``."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def start_table(
-    config: SwapConfig, num_layers: int, booked_bytes: int, limit_bytes: int, guard_bytes: int = 0
+    config: SwapConfig, num_layers: int, reserved_bytes: int, limit_bytes: int, guard_bytes: int = 0
 ) -> str:
-    """What will happen, before the first iteration. The tail is told for one chunk and the usual window."""
+    """Return the table before the first iteration.
+
+    The kept layers are those of a single model chunk and a prefetch window of one layer.
+    """
     plan = config.plan
-    host = ("host memory", f"{format_bytes(booked_bytes)} booked, at most {format_bytes(limit_bytes)} a rank")
-    guard = ("guard", f"takes saved tensors when an allocation fails; host memory for it: {format_bytes(guard_bytes)}")
+    host = ("host memory", f"{format_bytes(reserved_bytes)} reserved, at most {format_bytes(limit_bytes)} a rank")
+    guard = ("guard", f"evicts saved tensors when an allocation fails; host memory for it: {format_bytes(guard_bytes)}")
     guards = [guard] if config.oom_guard else []
     if config.auto:
         return _rows([host, *guards])
@@ -283,18 +293,18 @@ def start_table(
     window_bytes = config.window_bytes(plan)
     window = "as large as one layer" if window_bytes is None else format_bytes(window_bytes)
     modules = " ".join(config.modules) or ("all modules" if plan is None else "the sites that the plan names")
-    stay = name_layers(tail) if window_bytes is None else f"{num_layers - 1} and what fits the prefetch window"
+    kept = name_layers(tail) if window_bytes is None else f"{num_layers - 1} and those that fit the prefetch window"
     rows = [
         ("swapped", f"layers {name_layers(layers)} of {num_layers}" + (f": {modules}" if layers else "")),
-        ("of these stay", f"{stay}: backward wants them first" if tail else "none"),
+        ("kept", f"layers {kept}: backward needs them first" if tail else "none"),
         host,
         ("prefetch window", window),
     ]
     if not layers:
         rows = rows[:1]
     if plan is not None:
-        again = [layer for layer in plan.layers() if plan.recomputes_layer(layer) or plan.sections(layer)]
-        rows.append(("recomputed", f"layers {name_layers(again)} of {num_layers}: {modules}"))
+        recomputed = [layer for layer in plan.layers() if plan.recomputes_layer(layer) or plan.sections(layer)]
+        rows.append(("recomputed", f"layers {name_layers(recomputed)} of {num_layers}: {modules}"))
     rows += guards
     if config.recompute:
         rows.append(("recomputed", f"{' and '.join(config.recompute)} outputs of all layers"))

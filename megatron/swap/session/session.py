@@ -189,7 +189,7 @@ class SwapSession:
                 parts.boundaries, self.run_device.device, parts.host_tier, parts.recorder,
                 parts.engine.saved_tensors.footprint, pipeline_rank(), num_micro_batches,
                 lambda: parts.pool.limit_bytes,
-                self._take_peak, self._offloaded_state, lambda fraction: self._attached_optimizer_swap().set_offload_fraction(fraction),
+                self._take_peak, self._offloaded_state, self._set_offload_fraction,
                 None if config.oom_guard else parts.guard,
             )  # fmt: skip
             self.auto = AutoPlan(self._target, of_run, Output(self._console.say, self._console.say_here))
@@ -209,7 +209,11 @@ class SwapSession:
 
     def _take_peak(self) -> tuple[int, int]:
         # The planner decides about optimizer state too, so the state that is kept on the device counts.
-        return self.run_device.take_peak(self._attached_optimizer_swap().kept_bytes if self.config.optimizer_auto else 0)
+        is_planned = self.config.optimizer_auto
+        return self.run_device.take_peak(self._attached_optimizer_swap().kept_bytes if is_planned else 0)
+
+    def _set_offload_fraction(self, fraction: float) -> None:
+        self._attached_optimizer_swap().set_offload_fraction(fraction)
 
     def _offloaded_state(self) -> OffloadedState | None:
         return self._attached_optimizer_swap().offloaded_state() if self.config.optimizer_auto else None

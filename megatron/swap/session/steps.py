@@ -8,7 +8,7 @@ import torch
 
 from megatron.swap.common.collectives import is_last_rank
 from megatron.swap.common.config import SwapConfig
-from megatron.swap.common.instrumentation import Totals
+from megatron.swap.common.counters import Totals
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.manager import SwapManager
 from megatron.swap.engine.recompute import Recomputer

@@ -1,4 +1,4 @@
-"""What a run that plans itself measures of its steps, on a device whose memory is made up."""
+"""What a run that plans itself measures of its steps, on a device with made-up memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.planner.cases import model, random_profile
 
 
 class CachingDevice(LazyDevice):
-    """Its allocator keeps what it has reserved until it is told to give back what nobody uses."""
+    """A device whose allocator keeps reserved memory until it must release what is unused."""
 
     def __init__(self, reserves: bool = True) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class CachingDevice(LazyDevice):
         return taken
 
     def use(self, gib: float) -> None:
-        """So much, for a while."""
+        """Hold this many bytes for a moment."""
         self.reserved_gib = max(self.reserved_gib, gib)
         self.peak_gib = max(self.peak_gib, gib)
 
@@ -62,7 +62,7 @@ class CachingDevice(LazyDevice):
 
 
 class DecidedMachine:
-    """In place of the state machine: stage and plan are what the test says, and steps change nothing."""
+    """Stands in for the state machine: the test sets stage and plan, and steps change nothing."""
 
     def __init__(self) -> None:
         self.stage = Stage.PROFILE
@@ -76,7 +76,7 @@ class DecidedMachine:
 
 
 class Training:
-    """Steps of a run, which hold what the test says."""
+    """Steps of a run; the test says how much each holds."""
 
     def __init__(
         self, device: CachingDevice, monkeypatch: pytest.MonkeyPatch, prefetch_gib: float | None = None
@@ -107,12 +107,12 @@ class Training:
         self.windows.append(window_bytes)
 
     def over(self, gib: float, num_retries: int = 0, short_gib: float = 0.0) -> float:
-        """By how much more than there is a step is judged to hold."""
+        """Run a step. Return by how much it counts as above 12 GiB."""
         self.step(gib, num_retries=num_retries, short_gib=short_gib)
         return self.steps[-1].over_gib(12.0)
 
     def step(self, gib: float, is_short: bool = False, num_retries: int = 0, short_gib: float = 0.0) -> float:
-        """The peak that it is judged by."""
+        """Run a step. Return the peak that it is judged by."""
         for _ in range(2):
             self.chunk(torch.ones(2))
             self.device.use(gib)
@@ -121,7 +121,7 @@ class Training:
         return self.steps[-1].peak_gib
 
     def save(self, gib: float) -> None:
-        """A checkpoint, for which all state is made anew."""
+        """Write a checkpoint, for which all state is materialized."""
         self.device.use(gib)
         self.device.num_retries += 1
 
@@ -137,8 +137,8 @@ def test_a_budget_that_the_model_alone_exceeds_is_refused_before_the_first_step(
 ) -> None:
     training = Training(CachingDevice(), monkeypatch)
     training.device.allocated_gib = 12.5
-    told = r"may use 12 GiB of device memory, and weights, .* take 12\.50 GiB before the first step"
-    with pytest.raises(UsageError, match=told):
+    message = r"may use 12 GiB of device memory, and weights, .* take 12\.50 GiB before the first step"
+    with pytest.raises(UsageError, match=message):
         training.step(13.0)
     training = Training(CachingDevice(), monkeypatch)
     training.device.allocated_gib = 11.5
@@ -163,7 +163,7 @@ def test_what_lies_between_steps_is_not_the_next_ones(
 
 
 def test_what_an_evaluation_did_not_take_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step would have to reserve it anew."""
+    """Otherwise the next step would have to reserve the memory again."""
     training = Training(CachingDevice(), monkeypatch)
     training.step(10.0)
     training.evaluate(10.0)
@@ -198,21 +198,21 @@ def test_a_device_that_is_full_counts_as_above_the_budget_once_plans_are_followe
     assert training.step(11.0, num_retries=3) == 11.0, "while steps are measured the device may be full"
     training.machine.stage = Stage.STABLE
     training.machine.plan = Plan(model(8), None, None, None, ())
-    told = len(training.lines)
+    num_lines = len(training.lines)
     assert training.over(11.0) == -1.0
     assert training.over(11.0, num_retries=3) == 0.5
     assert training.over(11.0, num_retries=1) == 0.5
     assert training.over(11.0, num_retries=1, short_gib=0.25) == 0.25, "a rescue says how much there was too little"
     assert training.over(13.0, num_retries=1) == 1.0
-    assert len(training.lines) == told + 1
+    assert len(training.lines) == num_lines + 1
     assert "the device is full" in training.lines[-1]
     training.machine.plan = Plan(model(8), None, None, None, (), 0.5)
     training.over(11.0, num_retries=1)
-    assert len(training.lines) == told + 2, "of each plan once"
+    assert len(training.lines) == num_lines + 2, "of each plan once"
 
 
 def test_a_step_is_not_judged_by_the_time_of_one_with_fewer_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for the device once a plan stands: what is known then is the time of the step before."""
+    """Under a chosen plan no rank waits for the device: the time is that of the step before."""
     training = Training(CachingDevice(), monkeypatch)
     training.machine.stage = Stage.STABLE
     known = []

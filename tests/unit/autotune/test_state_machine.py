@@ -34,7 +34,7 @@ class TestFirstPlan:
 
     @pytest.mark.parametrize("settling_steps", [1, 2, 3])
     def test_a_peak_that_comes_late_is_seen(self, settling_steps: int) -> None:
-        """Where a plan needs more steps until all runs beside layers that will."""
+        """A plan may need more settling steps until its copies run beside the layers."""
         run = three(settling_steps=settling_steps)
         run.steps(PROFILED + 2)
         assert run.machine.plan is run.plans[0 if settling_steps > 1 else 1]
@@ -138,7 +138,7 @@ class TestFirstPlan:
         assert until_stable(run) == 3 + PROFILED + 6
 
     def test_tensors_that_change_all_the_time_are_planned_for_at_once(self) -> None:
-        """Experts that get no token, say: what is recorded has the sites of all."""
+        """Such as experts without a token: the recording has the sites of all steps."""
         run = three()
         for number in range(60):
             run.num_tensors = (100.0, 120.0, 90.0)[number % 3]
@@ -242,8 +242,8 @@ class TestChange:
         run.saved_mib = 1500.0
         run.steps(1)
         until_stable(run)
-        told = [(one.stage, one.predicted_peak_gib) for one in run.machine.history]
-        assert told == [
+        stages = [(one.stage, one.predicted_peak_gib) for one in run.machine.history]
+        assert stages == [
             (Stage.PROFILE, None), (Stage.SEARCH, 9.0), (Stage.STABLE, 9.0), (Stage.PROFILE, None), (Stage.STABLE, 7.0),
         ]  # fmt: skip
 
@@ -261,7 +261,7 @@ class TestChange:
         "lengths", [[4, 3, 2, 1], [1, 4], [1] * 9 + [4], [2] * 4 + [4] * 4, [4] + [1] * 5, [2, 4, 4, 2, 1]]
     )
     def test_sizes_that_change_all_the_time_come_to_rest(self, lengths: Sequence[int]) -> None:
-        """Whatever the period: in the end only the largest is planned for."""
+        """For any period: in the end only the largest steps have a plan."""
         run = three()
         for _ in range(30):
             for length in lengths:
@@ -282,7 +282,7 @@ class TestChange:
         "lengths", [[1] * 18 + [4], [1] * 49 + [4], [1] * 60 + [4, 4], [1] * 40 + [3] + [1] * 40 + [4]]
     )
     def test_sizes_that_come_rarely_are_not_planned_for(self, lengths: Sequence[int]) -> None:
-        """Waiting for one while recording would cost more than it gives, each time anew."""
+        """Waiting for one while recording would cost more than it gains, each time."""
         run = three()
         for _ in range(5):
             for length in lengths:

@@ -1,4 +1,4 @@
-"""What follows from a step is one value."""
+"""The decision after a step is one value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings: what is allowed, and that errors name the flag, the value and the way out."""
+"""The settings: what is allowed, and that errors name the flag, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_one_file_for_two_is_refused(
 
 
 def test_where_no_file_can_be_made_is_told_at_once():
-    """Rights alone do not tell: root has them."""
+    """Permissions are not enough: root has them in /proc."""
     with pytest.raises(UsageError, match=r"--swap-save-plan /proc/x/plan.json: must be a file that can be written"):
         SwapConfig(layers=frozenset(), save_plan="/proc/x/plan.json")
 

@@ -1,4 +1,4 @@
-"""Totals of steps, and the names that a profiler sees."""
+"""Profiler ranges: names, nesting, listeners."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron.swap.common.instrumentation import Counters, Ranges, Totals
+from megatron.swap.common.instrumentation import Ranges
 from tests.engine import Engine, one_after_the_other, one_forward_one_backward, stack, train_step
 
 
@@ -19,7 +19,7 @@ class Subject:
 
 
 class Recorder:
-    """A timeline that notes begins and ends, thread by thread."""
+    """A timeline that notes begins and ends of ranges, with their threads."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int]] = []
@@ -34,7 +34,7 @@ class Recorder:
         return [name for what, name, _ in self.events if what == "begin"]
 
     def check_nesting(self) -> None:
-        """On each thread ranges end in the reverse order of their begins, as NVTX wants it."""
+        """On each thread ranges end in the reverse order of their begins, as NVTX requires."""
         open_ranges: dict[int, list[str]] = {}
         for what, name, thread in self.events:
             stack = open_ranges.setdefault(thread, [])
@@ -57,20 +57,6 @@ def ranges(recorder: Recorder) -> Ranges:
     return ranges
 
 
-def test_totals_between_two_moments():
-    counters = Counters()
-    counters.layers[3].out_bytes = 10
-    counters.num_out_copies = 2
-    before = counters.totals()
-    counters.layers[3].out_bytes = 25
-    counters.layers[4].in_bytes = 5
-    counters.num_out_copies = 3
-    moved = counters.totals().since(before)
-    assert moved.layers == {3: (15, 0), 4: (0, 5)}
-    assert (moved.out_bytes, moved.in_bytes, moved.num_out_copies) == (15, 5, 1)
-    assert before.since(Totals()) == before
-
-
 def test_ranges_that_are_off_do_nothing(recorder: Recorder):
     ranges = Ranges()
     group = Subject("layers.0 mb0")
@@ -78,7 +64,7 @@ def test_ranges_that_are_off_do_nothing(recorder: Recorder):
         ranges.backward(group)
         ranges.backward_over(group)
         ranges.memory()
-    assert not ranges.on
+    assert not ranges.is_on
     assert recorder.events == []
 
 
@@ -110,8 +96,8 @@ def test_backward_ends_with_its_input_or_with_the_next(ranges: Ranges, recorder:
     ranges.backward(groups[2])
     ranges.backward_over(groups[2])
     ranges.backward(groups[1])
-    ranges.backward(groups[0])  # nobody told the end of layer 1
-    ranges.backward_over(groups[1])  # too late, and not the one that is open
+    ranges.backward(groups[0])  # the end of layer 1 was not reported
+    ranges.backward_over(groups[1])  # too late: the range of layer 0 is open
     ranges.backward_over(groups[0])
     recorder.check_nesting()
     assert [name for name in recorder.names() if name.startswith("b")] == [
@@ -156,8 +142,8 @@ def test_a_profiler_sees_every_copy_and_every_wait_of_a_storage_in_order(
     assert copied_bytes == {"copy_out": moved.out_bytes, "copy_in": moved.in_bytes}
     num_micro_batches = len({micro_batch for _, _, micro_batch in schedule})
     for what in ("forward", "backward"):
-        told = [name for name in recorder.names() if name.startswith(f"{what} ")]
-        assert sorted(told) == sorted(
+        noted = [name for name in recorder.names() if name.startswith(f"{what} ")]
+        assert sorted(noted) == sorted(
             f"{what} layers.{layer} mb{micro_batch}" for layer in range(5) for micro_batch in range(num_micro_batches)
         )
 
@@ -174,9 +160,9 @@ class TestListeners:
         with ranges.forward(0):
             pass
         ranges.stop(first)
-        assert not ranges.on
+        assert not ranges.is_on
         assert first.names() == ["step 1", "forward layers.0 mb0", "memory 7", "forward layers.0 mb1"]
-        assert second.names() == ["forward layers.0 mb0"]  # who does not ask for memory gets no marks of it
+        assert second.names() == ["forward layers.0 mb0"]  # it asked for no memory marks
         first.check_nesting()
         second.check_nesting()
 

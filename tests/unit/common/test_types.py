@@ -1,4 +1,4 @@
-"""Sites, layer_positions in a chunk, byte formatting."""
+"""Sites, positions of layers in a chunk, byte formatting."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ class TestPlaces:
         assert [place.is_trailing_kept(9) for place in here] == [False, False, True, True]
 
 
-@pytest.mark.parametrize(("num_layers", "lends"), [(1, True), (7, True), (8, False), (96, False)])
-def test_layers_of_deep_chunks_lend_nothing_while_they_run(num_layers: int, lends: bool) -> None:
-    assert {place.early_release for place in layer_positions([False] * num_layers, ends_in_loss=True)} == {lends}
+@pytest.mark.parametrize(("num_layers", "is_early"), [(1, True), (7, True), (8, False), (96, False)])
+def test_layers_of_deep_chunks_have_no_slack_while_they_run(num_layers: int, is_early: bool) -> None:
+    assert {place.early_release for place in layer_positions([False] * num_layers, ends_in_loss=True)} == {is_early}

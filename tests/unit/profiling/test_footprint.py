@@ -1,4 +1,4 @@
-"""What a step saved, counted in two numbers a layer."""
+"""Footprints of steps: tensors and bytes that each layer saved."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_a_layer_saves_that_runs_again_is_known_by_its_input() -> None:
     measured = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 4, 60, 10)))
     meter = FootprintMeter()
     meter.begin_layer(0, 20)
-    meter.end_layer(0, unseen=True)
+    meter.end_layer(0, is_unseen=True)
     meter.begin_layer(1, 20)
     meter.add(130)
     meter.end_layer(1)
@@ -54,32 +54,32 @@ def test_the_most_of_several_steps() -> None:
     one = Footprint((LayerFootprint(0, 3, 100, 10), LayerFootprint(1, 3, 50, 5)))
     other = Footprint((LayerFootprint(0, 2, 200, 20), LayerFootprint(2, 1, 1, 1)))
     most = Footprint((LayerFootprint(0, 3, 200, 20), LayerFootprint(1, 3, 50, 5), LayerFootprint(2, 1, 1, 1)))
-    assert one.or_more(other) == other.or_more(one) == most
+    assert one.maximum(other) == other.maximum(one) == most
 
 
-@pytest.mark.parametrize(("sizes", "told_after"), [((104, 106), None), ((106, 100), 0), ((100, 111), 1)])
-def test_more_than_is_expected_is_told_after_the_layer_that_exceeds_it(
-    sizes: tuple[int, int], told_after: int | None
+@pytest.mark.parametrize(("sizes", "called_after"), [((104, 106), None), ((106, 100), 0), ((100, 111), 1)])
+def test_more_than_is_expected_is_reported_after_the_layer_that_exceeds_it(
+    sizes: tuple[int, int], called_after: int | None
 ) -> None:
-    meter, told = FootprintMeter(), []
+    meter, calls = FootprintMeter(), []
     running = -1
-    meter.expect(Footprint((LayerFootprint(0, 1, 100), LayerFootprint(1, 1, 100))), 1.05, lambda: told.append(running))
+    meter.expect(Footprint((LayerFootprint(0, 1, 100), LayerFootprint(1, 1, 100))), 1.05, lambda: calls.append(running))
     meter.begin_chunk()
     for running, num_bytes in enumerate(sizes):
         meter.begin_layer(running)
         meter.add(num_bytes)
         meter.end_layer(running)
-    assert (told[0] if told else None) == told_after
+    assert (calls[0] if calls else None) == called_after
 
 
-def test_a_larger_input_is_told_before_anything_of_the_layer_is_saved() -> None:
-    meter, told = FootprintMeter(), []
-    meter.expect(Footprint((LayerFootprint(0, 1, 1000, 100),)), 1.05, lambda: told.append(True))
+def test_a_larger_input_is_reported_before_anything_of_the_layer_is_saved() -> None:
+    meter, calls = FootprintMeter(), []
+    meter.expect(Footprint((LayerFootprint(0, 1, 1000, 100),)), 1.05, lambda: calls.append(True))
     meter.begin_layer(0, 105)
-    meter.begin_layer(1, 9999)  # nothing is expected of it
-    assert not told
+    meter.begin_layer(1, 9999)  # the footprint has no such layer
+    assert not calls
     meter.begin_layer(0, 106)
-    assert told
+    assert calls
 
 
 def test_a_longer_step_keeps_no_more_than_one_that_was_known_to_be_longer() -> None:

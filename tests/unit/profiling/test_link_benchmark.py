@@ -1,4 +1,4 @@
-"""The link as it is measured: what moves, in which order, what is given back; never how fast it was."""
+"""Link benchmark: which copies run, in which order, and that memory is freed; never how fast it was."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def test_every_pattern_moves_its_bytes_and_everything_is_given_back(pool: HostPo
 
 
 def test_the_figures_are_bytes_by_the_median_of_times(pool: HostPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[tuple[str, ...], list[float]] = {
+    seconds_of: dict[tuple[str, ...], list[float]] = {
         ("out",): [5.0, 1.0, 2.0], ("in",): [4.0, 4.0, 9.0], ("out", "in"): [16.0, 1.0, 8.0],
     }  # fmt: skip
-    left = {directions: iter(times) for directions, times in told.items()}
+    left = {directions: iter(times) for directions, times in seconds_of.items()}
 
     def seconds(self: Any, directions: tuple[str, ...]) -> dict[str, float]:
         took = next(left[directions])
@@ -72,7 +72,7 @@ def test_the_figures_are_bytes_by_the_median_of_times(pool: HostPool, monkeypatc
     monkeypatch.setattr(link_benchmark._Ends, "take", lambda self: None)
     monkeypatch.setattr(link_benchmark._Ends, "seconds", seconds)
     link = measure_link(EmulatedDevice(), HostTier(pool), 10**9 // NUM_COPIES)
-    medians = [median(times) for times in told.values()]
+    medians = [median(times) for times in seconds_of.values()]
     assert link == Link(1 / medians[0], 1 / (2 * medians[1]), 1 / medians[2], 1 / (2 * medians[2]))
 
 
@@ -138,7 +138,7 @@ except SwapError as error:
     print(error)
 assert pool.stats.leased_bytes == 0
 device.close()
-torch.distributed.barrier()  # the ranks are in step: nobody waits in vain
+torch.distributed.barrier()  # passes only if the ranks are in step
 torch.distributed.destroy_process_group()
 sys.stdout.flush()
 os._exit(0)  # gloo's threads may end the process otherwise
@@ -146,14 +146,14 @@ os._exit(0)  # gloo's threads may end the process otherwise
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "expected"),
     [
         ("works", [f"{Link(1.0, 2.0, 5.0, 1.0)}"] * 2),
         ("fails", ["the link was not measured: copies failed on another rank; its own message says why.",
                    "the link was not measured: the host pool cannot provide a lease of 2.00 MiB"]),
     ],
 )  # fmt: skip
-def test_two_ranks_measure_together_or_give_up_together(tmp_path: Path, how: str, told: list[str]) -> None:
+def test_two_ranks_measure_together_or_give_up_together(tmp_path: Path, how: str, expected: list[str]) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "store"), how],
@@ -162,7 +162,7 @@ def test_two_ranks_measure_together_or_give_up_together(tmp_path: Path, how: str
         for rank in range(2)
     ]
     try:
-        for rank, words in zip(ranks, told, strict=True):
+        for rank, words in zip(ranks, expected, strict=True):
             output, errors = rank.communicate(timeout=120)
             assert rank.returncode == 0, errors
             assert output.startswith(words)

@@ -1,4 +1,4 @@
-"""What a chunk saves outside its layers is recorded by name, and changes nothing."""
+"""Tensors that a chunk saves outside its layers are recorded by site; recording changes nothing."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ VOCABULARY = 48
 HIDDEN_BYTES, LOGITS_BYTES = 4 * TOKENS * HIDDEN, 4 * TOKENS * VOCABULARY
 EXPECTED = {
     "embedding/0": 8 * TOKENS,  # token numbers
-    "dropout/0": HIDDEN_BYTES,  # on a CPU what is multiplied with
-    "model/0": HIDDEN_BYTES,  # of the chunk itself, before its layers
+    "dropout/0": HIDDEN_BYTES,  # on a CPU the mask, in the dtype of its input
+    "model/0": HIDDEN_BYTES,  # saved by the chunk itself, before its layers
     "norm/0": HIDDEN_BYTES, "norm/1": 4 * TOKENS, "norm/2": 4 * TOKENS,
     "head/0": HIDDEN_BYTES,
-    "loss/0": LOGITS_BYTES,  # and behind them: the logarithms of softmax, which are saved twice
+    "loss/0": LOGITS_BYTES,  # saved after its layers: the logarithms of softmax, which are saved twice
     "loss/2": 8 * TOKENS,
     "loss/3": 4,
 }  # fmt: skip
 
 
 class Chunk(nn.Module):
-    """As a whole model in one chunk."""
+    """A whole model in one chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Chunk(nn.Module):
 
 @contextmanager
 def engine_around(chunk: Chunk) -> Iterator[Engine]:
-    """As a session puts it around a chunk."""
+    """Hook a chunk as a session does."""
     observer, inner = Observer(), chunk.forward
     with Engine(chunk.layers, observer=observer, recorded=True) as engine:
         assert engine.recorder is not None
@@ -75,7 +75,7 @@ def engine_around(chunk: Chunk) -> Iterator[Engine]:
 
 
 def train(chunk: Chunk, num_micro_batches: int = 2) -> list[torch.Tensor]:
-    """Losses and gradients of a step."""
+    """Return losses and gradients of a step."""
     chunk.zero_grad(set_to_none=True)
     torch.manual_seed(5)
     losses = []

@@ -1,4 +1,4 @@
-"""The observer: what autograd holds, counted to the byte, without changing anything."""
+"""The observer counts to the byte what autograd holds, and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps are traced, and what is left when training ends early."""
+"""Which steps are traced, and what is written when training ends early."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_the_chosen_steps_are_traced_as_far_as_training_gets(tmp_path: Path, num
     profiler = Profiler(str(tmp_path / "new"), 3, 4, rank=1, ranges=ranges, allocated_bytes=lambda: 5)
     seen = []
     for iteration in range(1, num_steps + 1):
-        if ranges.on:
+        if ranges.is_on:
             seen.append(f"step {iteration}")
         with ranges.forward(0):
             torch.ones(2) + 1
         profiler.step_ended(iteration)
     profiler.close()
-    assert not ranges.on
+    assert not ranges.is_on
     assert seen == expected or (num_steps == 2 and seen == [])
     assert profiler.path == tmp_path / "new" / "rank-1.json.gz"
     if expected:
@@ -70,7 +70,7 @@ def test_a_failed_run_leaves_what_was_traced_and_no_profiler(tmp_path: Path, num
     for iteration in range(1, num_steps + 1):
         profiler.step_ended(iteration)
     profiler.abandon()
-    assert not ranges.on
+    assert not ranges.is_on
     with torch.profiler.profile():  # would fail beside another one
         pass
     assert profiler.path is not None

@@ -1,4 +1,4 @@
-"""What the recorder sees of real graphs, whatever the engine does to them meanwhile; and that it changes nothing."""
+"""Recordings of real graphs under all policies; recording changes nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ F4 = TOKENS * HIDDEN * 4
 def record(
     layers: nn.ModuleList, schedule: list[Step], num_steps: int = 2, chunks: list[int] | None = None, **policy: Any
 ) -> Recording:
-    """The steps behind a first one, which is not recorded."""
+    """Record steps after a first one, which is not recorded."""
     with Engine(layers, observer=Observer(), recorded=True, chunks=chunks, **policy) as engine:
         assert engine.recorder is not None
         train_step(layers, schedule, chunks)
@@ -66,7 +66,7 @@ def described(storage: SavedStorage) -> tuple[object, ...]:
 
 
 def lives_of(recording: Recording) -> dict[SavedStorage, list[What]]:
-    """What happened to each storage, in order: none comes twice, goes twice, or is forgotten."""
+    """Return the events of each storage in order; none is saved twice, freed twice, or never freed."""
     held: dict[SavedStorage, int] = {}
     lives: dict[SavedStorage, list[What]] = {}
     for event in recording.events:
@@ -77,7 +77,7 @@ def lives_of(recording: Recording) -> dict[SavedStorage, list[What]]:
             held[event.storage] = event.num_bytes
         elif event.storage is not None and event.what is What.FREED:
             assert held.pop(event.storage) == event.num_bytes
-    # The input of the first layer of a chunk is the schedule's.
+    # The schedule holds the input of a chunk's first layer.
     assert all(storage.has_external_refs and storage.is_input for storage in held)
     for storage, life in lives.items():
         if storage.is_intermediate:
@@ -88,7 +88,7 @@ def lives_of(recording: Recording) -> dict[SavedStorage, list[What]]:
         if not storage.has_external_refs:
             assert life[-1] is What.FREED, storage.site
             in_forward = life[: life.index(What.ASKED)].count(What.FREED)
-            # What has left comes back: a copy before it is asked for, a kernel's output behind that.
+            # A storage that was freed in forward arrives again: reloaded before ASKED, or recomputed after it.
             assert life.count(What.FREED) == 1 + in_forward == 1 + life.count(What.ARRIVED), storage.site
     return lives
 
@@ -154,7 +154,7 @@ class TestUnderAnyPolicy:
 
 
 class Small(nn.Module):
-    """Three saved storages, whose life can be told by hand."""
+    """Three saved storages, whose events can be written down by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,11 +165,11 @@ class Small(nn.Module):
 
 
 def names(events: tuple[Event, ...]) -> list[str]:
-    told = []
+    found = []
     for event in events:
         subject = event.storage.site if event.storage else event.pass_key.label if event.pass_key else ""
-        told.append(f"{event.what.name} {subject}".strip())
-    return told
+        found.append(f"{event.what.name} {subject}".strip())
+    return found
 
 
 def test_a_graph_by_hand() -> None:
@@ -180,13 +180,13 @@ def test_a_graph_by_hand() -> None:
         exp = [f"ASKED {site}" for site in ("layer/1", "layer/0")]
         return [
             f"BACKWARD_BEGIN layers.{layer} mb0", exp[0], "FREED layer/1",
-            # exp's output: the linear asks first, and holds nothing of it afterwards; exp itself is the last to ask
+            # exp's output: the linear unpacks it first and drops it; exp unpacks it last
             "ASKED layer/0", "ASKED layer/0", "FREED layer/0", f"BACKWARD_END layers.{layer} mb0",
         ]  # fmt: skip
 
     forwards = [
-        told for layer in (0, 1)
-        for told in (f"FORWARD_BEGIN layers.{layer} mb0", "SAVED layer/0", "SAVED layer/1",
+        noted for layer in (0, 1)
+        for noted in (f"FORWARD_BEGIN layers.{layer} mb0", "SAVED layer/0", "SAVED layer/1",
                      f"FORWARD_END layers.{layer} mb0")
     ]  # fmt: skip
     assert names(recording.events) == ["STEP", *forwards, *backward(1), *backward(0), "STEP"]
@@ -200,7 +200,7 @@ def test_offsets_count_from_the_first_event_and_never_go_back() -> None:
 
 
 def test_memory_is_what_the_observer_holds() -> None:
-    """At each event no less is in use than the saved storages take that nobody has taken out."""
+    """At each event at least the bytes of live saved storages are in use."""
     held = 0
     recording = record(stack(3), one_after_the_other(2), swapped=[])
     static = recording.events[0].now_bytes
@@ -211,7 +211,7 @@ def test_memory_is_what_the_observer_holds() -> None:
 
 
 class Keeping(nn.Module):
-    """Hands the first layer's linear input to somebody who keeps it."""
+    """Passes the linear's input to a caller that keeps it."""
 
     def __init__(self, keep: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Keeping(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["keep", "swap"])
-def test_what_others_hold_is_told(policy: str) -> None:
+def test_what_others_hold_is_reported(policy: str) -> None:
     kept: list[torch.Tensor] = []
     layers = nn.ModuleList([Keeping(kept.append), *(Keeping(lambda tensor: None) for _ in range(3))])
     found = storages(record(layers, one_after_the_other(1), num_steps=1, **POLICIES[policy]))
@@ -234,19 +234,19 @@ def test_what_others_hold_is_told(policy: str) -> None:
     assert len(found) == 4
 
 
-RECIPES = {
+SOURCES = {
     NORM: {"attention.linear_qkv/0": ["norm1/0"], "mlp.linear_fc1/0": ["norm2/0"]},
     ACTIVATION: {"mlp.linear_fc2/0": ["mlp/0"]},
 }
 
 
-class TestRecipes:
+class TestProducers:
     @pytest.mark.parametrize("policy", POLICIES)
     def test_they_are_known_where_storages_are_recomputed(self, policy: str) -> None:
         found = storages(record(stack(3), one_after_the_other(1), **POLICIES[policy]))
         made = {storage.site: [one.site for one in storage.recompute_inputs] for storage in found if storage.producer}
         assert made == {
-            site: sources for kind in POLICIES[policy].get("recompute", ()) for site, sources in RECIPES[kind].items()
+            site: sources for kind in POLICIES[policy].get("recompute", ()) for site, sources in SOURCES[kind].items()
         }
         assert not any(storage.intermediates for storage in found)
 
@@ -264,7 +264,7 @@ class TestRecipes:
         assert len(tried[0]) == len(set(tried[0])) == 3 * 3
         assert tried[1] == []
 
-    def test_a_kernel_that_is_not_the_same_twice_is_no_recipe(self) -> None:
+    def test_a_kernel_that_does_not_reproduce_its_output_is_no_producer(self) -> None:
         layers = stack(2)
         calls = iter(range(100))
 
@@ -277,20 +277,20 @@ class TestRecipes:
         assert {(storage.pass_key.layer, storage.producer) for storage in activations} == {(0, None), (1, ACTIVATION)}
 
     def test_what_is_made_from_what_comes_back_counts_it_from_then_on(self) -> None:
-        """The norm's input comes back when the norm runs again, long before its own backward asks for it."""
+        """The norm's input is reloaded when the norm is recomputed, long before its own backward unpacks it."""
         recording = record(stack(4), one_after_the_other(1), num_steps=1, recompute=(NORM,))
-        told = names(recording.events)
-        begin = told.index("BACKWARD_BEGIN layers.0 mb0")
+        noted = names(recording.events)
+        begin = noted.index("BACKWARD_BEGIN layers.0 mb0")
         order = [
-            told.index(what, begin) for what in (
+            noted.index(what, begin) for what in (
                 "ASKED mlp.linear_fc1/0", "ARRIVED norm2/0", "ARRIVED mlp.linear_fc1/0", "ASKED norm2/0",
                 "FREED norm2/0",
             )
         ]  # fmt: skip
         assert order == sorted(order)
 
-    def test_no_memory_is_left_to_nobody(self) -> None:
-        """All that the observer counts is a saved storage's, whatever came back for whom."""
+    def test_all_memory_belongs_to_a_saved_storage(self) -> None:
+        """Every byte that the observer counts belongs to a saved storage, under all policies."""
         for policy in POLICIES.values():
             read = Timeline(record(stack(5), one_after_the_other(2), **policy))
             assert {level for one in read.passes for level in one.temporaries.values()} == {0}
@@ -344,7 +344,7 @@ class TestOnAndOff:
             train_step(layers, one_after_the_other(1))
             engine.recorder.abandon()
             assert any(getattr(one, "record", None) is not None for one in packed)
-            assert not engine.manager.ranges.on
+            assert not engine.manager.ranges.is_on
 
     def test_without_a_whole_step_there_is_nothing_to_build_from(self) -> None:
         with Engine(stack(1), observer=Observer(), recorded=True) as engine:
@@ -385,8 +385,8 @@ class TestOnAndOff:
             chunks[0](torch.ones(4))
             engine.recorder.step_ended(2)
             events = engine.recorder.stop().events
-        told = [event for event in events[1:-1] if event.what in (What.CHUNK_BEGIN, What.CHUNK_END)]
-        assert [(event.what.name, event.chunk) for event in told] == [
+        noted = [event for event in events[1:-1] if event.what in (What.CHUNK_BEGIN, What.CHUNK_END)]
+        assert [(event.what.name, event.chunk) for event in noted] == [
             ("CHUNK_BEGIN", 0), ("CHUNK_END", 0), ("CHUNK_BEGIN", 1), ("CHUNK_END", 1),
         ]  # fmt: skip
 

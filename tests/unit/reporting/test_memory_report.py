@@ -1,4 +1,4 @@
-"""What the memory report counts, and that nothing counts twice."""
+"""The memory report counts every storage, and none twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.swap.reporting.summary import RankReport
 from tests.unit.optimizer.test_stepper import OPTIMIZERS, Training
 
 STATE_BYTES = 3 * 4
-"""Of AdamW, for each parameter: its own value and two moments."""
+"""Bytes of AdamW for each element: main parameter and two moments."""
 
 
 def report(**changes: Any) -> RankReport:
@@ -45,7 +45,7 @@ def some_gpu(reserved_bytes: int | None = None, kind: str = "cpu") -> Any:
 
 
 class Tied(nn.Module):
-    """An output layer with the weights of the embedding."""
+    """A model whose output layer shares the embedding's weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_shared_weights_count_once() -> None:
 
 
 def test_gradients_in_a_buffer_count_once_and_whole() -> None:
-    """As Megatron's: views of a buffer with padding; the optimizer's parameters have views of them."""
+    """Gradients as in Megatron: views of a padded buffer; the optimizer's parameters have views of these."""
     model = Tied()
     buffer = torch.zeros(100)
     offset = 0
@@ -101,7 +101,7 @@ def test_an_optimizer_of_the_weights_themselves_has_its_state_alone() -> None:
 
 
 def test_what_the_optimizer_keeps_in_host_memory_by_itself() -> None:
-    """Megatron's own offload, say."""
+    """As in Megatron's own offload."""
     model = Tied()
     optimizer = torch.optim.SGD([param.detach().clone() for param in model.parameters()], lr=0.1)
     found = measured([model], [optimizer], device=some_gpu(kind="cuda"))

@@ -1,4 +1,4 @@
-"""What became of saved tensors: each storage counts once, and differences from a plan are told."""
+"""The site log: each storage counts once, and differences from a plan are reported."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class TestPlanOfRun:
         made = plan_of_run(MODEL, seen(SWAP, 1.0, range(2), "checkpoint"), given)
         assert [(entry.layers, entry.sections) for entry in made.classes] == [("0-1", ("layer",)), ("3", ("layer",))]
 
-    def test_layers_that_nobody_looked_into_were_kept_as_planned(self) -> None:
+    def test_layers_without_log_entries_were_kept_as_planned(self) -> None:
         given = plan(SWAP_MLP, PlanClass("6", {"mlp/0": SitePlan("keep", 2.0)}), PlanClass("7", SWAP_MLP.sites))
         assert plan_of_run(MODEL, seen(), given).classes == (*given.classes[:2], PlanClass("7", {}))
 

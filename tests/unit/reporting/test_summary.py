@@ -1,4 +1,4 @@
-"""What a user reads: tables, the step line, the JSON file."""
+"""Output for users: tables, the step line, the JSON file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.swap.common.config import SwapConfig
-from megatron.swap.common.instrumentation import Totals
+from megatron.swap.common.counters import Totals
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
 from megatron.swap.common.types import MIB, Site
 from megatron.swap.devices.cuda import expands_segments
@@ -83,9 +83,9 @@ def test_the_device_line_has_what_is_held_and_says_what_leaves_fewer_fragments()
     assert device_line(build_summary(1, [rank([], [])]), expands=False) is None
 
 
-@pytest.mark.parametrize(("retries", "told"), [([0, 3, 1, 0], None), ([5, 0, 1, 2], "in 3 steps it was full")])
+@pytest.mark.parametrize(("retries", "expected"), [([0, 3, 1, 0], None), ([5, 0, 1, 2], "in 3 steps it was full")])
 @pytest.mark.parametrize("full_rank", [0, 1])
-def test_a_device_that_is_full_in_many_steps_is_told(retries: list[int], told: str | None, full_rank: int):
+def test_a_device_that_is_full_in_many_steps_is_reported(retries: list[int], expected: str | None, full_rank: int):
     ranks = []
     for number in (0, 1):
         counts = retries if number == full_rank else [0] * 4
@@ -95,8 +95,8 @@ def test_a_device_that_is_full_in_many_steps_is_told(retries: list[int], told: s
     assert full["num_alloc_retries"] == sum(retries)
     assert [one["num_alloc_retries"] for one in full["steps"]] == (retries if full_rank == 0 else [0] * 4)
     line = str(device_line(full, expands=True))
-    assert ("was full" in line) is (told is not None)
-    assert (told or "") in line
+    assert ("was full" in line) is (expected is not None)
+    assert (expected or "") in line
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_the_table_at_the_start_names_layers_tail_and_memory():
         assert word in planned
 
 
-def test_sites_that_are_not_recomputed_are_told_by_reason():
+def test_sites_that_are_not_recomputed_are_grouped_by_reason():
     refused = [(Site(0, "mlp", 1), "too big"), (Site(1, "mlp", 1), "too big"), (Site(1, "layer", 0), "no kernel")]
     assert refused_lines(refused) == [
         "not recomputed: layers.0/mlp/1 and 1 more: too big",

@@ -1,0 +1,117 @@
+"""Counters of the engine's work since the start of the run: bytes, copies, recomputed storages, stalls."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Stall(Protocol):
+    """A wait that was enqueued on the compute stream. ``elapsed_ms`` is ``None`` until the device has passed it."""
+
+    def elapsed_ms(self) -> float | None: ...
+
+
+@dataclass
+class LayerCounters:
+    """Totals of one layer since the start of the run."""
+
+    out_bytes: int = 0
+    in_bytes: int = 0
+    num_groups: int = 0
+    stayed_bytes: int = 0
+    recomputed_bytes: int = 0
+    """Saved bytes that are not held, but recomputed in backward."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The counters at one moment, or the difference between two moments."""
+
+    layers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Layer → (bytes out, bytes in)."""
+    num_groups: int = 0
+    num_late: int = 0
+    num_out_copies: int = 0
+    num_in_copies: int = 0
+    """Copies that were enqueued. A storage takes several if its slot consists of several pieces."""
+    wait_ms: float = 0.0
+    recomputed_bytes: int = 0
+    num_recomputed: int = 0
+
+    @property
+    def out_bytes(self) -> int:
+        return sum(out_bytes for out_bytes, _ in self.layers.values())
+
+    @property
+    def in_bytes(self) -> int:
+        return sum(in_bytes for _, in_bytes in self.layers.values())
+
+    def since(self, earlier: Totals) -> Totals:
+        """Return what was added since ``earlier``."""
+        layers = {}
+        for number, (out_bytes, in_bytes) in self.layers.items():
+            out_before, in_before = earlier.layers.get(number, (0, 0))
+            layers[number] = (out_bytes - out_before, in_bytes - in_before)
+        return Totals(
+            layers=layers,
+            num_groups=self.num_groups - earlier.num_groups,
+            num_late=self.num_late - earlier.num_late,
+            num_out_copies=self.num_out_copies - earlier.num_out_copies,
+            num_in_copies=self.num_in_copies - earlier.num_in_copies,
+            wait_ms=self.wait_ms - earlier.wait_ms,
+            recomputed_bytes=self.recomputed_bytes - earlier.recomputed_bytes,
+            num_recomputed=self.num_recomputed - earlier.num_recomputed,
+        )
+
+
+@dataclass
+class Counters:
+    """Totals since the start of the run. Reading them never makes the host wait for the device."""
+
+    layers: defaultdict[int, LayerCounters] = field(default_factory=lambda: defaultdict(LayerCounters))
+    num_late: int = 0
+    """Storages that were not prefetched: their reload began after the backward of their own layer had begun."""
+    num_out_copies: int = 0
+    num_in_copies: int = 0
+    num_recomputed: int = 0
+    """Storages that were recomputed."""
+    num_not_recomputed: int = 0
+    """Storages that were kept or offloaded although the policy asked to recompute them (``Recomputer.refused``)."""
+    _wait_ms: float = 0.0
+    _stalls: deque[Stall] = field(default_factory=deque)
+
+    @property
+    def out_bytes(self) -> int:
+        return sum(layer.out_bytes for layer in self.layers.values())
+
+    @property
+    def num_groups(self) -> int:
+        return sum(layer.num_groups for layer in self.layers.values())
+
+    def add_stall(self, stall: Stall) -> None:
+        self._stalls.append(stall)
+
+    def totals(self) -> Totals:
+        """Return the totals until now."""
+        return Totals(
+            layers={number: (layer.out_bytes, layer.in_bytes) for number, layer in self.layers.items()},
+            num_groups=self.num_groups,
+            num_late=self.num_late,
+            num_out_copies=self.num_out_copies,
+            num_in_copies=self.num_in_copies,
+            wait_ms=self.wait_ms(),
+            recomputed_bytes=sum(layer.recomputed_bytes for layer in self.layers.values()),
+            num_recomputed=self.num_recomputed,
+        )
+
+    def wait_ms(self) -> float:
+        """Return the ms that the compute stream has waited for copies, without stalls that are still ahead."""
+        while self._stalls:
+            elapsed_ms = self._stalls[0].elapsed_ms()
+            if elapsed_ms is None:
+                break
+            self._wait_ms += elapsed_ms
+            self._stalls.popleft()
+        return self._wait_ms
