@@ -19,10 +19,10 @@ from benchmarks.rows import Row, peak_gib
 from benchmarks.suites import losses
 from benchmarks.suites.frontier import frontier
 
-OURS, PLANNED, PEERS, LINE, TEXT = "#c2410c", "#15803d", "#475569", "#94a3b8", "#1e293b"
+OURS, PLANNED, BASELINES, LINE, TEXT = "#c2410c", "#15803d", "#475569", "#94a3b8", "#1e293b"
 PANEL_INCHES = (12.0, 7.2)
 FAR = 2.5
-"""A peer that takes so many times what the fastest does is named below, if another beats it in memory too."""
+"""A baseline that takes so many times what the fastest does is named below, if another beats it in memory too."""
 MARKER_PIXELS = 9.0
 AXES = {
     "allocated": "peak device memory allocated", "reserved": "peak device memory reserved",
@@ -45,7 +45,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
-    """The rows that are drawn: all that were measured but peers far from everything."""
+    """The rows that are drawn: all that were measured but baselines far from everything."""
     points = [row for row in rows if row["step_ms_median"] is not None and peak_gib(row) is not None]
     best = _best(rows)
     far_ms = FAR * min((row["step_ms_median"] for row in points), default=0.0)
@@ -74,9 +74,9 @@ def _why_absent(row: Row) -> str:
 
 
 def _colour(row: Row) -> str:
-    """Peers, ours, and of ours those that were planned for a budget."""
+    """Baselines, ours, and of ours those that were planned for a budget."""
     if not row["is_ours"]:
-        return PEERS
+        return BASELINES
     return OURS if row.get("budget_gib") is None else PLANNED
 
 
@@ -111,14 +111,14 @@ def _panel(panel: Any, rows: Sequence[Row]) -> None:
     note = "".join("\n" + line for line in textwrap.wrap("outside: " + "; ".join(absent), 130)) if absent else ""
     panel.set_xlabel(f"{AXES[rows[0].get('peak') or 'allocated']}, GiB{note}", fontsize=11)
     all_kinds = [
-        ("Megatron Swap", OURS, "D"), ("Megatron Swap, planned; |: its budget", PLANNED, "D"), ("others", PEERS, "o")
+        ("Megatron Swap", OURS, "D"), ("Megatron Swap, planned; |: its budget", PLANNED, "D"), ("baselines", BASELINES, "o")
     ]  # fmt: skip
     shown = {_colour(row) for row in points}
     kinds = [kind for kind in all_kinds if kind[1] in shown]
     for name, color, marker in kinds:
         panel.scatter([], [], color=color, marker=marker, label=name)
     if any(row not in trusted for row in points):
-        panel.scatter([], [], facecolor="white", edgecolor=PEERS, lw=1.6, label="hollow: other losses")
+        panel.scatter([], [], facecolor="white", edgecolor=BASELINES, lw=1.6, label="hollow: other losses")
     panel.legend(loc="upper right", fontsize=10, framealpha=0.9)
 
 

@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.rows import Row
-from benchmarks.suites.picture import LINE, OURS, PEERS, TEXT
+from benchmarks.suites.picture import LINE, OURS, BASELINES, TEXT
 from benchmarks.sweeps.axes import AXES
 from benchmarks.sweeps.table import LargestValue, MachineLimit, largest_by_method, machine_limit, params_of, short
 
@@ -35,7 +35,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     is_near = limit is not None and limit.params / 1e9 <= FAR * max(lengths)
     end = max([*lengths, limit.params / 1e9 if limit and is_near else 0.0]) or 1.0
     for place, (one, length) in enumerate(zip(found, lengths, strict=True)):
-        color = OURS if one.is_ours else PEERS
+        color = OURS if one.is_ours else BASELINES
         panel.barh(place, length, height=0.62, color=color, zorder=2)
         if limit is not None and is_near:
             panel.barh(

@@ -44,7 +44,7 @@ def with_mlp_section(profile: Profile) -> Profile:
 
 
 def plan_of(model: Model, flags: Sequence[str]) -> Plan | None:
-    """The plan that the flags of a run amount to; ``None`` for those of a peer that does something else."""
+    """The plan that the flags of a run amount to; ``None`` for those of a baseline that does something else."""
     if any(flag.startswith(("--fine-grained", "--cpu-offloading")) for flag in flags):
         return None
     words = list(flags)

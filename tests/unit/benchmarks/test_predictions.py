@@ -134,7 +134,7 @@ def test_a_prediction_that_is_gone(tmp_path: Path) -> None:
     made = Made(tmp_path)
     made.plan.unlink()
     (said,) = made.problems()
-    assert said.endswith(f"{NAME} is not there")
+    assert said.endswith(f"{NAME} is missing")
 
 
 def test_other_plans_are_no_predictions(tmp_path: Path) -> None:
