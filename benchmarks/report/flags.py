@@ -122,7 +122,8 @@ def without_guard(row: Row) -> list[str]:
 def training(row: Row) -> tuple[str, ...]:
     """Return a key of what is trained, whatever is swapped: rows with equal keys compute the same steps."""
     words = without_swap(row)
-    if value(row, "--lr-decay-style") == "constant" and "--train-iters" in words:  # other schedules depend on the length
+    # With other schedules the learning rate depends on the number of steps.
+    if value(row, "--lr-decay-style") == "constant" and "--train-iters" in words:
         length = words.index("--train-iters")
         words = words[:length] + words[length + 2 :]
     versions = (f"{name} {version}" for name, version in sorted(row["versions"].items()))

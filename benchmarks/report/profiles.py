@@ -145,7 +145,7 @@ def time_table(group: Group) -> Table:
         ["step", *(cell_ms(_a_step(found, "duration_ms")) for found in columns)],
         ["compute busy", *(cell_ms(_a_step(found, "compute_busy_ms")) for found in columns)],
         ["compute stalled by copies", *(cell_ms(_a_step(found, "stalled_ms")) for found in columns)],
-        ["compute idle for other reasons (host, gaps between launches)", *(cell_ms(_rest_ms(found)) for found in columns)],
+        ["compute idle otherwise (host, launch gaps)", *(cell_ms(_rest_ms(found)) for found in columns)],
         ["copies out running", *(cell_ms(_a_step(found, "d2h_ms")) for found in columns)],
         ["copies in running", *(cell_ms(_a_step(found, "h2d_ms")) for found in columns)],
         ["peak memory in the traced steps, GiB", *(cell_gib(peak / GIB if peak else None) for peak in peaks)],

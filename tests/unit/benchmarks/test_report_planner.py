@@ -14,7 +14,7 @@ from benchmarks.report.build import build, check
 from benchmarks.report.flags import is_ours, is_planned
 from benchmarks.report.pictures import frontier_picture
 from benchmarks.rows import Row, write_rows
-from benchmarks.suites.picture import OURS, BASELINES, PLANNED, draw
+from benchmarks.suites.picture import BASELINES, OURS, PLANNED, draw
 from tests.unit.benchmarks.made_report import RECOMPUTE, a_row, markdown_of, names, ours
 
 SHA = "beef" * 16

@@ -52,7 +52,7 @@ def test_who_searches() -> None:
 def test_the_session_tells_what_was_planned() -> None:
     assert planning(AUTO, FOUND) == OF_RUN
     assert planning(("--swap-layers", "all"), None) is None
-    with pytest.raises(ValueError, match="searched for its plan reports nothing of it"):
+    with pytest.raises(ValueError, match="searched for its plan does not report a plan"):
         planning(AUTO, None)
 
 

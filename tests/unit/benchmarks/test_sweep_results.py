@@ -105,7 +105,7 @@ def test_nothing_trains(tmp_path: Path) -> None:
     (found,) = largest_by_method(rows)
     assert found.best is None
     assert found.stopped_by == "16 layers: out of host memory"
-    assert found.limit.endswith("It is host memory that the next one lacks.")
+    assert found.limit.endswith("The next value lacks host memory.")
     assert "| none | none that was tried | – |" in markdown(rows)
 
 
@@ -138,7 +138,7 @@ def test_what_limits_a_method_says_how_full_each_tier_is(tmp_path: Path) -> None
     crowded = {**best, "predicted": {**best["predicted"], "device_gib": 130.0, "static_gib": 125.0, "host_gib": 108.0}}
     with_disk = {**crowded, "flags": f"{best['flags']} --swap-disk-dir /tmp --swap-disk-gib 20"}
     for row, disk_gib, text in (
-        (crowded, None, "a larger model, and little is left there."),
+        (crowded, None, "a larger model, and the other tiers are nearly full."),
         ({**crowded, "predicted": {**crowded["predicted"], "host_gib": 60.0}}, None, "makes room for a larger model."),
         (with_disk, 19.0, "108.0 of 112.0 GiB of host and 19.0 of 20.0 GiB of disk memory beside it. Activations"),
         (with_disk, 5.0, "makes room for a larger model."),
@@ -150,7 +150,7 @@ def test_what_limits_a_method_says_how_full_each_tier_is(tmp_path: Path) -> None
     large = {**stop["predicted"], "device_gib": 150.0, "host_gib": 119.0, "disk_gib": None}
     for outcome, last in (("oom_host", "host and device"), ("oom_disk", "disk and device and host")):
         (one,) = largest_by_method([best, {**stop, "predicted": large, "outcome": outcome, "why": None}])
-        assert one.limit.endswith(f" It is {last} memory that the next one lacks.")
+        assert one.limit.endswith(f" The next value lacks {last} memory.")
 
 
 def test_a_search_that_was_interrupted_is_no_answer(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_the_physical_limit_and_the_champions(tmp_path: Path) -> None:
         "14 bytes a parameter."
     )
     assert [row["value"] for row in champions(rows)] == [24, 24]
-    assert "weights, gradients and the optimizer state that stays take" in markdown(rows)
+    assert "weights, gradients and the kept optimizer state take" in markdown(rows)
     assert "Nothing larger was tried" not in markdown(rows)
     smaller = [row for row in rows if row["outcome"] == "ok" or row["method"] != "none"]
     assert markdown(smaller).count("Nothing larger was tried: this is not its limit.") == 1
