@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.machine import ROOT
 from benchmarks.report.flags import value
 from benchmarks.rows import Row
-from benchmarks.runner.planning import NUMBERS, PLAN_FLAG, promised
+from benchmarks.runner.planning import NUMBERS, PLAN_FLAG, read_prediction
 
 FOLDER = "predictions"
 """Folder below docs/results with plan files and the profiles that they were made from (``profile-*.json``)."""
@@ -37,22 +37,22 @@ def broken(folder: Path, rows: Sequence[Row], root: Path = ROOT) -> list[str]:
         if not plan.is_file():
             found.append(f"{where} is missing")
             continue
-        promise = promised(plan)
+        prediction = read_prediction(plan)
         found += [
-            f"{where} has {field} {promise[field]!r}, the row {row[field]!r}"
+            f"{where} has {field} {prediction[field]!r}, the row {row[field]!r}"
             for field in NUMBERS
-            if row["outcome"] == "ok" and promise[field] != row[field]
+            if row["outcome"] == "ok" and prediction[field] != row[field]
         ]
-        found += [f"{where} {problem}" for problem in _of_profile(folder / FOLDER, promise)]
+        found += [f"{where} {problem}" for problem in _of_profile(folder / FOLDER, prediction)]
         before = _at(row["commit"], path, root)
         if before is not None and before != plan.read_bytes():
             found.append(f"{where} is not what the row's commit {row['commit'][:7]} has: it was not committed before")
     return found
 
 
-def _of_profile(folder: Path, promise: dict[str, object]) -> list[str]:
+def _of_profile(folder: Path, prediction: dict[str, object]) -> list[str]:
     """Return what is wrong with the profile that a plan names; empty: nothing."""
-    budget, digest = promise["budget_gib"], promise["profile_sha256"]
+    budget, digest = prediction["budget_gib"], prediction["profile_sha256"]
     paths = [
         path for path in folder.glob("profile-*.json") if hashlib.sha256(path.read_bytes()).hexdigest() == digest
     ]

@@ -33,7 +33,7 @@ def planning(flags: tuple[str, ...], found: dict[str, Any] | None) -> dict[str, 
     """
     path = plan_file(flags)
     if path is not None:
-        found = {"num_replans": 0, "stages": [], **(found or {}), **promised(path)}
+        found = {"num_replans": 0, "stages": [], **(found or {}), **read_prediction(path)}
     elif found is not None:
         # The measured peak is that of the whole run, so it is compared with the highest prediction.
         peaks = [stage["predicted_peak_gib"] for stage in found["stages"]]
@@ -43,7 +43,7 @@ def planning(flags: tuple[str, ...], found: dict[str, Any] | None) -> dict[str, 
     return found
 
 
-def promised(path: str | Path) -> dict[str, Any]:
+def read_prediction(path: str | Path) -> dict[str, Any]:
     """Return budget, prediction and profile of a plan file; null in a plan that was written by hand."""
     from megatron.swap.common.plan import load_plan
 

@@ -17,12 +17,20 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 from benchmarks import machine
 from benchmarks.rows import NOT_READY, NOT_STABLE, RowError, peak_gib
 from benchmarks.store import StoreError, check_beside, locked
-from benchmarks.suites.output import INTERRUPTED, RUNS_LEFT, check_options, interrupt
+from benchmarks.suites.output import (
+    INTERRUPTED,
+    add_options,
+    check_options,
+    interrupt,
+    measure_all,
+    print_failed,
+    write_pages,
+)
 from benchmarks.suites.picture import draw
 from benchmarks.suites.progress import Display
 from benchmarks.suites.results import SuiteResults
@@ -43,11 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", nargs="+", default=[], help="only these cases")
     parser.add_argument("--method", nargs="+", default=[], help="only these methods")
     parser.add_argument("--rounds", type=int, help="number of rounds (default: the suite's)")
-    parser.add_argument(
-        "--output", type=Path, default=Path("results.jsonl"), help="result file, one row per case and method"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue the output file: skip the runs in it")
-    parser.add_argument("--time-limit-s", type=float, help="start no run that may not end within this time")
+    add_options(parser, default="results.jsonl", row="case and method")
     parser.add_argument("--list", action="store_true", help="print cases and methods with their flags, run nothing")
     options = parser.parse_args(arguments)
     check_options(parser, options)
@@ -92,26 +96,16 @@ def bench(suite: Suite, chosen: Suite, options: argparse.Namespace, command: str
     results = SuiteResults(suite, options.output, facts, command, resume=options.resume)
     todo = [item for item in items(chosen) if not results.is_done(item.case, item.method, item.number)]
     print(f"{suite.name}: {len(todo)} runs to do, into {options.output}", flush=True)
-    status = 0
-    try:
+
+    def measure_suite() -> bool:
         with Display(todo) as display:
-            if not measure(chosen, results, time_limit_s=options.time_limit_s, on_done=display.done):
-                print("time is up: continue with --resume", flush=True)
-                status = RUNS_LEFT
-    except KeyboardInterrupt:
-        print("interrupted: finished runs are kept, continue with --resume", flush=True)
-        status = INTERRUPTED
+            return measure(chosen, results, time_limit_s=options.time_limit_s, on_done=display.done)
+
+    status = measure_all(measure_suite)
     rows = results.rows()
     if rows:
-        written = [options.output, options.output.with_suffix(".md")]
-        written[1].write_text(markdown(rows))
-        if any(peak_gib(row) is not None for row in rows):
-            written.append(options.output.with_suffix(".png"))
-            draw(rows, written[-1])
-        print(f"{written[1].read_text()}\nwritten: {', '.join(map(str, written))}", flush=True)
-    for row in rows:
-        if row["outcome"] in ("timeout", NOT_READY, NOT_STABLE) or row["outcome"].startswith("failed"):
-            print(f"{row['case']} {row['method']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)
-            status = status or 1
-    return status
+        has_peaks = any(peak_gib(row) is not None for row in rows)
+        write_pages(options.output, markdown(rows), partial(draw, rows) if has_peaks else None)
+    has_failed = print_failed(rows, ("timeout", NOT_READY, NOT_STABLE))
+    return status or int(has_failed)
 

@@ -18,12 +18,20 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 from benchmarks import machine
 from benchmarks.rows import GIB, NOT_FALLING, Row, RowError
 from benchmarks.store import StoreError, check_beside, locked
-from benchmarks.suites.output import INTERRUPTED, RUNS_LEFT, check_options, interrupt
+from benchmarks.suites.output import (
+    INTERRUPTED,
+    add_options,
+    check_options,
+    interrupt,
+    measure_all,
+    print_failed,
+    write_pages,
+)
 from benchmarks.suites.progress import Steps
 from benchmarks.suites.toml_file import SuiteError
 from benchmarks.sweeps.forecast import Tiers
@@ -48,9 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", required=True, help=f"{', '.join(sweep_names())}, or a .toml file")
     parser.add_argument("--method", nargs="+", default=[], help="only these methods")
-    parser.add_argument("--output", type=Path, default=Path("sweep.jsonl"), help="result file, one row per run")
-    parser.add_argument("--resume", action="store_true", help="continue the output file: skip the runs in it")
-    parser.add_argument("--time-limit-s", type=float, help="start no run that may not end within this time")
+    add_options(parser, default="sweep.jsonl", row="run")
     parser.add_argument("--list", action="store_true", help="print values and methods with their flags, run nothing")
     parser.add_argument("--dry-run", action="store_true", help="print the first and the pruned values, run nothing")
     parser.add_argument("--gpu", help=f"with --dry-run: as if on one of {', '.join(GPUS)}")
@@ -149,9 +155,10 @@ def run(sweep: Sweep, where: Scene, options: argparse.Namespace) -> int:
     """
     results = SweepResults(sweep, options.output, where, resume=options.resume)
     chosen = sweep.chosen(options.method)
-    status, num_done = 0, 0
+    num_done = 0
     print(f"{sweep.name}: about {results.num_left(chosen.methods)} runs, into {options.output}", flush=True)
-    try:
+
+    def measure_sweep() -> bool:
         with Steps(results.num_left(chosen.methods), "starting") as steps:
 
             def done(trial: Trial, row: Row, seconds: float) -> None:
@@ -160,23 +167,14 @@ def run(sweep: Sweep, where: Scene, options: argparse.Namespace) -> int:
                 left = results.num_left(chosen.methods)
                 steps.step(num_done, num_done + left, line(trial, row, seconds), trial.method.name)
 
-            if not measure(chosen, results, time_limit_s=options.time_limit_s, on_done=done):
-                print("time is up: continue with --resume", flush=True)
-                status = RUNS_LEFT
-    except KeyboardInterrupt:
-        print("interrupted: finished runs are kept, continue with --resume", flush=True)
-        status = INTERRUPTED
+            return measure(chosen, results, time_limit_s=options.time_limit_s, on_done=done)
+
+    status = measure_all(measure_sweep)
     rows = results.rows()
     if rows:
-        written = [options.output, *(options.output.with_suffix(suffix) for suffix in (".md", ".png"))]
-        written[1].write_text(markdown(rows))
-        draw(rows, written[2])
-        print(f"{written[1].read_text()}\nwritten: {', '.join(map(str, written))}", flush=True)
-    for row in rows:
-        if row["outcome"] in ("timeout", NOT_FALLING) or row["outcome"].startswith("failed"):
-            print(f"{row['method']} {row['case']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)
-            status = status or 1
-    return status
+        write_pages(options.output, markdown(rows), partial(draw, rows))
+    has_failed = print_failed(rows, ("timeout", NOT_FALLING))
+    return status or int(has_failed)
 
 
 def line(trial: Trial, row: Row, seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Suites and methods: ours are right to the last flag, wrong ones are told."""
+"""Suites and methods: the committed files are valid to the last flag, wrong ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions were committed before their runs, from a profile of another budget, and nobody has touched them."""
+"""Predictions were committed before their runs, from a profile of another budget, and are unchanged."""
 
 from __future__ import annotations
 

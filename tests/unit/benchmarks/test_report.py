@@ -1,4 +1,4 @@
-"""The report says what the results say; fabricated results show that it would notice if it did not."""
+"""The report matches the results; fabricated results show that the check notices differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is faster with no more memory, and what the report says of it."""
+"""Which side is faster with no more memory, and what the report says about it."""
 
 from __future__ import annotations
 

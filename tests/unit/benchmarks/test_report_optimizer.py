@@ -1,4 +1,4 @@
-"""The report's table of what moving optimizer state costs, from fabricated rows."""
+"""The report's table of the cost of offloading optimizer state, from fabricated rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweep files: those that are here are right, and wrong ones are told what to change."""
+"""Sweep files: the committed ones are valid, and messages for wrong ones say what to change."""
 
 from __future__ import annotations
 

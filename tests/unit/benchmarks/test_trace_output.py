@@ -1,4 +1,4 @@
-"""What is left on disk and on the screen: pictures, Perfetto's trace, tables, exit status."""
+"""Files and printed output of the analysis: pictures, Perfetto trace, tables, exit status."""
 
 from __future__ import annotations
 
