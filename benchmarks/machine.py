@@ -1,7 +1,7 @@
-"""What a row needs to be believed: versions, machine, commit; and what the host's memory holds.
+"""Describe the machine for result rows (versions, hardware, commit, link speed), and read host memory figures.
 
-``python -m benchmarks.machine`` prints all of it and the speed of the link as JSON. Programs that start measured runs
-ask it in a process of its own: a CUDA context of theirs would take device memory from the runs.
+``python -m benchmarks.machine`` prints the description as JSON. Programs that start measured runs call it in a separate
+process, because a CUDA context of their own would take device memory from the runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_COPIES = 8
 
 
 def facts() -> dict[str, Any]:
-    """``versions``, ``machine`` and ``commit`` of a row; ``link`` in GB/s, null without a GPU. Takes seconds."""
+    """Return ``versions``, ``machine``, ``commit`` and ``link`` (GB/s; null without a GPU). Takes seconds."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.machine"],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -34,7 +34,7 @@ def facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of the packages that decide what is measured; null: not installed."""
+    """Return the versions of Python and of the packages that affect results; null: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -45,7 +45,7 @@ def versions() -> dict[str, str | None]:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware, in words and numbers. Starts CUDA."""
+    """Return names and sizes of the hardware. Initializes CUDA."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -59,7 +59,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit of this tree: ``SWAP_COMMIT`` where it is set (machines without git), else what git says."""
+    """Return the commit of this tree: ``SWAP_COMMIT`` if set (for machines without git), else git's HEAD."""
     if "SWAP_COMMIT" in os.environ:
         return os.environ["SWAP_COMMIT"]
     try:
@@ -70,9 +70,10 @@ def commit() -> str:
 
 
 def link_gb_s() -> dict[str, float] | None:
-    """Bandwidth of pinned copies of 1 GiB, medians; ``None`` without a GPU.
+    """Measure the median bandwidth of pinned copies of 1 GiB; ``None`` without a GPU.
 
-    One direction at a time, and (``duplex_gb_s``) of each of two that begin together, until both are there.
+    ``d2h_gb_s`` and ``h2d_gb_s`` copy in one direction at a time. ``duplex_gb_s`` is the bandwidth of each direction
+    when both copies start together, timed until both have ended.
     """
     import torch
 
@@ -101,18 +102,18 @@ def link_gb_s() -> dict[str, float] | None:
 
 
 def rss_bytes() -> int:
-    """Memory of this process that is resident now."""
+    """Return the resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 def peak_rss_bytes() -> int:
-    """The most that was resident since the process began."""
+    """Return the peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def host_used_bytes() -> int:
-    """Memory of the whole machine that is in use and cannot be had for the asking, pinned pages included."""
+    """Return the machine's memory that is in use and not available to a new process, pinned pages included."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
     return (kib["MemTotal"] - kib["MemAvailable"]) * 1024
@@ -120,7 +121,7 @@ def host_used_bytes() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print versions, machine, commit and the link's speed as JSON.")
-    parser.add_argument("--command", help="also this: what is about to run here")
+    parser.add_argument("--command", help="command line to record with the description")
     command = parser.parse_args().command
     about = {"versions": versions(), "machine": machine(), "commit": commit(), "link": link_gb_s()}
     print(json.dumps({**({"command": command} if command else {}), **about}))

@@ -1,12 +1,12 @@
-"""Measure pinned host memory: how fast it is reserved, and how fast copies through leased views run.
+"""Measure pinned host memory: the speed of reserving it, and of copies through leased views.
 
     python tools/check_slab.py                                  # 32 GiB with the default strategy
     python tools/check_slab.py --compare --variants pages/r1 pages/r4 populate pages/small pages/s256
     python tools/check_slab.py --gib 2 --slab-mib 256           # a small machine; no copies without CUDA
 
 A variant is a touch mode (pages, populate, memset, none) and any of: tN touching threads, rN registering threads, cN
-MiB a chunk, sN MiB a slab, huge or small pages; what is left out keeps the default. The first row ("cold") runs the
-first variant once more: on a virtual machine the very first touch also waits for the host to provide the memory.
+MiB per chunk, sN MiB per slab, huge or small pages; the others keep their defaults. The first row ("cold") is an extra
+run of the first variant: on a virtual machine the very first touch also waits for the host to provide the memory.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ def parse_variant(text: str, slab_mib: int) -> tuple[PinStrategy, int]:
     return strategy, slab_mib * MIB
 
 
-def measure_booking(
+def measure_reservation(
     name: str, nbytes: int, strategy: PinStrategy, slab_bytes: int, pinned: bool
 ) -> dict[str, Any]:
-    """Reserve `nbytes` in a fresh pool, with the time of every part, and give them back."""
+    """Reserve `nbytes` in a fresh pool, release them, and return the time of each phase."""
     pool = HostPool(limit_bytes=nbytes, pinned=pinned, slab_bytes=slab_bytes, strategy=strategy)
     try:
         start = time.perf_counter()
         pool.reserve(nbytes)
-        book_s = time.perf_counter() - start
+        reserve_s = time.perf_counter() - start
         times = pool.last_growth
         stats = pool.stats
         assert times is not None
@@ -84,8 +84,8 @@ def measure_booking(
         "gib": nbytes / GIB,
         "slab_mib": slab_bytes // MIB,
         "num_slabs": stats.num_slabs,
-        "book_s": book_s,
-        "gib_per_s": nbytes / GIB / book_s,
+        "book_s": reserve_s,
+        "gib_per_s": nbytes / GIB / reserve_s,
         "touch_s": times.touch_s,
         "register_thread_s": times.register_s,
         "close_s": close_s,
@@ -102,7 +102,7 @@ def measure_pin_memory(nbytes: int) -> dict[str, Any]:
     ]
     seconds = time.perf_counter() - start
     del pieces
-    torch._C._host_emptyCache()  # else these pages stay pinned while the copies below are measured
+    torch._C._host_emptyCache()  # otherwise these pages stay pinned while copies are measured
     return {
         "variant": "torch pin_memory",
         "gib": nbytes / GIB,
@@ -138,7 +138,7 @@ def _lease_us(pool: HostPool, nbytes: int, repeats: int) -> float:
 
 
 def make_leases(pool: HostPool, nbytes: int, extent_bytes: int | None) -> tuple[Lease, Lease]:
-    """Return two leases of `nbytes` that fill the pool: of one extent each, or of extents of that size.
+    """Return two leases of `nbytes` that fill the pool, each of one extent or of extents of `extent_bytes`.
 
     For the latter the pool is filled with blocks; freeing every second one leaves no two free neighbours.
     """
@@ -187,7 +187,7 @@ def time_copies(issues: dict[str, tuple[Callable[[], None], int]], repeats: int)
 def measure_copies(
     nbytes: int, extent_bytes: int | None, piece_bytes: int, strategy: PinStrategy, repeats: int
 ) -> dict[str, Any]:
-    """Time D2H, H2D and both at once through two leases of `nbytes`, and compare the bytes that come back."""
+    """Time D2H, H2D and both at once through two leases of `nbytes`, and compare the returned bytes."""
     pool = HostPool(limit_bytes=2 * nbytes, pinned=True, slab_bytes=2 * nbytes, strategy=strategy)
     try:
         out_lease, in_lease = make_leases(pool, nbytes, extent_bytes)
@@ -255,7 +255,7 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--gib", type=float, default=32, help="what to reserve for each variant, in GiB (default 32)"
+        "--gib", type=float, default=32, help="GiB to reserve for each variant (default 32)"
     )
     parser.add_argument(
         "--slab-mib", type=int, default=1024, help="slab size unless a variant says sN (default 1024)"
@@ -267,7 +267,7 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=1, help="how often each variant is timed (default 1)")
     parser.add_argument("--compare", action="store_true", help="also time torch's pin_memory=True")
     parser.add_argument(
-        "--compare-gib", type=float, default=4, help="what --compare allocates, in GiB (default 4)"
+        "--compare-gib", type=float, default=4, help="GiB that --compare allocates (default 4)"
     )
     parser.add_argument(
         "--copy-mib", type=int, default=1024, help="size of each copy test in MiB; 0 skips them"
@@ -291,7 +291,7 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Figures:
-    """All figures of one call, written to a file after each, so that a failure loses no other.
+    """All figures of one call, written to a file after each, so that a failure loses no earlier figure.
 
     Args:
         command: the command line.
@@ -306,7 +306,7 @@ class Figures:
         }  # fmt: skip
 
     def add(self, part: str, what: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Measure and keep one figure of a part; `None`: this machine refuses it, which must not lose the others."""
+        """Measure and keep one figure of a part; `None`: it failed, which is recorded and does not stop the others."""
         row = None
         try:
             row = measure()
@@ -321,15 +321,15 @@ class Figures:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing has failed, and every copy ran through pinned memory and came back equal."""
+        """Return whether nothing failed and every copy used pinned memory and returned equal bytes."""
         return not self.content["failures"] and all(row["equal"] and row["is_pinned"] for row in self.content["copies"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write, and return the exit status: 1 if something failed or came back wrong, 2 if unsafe here.
+    """Measure, print and write; return the exit status: 1 if a measurement or copy failed, 2 if unsafe here.
 
     Args:
-        arguments: the command line behind the program's name; `None`: that of this process.
+        arguments: the command-line arguments; `None`: those of this process.
     """
     args = parse_args(arguments)
     if torch.cuda.is_available():
@@ -349,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report_reservations(figures: Figures, args: argparse.Namespace, nbytes: int) -> None:
-    """Time each variant, the first once more before all, and torch's own pinned memory if asked for."""
+    """Time each variant (the first also once before all others), and torch's own pinned memory if requested."""
     cuda = torch.cuda.is_available()
     print(
         f"\n{'reserving':<28}{'GiB':>7}{'slabs':>7}{'s':>9}{'GiB/s':>8}{'touched s':>11}{'reg. s':>9}{'close s':>9}"
@@ -358,7 +358,7 @@ def report_reservations(figures: Figures, args: argparse.Namespace, nbytes: int)
     runs += [(name, name) for name in args.variants for _ in range(args.repeat)]
     for label, name in runs:
         strategy, slab_bytes = parse_variant(name, args.slab_mib)
-        row = figures.add("booking", label, partial(measure_booking, label, nbytes, strategy, slab_bytes, cuda))
+        row = figures.add("booking", label, partial(measure_reservation, label, nbytes, strategy, slab_bytes, cuda))
         if row:
             print(
                 f"{label:<28}{row['gib']:>7.1f}{row['num_slabs']:>7}{row['book_s']:>9.2f}{row['gib_per_s']:>8.2f}"
@@ -393,7 +393,7 @@ def report_copies(figures: Figures, args: argparse.Namespace) -> None:
     for extent_mib in [None, *args.extent_mib]:
         for piece_mib in args.piece_mib:
             if extent_mib is not None and piece_mib > extent_mib:
-                continue  # a copy never crosses an extent: the same as pieces of extent_mib
+                continue  # same as pieces of extent_mib, since a copy never crosses an extent
             label = f"{extent_mib or args.copy_mib} MiB"
             extent_bytes = extent_mib * MIB if extent_mib else None
             measure = partial(

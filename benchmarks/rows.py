@@ -1,4 +1,4 @@
-"""Result rows: one JSON object a line, the same fields in every file of docs/results."""
+"""Result rows: one JSON object per line, with the same fields in every file of docs/results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from megatron.swap.common.records import write_text
 GIB = 2**30
 Row = dict[str, Any]
 Check = Callable[[Row, str], None]
-"""Raises `RowError` unless a row keeps to its schema; the text says where the row stands."""
+"""Raises `RowError` unless a row matches its schema. The second argument names the row's file and line."""
 
 NOT_READY, NOT_STABLE = "not ready", "not stable"
-"""What the run needs is not there yet; a step that was timed was not one of the plan that stayed."""
+"""Not ready: a measurement or plan file that the run needs is missing. Not stable: a timed step ran under a plan that
+was replaced later."""
 NOT_FALLING, PRUNED = "loss not falling", "pruned"
-"""Of a sweep: a run took all its steps and learned nothing; a run was never begun, for a reason that the row gives."""
+"""Outcomes of sweeps: a run made all steps but its loss did not fall; a run was not made, for the row's reason."""
 OUTCOME = re.compile(
     rf"ok|oom_device|oom_host|oom_disk|refused|timeout|{NOT_READY}|{NOT_STABLE}|{NOT_FALLING}|{PRUNED}|"
     r"failed \(-?\d+\)|missing: \S+"
@@ -34,7 +35,7 @@ WORDS = {
     NOT_STABLE: "timed before its plan was stable",
 }
 _NUMBER = (int, float)
-# Always there, whatever became of the run.
+# Present in every row, whatever its outcome.
 _NAMED: dict[str, tuple[type, ...]] = {
     "suite": (str,),
     "case": (str,),
@@ -46,7 +47,7 @@ _NAMED: dict[str, tuple[type, ...]] = {
     "commit": (str,),
     "command": (str,),
 }
-# What a run has measured; null where it failed.
+# Measurements; null where the run failed.
 _MEASURED: dict[str, tuple[type, ...]] = {
     "step_ms_median": _NUMBER,
     "step_ms_all": (list,),
@@ -56,14 +57,14 @@ _MEASURED: dict[str, tuple[type, ...]] = {
     "num_params": (int,),
     "loss_hex": (str,),
 }
-# Null on a machine without a GPU as well; losses_equal: without anything to compare with.
+# Null also on a machine without a GPU; losses_equal: also where there is nothing to compare with.
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     "device_peak_gib": _NUMBER,
     "device_static_gib": _NUMBER,
     "device_reserved_gib": _NUMBER,
     "losses_equal": (bool,),
 }
-# What a run was planned for and with; null where nothing planned.
+# Budget and predictions of the plan; null without a plan.
 _PLANNED: dict[str, tuple[type, ...]] = {
     "budget_gib": _NUMBER,
     "predicted_peak_gib": _NUMBER,
@@ -75,28 +76,28 @@ FIELDS = (*_NAMED, *_MEASURED, *_OPTIONAL, *_PLANNED)
 UNPLANNED: Row = dict.fromkeys(_PLANNED)
 
 PEAKS = {"allocated": "device_peak_gib", "reserved": "device_reserved_gib", "saved": "saved_peak_gib"}
-"""Which field counts as the peak of a row, by the row's ``peak``: what PyTorch's allocator had given out, what it held,
-what autograd held (all that can be told without a GPU)."""
+"""The field that counts as a row's peak, by the row's ``peak``: memory that PyTorch's allocator had allocated or
+reserved, or the bytes of saved tensors (the only peak without a GPU)."""
 
 
 class RowError(ValueError):
-    """A row that does not keep to the schema; the message names the row and the field."""
+    """A row does not match the schema; the message names the row and the field."""
 
 
 def peak_gib(row: Row) -> float | None:
-    """The peak that counts for a row; ``None``: not measured."""
+    """Return the peak that counts for a row, in GiB; ``None``: not measured."""
     found = row.get(PEAKS[row.get("peak") or "allocated"])
     return None if found is None else float(found)
 
 
 def outcome(row: Row) -> str:
-    """What became of a run, in words."""
+    """Return the outcome of a run in words."""
     found: str = row["outcome"]
     return WORDS.get(found, found.replace("missing:", "not installed:"))
 
 
 def check_row(row: Row, where: str = "row") -> None:
-    """Raise ``RowError`` unless ``row`` has every field, each of its type."""
+    """Raise ``RowError`` unless ``row`` has every field with a value of its type."""
     name = f"{where} (case {row.get('case')!r}, method {row.get('method')!r})"
     for field in FIELDS:
         if field not in row:
@@ -151,7 +152,7 @@ def read_rows(path: Path, check: Check = check_row) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Sequence[Row], check: Check = check_row) -> None:
-    """Check the rows and write them, so that a reader never sees half a file."""
+    """Check the rows and write them atomically, so that a reader never sees half a file."""
     for number, row in enumerate(rows, 1):
         check(row, f"{path}:{number}")
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""A picture carries the digest of what it shows, in a text chunk: so a stale one is noticed."""
+"""Store the digest of a picture's data in a text chunk of the PNG, so that a stale picture is noticed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def stamp(path: Path, digest: str) -> None:
 
 
 def stamp_of(path: Path) -> str | None:
-    """The digest in a picture; ``None``: it has none, or is no whole PNG."""
+    """Return the digest in a picture; ``None``: it has none, or is not a complete PNG."""
     png = path.read_bytes()
     start = len(PNG_HEAD)
     while png.startswith(PNG_HEAD) and start + 12 <= len(png):
@@ -29,7 +29,7 @@ def stamp_of(path: Path) -> str | None:
 
 
 def with_text(png: bytes, keyword: bytes, text: bytes) -> bytes:
-    """The same picture with a tEXt chunk after its header chunk."""
+    """Return the picture with a tEXt chunk added after its header chunk. Raises: `ValueError` for another format."""
     if not png.startswith(PNG_HEAD):
         raise ValueError("not a PNG")
     header_end = len(PNG_HEAD) + 8 + struct.unpack(">I", png[8:12])[0] + 4

@@ -1,4 +1,4 @@
-"""The one place where result files are written: rows as they come, resumed, and never by two programs at once."""
+"""Write result files: each row as it comes, resumable, and never by two programs at once."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from benchmarks.rows import Check, Row, check_row, read_rows, write_rows
 
 
 class StoreError(ValueError):
-    """A result file that cannot be written or continued; the message says what to change."""
+    """A result file cannot be written or continued; the message says what to change."""
 
 
 class ResultStore:
     """The rows of one result file. Every change is written at once, so that an interruption loses nothing.
 
     Attributes:
-        rows: what the file holds, in its order.
+        rows: the rows of the file, in order.
 
     Args:
-        path: the file; `None`: rows are kept in memory alone.
-        resume: continue a file that exists; without it such a file is refused.
-        check: raises `RowError` for a row that may not be in the file.
+        path: the file; `None`: rows are kept in memory only.
+        resume: continue an existing file; without it an existing file is refused.
+        check: raises `RowError` for a row that does not belong in the file.
 
     Raises:
-        StoreError: the file exists and is not to be continued.
-        RowError: the file is not one of such rows.
+        StoreError: the file exists and `resume` is false.
+        RowError: the file does not hold such rows.
     """
 
     def __init__(self, path: Path | None, *, resume: bool, check: Check = check_row) -> None:
@@ -42,26 +42,26 @@ class ResultStore:
         self.rows = read_rows(path, check)
 
     def append(self, row: Row) -> None:
-        """Add a row behind the others. Raises: `RowError`."""
+        """Append a row. Raises: `RowError`."""
         self.replace([*self.rows, row])
 
     def replace(self, rows: Sequence[Row]) -> None:
-        """Put these rows in the place of all rows. Raises: `RowError`; the file is then as it was."""
+        """Replace all rows. Raises: `RowError`; the file is then unchanged."""
         if self._path is not None:
             write_rows(self._path, rows, self._check)
         self.rows = list(rows)
 
     def refuse(self, reason: str) -> StoreError:
-        """Return the error for a row of the file that cannot stand beside rows of this run."""
+        """Return the error for a row of the file that is not comparable with rows of this run."""
         return StoreError(f"--resume: {self._path} has {reason}. Name another --output.")
 
     def require_same(self, label: str, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Compare what a row of the file says with what a row of this run would say.
+        """Check that a row of the file is comparable with rows of this run.
 
         Args:
-            label: names the row.
-            there: fields of the row, at least those of `now`.
-            now: the fields that must be equal, with the values of this run.
+            label: the row's name for the message.
+            there: fields of the row in the file, at least those of `now`.
+            now: the fields that must be equal, with this run's values.
 
         Raises:
             StoreError: names the first field that differs.
@@ -74,7 +74,7 @@ class ResultStore:
 
 
 def check_beside(path: Path) -> None:
-    """Refuse to overwrite a table or a picture that this result file has not made: they take its name.
+    """Refuse to overwrite a table or a picture that was not made from this result file; they share its name.
 
     Raises:
         StoreError: names the file that would be overwritten.
@@ -86,15 +86,15 @@ def check_beside(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other programs from a result file: of two that rewrite it, each would lose the other's rows.
+    """Lock a result file: two programs that rewrite it would lose each other's rows.
 
     Raises:
-        StoreError: another program has locked it, or it is no file.
+        StoreError: another program has locked it, or the path is no regular file.
     """
     if path.exists() and not path.is_file():
         raise StoreError(f"--output {path} is no file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    real = path.resolve()  # a file may have several names
+    real = path.resolve()  # links to one file must share its lock
     lock = real.with_name(f".{real.name}.lock")
     with lock.open("w") as file:
         try:

@@ -1,4 +1,4 @@
-"""Verify on a GPU what the README claims: equal results to the bit, and the cost of swapping.
+"""Verify the README's statements on a GPU: bit-identical results, and the cost of swapping.
 
     python tools/verify.py equality --spec transformer_engine local --output equality.jsonl
     python tools/verify.py overhead --case L16-h4096 --output overhead.jsonl
@@ -6,8 +6,8 @@
     python tools/verify.py equality --case L32-h2048 --extra "--micro-batch-size 23 --global-batch-size 23" --settings \
         "--swap-layers none --swap-oom-guard" "--swap-memory-gib 130 --swap-oom-guard" --held-gib 16 --output out.jsonl
 
-Every run is a process of its own through the real trainer (pretrain_gpt_swap.py), in the order of the rows. A row says
-what was run, on which machine, and what came out.
+Every run is a separate process of the real trainer (pretrain_gpt_swap.py), in the order of the rows. A row holds the
+command, the machine and the results.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ RANKS = {
 
 
 class VerifyError(ValueError):
-    """What this machine cannot verify; the message says why."""
+    """This machine cannot verify what the options ask for; the message says why."""
 
 
 class Verifier:
-    """Makes training runs with the options of the command line.
+    """Make training runs with the options of the command line.
 
     Args:
-        facts: `versions`, `machine`, `commit`, `link` (GB/s of each direction, measured on this machine).
+        facts: `versions`, `machine`, `commit` and `link` (GB/s of each direction, measured on this machine).
     """
 
     def __init__(self, options: argparse.Namespace, facts: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class Verifier:
         self.link: dict[str, float] = facts["link"]
 
     def run(self, name: str, flags: str, *, num_ranks: int = 1, profile_step: int = 0, timeout_s: int = 400) -> Row:
-        """Make one training run and return the measured part of its row; its `outcome` says whether it worked."""
+        """Make one training run and return the measured part of its row, with its `outcome`."""
         request = Request(
             flags=tuple(shlex.split(flags)), num_warm_up=NUM_WARM_UP, has_phases=True, profile_step=profile_step,
             has_summary=True,
@@ -107,13 +107,13 @@ class Verifier:
 
 
 def measured(result: dict[str, Any]) -> Row:
-    """Return the fields of a row, from the measurements of a process and the summary that the engine wrote."""
+    """Return the fields of a row from a process's measurements and the summary file of the run."""
     summary = result.pop("summary")
     planning = result.pop("planning") or {}
     return {
         **result,
         **{field: planning[field] for field in UNPLANNED if field in planning},
-        # A run that plans itself may end before its plan is stable.
+        # A run that searches for its plan may end before the plan is stable: then no step was timed.
         "tokens_per_s": result["tokens_per_step"] / step_ms * 1e3 if (step_ms := result["step_ms_median"]) else None,
         "device_peak_gib": None if summary["device_peak_bytes"] is None else summary["device_peak_bytes"] / 2**30,
         "host_leased_gib": summary["host_leased_peak_bytes"] / 2**30,
@@ -127,7 +127,7 @@ def measured(result: dict[str, Any]) -> Row:
 
 
 def equality(verifier: Verifier) -> Iterator[Row]:
-    """Compare losses, gradient norms and weights in deterministic mode: not swapped, then with each of the settings."""
+    """Compare losses, gradient norms and weights in deterministic mode: unswapped, then with each of the settings."""
     options = verifier.options
     for spec in options.spec:
         flags = (
@@ -138,7 +138,7 @@ def equality(verifier: Verifier) -> Iterator[Row]:
 
 
 def ranks(verifier: Verifier) -> Iterator[Row]:
-    """Compare the same on two ranks, for each way of splitting the model or the data."""
+    """Compare losses, gradient norms and weights on two ranks, for each way of splitting the model or the data."""
     options = verifier.options
     for case in options.case:
         flags = (
@@ -150,7 +150,7 @@ def ranks(verifier: Verifier) -> Iterator[Row]:
 
 
 def compare(verifier: Verifier, case: str, flags: str, settings: list[str], num_ranks: int = 1) -> Iterator[Row]:
-    """Train with each of the settings (flags of ours) and compare with the first run that came to its end."""
+    """Train with each of the settings (our flags) and compare with the first completed run."""
     first: Row | None = None
     for setting in settings:
         given = f"{flags} {setting} {verifier.options.extra}"
@@ -166,14 +166,14 @@ def compare(verifier: Verifier, case: str, flags: str, settings: list[str], num_
 
 
 def overhead(verifier: Verifier) -> Iterator[Row]:
-    """Measure step times and peaks: nothing swapped, everything, and as much as forward hides.
+    """Measure step times and peaks: no layer swapped, all layers, and as many as forward hides.
 
     Raises:
         VerifyError: there is no GPU.
     """
     options, link = verifier.options, verifier.link
     if not verifier.on_gpu:
-        raise VerifyError("overhead needs a GPU: an emulation has no times to compare")
+        raise VerifyError("overhead needs a GPU: step times of the emulation mean nothing")
     for case in options.case:
         num_layers = int(SHAPES[case].split("--num-layers ")[1].split()[0])
         batch = int(SHAPES[case].split("--micro-batch-size ")[1].split()[0])
@@ -201,7 +201,7 @@ def overhead(verifier: Verifier) -> Iterator[Row]:
 
 
 def judge(row: Row, none: Row, link: dict[str, float], micro_batches: int) -> None:
-    """Add the bounds to a row: what the step may cost by the arithmetic of copies, and how far the peak must fall."""
+    """Add to a row the step time that the arithmetic of copies predicts, and how far the peak must fall."""
     row["step_ratio"] = row["step_ms_median"] / none["step_ms_median"]
     if not row.get("trace_d2h_bytes"):
         return
@@ -214,7 +214,8 @@ def judge(row: Row, none: Row, link: dict[str, float], micro_batches: int) -> No
     row["step_to_model"] = row["step_ms_median"] / (1.05 * model_ms * micro_batches + rest_ms)
     group_bytes = max(row["layer_out_bytes"].values()) / micro_batches
     row["peak_fell_bytes"] = (none["device_peak_gib"] - row["device_peak_gib"]) * 2**30
-    row["peak_must_fall_bytes"] = 0.97 * (out_bytes - 2 * group_bytes)  # window and largest group are one group each
+    # The prefetch window and the largest group stay on the device: one group each.
+    row["peak_must_fall_bytes"] = 0.97 * (out_bytes - 2 * group_bytes)
     fell, must = row["peak_fell_bytes"] / 2**30, row["peak_must_fall_bytes"] / 2**30
     print(
         f"   {row['method']}: step x{row['step_ratio']:.4f}; {row['step_to_model']:.3f} of the bound; "
@@ -241,7 +242,7 @@ def verify(options: argparse.Namespace, command: str) -> int:
         RowError: the output file does not hold rows.
         VerifyError, MemoryHogError: this machine cannot do what the options ask for.
     """
-    store = ResultStore(options.output, resume=True)  # before anything is measured: it may not be such a file
+    store = ResultStore(options.output, resume=True)  # first: a file without rows is refused before measuring
     num_earlier = len(store.rows)
     facts = machine.facts()
     if len(options.held_gib) > (num_gpus := facts["machine"]["num_gpus"]):
@@ -255,10 +256,10 @@ def verify(options: argparse.Namespace, command: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status; what is wrong is said in one line.
+    """Run the command and return its exit status; an error is printed as one line.
 
     Args:
-        arguments: the command line behind the program's name; `None`: that of this process.
+        arguments: the command-line arguments; `None`: those of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -269,14 +270,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--micro-batches", type=int, default=4, help="overhead: micro-batches a step")
     parser.add_argument(
-        "--settings", nargs="+", help="equality, ranks: what is compared with no swapping, each the flags of one run"
+        "--settings", nargs="+", help="equality, ranks: flags of each run that is compared with the unswapped one"
     )
     parser.add_argument("--extra", default="", help="more flags for every run")
     parser.add_argument(
         "--held-gib", nargs="+", type=float, default=[],
-        help="GiB that another program takes meanwhile of the first GPU, the second, ...",
+        help="GiB that another program holds meanwhile on the first GPU, the second, ...",
     )  # fmt: skip
-    parser.add_argument("--output", required=True, type=Path, help="JSON lines, one row a run; appended")
+    parser.add_argument("--output", required=True, type=Path, help="JSON lines, one row per run; appended")
     options = parser.parse_args(arguments)
     if options.steps < NUM_WARM_UP + 2:
         least = NUM_WARM_UP + 2

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pretrain a GPT with Megatron-LM while activations are swapped to host memory. Sets itself up on a fresh machine.
+# Pretrain a GPT with Megatron-LM while activations are swapped to host memory. Installs its environment on a fresh machine.
 #
 #   bash examples/pretrain_gpt_swap.sh --swap-layers 0-23                      # tiny without a GPU, 1.3b with one
 #   MODEL=8b NUM_GPUS=2 bash examples/pretrain_gpt_swap.sh --tensor-model-parallel-size 2 --sequence-parallel --swap-layers all
@@ -17,23 +17,23 @@
 #   350m     24 x 1024, 2048            7 GiB               17 GiB      0.2 s
 #   1.3b     24 x 2048, 4096           24 GiB               30 GiB      1.4 s
 #   2.7b     32 x 2560, 4096           47 GiB               24 GiB      2.7 s
-#   8b       32 x 4096, 8192          135 GiB               40 GiB      16 s on one GPU's share of work; needs two or more, split by
+#   8b       32 x 4096, 8192          135 GiB               40 GiB      16 s for all the work on one GPU; needs two or more, split by
 #                                                                       tensor parallelism or --use-distributed-optimizer
 #
-# Measured on one H200 (docs/report.md): 1.3b with --swap-layers 0-3 takes 1.2 s a step and 44 GiB in use at the peak, with 0-23 3.6 s and 27 GiB: the link
-# carries 88 GiB each way then, for which forward is too short.
+# Measured on one H200 (docs/report.md): 1.3b with --swap-layers 0-3 takes 1.2 s a step and has a peak of 44 GiB. With 0-23 it takes 3.6 s and 27 GiB:
+# the link then carries 88 GiB each way, for which forward is too short.
 #
 # Settings from the environment:
 #   MODEL=tiny|125m|350m|1.3b|2.7b|8b   preset by size
 #   NUM_GPUS=N              ranks to start here (default: 1); without a GPU they are CPU processes. Under torchrun: this process is one rank
 #   DATA_PATH=PREFIX        your own indexed dataset (tools/preprocess_data.py), with your tokenizer flags; without any it is byte-level
 #   SUMMARY=FILE            shorthand for --swap-summary FILE
-#   MEGATRON_SWAP_PYTHON=python3        use an environment that exists (NGC container, cluster) and install nothing
+#   MEGATRON_SWAP_PYTHON=python3        use an existing environment (NGC container, cluster) and install nothing
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../tools/setup_env.sh"
 swap_setup_env run
 
-# What is here: number of GPUs, whether TransformerEngine imports, whether apex's gradient kernel is installed.
+# Detect the number of GPUs, whether TransformerEngine imports, and whether apex's gradient kernel is installed.
 read -r gpus transformer_engine apex_kernel < <("$SWAP_PYTHON" -W ignore - <<'PY'
 import importlib.util
 import torch
@@ -59,7 +59,7 @@ else
     launch=("$SWAP_PYTHON")
     if [ "$ranks" -gt 1 ]; then
         launch=("$SWAP_PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$ranks")
-    else # a lone rank needs no launcher; port 0: whichever is free, so that runs do not collide
+    else # a single rank needs no launcher; port 0 picks a free port, so that runs do not collide
         export RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=0
     fi
 fi
@@ -111,7 +111,7 @@ fi
 
 case " $* " in
     *" --tokenizer-type"*) ;;
-    # Bytes, in an embedding of the model's real size: 256 ends a document.
+    # Byte-level tokens in an embedding of the model's real size; 256 ends a document.
     *) flags+=(--tokenizer-type NullTokenizer --vocab-size "$vocabulary" --null-tokenizer-eod-id 256) ;;
 esac
 case " $* " in

@@ -3,8 +3,8 @@
     PYTHONPATH=. python examples/swap_cnn.py            # tiny: seconds, without a GPU too
     PYTHONPATH=. python examples/swap_cnn.py --large    # on a large GPU: time and memory as well
 
-Nothing is downloaded, random images. On a GPU if there is one; without, RAM plays the GPU. Prints (figures differ from
-machine to machine, the last word of each does not):
+Images are random; nothing is downloaded. Runs on a GPU if there is one, else emulates it in RAM. Prints (figures differ
+from machine to machine, the word `equal` does not):
 
     channels first: 8 blocks: 31 MiB out, 28 MiB in, 0 late, 5.4 ms waited, at most 10 MiB in host memory
     losses 1.8403 1.5424 1.7098: equal
@@ -19,7 +19,7 @@ import os
 import time
 from dataclasses import dataclass
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that two runs on a GPU are equal at all
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS: two runs on a GPU are equal
 
 import torch
 from megatron import swap
@@ -41,7 +41,7 @@ LARGE = Size(channels=128, num_images=64, width=128)
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions and a skip connection."""
 
     def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class Block(nn.Module):
         self.norm1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(channels)
-        self.around = nn.Conv2d(in_channels, channels, 1, stride, bias=False) if stride > 1 else nn.Identity()
+        self.skip = nn.Conv2d(in_channels, channels, 1, stride, bias=False) if stride > 1 else nn.Identity()
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         out = self.relu(self.norm1(self.conv1(images)))
         out = self.norm2(self.conv2(out))
-        out += self.around(images)
+        out += self.skip(images)
         return self.relu(out)
 
 
@@ -93,7 +93,7 @@ def train(model: ResidualNet, size: Size, memory_format: torch.memory_format, nu
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        seconds = time.perf_counter() - start  # of the last step: the first ones book host memory and learn the order
+        seconds = time.perf_counter() - start  # last step: the first ones reserve memory and record the order
     if size is LARGE:
         print(f"{seconds * 1e3:.0f} ms a step, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of the GPU")
     return losses

@@ -1,10 +1,10 @@
-"""A Hugging Face model whose activations are swapped, in a training loop of one's own.
+"""A Hugging Face model whose activations are swapped, in a custom training loop.
 
     pip install transformers
     PYTHONPATH=. python examples/swap_hugging_face.py            # tiny: seconds, without a GPU too
     PYTHONPATH=. python examples/swap_hugging_face.py --large    # 1.3B in bf16, on a GPU: time and memory as well
 
-GPT-2 with random weights: nothing is downloaded. On a GPU if there is one; without, RAM plays the GPU. Prints (figures
+GPT-2 has random weights; nothing is downloaded. Runs on a GPU if there is one, else emulates it in RAM. Prints (figures
 differ from machine to machine, the last line does not):
 
     plain:   losses 5.5291 5.6079 5.6090
@@ -19,7 +19,7 @@ import argparse
 import os
 import time
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that two runs on a GPU are equal at all
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS: two runs on a GPU are equal
 
 import torch
 from megatron import swap
@@ -51,7 +51,7 @@ def train(model: GPT2LMHeadModel, name: str, num_steps: int = 3) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        seconds = time.perf_counter() - start  # of the last step: the first ones book host memory and learn the order
+        seconds = time.perf_counter() - start  # last step: the first ones reserve memory and record the order
     print(f"{name} losses", *(f"{loss:.4f}" for loss in losses))
     if model.config is LARGE:
         print(f"{name} {seconds * 1e3:.0f} ms a step, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of the GPU")

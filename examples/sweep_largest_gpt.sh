@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# The largest GPT that this machine trains, by method: nothing done, full recompute, Megatron's offloads, ours. Sets itself up on a fresh machine.
+# Find the largest GPT that this machine trains with each method: unswapped, full recompute, Megatron's offloads, ours. Installs its environment
+# on a fresh machine.
 #
 #   bash examples/sweep_largest_gpt.sh                                        # with a GPU the depth sweep, without one a tiny one on the CPU
 #   bash examples/sweep_largest_gpt.sh --method none ours-fit-full-recompute  # further flags go to tools/sweep.py
 #   SWEEP=h200-family bash examples/sweep_largest_gpt.sh --resume             # go on where it was interrupted
 #
-# What it does: finds Python 3.12 or 3.13, makes .venv (once; about 5 GB); asks the planner's memory model what each method can hold and where to
-# begin; trains 20 real steps at one depth after another, each run in a process of its own, until the next depth does not train. Rows, a table and a
-# picture are written as it goes, so that it can be interrupted and resumed.
+# What it does: finds Python 3.12 or 3.13, makes .venv (once; about 5 GB); predicts with the planner's memory model what fits and where to begin;
+# trains 20 real steps at one depth after another, each run in a separate process, until the next depth does not train. Rows are written as runs
+# end, so that it can be interrupted and resumed.
 #
 # Expected, by arithmetic:
 #   h200-depth   one GPU of 140 GiB, 122 GiB of host memory, 20 GiB of disk. About three runs a method; the time is that of building and
@@ -18,7 +19,7 @@
 # Settings from the environment:
 #   SWEEP=NAME|FILE.toml    which sweep (default: h200-depth with a GPU, quick without)
 #   OUTPUT=FILE.jsonl       rows; table and picture beside them (default: runs/SWEEP-sweep.jsonl)
-#   MEGATRON_SWAP_PYTHON=python3        use an environment that exists (NGC container, cluster) and install nothing
+#   MEGATRON_SWAP_PYTHON=python3        use an existing environment (NGC container, cluster) and install nothing
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../tools/setup_env.sh"
 swap_setup_env run

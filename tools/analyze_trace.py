@@ -1,10 +1,10 @@
-"""Judge a trace of a swapping run: did every copy run when it should, as often as counted, and how much was hidden.
+"""Check a trace of a swapping run: the order and number of copies, and how much of them compute hid.
 
-Reads what torch.profiler or Nsight Systems left (tools/profile.sh makes both), prints the findings and saves beside
-the trace: findings.json, copies.csv, step.png, trace.perfetto.json.gz for https://ui.perfetto.dev.
+Reads a trace of torch.profiler or Nsight Systems (tools/profile.sh makes both), prints the findings and saves beside
+the trace: findings.json, copies.csv, step.png, and trace.perfetto.json.gz for https://ui.perfetto.dev.
 
-Exit status: 0 clean; 1 a copy out of order, or not as the summary counts it, or (with --about) much slower than the
-link by itself; 2 the trace cannot be judged.
+Exit status: 0 clean; 1 a copy is out of order, differs from the summary or (with --about) is much slower than the
+link alone; 2 the trace cannot be analysed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from rich.console import Console  # noqa: E402
 from benchmarks.traces.analysis import analyse  # noqa: E402
 from benchmarks.traces.reader import read_trace  # noqa: E402
 from benchmarks.traces.records import TraceError  # noqa: E402
-from benchmarks.traces.report import LEFT, print_report, save  # noqa: E402
+from benchmarks.traces.report import OUTPUT_FILES, print_report, save  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="rank-N.json[.gz] of torch.profiler, or a .sqlite of nsys export")
-    parser.add_argument("--summary", type=Path, metavar="RUN.JSON", help="what --swap-summary wrote in the same run")
-    parser.add_argument("--about", type=Path, metavar="FILE.JSON",
-        help="what `python -m benchmarks.machine` printed there")
+    parser.add_argument("trace", type=Path, help="rank-N.json[.gz] of torch.profiler, or a .sqlite file of nsys export")
+    parser.add_argument("--summary", type=Path, metavar="RUN.JSON", help="the --swap-summary file of the same run")
+    parser.add_argument(
+        "--about", type=Path, metavar="FILE.JSON", help="output of `python -m benchmarks.machine` on that machine"
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="where files go (default: beside the trace)")
     parser.add_argument("--step", type=int, metavar="N", help="which step to draw (default: the last traced one)")
     options = parser.parse_args(arguments)
@@ -53,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_inputs(inputs: Sequence[Path], folder: Path) -> None:
-    """None of them may be overwritten by what comes out."""
-    left = {(folder / name).resolve(): name for name in LEFT}
+    """Raise `TraceError` if an input file would be overwritten by an output file."""
+    outputs = {(folder / name).resolve(): name for name in OUTPUT_FILES}
     for path in inputs:
-        if path.resolve() in left:
-            raise TraceError(f"{path}: {left[path.resolve()]} is written there; name another --output folder")
+        if path.resolve() in outputs:
+            raise TraceError(f"{path}: {outputs[path.resolve()]} is written there; name another --output folder")
 
 
 def _read_summary(path: Path | None) -> dict[str, Any] | None:
@@ -82,12 +83,12 @@ def _read_about(path: Path | None) -> dict[str, Any] | None:
 
 
 def _said(error: Exception) -> str:
-    """Of a missing key its text is the key alone; of bytes that are no text repr would print every one."""
+    """Return the error's text. A `KeyError`'s text is only the key, so a sentence is made of it."""
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _console() -> Console:
-    """As wide as the terminal; where output goes to a file, wide enough that no row is broken."""
+    """Return a console as wide as the terminal, or wide enough for every row if the output goes to a file."""
     return Console() if sys.stdout.isatty() else Console(width=160)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare every way of saving activation memory: same model, data and seed, each method in processes of its own."""
+"""Compare every way of saving activation memory: same model, data and seed, each run in a separate process."""
 
 import sys
 from pathlib import Path

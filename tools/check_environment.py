@@ -1,6 +1,6 @@
-"""Check an existing Python for what training needs: `megatron-swap doctor`, as a file for `MEGATRON_SWAP_PYTHON`.
+"""Check whether an existing Python can train: `megatron-swap doctor`, as a file for `MEGATRON_SWAP_PYTHON`.
 
-It runs the check by its path and imports nothing: `megatron.swap` may be hidden, and this Python may be an old one.
+It runs the check by its path and imports nothing: `megatron.swap` may not be importable, and this Python may be old.
 """
 
 import os

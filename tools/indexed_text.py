@@ -1,8 +1,8 @@
-"""Text to Megatron indexed datasets: what the data programs share.
+"""Write text as Megatron indexed datasets: shared code of the data programs.
 
-The byte-level encoding needs no vocabulary file and no download: a token is a byte, 256 ends a document. Megatron has
-no flag for its own byte-level tokenizer, but in training only the vocabulary size and the end-of-document id matter,
-and `NullTokenizer` carries both: train with `BYTE_LEVEL_FLAGS`.
+The byte-level encoding needs no vocabulary file and no download: a token is a byte, and 256 ends a document. Megatron
+has no flag for its own byte-level tokenizer. Training needs only the vocabulary size and the end-of-document id, and
+`NullTokenizer` has both: train with `BYTE_LEVEL_FLAGS`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def encode_bytes(text: str) -> Tokens:
 
 
 def decode_bytes(tokens: Sequence[int] | npt.NDArray[Any]) -> str:
-    """Return the text of byte-level `tokens`, end-of-document tokens left out."""
+    """Return the text of byte-level `tokens` without end-of-document tokens."""
     return bytes(int(token) for token in tokens if token != BYTE_EOD).decode("utf-8")
 
 
@@ -43,13 +43,13 @@ def dataset_files(prefix: Path) -> tuple[Path, Path]:
 
 
 def dataset_exists(prefix: Path) -> bool:
-    """Return whether a finished dataset stands under `prefix`."""
+    """Return whether a complete dataset exists under `prefix`."""
     return all(path.exists() for path in dataset_files(prefix))
 
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Keep what upstream says while it is imported (no apex, no CUDA) away from people who prepare text."""
+    """Hide upstream's import warnings (no apex, no CUDA), which do not matter for preparing text."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -62,10 +62,10 @@ def quiet_imports() -> Iterator[None]:
 
 
 class DatasetWriter:
-    """Writes one indexed dataset under a temporary name; `commit()` gives it its own.
+    """Write one indexed dataset under a temporary name; `commit()` renames it.
 
-    The index is renamed last and its absence means "no dataset", so an interrupted run, or two runs at once, never
-    leave something half-written that Megatron would read.
+    The index is renamed last, and without an index there is no dataset. So Megatron never reads a half-written dataset
+    of an interrupted run or of two concurrent runs.
     """
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
@@ -81,7 +81,7 @@ class DatasetWriter:
         self._builder = IndexedDatasetBuilder(str(dataset_files(self._temporary)[0]), dtype=self._dtype.type)
 
     def add(self, tokens: Tokens) -> None:
-        """Append one document. A token that the file's type cannot hold is an error, not a wrap-around."""
+        """Append one document. Raises: `ValueError` if the file's integer type cannot hold a token."""
         limit = np.iinfo(self._dtype)
         if tokens.size and not (limit.min <= tokens.min() and tokens.max() <= limit.max):
             raise ValueError(
@@ -93,7 +93,7 @@ class DatasetWriter:
         self.num_tokens += int(tokens.size)
 
     def commit(self) -> None:
-        """Write the index, then move both files to their final names."""
+        """Write the index, then rename both files. Raises: `ValueError` if there is no document."""
         if self.num_documents == 0:
             raise ValueError(f"no document to write to {self.prefix}: the input is empty")
         temporary_bin, temporary_idx = dataset_files(self._temporary)
@@ -104,7 +104,7 @@ class DatasetWriter:
         temporary_idx.replace(final_idx)
 
     def discard(self) -> None:
-        """Remove what was written so far; nothing to do after a commit."""
+        """Remove the temporary files; after a commit there are none."""
         self._builder.data_file.close()
         for path in dataset_files(self._temporary):
             path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Make a real training corpus out of what every machine has: the source files of Python's standard library.
+"""Make a training corpus from the source files of Python's standard library, without a download.
 
-Up to some 30 MB of English and Python, byte-level, nothing to download. Prints the prefix for Megatron's `--data-path`.
-A corpus that exists for this Python version is left as it is.
+The corpus is up to 30 MB of English and Python, byte-level. The program prints the prefix for Megatron's `--data-path`.
+An existing corpus for this Python version is not changed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ REVISION = 1  # raise it when the choice or order of files changes: it is part o
 
 
 def corpus_prefix(folder: Path) -> Path:
-    """Return the dataset's prefix; it names the Python version, whose files the text is."""
+    """Return the dataset's prefix, which contains the Python version."""
     return folder / f"stdlib-py{platform.python_version()}-r{REVISION}_text_document"
 
 
 def source_files(library: Path) -> list[Path]:
-    """Return the library's Python files in an order that is fixed but mixed.
+    """Return the library's Python files in a fixed, shuffled order.
 
-    Megatron's `--split` cuts validation off the end: in alphabetical order that would be `xml` to `zoneinfo`.
+    Megatron's `--split` takes validation from the end: in alphabetical order that would be `xml` to `zoneinfo`.
     """
     names = [
         path.relative_to(library)
@@ -39,7 +39,7 @@ def source_files(library: Path) -> list[Path]:
 
 
 def read_texts(files: list[Path]) -> Iterator[str]:
-    """Yield every file that is not empty and decodes (the library tests its decoders with some that must not)."""
+    """Yield the text of every file that is not empty and is valid UTF-8 (some test files are not)."""
     for path in files:
         try:
             text = path.read_bytes().decode("utf-8")
@@ -50,7 +50,7 @@ def read_texts(files: list[Path]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Prepare the corpus if it is not there."""
+    """Prepare the corpus unless it exists."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(".data"), help="where the dataset goes (default: .data)")
     folder: Path = parser.parse_args().folder

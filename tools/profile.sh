@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Trace a few training steps and judge them: every copy, whether it ran when it should, how much of it was hidden under compute.
+# Trace a few training steps and check them: the order of every copy, and how much of the copy time compute hid.
 #
 #   bash tools/profile.sh --swap-layers 0-23                     # the flags of examples/pretrain_gpt_swap.sh
 #   PROFILER=torch MODEL=350m bash tools/profile.sh --swap-layers 0-7
 #
-# Under Nsight Systems where there is a GPU and nsys is found, else under torch.profiler (also without a GPU). Training runs to the last
-# traced step only. Exit status: that of training, then 1 if the analysis finds a copy out of order or not as the summary counts it.
+# Uses Nsight Systems if there is a GPU and nsys is found, else torch.profiler (also without a GPU). Training ends after the last traced
+# step. Exit status: that of training, then 1 if the analysis finds a copy that is out of order or differs from the summary.
 #
 # Settings from the environment, besides those of the example:
 #   PROFILER=nsys|torch     choose (default: nsys if it can be used)
 #   PROFILE_STEPS=4-5       steps to trace, from 3 on
-#   PROFILE_DIR=FOLDER      where everything goes (default: profile/DATE-TIME)
+#   PROFILE_DIR=FOLDER      output folder (default: profile/DATE-TIME)
 #   NSYS=/path/to/nsys      if it is neither on PATH nor below /opt/nvidia
-# Left in the folder: about.json (machine, versions, commit), run.json (the summary), the trace (rank-0.json.gz, or trace.nsys-rep and trace.sqlite), findings.json, copies, pictures,
-# and trace.perfetto.json.gz for https://ui.perfetto.dev.
+# Output: about.json (machine, versions, commit), run.json (the summary), the trace (rank-0.json.gz, or trace.nsys-rep and trace.sqlite),
+# findings.json, copies.csv, step.png, and trace.perfetto.json.gz for https://ui.perfetto.dev.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 swap_setup_env run
@@ -23,7 +23,7 @@ folder="${PROFILE_DIR:-$SWAP_ROOT/profile/$(date +%Y%m%d-%H%M%S)}"
 
 [[ "$steps" =~ ^([0-9]{1,9})(-([0-9]{1,9}))?$ ]] || swap_die "PROFILE_STEPS=$steps: give a step or a range of steps, N or N-M."
 first_step=$((10#${BASH_REMATCH[1]})); last_step=$((10#${BASH_REMATCH[3]:-${BASH_REMATCH[1]}}))
-[ "$first_step" -ge 3 ] || swap_die "PROFILE_STEPS=$steps (--swap-profile-steps $steps): steps can be traced from 3 on; what comes before is warm-up."
+[ "$first_step" -ge 3 ] || swap_die "PROFILE_STEPS=$steps (--swap-profile-steps $steps): steps can be traced from 3 on; earlier ones are warm-up."
 [ "$first_step" -le "$last_step" ] || swap_die "PROFILE_STEPS=$steps: the range ends before it begins."
 
 has_gpu() { "$SWAP_PYTHON" -W ignore -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; }
@@ -57,17 +57,17 @@ esac
 mkdir -p "$folder"
 folder="$(cd "$folder" && pwd)"
 export SUMMARY="$folder/run.json"
-# Of a run that failed half-way nothing may be taken for this one's.
+# Remove files of an earlier run that failed, so that they are not mistaken for this run's.
 (cd "$folder" && rm -f about.json run.json rank-*.json.gz trace.nsys-rep trace.qdstrm trace.sqlite copies.csv step.png trace.perfetto.json.gz)
-# What the findings are of; with a GPU also what the link gives when nothing else runs, which the copies are compared with.
+# The machine of the findings and, with a GPU, the speed of the idle link, which the copies are compared with.
 (cd "$SWAP_ROOT" && "$SWAP_PYTHON" -W ignore -m benchmarks.machine --command "bash tools/profile.sh $*") >"$folder/about.json"
 if [ -n "$nsys" ]; then
     swap_say "tracing steps $steps with $("$nsys" --version)"
-    # The sampling of call stacks would need rights that containers lack, and says nothing about copies.
+    # Sampling call stacks needs permissions that containers lack, and shows nothing about copies.
     "$nsys" profile --sample=none --cpuctxsw=none --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop \
         --force-overwrite=true --output="$folder/trace" "${train[@]}" --swap-profile nsys
     if [ ! -f "$folder/trace.nsys-rep" ] && [ -f "$folder/trace.qdstrm" ]; then
-        # An nsys without its importer at hand (inside Nsight Compute) leaves the raw stream.
+        # The nsys inside Nsight Compute does not find its importer and leaves the raw stream.
         host="$(dirname "$(dirname "$nsys")")"
         importer="$(find "$host" -name QdstrmImporter -print -quit)"
         [ -n "$importer" ] || swap_die "nsys left $folder/trace.qdstrm, and no QdstrmImporter was found below $host"

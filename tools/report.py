@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build docs/report.md and docs/report.html from docs/results, and nothing else.
+"""Build docs/report.md and docs/report.html from docs/results alone.
 
     python tools/report.py            write both, and the pictures in docs/report
     python tools/report.py --check    write nothing; exit status 1 if docs/report.md and the results disagree
@@ -35,9 +35,9 @@ def main() -> int:
     except (RowError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(differences) or "the report says what the results say")
+    print("\n".join(differences) or "the report matches the results")
     if differences:
-        print("\nRenew it: python tools/report.py")
+        print("\nRebuild it: python tools/report.py")
     return 1 if differences else 0
 
 

@@ -1,8 +1,8 @@
 # Sourced by every script:  . "$ROOT/tools/setup_env.sh"; swap_setup_env run   (or: dev, for the tests)
 #
-# Leaves SWAP_PYTHON, an interpreter that can import torch, megatron.core and megatron.swap:
-#   - by default that of .venv at the repository root, made on the first call (about 5 GB; minutes) and left alone afterwards;
-#   - with MEGATRON_SWAP_PYTHON=python3 an environment that exists already (NGC container, cluster module). Nothing is installed there.
+# Sets SWAP_PYTHON to an interpreter that can import torch, megatron.core and megatron.swap:
+#   - by default that of .venv at the repository root, which the first call makes (about 5 GB; minutes);
+#   - with MEGATRON_SWAP_PYTHON=python3 that of an existing environment (NGC container, cluster module). Nothing is installed there.
 
 SWAP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 SWAP_VENV="$SWAP_ROOT/.venv"
@@ -10,7 +10,7 @@ SWAP_VENV="$SWAP_ROOT/.venv"
 swap_say() { printf '[megatron-swap] %s\n' "$*" >&2; }
 swap_die() { printf '\n[megatron-swap] error: %s\n' "$*" >&2; exit 1; }
 
-# Interpreters worth asking, the tested version first. One a line; whether they run is asked later: a pyenv shim may not.
+# Prints candidate interpreters, one per line, the tested version first. Some may not run (a pyenv shim, for example).
 swap_python_candidates() {
     local version dir
     for version in 3.12 3.13; do
@@ -64,7 +64,7 @@ Install one, for example with one of
 or name an environment that has torch and megatron-core already:  MEGATRON_SWAP_PYTHON=/path/to/python3"
 }
 
-# Everything that decides what is installed, and where: a moved checkout needs a new editable install.
+# Prints a hash of everything that determines the installation, the checkout's path included: a moved checkout needs a new editable install.
 swap_stamp() {
     { printf '%s\n%s\n' "$SWAP_ROOT" "$("$SWAP_VENV/bin/python" -V)"; cat "$@" "$SWAP_ROOT/pyproject.toml"; } | sha256sum | cut -d' ' -f1
 }
@@ -99,10 +99,10 @@ swap_install() { # kind (run|dev)
     swap_say "installed in $SECONDS s"
 }
 
-# An environment of the user's: say what is missing, install nothing.
+# Check the user's environment: report what is missing, install nothing.
 swap_check_existing() { # kind
     SWAP_PYTHON="$(type -P "$MEGATRON_SWAP_PYTHON")" || swap_die "MEGATRON_SWAP_PYTHON=$MEGATRON_SWAP_PYTHON: no such program"
-    # Found beside an installed megatron-core, because neither has a megatron/__init__.py.
+    # megatron.swap is found beside an installed megatron-core, because neither has a megatron/__init__.py.
     export PYTHONPATH="$SWAP_ROOT${PYTHONPATH:+:$PYTHONPATH}"
     "$SWAP_PYTHON" "$SWAP_ROOT/tools/check_environment.py" "$1" >/dev/null || exit 1
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Verify on a GPU what the README claims: equal results to the bit, and the cost of swapping."""
+"""Verify the README's statements on a GPU: bit-identical results, and the cost of swapping."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From docs/results to the report: what is read, what the template is given, the HTML page, the check."""
+"""Build the report from docs/results: read rows, fill the template, write Markdown and HTML, check for changes."""
 
 from __future__ import annotations
 
@@ -46,34 +46,39 @@ COMMANDS = {
     "profile": "bash tools/profile.sh --swap-layers …",
 }
 ASIDE = ("earlier", "again")
-"""In the name of a file that only other documents quote."""
+"""A result file with one of these words in its name is quoted by other documents and left out of the report."""
 
 
 @dataclass
 class Results:
-    """What docs/results holds."""
+    """The content of docs/results."""
 
     folder: Path
     files: list[tuple[str, list[Row]]]
     profiles: list[profiles.Group]
     literature: list[dict[str, Any]]
     suites: dict[str, list[Row]] = field(init=False)
-    """By the name of the suite; of a benchmark whose file has another name with that."""
+    """Rows by suite; ``SUITE, FILE`` for a benchmark whose file is not named after its suite."""
     sweeps: dict[str, list[Row]] = field(init=False)
 
     def __post_init__(self) -> None:
         others, self.sweeps = sweeps.split(self.files)
         self.suites = {}
         for name, row in others:
-            # Times of a benchmark are put beside those of its file alone: another day is another machine.
+            # Times are compared within one file only: on another day the machine may be another one.
             suite, has_own = row["suite"], row["suite"].startswith("prove-") or Path(name).stem == row["suite"]
             self.suites.setdefault(suite if has_own else f"{suite}, {name}", []).append(row)
 
 
 def read_results(folder: Path) -> Results:
-    """Raises: RowError for a row that does not keep to the schema."""
+    """Read docs/results.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        RowError: a row does not match the schema.
+    """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: the report is made of the results in it")
+        raise FileNotFoundError(f"{folder} is no folder: the report is made from the results in it")
     paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stem)
     paths = [path for path in paths if not any(word in path.stem for word in ASIDE)]
     literature = folder / "literature.toml"
@@ -93,7 +98,7 @@ class Case:
     rows: list[Row]
     picture: Picture | None
     unmeasured: list[str]
-    """Methods that the suite has for this case and nobody ran."""
+    """Methods of the suite that have no row in this case."""
 
     @property
     def shape(self) -> Any:
@@ -109,15 +114,15 @@ class Case:
 
     @property
     def conditions(self) -> list[str]:
-        """What is special about its runs, in sentences."""
+        """Return sentences about what is special in this case's runs."""
         found = []
         if self.rows[0].get("peak") == "reserved":
-            found.append("The peak that counts is the most that the allocator held (reserved).")
+            found.append("The peak is the allocator's reserved memory.")
         if schedule := self.rows[0].get("sequence_schedule"):
             parts = [f"{num_steps} steps of {length} tokens" for num_steps, length in schedule]
-            found.append(f"The sequences' length changes: {text.listed(parts)}, over and over.")
+            found.append(f"The sequence length changes: {text.listed(parts)}, repeatedly.")
         if "--swap-deterministic" in self.rows[0]["flags"].split():
-            found.append("All kernels are deterministic: losses can be equal to the bit.")
+            found.append("All kernels are deterministic, so that losses can be bit-identical.")
         return found
 
     @property
@@ -135,7 +140,7 @@ class Case:
 
     @property
     def tally(self) -> dict[str, int]:
-        """Our points by who is faster; ``alone``: those that no peer can be put beside."""
+        """Count our points by which side is faster; ``alone``: no baseline fits at their peak."""
         found = {"alone": 0, **{side.value: 0 for side in compare.Faster}}
         for duel in self.duels:
             found[duel.faster.value if duel.faster else "alone"] += 1
@@ -143,7 +148,7 @@ class Case:
 
     @property
     def flagged(self) -> list[Row]:
-        """Methods whose losses differ by more than noise."""
+        """Return the methods whose losses differ by more than noise."""
         noise = losses.loss_noise(self.rows)
         return [row for row in self.rows if losses.is_beyond_noise(row, noise)]
 
@@ -153,13 +158,13 @@ class Case:
 
     @property
     def loss_noise(self) -> str:
-        """Where the noise is known from that losses are judged by."""
+        """Return where the noise estimate for the losses comes from."""
         if losses.loss_noise(self.rows) is None:
-            return "too few methods ran to tell the noise"
+            return "too few methods ran to estimate the noise"
         own = [row for row in self.rows if row["method"] in (row.get("reference"), losses.REPEAT)]
         if any(row.get("loss_max_rel_diff") for row in own):
-            return "the noise is what repeated runs of the reference differ by"
-        return "the reference ran once, so the noise is taken to be the median of these differences"
+            return "the noise is the difference between repeated runs of the reference"
+        return "the reference ran once, so the noise is the median of these differences"
 
     repeats = property(lambda self: compare.repeats(self.rows))
     methods_table = property(lambda self: tables.methods_table(self.rows))
@@ -179,17 +184,19 @@ class Case:
 
 @dataclass
 class Suite:
-    """A benchmark suite; without cases it was not measured yet."""
+    """A benchmark suite; without cases it has not been measured yet."""
 
     name: str
     command: str
     cases: list[Case]
     unmeasured: list[str]
-    """Cases that the suite's file has and nobody ran."""
+    """Cases of the suite's file that have no row."""
 
     def legend(self) -> list[tuple[str, str, str, str]]:
-        """Each method once: name, what it is, the flags that it adds; once for each case where those differ, which is
-        named last."""
+        """Return name, description, added flags and case of each method.
+
+        The case is empty, and the method listed once, where the flags are the same in every case.
+        """
         found: dict[str, dict[str, tuple[str, str]]] = {}
         for case in self.cases:
             others = [case.unswapped] if case.unswapped else case.rows
@@ -204,7 +211,7 @@ class Suite:
 
 
 def build_suites(results: Results, pictures: Path) -> list[Suite]:
-    """Those that the report is about, measured or not, and any other benchmark there is."""
+    """Return the suites of the report, measured or not, then any other benchmark in the results."""
     measured = [row for rows in results.suites.values() for row in rows]
     missing = {*SUITES} - {row["suite"] for row in measured}
     others = [name for name in results.suites if name not in SUITES and not name.startswith("prove-")]
@@ -227,7 +234,7 @@ def build_suites(results: Results, pictures: Path) -> list[Suite]:
 
 
 def _planned(suite: str) -> dict[str, list[str]]:
-    """The methods of each case of a suite; empty where its file is not ours."""
+    """Return the methods of each case of a suite; empty where the suite's file is not in the repository."""
     try:
         found = load_suite(find_suite(suite))
     except SuiteError:
@@ -236,20 +243,21 @@ def _planned(suite: str) -> dict[str, list[str]]:
 
 
 def reason(loss: compare.Loss) -> dict[str, Any]:
-    """What the rows say of why the peer is better; each is ``None`` or false where they do not say it."""
-    peer = loss.peer
-    base = loss.rung.base if loss.rung and loss.rung.base["method"] != "none" else None
+    """Return what the rows say about why the baseline is better; ``None`` or false where they do not say it."""
+    baseline = loss.baseline
+    recompute_only = loss.rung.unswapped if loss.rung and loss.rung.unswapped["method"] != "none" else None
     return {
         "is_link_bound": loss.rung.is_link_bound if loss.rung else None,
-        "peer_recomputes": RECOMPUTES in means(peer),
-        "peer_offloads": OFFLOADS in means(peer),
-        "base": base,
-        "base_is_slower": base is not None and base["step_ms_median"] >= peer["step_ms_median"],
+        "baseline_recomputes": RECOMPUTES in means(baseline),
+        "baseline_offloads": OFFLOADS in means(baseline),
+        "recompute_only": recompute_only,
+        "is_recompute_slower": recompute_only is not None
+        and recompute_only["step_ms_median"] >= baseline["step_ms_median"],
     }
 
 
 def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Picture]]:
-    """What the template is given, and the pictures that it shows."""
+    """Return the template's variables and the pictures that the report shows."""
     folder = output / "report"
     suites = build_suites(results, folder)
     swept = sweeps.build_sweeps(results.sweeps, folder)
@@ -268,7 +276,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "suites": suites,
         "sweeps": swept,
         "ladders": ladders,
-        "no_base": {
+        "without_unswapped": {
             name: [row for row in rows if row["method"] == "none"]
             for name, rows in measured.items()
             if name not in ladders
@@ -313,7 +321,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
 
 
 def _versions(results: Results) -> dict[str, list[str]]:
-    """Every version of every package that was measured with."""
+    """Return every version of every package in the rows."""
     found: dict[str, set[str]] = {}
     for _, rows in results.files:
         for row in rows:
@@ -324,12 +332,12 @@ def _versions(results: Results) -> dict[str, list[str]]:
 
 
 def _relative(path: Path, start: Path) -> str:
-    """A link from a page in ``start``."""
+    """Return the link to ``path`` from a page in ``start``."""
     return path.resolve().relative_to(start.resolve(), walk_up=True).as_posix()
 
 
 def render(named: dict[str, Any]) -> str:
-    """The report in Markdown."""
+    """Return the report in Markdown."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -339,7 +347,7 @@ def render(named: dict[str, Any]) -> str:
 
 
 def to_html(report: str, folder: Path) -> str:
-    """One page that needs nothing else: pictures become data URIs. ``folder``: what their paths are relative to."""
+    """Return one self-contained page: pictures become data URIs. ``folder``: where their relative paths start."""
     body = markdown.markdown(report, extensions=["tables", "toc", "sane_lists"])
     body = re.sub(r'src="([^":]+)"', lambda found: f'src="{data_uri(folder / found[1])}"', body)
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
@@ -354,7 +362,7 @@ def data_uri(path: Path) -> str:
 
 
 def build(results: Path, output: Path) -> list[Path]:
-    """Write report.md, report.html and the pictures; returns what was written."""
+    """Write report.md, report.html and the pictures, and return their paths."""
     named, pictures = context(read_results(results), output)
     output.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
@@ -367,18 +375,18 @@ def build(results: Path, output: Path) -> list[Path]:
 
 
 def check(results: Path, output: Path) -> list[str]:
-    """Where the report that is there and the results disagree, and predictions that were touched; empty: nowhere."""
+    """Return where the existing report and the results disagree, and which predictions were changed; empty: none."""
     read = read_results(results)
     named, pictures = context(read, output)
     path, page = output / "report.md", output / "report.html"
     if not path.exists():
-        return [f"{path} is not there"]
+        return [f"{path} is missing"]
     report = render(named)
     stale = [f"{picture.path} is missing or shows other figures" for picture in pictures if not picture.is_current]
     for group in named["groups"]:
         for profile in group.profiles:
-            stale += [f"{path} is not of the findings beside it" for path in profiles.stale_pictures(profile)]
-    # A checkout may lack the page: then nobody can read a stale one.
+            stale += [f"{path} was not drawn from findings.json beside it" for path in profiles.stale_pictures(profile)]
+    # report.html is not committed: a missing page is not stale.
     if not stale and page.exists() and page.read_text() != to_html(report, output):
         stale.append(f"{page} is stale")
     predictions = broken(results, [row for _, rows in read.files for row in rows])

@@ -1,4 +1,4 @@
-"""Our points beside the baselines of the same case: which is faster with no more memory, and why by the data."""
+"""Our points against the baselines of the same case: which is faster with no more memory, and why."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from benchmarks.suites.frontier import frontier
 from benchmarks.suites.losses import REPEAT, comparable
 
 PEAK = "peak"
-"""The peak that counts for the row, whichever field that is."""
+"""Compare by the peak that counts for the row, whichever field holds it."""
 RESERVED = "device_reserved_gib"
 PEAK_DIGITS = 2
-"""Peaks are the same when they print the same."""
+"""Peaks are equal when they print the same with this many digits."""
 LEAST_RATIO = 1.01
-"""A smaller ratio counts as no difference."""
+"""A smaller ratio of step times counts as no difference."""
 SAME_GIB = {PEAK: 0.0, RESERVED: 0.2}
-"""A baseline that needs at most so much more counts as needing the same: allocators reserve in pieces."""
+"""A baseline that needs at most this many GiB more counts as equal, because allocators reserve in blocks."""
 
 
 class Faster(Enum):
     OURS = "ours"
-    PEER = "peer"
+    BASELINE = "baseline"
     NEITHER = "neither"
-    """The middle halves of their step times overlap, or the medians are nearer than ``LEAST_RATIO``."""
+    """The middle halves of the step times overlap, or the medians differ by less than ``LEAST_RATIO``."""
 
 
 @dataclass(frozen=True)
 class Duel:
-    """One of our points and the best that others do at its peak or below."""
+    """One of our points and the fastest baseline at its peak or below."""
 
     ours: Row
-    peer: Row | None
+    baseline: Row | None
     """`None`: no measured baseline fits."""
     faster: Faster | None
     ratio: float | None
-    """The slower step over the faster one, at least one."""
+    """The slower step time ÷ the faster one."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A peer that is clearly faster than everything of ours with no more memory."""
+    """A baseline that is clearly faster than all of our points that need no more memory."""
 
-    peer: Row
+    baseline: Row
     ours: Row | None
-    """Our fastest point at the peer's peak or below; ``None``: none of ours fits there."""
+    """Our fastest point at the baseline's peak or below; ``None``: none of our points fits there."""
     ratio: float | None
     rung: Rung | None
-    """The arithmetic of our point, where the rows allow it."""
+    """The arithmetic of our point's copies, where the rows allow it."""
     lowest: Row | None
     """Our point with the lowest peak."""
 
 
 def cases(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows by case, in their order."""
+    """Return the rows by case, in their order."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row["case"], []).append(row)
@@ -66,31 +66,31 @@ def cases(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def points(rows: Sequence[Row], memory: str = PEAK) -> list[Row]:
-    """Runs that worked and have a peak: what can be compared. ``memory``: ``PEAK``, or the field that is the peak."""
+    """Return the runs that can be compared: successful, with a peak. ``memory``: ``PEAK``, or the peak's field."""
     return [row for row in rows if row["outcome"] == "ok" and gib(row, memory) is not None]
 
 
 def gib(row: Row, memory: str = PEAK) -> float | None:
-    """What was measured of ``memory``."""
+    """Return the measured peak in GiB; ``None``: not measured."""
     return peak_gib(row) if memory == PEAK else row[memory]
 
 
 def peak(row: Row, memory: str = PEAK) -> float:
-    """Of a row that has one: as printed, in GiB."""
+    """Return the peak of a row that has one, in GiB, rounded as it is printed."""
     found = gib(row, memory)
     assert found is not None
     return round(found, PEAK_DIGITS)
 
 
 def by_peak(rows: Sequence[Row], memory: str = PEAK) -> list[Row]:
-    """From the lowest peak to the highest; then those without a peak; then what failed."""
+    """Sort rows from the lowest peak to the highest, then those without a peak, then failed ones."""
     measured = sorted(points(rows, memory), key=lambda row: (peak(row, memory), row["step_ms_median"], row["method"]))
     rest = [row for row in rows if row not in measured]
     return [*measured, *sorted(rest, key=lambda row: row["outcome"] != "ok")]
 
 
 def on_frontier(rows: Sequence[Row]) -> list[Row]:
-    """Those of one case that no other equals or beats in both peak and step time, by rising peak."""
+    """Return the rows of one case that no other equals or beats in both peak and step time, by rising peak."""
     return _frontier(comparable(rows))
 
 
@@ -100,13 +100,13 @@ def _frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def fastest_within(rows: Sequence[Row], peak_gib: float, memory: str = PEAK) -> Row | None:
-    """The fastest at this peak or below; of equally fast ones that with the lower peak, then the earlier name."""
+    """Return the fastest row at this peak or below; ties go to the lower peak, then to the earlier name."""
     fits = [row for row in points(rows, memory) if peak(row, memory) <= round(peak_gib + SAME_GIB[memory], PEAK_DIGITS)]
     return min(fits, key=lambda row: (row["step_ms_median"], peak(row, memory), row["method"]), default=None)
 
 
 def middle_half(row: Row) -> tuple[float, float]:
-    """First and third quartile of the step times."""
+    """Return the first and third quartile of the step times, in ms."""
     times = row["step_ms_all"]
     if len(times) < 2:
         return row["step_ms_median"], row["step_ms_median"]
@@ -114,66 +114,66 @@ def middle_half(row: Row) -> tuple[float, float]:
     return first, third
 
 
-def faster(ours: Row, peer: Row) -> Faster:
-    """Whose steps are faster, beyond doubt."""
-    mine, theirs = middle_half(ours), middle_half(peer)
-    if ratio(ours, peer) < LEAST_RATIO:
+def faster(ours: Row, baseline: Row) -> Faster:
+    """Return which of the two has clearly faster steps."""
+    mine, theirs = middle_half(ours), middle_half(baseline)
+    if ratio(ours, baseline) < LEAST_RATIO:
         return Faster.NEITHER
     if mine[1] < theirs[0]:
         return Faster.OURS
-    return Faster.PEER if theirs[1] < mine[0] else Faster.NEITHER
+    return Faster.BASELINE if theirs[1] < mine[0] else Faster.NEITHER
 
 
 def ratio(one: Row, other: Row) -> float:
-    """The slower step over the faster one."""
+    """Return the slower median step time ÷ the faster one."""
     times = one["step_ms_median"], other["step_ms_median"]
     return float(max(times) / min(times))
 
 
 def duels(rows: Sequence[Row], memory: str = PEAK) -> list[Duel]:
-    """Each of our points of one case, from the lowest peak to the highest."""
+    """Return a duel for each of our points of one case, from the lowest peak to the highest."""
     rows = comparable(rows)
-    peers = [row for row in rows if not is_ours(row)]
+    baselines = [row for row in rows if not is_ours(row)]
     found = []
     for ours in by_peak([row for row in points(rows, memory) if is_ours(row)], memory):
-        peer = fastest_within(peers, peak(ours, memory), memory)
-        if peer is None:
+        baseline = fastest_within(baselines, peak(ours, memory), memory)
+        if baseline is None:
             found.append(Duel(ours, None, None, None))
         else:
-            found.append(Duel(ours, peer, faster(ours, peer), ratio(ours, peer)))
+            found.append(Duel(ours, baseline, faster(ours, baseline), ratio(ours, baseline)))
     return found
 
 
 def losses(rows: Sequence[Row]) -> list[Loss]:
-    """Where a peer is better: those on the peers' own frontier that beat all of ours at their peak or below.
+    """Return the baselines on the baselines' own frontier that beat all our points at their peak or below.
 
-    ``none`` is no way of saving memory: what ours cost beside it is told for each of them.
+    ``none`` and its repeat are left out: they save no memory, and the tables compare each point with ``none`` anyway.
     """
     rows = comparable(rows)
     mine = [row for row in points(rows) if is_ours(row)]
     lowest = min(mine, key=peak, default=None)
     found = []
-    for peer in _frontier([row for row in rows if not is_ours(row) and row["method"] not in ("none", REPEAT)]):
-        ours = fastest_within(mine, peak(peer))
+    for baseline in _frontier([row for row in rows if not is_ours(row) and row["method"] not in ("none", REPEAT)]):
+        ours = fastest_within(mine, peak(baseline))
         if ours is None:
-            found.append(Loss(peer, None, None, None, lowest))
-        elif faster(ours, peer) is Faster.PEER:
-            found.append(Loss(peer, ours, ratio(ours, peer), rung(ours, rows), lowest))
+            found.append(Loss(baseline, None, None, None, lowest))
+        elif faster(ours, baseline) is Faster.BASELINE:
+            found.append(Loss(baseline, ours, ratio(ours, baseline), rung(ours, rows), lowest))
     return found
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """What one case says of the noise between runs of one method."""
+    """How much repeated runs of one method differ, in one case."""
 
     names: list[str]
-    """Methods that ran more than once; a repeat of ``none`` counts for it."""
+    """Methods that ran more than once; ``none-again`` counts as a run of ``none``."""
     largest_share: float
-    """By how much the slowest run's median step is longer than the fastest one's, where they differ most."""
+    """How much longer the slowest run's median step is than the fastest one's: the largest of all methods."""
 
 
 def repeats(rows: Sequence[Row]) -> Repeats | None:
-    """``None``: every method ran once."""
+    """Return the differences between repeated runs; ``None``: every method ran once."""
     runs = {row["method"]: list(row.get("step_ms_rounds") or ()) for row in points(rows)}
     again = runs.pop(REPEAT, [])
     if "none" in runs:

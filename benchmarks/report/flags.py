@@ -1,4 +1,4 @@
-"""What a row's flags say: the shape that was trained, and what was swapped or recomputed."""
+"""Read a row's flags: the shape that was trained, and what was swapped or recomputed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.rows import Row, RowError
 from benchmarks.runner.planning import plan_file, searches
 
 RECOMPUTES, OFFLOADS, KEEPS = "recomputes", "offloads", "keeps"
-"""What a method does with the memory that it saves; ``KEEPS``: nothing, it saves none."""
+"""How a method saves memory; ``KEEPS``: it saves none."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class Shape:
     sequence: int
     micro_batch: int
     num_micro_batches: int
-    """A step, for each data-parallel rank when there is one."""
+    """Per step, on a single data-parallel rank."""
 
 
 def value(row: Row, flag: str) -> str | None:
-    """The last value of a flag, as Megatron's parser takes it."""
+    """Return the last value of a flag, which is the one that Megatron's parser takes."""
     words = shlex.split(row["flags"])
     found = [after for word, after in itertools.pairwise(words) if word == flag]
     return found[-1] if found else None
 
 
 def shape(row: Row) -> Shape:
-    """Raises: RowError, naming the row and the flag that its flags lack."""
+    """Return the shape that a row trained. Raises: RowError, which names the row and the missing flag."""
 
     def number(flag: str) -> int:
         found = value(row, flag)
@@ -53,18 +53,18 @@ def shape(row: Row) -> Shape:
 
 
 def swapped_layers(row: Row) -> str | None:
-    """What ``--swap-layers`` asked for; ``None``: nothing."""
+    """Return the value of ``--swap-layers``; ``None``: no layer is swapped."""
     layers = value(row, "--swap-layers")
     return None if layers == "none" else layers
 
 
 def swapped_modules(row: Row) -> str | None:
-    """What ``--swap-modules`` limited swapping to; ``None``: whole layers."""
+    """Return the modules of ``--swap-modules``; ``None``: whole layers are swapped."""
     return _words_after(row, "--swap-modules")
 
 
 def recomputed_sites(row: Row) -> str | None:
-    """What ``--swap-recompute`` computes again instead of keeping it; ``None``: nothing."""
+    """Return the sites of ``--swap-recompute``; ``None``: no site is recomputed."""
     return _words_after(row, "--swap-recompute")
 
 
@@ -77,29 +77,30 @@ def _words_after(row: Row, flag: str) -> str | None:
 
 
 def is_planned(row: Row) -> bool:
-    """It obeys a plan, its own or one out of a file."""
+    """Return whether the run follows a plan: found in the run, or read from a file."""
     words = tuple(shlex.split(row["flags"]))
     return searches(words) or plan_file(words) is not None
 
 
 def swaps_optimizer(row: Row) -> bool:
-    """Whether optimizer state is offloaded to host memory or disk."""
-    part = value(row, "--swap-optimizer") or "0"
-    return part == "auto" or float(part) > 0
+    """Return whether optimizer state is offloaded to host memory or disk."""
+    fraction = value(row, "--swap-optimizer") or "0"
+    return fraction == "auto" or float(fraction) > 0
 
 
 def is_guarded(row: Row) -> bool:
-    """Saved tensors leave the device when an allocation there fails."""
+    """Return whether the out-of-memory guard is on."""
     return "--swap-oom-guard" in shlex.split(row["flags"])
 
 
 def is_ours(row: Row) -> bool:
-    acts = swapped_layers(row) is not None or recomputed_sites(row) is not None or is_planned(row)
-    return acts or swaps_optimizer(row) or is_guarded(row)
+    """Return whether the run uses a feature of Megatron Swap."""
+    has_activation_plan = swapped_layers(row) is not None or recomputed_sites(row) is not None or is_planned(row)
+    return has_activation_plan or swaps_optimizer(row) or is_guarded(row)
 
 
 def without_swap(row: Row) -> tuple[str, ...]:
-    """The flags of the same run without swapping."""
+    """Return the flags of the same run without swapping."""
     words: list[str] = []
     is_swap = False
     for word in shlex.split(row["flags"]):
@@ -111,7 +112,7 @@ def without_swap(row: Row) -> tuple[str, ...]:
 
 
 def without_guard(row: Row) -> list[str]:
-    """The flags of the same run without the out-of-memory guard, and without saying that nothing is swapped."""
+    """Return the flags of the same run without ``--swap-oom-guard`` and without ``--swap-layers none``."""
     words = [word for word in row["flags"].split() if word != "--swap-oom-guard"]
     pairs = [*itertools.pairwise([*words, ""])]
     nothing = [at for at, pair in enumerate(pairs) if pair == ("--swap-layers", "none")]
@@ -119,9 +120,10 @@ def without_guard(row: Row) -> list[str]:
 
 
 def training(row: Row) -> tuple[str, ...]:
-    """What is trained, with whatever swapped: rows that agree make the same steps, as many as both make."""
+    """Return a key of what is trained, whatever is swapped: rows with equal keys compute the same steps."""
     words = without_swap(row)
-    if value(row, "--lr-decay-style") == "constant" and "--train-iters" in words:  # else the length tells the rate
+    # With other schedules the learning rate depends on the number of steps.
+    if value(row, "--lr-decay-style") == "constant" and "--train-iters" in words:
         length = words.index("--train-iters")
         words = words[:length] + words[length + 2 :]
     versions = (f"{name} {version}" for name, version in sorted(row["versions"].items()))
@@ -129,7 +131,7 @@ def training(row: Row) -> tuple[str, ...]:
 
 
 def added(row: Row, others: Sequence[Row]) -> str:
-    """The flags that a run has beyond those that it begins with like all of ``others``."""
+    """Return the run's flags without the leading ones that it shares with all of ``others``."""
     words = shlex.split(row["flags"])
     together = zip(words, *(shlex.split(other["flags"]) for other in others), strict=False)
     start = sum(1 for _ in itertools.takewhile(lambda places: len(set(places)) == 1, together))
@@ -139,7 +141,7 @@ def added(row: Row, others: Sequence[Row]) -> str:
 
 
 def means(row: Row) -> set[str]:
-    """By which means the method saves memory, swapping of ours aside."""
+    """Return how the method saves memory, apart from Megatron Swap."""
     words = shlex.split(row["flags"])
     wrap = row.get("wrap") or ""
     found = set()

@@ -1,4 +1,4 @@
-"""The out-of-memory guard: runs for which the device was too small, and what it costs where it is never needed."""
+"""The out-of-memory guard: runs for which the device is too small, and its cost where it is never needed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ COMPARED = ("losses", "grad_norms")
 
 
 class Case(Protocol):
-    """Of a benchmark."""
+    """A case of a benchmark."""
 
     name: str
     rows: list[Row]
 
 
 def guarded(rows: Sequence[Row]) -> list[Row]:
-    """Those of cases in which one run has the guard; together those that train the same."""
+    """Return the rows of cases in which some run has the guard, grouped by what they train."""
     cases = {(row["command"], row["case"]) for row in rows if is_guarded(row)}
     found = [row for row in rows if (row["command"], row["case"]) in cases]
     order = list(dict.fromkeys(training(row) for row in found))
@@ -28,12 +28,15 @@ def guarded(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Rescues and bytes are those of all ranks, peaks of the rank that has most. Equal: to the first run that trains
-    the same, of whichever command, as many steps as both made."""
+    """Build the table of guarded runs.
+
+    Rescues and bytes are summed over ranks; peaks are those of the highest rank. A run is compared with the first run
+    that trains the same, in any command, over the steps that both made.
+    """
     head = [
-        "case", "GPUs", "flags", "others hold GiB", "outcome", "steps", "autograd held GiB", "of a device GiB",
+        "case", "GPUs", "flags", "held by another program GiB", "outcome", "steps", "saved tensors GiB", "device GiB",
         "rescues", "in step 1 (rank 0)", "most in one step (rank 0)", "last step with one (rank 0)",
-        "all left the device with GiB", "first step s", "later steps ms", "median of", "equal",
+        "rescued GiB", "first step s", "later steps ms", "median of", "equal",
     ]  # fmt: skip
     lines = []
     references: dict[tuple[str, ...], Row] = {}
@@ -61,7 +64,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def _equal(row: Row, reference: Row) -> str:
-    """Losses and gradient norms of each step, and the final weights where both end with the same step."""
+    """Compare losses and gradient norms of each step, and the final weights where both end with the same step."""
     ours, theirs = ([one.get(field) or [] for field in COMPARED] for one in (row, reference))
     lengths = {len(values) for values in (*ours, *theirs)}
     num_steps = min(lengths)
@@ -76,8 +79,8 @@ def _equal(row: Row, reference: Row) -> str:
 
 
 def costs(cases: Sequence[Case]) -> Table | None:
-    """Each run of a benchmark that has the guard, beside the same without it, of the same case of the same file."""
-    head = ["case", "without", "ms", "with the guard", "ms", "×", "rounds of one differ by"]
+    """Build the table of runs with the guard and the same runs without it, of the same case and file."""
+    head = ["case", "without", "ms", "with the guard", "ms", "×", "rounds differ by"]
     lines = []
     for case in cases:
         measured = [row for row in case.rows if row["step_ms_median"]]

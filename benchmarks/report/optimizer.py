@@ -1,4 +1,4 @@
-"""What moving an optimizer's state costs beside the same run in which it stays, and beside the link's own time."""
+"""The cost of offloading optimizer state, compared with the unswapped run and with the link's own time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.report.flags import is_planned, recomputed_sites, swapped_layers, swaps_optimizer
-from benchmarks.report.overhead import base_of
+from benchmarks.report.overhead import unswapped_run_of
 from benchmarks.report.tables import name
 from benchmarks.report.text import Table, cell_gib, cell_ms, cell_number, cell_ratio
 from benchmarks.rows import GIB, Row, peak_gib
@@ -16,29 +16,34 @@ SUITE = "h200-optimizer"
 
 @dataclass(frozen=True)
 class Moved:
-    """A run whose optimizer state rests, and nothing else is swapped, beside its base.
+    """A run that offloads optimizer state and swaps nothing else, with its unswapped run.
 
-    ``link_ms``: what the bytes of a step take, both directions busy, at the speed that was measured before the run.
+    ``link_ms``: the time of a step's copies at the link speed that was measured with both directions busy.
     """
 
     row: Row
-    base: Row
+    unswapped: Row
     link_ms: float
 
     @property
     def more_ms(self) -> float:
-        return float(self.row["step_ms_median"] - self.base["step_ms_median"])
+        return float(self.row["step_ms_median"] - self.unswapped["step_ms_median"])
 
 
 def moved(rows: Sequence[Row]) -> list[Moved]:
-    """Of one case, those with a base of which it is known what moved, from the fewest bytes to the most."""
+    """Return the runs of one case that offload only optimizer state, from the fewest bytes to the most.
+
+    Runs without an unswapped run, counted bytes or a measured link speed are left out.
+    """
     found = []
     for row in rows:
-        alone = swaps_optimizer(row) and not is_planned(row) and not swapped_layers(row) and not recomputed_sites(row)
-        base, link = base_of(row, rows), row.get("link") or {}
-        if alone and base is not None and row.get("optimizer_out_bytes") and "duplex_gb_s" in link:
+        is_alone = (
+            swaps_optimizer(row) and not is_planned(row) and not swapped_layers(row) and not recomputed_sites(row)
+        )
+        unswapped, link = unswapped_run_of(row, rows), row.get("link") or {}
+        if is_alone and unswapped is not None and row.get("optimizer_out_bytes") and "duplex_gb_s" in link:
             most_bytes = max(row["optimizer_out_bytes"], row["optimizer_in_bytes"])
-            found.append(Moved(row, base, most_bytes / link["duplex_gb_s"] / 1e6))
+            found.append(Moved(row, unswapped, most_bytes / link["duplex_gb_s"] / 1e6))
     return sorted(found, key=lambda one: one.link_ms)
 
 
@@ -50,10 +55,11 @@ def table(cases: Mapping[str, Sequence[Moved]]) -> Table:
     lines = []
     for case, points in cases.items():
         for one in points:
-            row, base = one.row, one.base
-            peaks = peak_gib(base), peak_gib(row)
+            row, unswapped = one.row, one.unswapped
+            peaks = peak_gib(unswapped), peak_gib(row)
             lines.append([
-                case, name(row), cell_ms(row["step_ms_median"]), cell_ms(base["step_ms_median"]), cell_ms(one.more_ms),
+                case, name(row), cell_ms(row["step_ms_median"]), cell_ms(unswapped["step_ms_median"]),
+                cell_ms(one.more_ms),
                 cell_gib(row["optimizer_out_bytes"] / GIB), cell_ms(row["link"]["duplex_gb_s"]), cell_ms(one.link_ms),
                 cell_ratio(one.more_ms / one.link_ms),
                 cell_gib(None if peaks[0] is None or peaks[1] is None else peaks[0] - peaks[1]),

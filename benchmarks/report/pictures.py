@@ -1,4 +1,4 @@
-"""The report's own pictures. Each carries a digest of what it shows, so that a stale one is noticed."""
+"""The report's own pictures. Each carries a digest of the data it shows, so that a stale one is noticed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from benchmarks.stamp import stamp, stamp_of
 from benchmarks.suites.picture import draw as draw_frontier
 
 COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#b45309", "#0f766e")
-NUM_STRETCHES = 120
+NUM_LINE_SEGMENTS = 120
 PLACES = (("left", (8, 6)), ("right", (-8, 6)), ("left", (8, -15)), ("right", (-8, -15)))
-"""Where labels stand beside their points, case by case."""
+"""Where labels are placed beside their points, case by case."""
 SHOWN = (
     "suite", "case", "method", "outcome", "step_ms_median", "step_ms_min", "step_ms_max", "device_peak_gib", "is_ours",
     "losses_equal", "loss_max_rel_diff", "reference",
 )  # fmt: skip
 SHOWN_WHERE_THERE = ("budget_gib", "peak", "device_reserved_gib")
-"""Where a row says which peak counts; older ones do not."""
+"""Fields shown where a row says which peak counts; older rows do not."""
 
 
 class Picture:
@@ -38,7 +38,7 @@ class Picture:
 
     Args:
         path: a ``.png``.
-        shown: plain values, everything that the picture depends on.
+        shown: all values that the picture depends on, as plain JSON.
         draw: writes the file.
     """
 
@@ -49,7 +49,7 @@ class Picture:
 
     @property
     def is_current(self) -> bool:
-        """The file is there and shows what it should."""
+        """Return whether the file exists and shows these values."""
         return self.path.exists() and stamp_of(self.path) == self._digest
 
     def draw(self) -> None:
@@ -59,7 +59,7 @@ class Picture:
 
 
 def frontier_picture(path: Path, rows: Sequence[Row]) -> Picture:
-    """Step time against peak memory for one case."""
+    """Return the picture of step time against peak memory for one case."""
     shown = [{field: row.get(field) for field in SHOWN} for row in rows]
     for values, row in zip(shown, rows, strict=True):
         if row.get("peak") is not None:
@@ -68,7 +68,7 @@ def frontier_picture(path: Path, rows: Sequence[Row]) -> Picture:
 
 
 def load_picture(path: Path, series: dict[str, list[Rung]]) -> Picture:
-    """Step times against the load that copies out put on forward: measured points, and what arithmetic expects."""
+    """Return the picture of step times, measured and predicted, against the load of forward by copies out."""
     lines = [line for name, steps in series.items() if (line := _line(name, steps)) is not None]
     return Picture(path, [asdict(line) for line in lines], lambda target: _draw_load(lines, target))
 
@@ -79,7 +79,7 @@ class _Line:
 
     name: str
     points: list[tuple[float, float, str]]
-    """Load, ratio, the layers that were swapped."""
+    """Load, step ratio, the swapped layers."""
     expected: list[tuple[float, float]]
 
 
@@ -89,7 +89,7 @@ def _line(name: str, steps: Sequence[Rung]) -> _Line | None:
         return None
     points = sorted((load, step.ratio, chosen(step.row).replace("`", "")) for step, load in known)
     last, longest = known[-1][0], points[-1][0]
-    loads = [longest * index / NUM_STRETCHES for index in range(NUM_STRETCHES + 1)]
+    loads = [longest * index / NUM_LINE_SEGMENTS for index in range(NUM_LINE_SEGMENTS + 1)]
     expected = [(load, ratio) for load in loads if (ratio := last.predicted_ratio(load)) is not None]
     return _Line(name, points, expected)
 
@@ -108,7 +108,7 @@ def _draw_load(lines: Sequence[_Line], path: Path) -> None:
             panel.annotate(
                 layers, (load, ratio), xytext=place, ha=side, textcoords="offset points", fontsize=9.5, color=colour
             )
-    panel.plot([], [], "--", color="#475569", label="expected by arithmetic")
+    panel.plot([], [], "--", color="#475569", label="predicted by arithmetic")
     longest = max(load for line in lines for load, *_ in line.points)
     panel.set_xlim(0.0, max(1.25, 1.12 * longest))
     panel.margins(y=0.1)
@@ -117,7 +117,7 @@ def _draw_load(lines: Sequence[_Line], path: Path) -> None:
     )
     panel.set_xlabel("time of the copies out ÷ forward time that can hide them", fontsize=11)
     panel.set_ylabel("step time ÷ the unswapped step's", fontsize=11)
-    panel.set_title("What swapping costs, by how full its copies make forward", loc="left", fontsize=14, weight="bold")
+    panel.set_title("Cost of swapping by load of forward", loc="left", fontsize=14, weight="bold")
     panel.grid(alpha=0.25)
     panel.legend(loc="upper left", fontsize=10, framealpha=0.95)
     figure.savefig(path)

@@ -1,4 +1,4 @@
-"""Planned runs: what was predicted beside what was measured, the budget, the unswapped run, the baselines."""
+"""Planned runs: prediction against measurement, budget, unswapped run and baselines."""
 
 from __future__ import annotations
 
@@ -17,62 +17,62 @@ from benchmarks.suites import losses
 
 @dataclass(frozen=True)
 class Point:
-    """A run that worked and had a budget."""
+    """A successful run that had a budget."""
 
     row: Row
     none: Row | None
     """The unswapped run of its case."""
-    peer: Row | None
-    """The fastest peer that fits the budget."""
+    baseline: Row | None
+    """The fastest baseline that fits the budget."""
 
     @property
     def peak_error(self) -> float | None:
-        """By which share of the measured peak the predicted one is too high."""
+        """Return predicted ÷ measured peak, minus 1."""
         return _error(self.row["predicted_peak_gib"], peak_gib(self.row))
 
     @property
     def step_error(self) -> float | None:
-        """The same of the step time."""
+        """Return predicted ÷ measured step time, minus 1."""
         return _error(self.row["predicted_step_ms"], self.row["step_ms_median"])
 
     @property
     def is_within(self) -> bool | None:
-        """Whether the measured peak is no higher than the budget."""
+        """Return whether the measured peak is within the budget; ``None``: not measured."""
         measured = peak_gib(self.row)
         return None if measured is None else measured <= self.row["budget_gib"]
 
     @property
     def plan(self) -> str:
-        """Where the plan came from."""
+        """Return where the plan came from."""
         path = value(self.row, PLAN_FLAG)
         return f"`{Path(path).name}`" if path else "found in the run"
 
 
 def points(rows: Sequence[Row]) -> list[Point]:
-    """The planned runs of one case, from the largest budget to the smallest."""
+    """Return the successful planned runs of one case, from the largest budget to the smallest."""
     planned = [row for row in rows if row["outcome"] == "ok" and row["budget_gib"] is not None]
     none = next((row for row in compare.points(rows) if row["method"] == "none"), None)
-    peers = [row for row in losses.comparable(rows) if not is_ours(row) and not _saves_nothing(row)]
+    baselines = [row for row in losses.comparable(rows) if not is_ours(row) and not _saves_nothing(row)]
     ordered = sorted(planned, key=lambda row: (-row["budget_gib"], row["method"]))
-    return [Point(row, none, compare.fastest_within(peers, row["budget_gib"])) for row in ordered]
+    return [Point(row, none, compare.fastest_within(baselines, row["budget_gib"])) for row in ordered]
 
 
 def failed(rows: Sequence[Row]) -> list[Row]:
-    """The planned runs of one case that are no points."""
+    """Return the planned runs of one case that failed."""
     return [row for row in rows if is_planned(row) and row["outcome"] != "ok"]
 
 
 def points_table(found: Sequence[Point], rows: Sequence[Row]) -> Table:
-    """``rows``: all of the case, which tell the noise of its losses."""
+    """Build the table of planned runs. ``rows``: all rows of the case, from which the noise of losses is estimated."""
     head = [
-        "our point", "plan", "budget GiB", "peak GiB: predicted", "measured", "off by", "within budget",
-        "step ms: predicted", "measured", "off by", "× none", "best peer within the budget", "its × none", "re-plans",
-        "losses",
+        "our point", "plan", "budget GiB", "peak GiB: predicted", "measured", "error", "within budget",
+        "step ms: predicted", "measured", "error", "× none", "best baseline within the budget", "its × none",
+        "re-plans", "losses",
     ]  # fmt: skip
     noise = losses.loss_noise(rows)
     lines = []
     for point in found:
-        row, peer = point.row, point.peer
+        row, baseline = point.row, point.baseline
         lines.append([
             name(row),
             point.plan,
@@ -85,8 +85,8 @@ def points_table(found: Sequence[Point], rows: Sequence[Row]) -> Table:
             cell_ms(row["step_ms_median"]),
             cell_signed_share(point.step_error),
             cell_ratio(_ratio(row, point.none)),
-            "none of those measured" if peer is None else str(peer["method"]),
-            cell_ratio(None if peer is None else _ratio(peer, point.none)),
+            "no baseline fits" if baseline is None else str(baseline["method"]),
+            cell_ratio(None if baseline is None else _ratio(baseline, point.none)),
             cell_number(row["num_replans"]),
             losses.cell(row, noise) or ABSENT,
         ])  # fmt: skip
@@ -94,7 +94,7 @@ def points_table(found: Sequence[Point], rows: Sequence[Row]) -> Table:
 
 
 def largest(errors: Sequence[float | None]) -> float | None:
-    """The largest error, whichever way it goes."""
+    """Return the largest absolute error; ``None``: none is known."""
     return max((abs(error) for error in errors if error is not None), default=None)
 
 

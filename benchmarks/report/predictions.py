@@ -1,4 +1,4 @@
-"""Predictions that were committed before their run, and must not have changed since."""
+"""Check that predictions were committed before their run and have not changed since."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from benchmarks.machine import ROOT
 from benchmarks.report.flags import value
 from benchmarks.rows import Row
-from benchmarks.runner.planning import NUMBERS, PLAN_FLAG, promised
+from benchmarks.runner.planning import NUMBERS, PLAN_FLAG, read_prediction
 
 FOLDER = "predictions"
-"""Below docs/results: plan files, and the profiles that they were made from (``profile-*.json``)."""
+"""Folder below docs/results with plan files and the profiles that they were made from (``profile-*.json``)."""
 TAKEN = re.compile(r"\b(?:budget (?P<gib>\d+(?:\.\d+)?) GiB|no budget)\b")
-"""In a profile's ``source``: the budget of the run in which it was taken."""
+"""Matches the budget of the profiled run in a profile's ``source``."""
 SAME_GIB = 0.1
 
 
 def broken(folder: Path, rows: Sequence[Row], root: Path = ROOT) -> list[str]:
-    """What is wrong with the predictions in ``folder`` (docs/results) that ``rows`` were run by; empty: nothing.
+    """Return what is wrong with the plan files in ``folder`` (docs/results) that ``rows`` followed; empty: nothing.
 
-    A row carries the prediction and the profile's hash of its plan file. The profile is there under that hash and was
-    taken under another budget. Where git knows the row's commit, that commit has the very same file.
+    Checked: the row's prediction and profile hash are those of its plan file; a profile with that hash exists and was
+    taken under another budget; where git knows the row's commit, that commit has the identical plan file.
     """
     found = []
     for row in rows:
@@ -35,24 +35,24 @@ def broken(folder: Path, rows: Sequence[Row], root: Path = ROOT) -> list[str]:
         where = f"{row['suite']}, {row['case']}, {row['method']}: {path}"
         plan = folder / FOLDER / Path(path).name
         if not plan.is_file():
-            found.append(f"{where} is not there")
+            found.append(f"{where} is missing")
             continue
-        promise = promised(plan)
+        prediction = read_prediction(plan)
         found += [
-            f"{where} has {field} {promise[field]!r}, the row {row[field]!r}"
+            f"{where} has {field} {prediction[field]!r}, the row {row[field]!r}"
             for field in NUMBERS
-            if row["outcome"] == "ok" and promise[field] != row[field]
+            if row["outcome"] == "ok" and prediction[field] != row[field]
         ]
-        found += [f"{where} {problem}" for problem in _of_profile(folder / FOLDER, promise)]
+        found += [f"{where} {problem}" for problem in _of_profile(folder / FOLDER, prediction)]
         before = _at(row["commit"], path, root)
         if before is not None and before != plan.read_bytes():
             found.append(f"{where} is not what the row's commit {row['commit'][:7]} has: it was not committed before")
     return found
 
 
-def _of_profile(folder: Path, promise: dict[str, object]) -> list[str]:
-    """What is wrong with the profile that a plan names."""
-    budget, digest = promise["budget_gib"], promise["profile_sha256"]
+def _of_profile(folder: Path, prediction: dict[str, object]) -> list[str]:
+    """Return what is wrong with the profile that a plan names; empty: nothing."""
+    budget, digest = prediction["budget_gib"], prediction["profile_sha256"]
     paths = [
         path for path in folder.glob("profile-*.json") if hashlib.sha256(path.read_bytes()).hexdigest() == digest
     ]
@@ -68,7 +68,7 @@ def _of_profile(folder: Path, promise: dict[str, object]) -> list[str]:
 
 
 def _at(commit: str, path: str, root: Path) -> bytes | None:
-    """A file as a commit has it, empty where it has none; ``None``: git does not know the commit."""
+    """Return a file's content in a commit, empty if the commit lacks the file; ``None``: git lacks the commit."""
     git = ["git", "-C", str(root)]
     try:
         known = subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False)

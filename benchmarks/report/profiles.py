@@ -1,4 +1,4 @@
-"""What the traces show: the findings of tools/analyze_trace.py in docs/results/*-profile-*."""
+"""The report's sections on traces, from the findings of tools/analyze_trace.py in docs/results/*-profile-*."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from benchmarks.traces.checks import UNJUDGED
 Findings = dict[str, Any]
 PROFILERS = {"nsys": "Nsight Systems", "kineto": "torch.profiler"}
 NUM_GAPS = 5
-NUM_TOLD = 10
-"""So many violations and mismatches are listed; the tables count all."""
+NUM_LISTED = 10
+"""At most this many violations and mismatches are listed; the tables count all."""
 WAYS = {"out": "copies out", "in": "copies in"}
 
 
@@ -30,7 +30,7 @@ class Profile:
     folder: Path
     findings: Findings
     summary: dict[str, Any] | None
-    """``run.json``: what the run said of itself, where it was kept."""
+    """``run.json``, the run's own summary; ``None``: it was not kept."""
 
     @property
     def profiler(self) -> str:
@@ -39,15 +39,15 @@ class Profile:
 
     @property
     def worst_violations(self) -> list[dict[str, Any]]:
-        return list(self.findings["violations"][:NUM_TOLD])
+        return list(self.findings["violations"][:NUM_LISTED])
 
     @property
     def first_mismatches(self) -> list[str]:
-        return list(self.findings["mismatches"][:NUM_TOLD])
+        return list(self.findings["mismatches"][:NUM_LISTED])
 
     @property
     def subject(self) -> str:
-        """What was profiled: the folder's name without its suite and its profiler."""
+        """Return what was profiled: the folder's name without suite and profiler."""
         words = self.folder.name.split("-profile-", 1)[1].split("-")
         return "-".join(word for word in words if word not in ("nsys", "torch", "kineto")) or "run"
 
@@ -65,13 +65,13 @@ class Group:
 
     @property
     def differences(self) -> list[str]:
-        """What the profilers should agree on to the byte and do not. Times may differ: they are runs of their own."""
+        """Return the counts that differ between profilers; times may differ, since each profiler traced its own run."""
         counted = [_counted(profile.findings) for profile in self.profiles]
         return [name for name in counted[0] if any(other[name] != counted[0][name] for other in counted[1:])]
 
 
 def read_profiles(results: Path) -> list[Group]:
-    """Every folder with findings, those of one subject together, Nsight Systems first."""
+    """Read every folder with findings, grouped by subject, Nsight Systems first."""
     groups: dict[str, list[Profile]] = {}
     for path in sorted(results.glob("*-profile-*/findings.json")):
         summary = path.with_name("run.json")
@@ -87,7 +87,7 @@ def read_profiles(results: Path) -> list[Group]:
 
 
 def _counted(findings: Findings) -> dict[str, Any]:
-    """What does not depend on time: copies and bytes of a step (traced steps are alike), checks, verdicts."""
+    """Return what does not depend on time: copies and bytes per step, checks, verdicts."""
     steps = [step["copies"] for step in findings["steps"]]
     return {
         **{name: sorted({step[name] for step in steps}) for name in steps[0]},
@@ -98,7 +98,7 @@ def _counted(findings: Findings) -> dict[str, Any]:
 
 
 def findings_table(group: Group) -> Table:
-    """One column a profiler."""
+    """Build the table of findings, one column per profiler."""
     columns = [profile.findings for profile in group.profiles]
     rows = [
         ["steps traced", *(cell_number(len(found["steps"])) for found in columns)],
@@ -108,14 +108,14 @@ def findings_table(group: Group) -> Table:
         ["storages copied out", *(cell_number(found["storages"]["num_copied_out"]) for found in columns)],
         ["of them overtaken by backward", *(cell_number(found["storages"]["num_overtaken"]) for found in columns)],
         [
-            "of them stayed: somebody else holds them",
+            "of them kept: memory still referenced elsewhere",
             *(cell_number(found["storages"]["num_stayed"]) for found in columns),
         ],
         *(
             [f"reuse not judged: {text}", *(cell_number(found["reuse_not_judged"][why]) for found in columns)]
             for why, text in UNJUDGED.items()
         ),
-        ["came back late", *(cell_number(found["storages"]["num_late"]) for found in columns)],
+        ["reloaded late", *(cell_number(found["storages"]["num_late"]) for found in columns)],
     ]
     for way, name in WAYS.items():
         links = [found["link"][way] for found in columns]
@@ -138,14 +138,14 @@ def findings_table(group: Group) -> Table:
 
 
 def time_table(group: Group) -> Table:
-    """Where an average traced step's time goes."""
+    """Build the table of where an average traced step's time goes."""
     columns = [profile.findings for profile in group.profiles]
     peaks = [max((step["peak_memory_bytes"] or 0 for step in found["steps"]), default=0) for found in columns]
     rows = [
         ["step", *(cell_ms(_a_step(found, "duration_ms")) for found in columns)],
         ["compute busy", *(cell_ms(_a_step(found, "compute_busy_ms")) for found in columns)],
         ["compute stalled by copies", *(cell_ms(_a_step(found, "stalled_ms")) for found in columns)],
-        ["neither: the host, gaps between launches", *(cell_ms(_rest_ms(found)) for found in columns)],
+        ["compute idle otherwise (host, launch gaps)", *(cell_ms(_rest_ms(found)) for found in columns)],
         ["copies out running", *(cell_ms(_a_step(found, "d2h_ms")) for found in columns)],
         ["copies in running", *(cell_ms(_a_step(found, "h2d_ms")) for found in columns)],
         ["peak memory in the traced steps, GiB", *(cell_gib(peak / GIB if peak else None) for peak in peaks)],
@@ -154,16 +154,16 @@ def time_table(group: Group) -> Table:
 
 
 def gaps_table(profile: Profile) -> Table:
-    """The largest gaps of compute, and whose they are."""
+    """Build the table of the largest gaps of compute and their causes."""
     rows = [
         [cell_number(gap["step"]), cell_ms(gap["ms"]), cell_ms(gap["stalled_ms"]), f"`{gap['owner']}`"]
         for gap in profile.findings["gaps"][:NUM_GAPS]
     ]
-    return Table(["step", "gap, ms", "of it waiting for copies, ms", "whose"], rows)
+    return Table(["step", "gap, ms", "of it waiting for copies, ms", "cause"], rows)
 
 
 def shares(profile: Profile) -> list[tuple[str, float | None, float | None]]:
-    """Direction, predicted and measured hidden share."""
+    """Return direction, predicted and measured hidden fraction."""
     found = profile.findings
     return [
         (name, found["predicted_hidden_share"][way], found["link"][way]["hidden_share"]) for way, name in WAYS.items()
@@ -171,35 +171,35 @@ def shares(profile: Profile) -> list[tuple[str, float | None, float | None]]:
 
 
 def about(profile: Profile) -> str | None:
-    """What the run said of itself, and what made it."""
-    said = []
+    """Return device, layers, command, commit and versions of the run, as far as they are known."""
+    parts = []
     if profile.summary is not None:
         swapped = _ranges(profile.summary["swapped_layers"])
-        said.append(f"{profile.summary['device']}, {profile.summary['num_layers']} layers, swapped: {swapped}")
+        parts.append(f"{profile.summary['device']}, {profile.summary['num_layers']} layers, swapped: {swapped}")
     if (made_by := profile.findings.get("about")) is not None:
         versions = ", ".join(f"{name} {version}" for name, version in made_by["versions"].items() if version)
-        said.append(f"`{made_by['command']}` at commit {made_by['commit'][:7]}; {versions}")
-    return "; ".join(said) or None
+        parts.append(f"`{made_by['command']}` at commit {made_by['commit'][:7]}; {versions}")
+    return "; ".join(parts) or None
 
 
 def pictures(profile: Profile) -> list[Path]:
-    """The pictures of a step that lie beside the findings, the whole step first."""
+    """Return the pictures of a step beside the findings, the whole step first."""
     return sorted(profile.folder.glob("step*.png"))
 
 
 def stale_pictures(profile: Profile) -> list[Path]:
-    """Pictures that were drawn with other findings than those beside them; one without a digest cannot be judged."""
+    """Return pictures that were drawn from other findings; one without a digest cannot be checked."""
     digest = hashlib.sha256((profile.folder / "findings.json").read_bytes()).hexdigest()
     return [path for path in pictures(profile) if stamp_of(path) not in (None, digest)]
 
 
 def steps_traced(groups: list[Group]) -> list[int]:
-    """The different numbers of steps that the runs traced."""
+    """Return the distinct numbers of traced steps."""
     return sorted({len(profile.findings["steps"]) for group in groups for profile in group.profiles})
 
 
 def sources_table(groups: list[Group], folder: str) -> Table:
-    """Which folder holds which trace, made by what, at which commit."""
+    """Build the table of traces: folder, profiler, machine, commit."""
     lines = []
     for group in groups:
         for profile in group.profiles:
@@ -214,7 +214,7 @@ def sources_table(groups: list[Group], folder: str) -> Table:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """``0-3, 7``."""
+    """Format layer numbers as in ``0-3, 7``."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][-1] + 1:
@@ -244,5 +244,5 @@ def _rest_ms(findings: Findings) -> float:
 
 
 def anchor(text: str) -> str:
-    """A name for files and links."""
+    """Return a name for files and links."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

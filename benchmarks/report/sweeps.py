@@ -1,4 +1,4 @@
-"""The largest model by method: sweeps as the template shows them."""
+"""The report's section on model-size sweeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMAND = "python tools/sweep.py --sweep h200-depth --output docs/results/h200-d
 
 @dataclass(frozen=True)
 class SweepSection:
-    """What the report shows of one sweep that was run."""
+    """One sweep in the report."""
 
     name: str
     rows: list[Row]
@@ -36,7 +36,7 @@ class SweepSection:
 
     @property
     def limits(self) -> list[tuple[str, str]]:
-        """Return each method with what fills the device at its largest."""
+        """Return each method and what fills the device at its largest value."""
         return [(one.method, one.limit) for one in sweep_table.largest_by_method(self.rows) if one.limit]
 
     @property
@@ -56,10 +56,10 @@ class SweepSection:
 
 
 def split(files: Sequence[tuple[str, list[Row]]]) -> tuple[list[tuple[str, Row]], dict[str, list[Row]]]:
-    """Return the rows that are of no sweep, each with its file's name, and those of each sweep, by its name.
+    """Split rows into those of no sweep, each with its file's name, and those of each sweep, by the sweep's name.
 
     Raises:
-        RowError: a row of a sweep does not keep to its schema.
+        RowError: a row of a sweep does not match its schema.
     """
     others: list[tuple[str, Row]] = []
     sweeps: dict[str, list[Row]] = {}

@@ -1,4 +1,4 @@
-"""The tables of the report that come from result rows."""
+"""Tables of the report that are made from result rows."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ COMPARED = ("losses_equal", "grad_norms_equal", "weights_sha256_equal")
 
 
 def name(row: Row) -> str:
-    """Ours in bold."""
+    """Return the method's name; ours in bold."""
     return f"**{row['method']}**" if is_ours(row) else str(row["method"])
 
 
 def chosen(row: Row) -> str:
-    """The layers, the modules where only those are swapped, and what is computed again besides."""
+    """Return the swapped layers, the swapped modules if not all, and the recomputed sites, as Markdown."""
     modules, sites = swapped_modules(row), recomputed_sites(row)
     only = f", only `{modules}`" if modules else ""
     return f"`{swapped_layers(row)}`{only}" + (f", with `--swap-recompute {sites}`" if sites else "")
 
 
 def methods_table(rows: Sequence[Row]) -> Table:
-    """All methods of one case by peak; a star: on the frontier."""
+    """Build the table of all methods of one case by peak; a star marks those on the frontier."""
     none_ms = next((row["step_ms_median"] for row in rows if row["method"] == "none"), None)
     noise = losses.loss_noise(rows)
     stars = on_frontier(rows)
@@ -59,37 +59,36 @@ def methods_table(rows: Sequence[Row]) -> Table:
 
 
 def duels_table(duels: Sequence[Duel], memory: str = PEAK) -> Table:
-    """Each of our points and the best peer that needs no more memory (``memory``: the field that is compared)."""
+    """Build the table of our points and the best baseline with no more memory. ``memory``: the field compared."""
     what = {PEAK: "peak", RESERVED: "reserved"}[memory]
     head = [
-        "our point", f"{what} GiB", "step ms", "best peer with that or less", f"its {what} GiB", "its step ms",
-        "faster",
+        "our point", f"{what} GiB", "step ms", "best baseline", f"its {what} GiB", "its step ms", "faster",
     ]  # fmt: skip
     lines = []
     for duel in duels:
         mine = [name(duel.ours), cell_gib(gib(duel.ours, memory)), f"{duel.ours['step_ms_median']:.1f}"]
-        if duel.peer is None or duel.ratio is None:
-            lines.append([*mine, "none of the peers measured here", ABSENT, ABSENT, ABSENT])
+        if duel.baseline is None or duel.ratio is None:
+            lines.append([*mine, "no baseline fits", ABSENT, ABSENT, ABSENT])
             continue
         words = {
             Faster.OURS: f"ours, {duel.ratio:.2f}×",
-            Faster.PEER: f"the peer, {duel.ratio:.2f}×",
+            Faster.BASELINE: f"the baseline, {duel.ratio:.2f}×",
             Faster.NEITHER: "no clear difference",
         }
-        theirs = [name(duel.peer), cell_gib(gib(duel.peer, memory)), f"{duel.peer['step_ms_median']:.1f}"]
+        theirs = [name(duel.baseline), cell_gib(gib(duel.baseline, memory)), f"{duel.baseline['step_ms_median']:.1f}"]
         assert duel.faster is not None
         lines.append([*mine, *theirs, words[duel.faster]])
     return Table(head, lines)
 
 
 def ladder_table(steps: Sequence[Rung]) -> Table:
-    """Swapped runs of one case, from the fewest bytes to the most."""
-    head = ["run", "layers chosen", "beside", "× its step", "out GiB", "peak GiB", "peak fell by", "late"]
+    """Build the table of the swapped runs of one case, from the fewest bytes to the most."""
+    head = ["run", "swapped layers", "compared with", "× its step", "out GiB", "peak GiB", "peak fell by", "late"]
     lines = [
         [
             name(step.row),
             chosen(step.row),
-            str(step.base["method"]),
+            str(step.unswapped["method"]),
             cell_ratio(step.ratio),
             cell_gib(step.out_gib),
             cell_gib(peak_gib(step.row)),
@@ -102,10 +101,10 @@ def ladder_table(steps: Sequence[Rung]) -> Table:
 
 
 def cost_table(costs: Sequence[CaseCost]) -> Table:
-    """Shapes by width, then by sequence length."""
+    """Build the table of shapes by width, then by sequence length."""
     head = [
         "shape", "hidden size", "sequence", "micro-batch", "all layers: out GiB", "forward hides of it",
-        "× when all is swapped", "most for free", "peak falls by",
+        "× with all swapped", "most layers for free", "peak falls by",
     ]  # fmt: skip
     ordered = sorted(costs, key=lambda cost: (cost.shape.hidden_size, cost.shape.sequence, cost.suite))
     lines = []
@@ -126,7 +125,7 @@ def cost_table(costs: Sequence[CaseCost]) -> Table:
 
 
 def prediction_table(steps: Sequence[Rung]) -> Table:
-    """Predicted and measured hidden share of swapped runs beside ``none``."""
+    """Build the table of the predicted and measured hidden fraction of swapped runs."""
     head = ["run", "copies out, ms", "forward, ms", "copies in, ms", "backward, ms", "predicted", "measured"]
     lines = [
         [
@@ -143,12 +142,12 @@ def prediction_table(steps: Sequence[Rung]) -> Table:
 
 @dataclass(frozen=True)
 class EqualRun:
-    """A run that was compared to the bit with the reference: the first of its case that came to its end."""
+    """A run and how it relates to the reference: the first completed run of its case."""
 
     row: Row
     is_reference: bool
     is_compared: bool
-    """There was a reference before it."""
+    """Whether the reference ran before it, so that the run was compared with the reference bit for bit."""
 
     @property
     def is_ours(self) -> bool:
@@ -156,15 +155,16 @@ class EqualRun:
 
     @property
     def is_equal(self) -> bool:
-        """Losses, gradient norms and weights, as far as they were compared."""
+        """Return whether losses, gradient norms and weights are equal, as far as they were compared."""
         return self.row["outcome"] == "ok" and all(self.row.get(field) is not False for field in COMPARED)
 
 
 def equal_runs(rows: Sequence[Row]) -> list[EqualRun]:
+    """Return each row with its place in the comparison; each command has references of its own."""
     seen: set[tuple[str, str]] = set()
     found = []
     for row in rows:
-        case = row["command"], row["case"]  # another command compares with a run of its own
+        case = row["command"], row["case"]
         found.append(EqualRun(row, case not in seen and row["outcome"] == "ok", case in seen))
         if row["outcome"] == "ok":
             seen.add(case)
@@ -172,7 +172,7 @@ def equal_runs(rows: Sequence[Row]) -> list[EqualRun]:
 
 
 def equality_table(runs: Sequence[EqualRun]) -> Table:
-    """Reference and compared runs, case by case."""
+    """Build the table of reference and compared runs, case by case."""
     head = ["case", "ranks", "steps", "flags", "out GiB a step", "losses", "gradient norms", "final weights"]
     lines = []
     for run in runs:
@@ -200,7 +200,7 @@ def _equal(row: Row, field: str) -> str:
 
 
 def sources_table(files: Sequence[tuple[str, Sequence[Row]]], folder: str) -> Table:
-    """Which file holds what, measured where, at which commit."""
+    """Build the table of result files: suite, runs, machine, commit."""
     head = ["file", "suite", "runs", "machine", "commit"]
     lines = []
     for file, rows in files:

@@ -1,4 +1,4 @@
-"""How figures are written, and tables in Markdown."""
+"""Format figures, and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NUMERIC = re.compile(r"–|yes|\*\*no\*\*|not compared|[-+\d.,]+ ?%?(?: \([-\d.,
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as they are printed."""
+    """A Markdown table; cells are strings as they are printed."""
 
     head: list[str]
     rows: list[list[str]]
 
     def __str__(self) -> str:
-        """Markdown; numbers to the right, the first column to the left."""
+        """Return Markdown with number columns aligned right and the first column left."""
         sides = ["---", *("---:" if self._is_numeric(column) else "---" for column in range(1, len(self.head)))]
         lines = [self.head, sides, *self.rows]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -46,7 +46,7 @@ def cell_share(value: float | None) -> str:
 
 
 def cell_signed_share(value: float | None) -> str:
-    """With its sign: too much, or too little."""
+    """Format a fraction as a percentage with its sign."""
     return ABSENT if value is None else f"{100 * value:+.1f} %"
 
 
@@ -55,11 +55,11 @@ def cell_number(value: float | None) -> str:
 
 
 def cell_spread(row: Row) -> str:
-    """Median, and from the least to the most."""
+    """Format the step times of a row: median (least–most), in ms."""
     times = row["step_ms_all"]
     return f"{cell_ms(row['step_ms_median'])} ({min(times):.1f}–{max(times):.1f})"
 
 
 def listed(words: Sequence[str]) -> str:
-    """``a, b and c``."""
+    """Join words as in ``a, b and c``."""
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)

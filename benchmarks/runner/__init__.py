@@ -1,1 +1,1 @@
-"""One training run in a process of its own, measured."""
+"""Measure one training run in a separate process."""

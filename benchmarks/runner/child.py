@@ -1,9 +1,9 @@
 """The process of one measured run: `python -m benchmarks.runner.child REQUEST RESULT [CHANNEL]`.
 
-It imports everything, without touching the GPU, and then waits for `go` on its standard input, so that it can be
-started while another run is still measured. After the first step it waits for `time` (no other process imports now).
-CHANNEL is the file descriptor to which it writes how far it got. Without it (several ranks, started by torchrun) it
-waits for nothing.
+The process imports everything without touching the GPU, and then waits for `go` on its standard input. It can
+therefore be started while another run is still measured. After the first step it waits for `time`, which the parent
+sends when no other process is importing. CHANNEL is the file descriptor to which it writes the stages that it has
+reached. Without CHANNEL (several ranks, started by torchrun) it does not wait.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PRELOADED = (
 
 
 class Channel:
-    """The line to the program that started this one. Without a descriptor nothing is written or waited for."""
+    """The channel to the parent process. Without a descriptor nothing is written or waited for."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
@@ -49,22 +49,23 @@ class Channel:
             os.write(self._descriptor, f"{stage}\n".encode())
 
     def await_word(self, word: str) -> None:
-        """Wait for one line on the standard input; another one ends the process.
+        """Wait for one line on the standard input; any other line ends the process.
 
-        However long it takes: a run before may last as long as its suite allows. Whoever started us closes the input
-        when it ends, in whatever way.
+        There is no timeout: the run before may last as long as its suite allows. When the parent ends, in whatever
+        way, the input is closed, which ends the wait.
         """
         if self._descriptor is None:
             return
         heard = b""
-        while not heard.endswith(b"\n") and (byte := os.read(0, 1)):  # past Python's buffer: it would take two lines
+        # Unbuffered: Python's buffer could take the next line too.
+        while not heard.endswith(b"\n") and (byte := os.read(0, 1)):
             heard += byte
         if heard != f"{word}\n".encode():
             sys.exit(f"waited for {word!r} on the standard input, heard {heard!r}")
 
 
 def load(path: str) -> Any:
-    """``module:name``."""
+    """Return the object that ``module:name`` refers to."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -84,7 +85,7 @@ def main() -> None:
         for name in (*PRELOADED, *request.requires):
             importlib.import_module(name)
         watch = Stopwatch(request, channel, load(request.wrap) if request.wrap else None)
-        _put_between(watch)
+        _install_stopwatch(watch)
         if request.sequence_schedule:
             cut(pretrain_gpt_swap, lambda: length_at(request.sequence_schedule, watch.step))
         watch.began_cuda = torch.cuda.is_initialized()
@@ -113,8 +114,8 @@ def _more_flags(request: Request, folder: str) -> list[str]:
     return flags
 
 
-def _put_between(watch: Stopwatch) -> None:
-    """Let the stopwatch see the arguments when the program installs its session, and, by a hook, the built model."""
+def _install_stopwatch(watch: Stopwatch) -> None:
+    """Pass the arguments to the stopwatch when the program installs its session, and the built model by a hook."""
     from megatron.swap.session.session import SwapSession
 
     install = SwapSession.install
@@ -130,7 +131,7 @@ def _put_between(watch: Stopwatch) -> None:
 
 
 def leave(code: int) -> None:
-    """End at once: taking down CUDA, process groups and pinned memory in order takes up to a minute."""
+    """End the process at once: an orderly shutdown of CUDA, process groups and pinned memory takes up to a minute."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

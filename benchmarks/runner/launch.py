@@ -1,4 +1,4 @@
-"""Starts the processes of measured runs, directs them, and says what became of them."""
+"""Start the processes of measured runs, direct them, and collect their outcomes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from benchmarks.runner.request import Request
 POLL_S = 0.1
 READY_S = 180.0
 GPU_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-# A compiler that the CPU path does not use, and threads that would fight for few cores.
+# The CPU path does not use the compiler, and more threads would compete for few cores.
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-LONE_RANK = {  # port 0: the only rank serves the store itself, so any free port will do
+LONE_RANK = {  # port 0: the only rank serves the store itself, so any free port works
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
 }  # fmt: skip
@@ -34,16 +34,16 @@ LONE_RANK = {  # port 0: the only rank serves the store itself, so any free port
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run has left."""
+    """The result of a finished run."""
 
     outcome: str
     result: dict[str, Any]
-    """What the process has measured; empty unless the outcome is `ok`."""
+    """The measurements of the process; empty unless the outcome is `ok`."""
     output_tail: str
 
 
 class Child:
-    """The process of one run. It imports at once and runs on `say("go")`; leaving the context ends the process."""
+    """The process of one run. It imports at once and trains after `say("go")`; leaving the context ends it."""
 
     def __init__(self, request: Request, *, on_gpu: bool, num_ranks: int = 1) -> None:
         self.request = request
@@ -85,7 +85,10 @@ class Child:
         self.close()
 
     def is_quiet(self) -> bool:
-        """Whether it waits for `go` with everything imported, or has ended: it does no work beside a measurement."""
+        """Return whether the process has finished its imports or has ended, so that it disturbs no measurement.
+
+        A process that is still importing after `READY_S` is stopped.
+        """
         self._listen(0.0)
         if self._stage == "starting" and self._process.poll() is None and time.monotonic() > self._quiet_by:
             self._kill()
@@ -93,7 +96,7 @@ class Child:
         return self._stage != "starting" or self._process.poll() is not None
 
     def say(self, word: str) -> None:
-        """Send `go` or `time`; a process that has ended does not matter."""
+        """Send `go` or `time`; a process that has ended is ignored."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{word}\n".encode())
@@ -102,9 +105,9 @@ class Child:
     def finish(
         self, timeout_s: float, host_limit_gib: float | None = None, on_poll: Callable[[], None] = lambda: None
     ) -> Finished:
-        """Wait for the end; stop the run when its time is up, or when more host memory is in use than allowed.
+        """Wait for the end of the run; stop it at the time limit or the limit of host memory in use.
 
-        `on_poll` is called about ten times a second until then.
+        `on_poll` is called about ten times a second meanwhile.
         """
         deadline = time.monotonic() + timeout_s
         code: int | None = None
@@ -123,13 +126,13 @@ class Child:
         self._listen(0.0)
         output = self._log.read_text(errors="replace")
         stage = "done" if self._channel is None and self._result.exists() else self._stage
-        # The signal alone would look like the kernel's, when the host's memory has run out.
+        # By the signal alone, a process that `is_quiet` stopped would look like one out of host memory.
         outcome = f"failed ({code})" if self._why_stopped else classify(code, output, stage, self.request.requires)
         result = json.loads(self._result.read_text()) if outcome == "ok" else {}
         return Finished(outcome, result, tail(output + note + self._why_stopped))
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
+        """End the process and remove its files."""
         self._kill()
         if self._channel is not None:
             os.close(self._channel)
@@ -137,7 +140,7 @@ class Child:
         self._folder.cleanup()
 
     def _kill(self) -> None:
-        """End the process and those that it has started: data loaders wait a while before they notice."""
+        """Kill the process and its children: data loaders would notice its end only after a while."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -146,7 +149,7 @@ class Child:
             self._process.stdin.close()
 
     def _listen(self, timeout_s: float) -> None:
-        """Take what the process has written, waiting at most `timeout_s` for it."""
+        """Read the stages that the process has written, waiting at most `timeout_s`."""
         if self._channel is None:
             time.sleep(timeout_s)
             return
@@ -161,7 +164,7 @@ class Child:
 
 
 def run(request: Request, *, on_gpu: bool, num_ranks: int = 1, timeout_s: float) -> Finished:
-    """Make one run by itself, from its start to its end."""
+    """Make one run, from start to end, with no other run beside it."""
     with Child(request, on_gpu=on_gpu, num_ranks=num_ranks) as child:
         child.say("go")
         child.say("time")

@@ -1,7 +1,7 @@
-"""A second program on the GPUs: the memory that it has taken is not there for a measured run.
+"""A second program that takes GPU memory away from a measured run.
 
-`python -m benchmarks.runner.memory_hog GIB [GIB ...]` allocates so much on each GPU, says so, and keeps it until its
-input ends, so that it never outlives the program that started it.
+`python -m benchmarks.runner.memory_hog GIB [GIB ...]` allocates this much on each GPU, prints `ready`, and keeps the
+memory until its input ends, so that it never outlives its parent process.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ READY = "ready"
 
 
 class MemoryHogError(Exception):
-    """The GPUs do not have so much free memory."""
+    """The GPUs have too little free memory."""
 
 
 @contextmanager
 def memory_hog(gib: Sequence[float]) -> Iterator[None]:
-    """Keep so many GiB of the first GPU, of the second, and so on, in another process while the block runs.
+    """Hold GiB of the first GPU, the second GPU, and so on, in another process while the block runs.
 
     Raises:
-        MemoryHogError: there is not so much.
+        MemoryHogError: a GPU has too little free memory.
     """
     if not any(gib):
         yield
@@ -44,13 +44,13 @@ def memory_hog(gib: Sequence[float]) -> Iterator[None]:
 
 
 def main(gib: Sequence[float]) -> None:
-    """Allocate so many GiB on each GPU and keep them until stdin ends."""
+    """Allocate the given GiB on each GPU and hold them until stdin ends."""
     import torch
 
-    taken = [
+    tensors = [
         torch.empty(int(each * 2**30), dtype=torch.uint8, device=f"cuda:{at}") for at, each in enumerate(gib) if each
     ]
-    for tensor in taken:
+    for tensor in tensors:
         torch.cuda.synchronize(tensor.device)
     print(READY, flush=True)
     sys.stdin.read()

@@ -1,4 +1,4 @@
-"""What became of a run, by its exit code, how far it got, and its output."""
+"""Classify a run by its exit code, the stage that it reached, and its output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 TIMED_OUT = 124
 TAIL_CHARACTERS = 3000
-# How far a run got, in this order; each is a word that its process sends.
+# The stages of a run in order; its process sends each word when it reaches the stage.
 STAGES = ("starting", "ready", "built", "stepped", "done")
 
 _DEVICE = re.compile(
@@ -22,7 +22,7 @@ _DISK = re.compile(
     r"DiskError: .*(?:the limit is|No space left on device|Disk quota exceeded)|"
     r"UsageError: --swap-disk-gib: .* are free"
 )
-"""The disk is full, or was before training; other errors of the disk are failures."""
+"""The disk is full, before or during training; other disk errors are failures."""
 _EITHER = re.compile(r"CUDA error: out of memory")
 _PINNING = re.compile(r"pin_memory|pinned")
 _MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
@@ -36,10 +36,10 @@ def classify(code: int, output: str, stage: str, requires: tuple[str, ...] = ())
     """Return the `outcome` of a row.
 
     Args:
-        code: exit code; negative: the signal that ended the process; `TIMED_OUT`: we ended it, when its time was up.
-        output: what the process wrote.
-        stage: one of `STAGES`.
-        requires: the packages without which the method cannot run.
+        code: exit code; negative: the signal that ended the process; `TIMED_OUT`: stopped at the time limit.
+        output: the output of the process.
+        stage: the last stage reached, one of `STAGES`.
+        requires: the packages that the method needs.
     """
     if code == 0 and stage == "done":
         return "ok"
@@ -48,13 +48,13 @@ def classify(code: int, output: str, stage: str, requires: tuple[str, ...] = ())
     if code in (-9, 137):
         return "oom_host"  # sent by the kernel, or by this program at the host's limit
     if _DISK.search(output):
-        return "oom_disk"  # first: ending after it, a run may find other memory short too, but not the other way round
+        return "oom_disk"  # checked first: a run that ends for lack of disk may also report other memory errors
     if _DEVICE.search(output):
         return "oom_device"
     if _HOST.search(output):
         return "oom_host"
     if (either := _EITHER.search(output)) is not None:
-        # cudaHostAlloc and cudaMalloc say the same words; the traceback above them says which it was.
+        # cudaHostAlloc and cudaMalloc raise the same message; the traceback above it shows which one failed.
         before = output[max(0, either.start() - 600) : either.start()]
         return "oom_host" if _PINNING.search(before) else "oom_device"
     if stage == "starting" and requires:
@@ -66,5 +66,5 @@ def classify(code: int, output: str, stage: str, requires: tuple[str, ...] = ())
 
 
 def tail(output: str) -> str:
-    """Return the end of a run's own output, without a launcher's traceback behind it."""
+    """Return the end of a run's own output, without the launcher's traceback after it."""
     return output.split("torch/distributed/elastic", 1)[0][-TAIL_CHARACTERS:]

@@ -1,4 +1,4 @@
-"""What a run was planned with, from its session and its plan file."""
+"""The plan of a run: budget, predictions and stages, from its session and its plan file."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ NUMBERS = ("budget_gib", "predicted_peak_gib", "predicted_step_ms", "profile_sha
 
 
 def plan_file(flags: tuple[str, ...]) -> str | None:
-    """Return the plan file that the flags load; `None`: they load none."""
+    """Return the path of the plan file in the flags; `None`: there is none."""
     return next((value for flag, value in itertools.pairwise(flags) if flag == PLAN_FLAG), None)
 
 
 def searches(flags: tuple[str, ...]) -> bool:
-    """Whether the run searches for its plan itself: its first steps profile and try plans."""
+    """Return whether the run searches for its plan itself: its first steps profile and try plans."""
     return any(flag in flags for flag in SEARCHES) or ("--swap-policy", "auto") in itertools.pairwise(flags)
 
 
 def planning(flags: tuple[str, ...], found: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what was planned; `None`: nothing was.
+    """Return the plan's figures; `None`: the run had no plan.
 
-    For a plan file that is what the file predicts. For a run that searched it is what its session reports; where it
-    applied several plans, the highest predicted peak counts.
+    For a plan file these are the file's predictions. For a run that searched they are its session's report; if it
+    applied several plans, the highest predicted peak is used.
 
     Raises:
         ValueError: the session of a run that searched reports nothing.
     """
     path = plan_file(flags)
     if path is not None:
-        found = {"num_replans": 0, "stages": [], **(found or {}), **promised(path)}
+        found = {"num_replans": 0, "stages": [], **(found or {}), **read_prediction(path)}
     elif found is not None:
-        # A measured peak is that of the whole run, so the highest prediction of its plans is compared with it.
+        # The measured peak is that of the whole run, so it is compared with the highest prediction.
         peaks = [stage["predicted_peak_gib"] for stage in found["stages"]]
         found = {**found, "predicted_peak_gib": max((gib for gib in peaks if gib is not None), default=None)}
     if found is None and searches(flags):
-        raise ValueError("the session of a run that searched for its plan reports nothing of it")
+        raise ValueError("the session of a run that searched for its plan does not report a plan")
     return found
 
 
-def promised(path: str | Path) -> dict[str, Any]:
+def read_prediction(path: str | Path) -> dict[str, Any]:
     """Return budget, prediction and profile of a plan file; null in a plan that was written by hand."""
     from megatron.swap.common.plan import load_plan
 
@@ -57,7 +57,7 @@ def promised(path: str | Path) -> dict[str, Any]:
 
 
 def unstable_steps(flags: tuple[str, ...], found: dict[str, Any] | None, first: int, last: int) -> list[int]:
-    """Return those of the timed steps `first` to `last` (from 1) in which a run was still profiling or searching."""
+    """Return the timed steps, `first` to `last` (from 1), in which the run was still profiling or searching."""
     if found is None or not searches(flags):
         return []
     stable = {

@@ -1,4 +1,4 @@
-"""What one measured run is to do, as its process reads it."""
+"""The request that the process of a measured run reads."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ class Request:
     num_warm_up: int
     """Steps before the timed ones, at least 2: the run waits after the first."""
     num_timed: int | None = None
-    """End the run after so many timed steps; `None`: after all that `flags` say."""
+    """End the run after this many timed steps; `None`: after all steps of `flags`."""
     timed_limit_s: float | None = None
-    """End the run once its timed steps took so long, but not before two: slow methods need no more."""
+    """End the run once its timed steps took this long, but not before two of them."""
     env: dict[str, str] = field(default_factory=dict)
     wrap: str | None = None
-    """``module:function`` that gets the built model chunks before they are wrapped for data parallelism."""
+    """``module:function``, called with the built model chunks before they are wrapped for data parallelism."""
     requires: tuple[str, ...] = ()
     """Modules that are imported before the run is ready."""
     has_phases: bool = False
     """Time forward and backward on the device too (unswapped runs without recomputation)."""
     profile_step: int = 0
-    """Trace this step (1-based) with torch.profiler and leave it out of the timed ones; 0: none."""
+    """Trace this step (from 1) with torch.profiler and leave it out of the timed ones; 0: none."""
     has_summary: bool = False
     """Also read `--swap-summary` (its observer hooks every saved tensor) and hash the weights."""
     observes: bool = False
-    """Count what autograd holds, the only peak without a GPU (`--swap-summary`, whose hooks take host time)."""
+    """Count the bytes of saved tensors, the only peak without a GPU (`--swap-summary`, whose hooks take host time)."""
     sequence_schedule: tuple[tuple[int, int], ...] = ()
-    """Steps and the length of their sequences, repeated; empty: all are as long as `flags` say."""
+    """Numbers of steps and their sequence lengths, repeated; empty: the length of `flags`."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -1,4 +1,4 @@
-"""Sequences whose length changes while training goes on, cut from what the data loader gives."""
+"""Sequences whose length changes during training: the data loader's batches are cut to each step's length."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Schedule = Sequence[tuple[int, int]]
-"""Numbers of steps and the length of their sequences, repeated."""
+"""Numbers of steps and their sequence lengths, repeated."""
 
 
 def length_at(schedule: Schedule, step: int) -> int:
-    """Return the length of the sequences of a step, counted from 1. Raises: `ValueError`."""
+    """Return the sequence length of a step (from 1). Raises: `ValueError`."""
     left = (step - 1) % sum(num_steps for num_steps, _ in schedule)
     for num_steps, length in schedule:
         if left < num_steps:
@@ -20,10 +20,10 @@ def length_at(schedule: Schedule, step: int) -> int:
 
 
 def cut(program: Any, length: Callable[[], int]) -> None:
-    """Make `program.get_batch` give the first `length()` tokens of every sequence.
+    """Make `program.get_batch` return the first `length()` tokens of every sequence.
 
-    Its tensors are (micro-batch, sequence), or `None`. An attention mask would be (…, sequence, sequence): `get_batch`
-    refuses it with `ValueError`.
+    The batch's tensors have shape (micro-batch, sequence), or are `None`. An attention mask, of shape
+    (…, sequence, sequence), is refused with `ValueError`.
     """
     inner = program.get_batch
 

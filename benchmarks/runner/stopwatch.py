@@ -26,11 +26,11 @@ LEAST_TIMED = 2
 
 
 class EnoughSteps(BaseException):
-    """Ends training before its last step: the timed steps took as long as they may."""
+    """Ends training before its last step: enough steps were timed."""
 
 
 class Listener(Protocol):
-    """The program that started the run: it learns how far the run got, and decides when the run goes on."""
+    """The parent process: receives the stages that the run reaches, and decides when it continues."""
 
     def report(self, stage: str) -> None: ...
 
@@ -38,10 +38,10 @@ class Listener(Protocol):
 
 
 class Stopwatch:
-    """Measures between the steps; the steps themselves run as they would without it.
+    """Measure between the steps, without changing the steps themselves.
 
-    A step is timed on the host, from the end of the step before to its own end: Megatron logs every step, and reads the
-    loss for that, which waits for the device.
+    A step is timed on the host, from the end of the previous step to its own end. Megatron logs every step and reads
+    the loss for that, which waits for the device.
     """
 
     def __init__(self, request: Request, listener: Listener, wrap: Callable[[list[Any]], None] | None) -> None:
@@ -50,7 +50,7 @@ class Stopwatch:
         self._wrap = wrap
         self._phases = Phases()
         self.began_cuda = False
-        """Whether CUDA was initialized before `go`: its context took device memory while another run was measured."""
+        """Whether CUDA was initialized before `go`, when its context takes device memory from another measured run."""
         self._start = self._built = 0.0
         self._rss_before = 0
         self._args = Namespace()
@@ -58,26 +58,26 @@ class Stopwatch:
         self._chunks: list[Any] = []
         self._ends: list[float] = []
         self._allocated: list[int] = []
-        self._num_retries: list[int] = []  # so far
+        self._num_retries: list[int] = []  # cumulative, after each step
         self._losses: list[torch.Tensor] = []
         self._engine: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Note that the program's `main` begins."""
+        """Record the start of the program's `main`."""
         self._start = time.perf_counter()
 
     @property
     def step(self) -> int:
-        """Return the number of the step that runs, from 1."""
+        """Return the number of the current step, from 1."""
         return len(self._ends) + 1
 
     def before_model(self, args: Namespace, session: Any) -> None:
-        """Note the arguments and the session, before the model is built."""
+        """Record the arguments and the session, before the model is built."""
         self._args, self._session = args, session
         self._rss_before = rss_bytes()
 
     def attach(self, chunks: Any) -> Any:
-        """Hook into the built model chunks, before Megatron wraps them; they are returned as they came."""
+        """Install hooks on the built model chunks before Megatron wraps them, and return the chunks unchanged."""
         from megatron.training import training
 
         from megatron.swap.patches.training_log import training_log_patch
@@ -87,7 +87,7 @@ class Stopwatch:
             self._wrap(self._chunks)
         if self._request.has_phases and torch.cuda.is_available() and len(self._chunks) == 1:
             self._phases.attach(self._chunks[0])
-        # Around the function that is there: a session that swaps has patched it already.
+        # Wrap the current function: a session that swaps has patched it already.
         training.training_log = training_log_patch(self._on_iteration).build(training.training_log)
         self._built = time.perf_counter()
         self._listener.report("built")
@@ -97,7 +97,8 @@ class Stopwatch:
         self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
     ) -> None:
         self._ends.append(time.perf_counter())
-        self._losses += [loss.detach().clone() for loss in list(losses.values())[:1]]  # read at the end
+        # The losses are read only at the end of the run: reading waits for the device.
+        self._losses += [loss.detach().clone() for loss in list(losses.values())[:1]]
         if torch.cuda.is_available():
             found = torch.cuda.memory_stats_as_nested_dict()
             self._allocated.append(found["allocated_bytes"]["all"]["current"])
@@ -121,7 +122,7 @@ class Stopwatch:
         return self._ends[-1] - self._ends[warm_up - 1] > limit_s
 
     def result(self, folder: Path) -> dict[str, Any]:
-        """Return what was measured; `folder` holds the summary and the trace, if the request asks for them."""
+        """Return the measurements; `folder` holds the summary and the trace if they were requested."""
         from megatron.training.training import num_floating_point_operations
 
         plan, first = self._plan(), self._request.num_warm_up + 1
@@ -170,26 +171,26 @@ class Stopwatch:
         on_gpu = torch.cuda.is_available()
         peak_bytes = reserved_bytes = 0
         if on_gpu:
-            run_device = self._session.run_device  # a run that plans itself resets torch's own peaks
+            run_device = self._session.run_device  # a run that searches for its plan resets torch's own peaks
             ours = run_device.device if run_device.is_made else None
             peak_bytes = ours.peak_bytes() if ours else torch.cuda.max_memory_allocated()
             reserved_bytes = ours.peak_reserved_bytes() if ours else torch.cuda.max_memory_reserved()
         rss_growth = max(0, peak_rss_bytes() - self._rss_before)
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if on_gpu else 0
-        booked = self._engine.get("host_booked_gib", 0.0) * GIB
+        reserved_host_bytes = self._engine.get("host_booked_gib", 0.0) * GIB
         return {
             "device_peak_gib": peak_bytes / GIB if on_gpu else None,
             "device_reserved_gib": reserved_bytes / GIB if on_gpu else None,
             # The optimizer's state exists from the end of the first step on.
             "device_static_gib": min(self._allocated) / GIB if on_gpu else None,
-            "host_peak_gib": max(rss_growth, pinned, booked) / GIB,
+            "host_peak_gib": max(rss_growth, pinned, reserved_host_bytes) / GIB,
             "host_rss_growth_gib": rss_growth / GIB,
             "host_pinned_gib": pinned / GIB,
         }
 
 
 class Phases:
-    """Device times between marks of a micro-batch; they are right where every layer runs forward once."""
+    """Device times between marks of a micro-batch; valid only if every layer runs forward exactly once."""
 
     def __init__(self) -> None:
         self._marks: dict[str, list[Any]] = {"start": [], "first": [], "forward": [], "backward": []}
@@ -228,9 +229,9 @@ class Phases:
 
 
 def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
-    """Return what the engine has copied per step and reserved; nothing where nothing is swapped.
+    """Return the engine's copies per step and its reserved memory; empty if nothing is swapped.
 
-    Of a run that plans itself the last step counts. To be read before the engine is closed.
+    For a run that searches for its plan these are the figures of the last step. Call it before the engine is closed.
     """
     disk, parts = session.planned.disk, session.parts
     found = {} if disk is None else {"disk_peak_gib": disk.reserved_bytes / GIB}
@@ -240,7 +241,7 @@ def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
     if parts is None:
         return found
     totals, tier = parts.manager.counters.totals(), parts.tier.stats()
-    if session.auto is not None and session.step_log.records:  # the steps before it was stable were others
+    if session.auto is not None and session.step_log.records:  # earlier steps ran under other plans
         totals, num_steps = session.step_log.records[-1].moved, 1
     return {
         **found,
@@ -254,7 +255,7 @@ def _engine_figures(session: Any, num_steps: int) -> dict[str, Any]:
 
 
 def trace_bytes(path: Path) -> dict[str, int]:
-    """Return the bytes that were copied between device and host in large pieces, by a Kineto trace."""
+    """Return number and bytes of large copies between device and host in a Kineto trace."""
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     totals = {"trace_d2h_bytes": 0, "trace_h2d_bytes": 0, "trace_d2h_copies": 0, "trace_h2d_copies": 0}
     for event in events:
@@ -267,7 +268,7 @@ def trace_bytes(path: Path) -> dict[str, int]:
 
 
 def weights_sha256(chunks: list[Any]) -> str:
-    """Hash all parameters of all ranks; every rank has to call it."""
+    """Hash all parameters of all ranks. Collective: every rank must call it."""
     digest = hashlib.sha256()
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():

@@ -1,4 +1,4 @@
-"""Baselines that are no flag of Megatron: each wraps the built model chunks and changes nothing else."""
+"""Baselines that Megatron has no flag for. Each wraps the built model chunks and changes nothing else."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import torch
 
 
 def save_on_cpu(chunks: list[Any]) -> None:
-    """Use PyTorch's own: every tensor that the decoder saves is copied to pinned memory, and back on demand."""
+    """Use PyTorch's `save_on_cpu`: every tensor that the decoder saves goes to pinned memory, and back on demand."""
     for chunk in chunks:
         _around(chunk.decoder, lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
 
 
 def torchtune_offload(chunks: list[Any]) -> None:
-    """Use torchtune's as its recipes do: one context manager for the whole training, entered for each forward."""
+    """Use torchtune's offloading as torchtune does: one context manager for all steps, entered for each forward."""
     _torchtune(chunks, use_streams=True)
 
 
 def torchtune_offload_one_stream(chunks: list[Any]) -> None:
-    """Use torchtune's without its copy stream.
+    """Use torchtune's offloading without its copy stream.
 
-    TransformerEngine's backward empties the tensors that it was given (`clear_tensor_data`). The next copy to the
-    device then gets the memory that torchtune had allocated on its copy stream, while kernels still read it.
+    With the copy stream, kernels may read overwritten memory: TransformerEngine's backward frees the saved tensors
+    (`clear_tensor_data`), and the next copy to the device reuses memory that torchtune had allocated on its copy
+    stream while kernels still read it.
     """
     _torchtune(chunks, use_streams=False)
 
@@ -39,13 +40,13 @@ def _torchtune(chunks: list[Any], *, use_streams: bool) -> None:
 
 
 def deepspeed_checkpoint(chunks: list[Any]) -> None:
-    """Put DeepSpeed's CheckpointFunction around each layer; the inputs that it keeps go to host memory.
+    """Wrap each layer in DeepSpeed's CheckpointFunction, which keeps the layer's inputs in host memory.
 
-    Its process groups attach to those that Megatron has made; its engine is not used.
+    DeepSpeed uses the process groups that Megatron has made; its engine is not used.
     """
     import deepspeed  # type: ignore[import-not-found, import-untyped]
 
-    # Its launcher looks for MPI otherwise.
+    # Otherwise DeepSpeed looks for MPI.
     deepspeed.init_distributed(auto_mpi_discovery=False, dist_init_required=False, verbose=False)
     deepspeed.checkpointing.configure(mpu_=None, checkpoint_in_cpu=True)
     for chunk in chunks:

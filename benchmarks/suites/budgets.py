@@ -1,4 +1,4 @@
-"""Budgets that stand in relation to what a case takes unswapped: ``static+24``, ``static+60%``."""
+"""Budgets relative to the memory of a case's unswapped run: ``static+24``, ``static+60%``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class NotReady(Exception):
 
 @dataclass(frozen=True)
 class Memory:
-    """What the unswapped run of a case took, in GiB."""
+    """Peak memory of a case's unswapped run, in GiB."""
 
     static_gib: float
-    """Weights, gradients, optimizer."""
+    """Weights, gradients and optimizer state."""
     activations_gib: float
-    """The most that was given out beyond them."""
+    """The allocated peak beyond ``static_gib``."""
 
 
 def is_relative(word: str) -> bool:
@@ -30,7 +30,7 @@ def is_relative(word: str) -> bool:
 
 
 def check(word: str) -> None:
-    """Raise ``ValueError`` unless a relative budget is one."""
+    """Raise ``ValueError`` unless ``word`` is a well-formed relative budget."""
     if BUDGET.fullmatch(word) is None:
         raise ValueError(
             f"{FLAG} {word}: a number of GiB is expected, or 'static+24' (GiB beyond weights, gradients and "
@@ -39,13 +39,13 @@ def check(word: str) -> None:
 
 
 def resolved(flags: tuple[str, ...], memory: Memory | None, reference: str) -> tuple[str, ...]:
-    """The flags with budgets in GiB, rounded down.
+    """Replace relative budgets in the flags by GiB, rounded down.
 
     Args:
-        memory: of the method ``reference``; ``None``: not measured.
+        memory: memory of the method ``reference``; ``None``: not measured.
 
     Raises:
-        NotReady: a budget is relative to what was not measured.
+        NotReady: a budget is relative and ``memory`` is ``None``.
     """
     return tuple(_resolved(word, memory, reference) if is_relative(word) else word for word in flags)
 

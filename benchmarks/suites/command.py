@@ -1,13 +1,13 @@
-"""Compare every way of saving activation memory: same model, data and seed, each method in processes of its own.
+"""Compare every way of saving activation memory: same model, data and seed, each run in a separate process.
 
     python tools/bench.py --suite quick
     python tools/bench.py --suite h200-dense --case L16-h4096 --method none full-recompute ours-0-3 --output dense.jsonl
     python tools/bench.py --suite h200-dense --resume --time-limit-s 540 --output dense.jsonl
     python tools/bench.py --suite h200-dense --list
 
-Rows go to the output file as runs end; beside it, with the same name, a Markdown table and (with a GPU) a picture of
-step time against peak memory. Exit status: 0 all done, 1 a run failed, ran out of time, could not begin or was timed
-before its plan was stable, 75 runs are left (--resume), 130 interrupted (finished runs are kept).
+Rows are written to the output file as runs end. A Markdown table and (with a GPU) a picture of step time against peak
+memory are written beside it. Exit status: 0 all done; 1 a run failed, timed out, could not begin or was timed before
+its plan was stable; 75 runs are left (continue with --resume); 130 interrupted (finished runs are kept).
 """
 
 from __future__ import annotations
@@ -17,12 +17,20 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 from benchmarks import machine
 from benchmarks.rows import NOT_READY, NOT_STABLE, RowError, peak_gib
 from benchmarks.store import StoreError, check_beside, locked
-from benchmarks.suites.output import INTERRUPTED, RUNS_LEFT, check_options, interrupt
+from benchmarks.suites.output import (
+    INTERRUPTED,
+    add_options,
+    check_options,
+    interrupt,
+    measure_all,
+    print_failed,
+    write_pages,
+)
 from benchmarks.suites.picture import draw
 from benchmarks.suites.progress import Display
 from benchmarks.suites.results import SuiteResults
@@ -32,20 +40,18 @@ from benchmarks.suites.table import markdown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status; what is wrong is said in one line.
+    """Run the command and return its exit status; an error is printed as one line.
 
     Args:
-        arguments: the command line behind the program's name; `None`: that of this process.
+        arguments: the command-line arguments; `None`: those of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", required=True, help=f"{', '.join(suite_names())}, or a .toml file")
     parser.add_argument("--case", nargs="+", default=[], help="only these cases")
     parser.add_argument("--method", nargs="+", default=[], help="only these methods")
-    parser.add_argument("--rounds", type=int, help="instead of the suite's")
-    parser.add_argument("--output", type=Path, default=Path("results.jsonl"), help="rows, one a case and method")
-    parser.add_argument("--resume", action="store_true", help="continue the output file: skip what is in it")
-    parser.add_argument("--time-limit-s", type=float, help="start no run that may not end within this time")
+    parser.add_argument("--rounds", type=int, help="number of rounds (default: the suite's)")
+    add_options(parser, default="results.jsonl", row="case and method")
     parser.add_argument("--list", action="store_true", help="print cases and methods with their flags, run nothing")
     options = parser.parse_args(arguments)
     check_options(parser, options)
@@ -78,7 +84,7 @@ def show(suite: Suite) -> None:
 
 
 def bench(suite: Suite, chosen: Suite, options: argparse.Namespace, command: str) -> int:
-    """Run the chosen part of a suite, write table and picture, and return the exit status.
+    """Run the chosen part of a suite, write its table and picture, and return the exit status.
 
     Raises:
         SuiteError: the suite needs a GPU and there is none.
@@ -90,26 +96,16 @@ def bench(suite: Suite, chosen: Suite, options: argparse.Namespace, command: str
     results = SuiteResults(suite, options.output, facts, command, resume=options.resume)
     todo = [item for item in items(chosen) if not results.is_done(item.case, item.method, item.number)]
     print(f"{suite.name}: {len(todo)} runs to do, into {options.output}", flush=True)
-    status = 0
-    try:
+
+    def measure_suite() -> bool:
         with Display(todo) as display:
-            if not measure(chosen, results, time_limit_s=options.time_limit_s, on_done=display.done):
-                print("time is up: continue with --resume", flush=True)
-                status = RUNS_LEFT
-    except KeyboardInterrupt:
-        print("interrupted: finished runs are kept, continue with --resume", flush=True)
-        status = INTERRUPTED
+            return measure(chosen, results, time_limit_s=options.time_limit_s, on_done=display.done)
+
+    status = measure_all(measure_suite)
     rows = results.rows()
     if rows:
-        written = [options.output, options.output.with_suffix(".md")]
-        written[1].write_text(markdown(rows))
-        if any(peak_gib(row) is not None for row in rows):
-            written.append(options.output.with_suffix(".png"))
-            draw(rows, written[-1])
-        print(f"{written[1].read_text()}\nwritten: {', '.join(map(str, written))}", flush=True)
-    for row in rows:
-        if row["outcome"] in ("timeout", NOT_READY, NOT_STABLE) or row["outcome"].startswith("failed"):
-            print(f"{row['case']} {row['method']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)
-            status = status or 1
-    return status
+        has_peaks = any(peak_gib(row) is not None for row in rows)
+        write_pages(options.output, markdown(rows), partial(draw, rows) if has_peaks else None)
+    has_failed = print_failed(rows, ("timeout", NOT_READY, NOT_STABLE))
+    return status or int(has_failed)
 

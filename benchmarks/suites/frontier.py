@@ -1,4 +1,4 @@
-"""Which points no other beats in both memory and time."""
+"""The points that no other point beats in both memory and time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other equals or beats in both coordinates, by rising first coordinate.
+    """Return the indices of points that no other equals or beats in both coordinates, by rising first coordinate.
 
-    Of equal points the first counts.
+    Of equal points the first is kept.
     """
     best: list[int] = []
     for index in sorted(range(len(points)), key=lambda i: (points[i], i)):

@@ -1,4 +1,4 @@
-"""Do the methods of one case compute the same? Timed runs are not deterministic, so equality has to allow for noise."""
+"""Compare the losses of one case's methods. Timed runs are not deterministic, so the comparison allows for noise."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from benchmarks.rows import Row
 NOISE_FACTOR = 10
 """Losses are flagged when they differ from the reference's by more than this many times the noise."""
 LEAST_METHODS = 5
-"""So many rows make a median that one wrong method does not move."""
+"""With this many rows, one wrong method does not move the median."""
 LARGEST_NOISE = 0.05
-"""Where too few rows show the noise, a larger relative difference is not noise."""
+"""The largest relative difference that counts as noise where too few rows show it."""
 REPEAT = "none-again"
-"""The method that is `none` a second time: it differs by noise alone."""
+"""The method that repeats `none`: it differs from `none` by noise alone."""
 
 
 def loss_noise(rows: Sequence[Row]) -> float | None:
-    """The relative difference of losses that means nothing, from the rows of one case.
+    """Estimate the noise of one case: the relative difference of losses between equal computations.
 
-    What the reference differs by from its own first round, or its repeat from it; where both are missing, the median
-    of what the others differ by from it (most of them compute the same). ``None``: too few rows to tell.
+    The estimate is the largest difference between rounds of the reference, or between the reference and its repeat.
+    Without either it is the median difference of the other methods, most of which compute the same. ``None``: there
+    are too few rows.
     """
     own = [row.get("loss_max_rel_diff") for row in rows if row["method"] in (row.get("reference"), REPEAT)]
     if any(own):
@@ -32,7 +33,7 @@ def loss_noise(rows: Sequence[Row]) -> float | None:
 
 
 def is_beyond_noise(row: Row, noise: float | None) -> bool:
-    """Whether the losses of ``row`` are not those of the reference."""
+    """Return whether the losses of ``row`` differ from the reference's by more than noise."""
     difference = row.get("loss_max_rel_diff")
     if row["losses_equal"] is not False or row["method"] == row.get("reference"):
         return False
@@ -40,13 +41,13 @@ def is_beyond_noise(row: Row, noise: float | None) -> bool:
 
 
 def comparable(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of one case without those whose losses differ by more than noise: they may train otherwise."""
+    """Return the rows of one case whose losses agree up to noise; the others may train differently."""
     noise = loss_noise(rows)
     return [row for row in rows if not is_beyond_noise(row, noise)]
 
 
 def cell(row: Row, noise: float | None) -> str | None:
-    """For a table: equal, or the difference, beyond noise as other losses; ``None`` where nothing was compared."""
+    """Return the table cell for a row's losses; ``None``: they were not compared."""
     if row["losses_equal"] is None:
         return None
     if row["losses_equal"]:

@@ -1,6 +1,6 @@
-"""The methods that are compared: what each is, and what it adds to a run.
+"""The compared methods and the flags, environment and wrappers that each adds to a run.
 
-A suite writes a method as parts joined by ` + `, each a kind and its arguments: `ours --swap-layers all +
+A suite writes a method as parts joined by ` + `. Each part is a kind and its arguments: `ours --swap-layers all +
 selective-recompute mlp`.
 """
 
@@ -16,26 +16,27 @@ from benchmarks.suites import budgets
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 OUR_CHOICES = ("--swap-layers", PLAN_FLAG, *SEARCHES, "--swap-policy", "--swap-optimizer")
-"""One of them says what is swapped."""
+"""A method of ours has at least one of these flags: they choose what is swapped."""
 NUM_LAYERS_WORDS = ("all-but-one", "half")
 OPTIMIZER_WORDS = {"overlap": "--overlap-cpu-optimizer-d2h-h2d", "unpinned": "--no-pin-cpu-grads"}
-"""Of Megatron's optimizer offload. Pinned blocks are rounded up to powers of two: without, larger models fit."""
+"""Options of Megatron's optimizer offload. Pinned blocks are rounded up to powers of two; unpinned, larger models
+fit."""
 
 
 class MethodError(ValueError):
-    """A method that cannot be built; the message names what was given and what is allowed."""
+    """A method cannot be built; the message names the given arguments and the allowed ones."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one part of a method adds to a run."""
+    """Flags, environment, wrapper and packages that one part of a method adds to a run."""
 
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     wrap: str | None = None
-    """`module:function` that gets the built model chunks."""
+    """`module:function`, called with the built model chunks."""
     requires: tuple[str, ...] = ()
-    """Packages that it imports."""
+    """Packages that the method imports."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class Kind:
 
     what: str
     build: Callable[[list[str], int], Piece]
-    """From the arguments and the model's number of layers."""
+    """Called with the arguments and the model's number of layers."""
     needs_te: bool = False
-    """Only with TransformerEngine's layers."""
+    """The kind works only with TransformerEngine's layers."""
     needs_gpu: bool = False
 
 
@@ -60,16 +61,16 @@ class Method:
     piece: Piece
     is_ours: bool
     runs_layers_once: bool
-    """Neither recomputes nor moves anything: forward and backward can be timed by marks."""
+    """The method neither recomputes nor swaps, so that forward and backward can be timed by hooks."""
 
     @property
     def searches(self) -> bool:
-        """Its first steps look for a plan."""
+        """Return whether the run searches for its plan in its first steps."""
         return searches(self.piece.flags)
 
     @property
     def plan_file(self) -> str | None:
-        """The plan that it obeys."""
+        """Return the path of the plan file that the run follows; ``None``: it follows none."""
         return plan_file(self.piece.flags)
 
 
@@ -108,24 +109,28 @@ def _layer_offload(arguments: list[str], num_layers: int) -> Piece:
 
 
 def _optimizer_cpu_offload(arguments: list[str], num_layers: int) -> Piece:
-    """Without workers of the data loader: they are forked once Megatron's optimizer is built, and the memory that they
-    share with it then stays in use when the optimizer gives it back or writes to it."""
-    part, *words = arguments or [""]
+    """Build Megatron's optimizer offload, without data loader workers.
+
+    Workers are forked after Megatron's optimizer is built. Host memory that they share with the optimizer stays in use
+    when the optimizer frees it or writes to it.
+    """
+    fraction, *words = arguments or [""]
     try:
-        is_part = 0 < float(part) <= 1
+        is_fraction = 0 < float(fraction) <= 1
     except ValueError:
-        is_part = False
-    if not is_part or set(words) - set(OPTIMIZER_WORDS) or len(set(words)) != len(words):
+        is_fraction = False
+    if not is_fraction or set(words) - set(OPTIMIZER_WORDS) or len(set(words)) != len(words):
         raise MethodError(
-            "optimizer-cpu-offload takes a part of the optimizer's state, above 0 and at most 1, and perhaps the words "
-            f"{', '.join(OPTIMIZER_WORDS)}; given: {shlex.join(arguments) or 'nothing'}"
+            "optimizer-cpu-offload takes a fraction of the optimizer state, above 0 and at most 1, and optionally the "
+            f"words {', '.join(OPTIMIZER_WORDS)}; given: {shlex.join(arguments) or 'nothing'}"
         )
     more = (OPTIMIZER_WORDS[word] for word in words)
-    return Piece(flags=("--optimizer-cpu-offload", "--optimizer-offload-fraction", part, *more, "--num-workers", "0"))
+    no_workers = ("--num-workers", "0")
+    return Piece(flags=("--optimizer-cpu-offload", "--optimizer-offload-fraction", fraction, *more, *no_workers))
 
 
 def _wrapped(name: str, *requires: str) -> Callable[[list[str], int], Piece]:
-    """Functions of `baselines.py` take no arguments."""
+    """Return the builder of a method that wraps the model with a function of `baselines.py`; it takes no arguments."""
 
     def build(arguments: list[str], num_layers: int) -> Piece:
         _refuse_arguments(name.replace("_", "-"), arguments)
@@ -139,7 +144,7 @@ def _ours(arguments: list[str], num_layers: int) -> Piece:
     if not set(OUR_CHOICES) & set(arguments) or others:
         raise MethodError(
             f"ours takes {' or '.join(OUR_CHOICES)} and further --swap- flags; given: {shlex.join(arguments)}. "
-            "Recomputation is added as a part of its own: ' + full-recompute'."
+            "Add recomputation as a separate part: ' + full-recompute'."
         )
     for word in filter(budgets.is_relative, arguments):
         try:
@@ -178,17 +183,17 @@ KINDS: dict[str, Kind] = {
     ),
     "deepspeed-checkpoint": Kind(
         "DeepSpeed's activation checkpointing of each layer, with checkpoint_in_cpu and without its engine.",
-        _wrapped("deepspeed_checkpoint", "deepspeed"), needs_gpu=True,  # without one it empties what it should keep
+        _wrapped("deepspeed_checkpoint", "deepspeed"), needs_gpu=True,  # without one it frees the inputs it should keep
     ),
     "ours": Kind("Megatron Swap.", _ours),
 }  # fmt: skip
 
 
 def parse_method(name: str, text: str, *, num_layers: int, has_te: bool, on_gpu: bool) -> Method:
-    """The method that ``text`` describes, for a model of ``num_layers`` layers.
+    """Build the method that ``text`` describes, for a model of ``num_layers`` layers.
 
     Raises:
-        MethodError: an unknown kind, wrong arguments, or a kind that does not go with the case or the machine.
+        MethodError: an unknown kind, wrong arguments, or a kind that the case or the machine does not support.
     """
     kinds: list[str] = []
     what: list[str] = []

@@ -1,4 +1,4 @@
-"""Step time against peak memory, a panel a case, with the frontier drawn."""
+"""Draw step time against peak memory with the frontier, one panel per case."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from benchmarks.rows import Row, peak_gib
 from benchmarks.suites import losses
 from benchmarks.suites.frontier import frontier
 
-OURS, PLANNED, PEERS, LINE, TEXT = "#c2410c", "#15803d", "#475569", "#94a3b8", "#1e293b"
+OURS, PLANNED, BASELINES, LINE, TEXT = "#c2410c", "#15803d", "#475569", "#94a3b8", "#1e293b"
 PANEL_INCHES = (12.0, 7.2)
 FAR = 2.5
-"""A peer that takes so many times what the fastest does is named below, if another beats it in memory too."""
+"""A baseline slower than this multiple of the fastest, and not on the frontier, is named below the panel instead."""
 MARKER_PIXELS = 9.0
 AXES = {
     "allocated": "peak device memory allocated", "reserved": "peak device memory reserved",
-    "saved": "most that autograd held",
+    "saved": "peak memory of saved tensors",
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _shown(rows: Sequence[Row]) -> list[Row]:
-    """The rows that are drawn: all that were measured but peers far from everything."""
+    """Return the rows that are drawn: all measured ones except baselines that are far slower."""
     points = [row for row in rows if row["step_ms_median"] is not None and peak_gib(row) is not None]
     best = _best(rows)
     far_ms = FAR * min((row["step_ms_median"] for row in points), default=0.0)
@@ -53,14 +53,14 @@ def _shown(rows: Sequence[Row]) -> list[Row]:
 
 
 def _best(rows: Sequence[Row]) -> list[Row]:
-    """Those of one case that are on the frontier, by rising peak; what has other losses is not compared."""
+    """Return the rows of one case on the frontier, by rising peak; rows with other losses are left out."""
     measured = [row for row in losses.comparable(rows) if row["step_ms_median"] is not None]
     known = [row for row in measured if peak_gib(row) is not None]
     return [known[index] for index in frontier([_place(row) for row in known])]
 
 
 def _place(row: Row) -> tuple[float, float]:
-    """Where a measured row stands: peak and step time."""
+    """Return peak (GiB) and step time (ms) of a measured row."""
     peak = peak_gib(row)
     assert peak is not None
     return peak, float(row["step_ms_median"])
@@ -74,9 +74,9 @@ def _why_absent(row: Row) -> str:
 
 
 def _colour(row: Row) -> str:
-    """Peers, ours, and of ours those that were planned for a budget."""
+    """Return the colour of a row: baseline, ours, or ours planned for a budget."""
     if not row["is_ours"]:
-        return PEERS
+        return BASELINES
     return OURS if row.get("budget_gib") is None else PLANNED
 
 
@@ -86,7 +86,7 @@ def _panel(panel: Any, rows: Sequence[Row]) -> None:
     if places:
         best = [_place(row) for row in _best(rows)]
         panel.plot(*zip(*best, strict=True), color=LINE, lw=2, drawstyle="steps-post", zorder=1, label="frontier")
-    # Logarithmic: what is far slower than all else must not press the frontier flat.
+    # Logarithmic, so that one very slow method does not flatten the frontier.
     panel.set_yscale("log")
     panel.yaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 2.5, 5, 10]))
     panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -99,7 +99,7 @@ def _panel(panel: Any, rows: Sequence[Row]) -> None:
         marker = "D" if row["is_ours"] else "o"
         face, edge, width = (color, "white", 0.8) if row in trusted else ("white", color, 1.6)
         budget = row.get("budget_gib")
-        if budget is not None:  # up to what it was allowed to take
+        if budget is not None:  # a dotted line from the measured peak to the budget
             panel.hlines(place[1], *sorted((place[0], budget)), color=color, lw=1, ls=":", zorder=2)
             panel.scatter([budget], [place[1]], marker="|", s=90, color=color, zorder=2)
         panel.scatter(*place, marker=marker, s=52, facecolor=face, zorder=3, edgecolor=edge, lw=width)
@@ -111,19 +111,21 @@ def _panel(panel: Any, rows: Sequence[Row]) -> None:
     note = "".join("\n" + line for line in textwrap.wrap("outside: " + "; ".join(absent), 130)) if absent else ""
     panel.set_xlabel(f"{AXES[rows[0].get('peak') or 'allocated']}, GiB{note}", fontsize=11)
     all_kinds = [
-        ("Megatron Swap", OURS, "D"), ("Megatron Swap, planned; |: its budget", PLANNED, "D"), ("others", PEERS, "o")
+        ("Megatron Swap", OURS, "D"),
+        ("Megatron Swap, planned; |: its budget", PLANNED, "D"),
+        ("baselines", BASELINES, "o"),
     ]  # fmt: skip
     shown = {_colour(row) for row in points}
     kinds = [kind for kind in all_kinds if kind[1] in shown]
     for name, color, marker in kinds:
         panel.scatter([], [], color=color, marker=marker, label=name)
     if any(row not in trusted for row in points):
-        panel.scatter([], [], facecolor="white", edgecolor=PEERS, lw=1.6, label="hollow: other losses")
+        panel.scatter([], [], facecolor="white", edgecolor=BASELINES, lw=1.6, label="hollow: other losses")
     panel.legend(loc="upper right", fontsize=10, framealpha=0.9)
 
 
 def _labels(panel: Any, rows: Sequence[Row]) -> None:
-    """Each name near its point, where it hides neither a point nor another name; a thin line leads far ones home."""
+    """Write each name near its point without hiding points or names; a thin line connects distant names."""
     renderer = panel.figure.canvas.get_renderer()
     scale = panel.figure.dpi / 100
     places = [panel.transData.transform(_place(row)) for row in rows]
@@ -149,7 +151,7 @@ def _labels(panel: Any, rows: Sequence[Row]) -> None:
 def _free_place(
     x: float, y: float, width: float, height: float, taken: Sequence[Bbox], frame: Bbox, radius: float
 ) -> tuple[float, float]:
-    """Lower left corner of a box near (x, y), in pixels: the first of widening rings that overlaps the least."""
+    """Return the lower left corner (pixels) of a box near (x, y), in the first of widening rings with least overlap."""
     best, least = (x, y), float("inf")
     for ring in range(1, 9):
         gap = radius * (0.4 + 1.6 * ring)

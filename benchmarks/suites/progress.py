@@ -1,4 +1,4 @@
-"""The progress of a suite: a bar on a terminal, lines elsewhere."""
+"""Show progress: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.suites.runner import Item
 
 
 class Steps:
-    """A context manager: so many steps are done of so many, and how long the rest may take.
+    """Show the number of finished steps and the estimated time left, while the context is open.
 
     Args:
-        total: steps as far as they are known; more or fewer may be told with each.
-        first: what is done first.
+        total: the expected number of steps; each `step` may change it.
+        first: label of the first step.
     """
 
     def __init__(self, total: int, first: str, console: Console | None = None) -> None:
@@ -46,7 +46,7 @@ class Steps:
             self._bar.stop()
 
     def step(self, num_done: int, total: int, text: str, following: str) -> None:
-        """One more is done: ``text`` says what came of it, ``following`` what is next."""
+        """Report a finished step: ``text`` describes its result, ``following`` is the label of the next."""
         left_s = (total - num_done) * (time.monotonic() - self._began) / max(1, num_done)
         left = f"; about {left_s / 60:.0f} min left" if left_s >= 30 else ""
         self._console.print(f"[{num_done}/{total}] {text}{left}", markup=False, soft_wrap=True)
@@ -55,7 +55,7 @@ class Steps:
 
 
 class Display(Steps):
-    """Of a suite; ``done`` fits ``measure``."""
+    """Progress of a suite; pass ``done`` to ``measure`` as ``on_done``."""
 
     def __init__(self, todo: list[Item], console: Console | None = None) -> None:
         super().__init__(len(todo), todo[0].label if todo else "done", console)
@@ -68,7 +68,7 @@ class Display(Steps):
 
 
 def line(item: Item, run: Run, seconds: float) -> str:
-    """Return one run in a line."""
+    """Describe one run in a line."""
     if run["outcome"] != "ok":
         return f"{item.label}: {run['outcome']} ({seconds:.0f} s)"
     peak = run.get(PEAKS[item.case.peak])

@@ -1,4 +1,4 @@
-"""The results of a suite: runs as they come in, merged to one row for each case and method."""
+"""The results of a suite: finished runs, merged into one row for each case and method."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.suites.methods import Method
 from benchmarks.suites.suite import REFERENCE, Case, Suite
 
 Run = dict[str, Any]
-"""What one process has left: `round`, `outcome`, `output_tail` if it failed, else what it measured."""
+"""The result of one process: `round`, `outcome`, and `output_tail` if it failed, else its measurements."""
 
 LARGEST = (
     "device_peak_gib", "device_reserved_gib", "device_static_gib", "host_peak_gib", "host_rss_growth_gib",
@@ -28,20 +28,20 @@ SAME = (
 )  # fmt: skip
 
 EARLIER: Row = {"peak": "allocated", "sequence_schedule": []}
-"""The values of rows that are older than these fields."""
+"""Values for rows that were written before these fields existed."""
 
 
 class SuiteResults:
-    """The runs of a suite, and the rows that they make; every run is stored at once.
+    """The runs of a suite and their rows; every run is stored as soon as it ends.
 
     Args:
-        suite: all of it, whatever part this program runs.
-        path: the result file; with `resume` the runs in it are taken over and not made again.
+        suite: the whole suite, whatever part this program runs.
+        path: the result file; with `resume` the runs in it are kept and not repeated.
         facts: `versions`, `machine`, `commit`, `link`.
         command: this program's command line.
 
     Raises:
-        StoreError: the file exists and is not to be resumed, or is of another suite, commit, machine or flags.
+        StoreError: the file exists without `resume`, or is of another suite, commit, machine or flags.
         RowError: the file does not hold rows.
     """
 
@@ -50,7 +50,7 @@ class SuiteResults:
         self._store = ResultStore(path, resume=resume)
         self._common = {"suite": suite.name, **facts}
         self._command = command
-        # A run that was not ready may be by now.
+        # Runs that were not ready are dropped: they may be ready now.
         self._runs: dict[tuple[str, str], list[Run]] = {
             (row["case"], row["method"]): [
                 {"link": row.get("link"), **run} for run in row["rounds"] if run["outcome"] != NOT_READY
@@ -74,23 +74,23 @@ class SuiteResults:
             self._store.require_same(" ".join(key), there, now)
 
     def is_done(self, case: Case, method: Method, number: int) -> bool:
-        """Whether round `number` was run, or an earlier one has failed: it would fail again."""
+        """Return whether round `number` was run, or an earlier round failed (a later one would fail too)."""
         runs = self._runs.get((case.name, method.name), [])
         return any(run["round"] == number or run["outcome"] != "ok" for run in runs)
 
     def request(self, case: Case, method: Method) -> Request:
-        """Return what the process of a run is to do. Raises: `NotReady`."""
+        """Return the request of a run. Raises: `NotReady`."""
         return case.request(method, self._memory(case))
 
     def _memory(self, case: Case) -> Memory | None:
-        """Return what the first unswapped run of a case took; later ones change no budget that is in use."""
+        """Return the memory of the case's first unswapped run; later rounds must not change budgets in use."""
         runs = [run for run in self._runs.get((case.name, REFERENCE), ()) if run["outcome"] == "ok"]
         if not runs:
             return None
         static_gib, peak_gib = runs[0].get("device_static_gib"), runs[0].get("device_peak_gib")
         if static_gib is not None and peak_gib is not None:
             return Memory(static_gib, peak_gib - static_gib)
-        saved_gib = runs[0].get("saved_peak_gib")  # without a GPU a budget is of what autograd holds
+        saved_gib = runs[0].get("saved_peak_gib")  # without a GPU a budget limits the saved tensors
         return None if saved_gib is None else Memory(0.0, saved_gib)
 
     def add(self, case: Case, method: Method, run: Run) -> None:
@@ -110,7 +110,7 @@ class SuiteResults:
                 if mine:
                     merged = merge(mine, runs[reference] if reference else None)
                     named = self._named(case, method)
-                    link = mine[-1].get("link")  # of the machine that ran it, which may be another one
+                    link = mine[-1].get("link")  # measured on the machine that ran it, which may be another one
                     rows.append({**named, **merged, "link": link, "reference": reference and reference.name})
         return rows
 
@@ -129,7 +129,7 @@ class SuiteResults:
         }
 
     def _flags(self, case: Case, method: Method) -> str:
-        """Return exactly what the trainer got; for a method that is not ready, the flags of the suite."""
+        """Return the trainer's exact flags; for a method that is not ready, those of the suite file."""
         try:
             return " ".join(case.flags_of(method, self._memory(case)))
         except NotReady:
@@ -137,18 +137,18 @@ class SuiteResults:
 
 
 def _reference(runs: dict[Method, list[Run]]) -> Method | None:
-    """Return the method whose losses the others are compared with: `none`, or the first that worked if it did not."""
+    """Return the method that all losses are compared with: `none` if it succeeded, else the first that did."""
     worked = [method for method, mine in runs.items() if any(run["outcome"] == "ok" for run in mine)]
     return next((method for method in worked if method.name == REFERENCE), next(iter(worked), None))
 
 
 def merge(runs: list[Run], reference: list[Run] | None) -> Row:
-    """Return the measured part of a row, from the rounds of one method and those of the reference.
+    """Merge the rounds of one method into the measured part of a row.
 
-    The step times of all rounds are one sample. Of memory figures the worst round counts. Predictions are those of the
-    first round (each round that searched has its own); `num_replans` is the most of any round. A run in which a timed
-    step was not stable keeps its figures, and its outcome says so. Each round's losses are compared with those of the
-    same round of the reference; the reference's own with its first round, which is the noise of the machine.
+    Step times of all rounds are one sample. Memory figures are those of the worst round. Predictions are those of the
+    first round, since each round searches for its own plan; `num_replans` is the largest of all rounds. A run with
+    an unstable timed step keeps its figures, and its outcome says so. Losses are compared with the same round of the
+    reference. The reference is compared with its own first round, which shows the machine's noise.
     """
     good = [run for run in runs if run["outcome"] in ("ok", NOT_STABLE)]
     failed = next((run for run in runs if run["outcome"] != "ok"), None)
@@ -192,7 +192,7 @@ def merge(runs: list[Run], reference: list[Run] | None) -> Row:
 
 
 def losses_against(runs: list[Run], reference: list[Run] | None) -> Row:
-    """Return `losses_equal` (to the bit) and `loss_max_rel_diff`; null where there is nothing to compare."""
+    """Return `losses_equal` (bit-identical) and `loss_max_rel_diff`; null where there is nothing to compare."""
     if not runs or reference is None:
         return {"losses_equal": None, "loss_max_rel_diff": None}
     by_round = {run["round"]: run["losses"] for run in reference if run["outcome"] == "ok"}
@@ -201,14 +201,14 @@ def losses_against(runs: list[Run], reference: list[Run] | None) -> Row:
     pairs = [(run["losses"], first if is_reference else by_round.get(run["round"], first)) for run in runs]
     worst = 0.0
     for mine, theirs in pairs:
-        # A slow method was stopped earlier: only the steps that both have are compared.
+        # A slow method makes fewer steps: only the steps that both made are compared.
         for one, other in zip(map(float.fromhex, mine), map(float.fromhex, theirs), strict=False):
             worst = max(worst, _relative(one, other))
     return {"losses_equal": worst == 0.0, "loss_max_rel_diff": worst}
 
 
 def _relative(one: float, other: float) -> float:
-    """Return the relative difference; infinite where no number says it (a loss is not a number, or 0)."""
+    """Return the relative difference; infinite if a loss is NaN or the reference is 0."""
     if one == other:
         return 0.0
     difference = abs(one - other) / abs(other) if other else math.inf

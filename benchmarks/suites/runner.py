@@ -1,7 +1,7 @@
-"""Runs a suite: the methods of a case in turn, round by round, each run in a process of its own.
+"""Run a suite: the methods of a case in turn, round by round, each run in a separate process.
 
-While one process builds its model, the next one imports and then waits. Only when it waits, the running one goes on
-from its first step to the timed ones. So nothing but the measured run works while it is measured.
+While one process builds its model, the next process imports its packages and then waits. The running process starts
+its timed steps only once the next one waits, so that no other process works during a measurement.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.suites.suite import Case, Suite
 
 @dataclass(frozen=True)
 class Item:
-    """One run to do."""
+    """One run of a suite."""
 
     case: Case
     method: Method
@@ -37,7 +37,7 @@ class Item:
 
 
 def items(suite: Suite) -> Iterator[Item]:
-    """Yield all runs of a suite: every method of a case once, then again."""
+    """Yield all runs of a suite: within a case, round by round, every method once per round."""
     for case in suite.cases:
         for number in range(1, case.rounds + 1):
             for method in case.methods:
@@ -47,10 +47,10 @@ def items(suite: Suite) -> Iterator[Item]:
 def measure(
     suite: Suite, results: SuiteResults, *, time_limit_s: float | None, on_done: Callable[[Item, Run, float], None]
 ) -> bool:
-    """Make the runs of a suite that are not done yet; `on_done` gets each run and the seconds that it took.
+    """Make the open runs of a suite. `on_done` is called with each run and its duration in seconds.
 
     Returns:
-        Whether all was done; `False`: another run as long as the longest would not end within `time_limit_s`.
+        `True`: all runs are done. `False`: another run as long as the longest would not end within `time_limit_s`.
     """
     began, longest_s = time.monotonic(), 0.0
     child: Child | None = None
@@ -65,7 +65,7 @@ def measure(
             if isinstance(request, dict):
                 run: Run = request
             else:
-                if ahead is not None and ahead.request != request:  # another run has come before it
+                if ahead is not None and ahead.request != request:  # started for another run
                     ahead.close()
                     ahead = None
                 with undisturbed():
@@ -90,7 +90,7 @@ def measure(
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Delay signals that end this program until the block is through: a process that it starts can then be closed."""
+    """Delay SIGINT and SIGTERM until the block ends, so that a process started in it is always closed."""
     waiting: list[int] = []
     ending = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda number, frame: waiting.append(number)) for number in ending}
@@ -104,7 +104,7 @@ def undisturbed() -> Iterator[None]:
 
 
 class _Starter:
-    """Starts the timed steps of the running process, once the next process is quiet."""
+    """Start the timed steps of the running process once the next process is quiet."""
 
     def __init__(self, child: Child, ahead: Child | None) -> None:
         self._child, self._ahead, self._has_started = child, ahead, False
@@ -120,7 +120,7 @@ def _open_items(suite: Suite, results: SuiteResults) -> list[Item]:
 
 
 def _request(results: SuiteResults, item: Item) -> Request | Run:
-    """Return what the process is to do; or the run that cannot be made, with the reason."""
+    """Return the request of a run; for a run that cannot be made, its result with the reason."""
     if (package := missing(item.method)) is not None:
         return {"outcome": f"missing: {package}", "output_tail": f"no module named {package}"}
     try:
@@ -130,14 +130,14 @@ def _request(results: SuiteResults, item: Item) -> Request | Run:
 
 
 def _next_child(suite: Suite, results: SuiteResults, todo: list[Item]) -> Child | None:
-    """Start the process of the next run that can be made; none if that run needs a budget from the current one."""
+    """Start the process of the next run that can be made; `None` if its budget depends on the current run."""
     following = next((item for item in todo if missing(item.method) is None), None)
     request = None if following is None else _request(results, following)
     return Child(request, on_gpu=suite.on_gpu) if isinstance(request, Request) else None
 
 
 def missing(method: Method) -> str | None:
-    """Return the first package that the method needs and this Python lacks; `None`: it lacks none."""
+    """Return the first missing package of a method; `None`: all are installed."""
     packages = [name.split(".")[0] for name in method.piece.requires]
     return next((name for name in packages if importlib.util.find_spec(name) is None), None)
 
@@ -151,6 +151,6 @@ def _run(finished: Finished) -> Run:
             f"{stage['stage']} {stage['first_step']} to {stage['last_step']}: {stage['note']}"
             for stage in finished.result["planning"]["stages"]
         )
-        said = f"steps {unstable} were timed and not stable: begin later (warm_up_auto). Stages: {stages}"
-        return {**finished.result, "outcome": NOT_STABLE, "output_tail": said}
+        why = f"steps {unstable} were timed and not stable: begin later (warm_up_auto). Stages: {stages}"
+        return {**finished.result, "outcome": NOT_STABLE, "output_tail": why}
     return {"outcome": "ok", **finished.result}

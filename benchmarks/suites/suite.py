@@ -1,4 +1,4 @@
-"""Suites: declarative files that say which cases are run with which methods, how often."""
+"""Suites: TOML files that declare cases, the methods to run them with, and the number of rounds."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from benchmarks.suites.toml_file import (
 SUITES = Path(__file__).with_name("definitions")
 DEVICES = ("cpu", "gpu")
 TIMING = {"warm_up": 2, "timed": 1, "rounds": 1}
-"""Keys of a suite that a case may override, and the least value of each. ``warm_up_auto`` is another: for methods that
-look for their plan themselves; without it ``warm_up``."""
+"""Keys of a suite that a case may override, and the least value of each. ``warm_up_auto``, for methods that search for
+their plan, is another; its default is ``warm_up``."""
 REFERENCE = "none"
-"""The method whose losses the others' are compared with, and whose memory relative budgets stand in relation to."""
+"""The reference of losses and of relative budgets."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model and batch, and the methods that it is run with."""
+    """One model and batch, and the methods to run it with."""
 
     name: str
     flags: tuple[str, ...]
     num_steps: int
-    """``--train-iters``: of the longest method."""
+    """``--train-iters``: the steps of the longest method."""
     rounds: int
     num_warm_up: int
     num_warm_up_auto: int
@@ -51,15 +51,15 @@ class Case:
     timed_limit_s: float | None
     env: dict[str, str]
     peak: str
-    """Which peak counts: a key of ``PEAKS``."""
+    """The peak that counts, a key of ``PEAKS``."""
     sequence_schedule: tuple[tuple[int, int], ...]
     methods: tuple[Method, ...]
 
     def flags_of(self, method: Method, memory: Memory | None) -> tuple[str, ...]:
-        """Exactly what the trainer gets. ``memory``: what the unswapped run took, where it was measured.
+        """Return the trainer's exact flags. ``memory``: that of the unswapped run; ``None``: not measured.
 
         Raises:
-            NotReady: a budget is relative to what was not measured, or the plan file is not there.
+            NotReady: a budget is relative and ``memory`` is ``None``, or the plan file is missing.
         """
         path = method.plan_file
         if path is not None and not (ROOT / path).is_file():
@@ -70,11 +70,11 @@ class Case:
         return (*self.flags, *resolved(method.piece.flags, memory, REFERENCE))
 
     def request(self, method: Method, memory: Memory | None = None) -> Request:
-        """Return what the process of a run is to do. Raises: as `flags_of`."""
+        """Return the request of a run. Raises: as `flags_of`."""
         num_warm_up = self.num_warm_up_auto if method.searches else self.num_warm_up
         num_steps = num_warm_up + self.num_timed
-        # The losses of all others are compared with the reference's, by the noise of its repeat: these two go as far as
-        # the longest of them, since noise grows with every step.
+        # All losses are compared with the reference, and the noise is taken from its repeat. Noise grows with every
+        # step, so these two make as many steps as the longest method.
         goes_on = method.name in (REFERENCE, REPEAT) and num_steps < self.num_steps
         return Request(
             flags=self.flags_of(method, memory),
@@ -98,16 +98,16 @@ class Suite:
     description: str
     on_gpu: bool
     time_limit_s: float
-    """For one run, from its first step's preparation to its end."""
+    """Time limit of one run, from the preparation of its first step to its end."""
     host_limit_gib: float | None
-    """A run is stopped when so much of the machine's memory is in use; `None`: no limit."""
+    """A run is stopped when this much of the machine's host memory is in use; `None`: no limit."""
     cases: tuple[Case, ...]
 
     def chosen(self, cases: Sequence[str], methods: Sequence[str], rounds: int | None) -> Suite:
         """Return the suite with only these cases and methods (empty: all), and this number of rounds.
 
         Raises:
-            SuiteError: a name that the suite does not have, or no round at all.
+            SuiteError: the suite lacks a name, or `rounds` is below 1.
         """
         if rounds is not None and rounds < 1:
             raise SuiteError(f"--rounds {rounds}: at least 1")
@@ -173,7 +173,7 @@ def load_suite(path: Path) -> Suite:
 
 @dataclass(frozen=True)
 class _Common:
-    """What the cases of a suite share."""
+    """Settings that the cases of a suite share."""
 
     flags: str
     methods: dict[str, Any]
@@ -210,7 +210,7 @@ def _case(name: str, table: Table, common: _Common) -> Case:
 
 
 def _methods(table: Table, words: Sequence[str], common: _Common) -> tuple[Method, ...]:
-    """Those of the suite, but for ``without``, and the case's own. ``words``: the flags of the case."""
+    """Build the suite's methods without those of ``without``, and the case's own. ``words``: the case's flags."""
     left_out = table.take("without", list, default=[])
     check_names(f"{table.path}: without", left_out, list(common.methods))
     shared = {key: text for key, text in common.methods.items() if key not in left_out}
@@ -232,7 +232,7 @@ def _methods(table: Table, words: Sequence[str], common: _Common) -> tuple[Metho
 
 
 def _schedule(table: Table, words: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """``sequence_schedule = [[50, 4096], [50, 2048]]``: so many steps of so long sequences, over and over."""
+    """Read ``sequence_schedule = [[50, 4096], [50, 2048]]``: numbers of steps and their sequence lengths, repeated."""
     given = table.take("sequence_schedule", list, default=[])
     if not given:
         return ()

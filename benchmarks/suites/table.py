@@ -1,4 +1,4 @@
-"""The results as a Markdown table."""
+"""The results of a suite as Markdown tables."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from benchmarks.suites import losses
 from benchmarks.suites.frontier import frontier
 
 LEGEND = (
-    "Step: median of all timed steps of all rounds. ×: beside `none`. Allocated, reserved: the most that PyTorch's "
-    "allocator had given out, and held; peak: that of the two that counts here (without a GPU: the most that autograd "
-    "held). − static: peak without weights, gradients and optimizer. Host: growth of the "
-    "process, or pinned memory, whichever is more. Losses: largest relative difference from the reference's, round by "
-    "round (the reference: from its own first round); *other losses*: more than noise: such a "
-    "method counts for nothing else. ★: nothing that was run is faster with less memory."
+    "Step: median of all timed steps of all rounds. ×: step ÷ that of `none`. Allocated, reserved: peaks of PyTorch's "
+    "allocator. Peak: the one of the two that counts here (without a GPU: the peak of saved tensors). − static: peak "
+    "without weights, gradients and optimizer state. Host: growth of the process or pinned memory, whichever is "
+    "larger. Losses: largest relative difference from the reference, round by round (the reference: from its own first "
+    "round). *Other losses*: more than noise; the method is not compared. ★: no other method is faster with less "
+    "memory."
 )
 HEAD = (
     "method", "step ms (least–most)", "×", "first step s", "tokens/s", "TFLOP/s", "peak GiB", "− static",
     "", "host GiB", "budget GiB", "losses", "remarks",
 )  # fmt: skip
 OTHER = {"allocated": "reserved", "reserved": "allocated", "saved": "reserved"}
-"""The peak that is shown beside the one that counts."""
+"""The second peak that is shown, by the one that counts."""
 
 
 def heading(title: str, row: Row, legend: str) -> list[str]:
-    """Lines above a table: what was run where, by a row of it, and what the columns are."""
+    """Return the lines above a table: title, command, machine and versions of a row, and the legend."""
     machine = row["machine"]
     gpu = machine["gpu"] if machine["gpu"] != "none" else f"CPU, {machine['cores']} cores"
     versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
@@ -34,7 +34,7 @@ def heading(title: str, row: Row, legend: str) -> list[str]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A section a case; rows in their order."""
+    """Return one section per case, with the rows in their order."""
     lines = heading(rows[0]["suite"], rows[0], LEGEND)
     for case in dict.fromkeys(row["case"] for row in rows):
         lines += _section([row for row in rows if row["case"] == case])
@@ -50,7 +50,7 @@ def _section(rows: list[Row]) -> list[str]:
     other = OTHER[rows[0].get("peak") or "allocated"]
     head = [name or f"{other} GiB" for name in HEAD]
     table = [head, *(_cells(row, none, noise, row["method"] in stars) for row in rows)]
-    # Without a GPU, and where nothing is remarkable, whole columns would be empty.
+    # Empty columns are left out (device columns without a GPU, remarks where there are none).
     filled = [column for column in range(len(HEAD)) if any(cells[column] for cells in table[1:])]
     table = [[cells[column] for column in filled] for cells in table]
     lines += [f"| {' | '.join(cells)} |" for cells in [table[0], ["---"] * len(filled), *table[1:]]]
@@ -81,7 +81,7 @@ def _cells(row: Row, none_ms: float | None, noise: float | None, is_star: bool) 
 
 
 def frontier_methods(rows: Sequence[Row]) -> set[str]:
-    """The methods of one case on the frontier of step time and peak memory; none where no peak was measured."""
+    """Return the methods of one case on the frontier of step time and peak memory; empty without measured peaks."""
     good = [row for row in losses.comparable(rows) if row["outcome"] == "ok" and peak_gib(row) is not None]
     chosen = frontier([(peak_gib(row) or 0.0, row["step_ms_median"]) for row in good])
     return {good[index]["method"] for index in chosen}

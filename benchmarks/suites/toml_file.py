@@ -1,4 +1,4 @@
-"""Files that say what is to be run, in TOML, and Megatron's flags in them: what every key must keep to."""
+"""Read and check the TOML files of suites and sweeps, and the Megatron flags in them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _MISSING: Any = object()
 
 
 class SuiteError(ValueError):
-    """A suite or a sweep, or a choice from it, that cannot be run; the message names file and key."""
+    """A suite or sweep, or a choice from it, cannot be run; the message names file and key."""
 
 
 def file_names(folder: Path) -> list[str]:
-    """Ours, as the command line takes them."""
+    """Return the names of the files in the folder, as the command line takes them."""
     return sorted(path.stem for path in folder.glob("*.toml"))
 
 
 def find_file(kind: str, name: str, folder: Path) -> Path:
-    """One of ours by name, or any by its path. ``kind``: of file, as its option is called.
+    """Return a file of the folder by its name, or any file by its path. ``kind``: ``suite`` or ``sweep``.
 
     Raises:
-        SuiteError: there is none.
+        SuiteError: there is no such file.
     """
     path = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     if not path.is_file():
@@ -34,10 +34,10 @@ def find_file(kind: str, name: str, folder: Path) -> Path:
 
 
 def read_table(path: Path) -> Table:
-    """The whole file.
+    """Read the whole file.
 
     Raises:
-        SuiteError: it is not TOML.
+        SuiteError: the file is not TOML.
     """
     try:
         return Table(path.name, tomllib.loads(path.read_text()))
@@ -46,7 +46,7 @@ def read_table(path: Path) -> Table:
 
 
 class Table:
-    """A table of the file that knows where it stands, and which keys were asked for."""
+    """A table of the file. It records its place for messages, and which keys were read, to refuse the others."""
 
     def __init__(self, path: str, content: dict[str, Any]) -> None:
         self.path = path
@@ -54,6 +54,7 @@ class Table:
         self._taken: set[str] = set()
 
     def take(self, key: str, kind: type[Any], default: Any = _MISSING, least: int | None = None) -> Any:
+        """Return a checked value. Raises: `SuiteError`, also for a missing key without a default."""
         self._taken.add(key)
         value = self.content.get(key, default)
         if value is _MISSING:
@@ -70,6 +71,7 @@ class Table:
         return Table(f"{self.path}: [{key}]", self.take(key, dict))
 
     def refuse_rest(self, *tables: str) -> None:
+        """Raise `SuiteError` for a key that was not read and is not in ``tables``."""
         unknown = sorted(set(self.content) - self._taken - set(tables))
         if unknown:
             allowed = ", ".join(sorted(self._taken | set(tables)))
@@ -77,12 +79,12 @@ class Table:
 
 
 def environment(table: Table) -> dict[str, str]:
-    """Variables of every method's process."""
+    """Return the environment variables for every method's process."""
     return {name: table.take(name, str) for name in table.content}
 
 
 def value_of(where: str, words: Sequence[str], flag: str) -> str:
-    """The last value of a flag, as Megatron's parser takes it."""
+    """Return the last value of a flag, which is the one that Megatron's parser takes."""
     values = [value for name, value in itertools.pairwise(words) if name == flag]
     if not values:
         raise SuiteError(f"{where}: the flags have no {flag}")

@@ -1,4 +1,4 @@
-"""Axes of a sweep: its values, from the smallest, and what each adds to the training flags."""
+"""Axes of a sweep: values in rising order, and the training flags of each."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Value:
     """One value of an axis.
 
     Attributes:
-        label: for people: ``48 layers``.
-        number: layers, hidden size, tokens, sequences; of a family its place in it, from 1.
-        flags: what it adds to the sweep's.
+        label: text for people, such as ``48 layers``.
+        number: layers, hidden size, tokens or sequences; for a family the place in it, from 1.
+        flags: the flags that the value adds to the sweep's.
     """
 
     label: str
@@ -32,11 +32,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Axis:
-    """What a sweep makes larger.
+    """A quantity that a sweep makes larger.
 
     Attributes:
-        unit: what ``Value.number`` counts.
-        grows: whether the number of parameters does.
+        unit: the unit of ``Value.number``.
+        grows: whether the number of parameters grows with it.
     """
 
     unit: str
@@ -49,7 +49,7 @@ def _depth(table: Table) -> list[Value]:
 
 
 def _width(table: Table) -> list[Value]:
-    """Heads of one size, and a feed-forward layer in proportion, up to the next multiple."""
+    """Read hidden sizes; heads have one size, and the feed-forward size is rounded to ``ffn_multiple``."""
     head, multiple = (table.take(key, int, default=value, least=1) for key, value in RATIO_KEYS.items())
     ratio = table.take("ffn_ratio", float, default=FFN_RATIO)
     found = []
@@ -65,7 +65,7 @@ def _width(table: Table) -> list[Value]:
 
 
 def _family(table: Table) -> list[Value]:
-    """``[family]``: a name and the flags of each shape, the smallest first."""
+    """Read ``[family]``: name and flags of each shape, the smallest first."""
     shapes = table.table("family")
     return [
         Value(name, place, tuple(shlex.split(shapes.take(name, str))))
@@ -96,10 +96,10 @@ AXES = {
 
 
 def read_values(name: str, table: Table, flags: tuple[str, ...], micro_batches: int) -> list[Value]:
-    """The values of axis ``name``, each with all of its flags behind the sweep's ``flags``, the batch included.
+    """Return the values of axis ``name``. Their flags are the sweep's ``flags``, the value's own and the batch size.
 
     Raises:
-        SuiteError: a key is missing or wrong, or a value is no larger than the one before.
+        SuiteError: a key is missing or wrong, or a value is not larger than the one before.
     """
     values = []
     before: tuple[str, float] | None = None
@@ -119,7 +119,7 @@ def read_values(name: str, table: Table, flags: tuple[str, ...], micro_batches: 
 
 
 def num_params(flags: tuple[str, ...], where: str) -> int:
-    """Parameters of the model that the flags describe, by arithmetic."""
+    """Calculate the number of parameters of the model that the flags describe. Raises: `SuiteError`."""
     try:
         training = read_flags(flags)
         return round(params_of_rank(training.model, training.tied))
@@ -128,7 +128,7 @@ def num_params(flags: tuple[str, ...], where: str) -> int:
 
 
 def _numbers(table: Table) -> list[int]:
-    """``values = [...]``, or ``first``, ``last`` and ``step`` (the distance) or ``factor``."""
+    """Read ``values = [...]``, or ``first``, ``last`` and ``step`` (the distance) or ``factor``."""
     if "values" in table.content:
         values = table.take("values", list)
         if not all(type(value) is int and value >= 1 for value in values):

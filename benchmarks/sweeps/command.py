@@ -5,10 +5,10 @@
     python tools/sweep.py --sweep h200-depth --resume --time-limit-s 540 --output depth.jsonl
     python tools/sweep.py --sweep h200-depth --dry-run --gpu h200
 
-The planner's memory model says what cannot fit and where to begin; real training steps, each run in a process of its
-own, say what trains. Rows go to the output file as runs end; beside it, with the same name, a table and a picture.
-Exit status: 0 all done, 1 a run failed for another reason than memory, ran out of time or learned nothing, 75 runs are
-left (--resume), 130 interrupted (finished runs are kept).
+The planner's memory model predicts what cannot fit and where to begin. Real training steps, each run in a separate
+process, decide what trains. Rows are written to the output file as runs end; a table and a picture beside it.
+Exit status: 0 all done; 1 a run failed for another reason than memory, timed out or its loss did not fall; 75 runs are
+left (continue with --resume); 130 interrupted (finished runs are kept).
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 from benchmarks import machine
 from benchmarks.rows import GIB, NOT_FALLING, Row, RowError
 from benchmarks.store import StoreError, check_beside, locked
-from benchmarks.suites.output import INTERRUPTED, RUNS_LEFT, check_options, interrupt
+from benchmarks.suites.output import (
+    INTERRUPTED,
+    add_options,
+    check_options,
+    interrupt,
+    measure_all,
+    print_failed,
+    write_pages,
+)
 from benchmarks.suites.progress import Steps
 from benchmarks.suites.toml_file import SuiteError
 from benchmarks.sweeps.forecast import Tiers
@@ -39,29 +47,27 @@ from megatron.swap.planner.gpus import GPUS, find_gpu, gpu_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status; what is wrong is said in one line.
+    """Run the command and return its exit status; an error is printed as one line.
 
     Args:
-        arguments: the command line behind the program's name; `None`: that of this process.
+        arguments: the command-line arguments; `None`: those of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", required=True, help=f"{', '.join(sweep_names())}, or a .toml file")
     parser.add_argument("--method", nargs="+", default=[], help="only these methods")
-    parser.add_argument("--output", type=Path, default=Path("sweep.jsonl"), help="rows, one a run")
-    parser.add_argument("--resume", action="store_true", help="continue the output file: skip what is in it")
-    parser.add_argument("--time-limit-s", type=float, help="start no run that may not end within this time")
+    add_options(parser, default="sweep.jsonl", row="run")
     parser.add_argument("--list", action="store_true", help="print values and methods with their flags, run nothing")
-    parser.add_argument("--dry-run", action="store_true", help="print what is pruned and where to begin, run nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the first and the pruned values, run nothing")
     parser.add_argument("--gpu", help=f"with --dry-run: as if on one of {', '.join(GPUS)}")
     options = parser.parse_args(arguments)
     check_options(parser, options)
     if options.gpu and not options.dry_run:
-        parser.error("--gpu goes with --dry-run: a sweep takes the GPU that is there")
+        parser.error("--gpu needs --dry-run: a sweep uses this machine's GPU")
     signal.signal(signal.SIGTERM, interrupt)
     try:
         sweep = load_sweep(find_sweep(options.sweep))
-        sweep.chosen(options.method)  # before the machine is looked at, which takes seconds
+        sweep.chosen(options.method)  # refuse an unknown method before the machine is described, which takes seconds
         if options.list:
             show(sweep.chosen(options.method))
             return 0
@@ -89,7 +95,7 @@ def show(sweep: Sweep) -> None:
 
 
 def scene(sweep: Sweep, gpu_name: str | None, command: str) -> Scene:
-    """Describe this machine, or, with the name of a GPU, this machine as if it had that one.
+    """Describe this machine; with `gpu_name`, as if it had that GPU.
 
     Raises:
         SuiteError: a GPU is needed and there is none.
@@ -102,7 +108,7 @@ def scene(sweep: Sweep, gpu_name: str | None, command: str) -> Scene:
     if sweep.on_gpu and device_gib is None:
         raise SuiteError(
             f"sweep {sweep.name} needs a GPU, and this machine has none; --sweep quick runs on the CPU, --dry-run "
-            "--gpu NAME tells what the memory model says"
+            "--gpu NAME prints the memory model's prediction"
         )
     if not sweep.on_gpu:
         gpu, device_gib = None, None
@@ -115,7 +121,7 @@ def scene(sweep: Sweep, gpu_name: str | None, command: str) -> Scene:
 
 
 def print_forecast(sweep: Sweep, where: Scene, options: argparse.Namespace) -> None:
-    """Print where each method would begin and what is pruned, by the memory model alone; no run is made.
+    """Print the memory model's first and pruned values of each method; no run is made.
 
     Raises:
         StoreError, RowError: the output file cannot be continued.
@@ -142,16 +148,17 @@ def print_forecast(sweep: Sweep, where: Scene, options: argparse.Namespace) -> N
 
 
 def run(sweep: Sweep, where: Scene, options: argparse.Namespace) -> int:
-    """Search with the chosen methods of a sweep, write table and picture, and return the exit status.
+    """Search with the chosen methods of a sweep, write its table and picture, and return the exit status.
 
     Raises:
         StoreError, RowError: the output file cannot be continued.
     """
     results = SweepResults(sweep, options.output, where, resume=options.resume)
     chosen = sweep.chosen(options.method)
-    status, num_done = 0, 0
+    num_done = 0
     print(f"{sweep.name}: about {results.num_left(chosen.methods)} runs, into {options.output}", flush=True)
-    try:
+
+    def measure_sweep() -> bool:
         with Steps(results.num_left(chosen.methods), "starting") as steps:
 
             def done(trial: Trial, row: Row, seconds: float) -> None:
@@ -160,27 +167,18 @@ def run(sweep: Sweep, where: Scene, options: argparse.Namespace) -> int:
                 left = results.num_left(chosen.methods)
                 steps.step(num_done, num_done + left, line(trial, row, seconds), trial.method.name)
 
-            if not measure(chosen, results, time_limit_s=options.time_limit_s, on_done=done):
-                print("time is up: continue with --resume", flush=True)
-                status = RUNS_LEFT
-    except KeyboardInterrupt:
-        print("interrupted: finished runs are kept, continue with --resume", flush=True)
-        status = INTERRUPTED
+            return measure(chosen, results, time_limit_s=options.time_limit_s, on_done=done)
+
+    status = measure_all(measure_sweep)
     rows = results.rows()
     if rows:
-        written = [options.output, *(options.output.with_suffix(suffix) for suffix in (".md", ".png"))]
-        written[1].write_text(markdown(rows))
-        draw(rows, written[2])
-        print(f"{written[1].read_text()}\nwritten: {', '.join(map(str, written))}", flush=True)
-    for row in rows:
-        if row["outcome"] in ("timeout", NOT_FALLING) or row["outcome"].startswith("failed"):
-            print(f"{row['method']} {row['case']}: {row['outcome']}\n{row['output_tail']}", file=sys.stderr)
-            status = status or 1
-    return status
+        write_pages(options.output, markdown(rows), partial(draw, rows))
+    has_failed = print_failed(rows, ("timeout", NOT_FALLING))
+    return status or int(has_failed)
 
 
 def line(trial: Trial, row: Row, seconds: float) -> str:
-    """Return what became of one run, in a line; `seconds` is how long it took."""
+    """Describe one run that took `seconds`, in a line."""
     if row["outcome"] != "ok":
         return f"{trial.label}: {row['outcome']} ({seconds:.0f} s)"
     peaks = [("device", row["device_peak_gib"]), ("host", row["host_peak_gib"]), ("disk", row["disk_peak_gib"])]

@@ -1,4 +1,4 @@
-"""What the planner's memory model predicts for a run: how much memory of each tier it takes."""
+"""Predict the memory of a run on each tier (device, host, disk) with the planner's memory model."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from megatron.swap.planner.state_fraction import solve_fractions
 from megatron.swap.planner.states import BUCKETS_GIB, max_offloaded_state_gib, split_before_disk
 
 MARGIN = 0.05
-"""A fraction of a tier. A search begins where at least so much is predicted to stay free; a run that is predicted to
-exceed the tier by more than that is not tried. Predictions were off by up to 3 % with activations alone, by up to 4 %
-with offloaded optimizer state, and CUDA's own memory is not counted."""
+"""Safety margin as a fraction of a tier. A search begins where at least this fraction is predicted to stay free; a run
+that is predicted to exceed the tier by more than this fraction is not tried. Prediction errors were up to 3 % with
+activations alone and up to 4 % with offloaded optimizer state; CUDA's own memory is not counted."""
 
 CUDA_GIB = 2.8
-"""Device memory that CUDA and its libraries take beside PyTorch's allocator, which got 137.0 of an H200's 139.8."""
+"""Device memory that CUDA and its libraries take: PyTorch's allocator got 137.0 GiB of an H200's 139.8 GiB."""
 PROCESSES_GIB = 6
-"""Host memory that processes, the kernel and the driver take beside what is reserved: 5 were measured, with 113 GiB
-reserved on a machine with one GPU."""
+"""Host memory that processes, the kernel and the driver take besides reserved memory: 5 GiB were measured with 113 GiB
+reserved, on a machine with one GPU."""
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """GiB that a machine has for a run. `device`: `None` without a GPU, where host memory takes its place."""
+    """GiB of each tier that a run may use. `device`: `None` without a GPU, where host memory takes its place."""
 
     device: float | None
     host: float
@@ -45,11 +45,11 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Need:
-    """How many GiB of a tier a run is predicted to take, and how many it may take.
+    """Predicted use of one tier and its limit, in GiB.
 
     Attributes:
         whose: what sets the limit.
-        least_gib: the least that a run which plans itself can do with; it takes more where it may.
+        least_gib: the least memory that a planned run can work with; such a run uses more where it may.
     """
 
     tier: str
@@ -70,7 +70,7 @@ class Forecast:
 
     Attributes:
         static_gib: weights, gradients, and the optimizer state that is not offloaded.
-        is_bound: the run takes at least so much; what activations take of the device is not known.
+        is_bound: `needs` is a lower bound; the activations on the device are not known.
     """
 
     needs: tuple[Need, ...]
@@ -79,7 +79,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits with a margin; a bound has none, since it promises nothing beyond itself."""
+        """Return whether the run fits with a margin. A lower bound has no margin, since it is no prediction anyway."""
         room = 1.0 if self.is_bound else 1 - MARGIN
         return all(
             (need.gib if need.least_gib is None else need.least_gib) <= room * need.limit_gib for need in self.needs
@@ -87,13 +87,13 @@ class Forecast:
 
     @property
     def fullness(self) -> float:
-        """Return the fraction in use of the fullest tier; CUDA's own memory is not part of the device's."""
+        """Return the used fraction of the fullest tier; CUDA's own memory is subtracted from the device."""
         rooms = [(need.gib, need.limit_gib - CUDA_GIB * (need.tier == "device")) for need in self.needs]
         return max(gib / room if room > 0 else math.inf for gib, room in rooms if gib > 0)
 
     @property
     def excess(self) -> Need | None:
-        """Return the need of a tier that cannot hold it, if there is one."""
+        """Return the first need that its tier cannot hold; `None`: all tiers can."""
         room = 1.0 if self.is_bound else 1 + MARGIN
         return next((need for need in self.needs if need.gib > room * need.limit_gib), None)
 
@@ -110,11 +110,11 @@ class Forecast:
 
 
 def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: bool = True) -> Forecast:
-    """Predict what a run with these flags takes.
+    """Predict the memory of a run with these flags.
 
     Args:
         gpu: the GPU of the run; `None`: it runs on a CPU.
-        by_flags: the flags say all that the method does; not so where a baseline is wrapped around the model.
+        by_flags: the flags describe the whole method; false where a baseline wraps the model.
 
     Raises:
         UsageError: a flag is missing or its value impossible.
@@ -124,7 +124,7 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     states = training.states
     offloaded, room = _offloaded(flags), room_of(flags, tiers)
     if offloaded:
-        # The state that is kept is in fp32 as well, and gradients that are offloaded have a copy.
+        # Kept state is in fp32 as well, and offloaded gradients have a copy.
         states = replace(states, offload_fraction=offloaded, state_bytes=12 if states.gradient_bytes == 4 else 16)
     params = params_of_rank(training.model, training.tied)
     if states.is_auto:
@@ -166,11 +166,11 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
 
 
 def _offloaded_gib(model: Model, params: float, flags: Sequence[str]) -> float:
-    """Return the GiB of host memory that Megatron's own offload takes for value, moments and gradients of parameters.
+    """Return the GiB of host memory that Megatron's own offload takes for values, moments and gradients.
 
-    Pinned gradients are in blocks whose sizes PyTorch rounds up to powers of two (not counted for experts). Workers of
-    the data loader keep two more copies of the values, in memory that they share with the trainer that forked them:
-    those of the optimizer that Megatron builds first and replaces, and those from before the first step.
+    PyTorch rounds blocks of pinned gradients up to powers of two (not counted for experts). Data loader workers keep
+    two more copies of the values alive, in memory that they share with the trainer that forked them: those of the
+    optimizer that Megatron builds first and replaces, and those from before the first step.
     """
     hidden, heads = model.hidden_size, model.num_attention_heads
     head = model.head_size or hidden // heads
@@ -186,7 +186,7 @@ def _offloaded_gib(model: Model, params: float, flags: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class _Known:
-    """GiB: the device's peak, what is offloaded from it, what it may hold, and `Need.least_gib`."""
+    """Device peak, offloaded bytes, device budget and `Need.least_gib`, all in GiB."""
 
     peak_gib: float
     moved_gib: float
@@ -197,11 +197,11 @@ class _Known:
 def _activations(
     flags: Sequence[str], training: Training, gpu: Gpu, host_gib: float, *, in_buckets: bool
 ) -> _Known | None:
-    """Predict the device's peak with activations; `None`: the model does not know.
+    """Predict the device's peak with activations; `None`: the memory model does not cover the run.
 
     Args:
         host_gib: host memory for activations.
-        in_buckets: optimizer state is offloaded by us, if at all, and comes back in buckets.
+        in_buckets: offloaded optimizer state, if any, is ours and reloaded in buckets.
     """
     static_gib = training.states.device_gib(params_of_rank(training.model, training.tied)) + WORKSPACE_GIB
     in_buckets = in_buckets and training.states.offload_fraction > 0
@@ -245,9 +245,9 @@ def _lowest_gib(profile: Profile) -> float:
 
 @cache
 def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[float, float] | None:
-    """Return the GiB of activations on the device and in host memory; how much state is offloaded does not matter.
+    """Return the GiB of activations on the device and in host memory; they do not depend on the offload fraction.
 
-    `in_buckets`: some state is offloaded by us, and so the loss is computed in chunks.
+    `in_buckets`: we offload some state, so the loss is computed in chunks.
     """
     training, path = read_flags(flags), plan_file(flags)
     try:
@@ -263,7 +263,7 @@ def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[
 
 
 def _without(flags: Sequence[str], flag: str) -> list[str]:
-    """Return the other flags and their values."""
+    """Return the flags without one flag and its values."""
     words = list(flags)
     while flag in words:
         at = words.index(flag)
@@ -290,12 +290,12 @@ def _number(flags: Sequence[str], flag: str, default: float) -> float:
 
 
 def _apart(flags: Sequence[str]) -> list[str]:
-    """Return names and values as separate words; a value may stand behind an equals sign."""
+    """Return names and values as separate words: `--flag=value` becomes two."""
     return [part for word in flags for part in (word.split("=", 1) if word.startswith("--") else [word])]
 
 
 def room_of(flags: Sequence[str], tiers: Tiers) -> Tiers:
-    """Return what a run with these flags may use of those tiers."""
+    """Return the GiB of each tier that a run with these flags may use."""
     flags = _apart(flags)
     host_gib = min(tiers.host, _number(flags, "--swap-host-gib", tiers.host))
     if _offloaded(flags):  # no flag limits what Megatron takes
@@ -305,11 +305,11 @@ def room_of(flags: Sequence[str], tiers: Tiers) -> Tiers:
 
 
 def disk_folder(flags: Sequence[str]) -> Path | None:
-    """Return the folder on disk that `flags` offload optimizer state to; `None`: they name none."""
+    """Return the folder of `--swap-disk-dir`; `None`: the flag is not given."""
     folder = _value(_apart(flags), "--swap-disk-dir")
     return None if folder is None else Path(folder)
 
 
 def disk_limit_gib(flags: Sequence[str]) -> float:
-    """Return the GiB of disk that `flags` allow; infinite without a limit."""
+    """Return the GiB of `--swap-disk-gib`; infinite without the flag."""
     return _number(_apart(flags), "--swap-disk-gib", math.inf)

@@ -1,4 +1,4 @@
-"""The largest of each method as bars; of what grows in parameters also how far the machine's memory would reach."""
+"""Draw the largest value of each method as bars and, for axes that grow the model, the machine's physical limit."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks.rows import Row
-from benchmarks.suites.picture import LINE, OURS, PEERS, TEXT
+from benchmarks.suites.picture import BASELINES, LINE, OURS, TEXT
 from benchmarks.sweeps.axes import AXES
 from benchmarks.sweeps.table import LargestValue, MachineLimit, largest_by_method, machine_limit, params_of, short
 
 WIDTH, HEIGHT, HEAD_HEIGHT = 13.0, 0.62, 1.9
 LABELS = 0.42
-"""Of the width of the picture: for the words to the right of the bars."""
+"""Fraction of the picture's width for the text to the right of the bars."""
 FAR = 6
-"""So many times the longest bar are not drawn: the bars would vanish."""
+"""The physical limit is not drawn beyond this multiple of the longest bar: the bars would vanish."""
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -35,7 +35,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     is_near = limit is not None and limit.params / 1e9 <= FAR * max(lengths)
     end = max([*lengths, limit.params / 1e9 if limit and is_near else 0.0]) or 1.0
     for place, (one, length) in enumerate(zip(found, lengths, strict=True)):
-        color = OURS if one.is_ours else PEERS
+        color = OURS if one.is_ours else BASELINES
         panel.barh(place, length, height=0.62, color=color, zorder=2)
         if limit is not None and is_near:
             panel.barh(
@@ -56,7 +56,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     title = f"{rows[0]['suite']}: the largest that trains, by {rows[0]['axis']}"
     panel.set_title(title, loc="left", fontsize=14, fontweight="bold")
     panel.set_xlabel(_below(axis.unit, limit, is_near), fontsize=10.5, loc="left")
-    # Names to the left are as long as they are: the words to the right get what is left of the width.
+    # The names on the left take the width they need; the bars share the rest with the text on the right.
     figure.canvas.draw()
     canvas: Any = figure.canvas
     renderer = canvas.get_renderer()
@@ -75,7 +75,7 @@ def _length(found: LargestValue, grows: bool) -> float:
 
 
 def _words(panel: Any, place: int, found: LargestValue, color: str) -> None:
-    """Two lines beside the bar: what was reached, and what stopped the next."""
+    """Write two lines beside the bar: the largest value, and what stopped the next."""
     row = found.best
     text = "nothing that was tried trains"
     if row is not None:

@@ -1,4 +1,4 @@
-"""The flags of a run that no planner planned, as a plan: what the planner's memory model reads."""
+"""Translate the flags of an unplanned run into a plan, for the planner's memory model."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from megatron.swap.planner.shape import kernel_ms, layer_class
 
 
 def with_megatrons_loss(profile: Profile) -> Profile:
-    """The loss as Megatron computes it: logits, copied in single precision, and the copy is what is saved."""
+    """Return the profile with Megatron's loss, which saves a copy of the logits in fp32."""
     model = profile.model
     tokens = model.seq_length * model.micro_batch_size / model.context_parallel
     copy_gib = 4 * tokens * model.padded_vocab_size / model.tensor_parallel / GIB
-    part_gib = copy_gib / max(1, tokens // LOSS_ROWS)
+    chunk_gib = copy_gib / max(1, tokens // LOSS_ROWS)
     non_layer = profile.non_layer
     return replace(profile, non_layer=replace(
-        non_layer, kept_gib=non_layer.kept_gib + copy_gib / 2, peak_gib=non_layer.peak_gib + copy_gib - part_gib
+        non_layer, kept_gib=non_layer.kept_gib + copy_gib / 2, peak_gib=non_layer.peak_gib + copy_gib - chunk_gib
     ))  # fmt: skip
 
 
-MADE_BY = {"norm": ("self_attention.linear_qkv/1", "mlp.linear_fc1/1"), "activation": ("mlp.linear_fc2/0",)}
-"""What `--swap-recompute` recomputes."""
+RECOMPUTED_SITES = {"norm": ("self_attention.linear_qkv/1", "mlp.linear_fc1/1"), "activation": ("mlp.linear_fc2/0",)}
+"""The sites that each value of `--swap-recompute` recomputes."""
 
 
 H200 = find_gpu("h200")
-"""Where the runs were measured that predictions are compared with. Names of sites and memory depend on no GPU."""
+"""The GPU of the measured runs. Site names and memory are the same on every GPU."""
 
 
 def with_mlp_section(profile: Profile) -> Profile:
-    """Megatron's selective recomputation of the MLP: fc2 runs again as well, though nobody needs its output."""
+    """Return the profile with Megatron's MLP recomputation, which also runs fc2 although its output is not needed."""
     times = kernel_ms(profile.model, H200)
     frees = ("mlp.linear_fc1/1", "mlp/0", "mlp.linear_fc2/0")
     mlp = Section("mlp", frees, ("mlp.linear_fc1/0",), times["fc1"] + times["activation"] + times["fc2"])
@@ -44,7 +44,7 @@ def with_mlp_section(profile: Profile) -> Profile:
 
 
 def plan_of(model: Model, flags: Sequence[str]) -> Plan | None:
-    """The plan that the flags of a run amount to; ``None`` for those of a peer that does something else."""
+    """Return the plan that is equivalent to the flags; ``None``: no plan describes this baseline."""
     if any(flag.startswith(("--fine-grained", "--cpu-offloading")) for flag in flags):
         return None
     words = list(flags)
@@ -63,8 +63,10 @@ def plan_of(model: Model, flags: Sequence[str]) -> Plan | None:
         swapped = parse_layers(words[words.index("--swap-layers") + 1], model.num_layers)
     module = words[words.index("--swap-modules") + 1] if "--swap-modules" in flags else ""
     chosen = {name: SitePlan("swap") for name in names if not module or matches(module, name.split("/")[0])}
-    again = {site: SitePlan("recompute") for kind, sites in MADE_BY.items() if kind in flags for site in sites}
+    recomputed = {
+        site: SitePlan("recompute") for kind, sites in RECOMPUTED_SITES.items() if kind in flags for site in sites
+    }
     others = [layer for layer in range(model.num_layers) if layer not in swapped]
-    classes = [PlanClass(format_ranges(swapped), {**chosen, **again}, sections)] if swapped else []
-    classes += [PlanClass(format_ranges(others), again, sections)] if others else []
+    classes = [PlanClass(format_ranges(swapped), {**chosen, **recomputed}, sections)] if swapped else []
+    classes += [PlanClass(format_ranges(others), recomputed, sections)] if others else []
     return Plan(model, None, None, None, tuple(classes))

@@ -1,4 +1,4 @@
-"""The results of a sweep: its rows as runs end, and which run to make next."""
+"""The results of a sweep: rows of finished runs, and the run to make next."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ MEASURED = (
     "optimizer_out_bytes", "optimizer_in_bytes", "losses", "began_cuda_early", "alloc_retries_by_step",
 )  # fmt: skip
 COMPARABLE = ("suite", "commit", "machine", "versions", "flags", "env", "warm_up")
-"""What rows of one file have in common."""
+"""Fields that must be equal in all rows of one file."""
 ANY_GPU = next(iter(GPUS.values()))
-"""What the memory model takes for a GPU that is not in the table: memory hardly depends on speed."""
+"""The memory model's stand-in for a GPU that is not in the table: predicted memory hardly depends on speed."""
 EXPECTED_RUNS = 3
-"""Runs of a method that was not begun: one that trains, one that does not, one for an error of the memory model."""
+"""Expected runs of a method: one that trains, one that does not, one for an error of the memory model."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Where and by what command runs are made.
+    """The machine and the command of the runs.
 
     Attributes:
         facts: `versions`, `machine`, `commit`, `link`.
-        gpu: what is known of the GPU; `None`: nothing, or there is none.
+        gpu: the GPU's data sheet; `None`: not in the table, or there is no GPU.
     """
 
     facts: dict[str, Any]
@@ -51,10 +51,10 @@ class SweepResults:
     """The rows of a sweep, stored as runs end, and the runs that are left.
 
     Args:
-        path: the result file; `None`: no run is to be made.
+        path: the result file; `None`: rows are kept in memory only.
 
     Raises:
-        StoreError: the file exists and is not to be resumed, or its rows are not comparable with runs of this program.
+        StoreError: the file exists without `resume`, or its rows are not comparable with runs of this program.
         RowError: the file does not hold rows of a sweep.
     """
 
@@ -65,13 +65,13 @@ class SweepResults:
             lambda name, place: sweep.trial(name, place, scene.tiers, model)
         )
         self._store = ResultStore(path, resume=resume, check=check)
-        # In memory alone: the file is written at the next change, and a dry run leaves it as it is.
+        # Only in memory: the file is written at the next change, and a dry run does not change it.
         self._store.rows = [row for row in self._store.rows if not self._was_limited(row)]
         for row in self._store.rows:
             self._check_resumed(row)
 
     def _was_limited(self, row: Row) -> bool:
-        """Whether a run was stopped by a limit that has been raised since: it is made again."""
+        """Return whether a limit that has been raised since stopped the run; such a run is repeated."""
         limit = {"timeout": "time_limit_s", "oom_host": "host_limit_gib"}.get(row["outcome"])
         if limit is None or limit not in row:
             return False
@@ -79,7 +79,7 @@ class SweepResults:
         return before is not None and (now is None or now > before)
 
     def _check_resumed(self, row: Row) -> None:
-        """Raise `StoreError` unless a row of the file is comparable with those of this program."""
+        """Raise `StoreError` unless a row of the file is comparable with rows of this program."""
         numbers = [value.number for value in self._sweep.values]
         if row["method"] not in self._sweep.methods or row["value"] not in numbers:
             raise self._store.refuse(f"{row['method']} {row['case']}, which sweep {self._sweep.name} has not")
@@ -93,17 +93,17 @@ class SweepResults:
     # ------------------------------------------------------------------ what is left
 
     def start(self, name: str) -> int:
-        """Return the largest place that fits by the memory model; 0 where none does."""
+        """Return the index of the largest value that fits by the memory model; 0 if none does."""
         places = range(self.count(name))
         return max(0, bisect_left(places, True, key=lambda at: not self.trial(name, at).forecast.fits) - 1)
 
     def count(self, name: str) -> int:
-        """Return how many places are not pruned: beyond them the prediction exceeds a tier."""
+        """Return how many values are not pruned: the larger ones are predicted to exceed a tier."""
         places = range(len(self._sweep.values))
         return bisect_left(places, True, key=lambda at: self.trial(name, at).forecast.excess is not None)
 
     def next_trial(self, name: str) -> Trial | None:
-        """Return what to run next of a method; `None`: its largest value is known."""
+        """Return the next trial of a method; `None`: its largest value is known."""
         count = self.count(name)
         tried = self._tried(name)
         if count == 0 or any(outcome.startswith("missing") for outcome in tried.values()):
@@ -114,7 +114,7 @@ class SweepResults:
         return None if place is None else self.trial(name, place)
 
     def num_left(self, names: Iterable[str]) -> int:
-        """Return about how many runs of these methods are left, by how many a method usually takes."""
+        """Estimate how many runs of these methods are left."""
         left = [name for name in names if self.next_trial(name) is not None]
         return sum(max(1, EXPECTED_RUNS - len(self._tried(name))) for name in left)
 
@@ -128,7 +128,7 @@ class SweepResults:
     # ------------------------------------------------------------------ what is known
 
     def add(self, trial: Trial, outcome: str, result: dict[str, Any], output_tail: str | None, seconds: float) -> Row:
-        """Store a run and return its row; `seconds` is how long it took."""
+        """Store a run that took `seconds`, and return its row."""
         row = {
             **self._named(trial), "outcome": outcome, "output_tail": output_tail, "why": None, "run_s": seconds,
             **measured(result, self._scene.gpu),
@@ -139,7 +139,7 @@ class SweepResults:
         return row
 
     def finish(self, name: str) -> None:
-        """Store which values of a method were not tried, being larger than the largest that trains, and why."""
+        """Store which larger values of a method were not tried, and why."""
         rows = [row for row in self._store.rows if (row["method"], row["outcome"]) != (name, PRUNED)]
         values, count, tried = self._sweep.values, self.count(name), self._tried(name)
         best = max((at for at, outcome in tried.items() if outcome == "ok"), default=-1)
@@ -158,7 +158,7 @@ class SweepResults:
         self._store.replace(self._ordered(rows))
 
     def _pruned(self, name: str, places: list[int], why: str) -> list[Row]:
-        """Return the row that stands for all of these places; none where there is no place."""
+        """Return one pruned row for all of these values; empty for no values."""
         if not places:
             return []
         return [{
@@ -191,7 +191,7 @@ class SweepResults:
 
 
 def measured(result: dict[str, Any], gpu: Gpu | None) -> Row:
-    """Return the measured part of a row; null is what a run has not measured."""
+    """Return the measured part of a row; values that the run did not measure are null."""
     row: Row = {field: result.get(field) for field in MEASURED}
     losses, median_ms = [float.fromhex(loss) for loss in row["losses"] or ()], row["step_ms_median"]
     quarter = max(1, len(losses) // 4)

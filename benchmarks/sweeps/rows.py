@@ -1,4 +1,4 @@
-"""Rows of a sweep: those of every result file, and beside them the value that was tried and what was predicted."""
+"""The schema of sweep rows: the fields of every result row, plus the tried value and its prediction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _NAMED: dict[str, tuple[type, ...]] = {
     "tiers_gib": (dict,),
     "is_ours": (bool,),
 }
-"""``values``: all that a row stands for, with ``pruned`` from ``value`` on; ``params``: of ``value``, by arithmetic."""
+"""``values``: all values of the row; a ``pruned`` row has several, from ``value`` on. ``params``: parameters of
+``value``, by arithmetic."""
 _MEASURED: dict[str, tuple[type, ...]] = {"loss_first": _NUMBER, "loss_last": _NUMBER, "losses": (list,)}
 _OPTIONAL: dict[str, tuple[type, ...]] = {
     "mfu": _NUMBER, "disk_peak_gib": _NUMBER, "why": (str,), "output_tail": (str,),
@@ -26,12 +27,12 @@ PREDICTED = ("device_gib", "host_gib", "disk_gib", "static_gib")
 
 
 def is_sweep(row: Row) -> bool:
-    """Whether a row is of a sweep, and not of another program."""
+    """Return whether a row belongs to a sweep."""
     return "axis" in row
 
 
 def check(row: Row, where: str = "row") -> None:
-    """Raise ``RowError`` unless ``row`` is one of a sweep."""
+    """Raise ``RowError`` unless ``row`` matches the schema of sweep rows."""
     check_row(row, where)
     name = f"{where} (case {row['case']!r}, method {row['method']!r})"
     worked, is_pruned = row["outcome"] == "ok", row["outcome"] == PRUNED

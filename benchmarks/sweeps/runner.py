@@ -1,4 +1,4 @@
-"""Runs a sweep, method by method, at the value that narrows the search most, each run in a process of its own."""
+"""Run a sweep, method by method, each run in a separate process at the value that the search chooses."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from benchmarks.sweeps.results import SweepResults
 from benchmarks.sweeps.sweep import Sweep, Trial
 
 Attempt = tuple[str, dict[str, Any], str | None]
-"""Outcome, what was measured, and the last output of a run that failed."""
+"""Outcome, measurements, and the last output of a failed run."""
 
 
 def attempt(sweep: Sweep, trial: Trial) -> Attempt:
-    """Train for as many steps as the sweep says; no other measured process runs."""
+    """Make one run of a trial; no other measured process runs meanwhile."""
     if (package := missing(trial.method)) is not None:
         return f"missing: {package}", {}, f"no module named {package}"
     with undisturbed():
@@ -37,10 +37,10 @@ def measure(
     on_done: Callable[[Trial, Row, float], None],
     train: Callable[[Sweep, Trial], Attempt] = attempt,
 ) -> bool:
-    """Find the largest value of each of the sweep's methods; `on_done` gets each run and the seconds that it took.
+    """Find the largest value of each of the sweep's methods. `on_done` is called with each run and its seconds.
 
     Returns:
-        Whether all was done; `False`: another run as long as the longest would not end within `time_limit_s`.
+        `True`: all methods are done. `False`: another run as long as the longest would not end within `time_limit_s`.
     """
     began, longest_s = time.monotonic(), 0.0
     for name in sweep.methods:

@@ -1,4 +1,4 @@
-"""Where to look next for the largest value that trains."""
+"""The search for the largest value that trains."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Mapping
 
 
 def following(count: int, start: int, trained: Mapping[int, bool], *, trusted: bool) -> int | None:
-    """The place, of ``count`` in rising order, to try next; ``None``: the largest that trains is known.
+    """Return the index of the value to try next; ``None``: the largest that trains is known.
 
-    Upwards from what trains in steps that double, until one fails; then by halves between the two. Where nothing has
-    trained yet: downwards in the same way if the start is ``trusted`` to be near, else by halves at once. One failure
-    above ends it: what is larger still is not tried. A failure below something that trains says nothing.
+    The search goes upwards from the largest value that trains, in steps that double, until one fails; then it bisects.
+    Where nothing has trained yet it goes downwards in the same way if ``trusted``, else it bisects at once. Nothing
+    larger than a failed value is tried. A failure below a value that trains is ignored.
 
     Args:
-        start: what is tried first.
-        trained: what has been tried, and whether it trained.
+        count: the number of values, which are in rising order.
+        start: the index to try first.
+        trained: the tried indices, and whether each trained.
+        trusted: ``start`` is expected to be near the result.
     """
     good = max((place for place, is_good in trained.items() if is_good), default=-1)
     bad = min((place for place, is_good in trained.items() if not is_good and place > good), default=count)

@@ -1,4 +1,4 @@
-"""Sweeps: declarative files that say which axis is searched, over which values, with which methods."""
+"""Sweeps: TOML files that declare an axis, its values and the methods to search with."""
 
 from __future__ import annotations
 
@@ -35,26 +35,25 @@ from megatron.swap.planner.gpus import Gpu
 
 SWEEPS = Path(__file__).with_name("definitions")
 FIT = re.compile(r"--swap-optimizer fit\b")
-"""The part is chosen by the memory model."""
-STEP = 5
-PARTS = range(STEP, 101, STEP)
-"""Hundredths."""
+"""The memory model chooses the offload fraction."""
+STEP_PERCENT = 5
+FRACTIONS_PERCENT = range(STEP_PERCENT, 101, STEP_PERCENT)
 LEAST_STEPS = 8
-"""A quarter of them is compared with another, to see the loss fall."""
+"""The first quarter of the steps is compared with the last to see whether the loss falls."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A method at one value: a run that can be made."""
+    """A method at one value, ready to run."""
 
     method: Method
     value: Value
     flags: tuple[str, ...]
     forecast: Forecast
     params: int
-    """Of the model, by arithmetic."""
+    """Parameters of the model, by arithmetic."""
     param_bytes: int
-    """Of weight, gradient and optimizer state of one parameter, wherever they are."""
+    """Bytes of weight, gradient and optimizer state per parameter, on all tiers together."""
 
     @property
     def label(self) -> str:
@@ -70,13 +69,13 @@ class Sweep:
     axis_name: str
     on_gpu: bool
     values: tuple[Value, ...]
-    """From the smallest; their flags are those of a whole run but for the method's."""
+    """Values in rising order; their flags are complete except for the method's."""
     methods: dict[str, str]
     num_warm_up: int
     time_limit_s: float
-    """For one run."""
+    """Time limit of one run."""
     host_limit_gib: float | None
-    """A run is stopped when this much of the machine's memory is in use."""
+    """A run is stopped when this much of the machine's host memory is in use; ``None``: no limit."""
     env: dict[str, str]
 
     @property
@@ -84,41 +83,42 @@ class Sweep:
         return AXES[self.axis_name]
 
     def chosen(self, methods: Sequence[str]) -> Sweep:
-        """The same with only these methods (none: all). Raises: ``SuiteError``."""
+        """Return the sweep with only these methods (empty: all). Raises: ``SuiteError``."""
         check_names("--method", methods, list(self.methods))
         kept = {name: text for name, text in self.methods.items() if not methods or name in methods}
         return replace(self, methods=kept)
 
     def trial(self, name: str, place: int, tiers: Tiers, gpu: Gpu | None) -> Trial:
-        """Method ``name`` at value ``place``.
+        """Return method ``name`` at the value with index ``place``.
 
-        Where it leaves open which part of the optimizer's state rests: the smallest that is predicted to fit; where
-        none is, the one that leaves most free of the tier that is fullest.
+        For ``--swap-optimizer fit`` the memory model chooses the offload fraction: the smallest that is predicted to
+        fit; if none is, the one that leaves most free of the fullest tier.
 
         Raises:
-            SuiteError: it leaves it open, and the memory model cannot tell.
+            SuiteError: the method says ``fit``, and the memory model has no prediction for the run.
         """
         text = self.methods[name]
         if FIT.search(text) is None:
             return self._trial(name, text, place, tiers, gpu)
 
-        def with_part(hundredths: int) -> Trial:
-            filled = FIT.sub(f"--swap-optimizer {hundredths / 100:g}", text)
+        def with_fraction(percent: int) -> Trial:
+            filled = FIT.sub(f"--swap-optimizer {percent / 100:g}", text)
             return self._trial(name, filled, place, tiers, gpu)
 
         found = {}
-        for part in PARTS:
-            found[part] = trial = with_part(part)
+        for percent in FRACTIONS_PERCENT:
+            found[percent] = trial = with_fraction(percent)
             if trial.forecast.is_bound or tiers.device is None:
                 raise SuiteError(
-                    f"{self.name}: method {name!r}: 'fit' needs a prediction, and there is one for dense bf16 models "
-                    "of transformer_engine layers on a GPU alone. Give a part, 0 to 1, instead."
+                    f"{self.name}: method {name!r}: 'fit' needs a prediction, which exists only for dense bf16 models "
+                    "of transformer_engine layers on a GPU. Give a fraction, 0 to 1, instead."
                 )
             if trial.forecast.fits:
-                finer = map(with_part, range(part - STEP + 1, part))
+                finer = map(with_fraction, range(percent - STEP_PERCENT + 1, percent))
                 return next((less for less in finer if less.forecast.fits), trial)
-        near = min(found, key=lambda part: found[part].forecast.fullness)
-        found.update({part: with_part(part) for part in range(near - STEP + 1, min(near + STEP, 101)) if part != near})
+        near = min(found, key=lambda percent: found[percent].forecast.fullness)
+        finer_percent = range(near - STEP_PERCENT + 1, min(near + STEP_PERCENT, 101))
+        found.update({percent: with_fraction(percent) for percent in finer_percent if percent != near})
         return min(found.values(), key=lambda trial: trial.forecast.fullness)
 
     def _trial(self, name: str, text: str, place: int, tiers: Tiers, gpu: Gpu | None) -> Trial:
@@ -133,7 +133,7 @@ class Sweep:
         return Trial(method, value, flags, predicted, num_params(flags, where), param_bytes)
 
     def request(self, trial: Trial) -> Request:
-        """Return what the process of a run is to do."""
+        """Return the request of a run."""
         piece = trial.method.piece
         return Request(
             flags=trial.flags, num_warm_up=self.num_warm_up, env={**self.env, **piece.env}, wrap=piece.wrap,
@@ -141,8 +141,10 @@ class Sweep:
         )  # fmt: skip
 
     def disk_gib(self, *, assumed: bool = False) -> float:
-        """The most that a method may take on disk: what it says, and what is free there; ``assumed``: on some other
-        machine, which has what it says."""
+        """Return the most GiB of disk that a method may take: its limit, or the free space if that is less.
+
+        ``assumed``: the machine is another one, which has as much free space as the method's limit.
+        """
         most = 0.0
         for name, text in self.methods.items():
             whole = FIT.sub("--swap-optimizer 1", text)
@@ -196,7 +198,7 @@ def load_sweep(path: Path) -> Sweep:
 
 
 def _methods(top: Table, value: Value, *, on_gpu: bool) -> dict[str, str]:
-    """Names and texts; each is built once, for the first value, so that a wrong one is refused at once."""
+    """Return names and texts. Each method is built once, for the first value, so that errors show at once."""
     table = top.table("methods")
     found = {name: table.take(name, str) for name in table.content}
     for name, text in found.items():
@@ -213,7 +215,7 @@ def _methods(top: Table, value: Value, *, on_gpu: bool) -> dict[str, str]:
 
 
 def _method(where: str, name: str, text: str, value: Value, on_gpu: bool) -> Method:
-    """``{value}`` in its text is the number of the axis, ``{layers}`` the number of layers."""
+    """Build a method; ``{value}`` in its text is the value's number, ``{layers}`` the number of layers."""
     num_layers = number(where, value.flags, "--num-layers")
     for word, known in (("{value}", value.number), ("{layers}", num_layers)):
         text = text.replace(word, str(known))

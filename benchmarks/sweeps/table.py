@@ -1,4 +1,4 @@
-"""What the rows of a sweep say: the largest value of each method, and what stopped the next."""
+"""The table of a sweep: the largest value of each method, and what stopped the next."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.sweeps.rows import TIERS
 
 ABSENT = "–"
 STATIC_SHARE = 0.9
-"""From this fraction of the device memory that a run takes, weights, gradients and optimizer state limit it."""
+"""From this fraction of a run's device memory on, weights, gradients and optimizer state are what limits it."""
 FULL_SHARE = 0.9
-"""From this fraction of the host memory or disk that a run may use, there counts as full."""
+"""From this used fraction on, host memory or disk counts as full."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LargestValue:
     Attributes:
         best: the row of that value; `None`: no value trains.
         stop: the row of the next value; `None`: there is none, or it has not been tried yet.
-        is_apart: between the two are values that were not tried.
+        is_apart: values between `best` and `stop` were not tried.
     """
 
     method: str
@@ -38,7 +38,7 @@ class LargestValue:
 
     @property
     def stopped_by(self) -> str:
-        """Return what became of the next value, in words."""
+        """Return the outcome of the next value, in words."""
         if self.stop is None:
             return "nothing larger was tried" if self.best is not None else "nothing was tried"
         if self.stop["outcome"] == PRUNED:
@@ -48,14 +48,14 @@ class LargestValue:
 
     @property
     def stopped_short(self) -> str:
-        """Return the same, shorter, for a picture."""
+        """Return the outcome of the next value in fewer words, for a picture."""
         if self.stop is not None and self.stop["outcome"] == PRUNED:
             return f"{self.stop['case']}: predicted not to fit"
         return self.stopped_by
 
     @property
     def is_open(self) -> bool:
-        """Whether something trains, and it is not known whether anything larger does."""
+        """Return whether a value trains and it is not known whether a larger one does."""
         return self.best is not None and (self.stop is None or self.is_apart)
 
     @property
@@ -68,7 +68,7 @@ class LargestValue:
 
     @property
     def lacks_too(self) -> list[str]:
-        """Return the other tiers of which the next value is predicted to take more than there is."""
+        """Return the other tiers that the next value is predicted to exceed."""
         if self.stop is None or self.lacks is None:
             return []
         predicted, room = self.stop["predicted"], _room(self.stop)
@@ -76,7 +76,7 @@ class LargestValue:
 
     @property
     def limit(self) -> str:
-        """Return what fills memory at the largest value; empty where there is no device, or nothing is known of it."""
+        """Return what fills memory at the largest value; empty without a device or without figures for it."""
         row = self.best or self.stop
         if row is None or row["predicted"]["device_gib"] is None:
             return ""
@@ -87,7 +87,7 @@ class LargestValue:
             return ""
         static, room = predicted["static_gib"], _room(row)
         text = (
-            f"at {row['case']} weights, gradients and the optimizer state that stays take {static:.1f} of the "
+            f"at {row['case']} weights, gradients and the kept optimizer state take {static:.1f} of the "
             f"{device:.1f} GiB that are {source} of the device's {room['device']:.1f}"
         )
         used = {
@@ -98,13 +98,13 @@ class LargestValue:
         if self.lacks is None:
             text += "."
         elif self.lacks != "device":
-            text += f". It is {' and '.join([self.lacks, *self.lacks_too])} memory that the next one lacks."
+            text += f". The next value lacks {' and '.join([self.lacks, *self.lacks_too])} memory."
         elif static >= STATIC_SHARE * device:
-            text += ". Activations hardly count: only more of the state elsewhere makes room for a larger model"
+            text += ". Activations hardly count: only offloading more state makes room for a larger model"
             is_full = bool(used) and all(gib >= FULL_SHARE * limit for gib, limit in used.values())
-            text += ", and little is left there." if is_full else "."
+            text += ", and the other tiers are nearly full." if is_full else "."
         else:
-            text += "; the rest are activations and what kernels need."
+            text += "; the rest is activations and kernel workspaces."
         if not self.is_open:
             return text
         return f"{text} Nothing {'between' if self.is_apart else 'larger'} was tried: this is not its limit."
@@ -138,13 +138,13 @@ class MachineLimit:
 
 
 def largest_by_method(rows: Sequence[Row]) -> list[LargestValue]:
-    """Return one for each method, the largest values last, and of equal ones the fastest."""
+    """Return the largest value of each method, in rising order; of equal values the fastest method is last."""
     found, values = [], {row["value"] for row in rows}
     for method in dict.fromkeys(row["method"] for row in rows):
         mine = [row for row in rows if row["method"] == method]
         best = max((row for row in mine if row["outcome"] == "ok"), key=lambda row: row["value"], default=None)
         above = [row for row in mine if row["outcome"] != "ok" and (best is None or row["value"] > best["value"])]
-        # A run that failed says more than a pruned one; of several pruned ones that of the best run's commit counts.
+        # A failed run says more than a pruned row; among pruned rows the one of the best run's commit counts.
         last = best["commit"] if best is not None else None
         stop = min(
             above, key=lambda row: (row["value"], row["outcome"] == PRUNED, row["commit"] != last), default=None
@@ -159,14 +159,14 @@ def largest_by_method(rows: Sequence[Row]) -> list[LargestValue]:
 
 
 def champions(rows: Sequence[Row]) -> list[Row]:
-    """Return our row with the largest value, and that of the other methods; of equal ones the fastest."""
+    """Return the row with the largest value among ours and among the baselines; of equal values the fastest."""
     best = [one.best for one in largest_by_method(rows) if one.best is not None]
     sides = ([row for row in best if row["is_ours"] == is_ours] for is_ours in (True, False))
     return [max(side, key=_rank) for side in sides if side]
 
 
 def _room(row: Row) -> dict[str, float]:
-    """Return the GiB of each tier that the run of a row may use; 0 of a device that is not there."""
+    """Return the GiB of each tier that the run of a row may use; without a device 0."""
     room = room_of(shlex.split(row["flags"]), Tiers(**row["tiers_gib"]))
     return {"device": room.device or 0.0, "host": room.host, "disk": room.disk}
 
@@ -178,7 +178,7 @@ def _rank(row: Row | None) -> tuple[float, float]:
 def machine_limit(rows: Sequence[Row]) -> MachineLimit:
     """Return the limit of the machine that the rows come from.
 
-    Of host memory counts the most that any run could have; of disks the least that was free, which all runs had.
+    Host memory is the most that any run could use; disk is the least that was free, which all runs had.
     """
     tiers = [row["tiers_gib"] for row in rows]
     host_gib, disk_gib = max(one["host"] for one in tiers), min(one["disk"] for one in tiers)
@@ -192,7 +192,7 @@ HEAD = (
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the cells of the columns of `HEAD`, a line for each method."""
+    """Return one line of cells per method, in the columns of `HEAD`."""
     lines = []
     for found in largest_by_method(rows):
         name = f"**{found.method}**" if found.is_ours else found.method
@@ -220,12 +220,12 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def params_of(row: Row) -> int:
-    """Return the number of parameters: counted, or by arithmetic where the run ended before."""
+    """Return the number of parameters: counted, or by arithmetic if the run ended before counting."""
     return int(row["num_params"] or row["params"])
 
 
 def short(params: float) -> str:
-    """Return three digits of a number of parameters."""
+    """Format a number of parameters with three digits."""
     value, unit = (params / 1e9, "B") if params >= 999.5e6 else (params / 1e6, "M")
     return f"{format(value, '#.3g').rstrip('.')} {unit}"
 
@@ -235,15 +235,15 @@ def _cell(value: float | None, form: str) -> str:
 
 
 LEGEND = (
-    "Largest: every step of it was run, in a process of its own, and its loss fell (mean of the first and of the last "
-    "quarter of its steps). Device: the most that PyTorch's allocator had given out, and held. Host: growth of the "
-    "process, or pinned memory, whichever is more. Step: median after warm-up. MFU: the model's FLOP/s over the data "
-    "sheet's of the GPU."
+    "Largest: all steps were run, in a separate process, and the loss fell (mean of the last quarter of the steps "
+    "below that of the first). Device: peak of PyTorch's allocator, allocated and (reserved). Host: growth of the "
+    "process or pinned memory, whichever is larger. Step: median after warm-up. MFU: the model's FLOP/s ÷ those of the "
+    "GPU's data sheet."
 )
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the page that is written beside the rows."""
+    """Return the Markdown page that is written beside the rows."""
     first = rows[0]
     lines = heading(f"{first['suite']}: the largest {first['axis']}", first, LEGEND)
     lines += [f"| {' | '.join(cells)} |" for cells in [HEAD, ["---"] * len(HEAD), *table(rows)]]

@@ -1,4 +1,4 @@
-"""Everything that is found in one trace: checks, figures, and the record of both that is saved."""
+"""Analyse one trace: checks, figures, and the findings to save."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from benchmarks.traces.records import MS, US, Trace
 from benchmarks.traces.storages import TracedStorage, find_storages
 
 SLOW_LINK = 0.75
-"""Copies in both directions at once reach 0.89 of the link on an H200; less than this has another reason."""
+"""A link slower than this fraction is reported. Two directions at once still reach 0.89 of the link on an H200."""
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One traced step."""
+    """Figures of one traced step."""
 
     step: int
     duration_ms: float
-    """Of the host's range, which ends with a wait for the device where the loss is read every step."""
+    """Duration of the host's range, which ends with a wait for the device if the loss is read every step."""
     compute_busy_ms: float
     d2h_ms: float
     h2d_ms: float
@@ -58,7 +58,7 @@ class StepFigures:
 
 @dataclass
 class Analysis:
-    """A trace, understood."""
+    """A trace with its checks and figures."""
 
     trace: Trace
     engine: Engine
@@ -69,7 +69,7 @@ class Analysis:
     links: dict[str, Link]
     """By direction: ``out``, ``in``."""
     hidden_share: float | None
-    """Of copies in both directions together."""
+    """Hidden fraction of the copies in both directions together."""
     predicted: dict[str, float | None]
     stalls: list[Stall]
     gaps: list[Gap]
@@ -83,13 +83,13 @@ class Analysis:
 
 
 def analyse(trace: Trace, summary: dict[str, Any] | None = None, link_gb_s: float | None = None) -> Analysis:
-    """Judge a trace.
+    """Analyse a trace.
 
     Args:
         trace: the trace.
-        summary: what ``--swap-summary`` wrote in the same run.
-        link_gb_s: what the link between device and host gives when nothing else runs; copies that stay below
-            ``SLOW_LINK`` of it are told as a mismatch.
+        summary: the content of the ``--swap-summary`` file of the same run.
+        link_gb_s: bandwidth of the link between device and host with nothing else running; copies slower than
+            ``SLOW_LINK`` times this are reported as a mismatch.
 
     Raises:
         TraceError: there are no traced steps, or nothing was swapped in them.
@@ -126,7 +126,7 @@ def analyse(trace: Trace, summary: dict[str, Any] | None = None, link_gb_s: floa
 
 
 def slow_links(links: dict[str, Link], link_gb_s: float) -> list[str]:
-    """Directions in which copies were much slower than the link."""
+    """Return a sentence for each direction in which copies were much slower than the link."""
     return [
         f"copies {way} ran at {figures.gb_per_s:.1f} GB/s, the link gives {link_gb_s:g}: something holds it up"
         for way, figures in links.items()
@@ -135,7 +135,7 @@ def slow_links(links: dict[str, Link], link_gb_s: float) -> list[str]:
 
 
 def hidden_together(copies: Sequence[StorageCopy], compute: Compute) -> float | None:
-    """The hidden share of both directions. They overlap each other, so their times are added, not united."""
+    """Return the hidden fraction of both directions; their times overlap, so they are added, not united."""
     spans = [copy_spans([copy for copy in copies if copy.direction == way]) for way in ("out", "in")]
     return hidden_share(np.concatenate(spans), compute.busy)
 
@@ -159,7 +159,7 @@ def _step_figures(step: Step, engine: Engine, compute: Compute, stalls: Sequence
 
 
 def findings(analysis: Analysis) -> dict[str, Any]:
-    """What is saved as findings.json: plain values only."""
+    """Return the content of findings.json, as plain JSON values."""
     engine, ordering, storages = analysis.engine, analysis.ordering, analysis.storages
     foreign: Counter[str] = Counter()
     foreign_bytes: Counter[str] = Counter()

@@ -1,6 +1,6 @@
-"""Did every copy run when it should, and are these the copies that the engine counted?
+"""Check the order of every copy, and compare the copies with the engine's own counts.
 
-Order is judged by who launched what when, never guessed from device times alone.
+Order is derived from the launches on the host, not from device times alone.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from benchmarks.traces.records import US
 from benchmarks.traces.storages import TracedStorage
 
 TOLERANCE_NS = US
-"""The device's clock is not finer than this between its engines."""
+"""Resolution of the device's clock across its engines."""
 
 RULES = {
     "out_after_compute": "a copy out starts after the compute launched before its swap_out range",
     "in_before_use": "a copy in ends before the compute launched after its wait",
-    "out_before_reuse": "a copy out ends before the compute launched after its memory was given back",
+    "out_before_reuse": "a copy out ends before the compute launched after its memory was released",
     "in_after_out": "a copy in starts after the same storage's copy out has ended",
     "in_after_compute": "a copy in starts after the compute launched before its prefetch or swap_in range",
 }
 
 
 UNJUDGED = {
-    "never_given_back": "the memory was never given back",
-    "nothing_computed_after": "nothing was computed after it was given back",
+    "never_given_back": "the memory was never released",
+    "nothing_computed_after": "nothing was computed after the release",
 }
-"""Why nothing can be said of a copy out and the reuse of its memory."""
+"""Why a copy out cannot be checked against the reuse of its memory."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A rule that one storage broke, by how much."""
+    """A rule that one storage broke, and by how much."""
 
     rule: str
     step: int
@@ -50,16 +50,16 @@ class Violation:
 
 @dataclass
 class Ordering:
-    """How often each rule was checked, how close it got, and where it was broken."""
+    """How often each rule was checked, its smallest margin, and its violations."""
 
     num_checked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RULES, 0))
     least_margin_us: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(RULES))
     violations: list[Violation] = field(default_factory=list)
     reuse_not_judged: dict[str, int] = field(default_factory=lambda: dict.fromkeys(UNJUDGED, 0))
-    """How many copies out ``out_before_reuse`` says nothing of, by one of ``UNJUDGED``."""
+    """Number of copies out that ``out_before_reuse`` cannot check, by the reason in ``UNJUDGED``."""
 
     def check(self, rule: str, storage: TracedStorage, first_ns: int | None, then_ns: int | None) -> None:
-        """``first_ns`` must not be later than ``then_ns``; ``None``: there is nothing to be ordered against."""
+        """Check that ``first_ns`` is not later than ``then_ns``; if either is ``None``, nothing is checked."""
         if first_ns is None or then_ns is None:
             return
         margin_us = (then_ns - first_ns) / US
@@ -72,16 +72,16 @@ class Ordering:
 
 
 def check_order(storages: Sequence[TracedStorage], compute: Compute) -> Ordering:
-    """Judge every storage by ``RULES``."""
+    """Check every storage against ``RULES``."""
     ordering = Ordering()
     for storage in storages:
         out = storage.out
         if out.why:
             ordering.check("out_after_compute", storage, compute.end_before(out.ordered_ns), out.start_ns)
-        given_back = storage.release or storage.overtaken
-        reused_ns = None if given_back is None else compute.start_after(given_back.at.end_ns)
+        released = storage.release or storage.overtaken
+        reused_ns = None if released is None else compute.start_after(released.at.end_ns)
         ordering.check("out_before_reuse", storage, out.end_ns, reused_ns)
-        if given_back is None:
+        if released is None:
             ordering.reuse_not_judged["never_given_back"] += 1
         elif reused_ns is None:
             ordering.reuse_not_judged["nothing_computed_after"] += 1
@@ -98,7 +98,7 @@ def check_order(storages: Sequence[TracedStorage], compute: Compute) -> Ordering
 
 @dataclass(frozen=True)
 class StepCopies:
-    """Copies that were launched in one step, as the trace has them."""
+    """Number and bytes of the copies launched in one step, by the trace."""
 
     num_out_copies: int
     swapped_out_bytes: int
@@ -107,7 +107,7 @@ class StepCopies:
 
 
 def count_copies(engine: Engine, step: Step) -> StepCopies:
-    """A storage in several pieces counts as several copies, as the engine counts them."""
+    """Count the copies of a step; a storage in several pieces counts as several copies, as in the engine."""
     launched = [copy for copy in engine.copies if step.start_ns <= copy.at.start_ns <= step.end_ns]
 
     def count(direction: str) -> tuple[int, int]:
@@ -118,7 +118,7 @@ def count_copies(engine: Engine, step: Step) -> StepCopies:
 
 
 def compare_with_summary(engine: Engine, summary: dict[str, Any]) -> Iterator[str]:
-    """Sentences that say where the trace and the summary of the same run disagree."""
+    """Yield a sentence for each disagreement of the trace and the summary of the same run."""
     records = {record["iteration"]: record for record in summary.get("steps", [])}
     for step in engine.steps:
         record = records.get(step.number)
@@ -133,7 +133,7 @@ def compare_with_summary(engine: Engine, summary: dict[str, Any]) -> Iterator[st
 
 
 def outside_steps(engine: Engine) -> list[StorageCopy]:
-    """Copies that were launched in no traced step."""
+    """Return the copies that were not launched in a traced step."""
     return [copy for copy in engine.copies if engine.step_at(copy.at.start_ns) is None]
 
 

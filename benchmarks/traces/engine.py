@@ -1,4 +1,4 @@
-"""What the swap engine did, by the ranges that it left in a trace, and which copies are whose.
+"""The swap engine's work, from its ranges in a trace, and the copies that each range launched.
 
 The names of the ranges are a contract with ``megatron.swap.common.instrumentation.Ranges``;
 docs/architecture.md lists them.
@@ -23,7 +23,7 @@ WAIT = re.compile(r"(release|wait) (layers\.(\d+)/\S+) mb(\d+)")
 MEMORY = re.compile(r"memory (\d+)")
 
 LARGE_BYTES = 1 << 20
-"""A copy of this size on a copy stream is the engine's, or a fault."""
+"""A copy of at least this size on a copy stream must belong to the engine; otherwise it is a fault."""
 
 Direction = Literal["out", "in"]
 DIRECTION_OF = {"DtoH": "out", "HtoD": "in"}
@@ -50,7 +50,7 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Compute is told to wait: for a copy out (``release``) or for a copy in (``wait``)."""
+    """The host makes compute wait for a copy out (``release``) or for a copy in (``wait``)."""
 
     what: Literal["release", "wait"]
     site: str
@@ -61,7 +61,7 @@ class Wait:
 
 @dataclass
 class StorageCopy:
-    """One storage on its way, in one piece or in several."""
+    """The copy of one storage, in one or several pieces."""
 
     direction: Direction
     site: str
@@ -70,9 +70,9 @@ class StorageCopy:
     num_bytes: int
     at: Range
     ordered_ns: int = NO_LAUNCH
-    """When its group's range began: what was launched before, the copy waits for."""
+    """Start of its group's range: the copy waits for the work launched before."""
     why: str = ""
-    """``swap_out``, ``prefetch`` or ``swap_in``; empty: it lies in no such range."""
+    """``swap_out``, ``prefetch`` or ``swap_in``; empty: the copy lies in no such range."""
     pieces: list[Memcpy] = field(default_factory=list)
 
     @property
@@ -90,7 +90,7 @@ class StorageCopy:
 
 @dataclass
 class Engine:
-    """The engine's ranges, typed, each list in order of time."""
+    """The engine's ranges by type, each list in order of time."""
 
     steps: list[Step]
     layers: list[LayerRun]
@@ -99,17 +99,17 @@ class Engine:
     memory: list[tuple[int, int]]
     """Host time, bytes allocated."""
     other_copies: list[Memcpy]
-    """Copies between host and device that no range claims."""
+    """Copies between host and device that belong to no range."""
     problems: list[str]
-    """What does not fit together in the trace itself."""
+    """Inconsistencies within the trace itself."""
 
     def step_at(self, moment_ns: int) -> Step | None:
-        """The step during which the host was at ``moment_ns``."""
+        """Return the step that contains host time ``moment_ns``; ``None``: no traced step does."""
         found = bisect_right(self.steps, moment_ns, key=lambda step: step.start_ns) - 1
         return self.steps[found] if found >= 0 and moment_ns <= self.steps[found].end_ns else None
 
     def streams(self) -> dict[Direction, list[int]]:
-        """The streams that swap copies ran on, by direction."""
+        """Return the streams of the swap copies, by direction."""
         found: dict[Direction, set[int]] = {"out": set(), "in": set()}
         for copy in self.copies:
             found[copy.direction].update(piece.stream for piece in copy.pieces)
@@ -117,7 +117,7 @@ class Engine:
 
 
 def read_engine(trace: Trace) -> Engine:
-    """Find the engine's ranges, and for every copy the range that launched it.
+    """Find the engine's ranges, and the range that launched each copy.
 
     Raises:
         TraceError: no ``step`` or no ``copy_out`` range is in the trace.
@@ -142,7 +142,7 @@ def read_engine(trace: Trace) -> Engine:
             engine.problems.append(f"copy_{copy.direction} {copy.site} mb{copy.micro_batch} lies in no group's range")
         else:
             copy.ordered_ns, copy.why = group.start_ns, group.name.split()[0]
-    _claim_copies(engine, trace.copies)
+    _assign_copies(engine, trace.copies)
     return engine
 
 
@@ -166,13 +166,13 @@ def _sort_in(engine: Engine, groups: dict[int, list[Range]], at: Range) -> None:
 
 
 def _holding(ranges: Sequence[Range], moment_ns: int) -> Range | None:
-    """Of disjoint ranges of one thread, in order, the one around ``moment_ns``."""
+    """Return the range that contains ``moment_ns``; ``ranges`` are disjoint, sorted and of one thread."""
     found = bisect_right(ranges, moment_ns, key=lambda at: at.start_ns) - 1
     return ranges[found] if found >= 0 and moment_ns <= ranges[found].end_ns else None
 
 
-def _claim_copies(engine: Engine, copies: Sequence[Memcpy]) -> None:
-    """Give every copy to the range in which, on whose thread, it was launched; judge what is left."""
+def _assign_copies(engine: Engine, copies: Sequence[Memcpy]) -> None:
+    """Assign every copy to the range that launched it (same thread, same time), and check the result."""
     by_thread: dict[int, list[StorageCopy]] = defaultdict(list)
     for storage in engine.copies:
         by_thread[storage.at.thread].append(storage)
@@ -205,5 +205,5 @@ def _judge_pieces(engine: Engine) -> None:
             engine.problems.append(f"{name}: announced {storage.num_bytes} bytes, its copies moved {moved}")
         if wrong:
             engine.problems.append(f"{name}: copied {', '.join(sorted(wrong))}")
-    # Without a copy there are no times: such a storage is a problem, named above, and no more.
+    # A storage without copies has no times: it was reported above and is dropped here.
     engine.copies = [storage for storage in engine.copies if storage.pieces]

@@ -1,4 +1,4 @@
-"""The figures: copy time hidden under compute, use of the link, stalls and gaps of compute, and the prediction."""
+"""Figures of a trace: copy time hidden under compute, use of the link, stalls and gaps of compute, prediction."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from benchmarks.traces.records import MS, Range
 from benchmarks.traces.storages import TracedStorage
 
 NUM_GAPS = 10
-"""So many of the largest gaps are listed."""
+"""Number of the largest gaps that are listed."""
 
 PROFILERS_OWN = "ProfilerStep"
-"""A range that torch.profiler adds by itself: it says nothing."""
+"""A range that torch.profiler adds by itself, without information here."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Link:
     num_bytes: int
     copy_ms: float
     gb_per_s: float | None
-    """Bytes over the time in which at least one copy ran; 10^9 bytes a second."""
+    """Bytes ÷ time in which at least one copy ran, in 10^9 bytes per second."""
     busy_share: float
-    """Of the steps' time."""
+    """Fraction of the steps' time in which a copy ran."""
     hidden_share: float | None
-    """Share of the copy time in which compute was busy."""
+    """Fraction of the copy time in which compute was busy."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """Compute stood still until a copy was over."""
+    """Compute waited until a copy had ended."""
 
     what: str
-    """``wait`` (for a copy in), ``release`` (for a copy out, to give its memory back)."""
+    """``wait`` for a copy in; ``release`` for a copy out, before its memory is released."""
     site: str
     micro_batch: int
     start_ns: int
@@ -62,29 +62,29 @@ class Gap:
 
     step: int
     start_ms: float
-    """Since the step's first kernel."""
+    """Time since the step's first kernel."""
     ms: float
     owner: str
-    """The wait that filled most of it, else ``host: …`` and the range that launched the next kernel."""
+    """The wait that filled most of the gap, else ``host: …`` with the range that launched the next kernel."""
     stalled_ms: float
-    """How much of it is stalls by copies."""
+    """Time in the gap in which compute waited for copies."""
 
 
 def copy_spans(copies: Sequence[StorageCopy]) -> np.ndarray:
-    """Time in which at least one of them ran, shape (n, 2)."""
+    """Return the intervals in which at least one copy ran, shape (n, 2)."""
     pieces = [(piece.start_ns, piece.end_ns) for copy in copies for piece in copy.pieces]
     spans = np.array(pieces, np.int64).reshape(-1, 2)
     return intervals.union(spans[:, 0], spans[:, 1])
 
 
 def hidden_share(spans: np.ndarray, busy: np.ndarray) -> float | None:
-    """Share of ``spans`` that lies in ``busy``; ``None`` where there is nothing to hide."""
+    """Return the fraction of ``spans`` that lies in ``busy``; ``None`` if ``spans`` is empty."""
     length = intervals.total(spans)
     return float(intervals.covered(spans[:, 0], spans[:, 1], busy).sum()) / length if length else None
 
 
 def link(within: Sequence[StorageCopy], direction: str, compute: Compute, steps_ns: int) -> Link:
-    """Figures of the copies in one direction; ``steps_ns``: the duration of the steps that they are ``within``."""
+    """Return the figures of one direction. ``within``: copies of the steps; ``steps_ns``: duration of the steps."""
     copies = [copy for copy in within if copy.direction == direction]
     spans = copy_spans(copies)
     copy_ns = intervals.total(spans)
@@ -100,11 +100,11 @@ def link(within: Sequence[StorageCopy], direction: str, compute: Compute, steps_
 
 
 def find_stalls(storages: Sequence[TracedStorage], compute: Compute) -> list[Stall]:
-    """Where compute stood still for a copy.
+    """Find where compute waited for a copy.
 
-    The main stream idles from the end of the last kernel launched before the wait to the start of the first one
-    launched after it. Of that, what comes after the host enqueued the wait and before the copy ended is the wait's:
-    earlier the host was late, later nobody held compute up. Stalls of several waits may overlap.
+    The main stream idles from the end of the last kernel launched before the wait to the start of the first kernel
+    launched after it. The stall is the part of this idle time after the host enqueued the wait and before the copy
+    ended: before that the host was late, after that nothing blocked compute. Stalls of several waits may overlap.
     """
     waits = [(storage.release, storage.out) for storage in storages if storage.release]
     waits += [(storage.overtaken, storage.out) for storage in storages if storage.overtaken]
@@ -123,12 +123,12 @@ def find_stalls(storages: Sequence[TracedStorage], compute: Compute) -> list[Sta
 
 
 def stalled_ms(stalls: Sequence[Stall]) -> float:
-    """Time in which at least one stall lasted."""
+    """Return the time, in ms, in which at least one stall lasted."""
     return intervals.total(_spans(stalls)) / MS
 
 
 def find_gaps(steps: Sequence[Step], compute: Compute, stalls: Sequence[Stall], ranges: Sequence[Range]) -> list[Gap]:
-    """The largest gaps of compute within the steps, the largest first."""
+    """Return the largest gaps of compute within the steps, the largest first."""
     rows = []
     for step in steps:
         window = compute.window(step.start_ns, step.end_ns)
@@ -143,16 +143,16 @@ def _gap(
     compute: Compute, stalls: Sequence[Stall], ranges: Sequence[Range],
 ) -> Gap:  # fmt: skip
     inside = [s for s in stalls if s.end_ns > start_ns and s.start_ns < end_ns]
-    held_ns = intervals.total(intervals.clip(_spans(inside), start_ns, end_ns))
-    if 2 * held_ns >= end_ns - start_ns:
+    stalled_ns = intervals.total(intervals.clip(_spans(inside), start_ns, end_ns))
+    if 2 * stalled_ns >= end_ns - start_ns:
         owner = max(inside, key=lambda s: min(s.end_ns, end_ns) - max(s.start_ns, start_ns)).name
     else:
         owner = f"host: {_launching_range(end_ns, compute, ranges)}"
-    return Gap(step.number, (start_ns - window.start_ns) / MS, (end_ns - start_ns) / MS, owner, held_ns / MS)
+    return Gap(step.number, (start_ns - window.start_ns) / MS, (end_ns - start_ns) / MS, owner, stalled_ns / MS)
 
 
 def _launching_range(start_ns: int, compute: Compute, ranges: Sequence[Range]) -> str:
-    """The innermost range around the launch of the work that starts at ``start_ns``."""
+    """Return the innermost range around the launch of the work that starts at ``start_ns``."""
     launch = compute.launch_of(start_ns)
     if launch is None:
         return "unknown"
@@ -170,14 +170,14 @@ def _spans(stalls: Sequence[Stall]) -> np.ndarray:
 
 
 def predict(engine: Engine, compute: Compute, direction: Direction) -> float | None:
-    """The hidden share that arithmetic expects of copies in one direction: ``min(1, time × speed / bytes)``.
+    """Predict the hidden fraction of the copies in one direction: ``min(1, time × speed / bytes)``.
 
-    A micro-batch's *time* for copies out is what compute was busy on the device from the end of its first layer's
-    forward (nothing is there to copy before) to the end of its last layer's forward; for copies in from the start of
-    the backward of its last layer to the start of the backward of its first layer (nothing is left to copy after).
-    Where compute stood still for copies there was nothing to hide them under. *Speed* is what the
-    copies of this direction reached while they ran, *bytes* what the micro-batch moved. Micro-batches are weighted by
-    their bytes. ``None``: nothing was moved, or the trace has too few layers.
+    *Time* is the busy time of compute that can hide a micro-batch's copies. For copies out it lies between the end of
+    the first layer's forward (there is nothing to copy before) and the end of the last layer's forward. For copies in
+    it lies between the start of the last layer's backward and the start of the first layer's backward (nothing is left
+    to copy after). Time in which compute waited for copies does not count. *Speed* is the speed of this direction's
+    copies while they ran; *bytes* are those of the micro-batch. Micro-batches are weighted by their bytes. ``None``:
+    nothing was copied, or the trace has too few layers.
     """
     extents: dict[tuple[int, int], list[Extent]] = defaultdict(list)
     for run in engine.layers:

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def union(starts: np.ndarray, ends: np.ndarray, close_below: int = 0) -> np.ndarray:
-    """Whatever lies in any of the intervals; gaps shorter than ``close_below`` are closed."""
+    """Return the union of the intervals; gaps shorter than ``close_below`` are closed."""
     if len(starts) == 0:
         return np.empty((0, 2), np.int64)
     by_start = np.argsort(starts, kind="stable")
@@ -18,12 +18,12 @@ def union(starts: np.ndarray, ends: np.ndarray, close_below: int = 0) -> np.ndar
 
 
 def total(intervals: np.ndarray) -> int:
-    """Length of all of them together."""
+    """Return the sum of the intervals' lengths."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
 
 def covered(starts: np.ndarray, ends: np.ndarray, cover: np.ndarray) -> np.ndarray:
-    """How much of each stretch lies in ``cover``."""
+    """Return for each interval how much of it lies in ``cover``."""
     starts, ends = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
     if len(cover) == 0:
         return np.zeros(len(starts), np.int64)
@@ -38,7 +38,7 @@ def covered(starts: np.ndarray, ends: np.ndarray, cover: np.ndarray) -> np.ndarr
 
 
 def subtract(intervals: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """What of ``intervals`` is not in ``taken``."""
+    """Return the parts of ``intervals`` that are not in ``taken``."""
     edges = np.unique(np.concatenate((intervals.ravel(), taken.ravel())))
     starts, ends = edges[:-1], edges[1:]
     stays = (covered(starts, ends, intervals) > 0) & (covered(starts, ends, taken) == 0)
@@ -46,6 +46,6 @@ def subtract(intervals: np.ndarray, taken: np.ndarray) -> np.ndarray:
 
 
 def clip(intervals: np.ndarray, start: int, end: int) -> np.ndarray:
-    """The part between ``start`` and ``end``."""
+    """Return the parts of ``intervals`` between ``start`` and ``end``."""
     inside = np.clip(intervals, start, end)
     return inside[inside[:, 1] > inside[:, 0]]

@@ -1,4 +1,4 @@
-"""Reads what torch.profiler exports: Chrome-trace JSON, of a GPU or of the emulation on a CPU."""
+"""Read the Chrome-trace JSON of torch.profiler, from a GPU or from the emulation on a CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_kineto(path: Path) -> Trace:
     """Read ``rank-N.json`` or ``rank-N.json.gz``.
 
     Raises:
-        TraceError: no such JSON, or nothing in it that says what the program was doing.
+        TraceError: the file is no such JSON, or has no named range.
     """
     by_category = _events(path)
     annotations = by_category.get("user_annotation", [])
@@ -46,7 +46,7 @@ def read_kineto(path: Path) -> Trace:
 
 
 def _events(path: Path) -> dict[str, list[Event]]:
-    """Complete events by category."""
+    """Return the complete events by category."""
     content = path.read_bytes()
     try:
         if content[:2] == b"\x1f\x8b":
@@ -74,7 +74,7 @@ class _Reader:
         return [event for category in categories for event in self._by_category.get(category, [])]
 
     def _span(self, event: Event) -> tuple[int, int]:
-        """Start and end in ns. The duration is rounded by itself: the sum in µs would lose digits."""
+        """Return start and end in ns. The duration is rounded separately: adding in µs would lose digits."""
         start_ns = round((event["ts"] - self._origin_us) * 1e3)
         return start_ns, start_ns + round(event.get("dur", 0) * 1e3)
 
@@ -106,7 +106,7 @@ class _OnGpu(_Reader):
         return Trace("kineto", False, work_from(rows), copies, self._ranges())
 
     def _launches(self) -> dict[int, tuple[int, int, int]]:
-        """Correlation -> start, end and thread of the call; of nested calls with one number, the outermost."""
+        """Return start, end and thread of the launch call by correlation; of nested calls, the outermost."""
         found: dict[int, tuple[int, int, int]] = {}
         for event in self._events(*LAUNCH_CATEGORIES):
             number = event.get("args", {}).get("correlation")
@@ -131,7 +131,7 @@ class _Emulated(_Reader):
         return Trace("kineto", True, self._work(), [_memcpy(match, at, launches) for match, at in copies], ranges)
 
     def _work(self) -> Work:
-        """Operators; those that run inside another one on their thread are not outer."""
+        """Return the operators; those that run inside another one on their thread are not outer."""
         rows = []
         open_until: dict[int, int] = {}
         spans = [(*self._span(event), event["tid"]) for event in self._events("cpu_op")]

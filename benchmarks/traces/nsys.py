@@ -1,4 +1,4 @@
-"""Reads what ``nsys export --type sqlite`` writes. Columns and tables that are not needed may differ by version."""
+"""Read the SQLite file of ``nsys export --type sqlite``. Tables and columns not in ``NEEDED`` may differ by version."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NEEDED = {
 }
 PUSH_POP = 59
 DIRECTIONS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
-"""CUPTI's CUpti_ActivityMemcpyKind, as far as it is met here."""
+"""The values of CUPTI's CUpti_ActivityMemcpyKind that occur here."""
 
 
 def read_nsys(path: Path) -> Trace:
     """Read the trace of the lowest-numbered GPU in the file (rank 0 of a host).
 
     Raises:
-        TraceError: a table or a column that is needed is missing, or no range is in it.
+        TraceError: a needed table or column is missing, or there is no range in the file.
     """
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
         try:
@@ -104,7 +104,7 @@ class _Database:
         return Trace("nsys", False, work_from(rows), copies, in_order(shifted))
 
     def _ranges(self, where: str, process: int) -> list[Range]:
-        """Pushed and popped ranges of the program itself, not of the libraries' own domains."""
+        """Return the push/pop ranges of the program itself, without those of libraries' domains."""
         columns = self._columns(NVTX)
         text_id = "textId" if "textId" in columns else "NULL"
         own = " AND COALESCE(domainId, 0) = 0" if "domainId" in columns else ""

@@ -1,4 +1,4 @@
-"""Writes a small Chrome trace of the engine's work, which https://ui.perfetto.dev opens."""
+"""Write a small Chrome trace of the engine's work, for https://ui.perfetto.dev."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws one step: compute, copies out and copies in beside each other, the memory in use below them."""
+"""Draw one step: lanes for compute, copies out and copies in, with the memory in use below."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LANES = {"phase": (3.52, 0.3), "compute": (2.5, 0.9), "out": (1.3, 0.9), "in": (
 """Lower edge and height of each lane."""
 MIN_NUMBER_PX = 17
 ZOOM_BELOW = 0.6
-"""A micro-batch that takes a smaller share of the step than this is drawn again, larger."""
+"""A micro-batch that takes less than this fraction of the step is drawn again, larger."""
 
 
 def draw(analysis: Analysis, scene: Scene, path: Path) -> None:
@@ -44,8 +44,8 @@ def draw(analysis: Analysis, scene: Scene, path: Path) -> None:
     colour = _colours(scene)
     whole = (0.0, scene.ms(scene.end_ns))
     _lanes(axes[0], analysis, scene, whole, colour)
-    # Where RAM plays the device, the marks tell what the observer counts.
-    _memory(axes[1], scene, whole, "autograd holds" if analysis.trace.is_emulated else "memory in use")
+    # In the emulation the memory marks are the observer's count of saved tensors.
+    _memory(axes[1], scene, whole, "saved tensors" if analysis.trace.is_emulated else "memory in use")
     if zoom is not None:
         micro_batch, span = zoom
         _lanes(axes[2], analysis, scene, span, colour)
@@ -84,7 +84,7 @@ def _percent(share: float | None) -> str:
 
 
 def _colours(scene: Scene) -> Callable[[int], Any]:
-    """Neighbouring layers differ clearly, the order of layers is the order of hues, and none is a stall's red."""
+    """Return the colour of each layer: hues in layer order, neighbours clearly different, never the red of stalls."""
     layers = {block.layer for block in scene.blocks} | {copy.layer for copy in scene.copies}
     ordered = {layer: place for place, layer in enumerate(sorted(layers))}
     palette = colormaps["turbo"](np.linspace(0.04, 0.78, max(2, len(ordered))))
@@ -93,7 +93,10 @@ def _colours(scene: Scene) -> Callable[[int], Any]:
 
 
 def _zoom(scene: Scene) -> tuple[int, tuple[float, float]] | None:
-    """The second micro-batch (the first has nothing before it), if the step has several that do not all overlap."""
+    """Return the micro-batch to enlarge and its time span in ms; ``None``: no enlargement.
+
+    The second micro-batch is chosen, since the first has no micro-batch before it.
+    """
     if len(scene.micro_batches) < 2:
         return None
     number = scene.micro_batches[1]
@@ -139,7 +142,7 @@ def _compute(
 ) -> None:  # fmt: skip
     bottom, height = LANES["compute"]
     busy = intervals.clip(analysis.compute.busy, scene.start_ns, scene.end_ns)
-    busy = intervals.union(busy[:, 0], busy[:, 1], int(per_px * MS / 2))  # what no pixel shows
+    busy = intervals.union(busy[:, 0], busy[:, 1], int(per_px * MS / 2))  # close gaps below one pixel
     _bars(axes, scene, busy, (bottom, height), GREY, 1)
     parts, colours = [np.empty((0, 2), np.int64)], []
     for block in scene.blocks:
@@ -158,7 +161,7 @@ def _compute(
 def _bars(
     axes: Axes, scene: Scene, spans: np.ndarray, place: tuple[float, float], colours: Any, zorder: float
 ) -> None:
-    """``colours``: one for all ``spans`` of shape (n, 2), or one each."""
+    """Draw ``spans``, shape (n, 2), as bars. ``colours``: one for all, or one each."""
     bars = [(scene.ms(start), (end - start) / MS) for start, end in spans]
     axes.broken_barh(bars, place, facecolors=colours, edgecolors=colours, linewidth=0.4, zorder=zorder)
 
@@ -174,7 +177,7 @@ def _copies(
         run = list(of_group)
         start_ns, end_ns = run[0].start_ns, max(copy.end_ns for copy in run)
         middle = scene.ms((start_ns + end_ns) / 2)
-        # Between copies that are far apart a number would stand for nothing.
+        # No number between copies that are far apart.
         is_solid = 2 * intervals.total(copy_spans(run)) > end_ns - start_ns
         if is_solid and span[0] <= middle <= span[1]:
             wide = (end_ns - start_ns) / MS
@@ -198,7 +201,7 @@ def _write(axes: Axes, x: float, y: float, text: str, wide: float, per_px: float
 
 
 def _phases(blocks: list[Block]) -> list[tuple[str, int, int]]:
-    """Runs of layers that do the same for the same micro-batch: name, start, end."""
+    """Return name, start and end of each run of layers in the same pass over the same micro-batch."""
     phases: list[tuple[str, int, int]] = []
     for block in sorted(blocks, key=lambda block: block.start_ns):
         name = f"{block.what} mb{block.micro_batch}"

@@ -1,4 +1,4 @@
-"""Opens a trace of either format."""
+"""Open a trace of either format."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from benchmarks.traces.records import Trace, TraceError
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace; the content decides the format, not the name.
+    """Read a trace; its format is detected from the content, not from the name.
 
     Raises:
-        TraceError: neither of the two formats, or not usable (the message says why).
+        TraceError: the file has neither format, or cannot be used (the message says why).
     """
     if not path.is_file():
         raise TraceError(f"{path}: no such file. Give a trace of torch.profiler or a SQLite export of nsys.")

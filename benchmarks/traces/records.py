@@ -1,6 +1,6 @@
-"""What a trace holds, whichever profiler wrote it: work and copies on the device, named ranges on the host.
+"""The content of a trace, independent of the profiler: work and copies on the device, named ranges on the host.
 
-Times are nanoseconds (int) on one clock that starts with the first range.
+Times are integer nanoseconds on one clock that starts with the first range.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Literal
 import numpy as np
 
 NO_LAUNCH = int(np.iinfo(np.int64).min)
-"""In place of a launch time: it was launched before the capture, and the trace does not say by whom."""
+"""Stands for an unknown launch time: the launch was before the capture."""
 
 WITHIN_DEVICE = "DtoD"
-"""Copies in this direction are compute: they run between kernels, on their stream."""
+"""Copies within the device count as compute: they run between kernels on the compute stream."""
 
 US = 1_000
 MS = 1_000_000
 
 
 class TraceError(ValueError):
-    """A file that cannot be judged: another format, a table missing, no step or no swap range in it."""
+    """A trace cannot be analysed: wrong format, a missing table, or no step or swap range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Memcpy:
-    """One copy that ran on the device. ``direction`` as CUDA names it: DtoH, HtoD, …"""
+    """One copy that ran on the device. ``direction``: CUDA's name, such as DtoH or HtoD."""
 
     direction: str
     num_bytes: int
@@ -48,7 +48,7 @@ class Memcpy:
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes a nanosecond, which is 10^9 bytes a second."""
+        """Return the speed in bytes per nanosecond, which is 10^9 bytes per second."""
         return self.num_bytes / max(1, self.end_ns - self.start_ns)
 
 
@@ -57,10 +57,10 @@ WORK_COLUMNS = ("start_ns", "end_ns", "launch_start_ns", "launch_end_ns", "threa
 
 @dataclass(frozen=True)
 class Work:
-    """Kernels, memsets and copies within the device, in order of their start: columns of one length.
+    """Kernels, memsets and copies within the device, sorted by start; all columns have the same length.
 
-    On a GPU an entry's launch is the call that enqueued it, and ``thread`` made that call. In the emulation, where
-    the host computes, entries are operators, each its own launch; those inside others are not ``is_outer``.
+    On a GPU the launch of an entry is the call that enqueued it, and ``thread`` made that call. In the emulation, where
+    the host computes, entries are operators and their own launches; nested operators are not ``is_outer``.
     """
 
     start_ns: np.ndarray
@@ -81,7 +81,7 @@ class Work:
 
 
 def work_from(rows: list[tuple]) -> Work:
-    """``rows``: tuples in the order of ``WORK_COLUMNS``."""
+    """Build the columns from tuples in the order of ``WORK_COLUMNS``."""
     columns = np.array(rows, dtype=np.int64).reshape(-1, len(WORK_COLUMNS))
     columns = columns[np.argsort(columns[:, 0], kind="stable")]
     plain, flags = columns.T[:6], columns.T[6:].astype(bool)
@@ -94,12 +94,12 @@ class Trace:
 
     format: Literal["kineto", "nsys"]
     is_emulated: bool
-    """No GPU: operators on the host stand for kernels, threads for copy engines."""
+    """Whether there was no GPU: operators on the host stand for kernels, threads for copy engines."""
     work: Work
     copies: list[Memcpy]
-    """Those between device and host, or between devices."""
+    """Copies between device and host, or between devices."""
     ranges: list[Range]
-    """In order of their start; of two that start together the outer one first."""
+    """Sorted by start; of ranges with the same start the outer one is first."""
 
 
 def in_order(ranges: list[Range]) -> list[Range]:

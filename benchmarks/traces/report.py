@@ -1,4 +1,4 @@
-"""What is printed and saved of an analysis."""
+"""Print and save an analysis."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.traces.scene import scene_of
 from megatron.swap.common.types import format_bytes
 
 NUM_SHOWN = 20
-"""So many violations and mismatches are printed; findings.json has all."""
+"""At most this many violations and mismatches are printed; findings.json has all."""
 
 NAMES = {"out": "out (D2H)", "in": "in (H2D)"}
 COPY_COLUMNS = (
@@ -91,7 +91,7 @@ def _checks_table(analysis: Analysis) -> Table:
 
 
 def _gaps_table(analysis: Analysis) -> Table:
-    table = _table("Largest gaps of compute", "whose", "step", "at ms", "ms", "of it stalled ms")
+    table = _table("Largest gaps of compute", "cause", "step", "at ms", "ms", "of it stalled ms")
     for gap in analysis.gaps:
         table.add_row(escape(gap.owner), str(gap.step), f"{gap.start_ms:.1f}", f"{gap.ms:.2f}", f"{gap.stalled_ms:.2f}")
     return table
@@ -102,8 +102,8 @@ def _remarks(analysis: Analysis) -> Iterator[str]:
     storages, streams = found["storages"], found["streams"]
     yield (
         f"storages: {storages['num_copied_out']} copied out, {storages['num_returned']} returned "
-        f"({storages['num_late']} late); copied in vain: {storages['num_overtaken']} overtaken by backward, "
-        f"{storages['num_stayed']} stayed (somebody else holds them)"
+        f"({storages['num_late']} late); copied but not released: {storages['num_overtaken']} overtaken by backward, "
+        f"{storages['num_stayed']} kept (memory still referenced elsewhere)"
     )
     for why, number in analysis.ordering.reuse_not_judged.items():
         if number:
@@ -113,18 +113,18 @@ def _remarks(analysis: Analysis) -> Iterator[str]:
         f"in on {streams['copies_in']}"
     )
     by_what = ", ".join(f"{what} {found['stalled_ms'][what]:.1f} ms" for what in ("wait", "release"))
-    yield f"compute stood still for copies: {stalled_ms(analysis.stalls):.1f} ms ({by_what})"
+    yield f"compute waited for copies: {stalled_ms(analysis.stalls):.1f} ms ({by_what})"
     for direction, other in found["foreign_copies"].items():
         yield f"other copies {direction}: {other['num_copies']}, {format_bytes(other['num_bytes'])}"
     if analysis.compute.num_ordered < len(analysis.compute.main):
         unknown = len(analysis.compute.main) - analysis.compute.num_ordered
-        yield f"{unknown} of {len(analysis.compute.main)} kernels have no launch in the trace and order nothing"
+        yield f"{unknown} of {len(analysis.compute.main)} kernels have no launch in the trace: not used for ordering"
     if not analysis.compared:
-        yield "no summary given (--summary): copies were not compared with the engine's own counts"
+        yield "no --summary given: copies were not compared with the engine's own counts"
 
 
 def _print_verdict(analysis: Analysis, console: Console) -> None:
-    """Every sentence of what is wrong, or that nothing is."""
+    """Print the mismatches and violations, or that there are none."""
     violations = [str(violation) for violation in analysis.ordering.violations]
     for title, sentences in (("MISMATCHES", analysis.mismatches), ("OUT OF ORDER", violations)):
         if sentences:
@@ -134,17 +134,17 @@ def _print_verdict(analysis: Analysis, console: Console) -> None:
             if len(sentences) > NUM_SHOWN:
                 console.print(f"   … {len(sentences) - NUM_SHOWN} more in findings.json", highlight=False)
     if analysis.is_clean:
-        equal = "; number and bytes as the summary has them" if analysis.compared else ""
+        equal = "; number and bytes match the summary" if analysis.compared else ""
         console.print(f" [bold green]clean[/]: every copy ran in order{equal}", highlight=False)
 
 
 def percent(share: float | None) -> str:
-    """``0.954`` as ``95.4 %``; ``-`` for what has no value."""
+    """Format ``0.954`` as ``95.4 %``, and ``None`` as ``-``."""
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def copy_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
-    """Every swap copy, in order of launch; times in ms since the first traced step began on the host."""
+    """Yield every swap copy in launch order, with times in ms since the first traced step began on the host."""
     engine = analysis.engine
     origin_ns = engine.steps[0].start_ns
     for copy in engine.copies:
@@ -159,18 +159,18 @@ def copy_rows(analysis: Analysis) -> Iterator[dict[str, Any]]:
             yield dict(zip(COPY_COLUMNS, values, strict=True))
 
 
-LEFT = ("findings.json", "copies.csv", "step.png", "trace.perfetto.json.gz")
+OUTPUT_FILES = ("findings.json", "copies.csv", "step.png", "trace.perfetto.json.gz")
 """Files that ``save`` writes."""
 
 
 def save(analysis: Analysis, folder: Path, step: int | None = None, about: dict[str, Any] | None = None) -> list[Path]:
-    """Write findings, copies, picture (of ``step``, else of the last one) and Perfetto trace; returns the files.
+    """Write findings, copies, picture (of ``step``, by default the last one) and Perfetto trace; return their paths.
 
-    ``about``: what the trace is of (machine, versions, commit, command), kept with the findings.
+    ``about``: machine, versions, commit and command of the traced run, kept with the findings.
     """
     scene = scene_of(analysis, step)
     folder.mkdir(parents=True, exist_ok=True)
-    found, copies, picture, perfetto = (folder / name for name in LEFT)
+    found, copies, picture, perfetto = (folder / name for name in OUTPUT_FILES)
     found.write_text(json.dumps({"about": about, **findings(analysis)}, indent=1) + "\n")
     with copies.open("w", newline="") as file:
         writer = csv.DictWriter(file, COPY_COLUMNS)

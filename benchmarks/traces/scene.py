@@ -1,4 +1,4 @@
-"""One step as it is drawn: who computed and what was copied when, in device time. For the picture and for Perfetto."""
+"""One step in device time: compute, copies and stalls, for the picture and for Perfetto."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scene:
     copies: list[StorageCopy]
     stalls: list[Stall]
     memory: list[tuple[int, int]]
-    """Device time, bytes allocated from then on."""
+    """Device times, and the bytes allocated from then on."""
 
     def ms(self, moment_ns: float) -> float:
         return (moment_ns - self.start_ns) / MS
@@ -45,10 +45,10 @@ class Scene:
 
 
 def scene_of(analysis: Analysis, number: int | None = None) -> Scene:
-    """The scene of step ``number``; ``None``: of the last one that is complete.
+    """Return the scene of step ``number``; ``None``: the last traced step.
 
     Raises:
-        TraceError: no such step was traced.
+        TraceError: the step was not traced, or nothing ran on the device in it.
     """
     engine, compute = analysis.engine, analysis.compute
     step = next((step for step in engine.steps if step.number == number), None)
@@ -77,7 +77,7 @@ def scene_of(analysis: Analysis, number: int | None = None) -> Scene:
 
 
 def _memory(analysis: Analysis, step: Step) -> list[tuple[int, int]]:
-    """Marks of the step, each at the device time of the first kernel launched after it."""
+    """Return the step's memory marks, each at the device time of the first kernel launched after it."""
     marks: Sequence[tuple[int, int]] = analysis.engine.memory
     first = bisect_left(marks, step.start_ns, key=lambda mark: mark[0])
     last = bisect_left(marks, step.end_ns, key=lambda mark: mark[0])

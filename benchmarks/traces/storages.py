@@ -1,4 +1,4 @@
-"""What happened to every storage in a traced step: offloaded, released, reloaded, waited for."""
+"""The history of every storage in a traced step: copied out, released, copied in, waited for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.traces.engine import Engine, Step, StorageCopy, Wait
 
 @dataclass
 class Reload:
-    """One copy in, and the wait that handed it to autograd, if that asked for it."""
+    """One copy in, and compute's wait for it; ``None``: autograd did not ask for the storage."""
 
     copy: StorageCopy
     wait: Wait | None = None
@@ -19,34 +19,34 @@ class Reload:
 
 @dataclass
 class TracedStorage:
-    """A storage that was saved at a site, from its copy out on."""
+    """A saved storage of one site, from its copy out on."""
 
     step: Step
     out: StorageCopy
     release: Wait | None = None
     overtaken: Wait | None = None
-    """Autograd asked for it before it was released: compute waited for the copy out."""
+    """The wait for the copy out if autograd asked for the storage before its release."""
     reloads: list[Reload] = field(default_factory=list)
 
     @property
     def is_overtaken(self) -> bool:
-        """Copied out, but autograd asked for it before it was released, so it was kept on the device."""
+        """Return whether autograd asked for the storage before its release, so that it was kept on the device."""
         return self.release is None and self.overtaken is not None
 
     @property
     def stayed(self) -> bool:
-        """Copied out, and neither released nor asked for: something else holds the memory."""
+        """Return whether the storage was neither released nor asked for: its memory is still referenced elsewhere."""
         return self.release is None and self.overtaken is None and not self.reloads
 
     def problems(self) -> Iterator[str]:
-        """Yield what is missing of the events that the engine always records."""
+        """Yield a sentence for each event that the engine always records and that is missing."""
         if self.reloads and self.release is None:
             yield f"step {self.step.number}: {self.name} was copied in, but never released after its copy out"
         for reload in self.reloads:
             if reload.wait is None:
                 yield (
-                    f"step {self.step.number}: {self.name} was copied in, but nothing waited for that copy: whatever "
-                    "reads it may come too early"
+                    f"step {self.step.number}: {self.name} was copied in, but nothing waited for that copy: a kernel "
+                    "may read it too early"
                 )
 
     @property
@@ -55,9 +55,9 @@ class TracedStorage:
 
 
 def find_storages(engine: Engine) -> tuple[list[TracedStorage], list[str]]:
-    """Return every storage that was copied out in a traced step, and what does not fit: events of none, events missing.
+    """Return the storages that were copied out in a traced step, and a sentence for each unmatched or missing event.
 
-    A site that is saved more than once in a step has its events paired in order.
+    If a site is saved more than once in a step, its events are paired in order.
     """
     storages: dict[tuple[Step, str, int], list[TracedStorage]] = defaultdict(list)
     problems: list[str] = []
@@ -77,9 +77,9 @@ def find_storages(engine: Engine) -> tuple[list[TracedStorage], list[str]]:
 
 
 def _append(storages: list[TracedStorage], event: StorageCopy | Wait) -> bool:
-    """Add `event` to the oldest storage that lacks it; returns whether there is one."""
+    """Add `event` to the oldest storage that lacks such an event; return whether there is one."""
     if isinstance(event, StorageCopy):
-        # A graph that is kept for a second backward brings the same storage in twice.
+        # With retain_graph, a second backward copies the same storage in again.
         last = storages[-1] if storages else None
         storage = next((storage for storage in storages if storage.release and not storage.reloads), last)
         if storage is None:

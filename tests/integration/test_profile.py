@@ -35,7 +35,7 @@ def profile(folder: Path, *flags: str, **settings: str) -> subprocess.CompletedP
 def test_a_run_is_traced_and_judged(tmp_path: Path):
     done = profile(tmp_path / "new", "--swap-layers", "0-5", "--swap-cpu-delay-ms", "1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "clean: every copy ran in order; number and bytes as the summary has them" in done.stdout
+    assert "clean: every copy ran in order; number and bytes match the summary" in done.stdout
     names = {path.name for path in (tmp_path / "new").iterdir()}
     assert names == {
         "about.json", "run.json", "rank-0.json.gz", "findings.json", "copies.csv", "step.png", "trace.perfetto.json.gz",

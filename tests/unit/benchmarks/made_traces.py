@@ -1,4 +1,4 @@
-"""Makes traces with known content: by hand (``Made``), or of a small training (``train``); writes both formats."""
+"""Make traces with known content, by hand (``Made``) or from a small training (``train``), in both formats."""
 
 from __future__ import annotations
 

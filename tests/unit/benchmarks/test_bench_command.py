@@ -1,4 +1,4 @@
-"""tools/bench.py as it is called: what it refuses, whom it locks out, and how it ends when it is told to."""
+"""The command line of tools/bench.py: refused options, locking, and how it ends when interrupted."""
 
 from __future__ import annotations
 

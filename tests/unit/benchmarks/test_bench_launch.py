@@ -1,4 +1,4 @@
-"""How measured processes are started, spoken with and stopped; a script stands in for the trainer."""
+"""Starting, directing and stopping measured processes; a script stands in for the trainer."""
 
 from __future__ import annotations
 
@@ -87,17 +87,17 @@ def test_it_waits_for_its_words() -> None:
         assert child._process.poll() is None, "it waits for go"
         child.say("go")
         polls: list[float] = []
-        told: list[float] = []
+        sent_s: list[float] = []
 
         def on_poll() -> None:
             polls.append(time.monotonic())
             if len(polls) == 5:
                 child.say("time")
-                told.append(time.monotonic())
+                sent_s.append(time.monotonic())
 
         finished = child.finish(60, on_poll=on_poll)
     assert finished.outcome == "ok"
-    assert told, "it was done before it was told to time its steps"
+    assert sent_s, "it ended before `time` was sent"
 
 
 @pytest.mark.parametrize(

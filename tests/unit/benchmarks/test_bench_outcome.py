@@ -1,4 +1,4 @@
-"""What became of a run is told from its exit code, its stage and its words."""
+"""The outcome of a run is derived from its exit code, stage and output."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from benchmarks.suites.frontier import frontier
-from benchmarks.suites.picture import OURS, PEERS, _shown, draw
+from benchmarks.suites.picture import BASELINES, OURS, _shown, draw
 from benchmarks.suites.progress import line
 from benchmarks.suites.runner import Item
 from benchmarks.suites.suite import find_suite, load_suite
@@ -89,7 +89,7 @@ def test_a_table_of_the_cpu_has_no_device_figures() -> None:
 
 
 def test_the_picture(tmp_path: Path) -> None:
-    rows = [*ROWS, *(row(f"peer-{i}", 100.0 + i, 70.0 + i, case="two") for i in range(12))]
+    rows = [*ROWS, *(row(f"baseline-{i}", 100.0 + i, 70.0 + i, case="two") for i in range(12))]
     path = tmp_path / "rows.png"
     draw(rows, path)
     height, width, _ = matplotlib.image.imread(path).shape
@@ -121,7 +121,7 @@ def markers(path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, An
 
 
 def test_other_losses_are_hollow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert markers(tmp_path / "rows.png", monkeypatch, ROWS[:5]) == [PEERS, PEERS, PEERS, "white", OURS]
+    assert markers(tmp_path / "rows.png", monkeypatch, ROWS[:5]) == [BASELINES, BASELINES, BASELINES, "white", OURS]
 
 
 def test_a_line_a_run() -> None:

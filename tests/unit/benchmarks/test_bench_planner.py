@@ -1,4 +1,4 @@
-"""Suites with budgets: relative ones become numbers, automatic methods get their time, what is not ready is told."""
+"""Suites with budgets: relative budgets, warm-up of methods that search for a plan, runs that are not ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of runs, who works beside whom, what is kept, and how rounds become rows. No trainer runs here."""
+"""The order of runs, concurrent processes, stored runs, and merging rounds into rows. No trainer runs here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Suites and methods: ours are right to the last flag, wrong ones are told."""
+"""Suites and methods: the committed files are valid to the last flag, wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -229,14 +229,14 @@ def test_what_methods_need() -> None:
         ("selective-recompute mpl", {}, "out of core_attn, mlp.*given: mpl"),
         ("selective-recompute", {}, "given: none"),
         ("layer-offload most", {}, "a number of layers, or all-but-one or half"),
-        ("optimizer-cpu-offload", {}, "a part of the optimizer's state, above 0 and at most 1.*given: nothing"),
+        ("optimizer-cpu-offload", {}, "a fraction of the optimizer state, above 0 and at most 1.*given: nothing"),
         ("optimizer-cpu-offload half", {}, "given: half"),
         ("optimizer-cpu-offload 0", {}, "given: 0"),
         ("optimizer-cpu-offload 0.5 often", {}, "the words overlap, unpinned; given: 0.5 often"),
         ("optimizer-cpu-offload 0.5 overlap overlap", {}, "given: 0.5 overlap overlap"),
         ("none --swap-layers all", {}, "none takes no arguments"),
         ("ours", {}, "ours takes --swap-layers"),
-        ("ours --swap-layers all --recompute-granularity full", {}, "added as a part of its own"),
+        ("ours --swap-layers all --recompute-granularity full", {}, "Add recomputation as a separate part"),
         ("none + ours --swap-layers all", {}, "none \\+ ours cannot be combined"),
         ("save-on-cpu + torchtune-offload", {}, "cannot be combined"),
         ("", {}, "'' is no kind of method"),

@@ -1,4 +1,4 @@
-"""Device memory that another program has taken."""
+"""Device memory that another program holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions were committed before their runs, from a profile of another budget, and nobody has touched them."""
+"""Predictions were committed before their runs, from a profile of another budget, and are unchanged."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_prediction_that_is_gone(tmp_path: Path) -> None:
     made = Made(tmp_path)
     made.plan.unlink()
     (said,) = made.problems()
-    assert said.endswith(f"{NAME} is not there")
+    assert said.endswith(f"{NAME} is missing")
 
 
 def test_other_plans_are_no_predictions(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The report says what the results say; fabricated results show that it would notice if it did not."""
+"""The report matches the results; fabricated results show that the check notices differences."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_changed_figure_is_noticed(built: Path, file: str, old: str, new: str,
 
 
 def test_a_missing_report_is_noticed(made: Path) -> None:
-    assert check(made / "results", made) == [f"{made / 'report.md'} is not there"]
+    assert check(made / "results", made) == [f"{made / 'report.md'} is missing"]
 
 
 def test_a_stale_picture_is_noticed_and_renewed(built: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_picture_of_other_findings_is_noticed(built: Path) -> None:
     whole = picture.read_bytes()
     (built / "report.html").unlink()
     picture.write_bytes(whole.replace(stamp_of(picture).encode(), b"0" * 64))  # type: ignore[union-attr]
-    assert check(built / "results", built) == [f"{picture} is not of the findings beside it"]
+    assert check(built / "results", built) == [f"{picture} was not drawn from findings.json beside it"]
     picture.write_bytes(whole.replace(KEYWORD + b"\0", b"Ignore\0", 1))
     assert check(built / "results", built) == [], "without a digest nothing can be told"
 
@@ -215,7 +215,7 @@ def test_a_note_in_a_picture_needs_a_picture() -> None:
 
 def test_a_swapped_run_beside_its_base() -> None:
     steps = overhead.ladder(suite())
-    assert [(step.row["method"], step.base["method"]) for step in steps] == [
+    assert [(step.row["method"], step.unswapped["method"]) for step in steps] == [
         ("ours-0-1", "none"), ("ours-all", "none"), ("ours-mlp", "recompute-mlp"),
     ]  # fmt: skip
     few, everything, mixed = steps
@@ -439,7 +439,7 @@ def test_two_profilers_of_one_run_stand_side_by_side(made: Path) -> None:
     assert group.subject == "1.3b"
     assert [profile.profiler for profile in group.profiles] == ["Nsight Systems", "torch.profiler"]
     assert group.differences == []
-    assert "Both profilers see the same" in markdown_of(made)
+    assert "Both profilers agree on" in markdown_of(made)
     path = made / "results" / "h200-profile-1.3b-torch" / "findings.json"
     found = json.loads(path.read_text())
     found["steps"][0]["copies"]["num_out_copies"] += 1
@@ -465,7 +465,7 @@ def test_traces_are_among_the_sources(made: Path) -> None:
     report = markdown_of(made)
     row = "| [h200-profile-1.3b-torch](results/h200-profile-1.3b-torch) | torch.profiler | 2 | Some GPU | 0123456 |"
     assert row in report
-    assert "Steps traced of each run: 2." in report
+    assert "Steps traced in each run: 2." in report
 
 
 def test_violations_are_told(made: Path) -> None:

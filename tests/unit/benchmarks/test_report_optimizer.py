@@ -1,4 +1,4 @@
-"""The report's table of what moving optimizer state costs, from fabricated rows."""
+"""The report's table of the cost of offloading optimizer state, from fabricated rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.benchmarks.made_report import LINK, RECOMPUTE, a_row, markdown_o
 BOTH = {**LINK, "duplex_gb_s": 40.0}
 
 
-def resting(part: str, step_ms: float, out_bytes: float, more: str = "", **fields: Any) -> Row:
+def offloaded(part: str, step_ms: float, out_bytes: float, more: str = "", **fields: Any) -> Row:
     moved = {"optimizer_out_bytes": int(out_bytes), "optimizer_in_bytes": int(out_bytes / 2)}
     flags = f"{more} --swap-optimizer {part}".strip()
     return a_row(f"ours-{part}", step_ms, 20.0, flags, **{"link": BOTH, "is_ours": True, **moved, **fields})
@@ -25,13 +25,13 @@ def suite() -> list[Row]:
     """All of the state takes the link 200 ms, half of it 100."""
     rows = [
         a_row("none", 700.0, 37.0, link=BOTH),
-        resting("1", 900.0, 8e9, losses_equal=True),
-        resting("0.5", 810.0, 4e9, losses_equal=True),
-        resting("0.25", 750.0, 2e9, more="--swap-layers 0-1"),
-        resting("0.125", 750.0, 1e9, more=RECOMPUTE),
-        resting("auto", 750.0, 1e9, more="--swap-memory-gib 20"),
-        resting("0.75", 900.0, 6e9, link=LINK),
-        resting("0.875", 900.0, 6e9, optimizer_out_bytes=None),
+        offloaded("1", 900.0, 8e9, losses_equal=True),
+        offloaded("0.5", 810.0, 4e9, losses_equal=True),
+        offloaded("0.25", 750.0, 2e9, more="--swap-layers 0-1"),
+        offloaded("0.125", 750.0, 1e9, more=RECOMPUTE),
+        offloaded("auto", 750.0, 1e9, more="--swap-memory-gib 20"),
+        offloaded("0.75", 900.0, 6e9, link=LINK),
+        offloaded("0.875", 900.0, 6e9, optimizer_out_bytes=None),
         a_row("megatron-0.5", 1200.0, 20.0, "--optimizer-cpu-offload"),
     ]
     return [{**row, "suite": "h200-optimizer"} for row in rows]
@@ -56,7 +56,7 @@ def test_the_table(tmp_path: Path) -> None:
     ]
 
 
-def test_state_alone_is_no_case_without_a_base(tmp_path: Path) -> None:
+def test_state_alone_is_no_case_without_an_unswapped_run(tmp_path: Path) -> None:
     write_rows(tmp_path / "results" / "h200-optimizer.jsonl", [row for row in suite() if row["method"] == "ours-1"])
     report = markdown_of(tmp_path)
     assert "the run without swapping is missing" not in report
@@ -65,7 +65,7 @@ def test_state_alone_is_no_case_without_a_base(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["1", "0.5", "auto"])
 def test_a_part_and_what_the_planner_decides_are_ours(part: str) -> None:
-    row = resting(part, 900.0, 8e9)
+    row = offloaded(part, 900.0, 8e9)
     assert swaps_optimizer(row)
     assert is_ours(row)
 

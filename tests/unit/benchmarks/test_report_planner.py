@@ -14,7 +14,7 @@ from benchmarks.report.build import build, check
 from benchmarks.report.flags import is_ours, is_planned
 from benchmarks.report.pictures import frontier_picture
 from benchmarks.rows import Row, write_rows
-from benchmarks.suites.picture import OURS, PEERS, PLANNED, draw
+from benchmarks.suites.picture import BASELINES, OURS, PLANNED, draw
 from tests.unit.benchmarks.made_report import RECOMPUTE, a_row, markdown_of, names, ours
 
 SHA = "beef" * 16
@@ -64,7 +64,7 @@ def test_points_from_the_largest_budget_to_the_smallest() -> None:
     assert (first.row["method"], second.row["method"]) == ("auto-20", "auto-10")
     assert first.none is not None
     assert first.none["method"] == "none"
-    assert (first.peer and first.peer["method"], second.peer and second.peer["method"]) == (
+    assert (first.baseline and first.baseline["method"], second.baseline and second.baseline["method"]) == (
         "recompute-mlp", "full-recompute",
     )  # fmt: skip
     assert names(planner.failed(suite())) == ["auto-1", "auto-2"]
@@ -83,9 +83,9 @@ def test_predictions_are_put_beside_the_peak_that_counts() -> None:
 def test_a_peer_is_one_that_fits_the_budget_and_saves_something() -> None:
     rows = [row for row in suite() if row["method"] in ("none", "auto-20")]
     point = planner.points([*rows, {**rows[0], "method": "none-again"}])[0]
-    assert point.peer is None
+    assert point.baseline is None
     wide = planned("auto-40", 700.0, 30.0, 50.0)
-    assert planner.points([rows[0], wide])[0].peer is None, "not swapping fits, and is no way of saving memory"
+    assert planner.points([rows[0], wide])[0].baseline is None, "not swapping fits, and is no way of saving memory"
 
 
 def test_the_section(docs: Path) -> None:
@@ -104,22 +104,22 @@ def test_the_section(docs: Path) -> None:
 def test_the_summary(docs: Path) -> None:
     report = re.sub(r"\s+", " ", markdown_of(docs))
     assert (
-        "- **Planned, small** (h200-planner): 1 of 2 points stayed within their budget; predictions are off by at most "
+        "- **Planned, small** (h200-planner): 1 of 2 points stayed within their budget; prediction errors are at most "
         "14.9 % of the peak and 2.0 % of the step time ([details](#the-planner))."
     ) in report
 
 
 def test_what_counts_is_said_and_told_once(docs: Path) -> None:
     report = markdown_of(docs)
-    assert "The peak that counts is the most that the allocator held (reserved)." in report
-    assert "The same by what the allocator had reserved" not in report
+    assert "The peak is the allocator's reserved memory." in report
+    assert "The same by reserved memory" not in report
     (line,) = [line for line in report.splitlines() if line.startswith("| full-recompute")]
     assert line.split(" | ")[3:6] == ["18.00", "8.00", "15.00"], "held, without static, given out"
     rows = [{**row, "sequence_schedule": [[50, 64], [9, 32]], "flags": row["flags"] + " --swap-deterministic"}
             for row in suite()]  # fmt: skip
     write_rows(docs / "results" / "h200-planner.jsonl", rows)
     report = markdown_of(docs)
-    assert "The sequences' length changes: 50 steps of 64 tokens and 9 steps of 32 tokens, over and over." in report
+    assert "The sequence length changes: 50 steps of 64 tokens and 9 steps of 32 tokens, repeatedly." in report
     assert "All kernels are deterministic" in report
 
 
@@ -128,7 +128,7 @@ def test_duels_and_frontier_are_of_the_peak_that_counts() -> None:
     for row in rows:
         if row["method"] == "recompute-mlp":
             row["device_reserved_gib"] = 29.5  # gave out less than ours, and held more
-    duels = {duel.ours["method"]: duel.peer and duel.peer["method"] for duel in compare.duels(rows)}
+    duels = {duel.ours["method"]: duel.baseline and duel.baseline["method"] for duel in compare.duels(rows)}
     assert duels["auto-20"] == "full-recompute"
     assert names(compare.on_frontier(rows)) == ["full-recompute", "auto-10", "auto-20", "none"]
 
@@ -163,7 +163,7 @@ def test_planned_points_have_a_colour_and_a_budget(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Axes, "scatter", noted)
     rows = [row for row in suite() if row["outcome"] == "ok"]
     draw(rows, tmp_path / "x.png")
-    assert faces == [PEERS, PEERS, PEERS, OURS, PLANNED, PLANNED]
+    assert faces == [BASELINES, BASELINES, BASELINES, OURS, PLANNED, PLANNED]
     assert budgets == [30.0, 18.5]
 
 

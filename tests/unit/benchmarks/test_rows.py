@@ -1,4 +1,4 @@
-"""The schema of result rows, and what is said about a row that breaks it."""
+"""The schema of result rows, and the messages for rows that break it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells of its plan, which of its timed steps were stable, and sequences that change their length."""
+"""The reported plan of a run, unstable timed steps, and sequences that change their length."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ def test_who_searches() -> None:
 def test_the_session_tells_what_was_planned() -> None:
     assert planning(AUTO, FOUND) == OF_RUN
     assert planning(("--swap-layers", "all"), None) is None
-    with pytest.raises(ValueError, match="searched for its plan reports nothing of it"):
+    with pytest.raises(ValueError, match="searched for its plan does not report a plan"):
         planning(AUTO, None)
 
 
 def test_a_plan_file_promises_what_stands_in_it(tmp_path: Path) -> None:
     flags = ("--swap-plan", str(a_plan(tmp_path / "plan.json")))
-    promise = {
+    prediction = {
         "budget_gib": 80.0, "predicted_peak_gib": 79.5, "predicted_step_ms": 1400.0, "profile_sha256": "beef",
         "num_replans": 0, "stages": [],
     }  # fmt: skip
-    assert planning(flags, None) == promise
-    told = planning(flags, {**FOUND, "num_replans": 2})
-    assert told == {**promise, "num_replans": 2, "stages": STAGES}, "no other prediction takes its place"
-    by_hand = a_plan(tmp_path / "hand.json", budget_gib=None, profile_sha256=None, predicted=None)
-    assert planning(("--swap-plan", str(by_hand)), None) == {**dict.fromkeys(promise), "num_replans": 0, "stages": []}
+    assert planning(flags, None) == prediction
+    combined = planning(flags, {**FOUND, "num_replans": 2})
+    assert combined == {**prediction, "num_replans": 2, "stages": STAGES}, "no other prediction takes its place"
+    hand = a_plan(tmp_path / "hand.json", budget_gib=None, profile_sha256=None, predicted=None)
+    assert planning(("--swap-plan", str(hand)), None) == {**dict.fromkeys(prediction), "num_replans": 0, "stages": []}
 
 
 @pytest.mark.parametrize(

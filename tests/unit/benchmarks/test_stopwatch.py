@@ -1,4 +1,4 @@
-"""When a run has been timed for long enough."""
+"""When enough steps have been timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result files: what is stored and resumed, who may write, and what stands beside."""
+"""Result files: storing, resuming, locking, and the files beside them."""
 
 from __future__ import annotations
 

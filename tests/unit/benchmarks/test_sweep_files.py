@@ -1,4 +1,4 @@
-"""Sweep files: those that are here are right, and wrong ones are told what to change."""
+"""Sweep files: the committed ones are valid, and messages for wrong ones say what to change."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, old: str, new: str, said: str) -
 
 def test_fit_needs_a_prediction(tmp_path: Path) -> None:
     sweep = a_sweep(tmp_path, FILE.replace("--bf16", "--fp16"))
-    with pytest.raises(SuiteError, match=r"'fit' needs a prediction.* Give a part, 0 to 1, instead"):
+    with pytest.raises(SuiteError, match=r"'fit' needs a prediction.* Give a fraction, 0 to 1, instead"):
         sweep.trial("ours", 0, TIERS, H200)
 
 
@@ -146,7 +146,7 @@ def test_the_command_runs_nothing_where_it_should_not(tmp_path: Path) -> None:
     assert "begins at 26 layers (8.58 B parameters): predicted 129.08 GiB of device" in dry.stdout
     assert "pruned from 30 layers on: 148.14 GiB of device memory, 139.80 GiB are there (the device's)" in dry.stdout
     for flags, said in (
-        (("--sweep", "quick", "--gpu", "h200"), "--gpu goes with --dry-run"),
+        (("--sweep", "quick", "--gpu", "h200"), "--gpu needs --dry-run"),
         (("--sweep", "quick", "--dry-run", "--gpu", "k80"), "--gpu k80: is not in the table"),
     ):
         done = command(*flags)

@@ -1,4 +1,4 @@
-"""What the memory model says of runs that were measured, and which values it prunes."""
+"""The memory model against measured runs, and the values that it prunes."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_what_was_measured_is_within_the_margin(file: str, case: str, method: st
     assert rows
     for row in rows:
         # What workers of the data loader keep is not the trainer's, whose memory is in the row.
-        told = forecast([*str(row["flags"]).split(), "--num-workers", "0"], TIERS, H200)
-        assert not told.is_bound
-        peak_gib, device = row["device_peak_gib"], told.of("device")
+        predicted = forecast([*str(row["flags"]).split(), "--num-workers", "0"], TIERS, H200)
+        assert not predicted.is_bound
+        peak_gib, device = row["device_peak_gib"], predicted.of("device")
         assert device == pytest.approx(peak_gib, rel=max(MARGIN, earlier)), (device, peak_gib)
         if "megatron" in method or "--swap-optimizer" in str(row["flags"]):
-            assert told.of("host") == pytest.approx(row["host_peak_gib"], rel=0.07)
+            assert predicted.of("host") == pytest.approx(row["host_peak_gib"], rel=0.07)
 
 
 def shape(more: str, layers: int = 32) -> list[str]:
@@ -81,8 +81,8 @@ def test_a_value_may_stand_behind_an_equals_sign() -> None:
 
 def test_what_a_peer_may_take_is_no_flag_of_ours() -> None:
     flags = "--optimizer-cpu-offload --optimizer-offload-fraction 1 --num-workers 0"
-    told = forecast(shape(f"{flags} --swap-host-gib 20", 18), TIERS, H200)
-    (host,) = (need for need in told.needs if need.tier == "host")
+    predicted = forecast(shape(f"{flags} --swap-host-gib 20", 18), TIERS, H200)
+    (host,) = (need for need in predicted.needs if need.tier == "host")
     assert host.limit_gib == TIERS.host - PROCESSES_GIB
 
 
@@ -96,11 +96,11 @@ def test_a_disk_makes_no_planned_model_smaller(disk_gib: int) -> None:
 
 def test_what_host_memory_has_no_room_for_goes_to_disk() -> None:
     flags = shape("--swap-optimizer 1 --swap-disk-dir /tmp --swap-disk-gib 60", 48)
-    told = forecast(flags, Tiers(139.8, 118.0, 50.0), H200)
+    predicted = forecast(flags, Tiers(139.8, 118.0, 50.0), H200)
     params_gib = 15.55e9 / 2**30
-    assert told.of("host") == pytest.approx(112 - 7 * 0.25)
-    assert told.of("disk") == pytest.approx(10 * params_gib - 110.25, rel=0.01)
-    assert told.fits
+    assert predicted.of("host") == pytest.approx(112 - 7 * 0.25)
+    assert predicted.of("disk") == pytest.approx(10 * params_gib - 110.25, rel=0.01)
+    assert predicted.fits
     tight = forecast(flags, Tiers(139.8, 118.0, 20.0), H200)
     assert tight.excess is not None
     assert (tight.excess.tier, tight.excess.limit_gib) == ("disk", 20.0)
@@ -115,27 +115,27 @@ def test_what_host_memory_has_no_room_for_goes_to_disk() -> None:
     ],
 )
 def test_of_others_it_knows_the_least(more: str) -> None:
-    told = forecast(shape(more), TIERS, H200)
-    assert told.is_bound
-    assert told.of("device") == told.static_gib
+    predicted = forecast(shape(more), TIERS, H200)
+    assert predicted.is_bound
+    assert predicted.of("device") == predicted.static_gib
 
 
 def test_megatrons_offload_has_gradients_in_fp32_wherever_its_state_is() -> None:
     """7.94 B parameters: where gradients are in bf16 there are two of each."""
     flags = shape("--optimizer-cpu-offload --optimizer-offload-fraction 0.25 --num-workers 0", 24)
-    told, gib = forecast(flags, TIERS, H200), 7.94e9 / 2**30
-    assert told.static_gib == pytest.approx((4 + 0.75 * 16) * gib, rel=0.01)
-    assert told.of("host") == pytest.approx(0.25 * 19.2 * gib, rel=0.01), "pinned gradients take 1.8 times their size"
+    predicted, gib = forecast(flags, TIERS, H200), 7.94e9 / 2**30
+    assert predicted.static_gib == pytest.approx((4 + 0.75 * 16) * gib, rel=0.01)
+    assert predicted.of("host") == pytest.approx(0.25 * 19.2 * gib, rel=0.01), "pinned gradients take 1.8 x their size"
     unpinned = forecast([*flags, "--no-pin-cpu-grads"], TIERS, H200)
     assert unpinned.of("host") == pytest.approx(0.25 * 16 * gib, rel=0.01)
     shared = forecast([*flags, "--context-parallel-size", "2", "--use-distributed-optimizer"], TIERS, H200)
-    assert shared.of("host") == pytest.approx(told.of("host") / 2)
+    assert shared.of("host") == pytest.approx(predicted.of("host") / 2)
     in_fp32 = forecast([word for word in flags if word not in ("--main-grads-dtype", "bf16")], TIERS, H200)
     assert in_fp32.static_gib == pytest.approx((2 + 4 + 0.75 * 12) * gib, rel=0.01)
 
 
 def test_workers_of_the_data_loader_keep_what_megatrons_offload_replaces() -> None:
-    """All that a machine with 122 GiB had no room for is predicted so, and what it had room for, too."""
+    """What did not fit a machine with 122 GiB is predicted not to fit, and what fitted is predicted to fit."""
     rows = [
         json.loads(line) for name in ("second", "third")
         for line in (RESULTS / f"h200-depth-sweep-{name}.jsonl").read_text().splitlines()
@@ -143,8 +143,8 @@ def test_workers_of_the_data_loader_keep_what_megatrons_offload_replaces() -> No
     ran = [row for row in rows if row["method"].startswith("megatron-optimizer") and row["outcome"] != "pruned"]
     assert {row["outcome"] for row in ran} == {"ok", "oom_host"}
     for row in ran:
-        told = forecast(row["flags"].split(), Tiers(**row["tiers_gib"]), H200)
-        assert told.fits == (row["outcome"] == "ok"), (row["method"], row["case"])
+        predicted = forecast(row["flags"].split(), Tiers(**row["tiers_gib"]), H200)
+        assert predicted.fits == (row["outcome"] == "ok"), (row["method"], row["case"])
 
 
 def test_a_peer_around_the_model_is_not_known() -> None:
@@ -152,9 +152,9 @@ def test_a_peer_around_the_model_is_not_known() -> None:
 
 
 def test_a_planned_run_takes_what_it_may() -> None:
-    told = forecast(shape("--swap-memory-gib 130", 16), TIERS, H200)
-    assert told.fits
-    assert (told.of("device") or 0) <= 130
+    predicted = forecast(shape("--swap-memory-gib 130", 16), TIERS, H200)
+    assert predicted.fits
+    assert (predicted.of("device") or 0) <= 130
     near = forecast(shape("--swap-memory-gib 80", 16), TIERS, H200)
     assert (near.of("device") or 0) > (1 - MARGIN) * 80
     assert near.fits, "it could do with less"
@@ -167,10 +167,10 @@ def test_what_may_rest_is_what_training_lets_rest() -> None:
     """Nine tenths of what --swap-host-gib allows, however much the machine has."""
     flags = shape("--swap-optimizer auto --swap-memory-gib 136", 48)
     for host_gib in (122.0, 100.0):
-        told = forecast(flags, Tiers(139.8, host_gib, 0.0), H200)
-        assert told.static_gib == pytest.approx(14 * 15.55e9 / 2**30 - 0.9 * min(112.0, host_gib), rel=0.01)
-        assert told.of("host") == pytest.approx(min(112.0, host_gib), rel=0.1)
-        assert told.fits, "activations can do with less"
+        predicted = forecast(flags, Tiers(139.8, host_gib, 0.0), H200)
+        assert predicted.static_gib == pytest.approx(14 * 15.55e9 / 2**30 - 0.9 * min(112.0, host_gib), rel=0.01)
+        assert predicted.of("host") == pytest.approx(min(112.0, host_gib), rel=0.1)
+        assert predicted.fits, "activations can do with less"
     disk = forecast([*flags, "--swap-disk-dir", "/tmp"], Tiers(139.8, 122.0, 80.0), H200)
     assert disk.static_gib == pytest.approx(14 * 15.55e9 / 2**30 - 0.9 * 56.0 - 80.0, rel=0.01)
 
@@ -180,10 +180,10 @@ def test_without_a_gpu_all_is_host_memory() -> None:
     training = read_flags([word for word in flags if "aware" not in word])
     assert training.states == States(gradient_bytes=4, state_bytes=8, weight_bytes=4, offload_fraction=0.5)
     assert training.states.param_bytes == 16
-    told = forecast(flags, Tiers(None, 1.0, 0.0), None)
-    assert told.of("device") is None
-    assert told.excess is not None
-    assert (told.excess.tier, told.excess.limit_gib) == ("host", 1.0)
+    predicted = forecast(flags, Tiers(None, 1.0, 0.0), None)
+    assert predicted.of("device") is None
+    assert predicted.excess is not None
+    assert (predicted.excess.tier, predicted.excess.limit_gib) == ("host", 1.0)
 
 
 def test_wrong_flags_are_named() -> None:

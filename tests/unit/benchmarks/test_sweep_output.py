@@ -74,7 +74,7 @@ def test_the_report_has_a_section(tmp_path: Path) -> None:
     assert check(results, results.parent)
     build(results, results.parent)
     text = page.read_text()
-    assert "### Sweep small: the largest depth" in text
+    assert "### Sweep small: largest depth" in text
     assert "report/small-sweep.png" in text
     assert "| none | 28 layers |" in text
     assert "- **The largest depth** (small): `ours` 40 layers" in text

@@ -1,4 +1,4 @@
-"""Where a sweep looks next, what it writes, and how it goes on after an interruption. No trainer runs here."""
+"""The next trial of a sweep, its rows, and resuming it. No trainer runs here."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ def test_every_larger_value_was_tried_or_pruned(tmp_path: Path) -> None:
     rows = search(sweep, results_in(sweep, tmp_path), FakeTraining(layers(20)))
     for mine in rows.values():
         best = max(row["value"] for row in mine if row["outcome"] == "ok")
-        told = sorted(value for row in mine for value in row["values"] if value > best)
-        assert told == [value.number for value in sweep.values if value.number > best]
+        larger = sorted(value for row in mine for value in row["values"] if value > best)
+        assert larger == [value.number for value in sweep.values if value.number > best]
         assert all(row["why"] for row in mine if row["outcome"] == "pruned")
 
 
@@ -105,7 +105,7 @@ def test_nothing_trains(tmp_path: Path) -> None:
     (found,) = largest_by_method(rows)
     assert found.best is None
     assert found.stopped_by == "16 layers: out of host memory"
-    assert found.limit.endswith("It is host memory that the next one lacks.")
+    assert found.limit.endswith("The next value lacks host memory.")
     assert "| none | none that was tried | – |" in markdown(rows)
 
 
@@ -138,19 +138,19 @@ def test_what_limits_a_method_says_how_full_each_tier_is(tmp_path: Path) -> None
     crowded = {**best, "predicted": {**best["predicted"], "device_gib": 130.0, "static_gib": 125.0, "host_gib": 108.0}}
     with_disk = {**crowded, "flags": f"{best['flags']} --swap-disk-dir /tmp --swap-disk-gib 20"}
     for row, disk_gib, text in (
-        (crowded, None, "a larger model, and little is left there."),
+        (crowded, None, "a larger model, and the other tiers are nearly full."),
         ({**crowded, "predicted": {**crowded["predicted"], "host_gib": 60.0}}, None, "makes room for a larger model."),
         (with_disk, 19.0, "108.0 of 112.0 GiB of host and 19.0 of 20.0 GiB of disk memory beside it. Activations"),
         (with_disk, 5.0, "makes room for a larger model."),
     ):
-        told = {**row, "predicted": {**row["predicted"], "disk_gib": disk_gib}}
-        told["tiers_gib"] = {**row["tiers_gib"], "disk": 60.0}
+        changed = {**row, "predicted": {**row["predicted"], "disk_gib": disk_gib}}
+        changed["tiers_gib"] = {**row["tiers_gib"], "disk": 60.0}
         ended = {**stop, "outcome": "oom_device", "why": None}
-        assert text in largest_by_method([told, ended])[0].limit
+        assert text in largest_by_method([changed, ended])[0].limit
     large = {**stop["predicted"], "device_gib": 150.0, "host_gib": 119.0, "disk_gib": None}
     for outcome, last in (("oom_host", "host and device"), ("oom_disk", "disk and device and host")):
         (one,) = largest_by_method([best, {**stop, "predicted": large, "outcome": outcome, "why": None}])
-        assert one.limit.endswith(f" It is {last} memory that the next one lacks.")
+        assert one.limit.endswith(f" The next value lacks {last} memory.")
 
 
 def test_a_search_that_was_interrupted_is_no_answer(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_the_physical_limit_and_the_champions(tmp_path: Path) -> None:
         "14 bytes a parameter."
     )
     assert [row["value"] for row in champions(rows)] == [24, 24]
-    assert "weights, gradients and the optimizer state that stays take" in markdown(rows)
+    assert "weights, gradients and the kept optimizer state take" in markdown(rows)
     assert "Nothing larger was tried" not in markdown(rows)
     smaller = [row for row in rows if row["outcome"] == "ok" or row["method"] != "none"]
     assert markdown(smaller).count("Nothing larger was tried: this is not its limit.") == 1

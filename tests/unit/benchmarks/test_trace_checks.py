@@ -1,4 +1,4 @@
-"""Every planted fault is found, by how much it is wrong, and nothing is found in a correct run."""
+"""Every planted fault is found with its size, and nothing is found in a correct run."""
 
 from __future__ import annotations
 

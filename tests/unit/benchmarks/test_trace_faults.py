@@ -1,4 +1,4 @@
-"""Faults planted in the real engine, and a link made slow: the analysis of a trace must tell."""
+"""Faults planted in the real engine, and a slowed link: the analysis of a trace must report them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_link_made_slow_is_found_and_shows_as_stalls(tmp_path: Path, link: Lin
 
     slow = traced(tmp_path / "slow", throttle, link_gb_s=fast_gb_s)
     assert not slow.ordering.violations
-    assert len([told for told in slow.mismatches if "holds it up" in told]) == 2
+    assert len([text for text in slow.mismatches if "holds it up" in text]) == 2
     # What was hidden no longer is: compute stands still for a good part of what the copies were held up.
     held_up_ms = 20 * (slow.links["out"].num_copies + slow.links["in"].num_copies)
     assert slow.steps[0].stalled_ms > held_up_ms / 2

@@ -1,4 +1,4 @@
-"""Figures, to the exact number, of traces that can be computed by hand."""
+"""Exact figures of traces that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_a_stall_lasts_while_the_wait_is_enqueued_the_copy_runs_and_compute_idle
 
 
 def test_gaps_are_told_by_size_with_their_owner(analysis: Analysis):
-    told = [(gap.start_ms, gap.ms, gap.owner, gap.stalled_ms) for gap in analysis.gaps]
-    assert told == [
+    gaps = [(gap.start_ms, gap.ms, gap.owner, gap.stalled_ms) for gap in analysis.gaps]
+    assert gaps == [
         (10.0, 4.0, "wait layers.0/mlp.linear_fc1/0 mb0", 3.5),
         (18.0, 4.0, "host: Optimizer.step", 0.0),
     ]

@@ -1,4 +1,4 @@
-"""What is left on disk and on the screen: pictures, Perfetto's trace, tables, exit status."""
+"""Files and printed output of the analysis: pictures, Perfetto trace, tables, exit status."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_tool_judges_a_clean_run_and_saves_everything(tmp_path: Path):
     trace, summary = write_run(tmp_path, *train())
     done = run_tool(trace, "--summary", summary)
     assert done.returncode == 0, done.stderr
-    assert "clean: every copy ran in order; number and bytes as the summary has them" in done.stdout
+    assert "clean: every copy ran in order; number and bytes match the summary" in done.stdout
     saved = json.loads((tmp_path / "findings.json").read_text())
     assert saved["clean"]
     assert saved["compared_with_summary"]

@@ -1,4 +1,4 @@
-"""Both formats say the same; what cannot be judged is refused with a reason."""
+"""Both trace formats give the same result; unusable files are refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tools/verify.py makes of a run, and of its options."""
+"""The rows and the options of tools/verify.py."""
 
 from __future__ import annotations
 
