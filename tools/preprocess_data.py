@@ -43,7 +43,7 @@ NOT_FOR_TEXT = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer"
 
 @dataclass(frozen=True)
 class Encoder:
-    """What a worker needs of a tokenizer."""
+    """A tokenizer: its encoding, vocabulary size and end-of-document id (`None`: it has none)."""
 
     encode: Callable[[str], Tokens]
     vocab_size: int
@@ -52,7 +52,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Line:
-    """One record as it was read: `number` is None when a whole file is one document."""
+    """One raw record; `number` is its line, or `None` if the whole file is one document."""
 
     source: str
     number: int | None
@@ -60,13 +60,13 @@ class Line:
 
     @property
     def place(self) -> str:
-        """Where an editor finds it."""
+        """Return `FILE:LINE`, or `FILE` for a whole file."""
         return self.source if self.number is None else f"{self.source}:{self.number}"
 
 
 @dataclass
 class Encoded:
-    """A chunk's documents by key, in input order, and what could not be used."""
+    """A chunk's documents by key, in input order, and the problems of unusable lines."""
 
     documents: dict[str, list[Tokens]]
     problems: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse, with Megatron's tokenizer flags where they are asked for (reading them takes seconds)."""
+    """Parse the command line; Megatron's tokenizer flags are loaded only if used, since that takes seconds."""
     words = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -115,10 +115,10 @@ def build_encoder(args: argparse.Namespace) -> Encoder:
     with quiet_imports():
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-    # The padded size belongs to a model and its tensor-parallel size, which do not exist here.
+    # No padding of the vocabulary: it depends on the tensor-parallel size, which is unknown here.
     try:
         tokenizer = build_tokenizer(argparse.Namespace(**{**vars(args), "pad_vocab_size": False}))
-    except (ImportError, AssertionError, AttributeError, TypeError) as error:  # its library is missing, or its files
+    except (ImportError, AssertionError, AttributeError, TypeError) as error:  # missing library or files
         raise ValueError(f"Megatron cannot build --tokenizer-type {args.tokenizer_type}: {error}") from error
     eod = tokenizer.eod
     return Encoder(
@@ -129,7 +129,7 @@ def build_encoder(args: argparse.Namespace) -> Encoder:
 
 
 def find_inputs(paths: list[Path], glob: str) -> list[Path]:
-    """Expand folders, in a fixed order; what does not exist is an error."""
+    """Expand folders in a fixed order. Raises: `FileNotFoundError` for a missing path or an empty folder."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -145,7 +145,7 @@ def find_inputs(paths: list[Path], glob: str) -> list[Path]:
 
 
 def read_chunks(files: list[Path]) -> Iterator[list[Line]]:
-    """Yield the records in order, about a MiB at a time."""
+    """Yield the records in order, in chunks of about 1 MiB."""
     chunk: list[Line] = []
     num_bytes = 0
     for line in read_lines(files):
@@ -170,7 +170,7 @@ def read_lines(files: list[Path]) -> Iterator[Line]:
 
 
 def texts_of(line: Line, keys: list[str]) -> dict[str, str]:
-    """Return the line's text for every key, or raise ValueError saying what is wrong with it."""
+    """Return the line's text for every key. Raises: `ValueError`, which says what is wrong with the line."""
     text = line.raw.decode("utf-8")
     if line.number is None:
         return {keys[0]: text}
@@ -203,7 +203,7 @@ def encode_chunk(encoder: Encoder, keys: list[str], append_eod: bool, chunk: lis
     return result
 
 
-_worker_encoder: Encoder  # set once in each worker process: a tokenizer is not worth pickling for every chunk
+_worker_encoder: Encoder  # set once per worker process, so that the tokenizer is not pickled for every chunk
 
 
 def _start_worker(args: argparse.Namespace) -> None:
@@ -221,7 +221,7 @@ def encode_all(args: argparse.Namespace, encoder: Encoder, files: list[Path]) ->
         for chunk in read_chunks(files):
             yield encode_chunk(encoder, args.json_keys, args.append_eod, chunk)
         return
-    # spawn: torch and the progress bar have threads, with which a fork may dead-lock.
+    # spawn: torch and the progress bar have threads, and a fork with threads may deadlock.
     with ProcessPoolExecutor(args.workers, get_context("spawn"), _start_worker, (args,)) as pool:
         pending: deque[Future[Encoded]] = deque()
         try:
@@ -237,7 +237,7 @@ def encode_all(args: argparse.Namespace, encoder: Encoder, files: list[Path]) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert; 0 if the datasets stand."""
+    """Convert the inputs to datasets and return 0; errors are raised."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -286,10 +286,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line: errors are a sentence, not a traceback."""
+    """Run the command and return its exit status; an error is printed as one line."""
     try:
         return run(parse_arguments(argv))
-    except (OSError, ValueError, ImportError) as error:  # rich is of the extra `measure`
+    except (OSError, ValueError, ImportError) as error:  # rich comes with the extra `measure`
         print(f"error: {error}", file=sys.stderr)
         return 1
 
