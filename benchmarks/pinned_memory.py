@@ -65,7 +65,7 @@ def measure_reservation(
     name: str, nbytes: int, strategy: PinStrategy, slab_bytes: int, pinned: bool
 ) -> dict[str, Any]:
     """Reserve `nbytes` in a fresh pool, release them, and return the time of each phase."""
-    pool = HostPool(limit_bytes=nbytes, pinned=pinned, slab_bytes=slab_bytes, strategy=strategy)
+    pool = HostPool(limit=nbytes, pinned=pinned, slab_bytes=slab_bytes, strategy=strategy)
     try:
         start = time.perf_counter()
         pool.reserve(nbytes)
@@ -114,7 +114,7 @@ def measure_pin_memory(nbytes: int) -> dict[str, Any]:
 def measure_pool_calls(num_leases: int = 2000) -> dict[str, Any]:
     """Time lease() + views() + free(), in microseconds, in a pool cut into many blocks."""
     pool = HostPool(
-        limit_bytes=4 * GIB,
+        limit=4 * GIB,
         slab_bytes=4 * GIB,
         pinned=False,
         strategy=PinStrategy(touch="none", huge_pages=False),
@@ -188,7 +188,7 @@ def measure_copies(
     nbytes: int, extent_bytes: int | None, piece_bytes: int, strategy: PinStrategy, repeats: int
 ) -> dict[str, Any]:
     """Time D2H, H2D and both at once through two leases of `nbytes`, and compare the returned bytes."""
-    pool = HostPool(limit_bytes=2 * nbytes, pinned=True, slab_bytes=2 * nbytes, strategy=strategy)
+    pool = HostPool(limit=2 * nbytes, pinned=True, slab_bytes=2 * nbytes, strategy=strategy)
     try:
         out_lease, in_lease = make_leases(pool, nbytes, extent_bytes)
         source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")

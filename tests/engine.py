@@ -172,7 +172,7 @@ class Engine:
             swapped = filter(policy.swaps_layer, numbers)
         self.swapped = set(numbers if swapped is None else swapped)
         self.device = device if device is not None else EmulatedDevice(longest_delay_s=0.0005)
-        self.pool = HostPool(limit_bytes=host_bytes, slab_bytes=min(MIB, host_bytes), pinned=False, poison=True)
+        self.pool = HostPool(limit=host_bytes, slab_bytes=min(MIB, host_bytes), pinned=False, poison=True)
         host = HostTier(self.pool)
         self.tier: Tier = host if disk is None else SpillTier(host, DiskTier(disk, 4 * KIB, pinned=False))
         policy = policy or ManualPolicy(self.swapped, modules, min_bytes, recompute)

@@ -127,7 +127,8 @@ class SwapConfig:
         check_files(files | {"--swap-summary": self.summary}, {"--swap-plan": self.plan_file})
         for kind in self.recompute:
             _require(kind in PRODUCERS, "--swap-recompute", kind, f"{' or '.join(PRODUCERS)} (several: with spaces)")
-        _require(0 <= self.optimizer <= 1, "--swap-optimizer", self.optimizer, "0 to 1, a part of its state, or auto")
+        fraction = "a fraction of the state, 0 to 1, or auto"
+        _require(0 <= self.optimizer <= 1, "--swap-optimizer", self.optimizer, fraction)
         self._check_disk()
         if self.profile is not None:
             _require(not Path(self.profile).is_file(), "--swap-profile", self.profile, "a folder or 'nsys', not a file")

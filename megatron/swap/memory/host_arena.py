@@ -1,4 +1,4 @@
-"""Host memory for offloaded optimizer state: contiguous pieces, each reserved until training ends."""
+"""Host memory in contiguous pieces, reserved until training ends: for optimizer state and buffers before a disk."""
 
 from __future__ import annotations
 

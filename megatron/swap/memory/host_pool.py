@@ -138,8 +138,8 @@ class HostPool:
     only appends to a deque, which is atomic, and the next call of the pool empties that deque.
 
     Args:
-        limit_bytes: the most to reserve, in whole pages. With a ``HostMemoryBudget`` it is the budget's unreserved
-            bytes at the moment when the pool grows.
+        limit: the most bytes to reserve, in whole pages; or a budget, whose unreserved bytes are the limit at the
+            moment when the pool grows.
         pinned: register the slabs with CUDA, and place them near the device.
         slab_bytes: size of a slab; whole pages. The last one before the limit may be smaller.
         device: index of the CUDA device; default: the current one.
@@ -151,16 +151,16 @@ class HostPool:
             copy, which may still read the memory, is over. It must not call the pool.
 
     Attributes:
-        budget: the given budget, or a new one of ``limit_bytes``.
+        budget: the given budget, or a new one of ``limit`` bytes.
 
     Raises:
-        ValueError: ``slab_bytes`` is no whole number of pages, or ``limit_bytes`` is less than one page.
+        ValueError: ``slab_bytes`` is no whole number of pages, or ``limit`` is less than one page.
     """
 
     def __init__(
         self,
         *,
-        limit_bytes: int | HostMemoryBudget,
+        limit: int | HostMemoryBudget,
         pinned: bool,
         slab_bytes: int = 1 << 30,
         device: int | None = None,
@@ -171,11 +171,11 @@ class HostPool:
     ) -> None:
         if slab_bytes <= 0 or slab_bytes % PAGE_BYTES:
             raise ValueError(f"slab_bytes must be a positive multiple of {PAGE_BYTES}, got {slab_bytes}")
-        if isinstance(limit_bytes, int):
-            if limit_bytes < PAGE_BYTES:
-                raise ValueError(f"limit_bytes must be at least one page ({PAGE_BYTES}), got {limit_bytes}")
-            limit_bytes = HostMemoryBudget(limit_bytes)
-        self.budget = limit_bytes
+        if isinstance(limit, int):
+            if limit < PAGE_BYTES:
+                raise ValueError(f"limit must be at least one page ({PAGE_BYTES} bytes), got {limit}")
+            limit = HostMemoryBudget(limit)
+        self.budget = limit
         if pinned and device is None:
             device = torch.cuda.current_device()
         if pinned and device is not None and numa_node is None:

@@ -132,7 +132,7 @@ class SwappedActivations:
         self.chosen = tuple(number for number, flag in enumerate(is_swapped) if flag)
         engine_device = _engine_device(device, config.cpu_delay_ms / 1e3)
         guard_bytes = int(GUARD_HOST_FRACTION * limit_bytes) if config.oom_guard else 0
-        self._tier = HostTier(HostPool(limit_bytes=limit_bytes, pinned=device.type == "cuda", device=device.index))
+        self._tier = HostTier(HostPool(limit=limit_bytes, pinned=device.type == "cuda", device=device.index))
         guard = OomGuard(engine_device, self._tier.pool, int(config.min_mib * MIB), guard_bytes)
         if config.oom_guard:
             guard.begin()

@@ -107,7 +107,7 @@ class TensorSwap:
         on_gpu = self.device.type == "cuda"
         index = self.device.index if on_gpu else None
         self._pool = HostPool(
-            limit_bytes=int(self._host_gib * GIB), pinned=on_gpu, slab_bytes=SLAB_BYTES, device=index
+            limit=int(self._host_gib * GIB), pinned=on_gpu, slab_bytes=SLAB_BYTES, device=index
         )
         self._transfers = Transfers(self.device, self._make_queue)
         self._mover = StorageMover(self.device, self._pool, self._transfers, self._access)

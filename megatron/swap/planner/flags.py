@@ -87,7 +87,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     is_precision_aware = known.use_precision_aware_optimizer
     fraction = parse_fraction(known.swap_optimizer)
     if fraction is not None and not 0 <= fraction <= 1:
-        raise UsageError(f"--swap-optimizer {fraction:g}: must be 0 to 1, a part of its state, or auto.")
+        raise UsageError(f"--swap-optimizer {fraction:g}: must be a fraction of the state, 0 to 1, or auto.")
     states = States(
         gradient_bytes=2 if is_precision_aware and known.main_grads_dtype == "bf16" else 4,
         state_bytes=state_bytes_of(known),
@@ -134,7 +134,7 @@ def parse_fraction(text: str) -> float | None:
     try:
         return None if text == "auto" else float(text)
     except ValueError:
-        raise UsageError(f"--swap-optimizer {text}: must be 0 to 1, a part of its state, or auto.") from None
+        raise UsageError(f"--swap-optimizer {text}: must be a fraction of the state, 0 to 1, or auto.") from None
 
 
 def _gib(flag: str, text: str | None) -> float | None:

@@ -99,7 +99,7 @@ class ActivationParts:
             on_tier_full: called when the tier has no room for a storage; ``None``: that is an error.
         """
         device, on_gpu = run_device.device, torch.cuda.is_available()
-        pool = HostPool(limit_bytes=planned.state_memory.budget, pinned=on_gpu)
+        pool = HostPool(limit=planned.state_memory.budget, pinned=on_gpu)
         host_tier = HostTier(pool)
         tier: Tier = host_tier
         if planned.disk is not None and planned.swaps:

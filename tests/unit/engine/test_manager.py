@@ -43,7 +43,7 @@ class Bare:
 
     def __init__(self, device: LazyDevice | None = None) -> None:
         self.device = device or LazyDevice()
-        self.pool = HostPool(limit_bytes=MIB, slab_bytes=MIB, pinned=False, poison=True)
+        self.pool = HostPool(limit=MIB, slab_bytes=MIB, pinned=False, poison=True)
         self.manager = SwapManager(self.device, HostTier(self.pool), EVERYTHING, EngineSettings(window_bytes=0))
 
     def swap_out(self, tensor: torch.Tensor, layer: int = 0):

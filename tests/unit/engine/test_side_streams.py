@@ -101,7 +101,7 @@ class Recorder(Device):
 
 def swapped_out(device: Recorder, saved_on: str):
     """A storage with two saved tensors that has left the device."""
-    pool = HostPool(limit_bytes=1 << 26, slab_bytes=1 << 24, pinned=False)
+    pool = HostPool(limit=1 << 26, slab_bytes=1 << 24, pinned=False)
     manager = SwapManager(device, HostTier(pool), EVERYTHING)
     group = manager.begin_forward(0, LAST)
     tensor = torch.arange(4096.0)
@@ -142,7 +142,7 @@ def test_memory_that_a_side_stream_saved_is_released_behind_the_copy_on_the_main
 
 def test_a_site_counts_as_held_only_by_refusals_in_a_row():
     device = Recorder()
-    pool = HostPool(limit_bytes=1 << 26, slab_bytes=1 << 24, pinned=False)
+    pool = HostPool(limit=1 << 26, slab_bytes=1 << 24, pinned=False)
     manager = SwapManager(device, HostTier(pool), EVERYTHING)
 
     def run(held: bool) -> Handle | None:

@@ -96,7 +96,7 @@ def test_what_goes_together(folder: Path, flags: str, fields: dict) -> None:
         ("--swap-plan plan.json --swap-summary plan.json", "must be another file than that of --swap-plan, which it"),
         ("--swap-layers 0 --swap-save-profile p.json", "only the planner measures a profile"),
         ("--swap-plan none.json", "none.json: cannot be read (No such file or directory)"),
-        ("--swap-optimizer 1.5", "--swap-optimizer 1.5: must be 0 to 1, a part of its state"),
+        ("--swap-optimizer 1.5", "--swap-optimizer 1.5: must be a fraction of the state, 0 to 1"),
         ("--swap-optimizer -0.1", "--swap-optimizer -0.1: must be 0 to 1"),
         ("--swap-optimizer nan", "--swap-optimizer nan: must be 0 to 1"),
         ("--swap-optimizer 1 --swap-disk-dir none", "--swap-disk-dir none: must be a folder that is there"),

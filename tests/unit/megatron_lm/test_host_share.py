@@ -88,7 +88,7 @@ def test_activations_get_what_optimizer_state_leaves_once_it_is_built() -> None:
     found = host_share(config, ARGS, swaps=True)
     state = found.reserve_state(config)
     assert (state.num_bytes, state.budget.limit_bytes) == (GIB - GIB // 4, GIB)
-    pool = HostPool(limit_bytes=state.budget, pinned=False)
+    pool = HostPool(limit=state.budget, pinned=False)
     OomGuard(EmulatedDevice(), pool, own_host_bytes=found.guard_bytes)
     assert pool.limit_bytes == 0
     state.resize(200 * MIB)

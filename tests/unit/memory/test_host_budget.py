@@ -44,7 +44,7 @@ def test_a_name_is_reserved_once() -> None:
 def test_the_limit_of_a_pool_follows_the_reservations() -> None:
     budget = HostMemoryBudget(4 * MIB + 100)
     state = budget.reserve("optimizer state", 4 * MIB)
-    pool = HostPool(limit_bytes=budget, slab_bytes=MIB, pinned=False)
+    pool = HostPool(limit=budget, slab_bytes=MIB, pinned=False)
     assert pool.limit_bytes == 0, "whole pages"
     with pytest.raises(HostMemoryError, match=r"limit is 0\.0 KiB \(reserved by others: optimizer state 4\.00 MiB\)"):
         pool.lease(1)

@@ -19,9 +19,9 @@ from megatron.swap.memory.host_pool import MIN_SPLIT_BYTES, Extent, HostPool, Le
 UNTOUCHED = PinStrategy(touch="none", huge_pages=False)
 
 
-def make_pool(limit_bytes: int = 64 * MIB, slab_bytes: int = 16 * MIB, **options) -> HostPool:
+def make_pool(limit: int = 64 * MIB, slab_bytes: int = 16 * MIB, **options) -> HostPool:
     return HostPool(
-        limit_bytes=limit_bytes, slab_bytes=slab_bytes, pinned=False, strategy=UNTOUCHED, **options
+        limit=limit, slab_bytes=slab_bytes, pinned=False, strategy=UNTOUCHED, **options
     )
 
 
@@ -68,7 +68,7 @@ class TestLease:
         assert pool.lease(2 * MIB).extents == (Extent(0, 4 * MIB, 2 * MIB),)
 
     def test_fragmented_memory_is_used_before_the_pool_grows(self):
-        pool = make_pool(limit_bytes=16 * MIB)
+        pool = make_pool(limit=16 * MIB)
         blocks = [pool.lease(2 * MIB) for _ in range(8)]
         for block in blocks[::2]:
             block.free()
@@ -77,7 +77,7 @@ class TestLease:
         assert pool.stats.num_slabs == 1
 
     def test_a_short_rest_takes_from_the_piece_before(self):
-        pool = make_pool(limit_bytes=32 * MIB)
+        pool = make_pool(limit=32 * MIB)
         blocks = [pool.lease(size) for size in (9 * MIB, MIB, 6 * MIB)] + [pool.lease(16 * MIB)]
         blocks[0].free()
         blocks[2].free()
@@ -92,7 +92,7 @@ class TestLease:
         with pytest.raises(ValueError, match="multiple of 4096, got 1000"):
             make_pool(slab_bytes=1000)
         with pytest.raises(ValueError, match="at least one page"):
-            make_pool(limit_bytes=100)
+            make_pool(limit=100)
 
     def test_freed_twice(self):
         lease = make_pool().lease(MIB)
@@ -132,7 +132,7 @@ class TestLease:
 
 class TestLimit:
     def test_exhausted(self):
-        pool = make_pool(limit_bytes=32 * MIB)
+        pool = make_pool(limit=32 * MIB)
         held = pool.lease(20 * MIB)
         before = pool.stats
         with pytest.raises(HostMemoryError) as caught:
@@ -162,7 +162,7 @@ class TestLimit:
         pool.lease(20 * MIB)
 
     def test_the_last_slab_is_cut_to_the_limit(self):
-        pool = make_pool(limit_bytes=20 * MIB + 100)
+        pool = make_pool(limit=20 * MIB + 100)
         pool.lease(20 * MIB)
         assert (pool.stats.reserved_bytes, pool.stats.num_slabs) == (20 * MIB, 2)
 
@@ -179,28 +179,28 @@ class TestLimit:
 
 class TestFence:
     def test_passes_to_the_next_owner(self):
-        pool = make_pool(limit_bytes=16 * MIB)
+        pool = make_pool(limit=16 * MIB)
         first, second = pool.lease(8 * MIB), pool.lease(8 * MIB)
         assert (first.fence, second.fence) == (0, 0)
         first.free(fence=7)
         assert pool.lease(4 * MIB).fence == 7
 
     def test_joint_blocks_have_the_largest(self):
-        pool = make_pool(limit_bytes=16 * MIB)
+        pool = make_pool(limit=16 * MIB)
         leases = [pool.lease(4 * MIB) for _ in range(4)]
         for lease, fence in zip(leases, (3, 9, 5, 0), strict=True):
             lease.free(fence)
         assert pool.lease(MIB).fence == 9
 
     def test_split_leases_have_the_largest(self):
-        pool = make_pool(limit_bytes=16 * MIB)
+        pool = make_pool(limit=16 * MIB)
         leases = [pool.lease(4 * MIB) for _ in range(4)]
         leases[0].free(fence=4)
         leases[2].free(fence=6)
         assert pool.lease(8 * MIB).fence == 6
 
     def test_survives_an_owner_who_copied_nothing(self):
-        pool = make_pool(limit_bytes=16 * MIB)
+        pool = make_pool(limit=16 * MIB)
         pool.lease(16 * MIB).free(fence=11)
         pool.lease(16 * MIB).free()
         assert pool.lease(MIB).fence == 11
@@ -208,7 +208,7 @@ class TestFence:
 
 class TestPoison:
     def test_memory_without_owner_reads_as_nan(self):
-        pool = make_pool(limit_bytes=16 * MIB, poison=True)
+        pool = make_pool(limit=16 * MIB, poison=True)
         lease = pool.lease(MIB)
         view = lease.views()[0].view(torch.bfloat16)
         assert view.isnan().all()  # nothing written yet
@@ -286,7 +286,7 @@ class TestClose:
 class TestThreads:
     def test_a_finalizer_may_free_in_the_middle_of_a_lease(self, monkeypatch):
         """Free inside every call that the allocator makes while it holds the lock."""
-        pool = make_pool(limit_bytes=256 * MIB)
+        pool = make_pool(limit=256 * MIB)
         waiting = [pool.lease(MIB) for _ in range(64)]
         insert = host_pool.insort
 
@@ -308,7 +308,7 @@ class TestThreads:
         assert all(block.nbytes == 16 * MIB for block in free_blocks(pool))
 
     def test_many_threads(self):
-        pool = make_pool(limit_bytes=256 * MIB)
+        pool = make_pool(limit=256 * MIB)
         failures: list[BaseException] = []
 
         def work(mark: int) -> None:
@@ -392,7 +392,7 @@ STEPS = st.lists(
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS, slab_mib=st.sampled_from([16, 100, 256, 1024]), limit_gib=st.sampled_from([1, 6, 64]))
 def test_against_the_model(steps, slab_mib, limit_gib):
-    pool = make_pool(limit_bytes=limit_gib * GIB, slab_bytes=slab_mib * MIB)
+    pool = make_pool(limit=limit_gib * GIB, slab_bytes=slab_mib * MIB)
     model = Model()
     for number, (kind, value) in enumerate(steps):
         if kind == "lease":
@@ -428,7 +428,7 @@ def test_against_the_model(steps, slab_mib, limit_gib):
 @given(data=st.data())
 def test_pieces_are_not_small_without_need(data):
     """In a pool whose free blocks all hold 8 MiB or more, no piece of a larger lease is below 4 MiB."""
-    pool = make_pool(limit_bytes=GIB, slab_bytes=GIB)
+    pool = make_pool(limit=GIB, slab_bytes=GIB)
     sizes = data.draw(st.lists(st.integers(8 * MIB, 40 * MIB), min_size=2, max_size=12))
     blocks = []
     for size in sizes:
@@ -447,7 +447,7 @@ def test_pieces_are_not_small_without_need(data):
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 200 * 1024), st.integers(0, 99)), max_size=60))
 def test_fences_are_never_forgotten(steps):
     """Page by page: a lease's fence is at least that of every page it holds."""
-    pool = make_pool(limit_bytes=64 * MIB, slab_bytes=MIB)
+    pool = make_pool(limit=64 * MIB, slab_bytes=MIB)
     pages: dict[tuple[int, int], int] = {}
     leases: list[Lease] = []
 
@@ -472,7 +472,7 @@ def test_fences_are_never_forgotten(steps):
 
 
 def test_untouched_by_default_without_registration():
-    pool = HostPool(limit_bytes=GIB, pinned=False)
+    pool = HostPool(limit=GIB, pinned=False)
     assert pool._strategy.touch == "none"
     pool.lease(MIB).views()[0].fill_(1)
     pool.close(force=True)

@@ -238,7 +238,7 @@ def test_what_is_still_in_a_buffer_is_not_read_from_disk(disk: DiskFile, monkeyp
 
 
 def test_the_buffers_are_part_of_host_memory(disk: DiskFile) -> None:
-    pool = HostPool(limit_bytes=64 * MIB, pinned=False)
+    pool = HostPool(limit=64 * MIB, pinned=False)
     tier = spill_tier(HostTier(pool), disk, buffer_bytes=4 * MIB)
     assert isinstance(tier, SpillTier)
     assert pool.limit_bytes + tier.disk.host_bytes == 64 * MIB
@@ -248,7 +248,7 @@ def test_the_buffers_are_part_of_host_memory(disk: DiskFile) -> None:
 
 def test_room_on_disk_where_host_memory_has_some_again(disk: DiskFile) -> None:
     """The fraction of a step that goes to disk is the one that had no room in the step before."""
-    pool = HostPool(limit_bytes=8 * KIB, slab_bytes=8 * KIB, pinned=False)
+    pool = HostPool(limit=8 * KIB, slab_bytes=8 * KIB, pinned=False)
     tier = SpillTier(HostTier(pool), DiskTier(disk, 4 * KIB, pinned=False))
     there = [["host", "host", "disk", "disk"], ["host", "disk", "host", "disk"], ["host", "disk"], ["host", "host"]]
     for expected in there:
@@ -262,7 +262,7 @@ def test_room_on_disk_where_host_memory_has_some_again(disk: DiskFile) -> None:
 
 def test_nobody_looks_far_for_what_is_on_disk(disk: DiskFile) -> None:
     """It is done for every layer; where nothing is on disk not even that."""
-    pool = HostPool(limit_bytes=MIB, slab_bytes=MIB, pinned=False)
+    pool = HostPool(limit=MIB, slab_bytes=MIB, pinned=False)
     tier = SpillTier(HostTier(pool), DiskTier(disk, 4 * KIB, pinned=False))
     slots, seen = [tier.reserve(4 * KIB) for _ in range(200)], []
 

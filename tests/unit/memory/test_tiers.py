@@ -21,7 +21,7 @@ LIMIT_BYTES = 4 * MIB
 
 
 def host_tier() -> Tier:
-    return HostTier(HostPool(limit_bytes=LIMIT_BYTES, slab_bytes=MIB, pinned=False, poison=True))
+    return HostTier(HostPool(limit=LIMIT_BYTES, slab_bytes=MIB, pinned=False, poison=True))
 
 
 def disk_tier() -> Tier:

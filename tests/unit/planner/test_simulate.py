@@ -246,7 +246,7 @@ class EngineStep:
 
     def __init__(self, of: Profile, what: Plan) -> None:
         self._of, self._what = of, what
-        self._pool = HostPool(limit_bytes=64 * MIB, slab_bytes=MIB, pinned=False, poison=False)
+        self._pool = HostPool(limit=64 * MIB, slab_bytes=MIB, pinned=False, poison=False)
         self._manager = SwapManager(EmulatedDevice(), HostTier(self._pool), PlanPolicy(what))
         (chunk,) = of.chunks
         self._places = layer_positions([what.swaps_layer(layer) for layer in chunk], ends_in_loss=True)

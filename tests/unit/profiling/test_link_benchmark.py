@@ -42,7 +42,7 @@ class CountedDevice(EmulatedDevice):
 
 @pytest.fixture
 def pool() -> Iterator[HostPool]:
-    made = HostPool(limit_bytes=8 * MIB, slab_bytes=2 * MIB, pinned=False, poison=True)
+    made = HostPool(limit=8 * MIB, slab_bytes=2 * MIB, pinned=False, poison=True)
     yield made
     made.close()  # raises while anything is leased
 
@@ -127,7 +127,7 @@ from megatron.swap.common.types import MIB, SwapError
 
 rank, fails = int(sys.argv[1]), sys.argv[3] == "fails"
 torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-pool = HostPool(limit_bytes=(1 if fails and rank else 8) * MIB, slab_bytes=MIB, pinned=False)
+pool = HostPool(limit=(1 if fails and rank else 8) * MIB, slab_bytes=MIB, pinned=False)
 device = EmulatedDevice(0.001, rank)
 try:
     link = measure_link(device, HostTier(pool), 2 * MIB)

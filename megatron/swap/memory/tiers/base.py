@@ -15,6 +15,8 @@ every tier:
 - **Fences.** A *fence* is the number of a read that the caller has enqueued, increasing with time; 0 is none.
   After ``free(fence=n)`` read ``n`` may still be under way. A new slot in that memory has the highest such number as
   its ``fence``, and the caller lets the writing stream wait for that read before it writes.
+- **Evictions.** The out-of-memory guard copies a storage to host memory of its own. ``read`` and ``expect`` of a tier
+  on host memory may get that slot (``host.HostSlot``), though the tier did not hand it out.
 - **Failure.** ``reserve`` raises a ``SwapError`` when there is no room, and changes nothing. A disk failure is
   raised as ``DiskError`` by ``reserve``, or by the next ``write`` or ``read`` that waits for the failed operation:
   training ends.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 
@@ -12,8 +12,16 @@ from megatron.swap.memory.host_pool import HostPool, Lease
 from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
 
 
+class HostSlot(Slot, Protocol):
+    """Bytes in host memory: a lease of the pool, or what the out-of-memory guard has copied to memory of its own."""
+
+    def views(self) -> list[torch.Tensor]:
+        """Return the bytes in order, one uint8 tensor for each contiguous piece."""
+        ...
+
+
 class HostTier(Tier):
-    """A tier whose slots are leases of ``pool``. A lease of several extents is copied extent by extent."""
+    """A tier whose slots are leases of ``pool``. A slot in several pieces is copied piece by piece."""
 
     def __init__(self, pool: HostPool) -> None:
         self.pool = pool
@@ -22,11 +30,11 @@ class HostTier(Tier):
         return self.pool.lease(num_bytes)
 
     def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> int:
-        views = cast(Lease, slot).views()
+        views = cast(HostSlot, slot).views()
         return device.copy(stream, views, source.split([view.numel() for view in views]))
 
     def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> int:
-        views = cast(Lease, slot).views()
+        views = cast(HostSlot, slot).views()
         return device.copy(stream, target.split([view.numel() for view in views]), views)
 
     def expect(self, slots: Iterable[Slot]) -> None:
