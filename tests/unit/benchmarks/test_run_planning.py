@@ -121,7 +121,7 @@ def watched(request: Request, num_steps: int, auto: Any = None) -> tuple[Stopwat
     watch = Stopwatch(request, Nobody(), None)
     watch._args = Namespace(train_iters=num_steps, global_batch_size=4, seq_length=64)
     watch._session = Namespace(
-        parts=None, auto=auto, planned=Namespace(disk=None), offloads_optimizer=False,
+        parts=None, auto=auto, planned=Namespace(disk=None), optimizer_swap=None,
         run_device=Namespace(is_made=False, observer=None),
     )
     for iteration in range(1, num_steps + 1):

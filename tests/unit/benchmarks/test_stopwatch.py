@@ -26,7 +26,7 @@ def test_a_slow_run_ends_after_its_timed_steps_took_long_enough(
     watch = Stopwatch(Request(flags=(), num_warm_up=2, timed_limit_s=limit_s), Nobody(), None)
     watch._args = Namespace(train_iters=9)
     watch._session = Namespace(
-        parts=None, auto=None, planned=Namespace(disk=None), offloads_optimizer=False,
+        parts=None, auto=None, planned=Namespace(disk=None), optimizer_swap=None,
         run_device=Namespace(is_made=False, observer=None),
     )
     clock = iter(range(0, 1000, 10))  # each step takes 10 s
