@@ -76,6 +76,9 @@ class _Move:
     num_bytes: int
 
     def uses(self, address: int, num_bytes: int) -> bool:
+        source = self.source()
+        if source is not None and source.nbytes() == 0:
+            return False  # emptied by its owner: the address may belong to another tensor now, and nothing is copied
         return any(
             start < address + num_bytes and address < start + self.num_bytes
             for start in (self.target_address, self.source_address)

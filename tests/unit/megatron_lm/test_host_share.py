@@ -14,12 +14,13 @@ from megatron.swap.megatron_lm.host_share import HostShare, host_share
 from megatron.swap.memory.host_memory import HostMemoryError
 from megatron.swap.memory.host_pool import HostPool
 
-ARGS = Namespace(swap_layers="none", swap_modules=["mlp"])
-"""Of modules the shapes tell too little."""
+ARGS = Namespace(swap_layers="none")
+"""All that is read with ``--swap-modules``, from which no lower bound follows."""
 
 
 def share(host_gib: float, *, swaps: bool = True, **settings: object) -> HostShare:
-    config = SwapConfig(layers=frozenset(), host_gib=host_gib, host_unchecked=True, **settings)  # type: ignore[arg-type]
+    common = {"layers": frozenset(), "modules": ("mlp",), "host_gib": host_gib, "host_unchecked": True}
+    config = SwapConfig(**common, **settings)  # type: ignore[arg-type]
     return host_share(config, ARGS, swaps)
 
 
@@ -84,7 +85,9 @@ def test_less_than_a_page() -> None:
 
 
 def test_activations_get_what_optimizer_state_leaves_once_it_is_built() -> None:
-    config = SwapConfig(layers=frozenset(), host_gib=1.0, host_unchecked=True, optimizer=1.0, oom_guard=True)
+    config = SwapConfig(
+        layers=frozenset(), modules=("mlp",), host_gib=1.0, host_unchecked=True, optimizer=1.0, oom_guard=True
+    )
     found = host_share(config, ARGS, swaps=True)
     state = found.reserve_state(config)
     assert (state.num_bytes, state.budget.limit_bytes) == (GIB - GIB // 4, GIB)

@@ -68,7 +68,7 @@ def test_what_fails_at_the_end_leaves_nothing_either():
     def fails() -> None:
         raise DiskError("the disk broke")
 
-    vars(session)["optimizer"] = SimpleNamespace(close=fails, abandon=lambda: None)
+    session.optimizer_swap = SimpleNamespace(close=fails, abandon=lambda: None)  # type: ignore[assignment]
     with pytest.raises(DiskError, match="broke"):
         session.close()
     assert not patched()
