@@ -1,4 +1,4 @@
-"""The decision about a saved storage: what is done with it, and why. ``decider.py`` makes it; all others act on it."""
+"""The decision about a saved storage: an action and a reason. ``decider.py`` makes it, other modules act on it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Reason(Enum):
     NOT_REPRODUCED = "recomputed, it was not the same to the bit"
     NOT_RECOMPUTED = "it cannot be recomputed here"
 
-    # Why a storage that was to be offloaded stays after all, found out when it is copied or released.
+    # Why an offload is cancelled, found out when the storage is copied or released.
     HAS_EXTERNAL_REFS = "others refer to it: dropping this reference would free nothing"
     CHANGED = "it was changed in place after it was saved"
     TIER_FULL = "the tier has no room for it"
 
 
 class Decision(NamedTuple):
-    """What is done with a storage, and why."""
+    """The action for a storage, and the reason."""
 
     action: Action
     reason: Reason
