@@ -261,7 +261,7 @@ class Recomputer:
     def _find_unsaved(
         self, site: Site, record: ProducerRecord, recording: LayerRecording, packing: Packing, chain: Chain
     ) -> str:
-        """Add the unsaved inputs of ``record`` to ``chain``. Return why they are not available; empty: they are."""
+        """Add the unsaved inputs of ``record`` to ``chain``. Return why they are unavailable; empty: they are not."""
         if record.input_changed():
             return Reason.INPUT_CHANGED.value
         for tensor in (alias.tensor for alias in record.inputs):
@@ -306,7 +306,7 @@ class Recomputer:
             if spec.fallback is not None:
                 storage = unpack(spec.fallback).untyped_storage()
             else:
-                inputs = [unpack(packed) for packed in spec.inputs]  # outside the range, which must not include their waits
+                inputs = [unpack(packed) for packed in spec.inputs]  # outside the range: it excludes their waits
                 with self._ranges.storage("recompute", spec, spec.num_bytes):
                     storage = run_again(spec.function, inputs).untyped_storage()
                     self._ranges.arrived(spec, storage)
