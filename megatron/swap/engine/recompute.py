@@ -40,7 +40,7 @@ from megatron.swap.planner.recording import TRIAL
 SpecListener = Callable[[RecomputeSpec, str, Sequence[torch.Tensor], Sequence[RecomputeSpec]], None]
 """Called with a new spec, its producer, the saved tensors it needs, and the specs of unsaved storages between."""
 
-UNSAVED_INPUT = "what it was made from is not saved by anybody"
+UNSAVED_INPUT = "one of its inputs is not saved"
 
 
 class Recomputer:
@@ -272,7 +272,7 @@ class Recomputer:
             if source is None:
                 chain.kept_bytes += storage.nbytes()
                 if chain.kept_bytes >= chain.num_bytes:
-                    return f"{UNSAVED_INPUT}: keeping that instead would save nothing"
+                    return f"{UNSAVED_INPUT}, and keeping that input instead would save no memory"
                 continue
             if not self._decider.may_recompute(site, source.num_bytes, source.producer):
                 return f"{UNSAVED_INPUT}, and {source.producer} is not to be recomputed"
@@ -323,14 +323,14 @@ class Recomputer:
     def _check(self, spec: RecomputeSpec, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() != spec.num_bytes:
             raise SwapError(
-                f"{spec.site}: recomputed, it has {storage.nbytes()} bytes instead of {spec.num_bytes}. The kernel "
-                "that made it is not what it was in forward. Leave --swap-recompute away, and report this."
+                f"{spec.site}: the recomputed storage has {storage.nbytes()} bytes instead of {spec.num_bytes}: its "
+                "kernel has changed since forward. Drop --swap-recompute, and report this."
             )
         if spec.checksum is not None and not torch.equal(checksum(bytes_of(storage)), spec.checksum):
             raise VerifyError(
                 f"--swap-verify: {spec.site} ({spec.num_bytes} bytes) was recomputed and is different from what "
-                "autograd saved. Either something wrote to what it is made from, or its kernel does not give the same "
-                "bits twice. Please report this with the model's flags; until then leave --swap-recompute away."
+                "autograd saved. Either something wrote to one of its inputs, or its kernel is not deterministic. "
+                "Please report this with the model's flags; until then drop --swap-recompute."
             )
 
 

@@ -156,7 +156,7 @@ class Reloader:
         if self._is_closed:
             raise SwapError(
                 f"{handles[0].label}: swapping was closed while this tensor was in host memory, so backward cannot "
-                "have it any more. Close after the last backward."
+                "reload it. Close after the last backward."
             )
         state, compute = self._state, self._device.current_stream()
         label = "prefetch" if is_prefetch else "swap_in"

@@ -33,7 +33,7 @@ class PartialStep:
             if tensors:
                 raise UsageError(
                     f"--swap-optimizer: the optimizer keeps {', '.join(tensors)} in tensors (CUDA graphs?), and would "
-                    "advance them once a bucket. Leave --optimizer-cuda-graph out."
+                    "advance them once per bucket. Leave --optimizer-cuda-graph out."
                 )
             self._group_of.update((param, number) for param in group["params"])
 

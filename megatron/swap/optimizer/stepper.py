@@ -96,7 +96,7 @@ class OptimizerStepper:
             SwapError: a closure is given.
         """
         if closure is not None:
-            raise SwapError("an optimizer whose state is swapped takes no closure: it would run once a bucket.")
+            raise SwapError("an optimizer whose state is offloaded takes no closure: it would run once per bucket.")
         self.state.end_materialize()
         self._updates = []
         self._loader.set_order(list(self._buckets()))
