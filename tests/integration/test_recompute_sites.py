@@ -23,7 +23,7 @@ NO_BIAS = f"{WITH_FUSION} --disable-bias-linear --swiglu"
 """Without biases, or with fused ones, the activation saves linear_fc1's output itself."""
 FUSED_LLAMA = f"{WITH_FUSION} {LLAMA}"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
-RMS_NORM_ON_CPU = {"what it was made from is not saved by anybody: keeping that instead would save nothing"}
+RMS_NORM_ON_CPU = {"one of its inputs is not saved, and keeping that input instead would save no memory"}
 """Torch's saves another tensor there than its bf16 input."""
 HIDDEN_BYTES = 64 * 2 * 64 * 4
 """Sequence 64, micro-batch 2, width 64, fp32."""

@@ -1,4 +1,4 @@
-"""What autotune needs of the boundaries around a model's layers."""
+"""Interface of the boundaries around a model's layers, as autotune uses it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Protocol
 
 
 class LayerBoundaries(Protocol):
-    """All layers of this rank, whoever built the model."""
+    """The boundaries around all layers of this rank, whichever framework built the model."""
 
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """Return the numbers of the layers of each model chunk of this rank, in the order of forward."""
         ...
 
     def apply_policy(self, window_bytes: int | None) -> None:
-        """The policy answers otherwise from the next forward on. Between steps.
+        """Apply the changed policy from the next forward on. Call this between steps.
 
         Args:
-            window_bytes: most that is prefetched; ``None``: as much as the largest group has.
+            window_bytes: most bytes to prefetch; ``None``: the bytes of the largest group.
         """
         ...

@@ -1,4 +1,4 @@
-"""The one place where an engine is put together."""
+"""Constructs an engine; nothing else does."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron.swap.memory.tiers.base import Tier
 
 @dataclass(frozen=True)
 class Engine:
-    """The parts that boundaries and producers are put around a model with.
+    """The parts that boundaries and producers need to wrap a model.
 
     Attributes:
-        manager: hears of the beginning and end of each layer.
+        manager: is called at the beginning and end of each layer.
         saved_tensors: the hooks for what autograd saves.
-        recomputer: what producers record with; ``None``: nothing is recomputed.
+        recomputer: receives the records of producers; ``None``: nothing is recomputed.
     """
 
     manager: SwapManager
@@ -37,15 +37,15 @@ def build_engine(
     instruments: Instruments | None = None,
     guard: OomGuard | None = None,
 ) -> Engine:
-    """Return an engine around which nothing is installed yet.
+    """Return an engine that no layer uses yet.
 
     Args:
         device: streams, events and memory.
-        tier: where bytes go.
+        tier: holds the offloaded bytes.
         policy: what is kept, offloaded or recomputed.
         settings: by default a window of the largest group, without checksums and without recomputation.
         instruments: by default none.
-        guard: may evict what is not used when an allocation fails; its owner begins and ends it.
+        guard: evicts unused storages when an allocation fails; the caller begins and ends it.
     """
     settings, instruments = settings or EngineSettings(), instruments or Instruments()
     manager = SwapManager(device, tier, policy, settings, instruments, guard)

@@ -16,7 +16,7 @@ class VerifyError(SwapError):
 def checksum(data: torch.Tensor) -> torch.Tensor:
     """Return sums of ``data`` (uint8, 1-D): one int64 for each block of 64 KiB, computed on its own device.
 
-    There is one sum for each block and not one in all, so that exchanged or shifted blocks show too.
+    One sum for each block, so that exchanged or shifted blocks are detected.
     """
     num_whole = data.numel() // _BLOCK_BYTES * _BLOCK_BYTES
     rest = data[num_whole:].sum(dtype=torch.int64).reshape(1)

@@ -1,7 +1,7 @@
-"""The one place where it is decided what happens with a storage that autograd saves.
+"""Decides what happens to each storage that autograd saves; nothing else does.
 
-Later an offload may still be given up: `offload` keeps a storage that others refer to or that was changed, and `reload`
-one that backward needs before its release.
+An offload may be cancelled later: `offload` keeps a storage that has external references or was changed, and `reload`
+keeps one that backward needs before its release.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.release_budget import ReleaseBudget
 
 MAX_REFUSALS = 2
-"""A site whose storage could not be released this often in a row is kept, instead of being copied in vain."""
+"""A site whose storage could not be released this many times in a row is kept: its copies would free nothing."""
 
 
 class Recomputability(Protocol):
-    """Knows which storages of the running layer could be recomputed."""
+    """Reports which storages of the running layer can be recomputed."""
 
     def producer_of(self, storage: torch.UntypedStorage) -> str | None:
-        """Return the kind of kernel that made ``storage``; ``None``: it is not known."""
+        """Return the kind of kernel that produced ``storage``; ``None``: unknown."""
         ...
 
     def obstacle(self, site: Site, storage: torch.UntypedStorage) -> Reason | None:
-        """Return why ``storage``, saved at ``site``, cannot be recomputed, and count that; ``None``: it can."""
+        """Return why ``storage``, saved at ``site``, cannot be recomputed, and count the refusal; ``None``: it can."""
         ...
 
 
 def is_ineligible(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a saved tensor is left alone: parameters, other devices, subclasses, anything without plain bytes."""
+    """Whether a saved tensor is always kept: a parameter, another device, a subclass, or not plain strided bytes."""
     return (
         type(tensor) is not torch.Tensor
         or tensor.device != device
@@ -45,11 +45,11 @@ def is_ineligible(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 class Decider:
-    """The only part that asks the policy, and the only one that overrides it.
+    """Asks the policy and overrides it where necessary; nothing else does either.
 
     Args:
-        policy: what the user, or a plan, wants.
-        release_budget: says how many groups the prefetch window holds; that many trailing layers are kept.
+        policy: the choice of the user or of a plan.
+        release_budget: its ``window_groups`` is the number of trailing layers that are kept.
     """
 
     def __init__(self, policy: Policy, release_budget: ReleaseBudget) -> None:
@@ -65,12 +65,12 @@ class Decider:
         current: Decision | None = None,
         recomputability: Recomputability | None = None,
     ) -> Decision:
-        """Return what happens with ``storage``, of which autograd saves a tensor at ``site``.
+        """Return the decision for ``storage``: autograd saves a tensor on it at ``site``.
 
         Args:
             position: of the layer that saves it.
-            current: what was decided when it was saved before, if its handle still has it: that holds, unless the
-                storage can be recomputed.
+            current: the decision of its handle, if the storage was saved before. It holds, unless this tensor is
+                recomputed.
             recomputability: ``None``: the storage cannot be recomputed.
         """
         if current is not None and recomputability is None:
@@ -93,23 +93,23 @@ class Decider:
         return Decision(Action.KEEP, reason)
 
     def may_recompute(self, site: Site, num_bytes: int, producer: str) -> bool:
-        """Whether the policy allows to recompute what nobody saves, an input of what is saved at ``site``."""
+        """Whether the policy allows recomputing an unsaved input of the storage that is saved at ``site``."""
         return self._policy.action(site, num_bytes, producer) is Action.RECOMPUTE
 
     def record_kept(self, site: Site, reason: Reason) -> None:
-        """A storage of ``site`` was to be offloaded and is kept; next time there may be room, but the rest recurs."""
+        """Count a cancelled offload at ``site``. A full tier does not count: it may have room the next time."""
         self._num_refusals[site] += reason is not Reason.TIER_FULL
 
     def record_release(self, site: Site) -> None:
-        """A storage of ``site`` was offloaded and released: only refusals in a row count."""
+        """Note a release at ``site``, which ends its row of refusals."""
         self._num_refusals.pop(site, None)
 
     def apply_policy(self) -> None:
-        """Forget the refusals: the policy answers otherwise from now on."""
+        """Forget the refusals, because the policy has changed."""
         self._num_refusals.clear()
 
     def _reason_to_keep(self, site: Site, num_bytes: int, position: LayerPosition) -> Reason | None:
-        """Return why a storage that the policy wants to offload is kept; ``None``: it is offloaded."""
+        """Return why a storage is kept although the policy offloads it; ``None``: it is offloaded."""
         if num_bytes == 0:
             return Reason.EMPTY
         if position.is_trailing_kept(self._release_budget.window_groups):

@@ -1,4 +1,4 @@
-"""The decision about a saved storage: what is done with it, and why. ``decider.py`` makes it; all others act on it."""
+"""The decision about a saved storage: an action and a reason. ``decider.py`` makes it, other modules act on it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ class Reason(Enum):
     POLICY = "the policy chose so"
     BELOW_MIN_SIZE = "it is smaller than the policy's minimum"
     EMPTY = "its storage was emptied before it was saved"
-    TRAILING_LAYER = "its layer is one of the last before the loss: backward wants it at once"
-    REFUSED_BEFORE = "it could not be released the last times: others referred to it, or it was changed"
+    TRAILING_LAYER = "its layer is one of the last before the loss: backward needs it at once"
+    REFUSED_BEFORE = "it could not be released the last times: it had external references, or was changed"
 
     # Why a storage that the policy wants to recompute is kept or offloaded instead.
-    SAVED_BEFORE = "another site has saved it before, and keeps it"
-    NO_PRODUCER = "it is not known what makes it"
-    OUTPUT_CHANGED = "it was changed in place after it was made"
-    INPUT_CHANGED = "what it was made from was changed in place"
-    NOT_REPRODUCED = "recomputed, it was not the same to the bit"
+    SAVED_BEFORE = "another site saved it before and does not recompute it"
+    NO_PRODUCER = "its producer is unknown"
+    OUTPUT_CHANGED = "it was changed in place after it was computed"
+    INPUT_CHANGED = "one of its inputs was changed in place"
+    NOT_REPRODUCED = "its recomputation gave different bits"
     NOT_RECOMPUTED = "it cannot be recomputed here"
 
-    # Why a storage that was to be offloaded stays after all, found out when it is copied or released.
-    HAS_EXTERNAL_REFS = "others refer to it: dropping this reference would free nothing"
+    # Why an offload is cancelled, found out when the storage is copied or released.
+    HAS_EXTERNAL_REFS = "it has external references: dropping the saved one would free nothing"
     CHANGED = "it was changed in place after it was saved"
     TIER_FULL = "the tier has no room for it"
 
 
 class Decision(NamedTuple):
-    """What is done with a storage, and why."""
+    """The action for a storage, and the reason."""
 
     action: Action
     reason: Reason

@@ -1,4 +1,4 @@
-"""Evictions by the out-of-memory guard: what was taken from the device is noted, so that it is reloaded in time."""
+"""Accounting of the out-of-memory guard's evictions, so that evicted storages are reloaded in time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from megatron.swap.engine.shared_state import SharedState
 
 
 class Evictions:
-    """Brings the engine's figures up to date with what the guard has evicted, on whatever thread that was."""
+    """Updates the engine's byte counts after evictions, which may happen on any thread."""
 
     def __init__(self, state: SharedState) -> None:
         self._state = state
 
     def reacquire(self, handle: Handle) -> bool:
-        """From now on the guard does not evict ``handle``. Return whether it had."""
+        """Protect ``handle`` from eviction from now on. Return whether it was evicted before."""
         before = self._state.guard.reacquire(handle)
         if before is StorageState.OFFLOADING:
             self._state.offloading.remove(handle)
@@ -28,7 +28,7 @@ class Evictions:
         return before is not None
 
     def find_evicted(self) -> None:
-        """Note what the guard has evicted since the last call."""
+        """Account for every eviction since the last call."""
         for handle in self._state.guard.evicted():
             self.reacquire(handle)
         self._state.guard.tidy(self._state.fences.have_passed)

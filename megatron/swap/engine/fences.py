@@ -1,4 +1,4 @@
-"""Reads of slots that may still be under way: a slot is overwritten only when the reads of it have ended."""
+"""Reads of slots that may still be in flight: a slot is overwritten only after its reads have ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.swap.devices.base import Device, Event
 
 
 class ReadFences:
-    """Numbers the copies back to the device in order: a *fence* is such a number; 0 is none."""
+    """Numbers the reload copies in the order they are enqueued: a *fence* is such a number; 0: no read."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -16,13 +16,13 @@ class ReadFences:
         self._last = 0
 
     def add(self, event: Event) -> int:
-        """Return the fence of a read that was just enqueued and has ended when ``event`` has passed."""
+        """Return the fence of the read enqueued last; the read has ended when ``event`` has passed."""
         self._last += 1
         self._pending.append((self._last, event))
         return self._last
 
     def event_of(self, fence: int) -> Event | None:
-        """Return the event after which all reads up to ``fence`` have ended; ``None``: they have."""
+        """Return the event after which all reads up to ``fence`` have ended; ``None``: they have ended already."""
         while self._pending and self._device.has_passed(self._pending[0][1]):
             self._pending.popleft()
         if not self._pending or fence < self._pending[0][0]:
@@ -34,5 +34,5 @@ class ReadFences:
         return self.event_of(fence) is None
 
     def clear(self) -> None:
-        """All reads have ended."""
+        """Forget all reads: every one has ended."""
         self._pending.clear()

@@ -1,4 +1,4 @@
-"""The states of one saved storage, until the graph lets go of it; and the group of a layer's storages.
+"""The states of one saved storage until the graph frees it, and the group of a layer's storages.
 
 ::
 
@@ -6,7 +6,7 @@
         |                     |                       ^                                                |
         +-------> KEPT <------+                       +--------------- drop after last unpack ---------+
 
-Where an allocation fails the guard evicts: RESIDENT, OFFLOADING and RELOADING become OFFLOADED.
+When an allocation fails, the guard evicts: RESIDENT, OFFLOADING and RELOADING become OFFLOADED.
 
 Packed tensors in the graph hold the handle. When the last one is freed, the handle's finalizer frees its slot.
 """
@@ -36,13 +36,13 @@ class StorageState(Enum):
     OFFLOADING = auto()
     """On the device; the copy to the tier is enqueued."""
     KEPT = auto()
-    """On the device until the graph frees it. Its offload was given up: others refer to it, or backward came first."""
+    """On the device until the graph frees it: its offload was cancelled."""
     OFFLOADED = auto()
-    """In the tier; the handle has no device memory. After the last unpack only the unpacked tensor has some."""
+    """In the tier; the handle holds no device memory. After the last unpack only the unpacked tensors hold it."""
     RELOADING = auto()
     """A device buffer exists and the copy into it is enqueued."""
     RELOADED = auto()
-    """In that buffer, and the compute stream has waited for it."""
+    """In the device buffer, and the compute stream has waited for the copy."""
 
 
 ALLOWED: dict[StorageState, frozenset[StorageState]] = {
@@ -56,34 +56,34 @@ ALLOWED: dict[StorageState, frozenset[StorageState]] = {
 
 
 Orphans = deque[tuple[torch.UntypedStorage, Event]]
-"""Storages whose handle was freed while a copy still reads or writes them, and the event of that copy."""
+"""Storages whose handle was freed during a copy, each with the event of that copy."""
 
 
 class StateError(SwapError):
-    """A transition that a storage does not have: a fault in this package, never in its use."""
+    """A transition that is not allowed: a bug in this package, never a usage error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A tensor on the storage and the version it had when autograd saved it.
+    """An alias of a saved tensor, and the version that the tensor had when autograd saved it.
 
-    It shares its version counter with the tensor that was saved, so that a later in-place change shows.
+    The alias shares the saved tensor's version counter, so that later in-place changes are detected.
     """
 
     tensor: torch.Tensor
     version: int
 
     def changed(self) -> bool:
-        """Whether somebody wrote to the tensor since."""
+        """Whether the tensor was changed in place after it was saved."""
         return self.tensor._version != self.version
 
     def check(self, what: str) -> None:
-        """As ``check_version``."""
+        """Raise if the tensor was changed, as ``check_version`` does."""
         check_version(self.tensor, self.version, what)
 
 
 def check_version(tensor: torch.Tensor, version: int, what: str) -> None:
-    """Raise as autograd does without hooks, if ``tensor`` was changed in place since it had ``version``.
+    """Raise if ``tensor`` was changed in place since ``version``, as autograd does without hooks.
 
     Raises:
         RuntimeError: names ``what`` and both versions.
@@ -103,32 +103,32 @@ def alias_of(tensor: torch.Tensor) -> Alias:
 
 
 class Evictor(Protocol):
-    """Who may evict a storage from the device when memory is short: the out-of-memory guard."""
+    """Evicts storages from the device when memory is short: the out-of-memory guard."""
 
     def reacquire(self, handle: Handle) -> StorageState | None:
-        """From now on do not evict ``handle``. Return the state that it had if it was evicted, else ``None``."""
+        """Protect ``handle`` from eviction. Return its state before it was evicted; ``None``: it was not evicted."""
         ...
 
 
 class Handle:
-    """One storage that autograd saved, once, however many views of it were saved.
+    """One storage that autograd saved, with all saved views of it.
 
     Attributes:
-        site: where it was saved first.
-        group: of the layer that saved it; of the last one, if it is kept.
-        decision: what was decided when it was saved first.
+        site: the site that saved the storage first.
+        group: the group that saved the storage first; for a kept storage, the one that saved it last.
+        decision: the decision when the storage was saved first.
         num_bytes: size of the whole storage.
-        storage: the device memory, while there is any that belongs to this handle.
+        storage: the device memory, while this handle holds any.
         aliases: one for each saved tensor, until release; each is one more reference to ``storage``.
-        stream: the stream that produced it; its block goes back to that stream's pool.
-        slot: its bytes in the tier, from the copy out until it is freed.
-        out_event, in_event: passed when the copy to the tier, and the copy back, are through.
-        in_fence: of the last copy back (``fences.py``).
-        num_packed: saved tensors on it.
-        num_unpacked: how many of them were unpacked since it was reloaded.
-        checksum: of its bytes, with ``--swap-verify``.
-        orphans: where the storage goes if the handle is freed in the middle of a copy.
-        guard, offer: who may evict the storage when memory is short, and under which number; 0: nobody may now.
+        stream: the stream that produced the storage; its block returns to that stream's pool.
+        slot: the bytes in the tier, from the start of the offload until they are freed.
+        out_event, in_event: pass when the copy to the tier, and the copy to the device, have ended.
+        in_fence: fence of the last reload (``fences.py``).
+        num_packed: number of saved tensors on the storage.
+        num_unpacked: how many of them were unpacked since the reload.
+        checksum: checksum of the bytes, with ``--swap-verify``.
+        orphans: receives the storage if the handle is freed during a copy.
+        guard, offer: the guard, and the number of the current offer to it; 0: no offer, so no eviction.
     """
 
     __slots__ = (
@@ -172,7 +172,7 @@ class Handle:
         self.stream = stream
         self.state = StorageState.RESIDENT
         self.aliases: list[Alias] = []
-        # None until that copy is enqueued; ``Any``, because whoever uses one knows from the state that it exists.
+        # None until the copy is enqueued. ``Any``: the state shows whether the event exists.
         self.out_event: Event | Any = None
         self.in_event: Event | Any = None
         self.in_fence = 0
@@ -195,33 +195,32 @@ class Handle:
 
     @property
     def is_kept_by_decision(self) -> bool:
-        """Whether the decision was to keep it: it has a handle only so that the guard can evict it.
+        """Whether the decision was KEEP: the handle exists only so that the guard can evict the storage.
 
-        Not the state KEPT, which ends an offload that was begun.
+        This is not the state KEPT, which a cancelled offload ends in.
         """
         return self.decision.action is Action.KEEP
 
     @property
     def label(self) -> str:
-        """Its name in ranges and recordings."""
+        """The handle's name in ranges and recordings."""
         return f"{self.site} mb{self.group.micro_batch}"
 
     def changed(self) -> bool:
-        """Whether somebody wrote to the storage, or emptied it, after it was saved."""
+        """Whether the storage was changed in place or emptied after it was saved."""
         assert self.storage is not None
         return self.storage.nbytes() != self.num_bytes or any(alias.changed() for alias in self.aliases)
 
     def has_external_refs(self) -> bool:
-        """Whether others refer to the storage, so that dropping this handle's references would free nothing."""
+        """Whether the storage has references besides this handle's, so that dropping these would free nothing."""
         assert self.storage is not None
         return torch._C._storage_Use_Count(self.storage._cdata) > self.num_owners
 
     @property
     def num_owners(self) -> int:
-        """How many references to the storage are this handle's.
+        """Number of references to the storage that this handle holds: the storage object and each alias.
 
-        Those are the storage object and each alias. The aliases of a reloaded storage do not count: they belong to the
-        storage that was saved, and only show whether that was changed.
+        The aliases of a reloaded storage do not count: they belong to the saved storage, to detect changes.
         """
         return 1 if self.state in (StorageState.RELOADING, StorageState.RELOADED) else 1 + len(self.aliases)
 
@@ -231,20 +230,20 @@ class Handle:
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
     def pending_event(self) -> Event | None:
-        """Return the event of a copy that may still use ``storage`` and that the compute stream has not waited for."""
+        """Return the event of a copy that may still use ``storage``; ``None`` once the compute stream waits for it."""
         if self.state is StorageState.RELOADING:
             return self.in_event
         return self.out_event if self.state in (StorageState.OFFLOADING, StorageState.KEPT) else None
 
     def free_slot(self) -> None:
-        """Give the slot back to the tier; its fence names the read that may still be under way."""
+        """Free the slot; its fence names the read that may still be in flight."""
         if self.slot is not None:
             self.slot.free(self.in_fence)
             self.slot = None
 
     def __del__(self) -> None:
-        # The graph let go of every tensor that was saved on this storage. This can run inside any other call of the
-        # engine, so it only notes things: a slot's ``free`` is made for that, and so is the deque.
+        # The graph freed every tensor that was saved on this storage. A finalizer can run inside any other call of the
+        # engine, so it only appends to queues: a slot's ``free`` and the deque allow that.
         if self.guard is not None:
             self.guard.reacquire(self)
         self.free_slot()
@@ -254,12 +253,12 @@ class Handle:
 
 
 class ForwardPass:
-    """One forward of one model chunk: its groups are the ones that one stretch of backward goes through.
+    """One forward of one model chunk, whose groups backward goes through without interruption.
 
     Attributes:
-        kept: layer and bytes that it kept, in the order of forward.
-        begun_bytes: bytes that were kept for groups whose backward has begun.
-        over_bytes: the part of that whose backward has ended, so that its memory is free.
+        kept: each layer's number and the bytes it kept, in the order of forward.
+        begun_bytes: bytes kept for groups whose backward has begun.
+        over_bytes: bytes kept for groups whose backward has ended: this memory is free.
     """
 
     def __init__(self) -> None:
@@ -268,7 +267,7 @@ class ForwardPass:
         self.over_bytes = 0
 
     def begin_backward(self, group: Group) -> None:
-        """Backward enters ``group``: the backward of those before has ended."""
+        """Note that backward enters ``group``: the backward of all earlier groups has ended."""
         self.over_bytes = self.begun_bytes
         self.begun_bytes += group.kept_bytes
 
@@ -276,46 +275,46 @@ class ForwardPass:
 class Group:
     """The handles of one layer and micro-batch, in the order in which they were saved.
 
-    The group refers to its handles weakly: they live as long as the graph holds a tensor packed on them, and that
-    decides when their memory goes back.
+    The group refers to its handles weakly. A handle lives, and holds its memory, as long as the graph holds a tensor
+    packed on it.
     """
 
     def __init__(self, key: GroupKey, position: LayerPosition, sequence: int, forward_pass: ForwardPass) -> None:
         self.key = key
         self.micro_batch = key.micro_batch
-        """Number of the micro-batch in its step, for ranges, where a profiler numbers them."""
+        """Number of the micro-batch within its step where a profiler numbers them, else as in ``key``."""
         self.position = position
         self.forward_pass = forward_pass
         self.sequence = sequence
         """Position in the order of forwards since the graph was last empty."""
         self.num_bytes = 0
-        """Bytes of its handles that are not kept."""
+        """Bytes of storages that were decided to be offloaded, or that were evicted."""
         self.kept_bytes = 0
-        """Bytes that its layer saved and that were kept on the device."""
+        """Bytes that the layer saved and that are kept on the device."""
         self.prefetched_bytes = 0
-        """Bytes that are on the device for its backward, before that begins: reloaded, or their offload cancelled."""
+        """Bytes that were reloaded, or whose offload was cancelled, ahead of this group's backward."""
         self.backward_begun = False
         self.prefetch_evicted = False
-        """Whether storages that were prefetched for it were evicted: it is not prefetched again."""
+        """Whether prefetched storages of the group were evicted: the group is not prefetched again."""
         self._handles: list[weakref.ref[Handle]] = []
 
     @property
     def label(self) -> str:
-        """Its name in ranges and recordings."""
+        """The group's name in ranges and recordings."""
         return f"layers.{self.key.layer} mb{self.micro_batch}"
 
     def add(self, handle: Handle) -> None:
-        """``handle`` joins; the bytes of one that is kept count once it is evicted."""
+        """Add ``handle``. A kept storage adds to ``num_bytes`` only once it is evicted."""
         self._handles.append(weakref.ref(handle))
         if not handle.is_kept_by_decision:
             self.num_bytes += handle.num_bytes
 
     def has(self, handle: Handle) -> bool:
-        """Whether ``handle`` joined before: several views of one storage count once."""
+        """Whether ``handle`` was added before: several views of one storage count once."""
         return any(reference() is handle for reference in reversed(self._handles))
 
     def in_backward_order(self) -> Iterator[Handle]:
-        """Yield the handles that are still alive, last saved first: backward asks for them in that order."""
+        """Yield the living handles, last saved first: the order in which backward needs them."""
         for reference in reversed(self._handles):
             handle = reference()
             if handle is not None:

@@ -1,4 +1,4 @@
-"""The boundary around a layer: its own ``forward`` is replaced, and backward is noticed before it enters the layer."""
+"""The boundary around a layer: replaces its ``forward``, and is called before backward enters the layer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megatron.swap.engine.sites import SiteNames
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread: a forward now is a recomputation."""
+    """Whether autograd runs a backward on this thread: a forward at this moment is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 class _BoundaryFunction(torch.autograd.Function):
-    """An identity behind a layer; its backward runs before any of the layer's."""
+    """Identity after a layer; its backward runs before any backward of the layer."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, on_backward: Callable[[], None]) -> torch.Tensor:
@@ -42,7 +42,7 @@ class _BoundaryFunction(torch.autograd.Function):
 
 
 def _mark_end_of_backward(ranges: Ranges, group: Group, hidden: Any) -> None:
-    """End the layer's range of backward when the gradient of its input, the hidden states, is there."""
+    """End the layer's backward range once the gradient of its input, the hidden states, is computed."""
     if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
         hidden.register_hook(lambda grad: ranges.backward_over(group))
 
@@ -52,9 +52,9 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def override_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Let ``module`` run ``forward`` from now on. Return what gives it back its own forward.
+    """Replace the forward of ``module`` by ``forward``. Return a function that restores the previous one.
 
-    Its own is its class's, or one that another library has set on the instance.
+    The previous one is the class's, or one that another library has set on the instance.
     """
     own = vars(module).get("forward")
     module.forward = forward  # type: ignore[method-assign]
@@ -69,12 +69,12 @@ def override_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryOptions:
-    """How a boundary treats its layer.
+    """Options of a layer's boundary.
 
     Attributes:
-        hooked: False for a layer that keeps everything: then the boundary only marks how far backward is.
+        hooked: False for a layer that keeps everything: the boundary then only marks the progress of backward.
         on_run_without_grad: called with the layer's number when the layer runs without gradients.
-        is_idle: whether nothing is to be done in this forward: then the layer runs as if it had no boundary.
+        is_idle: asked before each forward; if true, the layer runs as if it had no boundary.
     """
 
     hooked: bool
@@ -83,16 +83,16 @@ class BoundaryOptions:
 
 
 class LayerBoundary:
-    """Replaces the ``forward`` of one layer by one that handles what the layer saves.
+    """Replaces the ``forward`` of one layer by one that handles the layer's saved tensors.
 
     Args:
         layer: number of the layer over the whole model, 0-based.
         module: the layer; it returns its new hidden states, alone or first in a tuple.
-        saved_tensors: of the engine.
-        position: where the layer stands in the forward of its chunk.
-        options: see there.
-        checkpoint: for a layer that is recomputed whole: calls a function with tensors, and once more in backward,
-            with the same random numbers; it saves those tensors alone. ``None``: the layer runs once.
+        saved_tensors: the engine's hooks.
+        position: the layer's position in the forward of its chunk.
+        options: see ``BoundaryOptions``.
+        checkpoint: for a layer that is recomputed whole. It calls a function with tensors, and again in backward with
+            the same random numbers; it saves only these tensors. ``None``: the layer runs once.
     """
 
     def __init__(
@@ -117,28 +117,27 @@ class LayerBoundary:
         self._restore = override_forward(module, self._forward)
 
     def set_position(self, position: LayerPosition, checkpoint: Callable[..., Any] | None = None) -> None:
-        """From the next forward on the layer has this position and ``checkpoint``."""
+        """Set the position and ``checkpoint`` that hold from the next forward on."""
         self._position = position
         self._checkpoint = checkpoint
 
     def remove(self) -> None:
-        """Give the layer back its own forward."""
+        """Restore the layer's own forward."""
         if self._names is not None:
             self._names.remove()
         self._restore()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if in_backward():
-            # A recomputation: its graph is freed at once. Hooks that stand around it must see the same as in forward,
-            # where those of the boundary hid the layer from them. Without a boundary the observer would not see
-            # recomputations either.
+            # A recomputation: its graph is freed at once. Outer hooks must see the same as in forward, where the
+            # boundary's hooks hide the layer from them. The observer does not count recomputations.
             with self._saved_tensors.untouched(observed=False):
                 return self._inner(*args, **kwargs)
         if not torch.is_grad_enabled():
             if self._options.on_run_without_grad is None:
                 return self._inner(*args, **kwargs)
             self._options.on_run_without_grad(self.layer)
-            # Megatron computes bias, dropout and residual with gradients even here; what that saves is freed at once.
+            # Megatron computes bias, dropout and residual with gradients even here; what they save is freed at once.
             with self._manager.ranges.forward(self.layer), self._saved_tensors.untouched():
                 return self._inner(*args, **kwargs)
         manager, footprint = self._manager, self._saved_tensors.footprint
@@ -160,7 +159,7 @@ class LayerBoundary:
         return self._mark(result, lambda: manager.begin_backward(group))
 
     def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
-        """Return what the layer returned, so that ``on_backward`` is called before backward enters the layer."""
+        """Return ``result`` with a hook: ``on_backward`` is called before backward enters the layer."""
         if isinstance(result, tuple):
             return (_BoundaryFunction.apply(result[0], on_backward), *result[1:])
         return _BoundaryFunction.apply(result, on_backward)
@@ -178,10 +177,10 @@ class LayerBoundary:
             ):
                 return self._inner(*args, **kwargs)
 
-        # What needs no gradient (masks, tables of angles) stays on the device anyway.
+        # Tensors that need no gradient (masks, rotary angles) stay on the device anyway.
         function, tensors = of_tensors_alone(run, args, kwargs, _needs_gradient)
         if not tensors and not any(parameter.requires_grad for parameter in self.module.parameters()):
-            return self._inner(*args, **kwargs)  # a frozen layer before all that is trained saves nothing
+            return self._inner(*args, **kwargs)  # a frozen layer before all trained ones saves nothing
         if not tensors:
             raise UsageError(
                 f"layer {self.layer} is to be recomputed whole, but its input needs no gradient (frozen embeddings?): "
@@ -190,7 +189,7 @@ class LayerBoundary:
         return self._checkpoint(function, *tensors)
 
     def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:
-        # Read anew each time: Megatron moves parameters into its buffers after the model is built.
+        # Read in each forward: Megatron moves parameters into its buffers after the model is built.
         constants = frozenset(tensor.untyped_storage()._cdata for tensor in self._constants)
         names = self._names
         if self._checkpoint is not None:

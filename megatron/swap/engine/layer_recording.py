@@ -1,4 +1,4 @@
-"""What is known of storages while one layer runs: what made them, and what stands in the graph for them."""
+"""Producers, specs and saved storages of one running layer."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from megatron.swap.engine.recompute_spec import RecomputeSpec
 
 
 class Packing(Protocol):
-    """How tensors get into the graph."""
+    """Packs tensors into the autograd graph."""
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` stays on the device anyway (parameters)."""
+        """Whether ``tensor`` stays on the device anyway (a parameter, say)."""
         ...
 
     def join(self, tensor: torch.Tensor, group: Group) -> Any:
-        """Return what stands in the graph for an input: one more saved tensor on what is saved of it already."""
+        """Return the packed form of an input: one more saved tensor on the entry that its storage already has."""
         ...
 
     def hold(self, tensor: torch.Tensor, site: Site, group: Group) -> Any:
-        """Return what stands in the graph for a tensor that cannot be recomputed: it is kept or offloaded."""
+        """Return the packed form of a tensor that cannot be recomputed: it is kept or offloaded."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """A saved storage whose inputs may still be saved: until then nobody knows whether it can be recomputed.
+    """A saved storage whose inputs may still be saved: only then is it known whether it can be recomputed.
 
     ``output`` keeps the storage alive.
     """
@@ -46,11 +46,11 @@ class Undecided:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What an unsaved storage is recomputed from; for recorders.
+    """The sources that an unsaved storage is recomputed from, for recorders.
 
     Attributes:
-        spec: recomputes that storage.
-        tensors: saved ones, at the beginning of the chain.
+        spec: recomputes the storage.
+        tensors: saved tensors at the beginning of the chain.
         between: specs between ``tensors`` and ``spec``.
     """
 
@@ -63,7 +63,7 @@ class Sources:
 class LayerRecording:
     """Records, saved storages and specs of one forward of a layer.
 
-    All are found by the address of a storage. An address is reused: an entry counts only while its storage lives.
+    All are keyed by a storage's address. Addresses are reused, so an entry is valid only while its storage lives.
     """
 
     records: dict[int, ProducerRecord] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class LayerRecording:
     def add_record(
         self, producer: str, function: Callable[..., Any], inputs: list[torch.Tensor], output: torch.Tensor
     ) -> None:
-        """``producer`` made all of the storage of ``output`` as ``function(*inputs)``."""
+        """Record that ``producer`` computed the whole storage of ``output`` as ``function(*inputs)``."""
         storage = output.untyped_storage()
         address = storage._cdata
 
@@ -97,12 +97,12 @@ class LayerRecording:
         )
 
     def add_saved(self, storage: torch.UntypedStorage) -> None:
-        """``storage`` is kept or offloaded: its record, which holds inputs, is needed no longer."""
+        """Note that ``storage`` is kept or offloaded, and drop its record, which holds the inputs."""
         self.saved[storage._cdata] = weakref.ref(storage)
         self.records.pop(storage._cdata, None)
 
     def spec(self, address: int) -> RecomputeSpec | None:
-        """Return what recomputes the living storage at ``address``, if anything does."""
+        """Return the spec of the living storage at ``address``; ``None``: it has none."""
         spec = self.specs.get(address)
         return spec if spec is not None and spec.output() is not None else None
 
@@ -112,14 +112,14 @@ class LayerRecording:
         return reference is not None and reference() is not None
 
     def is_in_graph(self, tensor: torch.Tensor) -> bool:
-        """Whether something stands in the graph for the storage of ``tensor``."""
+        """Whether the graph has an entry for the storage of ``tensor``."""
         address = tensor.untyped_storage()._cdata
         return self.is_saved(address) or self.spec(address) is not None
 
     def sources_of(
         self, record: ProducerRecord, packing: Packing
     ) -> tuple[tuple[torch.Tensor, ...], tuple[RecomputeSpec, ...]]:
-        """Return the saved tensors that ``record`` needs in the end, and the specs between."""
+        """Return the saved tensors at the start of the chain to ``record``, and the specs between."""
         tensors: list[torch.Tensor] = []
         specs: list[RecomputeSpec] = []
         for tensor in (alias.tensor for alias in record.inputs if not packing.is_constant(alias.tensor)):
@@ -133,7 +133,7 @@ class LayerRecording:
         return tuple(tensors), tuple(specs)
 
     def clear(self) -> None:
-        """The layer has ended. Nothing may wait for the garbage collector: ``records`` hold device memory."""
+        """Drop all entries when the layer ends: records hold device memory, which must not wait for the collector."""
         self.records.clear()
         self.saved.clear()
         self.specs.clear()

@@ -1,11 +1,11 @@
-"""The activations' engine: what happens at the beginning and the end of each layer's forward and backward.
+"""The activation engine's sequence of work at the beginning and end of each layer's forward and backward.
 
-``offload.py`` copies storages to the tier and releases their memory, ``reload.py`` brings them back ahead of backward,
-``evict.py`` follows what the out-of-memory guard takes. All three order their copies with events, on two streams of
-their own; each says which of its waits is for what.
+``offload.py`` copies storages to the tier and releases their memory, ``reload.py`` copies them back ahead of backward,
+``evict.py`` accounts for the out-of-memory guard's evictions. Copies run on two streams and are ordered by events; each
+module documents its waits.
 
 A manager serves one training thread. Autograd's device threads call it too, but only while that thread waits in
-``backward``; finalizers run anywhere and touch nothing here but a slot's ``free`` (see ``Handle``).
+``backward``. Finalizers run on any thread; see ``Handle.__del__`` for what they may touch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class SwapManager:
 
     Args:
         device: streams, events and memory.
-        tier: where bytes go.
+        tier: holds the offloaded bytes.
         policy: what is kept, offloaded or recomputed.
-        settings, instruments: see there.
-        guard: may evict what is not used when an allocation fails; ``None``: nothing is evicted.
+        settings, instruments: see ``EngineSettings`` and ``Instruments``.
+        guard: evicts unused storages when an allocation fails; ``None``: nothing is evicted.
 
     Attributes:
         decider: asks the policy.
-        offload, reload: what saved tensors are handed to, and come from.
+        offload, reload: copy saved storages out of, and back into, device memory.
         guard: as given, or one that never begins.
     """
 
@@ -63,21 +63,21 @@ class SwapManager:
 
     @property
     def counters(self) -> Counters:
-        """What was copied and waited for since the start."""
+        """Counts of copies and waits since the start."""
         return self._state.counters
 
     @property
     def ranges(self) -> Ranges:
-        """Names the engine's work for a profiler."""
+        """Ranges that name the engine's work for a profiler."""
         return self._state.ranges
 
     def begin_forward(self, layer: int, position: LayerPosition) -> Group:
-        """``layer`` begins, which stands at ``position`` in its chunk. Return the group of this run."""
+        """Begin the forward of ``layer``, at ``position`` in its chunk. Return the group of this run."""
         state = self._state
         state.main_stream = state.device.current_stream()
         state.free_orphans()
         self._evictions.find_evicted()
-        self.offload.discard_unfinished()  # else a discarded graph's last group would seem to wait for its backward
+        self.offload.discard_unfinished()  # else a discarded graph's last group would still count as waiting
         group = state.order.begin_forward(layer, position)
         if state.ranges.is_on:
             group.micro_batch = state.ranges.micro_batch(layer)
@@ -86,7 +86,7 @@ class SwapManager:
         return group
 
     def end_forward(self, group: Group) -> None:
-        """The layer of ``group`` has ended: copies of what it saved are enqueued, older ones are released."""
+        """End the forward of the layer of ``group``: enqueue copies of its storages, and release older storages."""
         self.release_budget.end_accounting()
         self.offload.end_forward(group)
         self.release_budget.end_forward(group)
@@ -95,17 +95,17 @@ class SwapManager:
         self.offload.release()
         self.ranges.memory()
         if group.position.num_after == 0 and not group.position.ends_in_loss:
-            # A pipeline stage goes on with a backward, or with a forward that gives time for a prefetch.
+            # A backward follows on this pipeline stage, or a forward that gives time for a prefetch.
             self.reload.prefetch()
 
     def begin_backward(self, group: Group) -> None:
-        """The backward of ``group`` begins: reload what of it is missing, prefetch what follows. Idempotent."""
+        """Begin the backward of ``group``: reload its missing storages, prefetch later groups. Idempotent."""
         self.reload.begin_backward(group)
 
     def apply_policy(self, window_bytes: int | None) -> None:
-        """The policy answers otherwise from the next forward on: forget the sizes and refusals that were learned.
+        """Forget the sizes and refusals that were learned: the policy changes from the next forward on.
 
-        Between steps: no group may be in flight.
+        Call this between steps: no group may be in flight.
 
         Args:
             window_bytes: as in ``EngineSettings``.
@@ -114,9 +114,9 @@ class SwapManager:
         self.decider.apply_policy()
 
     def drain(self) -> None:
-        """Training is over, or broke off: wait for every copy, then forget what was in flight.
+        """Wait for every copy, then forget what was in flight, when training has ended or failed.
 
-        A graph that is there still has what is on the device; it cannot reload what is not.
+        A graph that still exists keeps its storages on the device; it cannot reload offloaded ones.
         """
         self.reload.close()
         self.guard.end()

@@ -1,8 +1,8 @@
-"""Offload: from the moment autograd saves a storage until its device memory is released.
+"""Offload: the copy of a saved storage to the tier, until its device memory is released.
 
 The D2H stream waits for the compute stream, copies, records. The compute stream goes on; it waits for that event only
-when the memory is released, a bounded number of bytes later, so that the caching allocator hands the block to work
-which is ordered behind the copy. No ``record_stream``, nothing depends on how far the host ran.
+when the memory is released, a bounded number of bytes later. So whatever reuses the block is ordered behind the copy.
+There is no ``record_stream``, and nothing depends on how far the host is ahead.
 
 Slots are reused in the tier: the D2H stream waits for the read that the slot's fence names.
 """
@@ -28,7 +28,7 @@ COMMIT_BYTES = 16 * MIB
 
 
 class Running(NamedTuple):
-    """The layer whose forward began last. Not its group: that must be freed with its graph."""
+    """The layer whose forward began last. It does not hold the group, which must be freed with its graph."""
 
     layer: int
     position: LayerPosition
@@ -39,14 +39,14 @@ class Offloader:
     """Copies storages to the tier and releases their device memory.
 
     Args:
-        state: what it shares with reload and eviction.
-        evictions: of the out-of-memory guard.
-        decider: hears of storages that could not be released.
-        verify: take a checksum of every storage.
+        state: the state shared with reload and eviction.
+        evictions: the accounting of the guard's evictions.
+        decider: is notified of storages that were released or kept.
+        verify: compute a checksum of every storage.
         on_full: called when the tier has no room for a storage, which is kept then; ``None``: that is an error.
 
     Attributes:
-        stream: the copies' stream.
+        stream: the D2H copy stream.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Offloader:
         self._decider = decider
         self._verify = verify
         self._on_full = on_full
-        # Storages that are alive on the device, by the address of their StorageImpl. An address alone proves nothing
-        # (it is reused); an entry counts only while its handle still has that very storage.
+        # Storages that are alive on the device, by the address of their StorageImpl. Addresses are reused, so an entry
+        # is valid only while its handle still holds that storage.
         self._live: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
-        # Of the layer that runs: handles whose copy is not enqueued yet, and all handles that it has saved.
+        # Of the running layer: handles whose copy is not enqueued yet, and all handles that it saved.
         self._pending: list[Handle] = []
         self._pending_bytes = 0
         self._saved: list[Handle] = []
@@ -77,16 +77,16 @@ class Offloader:
     # ------------------------------------------------------------------ saved tensors
 
     def find(self, storage: torch.UntypedStorage) -> Handle | None:
-        """Return the handle of ``storage``, if it was saved before and is on the device since."""
+        """Return the handle of ``storage``, if it was saved before and has been on the device since."""
         handle = self._live.get(storage._cdata)
         if handle is None or handle.storage is None or handle.storage._cdata != storage._cdata:
             return None
         return handle
 
     def begin(self, storage: torch.UntypedStorage, site: Site, group: Group, decision: Decision) -> Handle | None:
-        """Return a new handle for ``storage``, which is saved and decided to be kept or offloaded.
+        """Return a new handle for a saved ``storage`` that is kept or offloaded.
 
-        One that is kept has a handle only if the out-of-memory guard may evict it; else ``None`` is returned.
+        Return ``None`` for a kept storage that the out-of-memory guard may not evict: it needs no handle.
         """
         is_kept = decision.action is Action.KEEP
         if is_kept:
@@ -103,14 +103,14 @@ class Offloader:
         return handle
 
     def join(self, tensor: torch.Tensor, handle: Handle, group: Group) -> int:
-        """Note that ``group`` saves ``tensor``, on the storage of ``handle``. Return its number on the handle.
+        """Note that ``group`` saves ``tensor``, on the storage of ``handle``. Return the tensor's index on the handle.
 
-        Once ``COMMIT_BYTES`` are pending their copies are enqueued, and older storages may be released.
+        Once ``COMMIT_BYTES`` are pending, enqueue their copies, and release older storages as the budget requires.
         """
         if handle.is_kept_by_decision:
             self.account_kept(tensor.untyped_storage(), group)
-            handle.group = group  # backward comes to this one first
-        self._evictions.reacquire(handle)  # an offer counts the owners that there are: from now on there is one more
+            handle.group = group  # backward reaches the last group first
+        self._evictions.reacquire(handle)  # the offer counts owners, and another one follows
         self._saved.append(handle)
         if not group.has(handle):
             group.add(handle)
@@ -123,30 +123,30 @@ class Offloader:
         return index
 
     def account_kept(self, storage: torch.UntypedStorage, group: Group) -> None:
-        """Note that the layer that runs keeps ``storage``: copies in flight may not use that much memory any more."""
+        """Note that the running layer keeps ``storage``, which leaves less slack for copies in flight."""
         if self._state.release_budget.account_kept(storage, group):
             self.release()
 
     # ------------------------------------------------------------------ a layer's forward
 
     def discard_unfinished(self) -> None:
-        """Forget what a layer has saved whose forward broke off."""
+        """Forget the saved storages of a layer whose forward failed."""
         self._saved.clear()
         self._pending, self._pending_bytes = [], 0
 
     def begin_forward(self, group: Group) -> None:
-        """The layer of ``group`` begins."""
+        """Begin the forward of the layer of ``group``."""
         self._running = Running(group.key.layer, group.position, group.sequence)
         self.release()
 
     def end_forward(self, group: Group) -> None:
-        """The layer of ``group`` has ended: enqueue what is pending, and offer what it saved to the guard."""
+        """End the forward of the layer of ``group``: enqueue pending copies, and offer its storages to the guard."""
         self._commit()
         self._state.guard.offer_all(self._saved, self._state.order.next_use(group))
         self._saved.clear()
 
     def _commit(self) -> None:
-        """Enqueue the copies of everything that is pending."""
+        """Enqueue all pending copies."""
         batch, self._pending = self._pending, []
         self._pending_bytes = 0
         going = [handle for handle in batch if self._reserve_slot(handle)]
@@ -167,7 +167,7 @@ class Offloader:
                 self._counters.layers[handle.site.layer].out_bytes += handle.num_bytes
 
     def _reserve_slot(self, handle: Handle) -> bool:
-        """Reserve room in the tier for ``handle``. Return False if it is kept instead."""
+        """Reserve a slot in the tier for ``handle``. Return False if the storage is kept instead."""
         if handle.state is not StorageState.RESIDENT:
             return False  # backward came first
         if handle.changed():
@@ -187,7 +187,7 @@ class Offloader:
         return True
 
     def release(self) -> None:
-        """Release the oldest storages that were copied until no more wait than the budget allows."""
+        """Release the oldest offloaded storages until the bytes that wait are within the budget."""
         running, queue = self._running, self._state.offloading
         assert running is not None
         allowed_bytes = self._state.release_budget.max_offloading_bytes(running.layer, running.position)
@@ -198,10 +198,10 @@ class Offloader:
             is_held = not changed and handle.has_external_refs()
             num_layers_since = running.sequence - handle.group.sequence
             if is_held and num_layers_since == 0:
-                break  # the layer's own frame still has it, most likely: look again in the next layer
+                break  # most likely the layer's own frame refers to it: check again in the next layer
             queue.pop_oldest()
             if is_held and num_layers_since == 1:
-                with_caller.append(handle)  # a layer saved its output, which is now the next one's input
+                with_caller.append(handle)  # the layer saved its output, which is the next layer's input
             elif changed or is_held:
                 self._keep(handle, Reason.CHANGED if changed else Reason.HAS_EXTERNAL_REFS)
             elif not self._evictions.reacquire(handle):
@@ -210,11 +210,11 @@ class Offloader:
         queue.put_back(with_caller)
 
     def _drop(self, handle: Handle) -> None:
-        """Give up a storage that was copied: its block may be reused once compute has waited for the copy."""
+        """Release a copied storage: its block may be reused once compute has waited for the copy."""
         compute = self._device.current_stream()
         self._counters.add_stall(self._device.timed_wait(compute, handle.out_event))
-        # The block goes back to the stream that it was allocated on, which need not be this one: a layer may save
-        # on a side stream (shared experts) what its main stream has made.
+        # The block returns to the stream that it was allocated on, which need not be this one: a layer may save a
+        # tensor of its main stream on a side stream (shared experts).
         for stream in dict.fromkeys((handle.stream, self._state.main_stream)):
             if stream != compute:
                 self._device.wait(stream, handle.out_event)
@@ -227,9 +227,9 @@ class Offloader:
         self._state.ranges.memory()
 
     def _keep(self, handle: Handle, reason: Reason) -> None:
-        """Keep a storage that was to be offloaded: to release it would free nothing, or be wrong, or has no room."""
+        """Cancel an offload: the release would free nothing or be wrong, or the tier is full."""
         if self._evictions.reacquire(handle):
-            return  # it has left in the meantime; where it was changed before, backward says so
+            return  # evicted in the meantime; if it was changed before, backward raises
         handle.move_to(StorageState.KEPT)
         handle.free_slot()
         self._decider.record_kept(handle.site, reason)

@@ -1,7 +1,7 @@
-"""Out of memory, turned into a slower step: saved tensors leave the device when an allocation there fails.
+"""Eviction of saved tensors when a device allocation fails: a slower step instead of an out-of-memory error.
 
-The native part (``native/guard.h``) does that on whatever thread the allocation failed, without Python. Here storages
-are offered to it, and each is reacquired before it is used, which tells whether it was evicted meanwhile.
+The native part (``native/guard.h``) evicts on the thread whose allocation failed, without Python. This module offers
+storages to it, and reacquires each before its use, which shows whether it was evicted in the meantime.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.native.guarding import GuardCore, NativeRescue, Piece
 
 GUARD_HOST_FRACTION = 0.25
-"""Fraction of host memory that is reserved for a guard which is on for the whole run."""
+"""Fraction of host memory reserved for a guard that is on for the whole run."""
 
 MAX_NAMED_GROUPS = 4
-"""How many groups the line about a rescue names."""
+"""Number of groups that the log line of a rescue names."""
 
 _MICRO_BATCHES = 1 << 32
 
 
 @dataclass(frozen=True)
 class Rescue:
-    """What was done for an allocation that had failed.
+    """The evictions for one allocation that had failed.
 
     Attributes:
         wanted_bytes: size of the allocation.
-        freed_bytes: evicted from the device.
-        copied_bytes: of these, what had to be copied to the host first.
-        held_bytes: on the host, copied for this rescue or earlier ones and not yet reloaded.
-        ms: how long it took.
-        groups: layer and micro-batch of what was evicted.
+        freed_bytes: bytes evicted from the device.
+        copied_bytes: those of ``freed_bytes`` that had to be copied to the host first.
+        held_bytes: bytes on the host, copied for this rescue or earlier ones and not yet reloaded.
+        ms: duration.
+        groups: layer and micro-batch of each evicted group.
     """
 
     wanted_bytes: int
@@ -51,7 +51,7 @@ class Rescue:
 
     @property
     def short_bytes(self) -> int:
-        """How many bytes the device had no room for at that moment."""
+        """Bytes that the device had no room for at that moment."""
         return max(self.freed_bytes, self.held_bytes)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Rescue:
 
 
 class RescuedBytes:
-    """Host memory of the native core that holds an evicted storage's bytes: a slot that ``HostTier`` can read."""
+    """Slot of an evicted storage, in the native core's host memory; ``HostTier`` can read it."""
 
     fence = 0
 
@@ -79,27 +79,27 @@ class RescuedBytes:
         ]
 
     def views(self) -> list[torch.Tensor]:
-        """One uint8 tensor a piece, valid until ``free``."""
+        """Return one uint8 tensor for each piece, valid until ``free``."""
         return self._views
 
     def free(self, fence: int = 0) -> None:
-        """Note that the memory may be reused after read number ``fence``. Safe in finalizers."""
+        """Allow the memory to be reused after read number ``fence``. Safe in finalizers."""
         self._freed.append((fence, self._pieces))
 
 
 class OomGuard:
-    """Offers storages of handles to the native core, which evicts them when an allocation fails, and reacquires them.
+    """Offers storages of handles to the native core, which evicts them when an allocation fails; reacquires them.
 
     Until ``begin`` it does nothing.
 
     Args:
-        device: where the handles' storages are.
-        pool: host memory that the guard may take too, as far as the pool has not reserved it.
-        min_bytes: smaller storages that the policy keeps are not offered.
-        own_host_bytes: reserved in the budget of ``pool`` for the guard alone.
+        device: the device that holds the storages.
+        pool: the guard also uses host memory within this pool's limit that the pool has not reserved.
+        min_bytes: kept storages smaller than this are not offered.
+        own_host_bytes: bytes reserved in the budget of ``pool`` for the guard alone.
 
     Attributes:
-        is_on: allocations that fail are rescued.
+        is_on: whether failed allocations are rescued.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class OomGuard:
         self._freed: deque[tuple[int, Sequence[Piece]]] = deque()
 
     def begin(self) -> None:
-        """Rescue allocations that fail from now on.
+        """Start rescuing failed allocations.
 
         Raises:
-            UsageError: there is no native part here, or this process has a guard already.
+            UsageError: the native part is missing, or this process already has a guard.
         """
         if self._core is None:
             self._core = self._device.make_guard()
@@ -132,7 +132,7 @@ class OomGuard:
         self.is_on = True
 
     def end(self) -> None:
-        """Rescue no more. What was offered must still be reacquired before it is used."""
+        """Stop rescuing. Offered storages must still be reacquired before their use."""
         self.is_on = False
         if self._core is not None:
             self._core.end()
@@ -143,13 +143,13 @@ class OomGuard:
         return self.is_on and num_bytes >= self._min_bytes
 
     def offer(self, handle: Handle, next_use: int, event: Event, *, is_copied: bool) -> None:
-        """Allow the eviction of the storage of ``handle`` until ``reacquire``; while the guard is off do nothing.
+        """Allow eviction of the storage of ``handle`` until ``reacquire``. Do nothing while the guard is off.
 
         Args:
-            next_use: the higher the later; what is used last is evicted first.
+            next_use: higher means later; the storage with the latest use is evicted first.
             event: passes before the memory may be taken.
-            is_copied: the handle's slot has the bytes once ``event`` has passed. Else they are copied to the host
-                first.
+            is_copied: the handle's slot has the bytes once ``event`` has passed. Otherwise the eviction copies them to
+                the host first.
         """
         if not self.is_on:
             return
@@ -164,9 +164,9 @@ class OomGuard:
         )  # fmt: skip
 
     def offer_all(self, handles: Sequence[Handle], next_use: int) -> None:
-        """Offer what a layer has saved, at the end of its forward: nobody needs it before the layer's backward.
+        """Offer a layer's saved storages at the end of its forward: their next use is in the layer's backward.
 
-        Storages that others refer to as well are not evicted, and those of another stream are not offered.
+        Storages with external references are not evicted. Storages of another stream are not offered.
         """
         if not self.is_on or not handles:
             return
@@ -174,14 +174,14 @@ class OomGuard:
         ready = self._device.record(compute)
         for handle in handles:
             if handle.offer or handle.stream != compute:
-                continue  # nothing here says when another stream has finished with it
+                continue  # no event shows when another stream has finished with it
             if handle.state is StorageState.OFFLOADING:
                 self.offer(handle, next_use, handle.out_event, is_copied=True)
             elif handle.state is StorageState.RESIDENT and handle.is_kept_by_decision:
                 self.offer(handle, next_use, ready, is_copied=False)
 
     def reacquire(self, handle: Handle) -> StorageState | None:
-        """End the offer of ``handle``: from now on its storage is not evicted.
+        """End the offer of ``handle``, so that its storage is not evicted from now on.
 
         Returns:
             The state it had before it was evicted (it is OFFLOADED now); ``None`` if it was not evicted.
@@ -204,7 +204,7 @@ class OomGuard:
         return before
 
     def evicted(self) -> list[Handle]:
-        """Handles that were evicted since the last call and that nobody has reacquired."""
+        """Return handles that were evicted since the last call and not reacquired."""
         num_evictions = 0 if self._core is None else self._core.num_evictions()
         if self._core is None or num_evictions == self._num_evictions:
             return []
@@ -213,10 +213,10 @@ class OomGuard:
         return [handle for handle in found if handle is not None]
 
     def tidy(self, has_passed: Callable[[int], bool]) -> None:
-        """Between layers: release host memory that nobody reads, pin what was mapped, and adapt the limit of both.
+        """Release unused host memory, pin newly mapped memory, and update the core's limit. Call it between layers.
 
         Args:
-            has_passed: whether a fence has passed, a number given to ``Slot.free``.
+            has_passed: whether a fence (the number given to ``Slot.free``) has passed.
         """
         if self._core is None or self._pool is None:
             return
@@ -229,13 +229,13 @@ class OomGuard:
         self._core.set_most_host_bytes(self._max_host_bytes())
 
     def take_rescues(self) -> list[Rescue]:
-        """The rescues since the last call."""
+        """Return the rescues since the last call."""
         return [] if self._core is None else [_rescue(found) for found in self._core.take_rescues()]
 
     def _max_host_bytes(self) -> int:
-        """How much host memory the core may map: what the guard has reserved, and what the pool has not.
+        """Return the host bytes that the core may map: the guard's reservation, and what the pool has not reserved.
 
-        What is mapped beyond ``own_host_bytes`` is reserved first, so that the pool leaves it alone.
+        Memory mapped beyond ``own_host_bytes`` is reserved first, so that the pool does not use it.
         """
         if self._pool is None or self._memory is None:
             return 0

@@ -1,8 +1,9 @@
 """The order in which backward will need the groups.
 
-Without pipelining it is the reverse of forward. Under 1F1B and interleaved schedules it is whatever the schedule does,
-but the same in every step: so the order of the last step is expected again. Before there is one, the reverse within a
-micro-batch is assumed. A wrong guess costs time, never correctness: what was not prefetched is reloaded on demand.
+Without pipelining it is the reverse of forward. Under 1F1B and interleaved schedules it depends on the schedule, but is
+the same in every step, so the last step's order is expected again. In the first step, the reverse order within a
+micro-batch is assumed. A wrong guess costs time, never correctness: a group that was not prefetched is reloaded on
+demand.
 
 An *episode* runs from an empty graph to the next empty graph: one micro-batch without pipelining, one step with it.
 """
@@ -18,14 +19,14 @@ from megatron.swap.common.types import GroupKey, LayerPosition
 from megatron.swap.engine.handle import ForwardPass, Group
 
 MANY = 1 << 24
-"""More groups than an episode has."""
+"""More than the number of groups in any episode."""
 
 
 class BackwardOrder:
     """Creates groups in forward, observes the order of backward, and predicts the next groups."""
 
     def __init__(self) -> None:
-        # Weakly: a graph that is thrown away without a backward must not keep its groups waiting for one.
+        # Weak: groups of a graph that is discarded without a backward must not stay here.
         self._waiting: weakref.WeakValueDictionary[GroupKey, Group] = weakref.WeakValueDictionary()
         self._num_runs: Counter[int] = Counter()
         self._num_forwards = 0
@@ -38,7 +39,7 @@ class BackwardOrder:
         self._num_after = 0
 
     def begin_forward(self, layer: int, position: LayerPosition) -> Group:
-        """Return a new group, for the next run of ``layer``, which stands at ``position`` in its chunk."""
+        """Return a new group for the next run of ``layer``, at ``position`` in its chunk."""
         if not self._waiting:
             self._begin_episode()
         if position.num_after >= self._num_after:
@@ -51,7 +52,7 @@ class BackwardOrder:
         return group
 
     def begin_backward(self, group: Group) -> bool:
-        """Note that the backward of ``group`` begins. Return False if it had begun before."""
+        """Note that the backward of ``group`` begins. Return False if it has begun before."""
         if group.backward_begun:
             return False
         group.backward_begun = True
@@ -67,12 +68,12 @@ class BackwardOrder:
         return True
 
     def upcoming(self) -> Iterator[Group]:
-        """Yield the groups whose backward comes next, nearest first, as far as that is known."""
+        """Yield the groups whose backward comes next, nearest first, as far as the order is known."""
         if self._expected:
             for key in islice(self._expected, self._cursor, None):
                 group = self._waiting.get(key)
                 if group is None:
-                    return  # its forward is still to come: what is needed after it must not fill the window
+                    return  # its forward has not run yet; later groups must not fill the window
                 yield group
         elif self._last is not None:
             micro_batch, sequence = self._last.key.micro_batch, self._last.sequence
@@ -80,7 +81,7 @@ class BackwardOrder:
             yield from sorted(same, key=lambda group: -group.sequence)
 
     def next_use(self, group: Group) -> int:
-        """Return a number for when the backward of ``group`` comes, as far as that is known: the higher the later."""
+        """Return the expected turn of the backward of ``group``: higher means later."""
         turn = self._turns.get(group.key)
         return group.key.micro_batch * MANY + MANY - group.sequence if turn is None else turn
 
@@ -90,11 +91,11 @@ class BackwardOrder:
         return self._last
 
     def prefetched_bytes(self) -> int:
-        """Return the bytes that were reloaded for groups whose backward has not begun."""
+        """Return the bytes prefetched for groups whose backward has not begun."""
         return sum(group.prefetched_bytes for group in self._waiting.values())
 
     def _begin_episode(self) -> None:
-        if self._observed:  # else there was a forward without a backward, or a group of which nothing was saved
+        if self._observed:  # else a forward had no backward, or nothing was saved
             self._expected, self._observed = self._observed, []
             self._turns = {key: turn for turn, key in enumerate(self._expected)}
         self._cursor = 0
@@ -103,7 +104,7 @@ class BackwardOrder:
         self._last = None
 
     def _resynchronise(self, key: GroupKey) -> None:
-        # Backward went another way than last time (the number of micro-batches changed, say).
+        # The order of backward has changed (with the number of micro-batches, say).
         try:
             self._cursor = self._expected.index(key) + 1
         except ValueError:

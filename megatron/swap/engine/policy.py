@@ -1,4 +1,4 @@
-"""Policies: which action for which site."""
+"""Policies: choose keep, swap or recompute for each site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.swap.common.types import MIB, Action, Site
 
 
 class Policy(ABC):
-    """Answers for every tensor that autograd saves in a layer. Called often: keep it cheap.
+    """Chooses the action for every tensor that autograd saves in a layer. It is called often and must be cheap.
 
     Attributes:
         min_bytes: smaller storages are kept, whatever the site.
@@ -34,23 +34,23 @@ class Policy(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything is kept in the next forward, so that layers may run without hooks."""
+        """Whether the next forward keeps everything, so that layers may run without hooks."""
         return False
 
     @abstractmethod
     def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
-        """Return what to do with the storage (of ``num_bytes``) that was saved at ``site``.
+        """Return the action for the storage of ``num_bytes`` that was saved at ``site``.
 
         Args:
-            producer: the kind of kernel that made it and could recompute it (``PRODUCERS``); ``None``: not known. It
-                matters for RECOMPUTE alone: between KEEP and SWAP the site decides.
+            producer: the kind of kernel that can recompute the storage (``PRODUCERS``); ``None``: unknown. It matters
+                only for RECOMPUTE; between KEEP and SWAP the site decides.
         """
 
     def action_without_recompute(self, site: Site, num_bytes: int) -> Action:
         """Return KEEP or SWAP, for a storage that cannot be recomputed.
 
-        A site that was to be recomputed is offloaded instead, so that device memory stays as low as was asked for; in
-        a layer that swaps nothing it is kept.
+        A storage of a site that the policy recomputes is offloaded instead, so that device memory stays as low as
+        requested. In a layer that swaps nothing it is kept.
         """
         action = self.action(site, num_bytes)
         if action is Action.RECOMPUTE:
@@ -59,7 +59,7 @@ class Policy(ABC):
 
 
 class ManualPolicy(Policy):
-    """The command line's choice.
+    """The policy of the command line's flags.
 
     Args:
         layers: layers to swap, 0-based over the whole model.
@@ -101,7 +101,7 @@ class ManualPolicy(Policy):
 
 
 class PlanPolicy(Policy):
-    """A plan's choice, site by site. What the plan does not name is kept; sizes do not matter."""
+    """The policy of a plan, site by site. Sites that the plan does not name are kept; sizes do not matter."""
 
     def __init__(self, plan: Plan) -> None:
         layers = plan.layers()
@@ -121,13 +121,13 @@ class PlanPolicy(Policy):
 
     def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
         if site.path == CHECKPOINT_PATH and site.layer in self._whole:
-            return Action.SWAP if site.layer in self._swaps else Action.KEEP  # its input is all that it can swap
+            return Action.SWAP if site.layer in self._swaps else Action.KEEP  # the layer saves nothing but its input
         named = self._sites.get(site.layer)
         return named.get(f"{site.path}/{site.ordinal}", Action.KEEP) if named else Action.KEEP
 
 
 def policy_of(config: SwapConfig) -> Policy:
-    """Return the policy of the settings, where nothing has to be measured first."""
+    """Return the policy of settings that need no measurement."""
     if config.plan is not None:
         return PlanPolicy(config.plan)
     return ManualPolicy(config.layers, config.modules, int(config.min_mib * MIB), config.recompute)

@@ -1,4 +1,4 @@
-"""Records of what a layer's kernels made: this tensor is that function of these tensors."""
+"""Records of a layer's kernels: the output, the function that computed it, and its input tensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from megatron.swap.engine.handle import Alias, alias_of
 
 Function = Callable[..., torch.Tensor]
-"""A function of tensors alone; its other arguments are bound."""
+"""A function of tensors only; its other arguments are bound."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProducerRecord:
-    """One output of a producer. It keeps the inputs until the output is saved or freed, or the layer ends.
+    """One output of a producer. It holds the inputs until the output is saved or freed, or the layer ends.
 
     Attributes:
-        producer: its kind, one of ``PRODUCERS``.
-        function, inputs: they make the output.
-        output: its storage, of ``num_bytes``.
-        shape, stride, dtype: its layout in that.
-        version_probe: shows in-place changes of the output.
+        producer: the kind of kernel, one of ``PRODUCERS``.
+        function, inputs: compute the output.
+        output: the output's storage, of ``num_bytes``.
+        shape, stride, dtype: the output's layout in its storage.
+        version_probe: detects in-place changes of the output.
     """
 
     producer: str
@@ -39,17 +39,17 @@ class ProducerRecord:
 
     @property
     def address(self) -> int:
-        """Address of the output's storage, which must be alive."""
+        """Address of the output's storage, which must still be alive."""
         storage = self.output()
         assert storage is not None
         return storage._cdata
 
     def input_changed(self) -> bool:
-        """Whether an input was written to, or emptied (selective recomputation does that), since it was recorded."""
+        """Whether an input was changed in place, or emptied (by selective recomputation), since it was recorded."""
         return any(alias.changed() or _is_emptied(alias.tensor) for alias in self.inputs)
 
     def recomputes_same_bytes(self, storage: torch.UntypedStorage) -> bool:
-        """Recompute the output. Return whether it has the same layout and, bit for bit, the content of ``storage``."""
+        """Recompute the output. Return whether its layout is the same and its bits equal those of ``storage``."""
         other = run_again(self.function, [alias.tensor for alias in self.inputs])
         if (other.shape, other.stride(), other.dtype) != (self.shape, self.stride, self.dtype):
             return False
@@ -59,11 +59,11 @@ class ProducerRecord:
 
 @dataclass
 class Chain:
-    """What nobody saves of the inputs of a storage of ``num_bytes``, and so has to be recomputed or kept.
+    """Unsaved direct and indirect inputs of a storage of ``num_bytes``: they are recomputed or kept.
 
     Attributes:
-        makers: what is recomputed, each behind the makers of its own inputs.
-        kept_bytes: of tensors that no producer made: a table of angles, small beside what is made from it.
+        makers: records of the inputs to recompute, each after the records of its own inputs.
+        kept_bytes: bytes of inputs without a producer (small ones, such as a table of rotary angles), which are kept.
     """
 
     num_bytes: int
@@ -72,7 +72,7 @@ class Chain:
 
 
 def version_probe_of(tensor: torch.Tensor) -> Alias:
-    """Return an alias of ``tensor`` without its memory: it shows later in-place changes and keeps nothing alive."""
+    """Return an alias of ``tensor`` without its memory: it detects in-place changes and keeps no memory alive."""
     alias = alias_of(tensor)
     alias.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the version counter remains
     return alias
@@ -88,7 +88,7 @@ def of_tensors_alone(
     options: Mapping[str, Any],
     is_free: Callable[[Any], bool] = _is_tensor,
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """Bind all arguments of ``function`` but its tensors (those for which ``is_free``); return both."""
+    """Bind all arguments of ``function`` except its tensors (those with ``is_free``). Return function and tensors."""
     names = [name for name, value in options.items() if is_free(value)]
     indices = [index for index, value in enumerate(arguments) if is_free(value)]
     others = [None if index in indices else value for index, value in enumerate(arguments)]
@@ -108,7 +108,7 @@ def _is_emptied(tensor: torch.Tensor) -> bool:
 
 
 def run_again(function: Function, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``function(*tensors)``, computed without gradients and as outside autocast."""
+    """Return ``function(*tensors)``, computed without gradients and outside autocast."""
     device = tensors[0].device.type
     with torch.no_grad(), torch.autocast(device, enabled=False):
         return function(*tensors)
@@ -120,6 +120,6 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _words(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the storage as integers, to compare bits (NaN, -0). Wide integers need less scratch memory."""
+    """Return the storage as integers, so that NaN and -0 compare by bits. Wide ones need less scratch memory."""
     view = bytes_of(storage)
     return view.view(torch.int64) if len(view) % 8 == 0 else view

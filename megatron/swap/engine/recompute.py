@@ -1,17 +1,17 @@
-"""Recompute: what a cheap kernel can compute again from tensors that are saved anyway is not kept.
+"""Recompute: storages that a cheap kernel can compute again from other saved tensors are not kept.
 
-While a layer runs, producers (``megatron_lm/producers.py``) record what they make: this output is that function of
-these tensors. Where autograd then saves the output and the policy says RECOMPUTE, the graph gets a ``RecomputeSpec``:
-the function and its inputs. Each input is one more saved tensor on what stands in the graph for it already (offloaded,
-kept, or itself recomputed). Unpack calls the very same function again.
+While a layer runs, producers (``megatron_lm/producers.py``) record each output with its function and input tensors.
+Where autograd then saves the output and the policy says RECOMPUTE, the graph gets a ``RecomputeSpec``: the function and
+its packed inputs. Each input is one more saved tensor on the entry that its storage already has in the graph
+(offloaded, kept, or itself recomputed). Unpack calls the same function again.
 
 An input may be saved later than the output: attention saves queries and keys before the values, and all three come from
-one storage. Or it is never saved: then it is recomputed too, if its own producer has recorded it. So a spec stays
-undecided, and holds the output, until something is saved under another path. No memory is freed later because of that:
-the module's own frame holds what it saves until then.
+one storage. An input that is never saved is recomputed too, if its own producer has recorded it. So a spec stays
+undecided, and holds the output, until a tensor is saved under another path. This frees no memory later: until then the
+module's own frame holds its saved tensors.
 
-Producers record only functions without randomness. Whether a function really makes the same bits is tried at the first
-use of each site, while the original is there. A site that fails is refused for the rest of the run.
+Producers record only functions without randomness. Whether a function reproduces the bits is tried at the first use of
+each site, while the original exists. A site that fails is refused for the rest of the run.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.planner.recording import TRIAL
 
 SpecListener = Callable[[RecomputeSpec, str, Sequence[torch.Tensor], Sequence[RecomputeSpec]], None]
-"""Called with a new spec, its producer, the saved tensors that it needs, and the specs of unsaved storages between."""
+"""Called with a new spec, its producer, the saved tensors it needs, and the specs of unsaved storages between."""
 
-UNSAVED_INPUT = "what it was made from is not saved by anybody"
+UNSAVED_INPUT = "one of its inputs is not saved"
 
 
 class Recomputer:
-    """Finds out which saved storages can be recomputed, and recomputes them in backward.
+    """Determines which saved storages can be recomputed, and recomputes them in backward.
 
     Args:
-        device: its streams.
-        decider: says whether the policy wants to recompute what a producer makes.
+        device: provides the streams.
+        decider: reports whether the policy recomputes a producer's output.
         counters, ranges: count the work, and name it for a profiler.
-        verify: compare checksums of every storage that is recomputed.
+        verify: compare checksums of every recomputed storage.
         on_spec: called with every new spec.
 
     Attributes:
-        refused: sites that the policy wants to recompute and that are not: the first reason for each.
-        spared_bytes: bytes that were not kept because they are recomputed, by producer, since the start.
+        refused: the first reason for each site that the policy recomputes but that cannot be recomputed.
+        spared_bytes: bytes recomputed instead of kept, by producer, since the start.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Recomputer:
         self._on_spec = on_spec
         self._recording: LayerRecording | None = None
         self._trials: dict[tuple[Site, int], bool] = {}
-        """Whether the n-th function of a site's chain made the same bits again."""
+        """Whether the n-th function of a site's chain reproduced the bits."""
 
     # ------------------------------------------------------------------ what producers record
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context around a layer's forward: what producers record counts until its end."""
+        """Return a context around a layer's forward: records of producers are valid until its end."""
         outer, recording = self._recording, LayerRecording()
         self._recording = recording
         try:
@@ -97,7 +97,7 @@ class Recomputer:
         """Return ``function`` so that each call with gradients records its output.
 
         Args:
-            part: the function returns a tuple, of which this item is recorded.
+            part: index of the recorded item, if the function returns a tuple.
         """
         makes = function if part is None else lambda *given, **named: function(*given, **named)[part]
 
@@ -118,7 +118,7 @@ class Recomputer:
         options: Mapping[str, Any],
         output: Any,
     ) -> None:
-        """Note that ``output`` is ``function(*arguments, **options)``, and would be so again to the bit."""
+        """Record that ``function(*arguments, **options)`` gives ``output``, and would give the same bits again."""
         recording = self._recording
         if recording is None or type(output) is not torch.Tensor or torch.is_autocast_enabled(output.device.type):
             return
@@ -129,21 +129,21 @@ class Recomputer:
         if output.storage_offset() or output.numel() * output.element_size() != storage.nbytes():
             return  # not the whole of its storage: the rest would not be recomputed
         if any(tensor.untyped_storage()._cdata == storage._cdata for tensor in inputs):
-            return  # in place, or the input itself
+            return  # an in-place function, or one that returns its input
         recording.add_record(producer, again, inputs, output)
 
     # ------------------------------------------------------------------ what autograd saves
 
     @property
     def is_recording(self) -> bool:
-        """Whether a layer runs whose producers record."""
+        """Whether a layer is running whose producers record."""
         return self._recording is not None
 
     def find(self, tensor: torch.Tensor, site: Site | None = None) -> RecomputeSpec | None:
-        """Return the spec of the storage of ``tensor``, if it has one and was not changed since.
+        """Return the spec of the storage of ``tensor``; ``None``: it has none, or was changed since.
 
         Args:
-            site: autograd saves the tensor there: specs that were saved under other paths are decided now.
+            site: the site at which autograd saves the tensor. Undecided specs of other paths are decided first.
         """
         recording = self._recording
         if recording is None:
@@ -154,13 +154,13 @@ class Recomputer:
         return None if spec is None or spec.version_probe.changed() else spec
 
     def producer_of(self, storage: torch.UntypedStorage) -> str | None:
-        """Return the kind of kernel that made ``storage``; ``None``: it is not known."""
+        """Return the kind of kernel that produced ``storage``; ``None``: unknown."""
         assert self._recording is not None
         record = self._recording.records.get(storage._cdata)
         return None if record is None else record.producer
 
     def obstacle(self, site: Site, storage: torch.UntypedStorage) -> Reason | None:
-        """Return why ``storage``, saved at ``site``, cannot be recomputed, and count that; ``None``: it can."""
+        """Return why ``storage``, saved at ``site``, cannot be recomputed, and count the refusal; ``None``: it can."""
         assert self._recording is not None
         reason = self._obstacle(self._recording, site, storage)
         if reason is not None:
@@ -168,7 +168,7 @@ class Recomputer:
         return reason
 
     def begin(self, tensor: torch.Tensor, site: Site, group: Group, packing: Packing) -> RecomputeSpec:
-        """Return the spec of a storage that was decided to be recomputed."""
+        """Return a new spec for the storage of ``tensor``, which was decided to be recomputed."""
         recording = self._recording
         assert recording is not None
         record = recording.records[tensor.untyped_storage()._cdata]
@@ -217,25 +217,25 @@ class Recomputer:
         self.refused.setdefault(site, problem)
 
     def _reproduces(self, site: Site, number: int, record: ProducerRecord) -> bool:
-        """Whether ``record`` makes the same bits again: tried once for each site, while the original is there."""
+        """Whether ``record`` reproduces the bits: tried once for each site, while the original exists."""
         storage = record.output()
         assert storage is not None
         if (site, number) not in self._trials:
-            recording, self._recording = self._recording, None  # what is recorded now is not the layer's
+            recording, self._recording = self._recording, None  # records made by the trial are not the layer's
             with self._ranges.mark(f"{TRIAL} {site}"):
                 self._trials[site, number] = record.recomputes_same_bytes(storage)
             self._recording = recording
         return self._trials[site, number]
 
     def _settle(self, recording: LayerRecording, path: str | None = None) -> None:
-        """Decide about what is undecided, except what was saved under ``path``: more of that may follow."""
+        """Decide all undecided specs except those of ``path``, where more tensors may be saved."""
         ready = [one for one in recording.undecided if one.spec.site.path != path]
         recording.undecided = [one for one in recording.undecided if one.spec.site.path == path]
         for one in ready:
             self._decide(one, recording)
 
     def _decide(self, undecided: Undecided, recording: LayerRecording) -> None:
-        """All inputs that will be saved are saved: find what else has to be recomputed, or give the spec up."""
+        """Find the unsaved inputs to recompute, or fall back to keep or offload. No more inputs will be saved."""
         spec, packing = undecided.spec, undecided.packing
         chain = Chain(spec.num_bytes)
         problem = self._find_unsaved(spec.site, undecided.record, recording, packing, chain)
@@ -261,7 +261,7 @@ class Recomputer:
     def _find_unsaved(
         self, site: Site, record: ProducerRecord, recording: LayerRecording, packing: Packing, chain: Chain
     ) -> str:
-        """Add to ``chain`` what nobody saves of what ``record`` needs. Return why that cannot be had; empty: it can."""
+        """Add the unsaved inputs of ``record`` to ``chain``. Return why they are unavailable; empty: they are not."""
         if record.input_changed():
             return Reason.INPUT_CHANGED.value
         for tensor in (alias.tensor for alias in record.inputs):
@@ -272,7 +272,7 @@ class Recomputer:
             if source is None:
                 chain.kept_bytes += storage.nbytes()
                 if chain.kept_bytes >= chain.num_bytes:
-                    return f"{UNSAVED_INPUT}: keeping that instead would save nothing"
+                    return f"{UNSAVED_INPUT}, and keeping that input instead would save no memory"
                 continue
             if not self._decider.may_recompute(site, source.num_bytes, source.producer):
                 return f"{UNSAVED_INPUT}, and {source.producer} is not to be recomputed"
@@ -286,27 +286,27 @@ class Recomputer:
     # ----------------------------------------------------------------- backward
 
     def recompute(self, spec: RecomputeSpec, unpack: Callable[[Any], torch.Tensor]) -> torch.UntypedStorage:
-        """Return the recomputed storage of ``spec``: autograd unpacks a tensor on it.
+        """Return the recomputed storage of ``spec``, because autograd unpacks a tensor on it.
 
-        All saved tensors on it share one storage, as they did in forward.
+        All saved tensors on the storage share the recomputed one, as in forward.
 
         Args:
-            unpack: gives the tensor for what stands in the graph.
+            unpack: returns the tensor of a packed input.
 
         Raises:
-            RuntimeError: the storage, or what it is made from, was changed in place after autograd saved it.
+            RuntimeError: the storage, or one of its inputs, was changed in place after autograd saved it.
             SwapError: the recomputed storage has another size.
             VerifyError: with ``verify``, the bytes are not those that were saved.
         """
         spec.version_probe.check(str(spec.site))
         stream = self._device.current_stream()
         storage = spec.storage
-        # Another stream recomputes its own: nothing orders it behind the first one's kernel.
+        # Another stream recomputes its own copy: nothing orders it behind the first stream's kernel.
         if storage is None or spec.stream != stream:
             if spec.fallback is not None:
                 storage = unpack(spec.fallback).untyped_storage()
             else:
-                inputs = [unpack(packed) for packed in spec.inputs]  # outside the range: their waits are their own
+                inputs = [unpack(packed) for packed in spec.inputs]  # outside the range: it excludes their waits
                 with self._ranges.storage("recompute", spec, spec.num_bytes):
                     storage = run_again(spec.function, inputs).untyped_storage()
                     self._ranges.arrived(spec, storage)
@@ -316,21 +316,21 @@ class Recomputer:
             spec.storage, spec.stream = storage, stream
         spec.num_unpacked += 1
         if spec.num_unpacked >= spec.num_packed:
-            # From here on its user alone keeps it. A second backward over a retained graph recomputes it.
+            # From here on only its user holds it. A second backward over a retained graph recomputes it.
             spec.storage, spec.num_unpacked = None, 0
         return storage
 
     def _check(self, spec: RecomputeSpec, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() != spec.num_bytes:
             raise SwapError(
-                f"{spec.site}: recomputed, it has {storage.nbytes()} bytes instead of {spec.num_bytes}. The kernel "
-                "that made it is not what it was in forward. Leave --swap-recompute away, and report this."
+                f"{spec.site}: the recomputed storage has {storage.nbytes()} bytes instead of {spec.num_bytes}: its "
+                "kernel has changed since forward. Drop --swap-recompute, and report this."
             )
         if spec.checksum is not None and not torch.equal(checksum(bytes_of(storage)), spec.checksum):
             raise VerifyError(
                 f"--swap-verify: {spec.site} ({spec.num_bytes} bytes) was recomputed and is different from what "
-                "autograd saved. Either something wrote to what it is made from, or its kernel does not give the same "
-                "bits twice. Please report this with the model's flags; until then leave --swap-recompute away."
+                "autograd saved. Either something wrote to one of its inputs, or its kernel is not deterministic. "
+                "Please report this with the model's flags; until then drop --swap-recompute."
             )
 
 

@@ -1,4 +1,4 @@
-"""How a storage that is not kept is recomputed in backward."""
+"""The spec of a storage that is recomputed in backward."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron.swap.engine.producer_records import ProducerRecord
 
 
 class RecomputeSpec:
-    """What stands in the graph instead of a storage that is recomputed.
+    """The graph's entry for a storage that is recomputed.
 
     Attributes:
-        site, group: where the storage was saved first.
-        number: 0 for a storage that is saved; n > 0 for the n-th unsaved storage that has to be recomputed before it.
+        site, group: the site and group that saved the storage first.
+        number: 0 for a saved storage; n > 0 for the n-th unsaved storage that is recomputed before it.
         num_bytes: size of the storage.
-        function, inputs: what computes it, and what stands in the graph for each tensor that the function needs.
-        fallback: what stands in the graph for the storage itself, where it turned out that it cannot be recomputed.
-        output: the storage as forward had it, while that lives.
-        version_probe: shows in-place changes of it.
+        function, inputs: the function that recomputes the storage, and its packed input tensors.
+        fallback: the packed storage itself, if it turned out that it cannot be recomputed.
+        output: the storage of forward, while it is alive.
+        version_probe: detects in-place changes of ``output``.
         storage, stream: the recomputed storage and its stream, from the first until the last unpack of a backward.
-        num_packed: saved tensors on the storage.
+        num_packed: number of saved tensors on the storage.
         num_unpacked: how many of them were unpacked since the storage was recomputed.
     """
 
@@ -51,6 +51,6 @@ class RecomputeSpec:
 
     @property
     def label(self) -> str:
-        """Its name in ranges and recordings."""
+        """The spec's name in ranges and recordings."""
         unsaved = f"+{self.number}" if self.number else ""
         return f"{self.site}{unsaved} mb{self.group.micro_batch}"

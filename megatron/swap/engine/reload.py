@@ -1,7 +1,7 @@
-"""Reload: storages come back from the tier, prefetched before backward needs them, or on demand.
+"""Reload: copies of storages from the tier, prefetched before backward needs them, or on demand.
 
-Buffers come from the compute stream's pool, so the H2D stream waits for the compute stream (the block may be recycled)
-and for the storage's own copy out. The compute stream waits when the tensor is unpacked.
+Buffers come from the compute stream's pool. The H2D stream waits for the compute stream, since the block may be
+recycled, and for the storage's own copy out. The compute stream waits when the tensor is unpacked.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron.swap.planner.recording import BRING_BACK
 
 
 class Reloader:
-    """Copies storages back from the tier, in the order in which backward needs them.
+    """Copies storages from the tier to the device, in the order in which backward needs them.
 
     Args:
-        state: what it shares with offload and eviction.
-        evictions: of the out-of-memory guard.
+        state: the state shared with offload and eviction.
+        evictions: the accounting of the guard's evictions.
 
     Attributes:
-        stream: the copies' stream.
+        stream: the H2D copy stream.
     """
 
     def __init__(self, state: SharedState, evictions: Evictions) -> None:
@@ -40,7 +40,7 @@ class Reloader:
         self._is_closed = False
 
     def begin_backward(self, group: Group) -> None:
-        """The backward of ``group`` begins: reload what of it is missing, prefetch what follows. Idempotent."""
+        """Begin the backward of ``group``: reload its missing storages, prefetch later groups. Idempotent."""
         state = self._state
         if not state.order.begin_backward(group):
             return
@@ -54,7 +54,7 @@ class Reloader:
         self.prefetch()
 
     def fetch(self, handle: Handle, group: Group, index: int) -> torch.UntypedStorage:
-        """Return the storage of ``handle``: autograd unpacks saved tensor number ``index`` on it.
+        """Return the storage of ``handle``, because autograd unpacks saved tensor number ``index`` on it.
 
         Raises:
             RuntimeError: the tensor was changed in place after autograd saved it.
@@ -73,12 +73,12 @@ class Reloader:
             handle.move_to(StorageState.RELOADED)
             _check(handle)
         elif handle.state is StorageState.KEPT and handle.out_event is not None:
-            # A copy out that backward overtook still reads this memory, which is freed soon after.
+            # A cancelled copy out still reads this memory, which may be freed soon after.
             with self._state.ranges.storage("wait", handle):
                 self._counters.add_stall(self._device.timed_wait(compute, handle.out_event))
             handle.out_event = None
         elif handle.state is StorageState.RELOADED:
-            # Another stream may have been the one that waited first. Free once the event has passed.
+            # Another stream may have waited first. This wait costs nothing once the event has passed.
             self._device.wait(compute, handle.in_event)
         storage = handle.storage
         assert storage is not None
@@ -87,8 +87,8 @@ class Reloader:
                 self._device.used_on(storage, compute)
             handle.num_unpacked += 1
             if handle.num_unpacked == handle.num_packed:
-                # The last tensor on it was unpacked: from here on its user alone keeps it, as in plain autograd.
-                # The slot stays: a second backward over a retained graph would reload it.
+                # The last tensor on it was unpacked: from here on only its user holds it, as in plain autograd.
+                # The slot stays, because a second backward over a retained graph reloads it.
                 handle.storage = None
                 handle.num_unpacked = 0
                 handle.move_to(StorageState.OFFLOADED)
@@ -96,7 +96,7 @@ class Reloader:
         return storage
 
     def prefetch(self) -> None:
-        """Reload what backward needs next, in its order, as far as the budget allows."""
+        """Reload the storages that backward needs next, in order, as far as the budget allows."""
         state = self._state
         prefetched_bytes = state.order.prefetched_bytes()
         num_kept_between = kept_between_bytes = 0
@@ -115,12 +115,12 @@ class Reloader:
             for handle in group.in_backward_order():
                 if handle.state not in (StorageState.OFFLOADED, StorageState.OFFLOADING) or handle in coming:
                     continue
-                # A window smaller than a storage still lets one through.
+                # Even a window smaller than a storage allows one storage.
                 if prefetched_bytes + handle.num_bytes > allowed_bytes and (prefetched_bytes or not allowed_bytes):
                     self._reload(coming, is_prefetch=True)
                     self._expect()
                     return
-                # Counted also where its offload is cancelled: then, too, it takes device memory until its backward.
+                # A cancelled offload counts too: its storage takes device memory until its backward.
                 prefetched_bytes += handle.num_bytes
                 group.prefetched_bytes += handle.num_bytes
                 if not self._keep_resident(handle):
@@ -129,11 +129,11 @@ class Reloader:
         self._expect()
 
     def close(self) -> None:
-        """Reload nothing any more."""
+        """Refuse all later reloads."""
         self._is_closed = True
 
     def _keep_resident(self, handle: Handle) -> bool:
-        """Cancel the offload of ``handle``, which backward needs soon. Return False if it has to be reloaded."""
+        """Cancel the offload of ``handle``, which backward needs soon. Return False if it must be reloaded."""
         self._evictions.reacquire(handle)
         if handle.state is StorageState.OFFLOADING:
             self._state.offloading.remove(handle)
@@ -146,7 +146,7 @@ class Reloader:
     def _reload(self, handles: list[Handle], *, is_prefetch: bool = False) -> None:
         """Enqueue the copies to the device, in the order given.
 
-        A prefetch stops early where memory is short; what is left is reloaded when backward needs it.
+        A prefetch stops early if memory is short; the remaining storages are reloaded on demand.
 
         Raises:
             SwapError: the engine was closed before.
@@ -156,7 +156,7 @@ class Reloader:
         if self._is_closed:
             raise SwapError(
                 f"{handles[0].label}: swapping was closed while this tensor was in host memory, so backward cannot "
-                "have it any more. Close after the last backward."
+                "reload it. Close after the last backward."
             )
         state, compute = self._state, self._device.current_stream()
         label = "prefetch" if is_prefetch else "swap_in"
@@ -174,7 +174,7 @@ class Reloader:
                     for handle, buffer in pairs:
                         coming_slots.popleft()
                         self._read(handle, buffer, compute)
-                        if is_prefetch:  # else it is used now, whatever other groups it is in
+                        if is_prefetch:  # else it is used at once
                             state.guard.offer(handle, state.order.next_use(group), handle.in_event, is_copied=True)
                         state.tier.expect(coming_slots)
         state.ranges.memory()
@@ -194,7 +194,7 @@ class Reloader:
         self._counters.layers[handle.site.layer].in_bytes += handle.num_bytes
 
     def _expect(self) -> None:
-        """Name to the tier the slots that are read after that."""
+        """Announce to the tier the slots that are read next."""
         self._state.tier.expect(
             handle.slot
             for group in self._state.order.upcoming()
@@ -204,7 +204,7 @@ class Reloader:
 
 
 def _check(handle: Handle) -> None:
-    """Compare the reloaded bytes with the checksum that was taken when they were saved."""
+    """Compare the reloaded bytes with the checksum computed when they were saved."""
     if handle.checksum is not None and not torch.equal(checksum(handle.bytes_view()), handle.checksum):
         raise VerifyError(
             f"--swap-verify: {handle.site} ({handle.num_bytes} bytes) came back different from what autograd "

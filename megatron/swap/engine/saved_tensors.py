@@ -1,4 +1,4 @@
-"""The edge to autograd: what is packed into the graph for a saved tensor, and how it is unpacked."""
+"""The interface to autograd: packs saved tensors into the graph, and unpacks them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Where = Callable[[], tuple[Group, Site] | None]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How to see a tensor in its storage; ``offset`` and ``stride`` in elements."""
+    """The layout of a tensor in its storage; ``offset`` and ``stride`` are in elements."""
 
     dtype: torch.dtype
     offset: int
@@ -53,9 +53,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class HandledTensor:
-    """A tensor whose storage has a handle: it is offloaded, or kept and within the guard's reach.
+    """A tensor whose storage has a handle: it is offloaded, or kept and evictable by the guard.
 
-    ``index`` is the tensor's number among those on the handle.
+    ``index`` is the tensor's index among those on the handle.
     """
 
     handle: Handle
@@ -67,7 +67,7 @@ class HandledTensor:
 
 @dataclass(frozen=True, slots=True)
 class RecomputedTensor:
-    """A tensor whose storage is not kept, but recomputed."""
+    """A tensor whose storage is recomputed."""
 
     spec: RecomputeSpec
     layout: Layout
@@ -76,13 +76,13 @@ class RecomputedTensor:
 
 @dataclass(frozen=True, slots=True)
 class KeptTensor:
-    """A tensor that stays, and the version that it had when autograd saved it.
+    """A kept tensor, as an alias, with the version that it had when autograd saved it.
 
-    Not the tensor itself: a node that saves its own output would hold itself, and never be freed. And with hooks there
-    is no check of autograd's for in-place changes, so the version is checked here.
+    An alias, because a node that saves its own output would hold itself and never be freed. With hooks autograd does
+    not check for in-place changes, so the version is checked here.
 
-    A tensor of a layer knows its group, so that backward is noticed even where nothing of a group has a handle and no
-    boundary stands (the last segments of full recomputation): the prefetch of the next groups begins then.
+    A tensor of a layer refers to its group, so that backward is noticed, and the next groups are prefetched, even if
+    the group has no handle and no boundary (the last segments of full recomputation).
     """
 
     tensor: torch.Tensor
@@ -92,11 +92,11 @@ class KeptTensor:
 
 
 Packed = HandledTensor | RecomputedTensor | KeptTensor | torch.Tensor
-"""What stands in the graph. The last one is for tensor subclasses, which are left untouched."""
+"""The graph's entry for a saved tensor. Tensor subclasses are saved as they are."""
 
 
 def keep(tensor: torch.Tensor, group: Group | None = None, record: Record | None = None) -> KeptTensor | torch.Tensor:
-    """Return what stands in the graph for a tensor that stays."""
+    """Return the packed form of a kept tensor."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return tensor
     alias = tensor.detach()
@@ -104,16 +104,16 @@ def keep(tensor: torch.Tensor, group: Group | None = None, record: Record | None
 
 
 class SavedTensors:
-    """Pack and unpack of everything that autograd saves in the model.
+    """Packs and unpacks all tensors that autograd saves in the model.
 
     Args:
         manager: offloads and reloads storages.
-        device: whose tensors are eligible.
-        recomputer: recomputes storages; ``None``: nothing does.
-        instruments: who counts and records what is saved.
+        device: tensors on other devices are kept as they are.
+        recomputer: recomputes storages; ``None``: nothing is recomputed.
+        instruments: count and record saved tensors.
 
     Attributes:
-        footprint: counts what layers save.
+        footprint: counts the bytes that layers save.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class SavedTensors:
         return self._recorder if self._recorder is not None and self._recorder.is_on else None
 
     def recording(self) -> AbstractContextManager[None]:
-        """Return a context, around a layer's forward, in which producers record what they make."""
+        """Return a context, around a layer's forward, in which producers record their outputs."""
         return nullcontext() if self.recomputer is None else self.recomputer.recording()
 
     def called_with(self, group: Group, hidden: Any) -> None:
-        """Note the hidden states that a layer begins with."""
+        """Record the hidden states that a layer is called with."""
         if self._recorder is not None:
             self._recorder.called_with(group.label, hidden)
 
@@ -147,13 +147,13 @@ class SavedTensors:
         """Return a context in which saved tensors are kept, offloaded or recomputed.
 
         Args:
-            where: gives the group and site of each.
-            constants: addresses of storages that stay, whatever the policy says (parameters).
+            where: returns the group and site of each saved tensor.
+            constants: addresses of storages that are kept whatever the policy says (parameters).
         """
         return self._enter(Hooks(LayerPacker(self, where, constants).pack, self.unpack))
 
     def keeping(self, group: Group, constants: Collection[int]) -> AbstractContextManager[Any]:
-        """Return a context in which everything stays, and the bytes of it are counted; ``constants`` as above."""
+        """Return a context in which all tensors are kept and their bytes counted; ``constants`` as in ``hooks``."""
 
         def pack(tensor: torch.Tensor) -> Packed:
             if not is_ineligible(tensor, self.device) and tensor.untyped_storage()._cdata not in constants:
@@ -165,11 +165,11 @@ class SavedTensors:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether what a forward saves now is recorded."""
+        """Whether tensors that a forward saves at this moment are recorded."""
         return self.active_recorder is not None and torch.is_grad_enabled()
 
     def outside_layers(self, names: SiteNames) -> AbstractContextManager[Any]:
-        """Return a context around a chunk's forward, while recording: what its layers do not save stays, on record."""
+        """Return a context around a chunk's forward that keeps and records the tensors saved outside its layers."""
         recorder = self._recorder
         assert recorder is not None
         names.begin()
@@ -185,7 +185,7 @@ class SavedTensors:
         return self._enter(Hooks(pack, self.unpack))
 
     def untouched(self, *, observed: bool = True) -> AbstractContextManager[Any]:
-        """Return a context in which everything stays, whatever hooks stand around it."""
+        """Return a context in which all tensors are kept, whatever the outer hooks are."""
         return self._enter(Hooks(keep, self.unpack), observed)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
@@ -221,10 +221,10 @@ class SavedTensors:
 
 
 class LayerPacker:
-    """Packs what autograd saves in one forward of a layer; it is also the ``Packing`` that the recomputer needs.
+    """Packs the tensors that autograd saves in one forward of a layer. Implements ``Packing`` for the recomputer.
 
     Args:
-        saved_tensors: who unpacks.
+        saved_tensors: unpacks the tensors.
         where, constants: as in ``SavedTensors.hooks``.
     """
 
@@ -241,11 +241,11 @@ class LayerPacker:
         self._recomputer = recomputer if recomputer is not None and recomputer.is_recording else None
 
     def pack(self, tensor: torch.Tensor) -> Packed:
-        """Return what stands in the graph for ``tensor``: autograd saves it."""
-        place = None if self.is_constant(tensor) else self._where()
-        if place is None:
+        """Return the packed form of ``tensor``, which autograd saves."""
+        found = None if self.is_constant(tensor) else self._where()
+        if found is None:
             return keep(tensor)
-        group, site = place
+        group, site = found
         storage = tensor.untyped_storage()
         self._footprint.add(storage.nbytes())
         record = None if self._recorder is None else self._recorder.saved(site, group.label, tensor)
@@ -268,13 +268,13 @@ class LayerPacker:
         return packed
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` stays whatever the policy says."""
+        """Whether ``tensor`` is kept whatever the policy says."""
         return is_ineligible(tensor, self._device) or tensor.untyped_storage()._cdata in self._constants
 
     def join(self, tensor: torch.Tensor, group: Group) -> Packed:
-        """Return what stands in the graph for an input of a recomputed storage.
+        """Return the packed form of an input of a recomputed storage.
 
-        It is one more tensor on what is saved of its storage already; an input that nobody saves is kept.
+        It is one more tensor on the entry that its storage already has; an unsaved input is kept.
         """
         if self.is_constant(tensor):
             return keep(tensor)
@@ -288,7 +288,7 @@ class LayerPacker:
         return self._join_handle(tensor, handle, group)
 
     def hold(self, tensor: torch.Tensor, site: Site, group: Group) -> Packed:
-        """Return what stands in the graph for a tensor that cannot be recomputed after all: decided once more."""
+        """Decide once more about a tensor that turned out not to be recomputable, and return its packed form."""
         storage = tensor.untyped_storage()
         handle = self._offload.find(storage)
         if handle is None:

@@ -1,4 +1,4 @@
-"""What an engine is built from, besides its device, tier and policy."""
+"""Settings and instruments of an engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron.swap.profiling.recorder import Recorder
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The choices of a user.
+    """The user's settings.
 
     Attributes:
         window_bytes: most bytes that are reloaded ahead of their layer's backward, and most that still wait for their
-            release when a forward ends (none, where it ends in the loss); ``None``: as many as the largest group has.
-        verify: compare checksums of every storage that is reloaded or recomputed.
-        recomputes: the policy may answer RECOMPUTE, and producers record what they make.
+            release when a forward ends (0 if it ends in the loss); ``None``: the bytes of the largest group.
+        verify: compare checksums of every reloaded or recomputed storage.
+        recomputes: the policy may choose RECOMPUTE, and producers record their outputs.
     """
 
     window_bytes: int | None = None
@@ -32,13 +32,13 @@ class EngineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruments:
-    """Those who watch the engine, or hear of what it does.
+    """Observers and listeners of the engine.
 
     Attributes:
         ranges: names the engine's work for a profiler.
         observer: counts the bytes that autograd holds.
         recorder: records saved storages while it is on.
-        on_saved: called with every saved tensor that has a site: the site, its storage, what was decided.
+        on_saved: called for every saved tensor that has a site, with the site, the storage and the decision.
         on_full: called when the tier has no room for a storage, which is kept then; ``None``: that is an error.
     """
 

@@ -1,4 +1,4 @@
-"""What offload, reload and eviction share: one device, one tier, and what is known of copies in flight."""
+"""State shared by offload, reload and eviction: the device, the tier, and the copies in flight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OffloadQueue:
     """Handles whose copy to the tier is enqueued and that wait for their release, oldest first.
 
     Attributes:
-        num_bytes: of all of them.
+        num_bytes: bytes of all handles together.
     """
 
     def __init__(self) -> None:
@@ -32,48 +32,48 @@ class OffloadQueue:
 
     @property
     def oldest(self) -> Handle:
-        """The next one to be released."""
+        """The handle to release next."""
         return self._handles[0]
 
     def append(self, handle: Handle) -> None:
-        """The copy of ``handle`` was enqueued last."""
+        """Add ``handle``, whose copy was enqueued last."""
         self._handles.append(handle)
         self.num_bytes += handle.num_bytes
 
     def pop_oldest(self) -> Handle:
-        """Remove and return the oldest one."""
+        """Remove and return the oldest handle."""
         handle = self._handles.popleft()
         self.num_bytes -= handle.num_bytes
         return handle
 
     def put_back(self, handles: list[Handle]) -> None:
-        """Return ``handles``, oldest first, which were popped a moment ago."""
+        """Put back ``handles``, oldest first, which were popped before."""
         self._handles.extendleft(reversed(handles))
         self.num_bytes += sum(handle.num_bytes for handle in handles)
 
     def remove(self, handle: Handle) -> None:
-        """``handle`` is not to be released, if it is here: after ``clear`` nothing is."""
+        """Remove ``handle``, if it is present (after ``clear`` it is not)."""
         if handle in self._handles:
             self._handles.remove(handle)
             self.num_bytes -= handle.num_bytes
 
     def clear(self) -> None:
-        """Nothing is to be released any more."""
+        """Remove all handles."""
         self._handles.clear()
         self.num_bytes = 0
 
 
 class SharedState:
-    """The parts that offload, reload and eviction have in common.
+    """State that offload, reload and eviction share.
 
     Attributes:
         device: streams, events and memory.
-        tier: where bytes go.
+        tier: holds the offloaded bytes.
         ranges: names the work for a profiler.
-        guard: may evict what is not used while an allocation fails.
+        guard: evicts unused storages when an allocation fails.
         order: groups in the order in which backward needs them.
-        release_budget: how many bytes may be in flight.
-        fences: reads of slots that may still be under way.
+        release_budget: limits the bytes in flight.
+        fences: reads of slots that may still be in flight.
         offloading: storages that wait for their release.
         orphans: storages whose handle was freed during a copy.
         main_stream: the compute stream of the last forward.
@@ -95,14 +95,14 @@ class SharedState:
         self.main_stream = device.current_stream()
 
     def free_orphans(self) -> None:
-        """Free storages whose handles were freed during a copy (a prefetched tensor that no gradient needed, say)."""
+        """Free storages whose handles were freed during a copy (of a prefetched tensor that backward skipped, say)."""
         while self.orphans:
             storage, event = self.orphans.popleft()
             for stream in dict.fromkeys((self.device.current_stream(), self.main_stream)):
                 self.device.wait(stream, event)
-            del storage  # from here on its block may be reused: everything later is ordered behind the copy
+            del storage  # now its block may be reused: all later work is ordered behind the copy
 
 
 def num_bytes_of(handles: Iterable[Handle]) -> int:
-    """Return the bytes of ``handles`` together."""
+    """Return the total bytes of ``handles``."""
     return sum(handle.num_bytes for handle in handles)

@@ -1,4 +1,4 @@
-"""Sites: the readable name of every tensor that a layer saves, by the submodule that runs."""
+"""Sites: names of the tensors that a layer saves, by the submodule that is running."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron.swap.common.types import Site
 
 
 class SiteNames:
-    """Knows which submodule of a layer, or of a chunk around its layers, is running.
+    """Tracks which submodule of a layer, or of a chunk outside its layers, is running.
 
     Args:
         layer: number of the layer, the first part of its sites' names.
-        module: whose forward is followed.
-        without: submodules that are left out, with all that is in them.
+        module: the module whose forward is tracked.
+        without: submodules that are not tracked, with all their submodules.
 
     Attributes:
-        modules: ``module`` and its submodules, except those that are left out.
+        modules: ``module`` and its submodules, except those in ``without``.
     """
 
     def __init__(self, layer: int, module: nn.Module, without: Collection[nn.Module] = ()) -> None:
@@ -36,12 +36,12 @@ class SiteNames:
                 self._add_hooks(path, submodule)
 
     def begin(self) -> None:
-        """The forward begins. An exception in an earlier one may have left submodules on the stack."""
+        """Begin a forward. Clear submodules that an exception in an earlier forward left on the stack."""
         self._stack.clear()
         self._ordinals.clear()
 
     def next_site(self, own_path: str = OWN_PATH) -> Site:
-        """Return the name of the tensor that is being saved; ``own_path`` is its path where no submodule runs."""
+        """Return the site of the tensor that is being saved; ``own_path`` is its path if no submodule runs."""
         path = self._stack[-1] if self._stack else own_path
         ordinal = self._ordinals[path]
         self._ordinals[path] += 1
@@ -66,5 +66,5 @@ class SiteNames:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a ``SiteNames`` has hooks on ``module``: a layer around it is swapped."""
+    """Whether a ``SiteNames`` has hooks on ``module``: its layer is swapped."""
     return any(getattr(hook, "__module__", None) == __name__ for hook in module._forward_pre_hooks.values())

@@ -1,4 +1,4 @@
-"""``stash``: for your own autograd functions that keep tensors on ``ctx``, where saved-tensor hooks do not see them.
+"""``stash``: swaps tensors that an autograd function keeps on ``ctx``, where saved-tensor hooks do not see them.
 
 ::
 
@@ -14,7 +14,7 @@
             y, scale = ctx.kept.tensors()
             ...
 
-``ctx.save_for_backward`` does the same, but takes tensors alone, and only once in a forward. Stashed tensors are
+``ctx.save_for_backward`` does the same, but takes only tensors, and only once in a forward. Stashed tensors are
 handled like those that autograd saves itself: by ``--swap-layers``, ``swap.activations``, or any other
 ``torch.autograd.graph.saved_tensors_hooks``.
 """
@@ -29,7 +29,7 @@ from megatron.swap.common.types import UsageError
 
 
 class Stash:
-    """Tensors that autograd has saved. They are freed with the stash."""
+    """Stashed tensors, saved by autograd. They are freed with the stash."""
 
     __slots__ = ("_end", "_tensors")
 
@@ -41,7 +41,7 @@ class Stash:
         """Return the tensors as they were stashed; offloaded ones are reloaded.
 
         Raises:
-            RuntimeError: one was changed in place since, as autograd raises for what it saves.
+            RuntimeError: one was changed in place since, as for any tensor that autograd saves.
         """
         if self._end is None:
             return self._tensors
@@ -50,10 +50,10 @@ class Stash:
 
 
 def stash(*tensors: torch.Tensor) -> Stash:
-    """Let autograd save ``tensors``: within the forward of an autograd function, or anywhere else.
+    """Let autograd save ``tensors``, in the forward of an autograd function or anywhere else.
 
     Raises:
-        UsageError: one of them is no tensor.
+        UsageError: one of ``tensors`` is not a tensor.
     """
     for given in tensors:
         if not isinstance(given, torch.Tensor):
@@ -61,7 +61,7 @@ def stash(*tensors: torch.Tensor) -> Stash:
     if torch.is_inference_mode_enabled():
         return Stash(None, tensors)  # there is no graph, and no backward
     with torch.enable_grad():
-        # A node of a graph that ends here: autograd packs what it saves and never runs it.
+        # A node of a graph that ends here: autograd packs its saved tensors and never runs its backward.
         end = _Node.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
     return Stash(end)
 

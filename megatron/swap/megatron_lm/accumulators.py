@@ -1,4 +1,4 @@
-"""Accumulate gradients of parameters on the stream that computes them, so that their memory is free at once."""
+"""Accumulation of gradients on the stream that computes them, so that their memory is free at once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def hold_grad_accumulators(module: nn.Module) -> list[Any]:
     model trains: a parameter refers to its node weakly. A parameter that is moved or converted gets another node.
 
     A node runs on the stream that was current when it was created, at its first use. Megatron's first use is in its
-    wrapper, on a stream of its own. Then each gradient goes from the stream that computed it to that one, and the
-    caching allocator frees its memory only when an event has passed on the device. The host is far ahead by then and
-    has allocated new memory: as much as all weight gradients of a micro-batch.
+    wrapper, on a side stream. Each gradient then crosses from the compute stream to the side stream, and the caching
+    allocator frees its memory only when an event has passed on the device. By then the host is far ahead and has
+    allocated new memory: as much as all weight gradients of a micro-batch.
     """
     with torch.enable_grad():
         views = [parameter.expand_as(parameter) for parameter in module.parameters() if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""The ``--swap-`` flags, and the settings that they make."""
+"""The ``--swap-`` flags, and the settings they give."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.swap.planner.flags import model_of, parse_fraction
 
 
 class _Deterministic(argparse.Action):
-    """Sets ours and Megatron's flag: Megatron then checks and sets the environment before CUDA starts."""
+    """Sets our flag and Megatron's, so that Megatron checks and sets the environment before CUDA starts."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -121,8 +121,8 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
     """Return the checked settings of Megatron's parsed arguments.
 
     Raises:
-        UsageError: a malformed or impossible value, a plan for another model, or a Megatron flag that does not go
-            with swapping.
+        UsageError: a malformed or impossible value, a plan for another model, or a Megatron flag that is
+            incompatible with swapping.
     """
     auto = _wants_auto(args)
     check_one_way(args, auto)
@@ -164,8 +164,10 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
 
 
 def device_memory_gib(args: argparse.Namespace) -> float:
-    """Return the memory of this rank's device in GiB. Without a GPU that is the machine's, which plays the device, or
-    as much of it as ``--swap-cpu-memory-gib`` says."""
+    """Return the memory of this rank's device in GiB.
+
+    Without a GPU, host memory emulates the device: return its size, or ``--swap-cpu-memory-gib`` if that is less.
+    """
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(args.local_rank).total_memory / GIB
     host = safe_host_bytes(1)
@@ -174,7 +176,7 @@ def device_memory_gib(args: argparse.Namespace) -> float:
 
 
 def recompute_kinds(args: argparse.Namespace, config: SwapConfig) -> tuple[str, ...]:
-    """Return the kinds of kernels whose outputs are recorded: those asked for, or all that a plan may have meant."""
+    """Return the kinds of kernels whose outputs are recorded: those given, or all that a plan may refer to."""
     if config.plan is not None:
         wanted = any(config.plan.recomputes_layer(layer) for layer in config.plan.layers())
     else:
@@ -183,7 +185,7 @@ def recompute_kinds(args: argparse.Namespace, config: SwapConfig) -> tuple[str, 
 
 
 def _offload_fraction(args: argparse.Namespace, auto: bool, plan: Plan | None) -> float:
-    """Return the fraction of the optimizer's state to offload: the plan's, or all where the planner decides."""
+    """Return the fraction of the optimizer's state to offload: the flag's, the plan's, or 1 if the planner decides."""
     fraction = parse_fraction(str(args.swap_optimizer))
     if fraction is not None:
         return fraction
@@ -209,14 +211,14 @@ def _wants_auto(args: argparse.Namespace) -> bool:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    """The plan file, which must be for this model and ask for nothing that training cannot do."""
+    """Return the plan of the plan file, if it is for this model and training can carry it out."""
     plan = load_plan(args.swap_plan)
     check_model(plan, model_of(args), f"--swap-plan {args.swap_plan}")
     for layer in plan.layers():
         for section in plan.sections(layer):
             if section != LAYER_SECTION:
                 raise UsageError(
-                    f"--swap-plan {args.swap_plan}: layer {layer}: section {section!r} cannot run again in training; "
-                    f"allowed is {LAYER_SECTION!r}, the whole layer. Name single sites instead, with action recompute."
+                    f"--swap-plan {args.swap_plan}: layer {layer}: section {section!r} cannot be recomputed in training"
+                    f"; allowed is {LAYER_SECTION!r}, the whole layer. Name single sites with action recompute instead."
                 )
     return plan

@@ -1,7 +1,7 @@
 """Core attention without TransformerEngine, on ``torch.nn.functional.scaled_dot_product_attention``.
 
-Megatron's own local core attention stores the scores: sequence² of memory for each head. PyTorch's fused kernels store
-none; on Hopper cuDNN's is nearly twice as fast as flash attention.
+Megatron's own local core attention stores the scores: sequence² elements for each head. PyTorch's fused kernels do not;
+on Hopper cuDNN's is nearly twice as fast as flash attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.swap.common.types import UsageError
 
-# Fastest first. PyTorch passes over a backend that cannot serve a shape.
+# Fastest first. PyTorch skips a backend that does not support a shape.
 _FASTEST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -44,14 +44,14 @@ class SdpaCoreAttention(MegatronModule):
     """Softmax attention between queries, keys and values of shape [sequence, batch, heads, channels].
 
     Args:
-        k_channels, v_channels: channels of a head where keys and values differ (multi-latent attention).
+        k_channels, v_channels: channels of a head, if keys and values differ (multi-latent attention).
         deterministic: give the same result in every run, at some cost in speed.
-        use_given_mask: with causal attention, apply a given mask as well (documents that must not see one another,
-            ``--reset-attention-mask``). Otherwise a given mask is taken for the causal one and left out, as
+        use_given_mask: with causal attention, also apply a given mask (documents that must not see one another,
+            ``--reset-attention-mask``). Otherwise a given mask is assumed to be the causal one and ignored, as
             TransformerEngine does, because no fused kernel takes an arbitrary mask without a loss of speed or memory.
 
     Raises:
-        UsageError: the configuration asks for something that these kernels cannot do.
+        UsageError: the configuration needs a feature that these kernels do not have.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class SdpaCoreAttention(MegatronModule):
         """Return the context, [sequence, batch, heads × value channels].
 
         Args:
-            attention_mask: True where attention is cut.
+            attention_mask: True where attention is masked out.
 
         Raises:
             UsageError: packed sequences or a bias are given.
@@ -116,7 +116,7 @@ class SdpaCoreAttention(MegatronModule):
         allowed, is_causal = self._allowed(query, key, attention_mask, attn_mask_type or self.attn_mask_type)
         num_value_channels = value.shape[-1]
         if self.deterministic and num_value_channels < query.shape[-1]:
-            # Flash attention needs equal widths. Columns of zeros stay zeros and are cut off below.
+            # Flash attention needs equal widths. Columns of zeros stay zero and are cut off below.
             value = F.pad(value, (0, query.shape[-1] - num_value_channels))
         dropout = self.dropout if self.training else 0.0
         with self._random_state(dropout), sdpa_kernel(self.backends, set_priority=True):
@@ -135,7 +135,7 @@ class SdpaCoreAttention(MegatronModule):
     def _allowed(
         self, query: Tensor, key: Tensor, attention_mask: Tensor | None, mask_type: AttnMaskType
     ) -> tuple[Tensor | None, bool]:
-        """Return what PyTorch gets: a mask (True where attention is allowed), or that attention is just causal."""
+        """Return PyTorch's arguments: a mask (True: attend) or ``None``, and whether attention is causal."""
         num_queries, num_keys = query.shape[0], key.shape[0]
         is_causal = mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         if not is_causal:
@@ -154,7 +154,7 @@ class SdpaCoreAttention(MegatronModule):
         return allowed, False
 
     def _random_state(self, dropout: float) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of dropout's random state, which differs among tensor-parallel ranks, as heads do."""
+        """Return the context of dropout's random state, which must differ among tensor-parallel ranks."""
         if dropout == 0.0 or self.config.sequence_parallel:  # under sequence parallelism the current state differs
             return contextlib.nullcontext()
         return tensor_parallel.get_cuda_rng_tracker().fork()
@@ -167,10 +167,10 @@ def sdpa_layer_spec(
 
     Args:
         deterministic, use_given_mask: as for ``SdpaCoreAttention``.
-        base: the spec that the model would use otherwise, or a function that makes it; default: Megatron's choice.
+        base: the spec to modify, or a function that returns it; default: Megatron's choice.
 
     Returns:
-        a function of the model's config (and virtual pipeline stage), which returns the spec.
+        A function of the model's config and virtual pipeline stage that returns the spec.
     """
 
     def transformer_layer_spec(

@@ -1,4 +1,4 @@
-"""Which of our flags, and of Megatron's, exclude each other: refused with a reason before the model is built."""
+"""Checks for incompatible flags, ours and Megatron's, before the model is built."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron.swap.profiling.profiler import NSYS
 
 
 def check_settings(args: argparse.Namespace, config: SwapConfig) -> None:
-    """Refuse settings that cannot work together, or that nothing would come of.
+    """Refuse settings that are incompatible or have no effect.
 
     Raises:
-        UsageError: names what was given, what excludes it, and what to drop.
+        UsageError: names the given flag, the flag it is incompatible with, and which one to drop.
     """
     _check_module_names(config.modules)
     _check_upstream(args)
@@ -70,16 +70,16 @@ def _auto_flag(args: argparse.Namespace) -> str:
 
 
 def _check_unused(config: SwapConfig) -> None:
-    """Refuse flags that would have no effect: they refine what was not asked for, or name files that stay empty."""
+    """Refuse flags that would have no effect."""
     if config.modules and not config.layers:
         raise UsageError(
-            f"--swap-modules {' '.join(config.modules)}: of no layer. Add --swap-layers, such as all, or drop "
-            "--swap-modules."
+            f"--swap-modules {' '.join(config.modules)} has no effect without --swap-layers. Add --swap-layers, such "
+            "as all, or drop --swap-modules."
         )
     if config.cpu_memory_gib is not None and torch.cuda.is_available():
         raise UsageError(
-            f"--swap-cpu-memory-gib {config.cpu_memory_gib:g}: this machine has a GPU, whose memory is what there is. "
-            "Drop the flag; --swap-memory-gib is the most that the planner may use."
+            f"--swap-cpu-memory-gib {config.cpu_memory_gib:g}: the flag is for machines without a GPU. "
+            "Drop the flag; --swap-memory-gib limits the planner."
         )
     if config.save_plan is not None and not config.acts:
         raise UsageError(
@@ -110,7 +110,7 @@ def _check_module_names(patterns: Sequence[str]) -> None:
 
 
 def _check_upstream(args: argparse.Namespace) -> None:
-    """Refuse what Megatron 0.19.2 cannot do with its local spec and does not report itself."""
+    """Refuse flags that Megatron 0.19.2 does not support with its local spec and does not refuse itself."""
     recomputes_mlp = args.recompute_granularity == "selective" and "mlp" in (args.recompute_modules or [])
     if recomputes_mlp and args.transformer_impl == "local" and args.add_bias_linear:
         raise UsageError(
@@ -160,19 +160,19 @@ def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
     one_function = args.bias_swiglu_fusion or args.use_te_activation_func if args.swiglu else True
     if ACTIVATION in config.recompute and not one_function:
         raise UsageError(
-            f"{ours} cannot be combined with --no-bias-swiglu-fusion: what an unfused SwiGLU makes is no single "
-            f"function's output. Drop --no-bias-swiglu-fusion, or {ACTIVATION} from --swap-recompute."
+            f"{ours} cannot be combined with --no-bias-swiglu-fusion: the output of an unfused SwiGLU is not that of "
+            f"a single function. Drop --no-bias-swiglu-fusion, or {ACTIVATION} from --swap-recompute."
         )
 
 
 def _check_linear(args: argparse.Namespace, ours: str, modules: Sequence[str]) -> None:
-    """Refuse what a linear layer that runs once more, in backward, would disturb or wait for."""
+    """Refuse flags that are incompatible with running a linear layer again in backward."""
     excluded = {
-        f"--fp8-format {args.fp8}": (args.fp8, "running twice would move the scaling factors on"),
-        f"--fp4-format {args.fp4}": (args.fp4, "running twice would move the scaling factors on"),
+        f"--fp8-format {args.fp8}": (args.fp8, "running twice would update the scaling factors twice"),
+        f"--fp4-format {args.fp4}": (args.fp4, "running twice would update the scaling factors twice"),
         "--sequence-parallel": (
             args.sequence_parallel and args.tensor_model_parallel_size > 1,
-            "a linear layer gathers its input from all ranks, which would have to do so at the same moment again",
+            "a linear layer gathers its input from all ranks, which would all have to recompute at the same moment",
         ),
         "--recompute-modules layernorm": ("layernorm" in modules, "Megatron frees the norm's output that it reads"),
     }
@@ -183,18 +183,18 @@ def _check_linear(args: argparse.Namespace, ours: str, modules: Sequence[str]) -
 
 
 def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
-    """Refuse what reads the optimizer's state while it is offloaded, or keeps it in a way of its own."""
-    same = "both would take the same state"
+    """Refuse flags that read the optimizer's state while it is offloaded, or that store it differently."""
+    same = "both would offload the same state"
     reads = "it reads the main parameters between steps, when they are offloaded"
-    quantized = "it makes the model's weights of all main parameters at once"
-    scaled = "such state may have one scale for a whole parameter, which is stepped in slices"
-    sharded = "it keeps state in buffers of its own"
+    quantized = "it computes the model's weights from all main parameters at once"
+    scaled = "such state may have one scale for a whole parameter, but parameters are stepped in slices"
+    sharded = "it keeps state in its own buffers"
     excluded = [
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", same),
-        (args.optimizer_cuda_graph, "--optimizer-cuda-graph", "a captured step cannot be taken apart"),
+        (args.optimizer_cuda_graph, "--optimizer-cuda-graph", "a captured step cannot run bucket by bucket"),
         (args.cuda_graph_impl != "none", f"--cuda-graph-impl {args.cuda_graph_impl}", "captured layers call no hooks"),
         (args.log_params_norm, "--log-params-norm", reads),
-        (args.async_save, "--async-save", "its writer, another process, does not see that memory"),
+        (args.async_save, "--async-save", "its writer process cannot read offloaded state"),
         (args.qk_clip, "--qk-clip", "it writes to main parameters between steps, when they are offloaded"),
         (args.rl_offload_optimizer_during_inference, "--rl-offload-optimizer-during-inference", same),
         (args.fp8_param_gather, "--fp8-param-gather", quantized),
@@ -214,22 +214,22 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
 
 
 def _asked(args: argparse.Namespace, config: SwapConfig) -> tuple[str, str]:
-    """Return the flag that asks for swapping, as it was given, and how to do without it."""
+    """Return the flag that turns swapping on, as it was given, and how to turn it off."""
     if config.plan is not None:
         return f"--swap-plan {args.swap_plan}", "drop --swap-plan"
     if config.auto:
         flag = _auto_flag(args)
         return flag, f"drop {flag.split()[0]}"
     if config.layers:
-        return f"--swap-layers {args.swap_layers}", "say --swap-layers none"
+        return f"--swap-layers {args.swap_layers}", "set --swap-layers none"
     return f"--swap-recompute {' '.join(config.recompute)}", "drop --swap-recompute"
 
 
 def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:
-    same = "both would take the same tensors"
-    graph = "a captured layer replays without any hook for saved tensors"
-    shards = "such weights are known by their Python attributes, which backward does not see behind saved-tensor hooks"
-    fsdp = "its weights are gathered and freed, and would pass for activations"
+    same = "both would offload the same tensors"
+    graph = "a captured layer replays without saved-tensor hooks"
+    shards = "such weights are identified by Python attributes, which saved-tensor hooks do not preserve"
+    fsdp = "its weights are gathered and freed, and would be treated as activations"
     excluded = [
         (args.cpu_offloading_num_layers > 0, f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers}", same),
         (args.fine_grained_activation_offloading, "--fine-grained-activation-offloading", same),
@@ -249,11 +249,11 @@ def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:
         return
     if config.plan is not None or config.auto:
         raise UsageError(
-            f"{ours} cannot be combined with --recompute-granularity full: a plan says itself which layers run again. "
+            f"{ours} cannot be combined with --recompute-granularity full: a plan chooses the recomputed layers. "
             f"Drop --recompute-granularity, or {without}."
         )
     if config.save_plan is not None:
         raise UsageError(
             f"--swap-save-plan {config.save_plan} cannot be combined with --recompute-granularity full: a plan file "
-            "has no words for the segments that Megatron recomputes. Drop one of the two."
+            "cannot describe the segments that Megatron recomputes. Drop one of the two."
         )

@@ -1,10 +1,10 @@
-"""Cross entropy in chunks of a thousand tokens: the logits never exist in single precision as a whole.
+"""Cross entropy in chunks of about a thousand tokens: the logits never exist as a whole in single precision.
 
 Megatron copies 16-bit logits in single precision, exponentiates the copy and saves it. The copy is twice as large as
-the logits, and it exists around the loss, where the peak of a step mostly is. Here the logits themselves are saved,
-with each token's maximum and sum. Backward recomputes the softmax chunk by chunk, and writes the gradient over the
-logits. Each element goes through the same operations in the same order, so losses and gradients equal Megatron's to the
-bit. Liger Kernel (https://arxiv.org/abs/2410.10989) writes the gradient over the logits as well, and computes it in
+the logits, and it exists around the loss, where a step's peak usually is. Here the logits themselves are saved, with
+each token's maximum and sum. Backward recomputes the softmax chunk by chunk, and overwrites the logits with the
+gradient. Each element goes through the same operations in the same order, so losses and gradients equal Megatron's to
+the bit. Liger Kernel (https://arxiv.org/abs/2410.10989) also overwrites the logits, but computes the gradient in
 forward.
 """
 
@@ -20,7 +20,7 @@ from megatron.swap.common.types import LOSS_ROWS
 from megatron.swap.megatron_lm import loss_kernels
 
 NUM_OWN_REFERENCES = 2
-"""References to the logits' storage in backward unless another tensor shares it: our alias, and its Python object."""
+"""References to the logits' storage in backward if it is not shared: our alias, and its Python object."""
 
 Function = Callable[..., torch.Tensor]
 
@@ -28,7 +28,7 @@ Function = Callable[..., torch.Tensor]
 def chunked_cross_entropy(original: Function) -> Function:
     """Return a function with the signature of ``original``, Megatron's ``vocab_parallel_cross_entropy``.
 
-    It calls ``original`` for logits in single precision, which it overwrites already, and for smoothed labels.
+    It calls ``original`` for smoothed labels, and for logits in single precision, which ``original`` overwrites.
     """
 
     def cross_entropy(
@@ -37,8 +37,8 @@ def chunked_cross_entropy(original: Function) -> Function:
         """Return losses (sequence, micro-batch) in single precision.
 
         Args:
-            vocab_parallel_logits: (sequence, micro-batch, words of this rank).
-            target: words, (sequence, micro-batch).
+            vocab_parallel_logits: (sequence, micro-batch, vocabulary of this rank).
+            target: token ids, (sequence, micro-batch).
             label_smoothing: 0 to 1; 0: none.
             tp_group: ranks that share the vocabulary.
         """
@@ -51,7 +51,7 @@ def chunked_cross_entropy(original: Function) -> Function:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Takes logits (sequence, micro-batch, words of this rank), targets and the group that shares the vocabulary."""
+    """Cross entropy of logits (sequence, micro-batch, vocabulary of this rank), with the vocabulary's group."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:
@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
         torch.distributed.all_reduce(predicted, group=group)
         torch.distributed.all_reduce(total, group=group)
         # An alias is saved, so that backward can count other references to the logits. Clones are saved, because
-        # threads of a process group may keep what they have reduced alive for some time.
+        # threads of a process group may hold the reduced tensors for some time.
         ctx.save_for_backward(logits.detach(), largest.clone(), total.clone(), word, elsewhere)
         return (total.log() - predicted).view_as(target)
 
@@ -92,13 +92,12 @@ class _CrossEntropy(torch.autograd.Function):
             softmax = _exponentials(rows[chunk], largest[chunk]).div_(total[chunk].unsqueeze(-1))
             softmax[torch.arange(len(softmax), device=softmax.device), word[chunk]] -= here[chunk]
             torch.mul(softmax, factor[chunk].unsqueeze(-1), out=gradient_rows[chunk])
-            del softmax  # else two chunks would be alive at once
+            del softmax  # else two chunks would exist at once
         return gradient, None, None
 
 
 def _exponentials(rows: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Return the exponentials, in single precision, of logits less their row's maximum, without copying the logits
-    first."""
+    """Return ``exp(logit - row maximum)`` in single precision, without a copy of the logits."""
     kernels = loss_kernels.kernels_for(rows)
     if kernels is None:
         return torch.sub(rows, largest.unsqueeze(-1)).exp_()
@@ -110,7 +109,7 @@ def _exponentials(rows: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
 def _chunks(rows: torch.Tensor) -> Iterator[slice]:
     """Yield slices of at least ``LOSS_ROWS`` rows each, unless there are fewer.
 
-    With fewer rows sums would differ in their last bits. Where rows do not fill a GPU, torch splits the sum of a row
+    With fewer rows, sums would differ in their last bits: if rows do not fill a GPU, torch splits the sum of a row
     among thread blocks, which adds in another order. It does so up to four blocks of 512 threads for each
     multiprocessor, and no GPU has 256 multiprocessors.
     """

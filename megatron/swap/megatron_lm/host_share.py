@@ -1,4 +1,4 @@
-"""The Megatron edge for host memory: how much one rank may take, and how optimizer state and activations divide it."""
+"""Host memory of one rank: its limit, and its division between optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class HostShare:
     """The host memory and disk of one rank, divided before anything is built.
 
     Attributes:
-        limit_bytes: most that activations, optimizer state and disk buffers take together; whole pages.
-        least_bytes: a lower bound of what activations take, as far as it is known before the first step.
-        disk_bytes: room on the disk; 0: there is none.
-        buffers_bytes: of ``limit_bytes``, the buffers between activations and the disk.
-        guard_bytes: beside ``limit_bytes``, what only the out-of-memory guard takes.
+        limit_bytes: most bytes for activations, optimizer state and disk buffers together; whole pages.
+        least_bytes: a lower bound of the activations' bytes, known before the first step; 0: unknown.
+        disk_bytes: room on disk; 0: no disk.
+        buffers_bytes: the part of ``limit_bytes`` for buffers between activations and the disk.
+        guard_bytes: bytes for the out-of-memory guard alone, in addition to ``limit_bytes``.
     """
 
     limit_bytes: int
@@ -43,7 +43,7 @@ class HostShare:
 
     @property
     def total_bytes(self) -> int:
-        """Most that this rank takes in all: the limit of its ``HostMemoryBudget``."""
+        """Most bytes of this rank in total: the limit of its ``HostMemoryBudget``."""
         return self.limit_bytes + self.guard_bytes
 
     @property
@@ -53,32 +53,32 @@ class HostShare:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Most that optimizer state takes. It is allocated before activations; what has no room goes to the disk."""
+        """Most bytes of optimizer state, which is allocated before activations; the rest of it goes to disk."""
         room_bytes = max(0, self.limit_bytes - self.buffers_bytes)
         left_bytes = max(0, room_bytes - round_up(self.least_bytes, MIB))
         if not self.disk_bytes:
             return left_bytes
-        is_known = self.least_bytes > 0 or not self.buffers_bytes  # else activations swap, and nobody knows how many
+        is_known = self.least_bytes > 0 or not self.buffers_bytes  # else activations swap an unknown number of bytes
         return max(left_bytes if is_known else 0, int(max_state_before_disk(room_bytes, self.disk_bytes)))
 
     def reserve_state(self, config: SwapConfig) -> Reservation:
-        """Make the rank's budget, and reserve in it what optimizer state may take at most (0 if none is offloaded).
+        """Create the rank's budget, and reserve the most that optimizer state may use (0 if none is offloaded).
 
-        Resize the reservation once the state is allocated: a pool on ``Reservation.budget`` gets what is left.
+        Resize the reservation once the state is allocated: a pool on ``Reservation.budget`` gets the remaining bytes.
         """
         num_bytes = self.optimizer_bytes if config.optimizer else 0
         return HostMemoryBudget(self.total_bytes).reserve("optimizer state", num_bytes)
 
 
 def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
-    """Divide the host memory and the disk that this rank may take.
+    """Return the host memory and the disk that this rank may use, divided among their users.
 
     Args:
         swaps: whether activations are swapped.
 
     Raises:
-        UsageError: the disk has less room than is asked for.
-        HostMemoryError: activations do not fit, and there is no disk; or the buffers before a disk do not fit.
+        UsageError: the disk has less room than requested.
+        HostMemoryError: activations do not fit and there is no disk, or the disk buffers do not fit.
     """
     has_disk, disk_bytes = config.disk_dir is not None, 0
     if config.disk_dir is not None:
@@ -122,20 +122,20 @@ def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
 
 
 def _least_bytes(config: SwapConfig, args: Namespace) -> int:
-    """A lower bound of what activations take on this rank, in bytes; 0 where nothing is known yet."""
+    """Return a lower bound of the activations' bytes on this rank; 0: unknown."""
     if config.plan is None:
         return _least_saved_bytes(config, args)
     if args.pipeline_model_parallel_size > 1 or config.prefetch_gib is not None:
-        return 0  # which layers are here, or how many of the last ones stay, is not known yet
+        return 0  # this rank's layers, or the number of trailing kept layers, are not known yet
     return config.plan.least_host_bytes()
 
 
 def _least_saved_bytes(config: SwapConfig, args: Namespace) -> int:
-    """Return a lower bound, in bytes, of what the swapped layers save in one micro-batch on this rank.
+    """Return a lower bound of the bytes that the swapped layers save in one micro-batch on this rank; 0: unknown.
 
-    Counted from the shapes: norm inputs and outputs, q, k, v, attention output, MLP activations, each if it is large
-    enough for ``--swap-min-mib``. That is enough to reserve host memory early and to refuse a run that cannot fit; the
-    rest is reserved when it is needed. 0 where the shapes say too little.
+    The shapes give norm inputs and outputs, q, k, v, attention output and MLP activations, each if it is at least
+    ``--swap-min-mib``. The bound serves to reserve host memory early and to refuse a run that cannot fit; more is
+    reserved when it is needed.
     """
     if config.modules or config.prefetch_gib or args.fp8 or args.recompute_granularity == "selective":
         return 0

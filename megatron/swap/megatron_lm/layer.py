@@ -1,4 +1,4 @@
-"""The Megatron edge for models: finds the transformer layers of a built model and puts boundaries around them."""
+"""Boundaries around the transformer layers of a Megatron model."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Boundaries:
     """The boundaries around all layers of this rank; ``remove`` removes them.
 
     Args:
-        saved_tensors: of the engine.
-        policy: says which layers offload and recompute.
-        producers: makes kernels record what they make; ``None``: nothing is recomputed.
+        saved_tensors: the engine's hooks.
+        policy: chooses the layers that offload and recompute.
+        producers: makes kernels record their outputs; ``None``: nothing is recomputed.
     """
 
     def __init__(self, saved_tensors: SavedTensors, policy: Policy, producers: Producers | None = None) -> None:
@@ -89,7 +89,7 @@ class Boundaries:
                 if whole and (block.config.fp8 or block.config.fp4):
                     raise UsageError(
                         f"layer {number} is to be recomputed whole, with --fp8-format or --fp4-format: running twice "
-                        "would move the scaling factors on. Drop that format, or swap the layer."
+                        "would update the scaling factors twice. Drop that format, or swap the layer."
                     )
                 if recomputed := self._producers is not None and self._policy.recomputes_layer(number) and not whole:
                     self._producers.wrap(layer)
@@ -111,7 +111,7 @@ class Boundaries:
             self._chunks.append((boundaries, ends_in_loss))
 
     def around_layers(self, chunk: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context for the forward of ``chunk``, in which a recorder sees what is saved outside its layers."""
+        """Return a context for the forward of ``chunk`` that records tensors saved outside its layers."""
         if not self._saved_tensors.is_recorded:
             return nullcontext()
         if chunk not in self._non_layer_names:
@@ -124,7 +124,7 @@ class Boundaries:
         return tuple(tuple(boundary.layer for boundary in boundaries) for boundaries, _ in self._chunks)
 
     def apply_policy(self, window_bytes: int | None) -> None:
-        """The policy answers otherwise from the next forward on. Between steps; its layers must all be hooked.
+        """Apply the changed policy from the next forward on. Call this between steps; its layers must all be hooked.
 
         Args:
             window_bytes: as in ``EngineSettings``.
@@ -156,7 +156,7 @@ class Boundaries:
 
 
 def num_micro_batches() -> int:
-    """Return the number of micro-batches of the training step that runs."""
+    """Return the number of micro-batches of the current training step."""
     return int(get_num_microbatches())
 
 
@@ -168,12 +168,13 @@ def pipeline_rank() -> int:
 class CheckpointedSegments:
     """Groups for full recomputation: the inputs that a block's ``CheckpointFunction`` saves, segment by segment.
 
-    Those are saved outside any layer's boundary, right after the segment's layers have run without gradients. These
-    runs show which layers a segment has; its site is that of its first layer, ``layers.N/checkpoint/0``.
+    Megatron saves a segment's input outside any layer's boundary, right after the segment's layers have run without
+    gradients. These runs show which layers the segment has. Its site is that of its first layer,
+    ``layers.N/checkpoint/0``.
 
     Args:
-        saved_tensors: of the engine.
-        positions: of the block's layers, by their numbers.
+        saved_tensors: the engine's hooks.
+        positions: positions of the block's layers, by layer number.
     """
 
     def __init__(self, saved_tensors: SavedTensors, positions: dict[int, LayerPosition]) -> None:
@@ -185,7 +186,7 @@ class CheckpointedSegments:
         self._num_saved = 0
 
     def on_run(self, layer: int) -> None:
-        """A layer runs without gradients."""
+        """Note that ``layer`` runs without gradients."""
         if self._group is not None:  # the last segment is complete: this layer begins the next one
             self._end_segment()
         self._layers.append(layer)
@@ -220,12 +221,12 @@ class CheckpointedSegments:
 
 
 def _checkpoint(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """Megatron's own: it restores all random states before ``function`` runs again in backward."""
+    """Call Megatron's checkpoint, which restores all random states before ``function`` runs again in backward."""
     return tensor_parallel.checkpoint(function, False, *tensors)
 
 
 def _check_modules(patterns: Sequence[str], layers: Sequence[nn.Module]) -> None:
-    """Refuse patterns that are known, but that no layer of this model matches."""
+    """Refuse patterns that match no submodule of any of ``layers``."""
     paths = {path for layer in layers for path, _ in layer.named_modules() if path and not path.endswith("_bda")}
     present = paths | {OWN_PATH, CHECKPOINT_PATH}
     for pattern in patterns if layers else ():

@@ -1,8 +1,8 @@
-"""CUDA kernels of cross entropy that read each logit once, compiled by torch when they are first used.
+"""CUDA kernels for cross entropy that read each logit once, compiled by torch at their first use.
 
-Where they do not apply, ``cross_entropy.py`` does the same in several passes of torch's own kernels. Both give the same
-bits: the same operations on each element in the same order, with ``expf`` and division as torch compiles them.
-Compiling needs NVRTC, which comes with torch, and a CUDA toolkit's headers; where they are missing a warning says so.
+Where they do not apply, ``cross_entropy.py`` uses several passes of torch's kernels. Both give the same bits: the same
+operations on each element in the same order, with ``expf`` and division as torch compiles them. Compiling needs NVRTC,
+which comes with torch, and the headers of a CUDA toolkit. If they are missing, a warning says so.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 LOGITS_PER_THREAD = 8
-"""They are 16 bytes, which a thread reads at once."""
+"""Logits that a thread reads at once: 16 bytes."""
 THREADS_PER_BLOCK = 256
 SOURCE = """
 __device__ float single(unsigned short bits) { return __uint_as_float((unsigned)bits << 16); }
@@ -80,7 +80,7 @@ class Kernels(NamedTuple):
 
 
 def kernels_for(logits: torch.Tensor) -> Kernels | None:
-    """Return kernels that take ``logits`` (tokens, vocabulary), or ``None`` where torch's own must do.
+    """Return kernels for ``logits`` (tokens, vocabulary); ``None``: use torch's kernels.
 
     They take bfloat16 on CUDA, in rows of a multiple of ``LOGITS_PER_THREAD``, at an aligned address.
     """

@@ -1,9 +1,9 @@
-"""Adapts one Megatron optimizer to a step that runs bucket by bucket, as a whole, and gives it back as it was.
+"""Adapts a Megatron optimizer to a step that runs bucket by bucket, and restores it afterwards.
 
-Gradients, their norm, clipping and loss scaling stay Megatron's: they read gradients alone, which are never offloaded.
-Ours are the step of the inner optimizer (torch's or TransformerEngine's), and the copy of new main parameters to those
-of the model, which happens while the main parameters are on the device. Before a checkpoint is saved or loaded,
-offloaded state is materialized as tensors in host memory.
+Megatron still computes gradients, their norm, clipping and loss scaling: these read only gradients, which are never
+offloaded. The adapter replaces the step of the inner optimizer (torch's or TransformerEngine's). It also replaces the
+copy of new main parameters to the model, which runs while the main parameters are on the device. Before a checkpoint is
+saved or loaded, offloaded state is materialized as tensors in host memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron.swap.common.types import UsageError
 from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
 
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
-"""Class names of optimizers that look at each element alone: they may step slices of parameters."""
+"""Class names of elementwise optimizers, which may step slices of parameters."""
 PARAMETERWISE = frozenset({"OrthogonalizedOptimizer", "SOAP"})
-"""Class names of optimizers, or of their base classes, that step each parameter alone and as a whole. Muon is one."""
+"""Class names of optimizers, or of their base classes, that step each parameter as a whole, such as Muon."""
 
 _MISSING = object()
 
@@ -37,9 +37,9 @@ class Override(NamedTuple):
 
     Attributes:
         owner: the Megatron optimizer or its inner one.
-        method: its name.
-        handler: called in its place, with the original first and then the caller's arguments.
-        is_for_saving: whether it stays replaced when training breaks off, so that state can still be saved.
+        method: the method's name.
+        handler: called instead, with the original method and then the caller's arguments.
+        is_for_saving: whether it stays replaced when training fails, so that state can still be saved.
     """
 
     owner: Any
@@ -52,18 +52,17 @@ class AdaptedOptimizer:
     """A Megatron optimizer whose inner optimizer is stepped by ``stepper``, between ``install`` and ``remove``.
 
     Args:
-        optimizer: a ``MegatronOptimizer`` that is no chain.
-        stepper: of its inner optimizer.
+        optimizer: a ``MegatronOptimizer`` that is not chained.
+        stepper: the stepper of its inner optimizer.
 
     Attributes:
-        overrides: every method that is replaced, and by what. A chained optimizer calls some of those for checkpoints
-            directly, so each of them is listed.
+        overrides: all replaced methods. A chained optimizer calls some checkpoint methods directly, so each is listed.
     """
 
     def __init__(self, optimizer: Any, stepper: OptimizerStepper) -> None:
         self.stepper = stepper
         self._optimizer = optimizer
-        self._replaced: list[tuple[Override, Any]] = []  # with what the owner itself had under that name
+        self._replaced: list[tuple[Override, Any]] = []  # and the owner's own attribute of that name
         overrides = [
             Override(optimizer.optimizer, "step", self._step),
             Override(optimizer, "prepare_grads", self._end_materialize_first),
@@ -72,7 +71,7 @@ class AdaptedOptimizer:
             Override(optimizer, "state_dict", self._save, is_for_saving=True),
             Override(optimizer, "sharded_state_dict", self._sharded_state_dict, is_for_saving=True),
         ]
-        if isinstance(optimizer, MixedPrecisionOptimizer):  # main parameters are others than the model's
+        if isinstance(optimizer, MixedPrecisionOptimizer):  # main parameters are copies of the model's
             overrides += [
                 Override(optimizer, "_copy_main_params_to_model_params", self._skip),
                 Override(optimizer, "_copy_model_params_to_main_params", self._copy_one_by_one),
@@ -90,8 +89,8 @@ class AdaptedOptimizer:
         """Replace all methods of ``overrides``.
 
         Raises:
-            UsageError: this Megatron lacks one of them; nothing was replaced. Left alone, a method under another name
-                would read offloaded state.
+            UsageError: this Megatron lacks one of them; nothing was replaced. A renamed method would read offloaded
+                state.
         """
         for override in self.overrides:
             if not hasattr(override.owner, override.method):
@@ -106,14 +105,14 @@ class AdaptedOptimizer:
             setattr(override.owner, override.method, replacement)
 
     def remove(self) -> None:
-        """Give all methods back: the optimizer has the attributes that it had before ``install``.
+        """Restore all methods, so that the optimizer has the attributes that it had before ``install``.
 
-        Its state stays where it is. To train on, materialize it first.
+        State is not moved. Materialize it first to continue training.
         """
         self._give_back(self.overrides)
 
     def remove_all_but_saving(self) -> None:
-        """Give back the methods that train or load. Those that save still materialize the state first."""
+        """Restore the methods that train or load. Methods that save still materialize the state first."""
         self._give_back([override for override in self.overrides if not override.is_for_saving])
 
     def _give_back(self, overrides: Sequence[Override]) -> None:
@@ -132,17 +131,18 @@ class AdaptedOptimizer:
         self.stepper.step(*arguments, **options)
 
     def _end_materialize_first(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Take materialized tensors back before Megatron gives main parameters their gradients on the device."""
+        """End materialization before Megatron gives main parameters their gradients on the device."""
         self.stepper.end_materialize()
         return original(*arguments, **options)
 
     def _skip(self, original: Callable[..., Any]) -> None:
-        """Copy no main parameters to the model: each bucket did so, and now they are offloaded again."""
+        """Skip Megatron's copy to the model: each bucket was copied before it was offloaded again."""
 
     def _copy_one_by_one(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Copy the model's parameters to the main ones one at a time, which gives the same bits.
 
-        Without this buffer Megatron does so. With it (fp16) one kernel copies all, and it takes no host memory.
+        Megatron does so without ``_dummy_overflow_buf``. With it (fp16), one kernel copies all, and that kernel cannot
+        access host memory.
         """
         buffer, self._optimizer._dummy_overflow_buf = self._optimizer._dummy_overflow_buf, None
         try:
@@ -180,14 +180,14 @@ class AdaptedOptimizer:
         return original(model, is_loading, *arguments, **options)
 
     def _materialize_for_load(self) -> None:
-        """Make memory for state that is loaded before the first step. Else Megatron would make it on the device."""
+        """Allocate memory for state that is loaded before the first step. Megatron would allocate it on the device."""
         self.stepper.materialize_for_load()
         if self._optimizer.init_state_fn is not None:
             self._optimizer.init_state_fn(self._optimizer.optimizer, self._optimizer.config)
 
 
 def unchained(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers that a ``MegatronOptimizer`` consists of: those with an inner one and parameters to step."""
+    """Yield the parts of a ``MegatronOptimizer`` that have an inner optimizer and parameters to step."""
     if isinstance(optimizer, ChainedOptimizer):
         for one in optimizer.chained_optimizers:
             yield from unchained(one)
@@ -203,7 +203,7 @@ def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
         has_disk: whether state may go to disk.
 
     Raises:
-        UsageError: the optimizer's rule is not known, or it steps whole parameters and state may go to disk.
+        UsageError: the optimizer's class is unknown, or it steps whole parameters and state may go to disk.
     """
     if type(inner).__name__ in ELEMENTWISE:
         return True
@@ -225,10 +225,10 @@ def copier_to_model(optimizer: Any) -> OnUpdated:
     """Return a function that copies new values of a main parameter to the parameter of the model.
 
     Args:
-        optimizer: a ``MegatronOptimizer`` that is no chain.
+        optimizer: a ``MegatronOptimizer`` that is not chained.
 
     Raises:
-        UsageError: its class is not known.
+        UsageError: its class is unknown.
     """
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):
         model_values = _values_of_params(optimizer)
@@ -251,7 +251,7 @@ def copier_to_model(optimizer: Any) -> OnUpdated:
 
 
 ModelValues = Callable[[torch.Tensor], torch.Tensor | None]
-"""Returns the model's values of a main parameter, flat; ``None``: it is the model's own."""
+"""Returns the model's flat values for a main parameter; ``None``: the parameter is the model's own."""
 
 
 def _values_of_params(optimizer: Float16OptimizerWithFloat16Params) -> ModelValues:

@@ -1,4 +1,4 @@
-"""The offloaded optimizer state of one rank: what is chosen, how much memory it may take, and what a run reports."""
+"""The offloaded optimizer state of one rank: its choice, its memory limits, and its statistics."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from megatron.swap.planner.states import BUCKET_BYTES, STATE_HOST_FRACTION, buck
 from megatron.swap.reporting.summary import RankReport
 
 MAX_TENSORS = 3
-"""Offloaded tensors of one parameter at most: its main values, and two moments."""
+"""Most offloaded tensors of one parameter: its main values and two moments."""
 
 
 class ExpectedState(NamedTuple):
-    """What is known of the state before it is created.
+    """Estimate of the optimizer state before it is created.
 
     Attributes:
-        num_sharers: ranks that share the state of the same parameters.
-        num_expert_sharers: the same of experts' parameters, at least.
-        state_bytes: most bytes of state for one element of a parameter.
+        num_sharers: number of ranks that share the state of a parameter.
+        num_expert_sharers: the same for experts' parameters; a lower bound.
+        state_bytes: most bytes of state per element of a parameter.
     """
 
     num_sharers: int
@@ -48,22 +48,22 @@ class ExpectedState(NamedTuple):
     state_bytes: int
 
     def bytes_of(self, param: torch.Tensor) -> int:
-        """Return the bytes on this rank for a parameter of the model. Megatron marks experts' by ``allreduce``."""
+        """Return the bytes of state on this rank for a model parameter. Megatron marks experts' with ``allreduce``."""
         num_sharers = self.num_sharers if getattr(param, "allreduce", True) else self.num_expert_sharers
         return -(-param.numel() * self.state_bytes // num_sharers)
 
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """What a run wants offloaded.
+    """Settings of optimizer-state offload.
 
     Attributes:
-        fraction: of all state, 0 to 1.
-        host_limit_bytes: most host memory that it may take.
-        min_bytes: smaller parameters are kept on the device.
-        disk: takes what host memory has no room for.
-        expected: offload no more than there is room for beside activations, of state like this; ``None``: an error
-            where there is less room.
+        fraction: fraction of all state to offload, 0 to 1.
+        host_limit_bytes: most host memory for state.
+        min_bytes: the state of smaller parameters is kept on the device.
+        disk: holds state that does not fit into host memory.
+        expected: if given, limit the fraction to the state of this size that fits beside activations; ``None``: too
+            little room is an error.
     """
 
     fraction: float
@@ -76,12 +76,12 @@ class OffloadSettings:
 class OptimizerSwap:
     """Offloads the optimizer state of one rank.
 
-    Megatron creates main parameters (``on_main_param_created``), then the optimizer (``attach``). Between the two, and
-    in training, the boundaries of layers show when memory is free (``watch``).
+    Megatron creates main parameters (``on_main_param_created``), then the optimizer (``attach``). In training, hooks on
+    the layers (``watch``) show when device memory is free.
 
     Args:
-        device: whose optimizer it is.
-        settings: what is offloaded.
+        device: the device that trains.
+        settings: see ``OffloadSettings``.
     """
 
     def __init__(self, device: Device, settings: OffloadSettings) -> None:
@@ -105,7 +105,7 @@ class OptimizerSwap:
     # ------------------------------------------------------------ construction
 
     def watch(self, chunk: nn.Module) -> None:
-        """Let copies overlap with the layers of this model chunk, and expect the state of its parameters."""
+        """Overlap copies with the layers of this model chunk, and add its parameters to the expected state."""
         if self._settings.expected is not None:
             expected_bytes = self._settings.expected.bytes_of
             self._expected_sizes += [expected_bytes(param) for param in chunk.parameters() if param.requires_grad]
@@ -115,31 +115,31 @@ class OptimizerSwap:
                 self._hooks.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
 
     def _sure_bytes(self) -> int:
-        """Return how much of the expected state finds room, in whatever order it comes."""
+        """Return the bytes of the expected state that fit, whatever the order in which it is created."""
         num_tensors = MAX_TENSORS * len(self._expected_sizes)
         sure_bytes = self._arena.sure_bytes(num_tensors)
         if self._settings.disk is not None:
-            # A tensor that has no room in host memory goes to disk whole, and each takes whole blocks.
+            # A tensor that does not fit into host memory goes to disk as a whole, in whole blocks.
             lost_bytes = max(self._expected_sizes, default=0) // 2 + num_tensors * BLOCK_BYTES
             sure_bytes += max(0, self._settings.disk.limit_bytes - lost_bytes)
         return sure_bytes
 
     def on_main_param_created(self, param: torch.Tensor) -> None:
-        """Offload a main parameter that Megatron has just created, if it is chosen, before the next one is created.
+        """Offload a newly created main parameter if it is chosen, before Megatron creates the next one.
 
-        All of them together might not fit into device memory.
+        All main parameters together might not fit into device memory.
         """
         is_chosen = self._selection.see(param)
         self._created[param] = self._transfers.offload_main_param(param) if is_chosen else None
 
     def attach(self, optimizer: Any) -> None:
-        """Adapt a ``MegatronOptimizer`` that is complete. From now on its chosen state is offloaded.
+        """Adapt a complete ``MegatronOptimizer``, and offload its chosen state from now on.
 
         Raises:
-            UsageError: its rule or its class is not known.
+            UsageError: its class, or that of its inner optimizer, is unknown.
             HostMemoryError, DiskError: there is no room for its state.
         """
-        # A large parameter at the end leaves much of the fraction open, and small ones fit where large ones do not.
+        # A large parameter at the end leaves part of the fraction unused; smaller ones may still fit.
         for param, param_state in self._created.items():
             if param_state is None and self._selection.choose(param):
                 self._created[param] = self._transfers.offload_main_param(param)
@@ -150,7 +150,7 @@ class OptimizerSwap:
         inner = optimizer.optimizer
         may_slice = is_elementwise(inner, has_disk=self._settings.disk is not None)
         options = StepOptions(may_slice, copier_to_model(optimizer), self._overlap.measure_room)
-        # First the stepper, which takes hold of the optimizer's own step, then ``install``, which replaces that.
+        # First the stepper, which stores the optimizer's own step, then ``install``, which replaces that step.
         stepper = OptimizerStepper(inner, self._transfers, self._chosen(inner), options)
         if stepper.state.offloaded:
             adapted = AdaptedOptimizer(optimizer, stepper)
@@ -159,9 +159,9 @@ class OptimizerSwap:
             self._overlap.add(stepper)
 
     def _chosen(self, inner: torch.optim.Optimizer) -> dict[torch.Tensor, ParamState]:
-        """Return the parameters whose state is offloaded.
+        """Return the states to offload, by parameter.
 
-        Of a main parameter the values are offloaded too; of a parameter that is the model's own the moments alone.
+        A main parameter's values are offloaded too; for a parameter of the model only the moments are.
         """
         others = [param for group in inner.param_groups for param in group["params"] if param not in self._created]
         chosen = {param for param in others if self._selection.see(param)}
@@ -174,7 +174,7 @@ class OptimizerSwap:
     def _before_layer(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         if not layer.training:
             self._overlap.release_offloaded()
-        elif not in_backward():  # else recomputation runs it
+        elif not in_backward():  # else it is a recomputation
             num_forwards = self._num_forwards[layer] = self._num_forwards.get(layer, 0) + 1
             self._overlap.on_layer_forward(is_first_micro_batch=num_forwards == 1)
             hidden_states = options.get("hidden_states", arguments[0] if arguments else None)
@@ -188,7 +188,7 @@ class OptimizerSwap:
 
         Args:
             overlaps: copies may overlap with the layers of the next step.
-            is_same_plan: those layers will hold as much as in this step.
+            is_same_plan: these layers will use the same memory as in this step.
         """
         self._num_forwards.clear()
         self._overlap.step_ended()
@@ -197,7 +197,7 @@ class OptimizerSwap:
         self._overlap.is_enabled = overlaps
 
     def set_offload_fraction(self, fraction: float) -> None:
-        """Offload ``fraction`` of all state from now on, or as much as at first, between two steps.
+        """Offload ``fraction`` of all state from now on, at most as much as at first. Call this between steps.
 
         State on disk is the first to be kept on the device.
         """
@@ -211,10 +211,10 @@ class OptimizerSwap:
     # -------------------------------------------------------------- statistics
 
     def offloaded_state(self) -> OffloadedState:
-        """Return what the planner needs to know, and wait for the device.
+        """Return the planner's measurements of the state, after synchronizing the device.
 
-        That is all state as far as it is known, the fraction of it that can be offloaded, the time of the optimizer's
-        kernels in the last step, and that of the disk since the last call: each byte is read and written in a step.
+        They are the size of all state, the fraction that can be offloaded, the time of the optimizer's kernels in the
+        last step, and the disk's time since the last call: a step reads and writes each byte on disk.
         """
         self._device.synchronize()
         if not self._selection.offloaded_bytes:
@@ -231,12 +231,12 @@ class OptimizerSwap:
 
     @property
     def reserved_bytes(self) -> int:
-        """Host memory that is reserved for state and for buffers before the disk."""
+        """Host bytes reserved for state and for disk buffers."""
         return self._arena.reserved_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Device memory of state that can be offloaded and is kept."""
+        """Device bytes of state that could be offloaded and is kept."""
         return sum(adapted.stepper.state.kept_bytes for adapted in self._adapted)
 
     def offloaded_tensors(self) -> list[OffloadedTensor]:
@@ -244,7 +244,7 @@ class OptimizerSwap:
         return [tensor for adapted in self._adapted for tensor in adapted.stepper.state.offloaded_tensors()]
 
     def summary_line(self) -> str:
-        """Return a line for the log: how much is offloaded, and where."""
+        """Return a log line with the offloaded bytes in host memory and on disk."""
         states = [adapted.stepper.state for adapted in self._adapted]
         num_params = sum(len(state.offloaded) for state in states)
         if not num_params:
@@ -259,7 +259,7 @@ class OptimizerSwap:
         return f"optimizer state of {num_params} parameters is offloaded, {sizes}"
 
     def report_to(self, report: RankReport) -> None:
-        """Set the figures of the summary."""
+        """Set the optimizer's fields of the run's report."""
         report.optimizer_host_bytes = self.reserved_bytes
         report.optimizer_disk_bytes = self._memory.disk_bytes
         report.optimizer_out_bytes, report.optimizer_in_bytes = self.moved_bytes
@@ -272,9 +272,9 @@ class OptimizerSwap:
     # --------------------------------------------------------------------- end
 
     def abandon(self) -> None:
-        """End because training broke off, and wait for nothing: the device may be broken.
+        """Remove the adapters after training has failed, without waiting: the device may be broken.
 
-        Megatron's optimizers get their own methods back, but for those that save: a script that catches the error can
+        Megatron's optimizers get their own methods back, except those that save. A script that catches the error can
         still save the state, which is materialized when they are called.
         """
         for adapted in self._adapted:
@@ -282,10 +282,10 @@ class OptimizerSwap:
         self._remove_hooks()
 
     def close(self) -> None:
-        """End after training. State stays in host memory or on disk, in tensors that a last checkpoint can be made of.
+        """Remove the adapters after training. State stays materialized, so that a last checkpoint can be saved.
 
         Raises:
-            DiskError: a write failed. The run ends, since no checkpoint can be made of what was not written.
+            DiskError: a write failed. The run ends, since the state on disk is incomplete.
         """
         try:
             for adapted in self._adapted:
@@ -309,21 +309,21 @@ def offload_settings(config: SwapConfig, args: Any, host_limit_bytes: int, disk:
         config: our flags.
         args: Megatron's arguments.
         host_limit_bytes: most host memory for optimizer state.
-        disk: takes what host memory has no room for.
+        disk: holds state that does not fit into host memory.
     """
     expected = expected_state(args) if config.optimizer_auto else None
     return OffloadSettings(config.optimizer, host_limit_bytes, int(config.min_mib * MIB), disk, expected)
 
 
 def expected_state(args: Any) -> ExpectedState:
-    """Return what Megatron's arguments tell of a run's optimizer state."""
+    """Return the expected optimizer state, from Megatron's arguments."""
     num_ranks = num_expert_ranks = 1
     if args.use_distributed_optimizer:
-        # Replicas, and the ranks of a sequence, share one optimizer; each of several instances has a copy of all state.
+        # Data- and context-parallel ranks share one optimizer; each of several instances has a copy of all state.
         of_shards = args.data_parallel_size * args.context_parallel_size // args.num_distributed_optimizer_instances
         of_experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
         num_ranks, num_expert_ranks = of_shards, max(1, of_shards * args.tensor_model_parallel_size // of_experts)
     state_bytes = state_bytes_of(args)
     if args.use_precision_aware_optimizer and not is_te_min_version("2.1.0"):
-        state_bytes = 12  # main values are stored whole
+        state_bytes = 12  # main values are stored in full
     return ExpectedState(num_ranks, num_expert_ranks, state_bytes)

@@ -1,4 +1,4 @@
-"""The Megatron edge of recomputation: which kernels of a layer make what can be recomputed."""
+"""Producers: the kernels of a Megatron layer whose outputs can be recomputed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megatron.swap.engine.layer_hooks import override_forward
 from megatron.swap.engine.recompute import Recomputer
 
 LINEARS = ("linear_qkv", "linear_fc1")
-"""Linear layers whose outputs are saved: by attention, by the activation."""
+"""Linear layers whose outputs are saved, by attention and by the activation function."""
 
 
 class Producers:
-    """Wraps kernels of a model's layers so that they record what they make; ``remove`` unwraps them.
+    """Wraps kernels of a model's layers so that they record their outputs; ``remove`` unwraps them.
 
     Kernels that are functions of a Megatron or TransformerEngine module are reached by patches instead
     (``fused_activations``, ``te_normalization``, ``rotary`` and ``te_qkv_layout`` in ``patches/``).
 
     Args:
-        recomputer: what they record with.
-        kinds: of kernels that record, some of ``PRODUCERS``. Records hold memory for a while.
+        recomputer: receives the records.
+        kinds: kinds of kernels that record, from ``PRODUCERS``. Records hold memory until their layer ends.
     """
 
     def __init__(self, recomputer: Recomputer, kinds: Collection[str] = PRODUCERS) -> None:
@@ -50,7 +50,7 @@ class Producers:
                 self._wrap_queries(module)
 
     def remove(self) -> None:
-        """Give all kernels back their own functions."""
+        """Restore the kernels' own functions."""
         while self._undo:
             self._undo.pop()()
 
@@ -62,7 +62,7 @@ class Producers:
             self._wrap_module(ACTIVATION, function)
         elif not mlp.config.bias_activation_fusion and (
             mlp.config.use_te_activation_func or not mlp.config.gated_linear_unit
-        ):  # a fused MLP compares this very function; a gated one computes something else beside it
+        ):  # a fused MLP compares this function by identity; a gated one computes more than this function
             mlp.activation_func = self._recomputer.recorded(ACTIVATION, function)
             self._undo.append(partial(setattr, mlp, "activation_func", function))
 
@@ -71,7 +71,7 @@ class Producers:
             self._undo.append(override_forward(module, self._recomputer.recorded(producer, module.forward, part)))
 
     def _wrap_queries(self, attention: SelfAttention) -> None:
-        """Record queries that are a copy out of linear_qkv's output: several heads share one of keys and values."""
+        """Record queries that are a copy from linear_qkv's output, as in grouped-query attention."""
         if ROTARY not in self._kinds or not isinstance(attention.q_layernorm, IdentityOp | None):
             return
         plain = attention.get_query_key_value_tensors
@@ -88,7 +88,7 @@ class Producers:
 
 
 def record_queries(recomputer: Recomputer, query: torch.Tensor, value: torch.Tensor) -> None:
-    """Record ``query``: a copy out of the storage that ``value`` is a view of, head by head before keys and values.
+    """Record ``query`` if it is a copy from the storage of ``value``, where each group's queries precede its keys.
 
     Both are [sequence, batch, heads, channels]; query has as many heads as value or a multiple.
     """
@@ -102,7 +102,7 @@ def record_queries(recomputer: Recomputer, query: torch.Tensor, value: torch.Ten
 
 
 def record_copy(recomputer: Recomputer, given: Any, used: Any) -> None:
-    """Record ``used``: TransformerEngine has copied ``given``, the same numbers, to a storage of their own."""
+    """Record ``used``, TransformerEngine's copy of ``given`` in another storage."""
     if used is not given and torch.is_grad_enabled():
         recomputer.record(ROTARY, torch.Tensor.contiguous, (given,), {}, used)
 
@@ -114,8 +114,8 @@ def record_norm_of_linear(
     options: dict[str, Any],
     result: Any,
 ) -> None:
-    """Record what TransformerEngine normalized in a norm-and-linear module: ``result`` is output and statistics.
+    """Record the norm output of TransformerEngine's norm-and-linear module: ``result`` is output and statistics.
 
-    This runs inside an autograd function, where gradients are always off: they say nothing of whether it is saved.
+    This runs inside an autograd function, where gradients are always off, so ``is_grad_enabled`` is not checked.
     """
     recomputer.record(NORM, lambda *given, **named: function(*given, **named)[0], arguments, options, result[0])

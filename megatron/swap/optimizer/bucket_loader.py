@@ -1,4 +1,4 @@
-"""Which buckets of a step are on the device: loaded in the order of the step, some of them before it begins."""
+"""Loading of a step's buckets, in the order of the step; some are loaded before it begins."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron.swap.optimizer.transfers import Bucket, PendingBucket, StateTransf
 class BucketLoader:
     """Loads the buckets of one optimizer.
 
-    A bucket is *remaining*, then *pending* (what of it is on disk is being read), then *loaded*, then taken by the
-    step. Before a step the order of the last one is assumed.
+    A bucket is *remaining*, then *pending* (its tensors on disk are being read), then *loaded*, then taken by the step.
+    Before a step, the order of the previous step is assumed.
 
     Args:
         transfers: copies the buckets.
@@ -21,22 +21,22 @@ class BucketLoader:
     def __init__(self, transfers: StateTransfers) -> None:
         self._transfers = transfers
         self._order: list[list[ParamShard]] = []
-        self._remaining: deque[list[ParamShard]] | None = None  # None: no bucket of the next step was asked for yet
+        self._remaining: deque[list[ParamShard]] | None = None  # None: no bucket of the next step was begun
         self._pending: deque[PendingBucket] = deque()
         self._loaded: deque[Bucket] = deque()
 
     @property
     def num_buckets(self) -> int:
-        """Buckets of the last step, or of the current one."""
+        """Number of buckets of the current step, or of the last one between steps."""
         return len(self._order)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every bucket of the step to come is on the device, or on its way there."""
+        """Whether every bucket of the next step is loaded, or its copy is enqueued."""
         return self._remaining is not None and not self._remaining and not self._pending
 
     def set_order(self, order: list[list[ParamShard]]) -> None:
-        """Set the buckets of the step that begins. Where they differ from those assumed, drop what was loaded."""
+        """Set the buckets of the step that begins. If they differ from those assumed, drop all loaded buckets."""
         if order != self._order:
             self.clear()
             self._order = order
@@ -49,13 +49,13 @@ class BucketLoader:
         self._remaining = None
 
     def take(self) -> Bucket | None:
-        """Return the next loaded bucket for its step; ``None``: none is loaded."""
+        """Return the next loaded bucket; ``None``: none is loaded."""
         return self._loaded.popleft() if self._loaded else None
 
     def load(self, room_bytes: int) -> None:
-        """Load the next buckets as far as ``room_bytes`` of device memory hold them, and at least one.
+        """Load the next buckets that fit into ``room_bytes`` of device memory, and at least one.
 
-        Room for one more bucket is left, for the one that is stepped and then offloaded.
+        Leave room for one more bucket: the one that is being stepped and then offloaded.
         """
         while (pending := self._next_pending()) is not None:
             wanted_bytes = pending.num_bytes + self._transfers.loaded_bytes
@@ -66,8 +66,10 @@ class BucketLoader:
             self._pending.popleft()
 
     def load_ahead(self, room_bytes: int) -> None:
-        """Load the first buckets of the step to come: as ``load``, but maybe none, and without waiting for the disk or
-        taking memory from others."""
+        """Load the first buckets of the next step that fit into ``room_bytes``, possibly none.
+
+        Unlike ``load``, do not wait for the disk and take no memory from others.
+        """
         while (pending := self._next_pending()) is not None:
             wanted_bytes = pending.num_bytes + self._transfers.loaded_bytes
             if wanted_bytes > room_bytes - self._transfers.bucket_bytes or not pending.is_read:
@@ -80,7 +82,7 @@ class BucketLoader:
             self._pending.popleft()
 
     def _next_pending(self) -> PendingBucket | None:
-        """Return the bucket to load next, and begin to read those behind it; ``None``: all are loaded."""
+        """Return the bucket to load next, and begin reading later ones; ``None``: all are loaded."""
         if self._remaining is None:
             self._remaining = deque(self._order)
         while self._remaining and len(self._pending) < self._transfers.num_ahead:

@@ -1,8 +1,7 @@
 """Records of offloaded optimizer state: its tensors, its parameters, and the shards that are loaded and stepped.
 
-While a tensor is offloaded its object stays where the optimizer and the model refer to it. The object keeps its shape,
-on one element of memory whose value is not a number: reading it gives NaN, copying to it raises an error, and neither
-is an illegal access.
+While a tensor is offloaded, the optimizer and the model still refer to its object. The object keeps its shape, on one
+element of memory that is NaN: reading gives NaN, copying to it raises an error, and neither is an illegal access.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskRoom, padded
 
 ALIGNED_ELEMENTS = 128
-"""Shards begin at a multiple of so many elements, because vectorized kernels read aligned memory faster."""
+"""Shards begin at a multiple of this many elements: vectorized kernels read aligned memory faster."""
 MAIN = "main"
 """Name of a parameter's own values among its offloaded tensors."""
 
@@ -35,13 +34,13 @@ class OffloadedTensor:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
 
     def release(self) -> None:
-        """Leave the object its shape and device, and no memory but one element."""
+        """Free the object's memory except one element; shape and device stay."""
         self.tensor.data = placeholder(self, self.dtype)
 
     def materialize(self) -> None:
-        """Let the object be its backing memory until the next ``release``, so that a checkpoint can read or write it.
+        """Put the object on its backing memory until the next ``release``, so that a checkpoint can read or write it.
 
-        What is on disk is mapped: it is read when it is touched.
+        A backing on disk is mapped, and read when it is touched.
         """
         data = self.backing.view() if isinstance(self.backing, DiskRoom) else self.backing
         self.tensor.data = data.view(self.dtype).view(self.shape)
@@ -57,11 +56,11 @@ class Span(NamedTuple):
 
 @dataclass(eq=False)
 class ParamState:
-    """A parameter whose state is offloaded.
+    """The offloaded tensors and shards of one parameter.
 
     Attributes:
         param: the object in the optimizer's groups.
-        tensors: offloaded tensors of the parameter's shape, by name; ``MAIN`` is the parameter itself, where its values
+        tensors: offloaded tensors of the parameter's shape, by name; ``MAIN`` is the parameter itself, if its values
             are offloaded too.
         shards: slices of the parameter, in order; empty until the first step.
     """
@@ -72,7 +71,7 @@ class ParamState:
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
-        """The offloaded tensors of the optimizer's state, by their names there: all but the parameter's own values."""
+        """The offloaded tensors of the optimizer's state by name: all but the parameter's own values."""
         return {name: offloaded.tensor for name, offloaded in self.tensors.items() if name != MAIN}
 
     @property
@@ -82,7 +81,7 @@ class ParamState:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of all offloaded tensors for one element of the parameter."""
+        """Bytes of all offloaded tensors per element of the parameter."""
         return sum(offloaded.dtype.itemsize for offloaded in self.tensors.values())
 
     @property
@@ -92,7 +91,7 @@ class ParamState:
 
     @property
     def alignment_elements(self) -> int:
-        """Elements of which each shard's start is a multiple: on disk a shard begins at a block."""
+        """Alignment of each shard's start, in elements: on disk a shard begins at a block."""
         return BLOCK_BYTES if self.disk_bytes else ALIGNED_ELEMENTS
 
 
@@ -101,10 +100,10 @@ class ParamShard:
     """Elements ``start`` to ``stop`` of a parameter.
 
     Attributes:
-        has_state: the optimizer has stepped the shard, or its state was loaded; before, moments have memory and no
-            values.
-        small_state: the rest of the optimizer's state, which has another shape than the parameter (a counter of steps,
-            say): it is never offloaded.
+        has_state: whether the optimizer has stepped the shard or its state was loaded; before, its moments are
+            allocated but have no values.
+        small_state: the optimizer's state that does not have the parameter's shape (a step counter, say): it is never
+            offloaded.
     """
 
     param_state: ParamState
@@ -115,7 +114,7 @@ class ParamShard:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its part of all offloaded tensors, each rounded up to a whole block."""
+        """Bytes of the shard in all offloaded tensors, each rounded up to a whole block."""
         num_elements = self.stop - self.start
         return sum(padded(num_elements * one.dtype.itemsize) for one in self.param_state.tensors.values())
 
@@ -124,13 +123,16 @@ class ParamShard:
         return [(name, one) for name, one in self.param_state.tensors.items() if name == MAIN or self.has_state]
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return its elements of ``tensor``, which has the parameter's shape: flat, or all of ``tensor`` as it is."""
+        """Return the shard's elements of ``tensor``, flat; ``tensor`` has the parameter's shape.
+
+        A shard of the whole parameter returns ``tensor`` in its own shape.
+        """
         if self.stop - self.start == tensor.numel():
             return tensor.detach()
         return tensor.detach().view(-1)[self.start : self.stop]
 
     def span_of(self, offloaded: OffloadedTensor) -> Span:
-        """Return its bytes of ``offloaded``."""
+        """Return the shard's bytes of ``offloaded``."""
         itemsize = offloaded.dtype.itemsize
         return Span(offloaded, self.start * itemsize, self.stop * itemsize)
 
@@ -142,5 +144,5 @@ def placeholder(like: torch.Tensor | OffloadedTensor, dtype: torch.dtype) -> tor
 
 
 def has_shape_of(value: Any, param: torch.Tensor) -> bool:
-    """Return whether ``value``, an entry of a parameter's state, has a number for each of its elements."""
+    """Return whether ``value``, an entry of a parameter's state, has one value per element of ``param``."""
     return isinstance(value, torch.Tensor) and value.shape == param.shape

@@ -1,4 +1,4 @@
-"""One call of an optimizer's own step, over some of its parameters or over slices of them."""
+"""Calls of an optimizer's own step with some of its parameters, or with slices of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Settings = dict[str, Any]
 
 
 class PartialStep:
-    """Calls the step that ``optimizer`` has now, with other parameters in its groups.
+    """Calls the optimizer's own step with other parameters in its groups. Construct it before the step is replaced.
 
     Args:
         optimizer: complete, with all of its parameters.
 
     Raises:
-        UsageError: a group keeps settings in tensors: each call would change them.
+        UsageError: a group keeps settings in tensors, which each call would change.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -33,7 +33,7 @@ class PartialStep:
             if tensors:
                 raise UsageError(
                     f"--swap-optimizer: the optimizer keeps {', '.join(tensors)} in tensors (CUDA graphs?), and would "
-                    "advance them once a bucket. Leave --optimizer-cuda-graph out."
+                    "advance them once per bucket. Leave --optimizer-cuda-graph out."
                 )
             self._group_of.update((param, number) for param in group["params"])
 
@@ -42,10 +42,10 @@ class PartialStep:
         return self._group_of[param]
 
     def __call__(self, params: Sequence[list[torch.Tensor]]) -> list[Settings]:
-        """Step ``params``, a list for each group, and return each group's settings as the step leaves them.
+        """Step ``params``, one list per group, and return each group's settings after the step.
 
-        The optimizer's own groups stay as they are. A group without parameters takes part, since its counter of steps
-        advances too (TransformerEngine keeps the counter in the group).
+        The optimizer's own groups do not change. Groups without parameters take part too, because their step counters
+        advance (TransformerEngine keeps the counter in the group).
         """
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [{**group, "params": mine} for group, mine in zip(groups, params, strict=True)]
@@ -59,9 +59,9 @@ class PartialStep:
             self._optimizer.param_groups = groups
 
     def probe_state(self, param: torch.Tensor) -> dict[str, torch.dtype]:
-        """Return names and types of the state that the optimizer keeps for each element of a parameter like ``param``.
+        """Return names and dtypes of the state that the optimizer keeps per element of a parameter like ``param``.
 
-        A parameter of two elements is stepped for that.
+        This steps a probe parameter of two elements.
         """
         probe = torch.zeros(2, dtype=param.dtype, device=param.device)
         probe.grad = probe.decoupled_grad = torch.zeros_like(probe)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Chooses the parameters whose optimizer state is offloaded: a fraction of all bytes, spread evenly over the model."""
+"""Choice of the parameters whose optimizer state is offloaded: a fraction of all bytes, spread over the model."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from megatron.swap.optimizer.param_state import ParamState
 
 ROUNDING = 1e-9
-"""Relative tolerance, so that all parameters fit into the sum of their own fractions."""
+"""Relative tolerance for rounding errors, so that a fraction of 1 admits all parameters."""
 
 
 class StateSelection:
-    """Chooses while parameters are created one by one, and again when the planner changes the fraction.
+    """Chooses parameters while they are created one by one, and again when the planner changes the fraction.
 
-    All bytes are those of parameters: their state is proportional.
+    All bytes are bytes of parameters, to which the bytes of state are proportional.
 
     Args:
-        fraction: of all bytes that is to be offloaded, 0 to 1.
+        fraction: fraction of all bytes to offload, 0 to 1.
         min_bytes: smaller parameters are kept on the device.
 
     Attributes:
-        fraction: lowered by ``limit``.
-        seen_bytes, offloaded_bytes: of all parameters so far, and of those chosen.
+        fraction: as given, or less after ``limit``.
+        seen_bytes, offloaded_bytes: bytes of all parameters so far, and of the chosen ones.
     """
 
     def __init__(self, fraction: float, min_bytes: int) -> None:
@@ -33,7 +33,7 @@ class StateSelection:
 
     @property
     def offloaded_fraction(self) -> float:
-        """Fraction of all bytes that was chosen, 0 to 1."""
+        """Chosen fraction of all bytes, 0 to 1."""
         return self.offloaded_bytes / max(1, self.seen_bytes)
 
     def limit(self, fraction: float) -> None:
@@ -41,15 +41,15 @@ class StateSelection:
         self.fraction = min(self.fraction, fraction)
 
     def see(self, param: torch.Tensor) -> bool:
-        """Count a parameter that was not seen before, and return whether it is chosen.
+        """Count a new parameter, and return whether it is chosen.
 
-        At every moment what is chosen is close to the fraction of what was seen, whatever is still to come.
+        After each call the chosen bytes are close to the fraction of the bytes seen so far.
         """
         self.seen_bytes += param.nbytes
         return self.choose(param)
 
     def choose(self, param: torch.Tensor) -> bool:
-        """Return whether ``param``, which was seen and not chosen, fits into the fraction now; then it is chosen."""
+        """Choose ``param``, seen before but not chosen, if it fits into the fraction now. Return whether it fits."""
         offloaded_bytes = self.offloaded_bytes + param.nbytes
         if param.nbytes < self._min_bytes or offloaded_bytes > self.fraction * self.seen_bytes:
             return False
@@ -57,12 +57,13 @@ class StateSelection:
         return True
 
     def choose_again(self, param_states: Sequence[ParamState], fraction: float) -> set[torch.Tensor]:
-        """Return the parameters to offload, of those chosen at first, for another fraction.
+        """Return those of the parameters chosen at first that are offloaded under another fraction.
+
+        State on disk is the first to be kept on the device. The rest is spread as evenly as at first.
 
         Args:
-            param_states: of all parameters that were chosen at first.
-            fraction: of all bytes, those that were never chosen included. State on disk is the first to be kept; among
-                the rest the choice is as even as at first.
+            param_states: the state of all parameters that were chosen at first.
+            fraction: fraction of all bytes, including parameters that were never chosen.
         """
         on_disk, in_host = ([one for one in param_states if bool(one.disk_bytes) is where] for where in (True, False))
         to_keep_bytes = max(0.0, self.offloaded_bytes - fraction * self.seen_bytes * (1 + ROUNDING))
@@ -77,8 +78,7 @@ class StateSelection:
 
 
 def spread(params: Sequence[torch.Tensor], max_bytes: float) -> set[torch.Tensor]:
-    """Choose parameters of at most ``max_bytes``, as evenly among ``params`` as sizes allow, then whatever still
-    fits."""
+    """Return parameters of at most ``max_bytes``, chosen as evenly as sizes allow, then any others that fit."""
     fraction = (1 + ROUNDING) * max_bytes / max(1, sum(param.nbytes for param in params))
     chosen: set[torch.Tensor] = set()
     chosen_bytes = seen_bytes = 0

@@ -1,4 +1,4 @@
-"""The state of one optimizer: which parameters' state is offloaded, which is kept on the device, and checkpoints."""
+"""The state of one optimizer: offloads it, keeps it on the device, or materializes it for checkpoints."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megatron.swap.optimizer.transfers import Move, StateTransfers, as_bytes
 
 
 class OptimizerState:
-    """Owns the entries of ``optimizer.state`` for parameters whose state is offloaded, now or at another time.
+    """Owns the entries of ``optimizer.state`` for parameters whose state is, or may be, offloaded.
 
     Args:
         optimizer: complete, with all of its parameters.
         transfers: copies the state.
-        param_states: of parameters whose state is to be offloaded; other optimizers' are ignored.
-        is_elementwise: whether the optimizer may step shards that are no whole parameters.
+        param_states: the state to offload, by parameter; entries for other optimizers' parameters are ignored.
+        is_elementwise: whether the optimizer may step slices of parameters.
 
     Attributes:
-        param_states: of this optimizer's parameters, in the order of its groups.
-        offloaded: those whose state is offloaded now, by parameter.
-        kept: the others, whose state is on the device.
-        is_materialized: whether offloaded tensors are tensors in host memory now, for a checkpoint.
+        param_states: the states of this optimizer's parameters, in the order of its groups.
+        offloaded: the states that are offloaded now, by parameter.
+        kept: the states that are on the device now, by parameter.
+        is_materialized: whether offloaded tensors are readable in host memory now, for a checkpoint.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class OptimizerState:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes offloaded, as far as they are known: after the first step where whole parameters are stepped."""
+        """Offloaded bytes. Moments count after the first step if the optimizer steps whole parameters."""
         return sum(param_state.num_bytes for param_state in self.offloaded.values())
 
     @property
     def kept_bytes(self) -> int:
-        """Device bytes of state that was offloaded once and is kept now."""
+        """Device bytes of state that was offloaded before and is kept now."""
         return sum(param_state.num_bytes for param_state in self.kept.values())
 
     def offloaded_tensors(self) -> Iterator[OffloadedTensor]:
@@ -60,7 +60,7 @@ class OptimizerState:
             yield from param_state.tensors.values()
 
     def shards(self, param_state: ParamState) -> list[ParamShard]:
-        """Return the shards of a parameter, cut when they are asked for first: each fits into a bucket."""
+        """Return the shards of a parameter, cut at the first call. Slices fit into a bucket."""
         if not param_state.shards:
             num_elements = longest = param_state.param.numel()
             if self._is_elementwise and param_state.tensors:
@@ -71,11 +71,11 @@ class OptimizerState:
         return param_state.shards
 
     def publish(self, param_state: ParamState) -> None:
-        """Give ``optimizer.state`` an entry for the parameter itself, as the optimizer's own step would."""
+        """Set the parameter's entry in ``optimizer.state``, as the optimizer's own step does."""
         self._optimizer.state[param_state.param] = param_state.moments | param_state.shards[0].small_state
 
     def set_small_state(self, param_state: ParamState, small_state: dict[str, Any]) -> None:
-        """Set the state that is never offloaded. From now on the optimizer has state of this parameter."""
+        """Set the state that is never offloaded, and mark all shards as having state."""
         for shard in self.shards(param_state):
             shard.has_state = True
             shard.small_state = {
@@ -86,15 +86,15 @@ class OptimizerState:
     # ----------------------------------------------------- offloaded or kept
 
     def needs_change(self, offloaded: Collection[torch.Tensor]) -> bool:
-        """Return whether ``set_offloaded`` with these parameters would move anything."""
+        """Return whether ``set_offloaded`` with these parameters would copy any state."""
         return any((one.param in offloaded) != (one.param in self.offloaded) for one in self.param_states)
 
     def set_offloaded(self, offloaded: Collection[torch.Tensor]) -> None:
-        """Offload the state of these parameters and keep that of the others, between two steps.
+        """Offload the state of these parameters, and keep that of the others. Call this between steps.
 
-        State that is kept takes device memory; its place in host memory or on disk stays allocated.
+        Kept state uses device memory; its room in host memory or on disk stays allocated.
         """
-        for param_state in self.param_states:  # first what frees device memory
+        for param_state in self.param_states:  # first offload, which frees device memory
             if param_state.param in offloaded and param_state.param in self.kept:
                 self._offload(param_state)
         self._transfers.release_offloaded()
@@ -128,7 +128,7 @@ class OptimizerState:
     # ------------------------------------------------------------ checkpoints
 
     def materialize(self) -> None:
-        """Make every offloaded tensor a tensor in host memory until ``end_materialize``, to be read or written.
+        """Make every offloaded tensor readable and writable in host memory until ``end_materialize``.
 
         Raises:
             DiskError: a write failed; nothing was materialized.
@@ -139,20 +139,20 @@ class OptimizerState:
         self.is_materialized = True
 
     def end_materialize(self) -> None:
-        """Give every materialized tensor its placeholder back: nobody may read or write it any more."""
+        """Replace every materialized tensor by its placeholder, which must not be read or written."""
         if self.is_materialized:
             for tensor in self.offloaded_tensors():
                 tensor.release()
         self.is_materialized = False
 
     def add_missing(self) -> None:
-        """Give ``optimizer.state`` entries for parameters that were never stepped, so that values can be loaded."""
+        """Add entries to ``optimizer.state`` for parameters that were never stepped, so that values can be loaded."""
         for param_state in self.offloaded.values():
             if param_state.param not in self._optimizer.state and param_state.moments:
                 self._optimizer.state[param_state.param] = param_state.moments
 
     def store_loaded(self) -> None:
-        """Copy what ``optimizer.state`` was replaced with to the offloaded tensors, as far as it has their shape."""
+        """Copy values that were loaded into ``optimizer.state`` to the offloaded tensors."""
         for param_state in self.offloaded.values():
             state = self._optimizer.state.get(param_state.param, {})
             small_state = {}

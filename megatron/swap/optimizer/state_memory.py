@@ -1,4 +1,4 @@
-"""Allocation of offloaded tensors: in host memory as long as it lasts, then on disk."""
+"""Allocation of offloaded tensors: in host memory until it is full, then on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.swap.optimizer.param_state import MAIN, OffloadedTensor, ParamStat
 
 
 class TensorRequest(NamedTuple):
-    """A tensor of the parameter's shape that is to be offloaded."""
+    """A request for an offloaded tensor of the parameter's shape."""
 
     param_state: ParamState
     name: str
@@ -21,14 +21,14 @@ class TensorRequest(NamedTuple):
 
 
 class StateMemory:
-    """Host memory and disk of all optimizers of a rank. Tensors keep their place until training ends.
+    """Host memory and disk of all optimizers of a rank. A tensor's room stays allocated until training ends.
 
     Args:
         arena: host memory.
-        disk: where tensors go for which ``arena`` has no room; ``None``: that is an error.
+        disk: room for tensors that do not fit into ``arena``; ``None``: a full arena is an error.
 
     Attributes:
-        disk_bytes: allocated on disk.
+        disk_bytes: bytes allocated on disk.
     """
 
     def __init__(self, arena: HostArena, disk: DiskFile | None = None) -> None:
@@ -37,7 +37,7 @@ class StateMemory:
         self.disk_bytes = 0
 
     def tensor(self, param_state: ParamState, name: str, dtype: torch.dtype) -> OffloadedTensor:
-        """Return the offloaded tensor ``name``; it is allocated when it is asked for first. Raises: as ``allocate``."""
+        """Return the offloaded tensor ``name``, allocated at the first call. Raises: as ``allocate``."""
         if name not in param_state.tensors:
             self.allocate([TensorRequest(param_state, name, dtype)])
         return param_state.tensors[name]

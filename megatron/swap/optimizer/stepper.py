@@ -1,11 +1,11 @@
 """Steps an optimizer whose state is offloaded: the state passes through the device in buckets.
 
-The optimizer is the one that trains without us. For each bucket it gets shards of its parameters and of their state, as
-if they were parameters of their own, and steps those. Update rules that look at each element alone give the same bits;
-for others a bucket holds whole parameters.
+The optimizer is the one that a run without offload uses. For each bucket it steps shards of its parameters and of their
+state, as if they were parameters. Elementwise update rules give the same bits; for other rules a bucket holds whole
+parameters.
 
-While compute steps one bucket, the next ones are loaded and the last ones are offloaded. Where device memory is free
-(`overlap`), the first buckets are loaded before the step, in the order of the step before, and the last ones are
+While compute steps one bucket, later ones are loaded and earlier ones are offloaded. If device memory is free
+(`overlap`), the first buckets are loaded before the step, in the order of the previous step, and the last ones are
 released after it.
 """
 
@@ -26,7 +26,7 @@ from megatron.swap.optimizer.state_memory import TensorRequest
 from megatron.swap.optimizer.transfers import Bucket, Move, StateTransfers, as_bytes
 
 NUM_BUFFERS = 3
-"""Buckets that always find room: one is loaded, one is stepped, one is offloaded."""
+"""Buckets that may always be on the device: one is loaded, one is stepped, one is offloaded."""
 
 OnUpdated = Callable[[torch.Tensor, int, int, torch.Tensor], None]
 """Called with a parameter, the first and last + 1 of some of its elements, and their new values on the device."""
@@ -34,13 +34,13 @@ OnUpdated = Callable[[torch.Tensor, int, int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How an optimizer is stepped.
+    """Options of a stepper.
 
     Attributes:
         is_elementwise: whether the optimizer may step slices of its parameters.
         on_updated: called with new values while they are on the device, also of parameters that are not offloaded.
-        measure_room: called during a step. It returns the device bytes that buckets may take then, and that offloads
-            may still hold when the step ends. Three buckets may always be there.
+        measure_room: called during a step; returns the device bytes that buckets may use now, and that offloads may
+            still use when the step ends. ``NUM_BUFFERS`` buckets are always allowed during the step.
     """
 
     is_elementwise: bool
@@ -54,11 +54,11 @@ class OptimizerStepper:
     Args:
         optimizer: complete, with all of its parameters.
         transfers: copies buckets.
-        param_states: of parameters whose state is offloaded; the values of some are offloaded already.
-        options: how it is stepped.
+        param_states: the state to offload, by parameter; some values may be offloaded already.
+        options: see ``StepOptions``.
 
     Attributes:
-        state: of the optimizer; what is offloaded of it.
+        state: the optimizer's offloaded and kept state.
 
     Raises:
         UsageError: a group keeps settings in tensors.
@@ -90,13 +90,13 @@ class OptimizerStepper:
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Do what ``optimizer.step`` does for all of its parameters. Where it fails some are a step ahead.
+        """Do what ``optimizer.step`` does for all of its parameters. After a failure some parameters are a step ahead.
 
         Raises:
             SwapError: a closure is given.
         """
         if closure is not None:
-            raise SwapError("an optimizer whose state is swapped takes no closure: it would run once a bucket.")
+            raise SwapError("an optimizer whose state is offloaded takes no closure: it would run once per bucket.")
         self.state.end_materialize()
         self._updates = []
         self._loader.set_order(list(self._buckets()))
@@ -110,7 +110,7 @@ class OptimizerStepper:
             group.update(settings)
 
     def _step_all(self) -> list[Settings]:
-        """Step all parameters and return each group's settings as the step leaves them."""
+        """Step all parameters, and return each group's settings after the step."""
         self._loader.load(self._room_bytes())  # first, so that the link works while kept parameters are stepped
         kept = [
             [param for param in group["params"] if param not in self.state.offloaded]
@@ -132,7 +132,7 @@ class OptimizerStepper:
         return max(self._options.measure_room(), NUM_BUFFERS * self._transfers.bucket_bytes)
 
     def _buckets(self) -> Iterator[list[ParamShard]]:
-        """Yield buckets of all shards that have a gradient, as many shards at once as a bucket holds."""
+        """Yield buckets of all shards that have a gradient, each filled up to the bucket size."""
         bucket: list[ParamShard] = []
         bucket_bytes = 0
         for param_state in self.state.offloaded.values():
@@ -149,7 +149,7 @@ class OptimizerStepper:
             yield bucket
 
     def _step_bucket(self, bucket: Bucket) -> list[Settings]:
-        """Step ``bucket``, offload it, and return each group's settings as the step leaves them."""
+        """Step ``bucket``, offload it, and return each group's settings after the step."""
         self._transfers.wait_for(bucket)
         params: list[list[torch.Tensor]] = [[] for _ in self._optimizer.param_groups]
         slices = {shard: self._slice(shard, tensors) for shard, tensors in bucket.tensors.items()}
@@ -169,12 +169,12 @@ class OptimizerStepper:
         return advanced
 
     def _slice(self, shard: ParamShard, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Make a parameter of ``shard``, with gradient and state, out of its tensors on the device."""
+        """Return a parameter for ``shard``, with gradient and state, from its tensors on the device."""
         whole = shard.param_state.param
         param = tensors[MAIN] if MAIN in tensors else shard.slice_of(whole)
         if not self._options.is_elementwise:
             param = param.view(whole.shape)
-            vars(param).update(vars(whole))  # Muon looks up how it is split, and among which ranks
+            vars(param).update(vars(whole))  # Muon reads how the parameter is split, and among which ranks
         _set_gradient(param, shard)
         if shard.has_state:
             moments = {name: tensor.view(param.shape) for name, tensor in tensors.items() if name != MAIN}
@@ -182,7 +182,7 @@ class OptimizerStepper:
         return param
 
     def _take_back(self, shard: ParamShard, param: torch.Tensor) -> list[Move]:
-        """Report the new values of a stepped slice, record its state, and return what of it is to be offloaded."""
+        """Report the new values of a stepped slice, record its state, and return the copies to enqueue."""
         param_state = shard.param_state
         self._options.on_updated(param_state.param, shard.start, shard.stop, param)
         large = {MAIN: param} if MAIN in param_state.tensors else {}
@@ -203,26 +203,26 @@ class OptimizerStepper:
     # -------------------------------------------------------- between two steps
 
     def load_ahead(self, room_bytes: int) -> None:
-        """Load the first buckets of the step to come, as far as they fit into ``room_bytes`` and wait for no disk.
+        """Load the first buckets of the next step that fit into ``room_bytes``, without waiting for the disk.
 
-        They are those of the last step: if other parameters have gradients then, they are dropped.
+        The buckets are those of the last step. They are dropped if other parameters have gradients in the next one.
         """
         if not self.state.is_materialized:
             self._loader.load_ahead(room_bytes)
 
     @property
     def is_loaded(self) -> bool:
-        """Whether every bucket of the step to come is on the device, or on its way there."""
+        """Whether every bucket of the next step is loaded, or its copy is enqueued."""
         return self._loader.is_complete
 
     def drop_loaded(self) -> None:
-        """Drop what was loaded ahead: it is not wanted, or not what host memory holds any more."""
+        """Drop the buckets that were loaded ahead: they are not needed, or out of date."""
         self._loader.clear()
 
     def set_offloaded(self, params: Collection[torch.Tensor]) -> None:
-        """Offload the state of these parameters from now on, between two steps.
+        """Offload the state of these parameters from now on. Call this between steps.
 
-        State of others that was offloaded is kept on the device; its place in host memory stays allocated.
+        State of the others is kept on the device; its room in host memory stays allocated.
         """
         if self.state.needs_change(params):
             self.state.end_materialize()
@@ -231,42 +231,54 @@ class OptimizerStepper:
             self.state.set_offloaded(params)
 
     def update_ms(self) -> float:
-        """Return the time of the optimizer's own kernels in the last step, for offloaded state; after a
-        synchronization."""
+        """Return the time of the optimizer's kernels for offloaded state in the last step, in ms.
+
+        Synchronize the device first.
+        """
         return sum(ended.elapsed_ms_since(began) for began, ended in self._updates)
 
     # --------------------------------------------------------------- checkpoints
 
     def materialize(self) -> None:
-        """Make offloaded tensors readable and writable in host memory until the next step. Raises: ``DiskError``."""
+        """Make offloaded tensors readable and writable in host memory until the next step.
+
+        Raises:
+            DiskError: a write failed.
+        """
         self._loader.clear()
         self.state.materialize()
 
     def materialize_for_load(self) -> None:
-        """Do as ``materialize``, also for state that the optimizer will create in its first step. Raises:
-        ``DiskError``."""
+        """Do as ``materialize``, also for state that the optimizer would create in its first step.
+
+        Raises:
+            DiskError: a write failed.
+        """
         self.materialize()
         self.state.add_missing()
 
     def end_materialize(self) -> None:
-        """Take the tensors that ``materialize`` made readable away from everybody."""
+        """End ``materialize``: tensors are placeholders again and must not be read or written."""
         self.state.end_materialize()
 
     def store_loaded(self) -> None:
-        """Take over what a checkpoint has replaced in ``optimizer.state``; tensors stay materialized. Raises:
-        ``DiskError``."""
+        """Take over values that a checkpoint has loaded into ``optimizer.state``; tensors stay materialized.
+
+        Raises:
+            DiskError: a write failed.
+        """
         self.state.store_loaded()
         self.materialize()
 
 
 def _gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient; Megatron's precision-aware optimizer names it ``decoupled_grad``, for its other type."""
+    """Return the gradient. Megatron's precision-aware optimizer, with another dtype, names it ``decoupled_grad``."""
     decoupled: torch.Tensor | None = vars(param).get("decoupled_grad")
     return param.grad if decoupled is None else decoupled
 
 
 def _set_gradient(param: torch.Tensor, shard: ParamShard) -> None:
-    """Give ``param`` the shard's slice of the whole parameter's gradient, under the same name."""
+    """Set the gradient of ``param`` to the shard's slice of the whole gradient, under the same attribute."""
     whole = shard.param_state.param
     gradient = _gradient(whole)
     assert gradient is not None

@@ -1,8 +1,8 @@
 """Copies of optimizer state between device, host memory and disk, on two copy streams of their own.
 
-Buffers belong to the compute stream. The H2D stream waits for it before it fills a buffer, since the memory may have
-been recycled. Compute waits for the D2H copy before it hands the memory on. A shard that is loaded while its last
-offload is still under way is released first, so the H2D stream has waited for that offload as well. What is on disk
+Buffers are allocated on the compute stream. The H2D stream waits for compute before it fills a buffer, since the memory
+may have been recycled. Compute waits for the D2H copy before the memory is released. If a shard is loaded while its
+last offload is still in flight, that offload is released first, so the H2D stream waits for it too. State on disk
 passes through pinned buffers (`memory.staging`): the host waits for reads before it enqueues their copies, and never
 waits for writes.
 """
@@ -24,11 +24,11 @@ from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, Sp
 from megatron.swap.optimizer.state_memory import StateMemory
 
 ALIGNMENT_BYTES = 512
-"""Tensors in a buffer begin at a multiple of it, as the caching allocator aligns its own."""
+"""Alignment of tensors in a buffer, the same as the caching allocator's."""
 
 
 class Move(NamedTuple):
-    """Bytes on the device (uint8), and where they go."""
+    """Bytes on the device (uint8), and their target."""
 
     target: Span
     source: torch.Tensor
@@ -36,10 +36,10 @@ class Move(NamedTuple):
 
 @dataclass(eq=False)
 class Bucket:
-    """Shards on the device, or on their way there.
+    """Shards on the device, or with copies in flight to it.
 
     Attributes:
-        tensors: of each shard by name, flat; they lie on ``buffer``.
+        tensors: the flat tensors of each shard by name; they are views of ``buffer``.
         event: passes when all copies have arrived.
     """
 
@@ -50,10 +50,10 @@ class Bucket:
 
 @dataclass(eq=False)
 class PendingBucket:
-    """Shards that will be loaded next; what of them is on disk is being read.
+    """Shards that will be loaded next; their tensors on disk are being read.
 
     Attributes:
-        read: ``None`` where nothing is on disk.
+        read: the read from disk; ``None`` if nothing is on disk.
     """
 
     shards: Sequence[ParamShard]
@@ -61,19 +61,19 @@ class PendingBucket:
 
     @property
     def is_read(self) -> bool:
-        """Whether loading it will not wait for the disk."""
+        """Whether the read from disk has ended, so that loading does not wait."""
         return self.read is None or self.read.has_arrived
 
     @property
     def num_bytes(self) -> int:
-        """Device bytes that its step takes, also for moments that the optimizer creates in its first step."""
+        """Device bytes for the step, including moments that the optimizer creates in its first step."""
         spans = (shard.span_of(tensor) for shard in self.shards for tensor in shard.param_state.tensors.values())
         return sum(_aligned(stop - start) for _, start, stop in spans)
 
 
 @dataclass(eq=False)
 class _Offload:
-    """Copies on their way to the host: what lives until ``event`` has passed."""
+    """Copies in flight to the host: the storages are held until ``event`` has passed."""
 
     storages: list[torch.UntypedStorage]
     event: Event
@@ -84,21 +84,21 @@ class StateTransfers:
     """Loads shards to the device and offloads them.
 
     Args:
-        device: whose streams copy.
-        memory: of all offloaded tensors.
-        bucket_bytes: most that one bucket holds.
+        device: provides the copy streams.
+        memory: host memory and disk of all offloaded tensors.
+        bucket_bytes: most bytes of one bucket.
 
     Attributes:
-        out_bytes, in_bytes: copied so far from the device, and to it.
-        num_ahead: buckets that may be pending at once.
-        device_bytes: device memory of loads and offloads that was not released yet.
+        out_bytes, in_bytes: bytes copied so far from the device, and to it.
+        num_ahead: number of buckets that may be pending at once.
+        device_bytes: device memory of loads and offloads that is not released yet.
     """
 
     def __init__(self, device: Device, memory: StateMemory, bucket_bytes: int) -> None:
         self._device = device
         self.memory = memory
         self.bucket_bytes = bucket_bytes
-        # Of what is on disk whole blocks are copied.
+        # State on disk is copied in whole blocks.
         self._staged_bytes = padded(bucket_bytes)
         self._staging = None if memory.disk is None else Staging(memory.disk, memory.arena.take, bucket_bytes)
         self._in_stream = device.copy_stream("in")
@@ -109,13 +109,13 @@ class StateTransfers:
         self.out_bytes = self.in_bytes = self.device_bytes = 0
 
     def mark(self) -> Mark:
-        """Return a mark of this moment of the compute stream, for timing."""
+        """Return a timing mark at this point of the compute stream."""
         return self._device.mark()
 
     # ------------------------------------------------------------------ loading
 
     def begin_load(self, shards: Sequence[ParamShard]) -> PendingBucket:
-        """Begin to read what of ``shards`` is on disk."""
+        """Begin to read the tensors of ``shards`` that are on disk."""
         spans = _on_disk(shard.span_of(tensor) for shard in shards for _, tensor in shard.tensors_to_load())
         return PendingBucket(shards, self._staging.fetch(spans) if spans and self._staging else None)
 
@@ -129,13 +129,13 @@ class StateTransfers:
         return self._load_into(self._device.allocate(_load_bytes(pending.shards)), pending)
 
     def load_if_free(self, pending: PendingBucket) -> Bucket | None:
-        """Do as ``load``; where device memory is short return ``None``, and take nothing from others."""
+        """Do as ``load``, but return ``None`` if device memory is short, instead of taking memory from others."""
         pending = self._make_readable(pending)
         buffer = self._device.allocate_if_free(_load_bytes(pending.shards))
         return None if buffer is None else self._load_into(buffer, pending)
 
     def _make_readable(self, pending: PendingBucket) -> PendingBucket:
-        """End offloads of the pending shards; read from disk again if another optimizer took the read buffers."""
+        """Release offloads of the pending shards, and read again if another optimizer took the read buffers."""
         if not self._offloading_shards.isdisjoint(pending.shards):
             self.release_offloaded()
         if pending.read is not None and pending.read.is_lost:
@@ -169,7 +169,7 @@ class StateTransfers:
         self._device.wait(self._device.current_stream(), bucket.event)
 
     def load_whole(self, param_state: ParamState) -> dict[str, torch.Tensor]:
-        """Return all offloaded tensors by name, flat, each in memory of its own; compute waits for them."""
+        """Return all offloaded tensors by name, flat, each in its own device memory. Compute waits for the copies."""
         whole: dict[str, torch.Tensor] = {}
         for shard in param_state.shards:
             bucket = self.load(self.begin_load([shard]))
@@ -183,14 +183,14 @@ class StateTransfers:
         return whole
 
     def discard(self, bucket: Bucket) -> None:
-        """Give the memory of a loaded bucket back without stepping it."""
+        """Release the memory of a loaded bucket without stepping it."""
         self.wait_for(bucket)  # the copies still write there
         self._free(bucket.buffer.untyped_storage())
 
     # --------------------------------------------------------------- offloading
 
     def offload_main_param(self, param: torch.Tensor) -> ParamState:
-        """Offload a parameter that was just created, whose memory nobody else refers to."""
+        """Offload a newly created parameter, whose memory has no other references."""
         param_state = ParamState(param)
         offloaded = self.memory.tensor(param_state, MAIN, param.dtype)
         source = as_bytes(param)
@@ -201,7 +201,7 @@ class StateTransfers:
         return param_state
 
     def offload(self, moves: Sequence[Move], bucket: Bucket | None = None) -> None:
-        """Enqueue copies to the host. The sources, and the buffer of ``bucket``, live until ``release_offloaded``."""
+        """Enqueue copies to the host. Hold the sources and the buffer of ``bucket`` until ``release_offloaded``."""
         self._device.wait(self._out_stream, self._device.record(self._device.current_stream()))
         event = None
         for batch in self._batches(moves):
@@ -221,7 +221,7 @@ class StateTransfers:
             self._hold(moves, bucket, event)
 
     def _hold(self, moves: Sequence[Move], bucket: Bucket | None, event: Event) -> None:
-        """Keep what is copied alive until ``event`` has passed."""
+        """Hold the sources of copies until ``event`` has passed."""
         storages = {storage.data_ptr(): storage for storage in (move.source.untyped_storage() for move in moves)}
         if bucket is not None:
             storages.pop(bucket.buffer.data_ptr(), None)
@@ -232,7 +232,7 @@ class StateTransfers:
         self._offloading_shards.update(shards)
 
     def _batches(self, moves: Sequence[Move]) -> Iterator[list[Move]]:
-        """Split ``moves`` so that a staging buffer holds what of each batch goes to disk."""
+        """Split ``moves`` so that the disk-bound part of each batch fits into a staging buffer."""
         batch: list[Move] = []
         batch_bytes = 0
         for move in moves:
@@ -248,18 +248,18 @@ class StateTransfers:
 
     @property
     def offloading_bytes(self) -> int:
-        """Device memory of copies on their way to the host."""
+        """Device memory of copies in flight to the host."""
         return sum(storage.nbytes() for offload in self._offloads for storage in offload.storages)
 
     @property
     def loaded_bytes(self) -> int:
-        """Device memory of buckets that were loaded and are not on their way to the host yet."""
+        """Device memory of loaded buckets whose offload has not begun."""
         return self.device_bytes - self.offloading_bytes
 
     def release_offloaded(self, max_bytes: int = 0) -> None:
-        """Release device memory that was offloaded, the oldest first, until at most ``max_bytes`` are left.
+        """Release the device memory of offloads, oldest first, until at most ``max_bytes`` are left.
 
-        The compute stream waits for the copies first, so that later work cannot overwrite what they read.
+        The compute stream waits for the copies first, so that later work cannot overwrite their sources.
         """
         offloading_bytes = self.offloading_bytes
         while self._offloads and offloading_bytes > max_bytes:
@@ -275,7 +275,7 @@ class StateTransfers:
         self._device.discard(storage)
 
     def synchronize(self) -> None:
-        """Wait for every copy and every write: host memory and disk hold what was stepped last.
+        """Wait for every copy and every write, so that host memory and disk hold the last step's state.
 
         Raises:
             DiskError: a write failed.
@@ -287,7 +287,7 @@ class StateTransfers:
 
 
 def _load_bytes(shards: Sequence[ParamShard]) -> int:
-    """Device bytes of what a step of ``shards`` reads."""
+    """Return the device bytes of the tensors that a step of ``shards`` reads."""
     spans = (shard.span_of(tensor) for shard in shards for _, tensor in shard.tensors_to_load())
     return sum(_aligned(stop - start) for _, start, stop in spans)
 

@@ -205,5 +205,5 @@ def test_a_change_of_what_was_taken_is_told_by_backward(monkeypatch: pytest.Monk
         return ""
 
     assert "modified by an inplace operation" in error_of()
-    plant_fault(monkeypatch, Offloader, "_keep", "return  # it has left", "pass  # it has left")
+    plant_fault(monkeypatch, Offloader, "_keep", "return  # evicted", "pass  # evicted")
     assert error_of().startswith("StateError")

@@ -76,7 +76,7 @@ def test_what_cannot_be_recomputed_is_swapped_and_counted():
     policy = Choice(lambda site, producer: Action.RECOMPUTE)
     engine = compare(stack(), one_step, policy=policy)
     refused = engine.recomputer.refused
-    assert refused[Site(1, "attention.linear_proj", 0)] == "it is not known what makes it"
+    assert refused[Site(1, "attention.linear_proj", 0)] == "its producer is unknown"
     assert Site(1, "attention.linear_qkv", 0) not in refused
     assert engine.counters.num_not_recomputed > 0
     assert engine.counters.out_bytes > 0

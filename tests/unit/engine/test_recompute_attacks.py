@@ -33,13 +33,13 @@ IN_PLACE = r"modified (by an inplace|in place)"
 def test_an_input_changed_before_the_output_is_saved_is_no_input():
     engine = compare(doubling(input_changed_later), one_step, 1, policy=where_known(Action.SWAP))
     assert engine.counters.num_recomputed == 3, "only the first micro-batch's"
-    assert "what it was made from was changed in place" in engine.recomputer.refused.values()
+    assert "one of its inputs was changed in place" in engine.recomputer.refused.values()
 
 
 def test_an_output_changed_before_it_is_saved_is_none():
     engine = compare(doubling(output_changed_later), one_step, 1, policy=where_known(Action.SWAP))
     assert engine.counters.num_recomputed == 3
-    assert "it was changed in place after it was made" in engine.recomputer.refused.values()
+    assert "it was changed in place after it was computed" in engine.recomputer.refused.values()
 
 
 def test_an_output_changed_behind_autograds_back_is_not_the_same_to_the_bit():
@@ -50,7 +50,7 @@ def test_an_output_changed_behind_autograds_back_is_not_the_same_to_the_bit():
 
     engine = compare(blocks(body), one_step, policy=where_known(Action.SWAP))
     assert engine.counters.num_recomputed == 0
-    assert set(engine.recomputer.refused.values()) == {"recomputed, it was not the same to the bit"}
+    assert set(engine.recomputer.refused.values()) == {"its recomputation gave different bits"}
 
 
 @pytest.mark.parametrize("engine_on", [False, True])
@@ -83,7 +83,7 @@ def test_a_kernel_that_is_not_deterministic_is_refused_and_not_tried_again():
         assert len(calls) == 3, "two micro-batches, and one trial"
         run(layers)
         assert len(calls) == 2
-    assert engine.recomputer.refused == {Site(0, "linear", 0): "recomputed, it was not the same to the bit"}
+    assert engine.recomputer.refused == {Site(0, "linear", 0): "its recomputation gave different bits"}
 
 
 def test_an_input_that_nobody_saves_is_not_kept_for_it():
@@ -183,4 +183,4 @@ def test_bits_decide_not_numbers():
     layers[0].step, layers[0].activation = 1, kernel
     with Engine(layers, policy=policy) as engine:
         forward(layers, batch())
-        assert list(engine.recomputer.refused.values()) == ["recomputed, it was not the same to the bit"]
+        assert list(engine.recomputer.refused.values()) == ["its recomputation gave different bits"]

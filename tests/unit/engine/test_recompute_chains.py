@@ -31,7 +31,7 @@ from tests.recipe_cases import Choice, compare, one_step
 
 HIDDEN_BYTES = TOKENS * HIDDEN * 4
 FREQS = torch.linspace(0.1, 2.0, HIDDEN)
-UNSAVED = "what it was made from is not saved by anybody"
+UNSAVED = "one of its inputs is not saved"
 
 
 class Rotate(torch.autograd.Function):
@@ -219,7 +219,7 @@ def test_an_intermediate_that_is_not_the_same_again_is_refused() -> None:
             linear.forward = engine.recomputer.recorded(LINEAR, drifts)
         assert one_step(layers).same_as(plain)
         assert engine.counters.num_recomputed == 0
-        assert set(engine.recomputer.refused.values()) == {"recomputed, it was not the same to the bit"}
+        assert set(engine.recomputer.refused.values()) == {"its recomputation gave different bits"}
 
 
 def test_a_missing_trial_of_what_is_made_on_the_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_what_goes_together(folder: Path, flags: str, fields: dict) -> None:
         ("--swap-optimizer -0.1", "--swap-optimizer -0.1: must be a fraction of the state, 0 to 1"),
         ("--swap-optimizer nan", "--swap-optimizer nan: must be a fraction of the state, 0 to 1"),
         ("--swap-optimizer 1 --swap-disk-dir none", "--swap-disk-dir none: must be a folder that is there"),
-        ("--swap-modules mlp", "--swap-modules mlp: of no layer. Add --swap-layers"),
+        ("--swap-modules mlp", "--swap-modules mlp has no effect without --swap-layers. Add"),
         ("--swap-disk-dir .", "--swap-disk-dir .: must be given with --swap-optimizer or what swaps activations"),
         ("--swap-optimizer 1 --swap-disk-dir . --swap-disk-gib 0", "--swap-disk-gib 0.0: must be a number of GiB"),
         ("--swap-optimizer 1 --swap-disk-gib 5", "--swap-disk-gib 5.0: must be given with --swap-disk-dir DIR"),
@@ -151,7 +151,7 @@ def test_a_section_that_training_cannot_run_again_is_refused(folder: Path) -> No
     save_plan(replace(PLAN, classes=(PlanClass("2", {}, ("layer",)),)), "plan.json")
     assert swap_config(parsed("--swap-plan plan.json")).acts
     save_plan(replace(PLAN, classes=(PlanClass("2", {}, ("mlp",)),)), "plan.json")
-    with pytest.raises(UsageError, match="layer 2: section 'mlp' cannot run again in training; allowed is 'layer'"):
+    with pytest.raises(UsageError, match="layer 2: section 'mlp' cannot be recomputed in training; allowed is 'layer'"):
         swap_config(parsed("--swap-plan plan.json"))
 
 
@@ -217,5 +217,5 @@ def test_memory_of_the_emulated_device_is_refused_beside_a_gpu(monkeypatch: pyte
     flags = "--swap-layers 0 --swap-cpu-memory-gib 2"
     assert swap_config(parsed(flags)).cpu_memory_gib == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UsageError, match="--swap-cpu-memory-gib 2: this machine has a GPU"):
+    with pytest.raises(UsageError, match="--swap-cpu-memory-gib 2: the flag is for machines without a GPU"):
         swap_config(parsed(flags))

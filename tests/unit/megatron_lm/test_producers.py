@@ -273,7 +273,7 @@ def test_a_norm_that_does_not_make_the_same_again_is_refused():
     plain, layers = one_step(stack(2, Layer)), stack(2, Layer)
     with Engine(layers, policy=where_known(Action.SWAP)) as engine, telling(engine, drifting):
         assert one_step(layers).same_as(plain)
-        assert set(engine.recomputer.refused.values()) == {"recomputed, it was not the same to the bit"}
+        assert set(engine.recomputer.refused.values()) == {"its recomputation gave different bits"}
         assert engine.counters.num_recomputed == 0
 
 

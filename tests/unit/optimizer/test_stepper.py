@@ -331,7 +331,7 @@ def test_a_step_that_fails_halfway_keeps_nothing_and_its_state_can_be_saved() ->
 def test_no_closure() -> None:
     training = Training(OPTIMIZERS["adamw"], lambda _: True)
     assert training.stepper is not None
-    with pytest.raises(SwapError, match="once a bucket"):
+    with pytest.raises(SwapError, match="once per bucket"):
         training.stepper.step(lambda: 1.0)  # type: ignore[arg-type]
 
 
