@@ -101,7 +101,7 @@ def test_an_input_that_nobody_saves_is_not_kept_for_it():
         layer.activation = Half.apply
     engine = compare(layers, one_step, policy=where_known(Action.SWAP))
     assert engine.counters.num_recomputed == 0
-    assert all("not saved by anybody" in reason for reason in engine.recomputer.refused.values())
+    assert all("one of its inputs is not saved" in reason for reason in engine.recomputer.refused.values())
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_kernel_that_changes_its_size_is_told():
     with Engine(layers, policy=where_known(Action.KEEP)):
         loss = loss_of(forward(layers, batch()))
         rows[0] = 3
-        with pytest.raises(SwapError, match=r"layers\.0/linear/0: recomputed, it has 384 bytes instead of 8192"):
+        with pytest.raises(SwapError, match=r"layers\.0/linear/0: the recomputed storage has 384 bytes instead of 8192"):
             loss.backward()
 
 
