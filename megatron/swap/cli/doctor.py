@@ -11,6 +11,8 @@ import argparse
 import importlib
 import importlib.util
 import logging
+import os
+import shutil
 import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +21,6 @@ from pathlib import Path
 REQUIRED = ("torch", "numpy", "scipy", "megatron.core", "megatron.training", "megatron.swap")
 FOR_TESTS = ("pytest", "pytest_timeout", "xdist", "hypothesis", "grimp", "ruff", "mypy")
 OPTIONAL = {
-    "pybind11": "the native part is replaced by its Python fallback",
     "psutil": "megatron-core cannot write torch_dist checkpoints",
     "tensorboard": "no TensorBoard scalars",
 }
@@ -35,6 +36,9 @@ EXTRAS = {
 }
 """Packages of each extra in pyproject.toml, and what does not work without them."""
 TESTED_MEGATRON_CORE = "0.19.2"
+DISTRIBUTIONS = ("torch", "numpy", "scipy", f"megatron-core=={TESTED_MEGATRON_CORE}")
+"""Packages of REQUIRED, as pip names them."""
+COMPILERS = ("g++", "c++", "clang++")
 ROOT = Path(__file__).resolve().parents[3]
 """The checkout's root, or a folder without requirements files if the package is installed."""
 
@@ -90,10 +94,15 @@ def is_missing(name: str) -> bool:
 
 
 def report_optional() -> None:
-    """Print a note for each missing optional package and for each incomplete extra."""
+    """Print a note for each missing optional package, for a missing compiler and for each incomplete extra."""
     for name, effect in OPTIONAL.items():
         if is_missing(name):
             note(f"{name} is not in this environment: {effect}")
+    if not os.environ.get("CXX") and not any(map(shutil.which, COMPILERS)):
+        note(
+            f"no C++ compiler is on PATH ({', '.join(COMPILERS)}): no --swap-oom-guard, and a Python fallback replaces "
+            "the native transfer queue"
+        )
     for extra, packages in EXTRAS.items():
         missing = {name: effect for name, effect in packages.items() if is_missing(name)}
         if missing:
@@ -122,7 +131,7 @@ def report_problems(problems: dict[str, str], what: str) -> None:
         command = f"{sys.executable} -m pip install {' '.join(f'-r {path}' for path in files)}"
         say(f"Install them there ({command}), or leave MEGATRON_SWAP_PYTHON unset: then a .venv is made for you.")
     else:
-        say(f"Install them there: {sys.executable} -m pip install megatron-swap")
+        say(f"Install them there: {sys.executable} -m pip install {' '.join(DISTRIBUTIONS)}")
 
 
 def hidden_namespace() -> str | None:

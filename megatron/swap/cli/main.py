@@ -24,7 +24,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # Imported here, because doctor must run without the planner's scipy.
     if options.command == "plan":
-        from megatron.swap.cli.plan import main as command
+        try:
+            from megatron.swap.cli.plan import main as command
+        except ModuleNotFoundError as error:
+            parser.error(f"plan needs {error.name}, which is missing: see `megatron-swap doctor`")
     else:
         from megatron.swap.cli.doctor import main as command
     return command(options.arguments)

@@ -184,6 +184,8 @@ class SwappedActivations:
             self._tier.close()
 
     def __enter__(self) -> Self:
+        if self._last is not None:  # else a second ``with`` would train without swapping
+            raise UsageError("this swap.activations(...) is closed: call swap.activations(model, ...) again.")
         return self
 
     def __exit__(

@@ -1,7 +1,7 @@
 """Optimizer state in host memory or on disk, and an optimizer step that runs bucket by bucket.
 
 Owns the stepper, the copies of buckets, and the records of each parameter's offloaded tensors. May import `memory`,
-`devices`, `native` and `common`. Knows nothing of Megatron.
+`devices` and `common`. Knows nothing of Megatron.
 
 A step, from top to bottom: `stepper` steps the buckets by calls of the optimizer's own step (`partial_step`),
 `bucket_loader` decides which buckets are on the device, `transfers` copies them, `state_memory` allocates their host

@@ -26,11 +26,6 @@ class BucketLoader:
         self._loaded: deque[Bucket] = deque()
 
     @property
-    def num_buckets(self) -> int:
-        """Number of buckets of the current step, or of the last one between steps."""
-        return len(self._order)
-
-    @property
     def is_complete(self) -> bool:
         """Whether every bucket of the next step is loaded, or its copy is enqueued."""
         return self._remaining is not None and not self._remaining and not self._pending

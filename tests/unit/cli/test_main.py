@@ -93,3 +93,20 @@ def test_the_doctor_imports_nothing_of_ours() -> None:
     assert importlib.util.find_spec("megatron.swap.cli.doctor") is not None
     text = Path(doctor.__file__ or "").read_text()
     assert re.findall(r"^\s*(?:from|import) (?:megatron|torch)\b", text, re.MULTILINE) == []
+
+
+def test_the_doctor_looks_for_a_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    doctor.report_optional()
+    assert "C++ compiler" not in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "/nowhere")
+    doctor.report_optional()
+    assert "no C++ compiler is on PATH (g++, c++, clang++): no --swap-oom-guard" in capsys.readouterr().err
+
+
+def test_plan_without_numpy_names_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "megatron.swap.cli.plan", raising=False)
+    monkeypatch.setitem(sys.modules, "megatron.swap.planner.solve", None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--help"])
+    assert "plan needs megatron.swap.planner.solve, which is missing" in capsys.readouterr().err

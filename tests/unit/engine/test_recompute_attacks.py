@@ -147,7 +147,7 @@ def test_a_kernel_that_changes_its_size_is_told():
     with Engine(layers, policy=where_known(Action.KEEP)):
         loss = loss_of(forward(layers, batch()))
         rows[0] = 3
-        with pytest.raises(SwapError, match=r"layers\.0/linear/0: the recomputed storage has 384 bytes instead of 8192"):
+        with pytest.raises(SwapError, match=r"layers\.0/linear/0: .* has 384 bytes instead of 8192"):
             loss.backward()
 
 

@@ -285,9 +285,9 @@ def test_close_leaves_the_modules_as_they_were() -> None:
     stats = swapped.stats()
     train(model)
     swapped.close()
-    assert swapped.stats() == stats
-    assert stats.out_bytes > 0
-    with swap.activations(model, **ALL):  # and once more
+    assert (swapped.stats(), stats.out_bytes > 0) == (stats, True)
+    pytest.raises(UsageError, swapped.__enter__).match("is closed: call")
+    with swap.activations(model, **ALL):  # once more
         train(model)
     assert footprint(model) == before
 
