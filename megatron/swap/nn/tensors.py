@@ -16,7 +16,7 @@ operation that the dispatcher sees (on this thread, and in the backward that it 
 Before other uses, such as the kernels of TransformerEngine and other extensions, call ``resident``; without it the read
 raises an error.
 
-``docs/tensors.md`` describes the whole interface.
+``docs/reference/python.md`` describes the whole interface.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Predictions beside measurements: ``python -m tests.unit.planner.measured`` prints the tables of docs/planner.md."""
+"""Predictions beside measurements: ``python -m tests.unit.planner.measured`` prints the tables of docs/dev/planner.md."""
 
 from __future__ import annotations
 
