@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.planner.measured import FILES, RESULTS, compared, promises
+from tests.unit.planner.measured import FILES, RESULTS, compared, errors, promises
 
 PEAK_WITHIN = 0.03
 STEP_WITHIN = 0.05
@@ -46,6 +46,6 @@ def test_stalls_are_predicted() -> None:
     assert seen
 
 
-def test_the_document_promises_what_the_planner_does() -> None:
+def test_the_document_has_these_figures() -> None:
     document = (RESULTS.parent / "dev" / "planner.md").read_text()
-    assert [line for line in promises() if line not in document] == []
+    assert [line for line in (*errors(), *promises()) if line not in document] == []
