@@ -1,4 +1,4 @@
-"""The benchmark on the real trainer: every method of the quick suite, broken off once and resumed."""
+"""The benchmark on the real trainer: every method of the quick suite, interrupted once and resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_S = 120.0
 
 
 def processes_of(folder: Path) -> list[str]:
-    """The measured processes that keep their files in ``folder``."""
+    """Return the measured processes that keep their files in ``folder``."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check. Each check is also shown a planted violation, which it must catch."""
+"""House rules that a machine can check. Each check also gets a planted violation, which it must catch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ print(json.dumps({"origin": spec.origin or list(spec.submodule_search_locations)
 
 
 def import_graph(root: Path) -> tuple[list[str], list[tuple[str, int, str]]]:
-    """Return the modules of `megatron.swap` under `root`, and who imports whom on which line."""
+    """Return the modules of `megatron.swap` under `root`, and each import with its line."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_GRAPH],
         cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True,
@@ -71,12 +71,12 @@ def import_graph(root: Path) -> tuple[list[str], list[tuple[str, int, str]]]:
 
 
 def room_of(module: str) -> str:
-    """`megatron.swap.memory.tiers.host` -> `memory`; the package itself -> ''."""
+    """Return the room of a module: `megatron.swap.memory.tiers.host` -> `memory`; the package itself -> ''."""
     return (module.split(".") + [""] * 3)[2]
 
 
 def import_violations(root: Path) -> list[str]:
-    """Say which imports point upwards or where a room may not look, what stands in no room, and what is a cycle."""
+    """Return imports that point upwards or that a room may not use, modules outside all rooms, and cycles."""
     rank = {room: number for number, room in enumerate(ROOMS)}
     modules, edges = import_graph(root)
     rooms = {room_of(module) for module in modules} - {""}
@@ -98,7 +98,7 @@ def import_violations(root: Path) -> list[str]:
 
 
 def cycles(edges: list[tuple[str, int, str]]) -> list[list[str]]:
-    """Sets of modules each of which reaches all the others by imports."""
+    """Return the sets of modules each of which reaches all the others by imports."""
     below: dict[str, set[str]] = {}
     for importer, _, imported in edges:
         below.setdefault(importer, set()).add(imported)
@@ -132,7 +132,7 @@ def imported_names(source: str) -> Iterator[tuple[int, str]]:
 
 
 def edge_violations(root: Path) -> list[str]:
-    """Say who imports Megatron without being the edge."""
+    """Return the imports of Megatron outside the edge."""
     problems = []
     for path in sorted((root / "megatron" / "swap").rglob("*.py")):
         room = path.relative_to(root / "megatron" / "swap").with_suffix("").parts[0]
@@ -207,7 +207,7 @@ def test_every_room_says_what_it_is_for(room: str) -> None:
 
 
 def test_a_public_path_only_imports() -> None:
-    """What a user's script imports stays; what it does lies in a room."""
+    """The public paths are stable; the code behind them is in the rooms."""
     there = {path.stem for path in SWAP.glob("*.py")}
     assert there == PUBLIC_PATHS | {"__init__"}
     for name in PUBLIC_PATHS:

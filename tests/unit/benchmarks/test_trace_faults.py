@@ -23,7 +23,7 @@ NUM_STEPS = 4
 
 
 class Link:
-    """The emulation's link, which can be made slow."""
+    """The emulation's link, which a test can slow down."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.extra_s = 0.0
@@ -42,7 +42,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Link:
 
 
 def traced(folder: Path, before_step: Callable[[], None] = lambda: None, link_gb_s: float | None = None) -> Analysis:
-    """Trains a small stack on the emulated device, traces the last step, and judges the trace."""
+    """Train a small stack on the emulated device, trace the last step, and analyse the trace."""
     layers = stack(6)
     ranges = Ranges()
     device = emulated.EmulatedDevice(longest_delay_s=0.002, ranges=ranges)

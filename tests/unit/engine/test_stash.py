@@ -1,4 +1,4 @@
-"""Tensors that an autograd function keeps on its context are swapped as those that autograd saves."""
+"""Tensors that an autograd function keeps on its context are swapped like those that autograd saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.engine import (
 
 
 class Stashing(torch.autograd.Function):
-    """tanh(x) twice over, with one of them on ctx."""
+    """Computes tanh(x) twice over, with one of the results on ctx."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

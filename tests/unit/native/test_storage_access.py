@@ -1,4 +1,4 @@
-"""Storages that refuse access, by real operators of torch."""
+"""Storages that refuse access, with real operators of torch."""
 
 from __future__ import annotations
 

@@ -383,7 +383,7 @@ class TestCommandLine:
 
 
 def test_the_planner_needs_neither_torch_nor_megatron() -> None:
-    """It runs on a laptop: standard library, numpy, scipy."""
+    """The planner runs on a laptop with the standard library, numpy and scipy."""
     code = (
         "import sys; import megatron.swap.planner.solve, megatron.swap.planner.flags, megatron.swap.planner.what_if, "
         "megatron.swap.planner.table; "
