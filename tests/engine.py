@@ -1,5 +1,4 @@
-"""Shared parts of the engine's tests: a small transformer stack, the engine around it, schedules, and planted
-faults."""
+"""Shared parts of the engine's tests: a small transformer stack, the engine around it, schedules, planted faults."""
 
 from __future__ import annotations
 import __future__
@@ -120,8 +119,7 @@ EVERYTHING = ManualPolicy(range(1000), (), 0)
 
 
 def save(manager: SwapManager, tensor: torch.Tensor, site: Site, group: Group) -> tuple[Handle, int] | None:
-    """Save ``tensor`` as autograd would. Return its handle and its number there; ``None``: it is kept without a
-    handle."""
+    """Save ``tensor`` as autograd would. Return its handle and its number there; ``None``: it has no handle."""
     storage, offload = tensor.untyped_storage(), manager.offload
     if (handle := offload.find(storage)) is None:
         handle = offload.begin(storage, site, group, manager.decider.decide(site, storage, group.position))

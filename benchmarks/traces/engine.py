@@ -97,7 +97,7 @@ class Engine:
     copies: list[StorageCopy]
     waits: list[Wait]
     memory: list[tuple[int, int]]
-    """Host time, bytes allocated."""
+    """Samples of (host time, bytes allocated)."""
     other_copies: list[Memcpy]
     """Copies between host and device that belong to no range."""
     problems: list[str]

@@ -86,7 +86,7 @@ def test_keep_swap_and_recompute_in_one_layer(trainer: Trainer, tmp_path: Path, 
 
 
 def test_every_byte_is_where_the_plan_says(trainer: Trainer, tmp_path: Path) -> None:
-    """By formula, the outputs of fc1 and of the activation are 4 x hidden wide. A step has two micro-batches."""
+    """The outputs of fc1 and of the activation are 4 x hidden wide. A step has two micro-batches."""
     run = by_plan(trainer, tmp_path, WITH_FUSION, plan_for(WITH_FUSION, *MIXED))
     out_bytes = [layer["swapped_out_bytes"] for layer in run.summary["layers"]]
     key = HIDDEN_BYTES  # rotated: a storage of its own
@@ -179,7 +179,7 @@ def test_whole_layers_run_again(trainer: Trainer, tmp_path: Path, flags: str, ra
 
 
 def test_of_a_whole_layer_that_swaps_the_input_goes(trainer: Trainer, tmp_path: Path) -> None:
-    """By formula, for two micro-batches. The first layer's input has external references."""
+    """The bytes follow by formula from two micro-batches. The first layer's input has external references."""
     whole = PlanClass("0-5", {FC1_OUTPUT: swap()}, (LAYER_SECTION,))
     alone = by_plan(trainer, tmp_path, "", plan_for("", replace(whole, sites={})))
     run = by_plan(trainer, tmp_path, "", plan_for("", whole), more="--swap-verify")

@@ -110,7 +110,7 @@ def test_checkpoints_of_the_distributed_format(trainer: Trainer) -> None:
 
 
 def test_the_comparison_sees_a_small_difference(trainer: Trainer) -> None:
-    """With a slightly larger step size neither losses nor checkpoints are equal."""
+    """Neither losses nor checkpoints are equal after a slightly larger step size."""
     other = trainer.run(f"--lr 1.000001e-3 {recorded('torch')}")
     with pytest.raises(AssertionError):
         assert_same_training(trainer.unswapped(), other)

@@ -285,3 +285,60 @@ def test_a_planted_machine_path_is_caught(tmp_path: Path) -> None:
     folder = "/".join(["", "home", "someone", "data"])
     planted.write_text(f'cd "{folder}"\n')
     assert machine_paths(planted)
+
+
+DOCUMENTED = (
+    "megatron", "patches", "tools", "examples", "benchmarks/runner", "benchmarks/suites", "benchmarks/sweeps",
+    "benchmarks/traces",
+)  # fmt: skip
+# First words of docstrings that lean on the name before them, or on the docstring before.
+LEANING = {
+    "Also", "And", "As", "Because", "But", "By", "Else", "From", "In", "Of", "Or", "Otherwise", "Since", "So", "Stands",
+    "Such", "Those", "Told", "What", "Where", "Which", "While", "Who", "Whoever", "Why", "With", "Without",
+}  # fmt: skip
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the first paragraph of each docstring, those of attributes and constants included, with its line."""
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        assert isinstance(body, list)
+        for before, item in zip([None, *body], body, strict=False):
+            documents = before is None or isinstance(before, ast.Assign | ast.AnnAssign)
+            is_text = isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)
+            if documents and is_text and isinstance(item.value.value, str):
+                yield item.lineno, " ".join(item.value.value.strip().split("\n\n")[0].split())
+
+
+def docstring_violations(path: Path) -> list[str]:
+    """Return docstrings that are no sentence, or whose first word needs the name before it to make sense."""
+    return [
+        f"{path}:{line}: {text}"
+        for line, text in docstrings(path.read_text())
+        if not text.endswith((".", ":")) or text.split()[0] in LEANING
+    ]
+
+
+def test_docstrings_stand_alone() -> None:
+    folders = [ROOT / name for name in DOCUMENTED]
+    sources = [path for path in our_files() if path.suffix == ".py" and set(folders) & set(path.parents)]
+    assert len(sources) > 150
+    assert [line for path in sources for line in docstring_violations(path)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'def f():\n    """Of a whole layer."""',
+        'def f():\n    """What the layer saves."""',
+        'class C:\n    """A layer"""',
+        'class C:\n    """A layer."""\n    x: int\n    """Told once."""',
+        'X = 1\n"""Which layers are swapped."""',
+    ],
+)
+def test_a_planted_docstring_is_caught(tmp_path: Path, line: str) -> None:
+    planted = tmp_path / "x.py"
+    planted.write_text(f'"""A module."""\n{line}\n')
+    assert len(docstring_violations(planted)) == 1

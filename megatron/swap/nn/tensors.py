@@ -47,7 +47,7 @@ SLAB_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What one ``TensorSwap`` has done so far.
+    """Counters of one ``TensorSwap`` since its start.
 
     Attributes:
         out_bytes, in_bytes: copied to the host and back, without recalled tensors.

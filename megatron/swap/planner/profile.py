@@ -119,7 +119,7 @@ class NonLayer:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """This rank's position in the pipeline. ``chunks``: the layers of each of its virtual stages, in model order."""
+    """Position of the rank in the pipeline. ``chunks``: the layers of each of its virtual stages, in model order."""
 
     size: int = 1
     rank: int = 0

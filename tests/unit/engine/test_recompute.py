@@ -192,8 +192,7 @@ def test_an_exception_in_a_layer_leaves_nothing_behind():
 @pytest.mark.parametrize("first", Action)
 @pytest.mark.parametrize("second", Action)
 def test_what_a_recipe_needs_is_itself_kept_swapped_or_recomputed(first: Action, second: Action):
-    """In norm -> activation -> linear, the activation's output is made from the norm's, and that from the layer's
-    input."""
+    """The activation's output is made from the norm's output, and that from the layer's input."""
 
     def choose(site: Site, producer: str | None) -> Action:
         if site.path == "linear":

@@ -31,7 +31,7 @@ class Recorder(Device):
         self.current = "main"
         self.waits: list[tuple[str, str]] = []
         self.log: list[tuple[str, str, str]] = []
-        """What was enqueued, in order: (what, stream, event)."""
+        """Enqueued work in order: (what, stream, event)."""
         self.used: list[str] = []
         self._num_events = 0
 

@@ -82,7 +82,7 @@ def test_training_is_equal(schedule: str, host_bytes: int, disk: DiskFile) -> No
 
 
 def test_the_disk_is_used_all_along_once_it_is_known_how_much_of_it(disk: DiskFile) -> None:
-    """In the first step the last storages have no room; in later steps about every other storage goes to disk."""
+    """The last storages of the first step have no room; in later steps about every other storage goes to disk."""
     places: list[list[str]] = []
     layers = stack(NUM_LAYERS)
     with Engine(layers, host_bytes=320 * KIB, disk=disk, commit_bytes=0) as engine:

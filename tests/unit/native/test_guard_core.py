@@ -227,8 +227,7 @@ def test_it_waits_for_the_storages_own_event_and_for_no_other(offers: Offers) ->
 
 
 def test_who_waits_for_the_guard_lets_others_run_python() -> None:
-    """Else one thread holds the guard's lock and waits for a copy in Python, and another holds Python's and waits for
-    the guard."""
+    """Two threads deadlock otherwise: one has the guard's lock and waits for Python's, the other one the reverse."""
     subprocess.run([sys.executable, "-c", TWO_THREADS], check=True, timeout=120)
 
 

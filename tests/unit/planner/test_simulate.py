@@ -294,8 +294,7 @@ class EngineStep:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_simulator_holds_as_much_as_the_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both hold the same at every layer boundary of forward and backward, for layers that swap all, nothing, or a
-    part."""
+    """They agree at every layer boundary of both passes, for layers that swap all, nothing, or a part."""
     monkeypatch.setattr(offload_module, "COMMIT_BYTES", 16 * KIB)
     source = random.Random(seed)
     num_layers, num_sites = source.randint(2, 10), source.randint(1, 4)
