@@ -122,8 +122,7 @@ def test_what_is_saved_outside_the_layers_has_a_name(
 
 
 def test_what_is_made_from_what(trainer: Trainer) -> None:
-    """The layers are Megatron's own: the values' storage is the output of linear_qkv, and the other storages are made from
-    it."""
+    """Megatron's own layers save linear_qkv's output as the values' storage, and make the others from it."""
     profile = load_profile(recorded_run(trainer, LLAMA_FUSED).directory / "profile-0.json")
     for entry in profile.layers:
         core = "self_attention.core_attention"
