@@ -35,13 +35,13 @@ TINY = shlex.split(
     "--attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --eval-interval 1000 "
     "--no-create-attention-mask-in-dataloader"
 )
-# The host limit: what other programs leave of this machine's memory is no matter of these tests.
+# The host limit makes these tests independent of the memory that other programs take.
 SWAP_SMALL = "--swap-min-mib 0.001 --swap-cpu-delay-ms 0.2 --swap-host-gib 0.5 --swap-host-unchecked"
 TIMED_OUT = -int(signal.SIGKILL)
 WITH_FUSION = "^--no-bias-gelu-fusion ^--no-bias-swiglu-fusion"
 """Flags to leave out of ``TINY``, so that Megatron's fused activation functions run: not compiled on the CPU."""
 SAVE = {
-    # Fast; every rank writes what it has, the state of the random generators included.
+    # Fast; every rank writes its own part, the state of the random generators included.
     "torch": "--save {} --save-interval 1000 --ckpt-format torch",
     "torch_dist": "--save {} --save-interval 1000 --ckpt-format torch_dist",
 }

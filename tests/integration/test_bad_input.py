@@ -85,7 +85,7 @@ def test_known_module_that_this_model_lacks(trainer: Trainer) -> None:
         assert word in run.error, run.tail
 
 
-# What Megatron itself refuses first on this machine, or never gets to: through our own check.
+# Flags that Megatron itself refuses first on this machine, or never checks: our own check is called.
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [

@@ -38,7 +38,7 @@ def test_the_quick_suite_interrupted_and_resumed(tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path), "SWAP_COMMIT": "c0ffee"}
     first = subprocess.Popen(
         [*COMMAND, "--output", str(output)], env=env, stdout=subprocess.PIPE, text=True,
-        # A shell's background jobs ignore it, and so would this one, if the tests run in such a job.
+        # A shell's background jobs ignore the signal. So would this process if the tests run in such a job.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deadline = time.monotonic() + PATIENCE_S

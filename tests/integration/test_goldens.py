@@ -253,8 +253,8 @@ def from_training(trainer: Trainer) -> dict[str, Any]:
     events.Reload()
 
     traced = f"{SWAP_SMALL} --swap-summary summary.json --swap-profile ."
-    # Storages of the first two steps are too small to be looked at, so that recipes are tried in the step that is
-    # traced. Of what comes back hardly anything may come ahead, so that some does and some does not.
+    # Storages of the first two steps are too small to be handled, so that recomputations are tried in the traced step.
+    # The prefetch window is small, so that some storages are prefetched and some are late.
     by_flags = trainer.run(
         f"{traced} --swap-profile-steps 3 --train-iters 3 --lengths 2:16 1:64 --swap-layers 0-6 --swap-min-mib 0.03 "
         "--swap-recompute norm activation --swap-prefetch-gib 0.00001",

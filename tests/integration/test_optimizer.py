@@ -34,7 +34,7 @@ def swapped(trainer: Trainer, flags: str, fraction: float, *, ranks: int = 1, sa
     summary = run.summary
     assert summary["optimizer_host_bytes"] > 0
     # Each step loads and offloads all of it. Created main parameters are only offloaded, and so are moments in the
-    # first step. What is loaded ahead of a step that is skipped is loaded in vain.
+    # first step. What is loaded ahead of a skipped step is loaded for nothing.
     assert 0.5 < summary["optimizer_in_bytes"] / summary["optimizer_out_bytes"] < (1.5 if SKIPS_STEPS in flags else 1)
     return run
 
@@ -114,7 +114,7 @@ def test_as_much_is_offloaded_as_the_budget_asks_for(
     found = load_plan(run.directory / "plan.json").offload_fraction
     assert found is not None
     assert least <= found <= most
-    # The plan that it saves says how much is to be offloaded.
+    # The saved plan has the fraction to offload.
     again = trainer.run(
         f"{flags} {SWAP_SMALL} --swap-optimizer auto --swap-plan {run.directory / 'plan.json'} {recorded('torch')}",
         ranks=ranks,

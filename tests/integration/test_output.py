@@ -19,7 +19,7 @@ from tests.integration.harness import (
 USER_SCRIPT = Path(__file__).with_name("user_script.py")
 SWAP = f"--swap-layers all {SWAP_SMALL}"
 
-# Replaces the program's forward step by one that looks at the model and at Megatron, or raises.
+# Replaces the program's forward step by one that inspects the model and Megatron, or raises.
 PROBE = """
 import runpy, sys
 sys.path.insert(0, {root!r})

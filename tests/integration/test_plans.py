@@ -147,7 +147,7 @@ def test_a_plan_that_is_not_for_this_run_is_told_and_trains_to_the_bit(trainer: 
     assert any(line.startswith("swap: --swap-plan: layers 0-3: saved, but not in the plan, so kept: ") for line in told)
     assert any("not recomputed: layers.0/self_attention.core_attention/4 and 3 more" in line for line in told)
     assert len(told) == 4, told
-    # It was to be recomputed and cannot be: swapped, since the layer swaps.
+    # The plan asks to recompute the site, which is impossible. It is swapped, since the layer swaps.
     first = run.summary["layers"][0]["swapped_out_bytes"]
     assert first == 2 * (4 + 1) * HIDDEN_BYTES
 

@@ -100,7 +100,7 @@ def test_what_is_saved_outside_the_layers_has_a_name(
     tokens = {"embedding.word_embeddings/0": 8 * TOKENS}
     mask = {"embedding.embedding_dropout/0": hidden} if "dropout" in flags else {}  # on a CPU as wide as its input
     norm = {f"decoder.final_layernorm/{i}": size for i, size in enumerate((hidden, *2 * [TOKENS * bytes_each]))}
-    # Cross entropy is in fp32; it saves softmax, a mask and the labels as it looks them up. Of 16-bit logits it saves
+    # Cross entropy is in fp32; it saves softmax, a mask and the masked labels. Of 16-bit logits it saves
     # those, each token's maximum and sum, the labels and a mask.
     if bytes_each == 4:
         of_loss = [4 * TOKENS * VOCABULARY, TOKENS, 8 * TOKENS]

@@ -66,8 +66,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", base / "env"], check=True)
     python = base / "env" / "bin" / "python"
     subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
-    # What is heavy comes from here, behind what is installed there. Path files in these folders are not read, so that
-    # an editable install of ours stays out of sight.
+    # Large packages come from this environment, behind the packages of the new one. Path files in these folders are
+    # not read, so that an editable install of ours stays out of sight.
     [site] = (base / "env" / "lib").glob("python*/site-packages")
     heavy = dict.fromkeys([folder_of("torch"), folder_of("megatron.core")])
     (site / "heavy.pth").write_text("".join(f"{path}\n" for path in heavy))

@@ -36,7 +36,7 @@ def measured(file: str, case: str, method: str) -> list[dict[str, object]]:
         ("h200-depth-sweep-fourth.jsonl", "18 layers", "megatron-optimizer-1", 0.0),
         ("h200-depth-sweep-fourth.jsonl", "34 layers", "megatron-optimizer-0.5-full-recompute", 0.0),
         ("h200-depth-sweep-fourth.jsonl", "38 layers", "megatron-optimizer-0.55-unpinned-full-recompute", 0.0),
-        # Before gradients were added up where they are computed, and the loss was computed in parts.
+        # The rows were measured before gradients were accumulated on the computing stream and the loss was chunked.
         ("h200-optimizer-earlier.jsonl", "8b", "ours-0.5", 0.11),
         ("h200-optimizer-earlier.jsonl", "8b", "ours-0.3", 0.0),
         ("h200-optimizer-earlier.jsonl", "15b", "ours-0.73", 0.0),
@@ -46,7 +46,7 @@ def test_what_was_measured_is_within_the_margin(file: str, case: str, method: st
     rows = measured(file, case, method)
     assert rows
     for row in rows:
-        # What workers of the data loader keep is not the trainer's, whose memory is in the row.
+        # The row has the memory of the trainer, without that of the data loader's workers.
         predicted = forecast([*str(row["flags"]).split(), "--num-workers", "0"], TIERS, H200)
         assert not predicted.is_bound
         peak_gib, device = row["device_peak_gib"], predicted.of("device")

@@ -144,7 +144,7 @@ def test_the_copy_out_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     raised = native().Flag()
     raised.raise_()
     monkeypatch.setattr(EmulatedDevice, "native_event", lambda *_: raised.address)
-    # What a copy engine would find in memory that is gone is anything: here it finds nothing.
+    # A copy engine would find arbitrary bytes in freed memory; here it finds none.
     monkeypatch.setattr(emulated._TensorBytes, "exists", lambda _: False)
     assert wrongs(None, held_copy_s=60, **NOTHING_RELEASED) == ["did not wait", "different"]
 

@@ -53,7 +53,7 @@ def test_the_native_one_is_chosen_where_there_is_a_compiler() -> None:
     assert build.load() is build.load()
 
 
-def test_the_twin_is_chosen_where_that_is_wanted(
+def test_the_python_queue_is_chosen_where_that_is_wanted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MEGATRON_SWAP_NATIVE", "0")
@@ -64,7 +64,7 @@ def test_the_twin_is_chosen_where_that_is_wanted(
         NativeQueue("test")
 
 
-def test_without_a_compiler_the_twin_works_and_it_is_said_once(
+def test_without_a_compiler_the_python_queue_works_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -385,7 +385,7 @@ def test_the_interpreter_ends_with_a_queue_at_work(queue_type: type[TransferQueu
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_twin_may_be_finalized_in_its_own_thread() -> None:
+def test_the_python_queue_may_be_finalized_in_its_own_thread() -> None:
     """The garbage collector may run on any thread."""
     core = PythonCore("test", 2, None)
     core._reap = core.abandon  # type: ignore[method-assign]

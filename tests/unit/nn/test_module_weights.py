@@ -315,7 +315,7 @@ def test_a_model_larger_than_what_is_allowed(start: str) -> None:
         try:
             for _ in range(10):
                 assert torch.equal(model(x), expected)
-            # Two layers, activations that are little, and cuBLAS's workspaces.
+            # Two layers, small activations, and cuBLAS's workspaces.
             assert torch.cuda.max_memory_allocated() < 4 * layer_bytes < num_layers * layer_bytes
             assert swapped.stats.num_late == 0
             assert swapped.stats.in_bytes > 9 * num_layers * layer_bytes

@@ -33,7 +33,7 @@ def seeded() -> None:
     torch.manual_seed(7)
 
 
-# ------------------------------------------------------------------------------------- whoever looks, or writes
+# ------------------------------------------------------------------------------------- reads and writes by others
 
 
 def test_a_state_dict_in_between(device: Device) -> None:
