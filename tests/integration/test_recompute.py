@@ -48,7 +48,7 @@ def test_block_method(trainer: Trainer) -> None:
 
 
 # Others need TransformerEngine (layernorm) or grouped matrix products on a GPU (moe_act). The local
-# spec's mlp with biases recurses without end upstream: it returns its bias from the checkpointed function unchanged.
+# spec's mlp with biases recurses without end upstream: its bias leaves the checkpointed function as it came.
 @pytest.mark.parametrize(
     "flags",
     [

@@ -45,7 +45,7 @@ def built(whole: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def made(built: Path) -> Path:
-    """A folder with the results alone."""
+    """The results alone."""
     for path in (built / "report.md", built / "report.html"):
         path.unlink()
     shutil.rmtree(built / "report")

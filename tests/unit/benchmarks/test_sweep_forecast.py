@@ -36,7 +36,7 @@ def measured(file: str, case: str, method: str) -> list[dict[str, object]]:
         ("h200-depth-sweep-fourth.jsonl", "18 layers", "megatron-optimizer-1", 0.0),
         ("h200-depth-sweep-fourth.jsonl", "34 layers", "megatron-optimizer-0.5-full-recompute", 0.0),
         ("h200-depth-sweep-fourth.jsonl", "38 layers", "megatron-optimizer-0.55-unpinned-full-recompute", 0.0),
-        # The rows were measured before gradients were accumulated on the computing stream and the loss was chunked.
+        # Before gradients were added up where they are computed, and the loss was computed in parts.
         ("h200-optimizer-earlier.jsonl", "8b", "ours-0.5", 0.11),
         ("h200-optimizer-earlier.jsonl", "8b", "ours-0.3", 0.0),
         ("h200-optimizer-earlier.jsonl", "15b", "ours-0.73", 0.0),
@@ -135,7 +135,7 @@ def test_megatrons_offload_has_gradients_in_fp32_wherever_its_state_is() -> None
 
 
 def test_workers_of_the_data_loader_keep_what_megatrons_offload_replaces() -> None:
-    """The prediction agrees with the runs that did and did not fit a machine with 122 GiB."""
+    """What did not fit a machine with 122 GiB is predicted not to fit, and what fitted is predicted to fit."""
     rows = [
         json.loads(line) for name in ("second", "third")
         for line in (RESULTS / f"h200-depth-sweep-{name}.jsonl").read_text().splitlines()

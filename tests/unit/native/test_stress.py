@@ -12,7 +12,7 @@ from megatron.swap.native import base
 from tests.unit.native.helpers import HERE, NEEDS_COMPILER
 
 SECONDS = float(os.environ.get("MEGATRON_SWAP_STRESS_SECONDS", "60"))
-"""Duration of the stress test. It measures nothing."""
+"""How long it hammers; no measurement."""
 
 pytestmark = NEEDS_COMPILER
 

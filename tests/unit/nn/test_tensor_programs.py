@@ -80,7 +80,7 @@ def program(seed: int, swap: Any, device: str = "cpu") -> list[list[float]]:
 
 @pytest.mark.parametrize("name", QUEUES)
 def test_a_thousand_random_programs_are_equal_to_the_same_without_swapping(name: str):
-    """Each queue runs its share of the seeds."""
+    """Each queue has its share of the seeds."""
     num_out = 0
     for seed in range(list(QUEUES).index(name), 1000, len(QUEUES)):
         with TensorSwap(HOST_GIB, "cpu", QUEUES[name]) as swap:
