@@ -1,1 +1,1 @@
-"""Measuring and showing: benchmarks, traces, reports. Nothing of it runs in training."""
+"""Benchmarks, traces and reports. Training imports nothing of this package."""

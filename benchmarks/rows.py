@@ -16,8 +16,8 @@ Check = Callable[[Row, str], None]
 """Raises `RowError` unless a row matches its schema. The second argument names the row's file and line."""
 
 NOT_READY, NOT_STABLE = "not ready", "not stable"
-"""Not ready: a measurement or plan file that the run needs is missing. Not stable: a timed step ran under a plan that
-was replaced later."""
+"""Outcomes of runs whose times do not count. Not ready: a measurement or plan file that the run needs is missing. Not
+stable: a timed step ran under a plan that was replaced later."""
 NOT_FALLING, PRUNED = "loss not falling", "pruned"
 """Outcomes of sweeps: a run made all steps but its loss did not fall; a run was not made, for the row's reason."""
 OUTCOME = re.compile(

@@ -73,7 +73,7 @@ RANKS = {
 
 
 class VerifyError(ValueError):
-    """This machine cannot verify what the options ask for; the message says why."""
+    """The machine cannot verify what the options ask for; the message gives the reason."""
 
 
 class Verifier:

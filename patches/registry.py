@@ -41,7 +41,7 @@ class Patch:
     build: Callable[[Any], Any]
     """Takes the original, returns the replacement."""
     reason: str
-    """Why upstream's own behaviour is not enough, as a sentence for docs/patches.md."""
+    """Reason why upstream's own behaviour is not enough, as a sentence for docs/dev/patches.md."""
     written_for: str
     """Upstream distribution and version, e.g. ``megatron-core 0.19.2``."""
     source_sha256: str | None = None

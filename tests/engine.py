@@ -1,4 +1,4 @@
-"""What the engine's tests share: a small transformer stack, the engine around it, schedules, and planted faults."""
+"""Shared parts of the engine's tests: a small transformer stack, the engine around it, schedules, planted faults."""
 
 from __future__ import annotations
 import __future__
@@ -91,18 +91,18 @@ class Layer(nn.Module):
 def stack(
     num_layers: int = 4, make: Callable[[], nn.Module] = Layer, dtype: torch.dtype | None = None
 ) -> nn.ModuleList:
-    """Layers with the same parameters every time."""
+    """Return layers with the same parameters every time."""
     torch.manual_seed(7)
     return nn.ModuleList([make() for _ in range(num_layers)]).to(dtype)
 
 
 def batch(number: int = 0, dtype: torch.dtype | None = None, tokens: int = TOKENS) -> torch.Tensor:
-    """The input of micro-batch ``number``."""
+    """Return the input of micro-batch ``number``."""
     return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(100 + number)).to(dtype)
 
 
 def wrap(layer: nn.Module, recomputer: Recomputer) -> Iterator[Callable[[], None]]:
-    """Let norms, activation functions, linear_qkv and linear_fc1 record what they make; yield what undoes that."""
+    """Record norms, activation functions, linear_qkv and linear_fc1 as producers. Yield functions that undo this."""
     for path, module in layer.named_modules():
         if isinstance(module, nn.LayerNorm) or path.endswith(("linear_qkv", "linear_fc1")):
             kind = NORM if isinstance(module, nn.LayerNorm) else LINEAR
@@ -115,11 +115,11 @@ def wrap(layer: nn.Module, recomputer: Recomputer) -> Iterator[Callable[[], None
 
 
 EVERYTHING = ManualPolicy(range(1000), (), 0)
-"""A policy that offloads whatever it may."""
+"""A policy that offloads every eligible storage."""
 
 
 def save(manager: SwapManager, tensor: torch.Tensor, site: Site, group: Group) -> tuple[Handle, int] | None:
-    """Play autograd, which saves ``tensor``: its handle and its number there; ``None``: it is kept without one."""
+    """Save ``tensor`` as autograd would. Return its handle and its number there; ``None``: it has no handle."""
     storage, offload = tensor.untyped_storage(), manager.offload
     if (handle := offload.find(storage)) is None:
         handle = offload.begin(storage, site, group, manager.decider.decide(site, storage, group.position))
@@ -127,7 +127,7 @@ def save(manager: SwapManager, tensor: torch.Tensor, site: Site, group: Group) -
 
 
 class Engine:
-    """The engine around ``layers``, on a machine without a GPU; ``close`` takes it off again.
+    """The engine around ``layers``, on a machine without a GPU. ``close`` removes it from the layers.
 
     Args:
         swapped: layers to swap; all by default.
@@ -244,7 +244,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Result:
-    """What must not change by a bit."""
+    """Results of a run that must be equal to the bit."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     grads: list[torch.Tensor | None] = field(default_factory=list)
@@ -255,7 +255,7 @@ class Result:
 
 
 class HeldEvent:
-    """Holds a stream of the emulation back until the test opens it."""
+    """Blocks a stream of the emulation until the test opens it."""
 
     def __init__(self) -> None:
         self._opened = threading.Event()
@@ -275,12 +275,12 @@ Step = tuple[str, int, int]
 
 
 def one_after_the_other(num_micro_batches: int) -> list[Step]:
-    """F0 B0 F1 B1 …: gradient accumulation without a pipeline."""
+    """Return F0 B0 F1 B1 …: gradient accumulation without a pipeline."""
     return [step for mb in range(num_micro_batches) for step in (("F", 0, mb), ("B", 0, mb))]
 
 
 def one_forward_one_backward(num_micro_batches: int, warmup: int = 2) -> list[Step]:
-    """F0 F1 B0 F2 B1 …: a pipeline stage with ``warmup`` micro-batches in flight."""
+    """Return F0 F1 B0 F2 B1 …: a pipeline stage with ``warmup`` micro-batches in flight."""
     steps: list[Step] = [("F", 0, mb) for mb in range(min(warmup, num_micro_batches))]
     for mb in range(num_micro_batches):
         steps.append(("B", 0, mb))
@@ -290,7 +290,8 @@ def one_forward_one_backward(num_micro_batches: int, warmup: int = 2) -> list[St
 
 
 def interleaved(num_micro_batches: int, num_chunks: int = 2, group: int = 2) -> list[Step]:
-    """Chunks of a stage in turn, ``group`` micro-batches each: F of the next round before B of this one is through."""
+    """Return chunks of a stage in turn, ``group`` micro-batches each. F of the next round begins before B of this one
+    ends."""
     steps: list[Step] = []
     for first in range(0, num_micro_batches, group):
         here = range(first, min(first + group, num_micro_batches))
@@ -309,7 +310,7 @@ def train_step(
     dtype: torch.dtype | None = None,
     seed: int = 3,
 ) -> Result:
-    """One accumulation step in the order of ``schedule``; chunks are cut apart as pipeline stages are."""
+    """Run one accumulation step in the order of ``schedule``. Chunks are separate graphs, as in pipeline stages."""
     layers.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     result = Result()
@@ -341,7 +342,8 @@ def train_step(
 def plain_and_swapped(
     layers: nn.ModuleList, run: Callable[[nn.ModuleList], Result], num_steps: int = 2, **options: Any
 ) -> tuple[Result, Result]:
-    """``run`` without the engine, and its last of ``num_steps`` with it (the engine learns the order in the first)."""
+    """Return ``run`` without the engine, and the last of ``num_steps`` runs with it. The engine learns the order in the
+    first."""
     plain = run(copy.deepcopy(layers))
     with Engine(layers, **options) as engine:
         for _ in range(num_steps):
@@ -353,7 +355,7 @@ def plain_and_swapped(
 
 
 def plant_fault(patch: pytest.MonkeyPatch, owner: type, method: str, old: str, new: str) -> None:
-    """Replace the piece ``old`` of a method's source by ``new``: the tests must notice.
+    """Replace the text ``old`` in a method's source by ``new``. The tests must notice the fault.
 
     A test that fails here after a change of the engine wants its fault planted anew in the new source.
     """

@@ -1,4 +1,4 @@
-"""A device for proofs: every copy runs as late as the engine's waits allow, and races are told, not left to chance.
+"""A device for tests: every copy runs as late as the engine's waits allow, and every race is reported.
 
 Nothing runs on other threads. A stream's work waits until somebody waits for one of its events, so a wait that is
 missing in the engine *always* leaves a copy undone. Each copy that runs is checked: both sides must still be alive, and
@@ -20,7 +20,7 @@ from megatron.swap.devices.emulated import POISON, ClockMark
 
 
 class LazyStream:
-    """Work in order, run on demand. ``eager``: at once, as the calling thread itself does."""
+    """Work in order, run on demand. ``eager``: work runs at once, as on the calling thread."""
 
     def __init__(self, name: str, eager: bool = False) -> None:
         self.name = name
@@ -67,7 +67,7 @@ class _NoStall:
 
 @dataclass
 class _Move:
-    """One piece of a copy; weak, so that the device never keeps alive what the engine let go of."""
+    """One piece of a copy. References are weak, so that the device keeps nothing alive that the engine has dropped."""
 
     target: weakref.ref[torch.UntypedStorage]
     source: weakref.ref[torch.UntypedStorage]
@@ -86,7 +86,7 @@ class _Move:
 
 
 class LazyDevice(Device):
-    """RAM as a device without any parallelism. ``eager`` names streams that run their work at once instead.
+    """RAM as a device without any parallelism. ``eager`` names streams that run their work at once.
 
     Attributes:
         compute: what ``current_stream`` answers; a test may exchange it for a lazy one (a side stream).

@@ -1,4 +1,5 @@
-"""What the tests of ``swap.activations`` share: models of all kinds, and a plain training loop with and without it."""
+"""Shared parts of the tests of ``swap.activations``: models of all kinds, and a training loop with and without
+swapping."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Mlp(nn.Module):
 
 
 class Residual(nn.Module):
-    """Batch norm, and changes in place of what autograd saves or is about to."""
+    """A residual block with batch norm, and in-place changes of tensors that autograd saves or is about to save."""
 
     def __init__(self, channels: int = 8) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Residual(nn.Module):
 
 
 class Cnn(nn.Module):
-    """The first layer's input, the images, needs no gradient."""
+    """A CNN. Its first layer's input, the images, needs no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Cnn(nn.Module):
 
 
 class Twice(nn.Module):
-    """The same layer at several places, and a frozen one before all."""
+    """A model with the same layer at several places, and a frozen layer before all others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Twice(nn.Module):
 
 
 class Keyed(nn.Module):
-    """A layer that is called by keywords and returns a mapping, whose tensors its caller changes in place."""
+    """A layer that is called by keywords and returns a mapping. Its caller changes the mapping's tensors in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class OfKeyed(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Recomputes a part of itself."""
+    """A layer that recomputes a part of itself."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ def train(
     num_steps: int = 4,
     backward: Callable[[nn.Module, torch.Tensor, int], torch.Tensor] | None = None,
 ) -> Trained:
-    """``backward``: forward and backward of a step, instead of the plain one; returns the loss."""
+    """Train. ``backward``: runs forward and backward of a step instead of the plain way, and returns the loss."""
     torch.manual_seed(3)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -177,7 +178,8 @@ def train(
 def assert_equal(
     make: Callable[[], nn.Module], data: Callable[[int], torch.Tensor] = rows, layers: str = "all", **options: Any
 ) -> swap.SwapStats:
-    """Trained with and without: the same, something was swapped, and nothing of it is left."""
+    """Check that training with swapping equals training without, that it swapped, and that it left nothing
+    installed."""
     torch.manual_seed(7)
     model = make()
     plain = train(copy.deepcopy(model), data, **options)

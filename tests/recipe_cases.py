@@ -1,4 +1,5 @@
-"""What the tests of recipes share: any choice of actions, layers of one function, and layers that change tensors."""
+"""Shared parts of the recomputation tests: any choice of actions, layers of one function, layers that change
+tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.lazy_device import LazyDevice
 
 
 class Choice(Policy):
-    """Any action for any site. ``choose`` gets site and producer."""
+    """A policy with any action for any site. ``choose`` gets site and producer."""
 
     def __init__(self, choose: Callable[[Site, str | None], Action]) -> None:
         self.choose = choose
@@ -38,7 +39,7 @@ def where_known(otherwise: Action) -> Choice:
 def compare(
     layers: nn.ModuleList, run: Callable[[nn.ModuleList], Result], num_steps: int = 2, **options: object
 ) -> Engine:
-    """``run`` is the same with the engine, to the bit; the engine, closed, for what it has counted."""
+    """Check that ``run`` is equal to the bit with the engine. Return the closed engine with its counters."""
     plain = run(copy.deepcopy(layers))
     with Engine(layers, **{"device": LazyDevice(), "commit_bytes": 1 << 14, **options}) as engine:
         for _ in range(num_steps):
@@ -53,7 +54,7 @@ def one_step(layers: nn.ModuleList) -> Result:
 
 
 class Block(nn.Module):
-    """A layer out of one function of (layer, hidden states); ``norm`` and ``activation`` tell what they make."""
+    """A layer of one function of (layer, hidden states). ``norm`` and ``activation`` record what they make."""
 
     def __init__(self, body: Callable[[Block, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ def chain(block: Block, hidden: torch.Tensor) -> torch.Tensor:
 
 
 class Double(torch.autograd.Function):
-    """A kernel whose backward needs nothing of its input."""
+    """A kernel whose backward does not need its input."""
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +98,7 @@ def doubling(body: Callable[[Block, torch.Tensor], torch.Tensor]) -> nn.ModuleLi
 
 
 def input_changed_later(block: Block, hidden: torch.Tensor) -> torch.Tensor:
-    """Right without hooks: nobody has saved the input before it is changed. From the second run on."""
+    """Change the input later, from the second run on. Correct without hooks, since nothing has saved it before."""
     start = hidden * 1.5
     saved = start.sin() if block.step == 1 else None
     output = block.activation(start)

@@ -1,4 +1,4 @@
-"""Steps of a run that plans itself, made up: what each plan takes and holds, and what steps save."""
+"""Made-up steps of a run that plans itself: the time and memory of each plan, and what steps save."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMITS = SearchLimits(BUDGET_GIB, max_candidates=3)
 
 
 class Run:
-    """Steps of a run: ``ms`` and ``peak_gib`` by plan, saved bytes as set; with ``full`` plans the device is full.
+    """Steps of a run: ``ms`` and ``peak_gib`` by plan, saved bytes as set. With ``full`` plans the device is full.
 
     Args:
         plans: what the solver returns; ``ms`` and ``peaks`` are measured of each.
@@ -74,7 +74,7 @@ class Run:
         return self.plans
 
     def step(self, step: Step) -> None:
-        """A step ended: note what follows from it."""
+        """End a step, and note the decision that follows."""
         before = self.machine.plan
         transition = self.machine.step_ended(step)
         assert (transition.stage, transition.plan) == (self.machine.stage, self.machine.plan)

@@ -1,4 +1,4 @@
-"""Models to swap the weights of, and devices to do it on."""
+"""Models whose weights are swapped, and devices for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.lazy_device import LazyDevice
 
 
 class Far(EmulatedDevice):
-    """An emulation that tensors on the CPU are not on. Counts what it allocates; ``room_bytes``: what it has."""
+    """An emulated device on which tensors on the CPU are not. It counts its allocations; ``room_bytes`` limits them."""
 
     def __init__(self, *arguments: Any, room_bytes: int = GIB) -> None:
         super().__init__(*arguments)
@@ -44,7 +44,7 @@ DEVICES: dict[str, Callable[[], Device]] = {
 
 
 class Stack(nn.Module):
-    """Layers between others; ``order`` says which of them run, and when."""
+    """Layers between others. ``order`` says which layers run, and when."""
 
     def __init__(self, layers: list[nn.Module], first: nn.Module, last: nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,8 @@ def convolutions() -> tuple[Stack, torch.Tensor]:
 
 
 def tied() -> tuple[Stack, torch.Tensor]:
-    """Embedding and output; two layers; two names in one layer; two views of one memory in one layer."""
+    """Return a model that ties embedding and output, two layers, two names in one layer, and two views of one
+    memory."""
     model, tokens = transformer()
     assert isinstance(model.last, nn.Linear)
     model.last.weight = model.first.weight
@@ -111,7 +112,7 @@ MODELS = {
 
 
 def picture(model: nn.Module) -> list[Any]:
-    """Every weight: its object, values, type, and where on which memory it lies, memories numbered."""
+    """Return every weight: its object, values, type, and its place in memory. Memories are numbered."""
     numbers: dict[int, int] = {}
     found = []
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:

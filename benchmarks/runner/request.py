@@ -28,7 +28,7 @@ class Request:
     profile_step: int = 0
     """Trace this step (from 1) with torch.profiler and leave it out of the timed ones; 0: none."""
     has_summary: bool = False
-    """Also read `--swap-summary` (its observer hooks every saved tensor) and hash the weights."""
+    """Whether to read `--swap-summary` (its observer hooks every saved tensor) and hash the weights."""
     observes: bool = False
     """Count the bytes of saved tensors, the only peak without a GPU (`--swap-summary`, whose hooks take host time)."""
     sequence_schedule: tuple[tuple[int, int], ...] = ()

@@ -10,7 +10,7 @@ from benchmarks.rows import Row
 NOISE_FACTOR = 10
 """Losses are flagged when they differ from the reference's by more than this many times the noise."""
 LEAST_METHODS = 5
-"""With this many rows, one wrong method does not move the median."""
+"""Number of rows with which one wrong method does not move the median."""
 LARGEST_NOISE = 0.05
 """The largest relative difference that counts as noise where too few rows show it."""
 REPEAT = "none-again"

@@ -15,9 +15,9 @@ from benchmarks.sweeps.rows import TIERS
 
 ABSENT = "–"
 STATIC_SHARE = 0.9
-"""From this fraction of a run's device memory on, weights, gradients and optimizer state are what limits it."""
+"""Fraction of a run's device memory from which weights, gradients and optimizer state limit the run."""
 FULL_SHARE = 0.9
-"""From this used fraction on, host memory or disk counts as full."""
+"""Used fraction from which host memory or disk counts as full."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Analysis:
     ordering: Ordering
     mismatches: list[str]
     links: dict[str, Link]
-    """By direction: ``out``, ``in``."""
+    """Figures of the link by direction: ``out``, ``in``."""
     hidden_share: float | None
     """Hidden fraction of the copies in both directions together."""
     predicted: dict[str, float | None]

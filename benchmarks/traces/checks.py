@@ -30,7 +30,7 @@ UNJUDGED = {
     "never_given_back": "the memory was never released",
     "nothing_computed_after": "nothing was computed after the release",
 }
-"""Why a copy out cannot be checked against the reuse of its memory."""
+"""Reasons why a copy out cannot be checked against the reuse of its memory."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Violation:
 
 @dataclass
 class Ordering:
-    """How often each rule was checked, its smallest margin, and its violations."""
+    """Numbers of checks of each rule, their smallest margins, and the violations."""
 
     num_checked: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RULES, 0))
     least_margin_us: dict[str, float | None] = field(default_factory=lambda: dict.fromkeys(RULES))

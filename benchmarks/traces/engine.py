@@ -1,7 +1,7 @@
 """The swap engine's work, from its ranges in a trace, and the copies that each range launched.
 
 The names of the ranges are a contract with ``megatron.swap.common.instrumentation.Ranges``;
-docs/architecture.md lists them.
+docs/dev/architecture.md lists them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Engine:
     copies: list[StorageCopy]
     waits: list[Wait]
     memory: list[tuple[int, int]]
-    """Host time, bytes allocated."""
+    """Samples of (host time, bytes allocated)."""
     other_copies: list[Memcpy]
     """Copies between host and device that belong to no range."""
     problems: list[str]

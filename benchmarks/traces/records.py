@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 NO_LAUNCH = int(np.iinfo(np.int64).min)
-"""Stands for an unknown launch time: the launch was before the capture."""
+"""Placeholder for an unknown launch time: the launch was before the capture."""
 
 WITHIN_DEVICE = "DtoD"
 """Copies within the device count as compute: they run between kernels on the compute stream."""

@@ -24,7 +24,7 @@ from benchmarks.traces.scene import scene_of
 from megatron.swap.common.types import format_bytes
 
 NUM_SHOWN = 20
-"""At most this many violations and mismatches are printed; findings.json has all."""
+"""Maximum number of violations and mismatches that are printed; findings.json has all."""
 
 NAMES = {"out": "out (D2H)", "in": "in (H2D)"}
 COPY_COLUMNS = (

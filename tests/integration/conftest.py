@@ -30,5 +30,5 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture
 def trainer(zygote: Zygote, tmp_path: Path, shared_runs: Path) -> Trainer:
-    """Runs training; runs without swapping are shared by all tests."""
+    """Runs training. All tests share the runs without swapping."""
     return Trainer(zygote, tmp_path, shared_runs)

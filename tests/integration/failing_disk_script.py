@@ -1,4 +1,4 @@
-"""The trainer, on a disk that takes no more writes behind so many micro-batches: ``--fails-behind 8``, at the end.
+"""The trainer, on a disk that fails all writes after a number of micro-batches: ``--fails-behind 8``, as the last flag.
 
 ``--killed-behind 8``: the process is killed when a part of such a write is done.
 """

@@ -1,5 +1,6 @@
-"""The trainer with an Adam that counts steps in its groups, as Apex's and TransformerEngine's do: with torch's own,
-upstream cannot resume the distributed optimizer. Arithmetic is ours; Megatron takes its paths for Apex."""
+"""The trainer with an Adam that counts steps in its parameter groups, as those of Apex and TransformerEngine do.
+Upstream cannot resume the distributed optimizer with torch's Adam. The arithmetic is ours; Megatron takes its code
+paths for Apex."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the real trainer in processes of their own, and compares what came out of two runs to the bit."""
+"""Runs the real trainer in separate processes, and compares the results of two runs to the bit."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ TINY = shlex.split(
     "--attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --eval-interval 1000 "
     "--no-create-attention-mask-in-dataloader"
 )
-# The host limit: what other programs leave of this machine's memory is no matter of these tests.
+# The host limit makes these tests independent of the memory that other programs take.
 SWAP_SMALL = "--swap-min-mib 0.001 --swap-cpu-delay-ms 0.2 --swap-host-gib 0.5 --swap-host-unchecked"
 TIMED_OUT = -int(signal.SIGKILL)
 WITH_FUSION = "^--no-bias-gelu-fusion ^--no-bias-swiglu-fusion"
-"""What is marked by ``^`` is left out of ``TINY``: Megatron's fused activation functions, on the CPU not compiled."""
+"""Flags to leave out of ``TINY``, so that Megatron's fused activation functions run: not compiled on the CPU."""
 SAVE = {
-    # Fast; every rank writes what it has, the state of the random generators included.
+    # Fast; every rank writes its own part, the state of the random generators included.
     "torch": "--save {} --save-interval 1000 --ckpt-format torch",
     "torch_dist": "--save {} --save-interval 1000 --ckpt-format torch_dist",
 }
@@ -49,7 +49,7 @@ SAVE = {
 
 @dataclass(frozen=True)
 class Run:
-    """What is left of one run of the trainer."""
+    """The results of one run of the trainer."""
 
     command: str
     returncode: int
@@ -67,12 +67,12 @@ class Run:
 
     @property
     def error(self) -> str:
-        """The program's own message: what follows the last ``error:`` at a line's beginning."""
+        """The program's own message: the text after the last ``error:`` at the start of a line."""
         return re.split(r"^error: ", self.output, flags=re.MULTILINE)[-1].strip()
 
 
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What a launcher would set for ``rank``, and what keeps small runs quick."""
+    """Return the environment that a launcher would set for ``rank``, with settings that keep small runs fast."""
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # Megatron-LM may be there
     return {
         "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1",
@@ -83,7 +83,7 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def arguments(flags: str) -> list[str]:
-    """The tiny model's flags and ``flags``, as the program gets them."""
+    """Return the tiny model's flags and ``flags``, as the program gets them."""
     words = shlex.split(flags)
     dropped = {word.removeprefix("^") for word in words if word.startswith("^")}
     return [word for word in TINY if word not in dropped] + [word for word in words if not word.startswith("^")]
@@ -98,7 +98,7 @@ def run_fresh(
     env: dict[str, str] | None = None,
     timeout_s: float = 150.0,
 ) -> Run:
-    """Run ``program`` with the tiny model's flags and ``flags`` like a person (many ranks: torchrun)."""
+    """Run ``program`` with the tiny model's flags and ``flags`` as a user would. Several ranks start with torchrun."""
     directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(program), *arguments(flags)]
     # Port 0: the only rank serves the store itself, so any free port will do, and none is lost to a race.
@@ -123,7 +123,7 @@ def run_fresh(
 
 
 class Zygote:
-    """The process that forks trainers (``zygote.py``); one a pytest worker, started when first needed."""
+    """The process that forks trainers (``zygote.py``). Each pytest worker starts one when it first needs it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -137,7 +137,7 @@ class Zygote:
         program: Path = PROGRAM,
         timeout_s: float = 120.0,
     ) -> Run:
-        """As ``run_fresh``, but from a process that has imported Megatron already."""
+        """Run as ``run_fresh`` does, but from a process that has imported Megatron already."""
         directory.mkdir(parents=True, exist_ok=True)
         if self._process is None:
             self._process = subprocess.Popen(
@@ -176,7 +176,7 @@ def _free_port() -> int:
 
 
 class Trainer:
-    """Runs training, each unswapped configuration only once for all tests and all pytest workers.
+    """Runs training. Each unswapped configuration runs only once for all tests and all pytest workers.
 
     Args:
         zygote: forks the trainers.
@@ -191,7 +191,7 @@ class Trainer:
         self._count = 0
 
     def run(self, flags: str = "", *, check: bool = True, fresh: bool = False, **options: Any) -> Run:
-        """One run, in a directory of its own; it must succeed if ``check``. ``fresh``: a new interpreter."""
+        """Run once, in a new directory; the run must succeed if ``check``. ``fresh``: use a new interpreter."""
         self._count += 1
         start = run_fresh if fresh or "env" in options else self._zygote.run
         run = start(self._runs / str(self._count), flags, **options)
@@ -200,7 +200,7 @@ class Trainer:
         return run
 
     def failing(self, flags: str, **options: Any) -> Run:
-        """One run that must end with an error, and in time."""
+        """Run once; the run must end with an error, and in time."""
         run = self.run(flags, check=False, **options)
         assert run.returncode != 0, f"should have failed\n{run.tail}"
         assert run.returncode != TIMED_OUT, run.tail
@@ -209,7 +209,7 @@ class Trainer:
     def unswapped(
         self, flags: str = "", *, ranks: int = 1, saved: str = "torch", program: Path = PROGRAM
     ) -> Run:
-        """The run without swapping: made by whoever asks first."""
+        """Return the run without swapping. The first caller makes it."""
         name = hashlib.sha256(f"{ranks} {saved} {program.name} {flags}".encode()).hexdigest()[:16]
         directory = self._shared / name
         directory.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ class Trainer:
         saved: str = "torch",
         **options: Any,
     ) -> tuple[Run, Run]:
-        """The same training without and with swapping, compared to the bit."""
+        """Run the same training without and with swapping, and compare the two to the bit."""
         plain = self.unswapped(flags, ranks=ranks, saved=saved)
         swapped = self.run(f"{flags} {SWAP_SMALL} {swap} {recorded(saved)}", ranks=ranks, **options)
         assert_same_training(plain, swapped)
@@ -242,12 +242,12 @@ class Trainer:
 
 
 def recorded(saved: str) -> str:
-    """Flags for a summary and a last checkpoint in the run's directory."""
+    """Return flags for a summary and a last checkpoint in the run's directory."""
     return f"--swap-summary summary.json {SAVE[saved].format('checkpoint')}"
 
 
 def assert_same_training(first: Run, second: Run) -> None:
-    """Every loss, every gradient norm and everything in the last checkpoint is the same, to the bit."""
+    """Check that all losses, gradient norms and the contents of the last checkpoint are equal to the bit."""
     one, two = first.summary, second.summary
     assert one["losses"], first.tail
     assert one["losses"] == two["losses"], second.tail
@@ -258,7 +258,8 @@ def assert_same_training(first: Run, second: Run) -> None:
 
 
 def assert_swapped(run: Run) -> None:
-    """Bytes went out and came back, through leased host memory, and the figures agree with each other."""
+    """Check that bytes were offloaded and reloaded through leased host memory, and that the figures agree with each
+    other."""
     summary = run.summary
     first = summary["steps"][0]
     assert first["swapped_out_bytes"] > 0, run.tail
@@ -273,13 +274,13 @@ def assert_swapped(run: Run) -> None:
 
 
 def assert_swaps_to_the_end(run: Run) -> None:
-    """Also the last step has swapped (a window as wide as the model, say, leaves nothing to swap)."""
+    """Check that the last step has swapped too. A window as wide as the model, for example, leaves nothing to swap."""
     assert run.summary["swapped_in_bytes"] > 0, run.tail
     assert run.summary["num_groups"] > 0
 
 
 def assert_same_checkpoints(first: Path, second: Path) -> None:
-    """Parameters, optimizer and scheduler state of the last checkpoints are the same, to the bit."""
+    """Check that parameters, optimizer state and scheduler state of the last checkpoints are equal to the bit."""
     one, two = load_checkpoint(first), load_checkpoint(second)
     assert one.keys() == two.keys()
     num_compared = sum(value.numel() for value in one.values() if isinstance(value, torch.Tensor))
@@ -289,7 +290,7 @@ def assert_same_checkpoints(first: Path, second: Path) -> None:
 
 
 def load_checkpoint(directory: Path) -> dict[str, Any]:
-    """All leaves of the last checkpoint in ``directory``, by their path; flags left out."""
+    """Return all leaves of the last checkpoint in ``directory`` by path, without flags."""
     iteration = int((directory / "latest_checkpointed_iteration.txt").read_text())
     last = directory / f"iter_{iteration:07d}"
     leaves: dict[str, Any] = {}

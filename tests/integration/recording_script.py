@@ -1,4 +1,4 @@
-"""The trainer, recorded under the policy that a flag names: a profile of two steps at the end."""
+"""The trainer, recorded under the policy that a flag names. It writes a profile of two steps at the end."""
 
 # ruff: noqa: E402
 
@@ -32,11 +32,11 @@ from pretrain_gpt_swap import forward_step, provide_datasets
 
 WHAT = {"keep": Action.KEEP, "swap": Action.SWAP}
 FIRST, LAST = 2, 3
-"""Steps that are recorded."""
+"""Steps that are recorded, the first and the last."""
 
 
 class Hooked(Policy):
-    """All layers are hooked, and ``what`` happens to every site."""
+    """A policy that hooks all layers and does ``what`` with every site."""
 
     def __init__(self, what: Action) -> None:
         self._what = what

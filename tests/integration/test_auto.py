@@ -1,4 +1,4 @@
-"""Runs that plan themselves, through the real trainer: equal to the bit through every stage, below the budget."""
+"""Runs that plan themselves, through the real trainer: equal to the bit in every stage, within the budget."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 VARYING = Path(__file__).with_name("varying_script.py")
 FREEZING = Path(__file__).with_name("freezing_script.py")
 PEAK_WITHIN = 0.05
-"""Less, never more: where RAM plays the device, what is prefetched counts from its first use."""
+"""Tolerance of a predicted peak, downwards only. The emulation counts a prefetched storage from its first use."""
 
 
 def budgeted(trainer: Trainer, flags: str, share: float, *, ranks: int = 1, more: str = "", **options: Any) -> Run:
-    """The run that may hold ``share`` of what the unswapped one holds, compared with that to the bit."""
+    """Return a run within ``share`` of the unswapped run's memory, compared with that run to the bit."""
     plain = trainer.unswapped(f"{flags} {STEPS}", ranks=ranks)
     budget_gib = share * plain.summary["saved_peak_bytes"] / GIB
     run = trainer.run(
@@ -44,13 +44,13 @@ def stages(run: Run) -> list[str]:
 
 
 def assert_peak_as_predicted(run: Run) -> None:
-    """Of the whole run: its first steps hold least."""
+    """Check the peak of the whole run. Its first steps hold less than its plan."""
     predicted_gib, peak_gib = run.summary["planning"]["predicted_peak_gib"], run.summary["saved_peak_bytes"] / GIB
     assert (1 - PEAK_WITHIN) * predicted_gib <= peak_gib <= predicted_gib * 1.0001
 
 
 def without_times(value: Any) -> Any:
-    """A profile's sites and sizes: its times and speeds are those of a busy machine."""
+    """Return a profile's sites and sizes, without the times and speeds of a busy machine."""
     if isinstance(value, dict):
         return {name: without_times(part) for name, part in value.items() if not name.endswith(("_ms", "_gb_s"))}
     return [without_times(part) for part in value] if isinstance(value, list) else value
@@ -68,7 +68,8 @@ def test_below_a_budget(trainer: Trainer, flags: str, share: float) -> None:
 
 
 def test_what_has_no_room_in_host_memory_stays(trainer: Trainer) -> None:
-    """While steps are measured, which would swap more than there is room for; the plan goes by what there is."""
+    """The steps that are measured would swap more than fits into host memory. The plan follows the memory that there
+    is."""
     more = f"--swap-host-gib {5 * MIB / GIB}"
     run = budgeted(trainer, "--micro-batch-size 8 --global-batch-size 8", 0.5, more=more)
     assert run.output.count("no room outside the device for some saved tensors: they are kept") == 1
@@ -111,7 +112,7 @@ def test_experts(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("batch", [4, 8])
 def test_times_are_those_of_steps_that_nobody_records(trainer: Trainer, batch: int) -> None:
-    """Also with more micro-batches than tell anything of memory."""
+    """The case has more micro-batches than the footprint needs."""
     run = budgeted(trainer, f"--global-batch-size {batch}", 0.7, more="--swap-save-profile profile.json")
     assert load_profile(run.directory / "profile.json").source.endswith("GiB, timed in 3 others")
     swapped = [step["swapped_out_bytes"] for step in run.summary["steps"]]
@@ -156,7 +157,7 @@ def test_training_that_ends_before_a_plan_stands_says_so(
 
 
 def test_a_budget_that_cannot_be_met_says_the_smallest(trainer: Trainer) -> None:
-    """And that, as it is written, is enough."""
+    """The smallest budget, as the message prints it, is feasible."""
     plain = trainer.unswapped(STEPS)
     refused = trainer.failing(f"{STEPS} {SWAP_SMALL} --swap-memory-gib 0.0005 {recorded('torch')}")
     found = re.search(r"no plan stays below 0\.0005 GiB: .* found feasible is ([\d.]+) GiB", refused.error)
@@ -183,7 +184,7 @@ def test_the_stage_that_needs_most_says_the_smallest(trainer: Trainer, num_first
 
 
 def test_more_micro_batches_in_a_pipeline(trainer: Trainer) -> None:
-    """One at first, so that a stage never holds two at once; four from step 13 on."""
+    """A step has one micro-batch at first, so that a stage never holds two at once, and four from step 13 on."""
     flags = (
         "^--global-batch-size ^--num-attention-heads ^4 --num-attention-heads 4 --pipeline-model-parallel-size 2 "
         "--step-batch-size-schedule '0:2 1536:8' --train-iters 26 --lr-decay-iters 26"
@@ -197,7 +198,7 @@ def test_more_micro_batches_in_a_pipeline(trainer: Trainer) -> None:
 
 
 def test_more_micro_batches_without_a_pipeline_keep_the_plan(trainer: Trainer) -> None:
-    """Two at first, four from step 9 on: one after the other, they hold no more."""
+    """A step has two micro-batches at first and four from step 9 on. One after the other, they hold no more memory."""
     schedule = "--step-batch-size-schedule '0:4 2048:8' --train-iters 14 --lr-decay-iters 14"
     flags = f"^--global-batch-size ^--num-attention-heads ^4 --num-attention-heads 4 {schedule}"
     plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}")
@@ -216,7 +217,8 @@ def test_more_micro_batches_without_a_pipeline_keep_the_plan(trainer: Trainer) -
 def test_frozen_layers_save_nothing_and_the_first_trained_one_never_runs_whole(
     trainer: Trainer, num_frozen: int
 ) -> None:
-    """Its input needs no gradient: made again from that, its weights would get none."""
+    """The first trained layer's input needs no gradient. Recomputed from it, the layer's weights would get no
+    gradient."""
     flags = f"--frozen-layers {num_frozen} {STEPS}"
     plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=FREEZING)
     budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
@@ -231,7 +233,8 @@ def test_frozen_layers_save_nothing_and_the_first_trained_one_never_runs_whole(
 
 
 def test_evaluations_between_steps_change_nothing(trainer: Trainer) -> None:
-    """One while steps are recorded, one while plans are tried, one later. Which plan is found depends on the times."""
+    """One evaluation runs while steps are recorded, one while plans are tried, one later. The plan depends on the
+    times."""
     plain = budgeted(trainer, "", 0.6, more="--swap-save-profile profile.json")
     run = budgeted(trainer, "--eval-iters 1 --eval-interval 2", 0.6, more="--swap-save-profile profile.json")
     assert run.output.count("validation loss at iteration") >= 3
@@ -243,7 +246,7 @@ def test_evaluations_between_steps_change_nothing(trainer: Trainer) -> None:
 
 
 def test_a_length_that_alternates_is_planned_for_at_its_largest(trainer: Trainer) -> None:
-    """The last step that is recorded is a short one; the long ones are none that exceed the plan."""
+    """The last recorded step is a short one. The long steps do not exceed the plan."""
     flags = f"{STEPS} --lengths 1:32 1:64"
     plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=VARYING)
     budget_gib = 0.8 * plain.summary["saved_peak_bytes"] / GIB
@@ -286,7 +289,8 @@ def test_a_length_that_no_plan_fits_is_trained_above_the_budget_and_the_next_one
 
 
 def test_a_length_that_comes_rarely_is_trained_by_the_plan_before(trainer: Trainer) -> None:
-    """At step 13 it is waited for in vain; at step 36 it holds as little as it can."""
+    """No long step comes while the planner records from step 13 on. At step 36 the plan before keeps as little as it
+    can."""
     flags = "--train-iters 40 --lr-decay-iters 40 --lengths 12:32 1:64 22:32 1:64 4:32"
     plain = trainer.run(f"{flags} --swap-layers none {recorded('torch')}", program=VARYING)
     budget_gib = 0.45 * plain.summary["saved_peak_bytes"] / GIB

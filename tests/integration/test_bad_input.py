@@ -1,4 +1,5 @@
-"""What cannot work is refused before the model is built: what was given, what is allowed, what to do."""
+"""Invalid input is refused before the model is built. The message names the value, the allowed values and the
+remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ TRAINS = "iteration        1/"
 
 
 def assert_refused(run: Run, *words: str) -> None:
-    """One paragraph, no traceback, and nothing was built; ``words`` are all in it."""
+    """Check that the error is one paragraph without a traceback, that it has all ``words``, and that nothing was
+    built."""
     assert "Traceback" not in run.output, run.tail
     assert MODEL_IS_BUILT not in run.output, run.tail
     assert "error: " in run.output, run.tail
@@ -63,7 +65,7 @@ def test_refused_before_the_model_is_built(trainer: Trainer, flags: str, words: 
 
 
 def test_from_a_fresh_process(trainer: Trainer) -> None:
-    """The whole output, as a person sees it, is the message."""
+    """The message is the whole output that a user sees."""
     run = trainer.failing("--swap-layers 5-2", fresh=True)
     assert_refused(run, "backwards")
     assert run.returncode == 1
@@ -75,7 +77,7 @@ def test_host_memory_that_grows_on_demand(trainer: Trainer) -> None:
 
 
 def test_known_module_that_this_model_lacks(trainer: Trainer) -> None:
-    """Known only when the model is built, still before the first step."""
+    """The module is known only when the model is built, which is still before the first step."""
     run = trainer.failing("--swap-layers all --swap-modules router")
     assert "Traceback" not in run.output, run.tail
     assert TRAINS not in run.output
@@ -83,7 +85,7 @@ def test_known_module_that_this_model_lacks(trainer: Trainer) -> None:
         assert word in run.error, run.tail
 
 
-# What Megatron itself refuses first on this machine, or never gets to: through our own check.
+# Flags that Megatron itself refuses first on this machine, or never checks: our own check is called.
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
@@ -109,7 +111,7 @@ def test_other_ways_to_move_activations(trainer: Trainer, tmp_path: Path, change
 
 
 def test_upstream_of_another_source(trainer: Trainer, tmp_path: Path) -> None:
-    """A vendor's build of the same version: the message names the symbol and the way on, which then works."""
+    """A vendor's build of the same version: the message names the symbol and the remedy, which then works."""
     program = tmp_path / "program.py"
     program.write_text(
         "import runpy\n"
@@ -130,6 +132,6 @@ def test_upstream_of_another_source(trainer: Trainer, tmp_path: Path) -> None:
 
 
 def test_unswapped_runs_need_no_patch_for_swapping(trainer: Trainer) -> None:
-    """Without swapping, wrong figures about it are still told; host memory is not asked for."""
+    """An unswapped run still refuses wrong figures of swapping, but it does not check host memory."""
     trainer.failing("--swap-layers none --swap-prefetch-gib 0")
     trainer.run("--swap-layers none --swap-host-gib 1000000")

@@ -1,4 +1,4 @@
-"""The benchmark on the real trainer: every method of the quick suite, broken off once and resumed."""
+"""The benchmark on the real trainer: every method of the quick suite, interrupted once and resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_S = 120.0
 
 
 def processes_of(folder: Path) -> list[str]:
-    """The measured processes that keep their files in ``folder``."""
+    """Return the measured processes that keep their files in ``folder``."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -38,7 +38,7 @@ def test_the_quick_suite_interrupted_and_resumed(tmp_path: Path) -> None:
     env = {**os.environ, "TMPDIR": str(tmp_path), "SWAP_COMMIT": "c0ffee"}
     first = subprocess.Popen(
         [*COMMAND, "--output", str(output)], env=env, stdout=subprocess.PIPE, text=True,
-        # A shell's background jobs ignore it, and so would this one, if the tests run in such a job.
+        # A shell's background jobs ignore the signal. So would this process if the tests run in such a job.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deadline = time.monotonic() + PATIENCE_S

@@ -1,4 +1,4 @@
-"""The examples for models that are not Megatron's, run as a user runs them."""
+"""The examples for models outside Megatron, run as a user runs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def output_of(example: str, folder: Path) -> str:
-    """What the example prints, in an empty folder, with Hugging Face's hub out of reach."""
+    """Return the output of an example, run in an empty folder without access to Hugging Face's hub."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / example)],
@@ -52,7 +52,7 @@ def test_cnn(tmp_path: Path) -> None:
 
 
 def test_checkpointing_of_hugging_face_layers() -> None:
-    """It stands inside of the layers' forward: what is swapped is their input."""
+    """The checkpoint is inside the layers' forward, so the layers' input is swapped."""
     transformers = pytest.importorskip("transformers", reason="requirements-dev.txt has it")
     torch = pytest.importorskip("torch")
     from megatron import swap

@@ -1,4 +1,5 @@
-"""What others rely on, and no move of modules may change: flags, keys of files, names on a timeline, import paths.
+"""Names that users and tools rely on, and that no move of modules may change: flags, keys of files, range names, import
+paths.
 
 ``tests/goldens`` has it as it was; ``python -m tests.integration.test_goldens`` writes it anew, which is a conscious
 act. Looked at from outside alone (programs, public import paths), so that modules may move. Flags, names that are
@@ -90,14 +91,14 @@ for words in json.loads(sys.argv[1]):
     print(end=chr(12))
 """
 CONSTRUCTED = ("TensorSwap",)
-"""Classes that a user calls; the others are handed out."""
+"""Classes that users construct. Functions return all other classes."""
 
 
 # ------------------------------------------------------------------------------------------------ what there is
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
-    """Each flag of ours by its first name: what it is called, takes and is by default."""
+    """Return each of our flags by its first name: its names, its type and its default."""
     found = {}
     for action in parser._actions:
         names = [name for name in action.option_strings if name.startswith("--swap-")]
@@ -115,7 +116,7 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
 def taken(
     parser: argparse.ArgumentParser, name: str, nargs: int | str | None, choices: Iterable[Any] | None
 ) -> str:
-    """The type of what the flag leaves when it is given."""
+    """Return the type of the value that the flag sets."""
     words = [] if nargs == 0 else [str(next(iter(choices)))] if choices else ["7"]
     before, after = vars(parser.parse_args([])), vars(parser.parse_args([name, *words]))
     changed = [after[key] for key in after if key.startswith("swap_") and after[key] != before.get(key)]
@@ -129,14 +130,14 @@ def flags() -> dict[str, Any]:
 
 
 def parameters(name: str, function: Callable[..., Any], *, is_bound: bool) -> Iterator[str]:
-    """A line for each parameter: ``name(parameter=default)``. One that is optional may come on top."""
+    """Yield a line for each parameter: ``name(parameter=default)``. Later versions may add optional parameters."""
     yield f"{name}()"
     for parameter in list(inspect.signature(function).parameters.values())[is_bound:]:
         yield f"{name}({str(parameter.replace(annotation=inspect.Parameter.empty)).replace(' ', '')})"
 
 
 def members(name: str, kind: type) -> Iterator[str]:
-    """A line for each public method, its parameters, property and field."""
+    """Yield a line for each public method, its parameters, each property and each field."""
     yield name
     if name.split(".")[-1] in CONSTRUCTED:
         yield from parameters(name, kind, is_bound=False)
@@ -153,7 +154,7 @@ def members(name: str, kind: type) -> Iterator[str]:
 
 
 def imports() -> list[str]:
-    """A line for whatever can be imported from the public paths."""
+    """Return a line for each name that can be imported from the public paths."""
     found = [f"megatron.swap.__all__: {name}" for name in import_module("megatron.swap").__all__]
     for path, names in MODULES.items():
         for name in names:
@@ -169,7 +170,7 @@ def imports() -> list[str]:
 
 
 def said_by(command: list[str]) -> str:
-    """What a Python program prints."""
+    """Return the output of a Python program."""
     done = subprocess.run([sys.executable, *command], env=quiet(), capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
@@ -180,13 +181,15 @@ def tool(name: str) -> str:
 
 
 def lists(name: str, option: str, ours: Sequence[str]) -> dict[str, str]:
-    """What the tool lists for each of ours. In one process: imports take longest."""
+    """Return the lists that the tool prints for each definition. One process makes them all, because imports take
+    longest."""
     commands = json.dumps([[tool(name), option, one, "--list"] for one in ours])
     return dict(zip(ours, said_by(["-c", ONE_BY_ONE, commands]).split("\f")[:-1], strict=True))
 
 
 def names() -> dict[str, Any]:
-    """Cases and methods of the suites, values and methods of the sweeps, and what verify.py may be told."""
+    """Return the cases and methods of the suites, the values and methods of the sweeps, and the arguments of
+    verify.py."""
     suites: dict[str, dict[str, list[str]]] = {}
     for suite, text in lists("bench", "--suite", SUITES).items():
         suites[suite] = {}
@@ -206,7 +209,7 @@ def names() -> dict[str, Any]:
 
 
 def paths(value: Any, path: str = "") -> Iterator[str]:
-    """The paths of all keys, of a list's items together; keys that are data (sites, layers) are one, ``*``."""
+    """Yield the paths of all keys. Items of a list share one path; keys that are data (sites, layers) become ``*``."""
     if isinstance(value, dict):
         for key, inner in value.items():
             name = "*" if "/" in key or key.isdigit() else key
@@ -223,14 +226,14 @@ def keys(*values: Any) -> list[str]:
 
 
 def general(name: str) -> str:
-    """A range's name without what differs from run to run: layers, submodules, counts and sizes."""
+    """Return a range's name without the parts that differ from run to run: layers, submodules, counts and sizes."""
     name = re.sub(r"\b(layers\.\d+)/[\w.]+/(\d+)", r"\1/PATH/\2", name)
     name = re.sub(r"\b[\d.]+ [KMG]iB\b", "SIZE", name)
     return re.sub(r"\d+", "N", name)
 
 
 def ranges(trace: Path) -> list[str]:
-    """The names on a profiler's timeline that are none of PyTorch's own."""
+    """Return the names on a profiler's timeline that are not PyTorch's own."""
     with gzip.open(trace) as file:
         events = json.load(file)["traceEvents"]
     named = {event["name"] for event in events if event.get("cat") == "user_annotation"}
@@ -238,7 +241,8 @@ def ranges(trace: Path) -> list[str]:
 
 
 def from_training(trainer: Trainer) -> dict[str, Any]:
-    """Of a run that plans itself, and of two that are traced: by flags, and by a plan with what only plans can say."""
+    """Return the goldens of a run that plans itself and of two traced runs: one by flags, one by a plan with
+    sections."""
     found = trainer.run(
         f"--train-iters 7 --lr-decay-iters 14 {SWAP_SMALL} --swap-memory-gib 0.006 --swap-summary summary.json "
         "--swap-save-plan plan.json --swap-save-profile profile.json --tensorboard-dir tensorboard "
@@ -249,8 +253,8 @@ def from_training(trainer: Trainer) -> dict[str, Any]:
     events.Reload()
 
     traced = f"{SWAP_SMALL} --swap-summary summary.json --swap-profile ."
-    # Storages of the first two steps are too small to be looked at, so that recipes are tried in the step that is
-    # traced. Of what comes back hardly anything may come ahead, so that some does and some does not.
+    # Storages of the first two steps are too small to be handled, so that recomputations are tried in the traced step.
+    # The prefetch window is small, so that some storages are prefetched and some are late.
     by_flags = trainer.run(
         f"{traced} --swap-profile-steps 3 --train-iters 3 --lengths 2:16 1:64 --swap-layers 0-6 --swap-min-mib 0.03 "
         "--swap-recompute norm activation --swap-prefetch-gib 0.00001",
@@ -281,14 +285,14 @@ def from_training(trainer: Trainer) -> dict[str, Any]:
 
 
 def quiet() -> dict[str, str]:
-    """For a tool without a GPU."""
+    """Return the environment of a tool without a GPU."""
     ours = environment(0, 1, 0)
     names = ("PYTHONPATH", "OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "CUDA_VISIBLE_DEVICES")
     return {**os.environ, **{name: ours[name] for name in names}, "SWAP_COMMIT": "c0ffee"}
 
 
 def from_tools(folder: Path) -> dict[str, list[str]]:
-    """The keys of the rows that each tool writes, by what became of the run. The tools run side by side."""
+    """Return the keys of the rows that each tool writes, by the run's outcome. The tools run side by side."""
     (folder / "smallest.toml").write_text(SMALLEST_SWEEP)
     running = {
         name: subprocess.Popen(
@@ -315,7 +319,7 @@ def golden(name: str) -> Any:
 
 
 def changed_flags(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What a command line of before would miss; aliases and more flags are none of it."""
+    """Return the changes of flags that would break an earlier command line. Aliases and further flags break none."""
     by_option = {option: flag for flag in now.values() for option in flag["options"]}
     problems = []
     for flag in before.values():
@@ -331,7 +335,7 @@ def changed_flags(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def gone(before: Any, now: Any, path: str = "") -> list[str]:
-    """What is not there any more: keys of dictionaries, items of lists."""
+    """Return the missing keys of dictionaries and items of lists."""
     if isinstance(before, dict):
         problems = [f"{path}{key} is gone" for key in before if key not in now]
         kept = [key for key in before if key in now]
@@ -342,7 +346,7 @@ def gone(before: Any, now: Any, path: str = "") -> list[str]:
 
 
 def differences(before: Any, now: Any) -> list[str]:
-    """What is gone, and what is new."""
+    """Return what is missing and what is new."""
     return gone(before, now) + [line.removesuffix("is gone") + "is new" for line in gone(now, before)]
 
 
@@ -427,7 +431,7 @@ class TestAPlantedDifferenceIsFound:
 
 
 def write() -> None:
-    """All goldens, as things are now."""
+    """Write all goldens from the current code."""
     with tempfile.TemporaryDirectory() as folder, closing(Zygote()) as zygote:
         base = Path(folder)
         trained = from_training(Trainer(zygote, base / "runs", base / "shared"))

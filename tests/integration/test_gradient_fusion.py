@@ -1,4 +1,4 @@
-"""Linear layers that add weight gradients to ``main_grad`` themselves: hooks around them change nothing to the bit."""
+"""Linear layers that add weight gradients to ``main_grad`` themselves: hooks around them change no bit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FUSION = f"^--no-gradient-accumulation-fusion --bf16 {SAVE['torch'].format('chec
 OVERLAP = "--overlap-grad-reduce"
 TWICE = "--global-batch-size 8"
 NUM_ADDED = 3 * 2 * (8 * 4 + 1)
-"""Steps, micro-batches, linear layers."""
+"""Number of additions: steps, times micro-batches, times linear layers."""
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 def num_added(run: Run) -> set[int]:
-    """By each rank."""
+    """Return the number of additions by each rank."""
     return {int(number) for number in re.findall(r"weight gradients added: (\d+)", run.output)}
 
 

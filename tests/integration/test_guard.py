@@ -1,4 +1,4 @@
-"""The out-of-memory guard through the real trainer: RAM plays a device with too little memory for the run."""
+"""The out-of-memory guard through the real trainer. The emulated device has too little memory for the run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.unit.native.helpers import NEEDS_COMPILER
 
 pytestmark = NEEDS_COMPILER
 LARGER = "--hidden-size 128 --seq-length 256 --max-position-embeddings 256"
-"""So that the link can be measured on a device that is too small."""
+"""Flags that raise the sizes, so that the link can be measured on a device that is too small."""
 
 
 def memory_gib(trainer: Trainer, flags: str, short: float, *, ranks: int = 1) -> float:
-    """What leaves the unswapped run without the share ``short`` of what autograd holds."""
+    """Return the device memory that lacks the fraction ``short`` of what autograd holds in the unswapped run."""
     run = trainer.run(f"{flags} --swap-layers none --swap-cpu-memory-gib 4 {recorded('torch')}", ranks=ranks)
     needed_bytes, saved_bytes = run.summary["device_peak_bytes"], run.summary["saved_peak_bytes"]
     return (needed_bytes - short * saved_bytes) / GIB
@@ -66,7 +66,7 @@ def test_a_run_that_has_enough_is_not_touched(trainer: Trainer) -> None:
     ],
 )
 def test_a_run_that_plans_itself_is_rescued_until_its_plan_fits(trainer: Trainer, more: str, ranks: int) -> None:
-    """The budget promises more than there is: the plan that would do is found by what was missing."""
+    """The budget exceeds the device. The missing bytes lead to a plan that fits."""
     flags = f"{LARGER} --train-iters 20 --lr-decay-iters 20 {more}"
     plain = trainer.run(f"{flags} --swap-layers none --swap-cpu-memory-gib 4 {recorded('torch')}", ranks=ranks)
     saved_bytes = plain.summary["saved_peak_bytes"]

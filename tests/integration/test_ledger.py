@@ -1,4 +1,4 @@
-"""Where every byte was, as a run's summary tells it, beside what its checkpoint and its flags say."""
+"""The memory report of a run's summary, compared with the run's checkpoint and flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.integration.test_optimizer import BF16, DISTRIBUTED, ON_DISK
 
 
 def weights_bytes(run: Run) -> int:
-    """Of the model in the last checkpoint, buffers left out."""
+    """Return the bytes of the model's weights in the last checkpoint, without buffers."""
     leaves = load_checkpoint(run.directory / "checkpoint")
     found = [value for name, value in leaves.items() if "/model/" in name and isinstance(value, torch.Tensor)]
     assert found
@@ -26,7 +26,7 @@ def memory(run: Run, rank: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def assert_booked(run: Run, rank: int = 0) -> None:
-    """Nothing that was taken of host memory or disk is missing."""
+    """Check that the report has all host memory and disk space that the run took."""
     told, rows = run.summary["ranks"][rank], memory(run, rank).values()
     assert sum(row["host_bytes"] for row in rows) == told["host_booked_bytes"] + told["optimizer_host_bytes"]
     assert sum(row["disk_bytes"] for row in rows) == told["optimizer_disk_bytes"]
@@ -65,7 +65,7 @@ def test_optimizer_state_at_rest(trainer: Trainer, on_disk: str) -> None:
 
 
 def test_saved_in_its_last_step(trainer: Trainer) -> None:
-    """What rests is shown then, as tensors that everybody sees."""
+    """Offloaded state is materialized for the checkpoint. The report shows it as ordinary tensors."""
     flags = f"{BF16} {SWAP_SMALL} --swap-min-mib 0 --swap-optimizer 1 {recorded('torch')}"
     run = trainer.run(f"{flags} --exit-interval 3 {ON_DISK}", check=False)
     row, weights = memory(run)["optimizer"], weights_bytes(run)
@@ -88,7 +88,7 @@ def test_two_ranks_share_the_state(trainer: Trainer) -> None:
 
 
 def test_beside_what_was_predicted(trainer: Trainer) -> None:
-    """One command; it takes the run's own flags, as far as it knows its layers."""
+    """One command compares them. It accepts the run's own flags, as far as it knows the layers."""
     run = trainer.run(f"{BF16} {SWAP_SMALL} --swap-optimizer 1 {recorded('torch')}")
     command = [sys.executable, "tools/plan.py", "--gpu", "h200", "--summary", str(run.directory / "summary.json"), "--"]
     flags = arguments(f"{BF16} --swap-optimizer 1 --transformer-impl transformer_engine")

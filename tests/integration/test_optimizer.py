@@ -1,4 +1,4 @@
-"""Optimizer state offloaded by the real trainer: equal to the bit, also from a checkpoint on."""
+"""Optimizer state offloaded by the real trainer: equal to the bit, also after a resume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param
 
 
 def swapped(trainer: Trainer, flags: str, fraction: float, *, ranks: int = 1, saved: str = "torch") -> Run:
-    """Compared with the same run without swapping."""
+    """Return a run compared with the same run without swapping."""
     plain = trainer.unswapped(flags, ranks=ranks, saved=saved)
     run = trainer.run(f"{flags} {SWAP_SMALL} --swap-optimizer {fraction} {recorded(saved)}", ranks=ranks)
     assert_same_training(plain, run)
@@ -34,7 +34,7 @@ def swapped(trainer: Trainer, flags: str, fraction: float, *, ranks: int = 1, sa
     summary = run.summary
     assert summary["optimizer_host_bytes"] > 0
     # Each step loads and offloads all of it. Created main parameters are only offloaded, and so are moments in the
-    # first step. What is loaded ahead of a step that is skipped is loaded in vain.
+    # first step. What is loaded ahead of a skipped step is loaded for nothing.
     assert 0.5 < summary["optimizer_in_bytes"] / summary["optimizer_out_bytes"] < (1.5 if SKIPS_STEPS in flags else 1)
     return run
 
@@ -48,7 +48,7 @@ def test_fifty_steps_are_equal_to_the_bit(trainer: Trainer, flags: str, part: fl
 
 
 ON_DISK = "--swap-disk-dir . --swap-host-gib 0.008"
-"""Host memory for the buffers between disk and device, and no more."""
+"""Flags with host memory for the buffers between disk and device alone."""
 
 
 @pytest.mark.parametrize(("flags", "ranks"), [(BF16, 1), (f"{BF16} {DISTRIBUTED}", 2)])
@@ -72,7 +72,7 @@ def test_other_rules(trainer: Trainer, flags: str) -> None:
 
 @pytest.mark.parametrize("more", ["--tensor-model-parallel-size 2", DISTRIBUTED, "--optimizer dist_muon"])
 def test_muon_on_two_ranks(trainer: Trainer, more: str) -> None:
-    """It looks up at a parameter how that is split, and among which ranks."""
+    """Muon reads at each parameter how it is split, and among which ranks."""
     swapped(trainer, f"{BF16} {MUON} {more}", 1.0, ranks=2)
 
 
@@ -99,8 +99,8 @@ def test_together_with_activations(trainer: Trainer) -> None:
 def test_as_much_is_offloaded_as_the_budget_asks_for(
     trainer: Trainer, flags: str, ranks: int, part: float, least: float, most: float
 ) -> None:
-    """Budgets as fractions of what activations take. Where RAM plays the device, state that is kept counts too. In
-    between it depends on how fast this machine copies."""
+    """Budgets are fractions of the activations' memory. In the emulation, state that is kept counts too. Between the
+    extremes the fraction depends on the machine's copy speed."""
     flags += " --train-iters 16 --lr-decay-iters 16"
     plain = trainer.unswapped(flags, ranks=ranks)
     activations_gib = plain.summary["saved_peak_bytes"] / GIB / ranks
@@ -114,7 +114,7 @@ def test_as_much_is_offloaded_as_the_budget_asks_for(
     found = load_plan(run.directory / "plan.json").offload_fraction
     assert found is not None
     assert least <= found <= most
-    # The plan that it saves says how much is to be offloaded.
+    # The saved plan has the fraction to offload.
     again = trainer.run(
         f"{flags} {SWAP_SMALL} --swap-optimizer auto --swap-plan {run.directory / 'plan.json'} {recorded('torch')}",
         ranks=ranks,
@@ -124,7 +124,7 @@ def test_as_much_is_offloaded_as_the_budget_asks_for(
 
 
 def test_state_on_disk_is_part_of_the_plan(trainer: Trainer) -> None:
-    """The profile says how long the disk takes, which is known once some of it has been read and written."""
+    """The profile has the time of the disk, which is known once state has been read and written."""
     flags = f"{BF16} --train-iters 16 --lr-decay-iters 16"
     plain = trainer.unswapped(flags)
     run = trainer.run(
@@ -151,7 +151,7 @@ def test_state_on_disk_is_part_of_the_plan(trainer: Trainer) -> None:
 def test_a_checkpoint_goes_on_with_another_fraction(
     trainer: Trainer, saved: str, first: str, then: str, more: str
 ) -> None:
-    """Four steps, and four more from there: as eight at once."""
+    """Four steps and four more after a resume equal eight steps at once."""
     flags = f"{BF16} {more} --train-iters 8 --lr-decay-iters 8"
     plain = trainer.unswapped(flags, saved=saved)
     begun = trainer.run(
@@ -169,7 +169,7 @@ def test_a_checkpoint_goes_on_with_another_fraction(
 def test_a_checkpoint_of_the_distributed_optimizer_goes_on_with_another_fraction(
     trainer: Trainer, first: str, then: str, saved: str
 ) -> None:
-    """Two ranks, with the kind of Adam that upstream can resume it with."""
+    """The case has two ranks, and the kind of Adam with which upstream can resume the distributed optimizer."""
     flags, program = f"{BF16} {DISTRIBUTED} --train-iters 8 --lr-decay-iters 8", {"ranks": 2, "program": FUSED_ADAM}
     plain = trainer.unswapped(flags, saved=saved, **program)
     flags += f" {SWAP_SMALL} {recorded(saved)}"
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_the_distributed_optimizer_goes_on_with_another_fraction
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("saved", ["torch", "torch_dist"])
 def test_a_checkpoint_of_the_distributed_optimizer_goes_on_on_a_gpu(trainer: Trainer, saved: str) -> None:
-    """With TransformerEngine's Adam, or Apex's: upstream has no other to resume it with.
+    """The optimizer is TransformerEngine's or Apex's Adam. Upstream can resume the distributed optimizer with no other.
 
     What is saved in the end is that of a run which went on without swapping. Of eight steps at once it is not:
     upstream's data loaders draw a seed from the CPU's generator, behind what the checkpoint has restored there.
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_the_distributed_optimizer_goes_on_on_a_gpu(trainer: Tra
 
 @pytest.mark.parametrize("num_batches", [10, 16])
 def test_a_disk_that_fails_leaves_the_last_checkpoint(trainer: Trainer, num_batches: int) -> None:
-    """In the middle of training, or in its last step, behind which Megatron saves what there is."""
+    """The disk fails during training or in the last step. Megatron saves a checkpoint after the last step."""
     flags = f"{BF16} --train-iters 8 --lr-decay-iters 8"
     plain = trainer.unswapped(flags)
     swapped = f"{flags} --swap-min-mib 0 --swap-optimizer 1 {ON_DISK}"
@@ -225,7 +225,8 @@ def test_a_disk_that_fails_leaves_the_last_checkpoint(trainer: Trainer, num_batc
 
 
 def test_a_run_that_is_killed_leaves_the_last_checkpoint_and_nothing_on_disk(trainer: Trainer, tmp_path: Path) -> None:
-    """By ``kill -9`` in the middle of a write, behind ten of sixteen micro-batches; it goes on in the same folder."""
+    """``kill -9`` ends the run during a write, after ten of sixteen micro-batches. The next run resumes in the same
+    folder."""
     (tmp_path / "disk").mkdir()
     flags = f"{BF16} --train-iters 8 --lr-decay-iters 8"
     plain = trainer.unswapped(flags)
@@ -249,7 +250,8 @@ EXPERTS = (
 @pytest.mark.parametrize("saved", ["torch", "torch_dist"])
 @pytest.mark.parametrize("flags", [EXPERTS, f"{EXPERTS} --use-distributed-optimizer"])
 def test_a_checkpoint_in_the_middle_of_training_of_several_optimizers(trainer: Trainer, flags: str, saved: str) -> None:
-    """Experts have an optimizer of their own. Offloaded state is saved with its values, not with its placeholders."""
+    """Experts have an optimizer of their own. The checkpoint has the values of offloaded state, not its
+    placeholders."""
     flags = f"{flags} --train-iters 4 --exit-interval 2 {recorded(saved)}"
     plain = trainer.run(flags, ranks=2)
     run = trainer.run(f"{flags} {SWAP_SMALL} --swap-optimizer 1", ranks=2)

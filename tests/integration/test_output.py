@@ -1,4 +1,4 @@
-"""What a user sees, what is left installed, and what becomes of a run that breaks off."""
+"""Output for users, cleanup after a run, and runs that fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.integration.harness import (
 USER_SCRIPT = Path(__file__).with_name("user_script.py")
 SWAP = f"--swap-layers all {SWAP_SMALL}"
 
-# Replaces the program's forward step by one that looks at the model and at Megatron, or raises.
+# Replaces the program's forward step by one that inspects the model and Megatron, or raises.
 PROBE = """
 import runpy, sys
 sys.path.insert(0, {root!r})
@@ -95,7 +95,7 @@ def test_tensorboard(trainer: Trainer) -> None:
 
 
 def test_none_installs_nothing(trainer: Trainer, tmp_path: Path) -> None:
-    """No hooks, no replaced forward, no patch of the training loop: and it trains the same."""
+    """The run has no hooks, no replaced forward and no patch of the training loop, and trains the same."""
     run = trainer.run("--swap-layers none --save checkpoint --save-interval 1000 --ckpt-format torch",
                       program=probe(tmp_path, LOOK))  # fmt: skip
     assert "PROBE 0 []" in run.output, run.tail
@@ -111,7 +111,7 @@ def test_the_probe_sees_what_swapping_installs(trainer: Trainer, tmp_path: Path)
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_breaks_off(trainer: Trainer, tmp_path: Path, ranks: int) -> None:
-    """The user's error comes out as it is, nobody waits, and no summary pretends success."""
+    """The user's error is printed unchanged, no process waits, and no summary reports success."""
     program = probe(tmp_path, RAISE)
     flags = f"{SWAP} --swap-summary summary.json --pipeline-model-parallel-size {ranks}"
     run = trainer.failing(flags, program=program, ranks=ranks, fresh=True, timeout_s=90)
@@ -121,7 +121,7 @@ def test_a_run_that_breaks_off(trainer: Trainer, tmp_path: Path, ranks: int) -> 
 
 
 def test_a_script_of_the_users_own(trainer: Trainer) -> None:
-    """Written as a user would: one line more than without swapping, and the same result."""
+    """A script as a user would write it has one more line than without swapping, and the same result."""
     plain = trainer.run(recorded("torch"), program=USER_SCRIPT)
     swapped = trainer.run(f"{SWAP} --swap-verify {recorded('torch')}", program=USER_SCRIPT)
     assert_swapped(swapped)

@@ -1,4 +1,4 @@
-"""Two ranks over gloo: data, tensor, pipeline and expert parallel, equal to the bit without swapping."""
+"""Two ranks over gloo: data, tensor, pipeline and expert parallel runs equal those without swapping to the bit."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_equal_to_the_bit(trainer: Trainer, flags: str, saved: str) -> None:
 
 
 def test_by_torchrun(trainer: Trainer) -> None:
-    """The launcher that people use, from fresh processes."""
+    """torchrun starts fresh processes, as for users."""
     trainer.pair("", ranks=2, fresh=True)

@@ -1,4 +1,5 @@
-"""Plan files through the real trainer: carried out to the bit, and written so that doing it again does the same."""
+"""Plan files through the real trainer: followed with results equal to the bit, and saved so that a second run does the
+same."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.integration.test_bad_input import assert_refused
 from tests.integration.test_training import LLAMA, MOE
 
 HIDDEN_BYTES = 64 * 2 * 64 * 4
-"""Sequence 64, micro-batch 2, width 64, fp32."""
+"""Bytes of hidden states: sequence 64, micro-batch 2, width 64, fp32."""
 HIDDEN_MIB = HIDDEN_BYTES / 2**20
 NORMS = ("self_attention.linear_qkv/0", "mlp.linear_fc1/0")
 BF16_DROPOUT = "--bf16 --attention-dropout 0.1 --hidden-dropout 0.1"
@@ -42,7 +43,7 @@ KEEP = SitePlan("keep")
 
 
 def plan_for(flags: str, *classes: PlanClass) -> Plan:
-    """For the tiny model with ``flags``, as ``tools/plan.py`` reads them."""
+    """Return a plan for the tiny model with ``flags``, as ``tools/plan.py`` reads them."""
     return Plan(read_flags(arguments(flags)).model, None, None, None, classes)
 
 
@@ -85,7 +86,7 @@ def test_keep_swap_and_recompute_in_one_layer(trainer: Trainer, tmp_path: Path, 
 
 
 def test_every_byte_is_where_the_plan_says(trainer: Trainer, tmp_path: Path) -> None:
-    """By formula: fc1's output and the activation's are 4 x hidden wide; two micro-batches a step."""
+    """The outputs of fc1 and of the activation are 4 x hidden wide. A step has two micro-batches."""
     run = by_plan(trainer, tmp_path, WITH_FUSION, plan_for(WITH_FUSION, *MIXED))
     out_bytes = [layer["swapped_out_bytes"] for layer in run.summary["layers"]]
     key = HIDDEN_BYTES  # rotated: a storage of its own
@@ -146,7 +147,7 @@ def test_a_plan_that_is_not_for_this_run_is_told_and_trains_to_the_bit(trainer: 
     assert any(line.startswith("swap: --swap-plan: layers 0-3: saved, but not in the plan, so kept: ") for line in told)
     assert any("not recomputed: layers.0/self_attention.core_attention/4 and 3 more" in line for line in told)
     assert len(told) == 4, told
-    # It was to be recomputed and cannot be: swapped, since the layer swaps.
+    # The plan asks to recompute the site, which is impossible. It is swapped, since the layer swaps.
     first = run.summary["layers"][0]["swapped_out_bytes"]
     assert first == 2 * (4 + 1) * HIDDEN_BYTES
 
@@ -178,7 +179,7 @@ def test_whole_layers_run_again(trainer: Trainer, tmp_path: Path, flags: str, ra
 
 
 def test_of_a_whole_layer_that_swaps_the_input_goes(trainer: Trainer, tmp_path: Path) -> None:
-    """By formula, in two micro-batches; the first layer's input is held by others."""
+    """The bytes follow by formula from two micro-batches. The first layer's input has external references."""
     whole = PlanClass("0-5", {FC1_OUTPUT: swap()}, (LAYER_SECTION,))
     alone = by_plan(trainer, tmp_path, "", plan_for("", replace(whole, sites={})))
     run = by_plan(trainer, tmp_path, "", plan_for("", whole), more="--swap-verify")

@@ -1,4 +1,4 @@
-"""tools/profile.sh as a newcomer runs it, without a GPU."""
+"""tools/profile.sh as a new user runs it, without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = "--num-layers 6 --hidden-size 64 --seq-length 64 --max-position-embeddin
 
 
 def profile(folder: Path, *flags: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Runs it on the tiny preset, made smaller; two micro-batches a step."""
+    """Run it on the tiny preset, made smaller, with two micro-batches a step."""
     data = ["--mock-data", "--micro-batch-size", "2", "--global-batch-size", "4"]
     return subprocess.run(
         ["bash", str(ROOT / "tools" / "profile.sh"), *SMALL.split(), *data, *flags],

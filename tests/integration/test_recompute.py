@@ -1,4 +1,4 @@
-"""Recomputation together with swapping: what it still keeps is swapped, and nothing changes to the bit."""
+"""Recomputation together with swapping: the tensors that recomputation keeps are swapped, and no bit changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_inputs_of_recomputed_segments_are_swapped(
 
 
 def test_block_method(trainer: Trainer) -> None:
-    """The first layers recomputed, the others whole: both are swapped."""
+    """The first layers are recomputed and the others are not. Both are swapped."""
     plain, swapped = trainer.pair(f"{FULL} block --recompute-num-layers 4")
     assert_swaps_to_the_end(swapped)
     assert len(swapped.summary["swapped_layers"]) >= 5

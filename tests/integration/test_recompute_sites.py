@@ -1,4 +1,4 @@
-"""``--swap-recompute`` through the real trainer: equal to the bit, and the peak falls by what is not held."""
+"""``--swap-recompute`` through the real trainer: equal to the bit, and the peak falls by the recomputed bytes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.integration.test_training import LLAMA, MLA, MOE
 BOTH = "--swap-recompute norm activation"
 ALL_KINDS = "--swap-recompute norm activation rotary linear"
 NO_BIAS = f"{WITH_FUSION} --disable-bias-linear --swiglu"
-"""Without biases, or with fused ones, the activation saves linear_fc1's output itself."""
+"""Flags without biases. Then, or with fused biases, the activation saves the output of linear_fc1 itself."""
 FUSED_LLAMA = f"{WITH_FUSION} {LLAMA}"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 RMS_NORM_ON_CPU = {"one of its inputs is not saved, and keeping that input instead would save no memory"}
-"""Torch's saves another tensor there than its bf16 input."""
+"""Reason: on the CPU, torch's RMS norm saves another tensor than its bf16 input."""
 HIDDEN_BYTES = 64 * 2 * 64 * 4
-"""Sequence 64, micro-batch 2, width 64, fp32."""
+"""Bytes of hidden states: sequence 64, micro-batch 2, width 64, fp32."""
 ANGLES_BYTES = 64 * 16 * 4
-"""Sequence 64, 16 channels a head, fp32."""
+"""Bytes of the rotary angles: sequence 64, 16 channels a head, fp32."""
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_swapped_and_recomputed(trainer: Trainer, flags: str, ranks: int) -> Non
          "grouped"],
 )
 def test_the_peak_falls_by_what_is_not_held(trainer: Trainer, flags: str, kinds: str, hidden_units: int) -> None:
-    """Without any swapping; figures by formula: bytes a layer, eight layers, two micro-batches."""
+    """Nothing is swapped. The figures follow by formula: bytes a layer, eight layers, two micro-batches."""
     plain = trainer.unswapped(flags)
     swap = f"{SWAP_SMALL} --swap-layers none --swap-recompute {kinds}"
     run = trainer.run(f"{flags} {swap} {recorded('torch')}")
@@ -123,7 +123,7 @@ def test_all_kinds(trainer: Trainer, flags: str, ranks: int) -> None:
 
 
 def test_with_recomputed_blocks(trainer: Trainer) -> None:
-    """The first layers recomputed whole, single sites of the others."""
+    """The first layers are recomputed whole, single sites in the others."""
     flags = "--recompute-granularity full --recompute-method block --recompute-num-layers 4"
     _, run = trainer.pair(flags, f"--swap-layers all {BOTH}")
     assert run.summary["recomputed_bytes"] == 2 * 4 * 6 * HIDDEN_BYTES
@@ -185,7 +185,7 @@ def test_refused_before_the_model_is_built(trainer: Trainer, flags: str, words: 
     ],
 )
 def test_whole_layers(trainer: Trainer, tmp_path: Path, flags: str, ranks: int) -> None:
-    """No flag asks for it, a plan does: here every second layer, swapped or not, by a policy."""
+    """Only a plan recomputes whole layers. Here a policy does it for every second layer, swapped or not."""
     program = tmp_path / "program.py"
     program.write_text(
         "import runpy\n"

@@ -1,4 +1,4 @@
-"""Profiles recorded by the real trainer: the same under any policy, and what is planned from them comes true."""
+"""Profiles recorded by the real trainer: equal under any policy, and plans made from them match their predictions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ HOOKED = f"{SWAP_SMALL} --swap-layers all --swap-recompute {' '.join(PRODUCERS)}
 STEPS = "--train-iters 5"
 LLAMA_FUSED = f"{WITH_FUSION} {LLAMA}"
 ANGLES_BYTES = 64 * 16 * 4
-"""Sequence 64, 16 channels a head, fp32: the observer sees that table where a recipe reads it."""
+"""Bytes of the rotary angles: sequence 64, 16 channels a head, fp32. The observer counts this table when a
+recomputation reads it."""
 
 
 def recorded_run(trainer: Trainer, flags: str, policy: str = "safe", ranks: int = 1) -> Run:
@@ -33,7 +34,7 @@ def planned_run(trainer: Trainer, flags: str, plan: Plan, path: Path) -> Run:
 
 
 def shape(profile: Profile) -> object:
-    """All of it but times, recipes, and when between two storages that are freed at once temporaries are fewer."""
+    """Return a profile without times, recomputations and moments. Of the temporaries only the largest value is kept."""
     return [
         (
             entry.layers,
@@ -91,14 +92,15 @@ TOKENS, HIDDEN, VOCABULARY = 2 * 64, 64, 256
 def test_what_is_saved_outside_the_layers_has_a_name(
     trainer: Trainer, flags: str, ranks: int, bytes_each: int
 ) -> None:
-    """The sizes from the model's shape; together they are what was held there, the batch's token numbers aside."""
+    """The sizes follow from the model's shape. Their sum is what was held there, except for the batch's token
+    numbers."""
     run = recorded_run(trainer, flags, ranks=ranks)
     assert_same_training(trainer.unswapped(f"{flags} {STEPS}", ranks=ranks), run)
     hidden = TOKENS * HIDDEN * bytes_each
     tokens = {"embedding.word_embeddings/0": 8 * TOKENS}
     mask = {"embedding.embedding_dropout/0": hidden} if "dropout" in flags else {}  # on a CPU as wide as its input
     norm = {f"decoder.final_layernorm/{i}": size for i, size in enumerate((hidden, *2 * [TOKENS * bytes_each]))}
-    # Cross entropy is in fp32; it saves softmax, a mask and the labels as it looks them up. Of 16-bit logits it saves
+    # Cross entropy is in fp32; it saves softmax, a mask and the masked labels. Of 16-bit logits it saves
     # those, each token's maximum and sum, the labels and a mask.
     if bytes_each == 4:
         of_loss = [4 * TOKENS * VOCABULARY, TOKENS, 8 * TOKENS]
@@ -120,7 +122,7 @@ def test_what_is_saved_outside_the_layers_has_a_name(
 
 
 def test_what_is_made_from_what(trainer: Trainer) -> None:
-    """Megatron's own layers: linear_qkv's output is saved as the values' storage, the others are made from it."""
+    """Megatron's own layers save linear_qkv's output as the values' storage, and make the others from it."""
     profile = load_profile(recorded_run(trainer, LLAMA_FUSED).directory / "profile-0.json")
     for entry in profile.layers:
         core = "self_attention.core_attention"
@@ -148,7 +150,7 @@ def test_what_is_made_from_what(trainer: Trainer) -> None:
 def test_a_plan_made_from_a_recording_holds_what_was_predicted(
     trainer: Trainer, tmp_path: Path, flags: str, shares: tuple[float, ...]
 ) -> None:
-    """Over a link so slow that it pays to recompute. At the loss nothing differs but a table that recipes read.
+    """The link is so slow that recomputation pays. Around the loss only a table that recomputations read differs.
 
     Of 16-bit logits Megatron saves a copy in single precision, and we themselves and two numbers for each token.
     """
@@ -176,7 +178,7 @@ def test_a_plan_made_from_a_recording_holds_what_was_predicted(
 
 
 def test_no_plan_holds_more_than_was_predicted(trainer: Trainer, tmp_path: Path) -> None:
-    """The plan that holds least: what is recomputed is gone a little earlier in forward than predicted."""
+    """Under the plan with the lowest peak, recomputed storages are freed a little earlier in forward than predicted."""
     plain = trainer.unswapped(f"{LLAMA_FUSED} {STEPS}")
     profile = load_profile(recorded_run(trainer, LLAMA_FUSED).directory / "profile-0.json")
     solution = solve(profile, smallest_budget(profile))

@@ -1,4 +1,4 @@
-"""Save and resume with swapping: the same as one run without it."""
+"""Save and resume with swapping: the result equals one run without swapping."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_resumed_with_swapping(trainer: Trainer, flags: str, saved: str) -> None
 
 
 def test_swapping_may_be_switched_between_runs(trainer: Trainer) -> None:
-    """A checkpoint knows nothing of swapping."""
+    """Checkpoints do not depend on swapping."""
     whole = trainer.unswapped("--train-iters 4")
     swap = f"{SWAP_SMALL} --swap-layers all"
     first = trainer.run(f"--train-iters 4 {swap} {recorded('torch')} --exit-interval 2")

@@ -1,4 +1,4 @@
-"""A sweep on the real trainer: real steps decide, an interruption costs nothing but the run that it hit."""
+"""A sweep on the real trainer: real steps decide, and an interruption costs only the run that it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 120.0
 
 @pytest.mark.slow
 def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
-    """Of two layers or four: ours may book host memory for the optimizer state of two alone."""
+    """The models have two or four layers. The host memory limit suffices for the optimizer state of two layers."""
     content = find_sweep("quick").read_text().split("[methods]")[0]
     content = content.replace("last = 10", "last = 4").replace("--hidden-size 128", "--hidden-size 64")
     sweep, output = tmp_path / "small.toml", tmp_path / "rows.jsonl"

@@ -1,4 +1,4 @@
-"""One process: losses, gradient norms and last checkpoint equal those without swapping, to the bit."""
+"""One process: losses, gradient norms and the last checkpoint equal those without swapping to the bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EVALUATION = "--eval-interval 2 --eval-iters 2 --train-iters 4"
 
 
 def case(name: str, flags: str, swap: str = "--swap-layers all", *, half: bool = False) -> object:
-    """``half``: at its peak autograd holds at most half of the unswapped run's bytes."""
+    """Run a case. ``half``: at its peak autograd holds at most half of the unswapped run's bytes."""
     return pytest.param(flags, swap, half, id=name)
 
 
@@ -76,7 +76,7 @@ def test_layer_sets_and_windows(trainer: Trainer, swap: str, layers: set[int]) -
 
 
 def test_a_window_as_wide_as_the_model(trainer: Trainer) -> None:
-    """Everything would be called back at once, so once the size of a layer is known, nothing goes."""
+    """The window would reload everything at once. So once the size of a layer is known, nothing is offloaded."""
     _, swapped = trainer.pair("", "--swap-layers all --swap-prefetch-gib 1")
     assert swapped.summary["swapped_out_bytes"] == 0
 
@@ -93,7 +93,7 @@ def test_modules(trainer: Trainer, modules: str) -> None:
 
 
 def test_what_others_hold_stays(trainer: Trainer) -> None:
-    """The attention holds the input of ``linear_proj`` too: moving it would free nothing."""
+    """Attention holds the input of ``linear_proj`` too, so offloading it would free no memory."""
     flags = "--swap-layers all --swap-modules linear_proj"
     run = trainer.run(f"{SWAP_SMALL} {flags} {recorded('torch')}")
     assert_same_training(trainer.unswapped(), run)
@@ -102,7 +102,7 @@ def test_what_others_hold_stays(trainer: Trainer) -> None:
 
 
 def test_checkpoints_of_the_distributed_format(trainer: Trainer) -> None:
-    """Saved through ``torch.distributed.checkpoint`` as well, and what is compared is really there."""
+    """``torch.distributed.checkpoint`` saves them, and the compared values are really in them."""
     _, swapped = trainer.pair("", saved="torch_dist")
     names = "\n".join(load_checkpoint(swapped.directory / "checkpoint"))
     assert "optimizer.state.exp_avg_sq" in names
@@ -110,7 +110,7 @@ def test_checkpoints_of_the_distributed_format(trainer: Trainer) -> None:
 
 
 def test_the_comparison_sees_a_small_difference(trainer: Trainer) -> None:
-    """A slightly larger step, and neither losses nor checkpoints are equal."""
+    """Neither losses nor checkpoints are equal after a slightly larger step size."""
     other = trainer.run(f"--lr 1.000001e-3 {recorded('torch')}")
     with pytest.raises(AssertionError):
         assert_same_training(trainer.unswapped(), other)
@@ -125,7 +125,7 @@ def test_the_comparison_sees_a_small_difference(trainer: Trainer) -> None:
 def test_activations_on_disk_where_host_memory_is_short(
     trainer: Trainer, flags: str, swap: str, host_gib: float
 ) -> None:
-    """It holds the buffers between disk and device, and little more."""
+    """Host memory has room for the buffers between disk and device, and little more."""
     plain = trainer.unswapped(flags)
     run = trainer.run(
         f"{SWAP_SMALL} {flags} --swap-layers all {swap} --swap-disk-dir . --swap-host-gib {host_gib} "
@@ -143,7 +143,7 @@ def test_activations_on_disk_where_host_memory_is_short(
 
 
 def test_the_planner_measures_host_memory_not_the_disk_behind_it(trainer: Trainer) -> None:
-    """And leaves nothing on the disk that training did not put there."""
+    """Measuring leaves nothing on the disk that training did not put there."""
     flags = "--train-iters 9 --lr-decay-iters 9"
     plain = trainer.unswapped(flags)
     run = trainer.run(

@@ -1,4 +1,4 @@
-"""The wheel, built and installed into an environment of its own, beside a user's own folder ``patches``."""
+"""The wheel, built and installed into a separate environment, next to a user's own package ``patches``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHIPPED = ("megatron", "patches", "pyproject.toml", "README.md", "LICENSE")
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment with the wheel in it, and a folder of a user, with a package ``patches`` of his own."""
+    """An environment with the wheel, and a user's folder with a package ``patches``."""
 
     wheel: Path
     environment: Path
@@ -41,7 +41,7 @@ class Installed:
 
 
 def folder_of(package: str) -> Path:
-    """The folder on the path that a package (``a.b``) is imported from here."""
+    """Return the folder from which a package (``a.b``) is imported here."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None
@@ -66,8 +66,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", base / "env"], check=True)
     python = base / "env" / "bin" / "python"
     subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
-    # What is heavy comes from here, behind what is installed there. Path files in these folders are not read, so that
-    # an editable install of ours stays out of sight.
+    # Large packages come from this environment, behind the packages of the new one. Path files in these folders are
+    # not read, so that an editable install of ours stays out of sight.
     [site] = (base / "env" / "lib").glob("python*/site-packages")
     heavy = dict.fromkeys([folder_of("torch"), folder_of("megatron.core")])
     (site / "heavy.pth").write_text("".join(f"{path}\n" for path in heavy))

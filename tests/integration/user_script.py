@@ -1,4 +1,4 @@
-"""A training script of somebody's own: their model, their data, their loss. What is ours is marked."""
+"""A user's training script with its own model, data and loss. Comments mark the lines of ours."""
 
 # ruff: noqa: E402
 

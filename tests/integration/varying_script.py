@@ -1,4 +1,4 @@
-"""The trainer, whose sequence length changes while it runs: ``--lengths 6:64 6:32`` is six steps of each, in turn."""
+"""The trainer with changing sequence lengths: ``--lengths 6:64 6:32`` runs six steps of each, in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_args(parser: Any) -> Any:
 
 
 def varying(get_batch: Any) -> Any:
-    """``get_batch`` that cuts the tokens of each micro-batch to the length of its step."""
+    """Return ``get_batch`` as a function that cuts each micro-batch to the length of its step."""
 
     def cut(data_iterator: Any, vp_stage: int | None) -> list[Any]:
         from megatron.training import get_args

@@ -1,4 +1,4 @@
-"""Has imported Megatron, and forks a trainer for each request: a run takes one second instead of five.
+"""Imports Megatron once, and forks a trainer for each request: a run takes one second instead of five.
 
 A request is one line of JSON on the standard input: program, argv, cwd, log, timeout_s, and for each rank its
 environment. The answer is one line: the exit codes. Nothing of the program itself has run before the fork.
@@ -30,7 +30,7 @@ PRELOADED = (
 
 
 def child(request: dict[str, Any], env: dict[str, str]) -> int:
-    """One rank: what the interpreter does with a script, up to its exit code."""
+    """Run one rank as the interpreter runs a script, up to its exit code."""
     os.environ.update(env)
     os.chdir(request["cwd"])
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -67,7 +67,7 @@ def start(request: dict[str, Any], env: dict[str, str]) -> int:
 
 
 def serve(request: dict[str, Any]) -> list[int]:
-    """The exit codes of all ranks. When one fails, or time is up, the others are stopped."""
+    """Return the exit codes of all ranks. If one fails, or time is up, the others are stopped."""
     running = {start(request, env): rank for rank, env in enumerate(request["ranks"])}
     pids = list(running)
     codes = [-signal.SIGKILL] * len(pids)

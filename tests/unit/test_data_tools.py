@@ -1,4 +1,4 @@
-"""The data programs: what goes in comes out, in order, and nothing half-written is ever left."""
+"""The data programs: output equals input, in order, and a failure leaves no half-written file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check. Each check is also shown a planted violation, which it must catch."""
+"""House rules that a machine can check. Each check also gets a planted violation, which it must catch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ print(json.dumps({"origin": spec.origin or list(spec.submodule_search_locations)
 
 
 def import_graph(root: Path) -> tuple[list[str], list[tuple[str, int, str]]]:
-    """Return the modules of `megatron.swap` under `root`, and who imports whom on which line."""
+    """Return the modules of `megatron.swap` under `root`, and each import with its line."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_GRAPH],
         cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True,
@@ -71,12 +71,12 @@ def import_graph(root: Path) -> tuple[list[str], list[tuple[str, int, str]]]:
 
 
 def room_of(module: str) -> str:
-    """`megatron.swap.memory.tiers.host` -> `memory`; the package itself -> ''."""
+    """Return the room of a module: `megatron.swap.memory.tiers.host` -> `memory`; the package itself -> ''."""
     return (module.split(".") + [""] * 3)[2]
 
 
 def import_violations(root: Path) -> list[str]:
-    """Say which imports point upwards or where a room may not look, what stands in no room, and what is a cycle."""
+    """Return imports that point upwards or that a room may not use, modules outside all rooms, and cycles."""
     rank = {room: number for number, room in enumerate(ROOMS)}
     modules, edges = import_graph(root)
     rooms = {room_of(module) for module in modules} - {""}
@@ -98,7 +98,7 @@ def import_violations(root: Path) -> list[str]:
 
 
 def cycles(edges: list[tuple[str, int, str]]) -> list[list[str]]:
-    """Sets of modules each of which reaches all the others by imports."""
+    """Return the sets of modules each of which reaches all the others by imports."""
     below: dict[str, set[str]] = {}
     for importer, _, imported in edges:
         below.setdefault(importer, set()).add(imported)
@@ -132,7 +132,7 @@ def imported_names(source: str) -> Iterator[tuple[int, str]]:
 
 
 def edge_violations(root: Path) -> list[str]:
-    """Say who imports Megatron without being the edge."""
+    """Return the imports of Megatron outside the edge."""
     problems = []
     for path in sorted((root / "megatron" / "swap").rglob("*.py")):
         room = path.relative_to(root / "megatron" / "swap").with_suffix("").parts[0]
@@ -207,7 +207,7 @@ def test_every_room_says_what_it_is_for(room: str) -> None:
 
 
 def test_a_public_path_only_imports() -> None:
-    """What a user's script imports stays; what it does lies in a room."""
+    """The public paths are stable; the code behind them is in the rooms."""
     there = {path.stem for path in SWAP.glob("*.py")}
     assert there == PUBLIC_PATHS | {"__init__"}
     for name in PUBLIC_PATHS:
@@ -285,3 +285,60 @@ def test_a_planted_machine_path_is_caught(tmp_path: Path) -> None:
     folder = "/".join(["", "home", "someone", "data"])
     planted.write_text(f'cd "{folder}"\n')
     assert machine_paths(planted)
+
+
+DOCUMENTED = (
+    "megatron", "patches", "tools", "examples", "benchmarks/runner", "benchmarks/suites", "benchmarks/sweeps",
+    "benchmarks/traces",
+)  # fmt: skip
+# First words of docstrings that lean on the name before them, or on the docstring before.
+LEANING = {
+    "Also", "And", "As", "Because", "But", "By", "Else", "From", "In", "Of", "Or", "Otherwise", "Since", "So", "Stands",
+    "Such", "Those", "Told", "What", "Where", "Which", "While", "Who", "Whoever", "Why", "With", "Without",
+}  # fmt: skip
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the first paragraph of each docstring, those of attributes and constants included, with its line."""
+    for node in ast.walk(ast.parse(source)):
+        body = getattr(node, "body", None)
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        assert isinstance(body, list)
+        for before, item in zip([None, *body], body, strict=False):
+            documents = before is None or isinstance(before, ast.Assign | ast.AnnAssign)
+            is_text = isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)
+            if documents and is_text and isinstance(item.value.value, str):
+                yield item.lineno, " ".join(item.value.value.strip().split("\n\n")[0].split())
+
+
+def docstring_violations(path: Path) -> list[str]:
+    """Return docstrings that are no sentence, or whose first word needs the name before it to make sense."""
+    return [
+        f"{path}:{line}: {text}"
+        for line, text in docstrings(path.read_text())
+        if not text.endswith((".", ":")) or text.split()[0] in LEANING
+    ]
+
+
+def test_docstrings_stand_alone() -> None:
+    folders = [ROOT / name for name in DOCUMENTED]
+    sources = [path for path in our_files() if path.suffix == ".py" and set(folders) & set(path.parents)]
+    assert len(sources) > 150
+    assert [line for path in sources for line in docstring_violations(path)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'def f():\n    """Of a whole layer."""',
+        'def f():\n    """What the layer saves."""',
+        'class C:\n    """A layer"""',
+        'class C:\n    """A layer."""\n    x: int\n    """Told once."""',
+        'X = 1\n"""Which layers are swapped."""',
+    ],
+)
+def test_a_planted_docstring_is_caught(tmp_path: Path, line: str) -> None:
+    planted = tmp_path / "x.py"
+    planted.write_text(f'"""A module."""\n{line}\n')
+    assert len(docstring_violations(planted)) == 1

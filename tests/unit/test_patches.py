@@ -212,7 +212,7 @@ def test_quiet_drops_only_what_it_knows(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_main_parameters_are_copied_once() -> None:
-    """No clone of a parameter in 16 bits before it is copied in single precision; every other clone is one."""
+    """A 16-bit parameter is not cloned before it is copied in single precision. Every other clone stays a clone."""
     parameter = torch.nn.Parameter(torch.randn(8, dtype=torch.bfloat16))
     made: list[torch.Tensor] = []
 

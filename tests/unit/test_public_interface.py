@@ -1,4 +1,4 @@
-"""What ``from megatron import swap`` offers: named, listed, loaded lazily, documented."""
+"""The public names of ``from megatron import swap``: listed, loaded lazily, documented."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_names_are_there_and_loaded_lazily() -> None:
 
 
 def documented() -> Iterator[tuple[str, Any]]:
-    """Every public name, and every public method or property of the classes among them."""
+    """Yield every public name, and the public methods and properties of the public classes."""
     for name in swap.__all__:
         there = getattr(swap, name)
         yield name, there

@@ -31,7 +31,7 @@ TIMED_STEPS = 3
 SETTLING_STEPS = 1
 """Steps after a switch that are not judged: the engine learns the order and sizes of its copies."""
 MAX_TIGHTENINGS = 3
-"""How often a workload gets a smaller budget because measured peaks exceeded the real one."""
+"""Maximum number of times that a workload gets a smaller budget because measured peaks exceeded the real one."""
 
 PlanMaker = Callable[[Workload, float], Sequence[Plan]]
 """Returns plans for a workload, the best first, which the cost model puts below the given GiB; raises ``Infeasible``.
@@ -45,10 +45,10 @@ class Stage(Enum):
 
 
 class Measurement(Enum):
-    """What is measured of the next step."""
+    """Measurements of the next step."""
 
     NONE = auto()
-    """Only what is measured of every step."""
+    """Measure only what every step is measured for."""
     RECORD = auto()
     """Record which storages the step saves, and when."""
     FINISH_RECORDING = auto()
@@ -199,7 +199,7 @@ class StateMachine:
 
     @property
     def num_steps_needed(self) -> int:
-        """As ``SearchLimits.num_steps_needed``."""
+        """Most steps until a plan is chosen: ``SearchLimits.num_steps_needed``."""
         return self._limits.num_steps_needed
 
     @property

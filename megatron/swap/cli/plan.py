@@ -243,14 +243,15 @@ def draw(points: list[Solution], unswapped: Prediction, profile: Profile, path: 
     relative = [point.prediction.step_ms / unswapped.step_ms for point in points]
     bounds = [point.lower_bound_ms / unswapped.step_ms for point in points]
     axes.step(budgets, relative, where="post", color="#c2410c", label="fastest plan found")
-    axes.plot(budgets, bounds, color="#94a3b8", linestyle="--", label="no plan is faster in this model")
+    axes.plot(budgets, bounds, color="#94a3b8", linestyle="--", label="lower bound of all plans")
     axes.plot(unswapped.peak_gib, 1.0, "o", color="#1e293b", label="nothing swapped")
     axes.axvline(profile.static_gib, color="#475569", linewidth=0.8)
     axes.annotate(
-        " weights, gradients, optimizer", (profile.static_gib, 1.0), color="#475569", rotation=90, va="bottom"
-    )
-    axes.set_xlabel("device memory, GiB")
-    axes.set_ylabel("step time, relative to nothing swapped")
+        "weights, gradients, optimizer", (profile.static_gib, 1.0), (6, 0), textcoords="offset points",
+        color="#475569", rotation=90, va="bottom",
+    )  # fmt: skip
+    axes.set_xlabel("device memory (GiB)")
+    axes.set_ylabel("step time relative to nothing swapped")
     axes.set_title(f"{profile.device.name}, {profile.model.num_layers} layers of {profile.model.hidden_size}, "
                    f"sequences of {profile.model.seq_length}")  # fmt: skip
     axes.grid(alpha=0.3)

@@ -80,9 +80,9 @@ class SwapConfig:
     log_level: str = "info"
     """One of ``LOG_LEVELS``."""
     cpu_delay_ms: float = 0.0
-    """Without a GPU: longest random delay of an emulated copy, in ms."""
+    """Longest random delay of an emulated copy, in ms. Only without a GPU."""
     cpu_memory_gib: float | None = None
-    """Without a GPU: memory of the emulated device for tensors that are created after the model, in GiB."""
+    """Memory of the emulated device for tensors that are created after the model, in GiB. Only without a GPU."""
     oom_guard: bool = False
     """Evict saved tensors when an allocation on the device fails."""
 

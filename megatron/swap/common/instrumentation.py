@@ -42,8 +42,8 @@ class _Listener:
 class Ranges:
     """Named ranges of the engine's work, passed on to listeners. Without listeners a call costs one check.
 
-    The names are a contract with ``benchmarks/traces``, which finds the copies by them (docs/architecture.md lists
-    them). Micro-batches are numbered from 0 in each step, whatever order a pipeline runs them in.
+    The names are a contract with ``benchmarks/traces``, which finds the copies by them. docs/dev/architecture.md lists
+    the names. Micro-batches are numbered from 0 in each step, whatever order a pipeline runs them in.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ LAYER_SECTION = "layer"
 
 
 class Infeasible(UsageError):
-    """No plan fits. ``smallest_gib``: the smallest budget, in GiB, for which a plan was found, rounded up."""
+    """Error: no plan fits. ``smallest_gib``: the smallest budget, in GiB, for which a plan was found, rounded up."""
 
     def __init__(self, message: str, smallest_gib: float) -> None:
         super().__init__(message)

@@ -9,4 +9,4 @@ CHECKPOINT_PATH = "checkpoint"
 MODEL_PATH, LOSS_PATH = "model", "loss"
 """Paths of tensors that a model chunk saves outside its layers: before the layers, and after them."""
 NON_LAYER = -1
-"""Stands for the layer number at sites outside all layers."""
+"""Placeholder for the layer number at sites outside all layers."""

@@ -42,12 +42,12 @@ class Action(Enum):
     KEEP = auto()
     SWAP = auto()
     RECOMPUTE = auto()
-    """Not held: its producer kernel runs again in backward, on tensors that are saved anyway."""
+    """The storage is not held: its producer kernel runs again in backward, on tensors that are saved anyway."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where autograd saved a tensor: the ``ordinal``-th one under ``path`` in layer ``layer`` (0-based).
+    """Place where autograd saved a tensor: the ``ordinal``-th one under ``path`` in layer ``layer`` (0-based).
 
     ``path`` is the path of a submodule inside its layer (``mlp.linear_fc2``), ``layer`` for tensors that the layer
     saves outside its submodules, or ``checkpoint`` for the input of a recomputed segment that begins with this layer.

@@ -92,7 +92,7 @@ class Device(ABC):
 
     @abstractmethod
     def timed_wait(self, stream: Stream, event: Event) -> Stall:
-        """As ``wait``, and measure how long ``stream`` is idle because of it."""
+        """Wait as ``wait`` does, and measure how long ``stream`` is idle because of it."""
 
     def has_passed(self, event: Event) -> bool:
         """Whether ``event`` has passed. Never waits."""
@@ -163,7 +163,7 @@ class Device(ABC):
         """Let the allocator return its unused memory to the device. This may be slow."""
 
     def allocate_if_free(self, num_bytes: int) -> torch.Tensor | None:
-        """As ``allocate``, but return ``None`` if there is no room. The guard evicts nothing for it."""
+        """Allocate as ``allocate`` does, but return ``None`` if there is no room. The guard evicts nothing for it."""
         try:
             if self.guard is not None:
                 self.guard.pause_here(True)
@@ -203,7 +203,7 @@ class Device(ABC):
         raise UsageError(f"--swap-oom-guard does not support {self.name}. Drop the flag.")
 
     def leave_free(self, is_wanted: bool) -> None:
-        """While ``is_wanted``, limit PyTorch so that some device memory stays free. Without a GPU do nothing.
+        """Limit PyTorch while ``is_wanted``, so that some device memory stays free. Without a GPU do nothing.
 
         The guard evicts for PyTorch's allocations only. Libraries allocate too (NCCL when ranks first communicate, CUDA
         when a kernel is first called), and fail if nothing is free.

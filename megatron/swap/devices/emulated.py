@@ -23,7 +23,7 @@ from megatron.swap.devices.base import Device, Event, Stream
 from megatron.swap.native.guarding import Flag, GuardCore, native, new_guard
 
 POISON = 0xFF
-"""Every float made of these bytes is NaN, in any precision."""
+"""The byte that fills released memory. Every float of these bytes is NaN, in any precision."""
 
 
 _memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(

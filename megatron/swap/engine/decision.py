@@ -9,7 +9,7 @@ from megatron.swap.common.types import Action
 
 
 class Reason(Enum):
-    """Why a storage is kept, offloaded or recomputed. Values are texts for users."""
+    """Reasons why a storage is kept, offloaded or recomputed. Values are texts for users."""
 
     POLICY = "the policy chose so"
     BELOW_MIN_SIZE = "it is smaller than the policy's minimum"

@@ -29,20 +29,20 @@ from megatron.swap.memory.tiers.base import Slot
 
 
 class StorageState(Enum):
-    """Where a storage's bytes are."""
+    """Place of a storage's bytes."""
 
     RESIDENT = auto()
-    """On the device; nothing has been copied."""
+    """The bytes are on the device; nothing has been copied."""
     OFFLOADING = auto()
-    """On the device; the copy to the tier is enqueued."""
+    """The bytes are on the device; the copy to the tier is enqueued."""
     KEPT = auto()
-    """On the device until the graph frees it: its offload was cancelled."""
+    """The bytes stay on the device until the graph frees them: the offload was cancelled."""
     OFFLOADED = auto()
-    """In the tier; the handle holds no device memory. After the last unpack only the unpacked tensors hold it."""
+    """The bytes are in the tier; the handle holds no device memory. After the last unpack, unpacked tensors hold it."""
     RELOADING = auto()
     """A device buffer exists and the copy into it is enqueued."""
     RELOADED = auto()
-    """In the device buffer, and the compute stream has waited for the copy."""
+    """The bytes are in the device buffer, and the compute stream has waited for the copy."""
 
 
 ALLOWED: dict[StorageState, frozenset[StorageState]] = {

@@ -2,7 +2,7 @@
 
 Memory for the tensors that layers keep is free until forward saves them and again after backward. Its size is the same
 in every micro-batch, so it is learned when a chunk runs, and copies use this slack when the chunk runs again
-(docs/architecture.md, "The release budget"). The limit is the slack plus the window.
+(docs/dev/architecture.md, "The release budget"). The limit is the slack plus the window.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ PAGE_BYTES = 4096
 
 
 class HostMemoryError(SwapError):
-    """There is too little host memory, or the limit is too low. The message has the figures and the flag to change."""
+    """Host memory, or its limit, is too small. The message has the figures and the flag to change."""
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: 
 
 
 def _physical_memory(root: Path) -> tuple[int, int]:
-    """(MemTotal, MemAvailable)."""
+    """Return MemTotal and MemAvailable, in bytes."""
     path = root / "proc/meminfo"
     fields = {}
     try:
@@ -213,7 +213,7 @@ def _read_stat(path: Path, name: str) -> int:
 
 @dataclass(frozen=True)
 class PinStrategy:
-    """How fresh memory is made ready.
+    """Method that makes fresh memory ready.
 
     Attributes:
         touch: "pages" writes one byte a page; "populate" asks the kernel (MADV_POPULATE_WRITE, Linux 5.14) and falls

@@ -107,7 +107,7 @@ class JobState(IntEnum):
     WAITING = 0
     RUNNING = 1
     ISSUED = 2
-    """Its host and file steps are complete, and its CUDA copies are enqueued."""
+    """The job's host and file steps are complete, and its CUDA copies are enqueued."""
     DONE = 3
     FAILED = 4
     WITHDRAWN = 5

@@ -49,7 +49,7 @@ class GuardCore(Protocol):
         """Stop rescuing allocations. Offers remain until they are withdrawn."""
 
     def pause_here(self, pause: bool) -> None:
-        """While paused, allocations of this thread fail as if there were no guard."""
+        """Pause the guard on this thread, or resume it. A paused guard rescues no allocation."""
 
     def offer(
         self, key: int, storage_impl: int, num_bytes: int, num_owners: int, next_use: int, is_copied: bool,

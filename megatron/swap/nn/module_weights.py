@@ -286,7 +286,7 @@ class WeightSwap:
         self._hooks.append(module.register_forward_pre_hook(self._begin, prepend=True))
 
     def _begin(self, module: nn.Module, args: object) -> None:
-        """Before the model runs, check all layers, and end the use of interrupted ones: none can be running now."""
+        """Check all layers before the model runs, and end the use of interrupted ones: none can be running now."""
         for layer in self._layers:
             layer.check_can_run()
         for buffer in self._buffers:

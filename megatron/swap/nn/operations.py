@@ -13,7 +13,7 @@ BeforeUse = Callable[[Iterable[torch.Tensor]], None]
 
 
 class Operations(TorchDispatchMode):
-    """While active, calls ``before_use`` with the tensors of every operation of this thread and of its backward."""
+    """Calls ``before_use`` while active, with the tensors of every operation of this thread and of its backward."""
 
     def __init__(self, before_use: BeforeUse) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Operations(TorchDispatchMode):
 
 
 class Addresses(TorchFunctionMode):
-    """While active, calls ``before_use`` with tensors whose address or contents this thread asks for."""
+    """Calls ``before_use`` while active, with tensors whose address or contents this thread asks for."""
 
     def __init__(self, before_use: BeforeUse) -> None:
         super().__init__()

@@ -33,14 +33,14 @@ logger = logging.getLogger(__name__)
 
 
 class TransferState(Enum):
-    """Where the bytes of a ``SwappedStorage`` are."""
+    """Place of the bytes of a ``SwappedStorage``."""
 
     OFFLOADING = auto()
-    """On the device; its copy to the host is queued or under way."""
+    """The bytes are on the device; their copy to the host is queued or under way."""
     OFFLOADED = auto()
-    """In host memory; the storage is empty."""
+    """The bytes are in host memory; the storage is empty."""
     RELOADING = auto()
-    """In host memory; the storage has memory again, and the copy into it is queued or under way."""
+    """The bytes are in host memory; the storage has memory again, and the copy into it is queued or under way."""
 
 
 class SwappedStorage:
@@ -81,7 +81,7 @@ class StorageMover:
         self._lock = threading.RLock()
         self._entries: dict[int, SwappedStorage] = {}
         self._offloading: OrderedDict[int, SwappedStorage] = OrderedDict()
-        """In the order of their copies in the queue; ``_reloading`` too."""
+        """Ordered as their copies in the queue; ``_reloading`` too."""
         self._reloading: OrderedDict[int, SwappedStorage] = OrderedDict()
         self._draining: deque[Transfer] = deque()
         """Copies that have no entry any more, but may still use their host memory."""

@@ -16,7 +16,7 @@ operation that the dispatcher sees (on this thread, and in the backward that it 
 Before other uses, such as the kernels of TransformerEngine and other extensions, call ``resident``; without it the read
 raises an error.
 
-``docs/tensors.md`` describes the whole interface.
+``docs/reference/python.md`` describes the whole interface.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SLAB_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class TensorStats:
-    """What one ``TensorSwap`` has done so far.
+    """Counters of one ``TensorSwap`` since its start.
 
     Attributes:
         out_bytes, in_bytes: copied to the host and back, without recalled tensors.

@@ -82,7 +82,7 @@ class Events:
 
 
 class Transfers:
-    """Both queues of one device.
+    """The two transfer queues of one device.
 
     Args:
         device: the CPU or one GPU, whose storages are copied.

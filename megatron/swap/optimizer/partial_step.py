@@ -11,7 +11,7 @@ from megatron.swap.common.types import UsageError
 from megatron.swap.optimizer.param_state import has_shape_of
 
 Settings = dict[str, Any]
-"""A parameter group without its parameters: learning rate, counters of steps …"""
+"""A parameter group without its parameters: learning rate, counters of steps and others."""
 
 
 class PartialStep:

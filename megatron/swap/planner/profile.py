@@ -21,7 +21,7 @@ VERSION = 1
 
 MAX_FRAGMENTS = 2.25
 """Upper bound of the allocator's fragmentation, in multiples of the largest tensor. Up to 2.0 was measured on one H200
-(docs/log.md)."""
+(docs/dev/history.md)."""
 
 MS_PER_MIB = 2**20 / 1e6
 """Time to copy one MiB at 1 GB/s, in ms."""
@@ -119,7 +119,7 @@ class NonLayer:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """This rank's position in the pipeline. ``chunks``: the layers of each of its virtual stages, in model order."""
+    """Position of the rank in the pipeline. ``chunks``: the layers of each of its virtual stages, in model order."""
 
     size: int = 1
     rank: int = 0

@@ -97,7 +97,7 @@ class NonLayerStorage:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened.
+    """One event of a recording.
 
     Attributes:
         at_ms: time since the first event, on the compute stream.

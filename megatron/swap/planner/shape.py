@@ -1,7 +1,7 @@
 """Estimates a profile from a model's shape and a GPU's figures: FLOPs and bytes of every kernel of a dense layer.
 
 The formulas are those of TransformerEngine layers (rotary positions, fused attention, bf16). Sites and sizes were
-checked against traces, and memory byte for byte against measured peaks (docs/planner.md).
+checked against traces, and memory byte for byte against measured peaks (docs/dev/planner.md).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class LayerFootprint(NamedTuple):
-    """What a layer saved in a step. Each figure is the maximum over the step's micro-batches.
+    """Tensors and bytes that a layer saved in a step. Each figure is the maximum over the step's micro-batches.
 
     Attributes:
         num_tensors, num_bytes: tensors saved, and their bytes. Both are 0 if the layer is recomputed whole or has no
@@ -24,7 +24,7 @@ class LayerFootprint(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """What the layers saved in a step. Hashable.
+    """Tensors and bytes that each layer saved in a step. Hashable.
 
     Every saved tensor counts the bytes of its whole storage. So the footprint does not depend on the policy, except in
     layers whose saved tensors were not seen.

@@ -79,7 +79,7 @@ def slowest_link(device: Device, link: Link) -> Link:
 
 
 class _Ends:
-    """Both ends of the copies: for each direction a slot of the tier, a device buffer and a stream."""
+    """The ends of the copies: for each direction a slot of the tier, a device buffer and a stream."""
 
     def __init__(self, device: Device, tier: Tier, num_bytes: int) -> None:
         self._device = device

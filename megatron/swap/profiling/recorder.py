@@ -33,7 +33,7 @@ from megatron.swap.profiling.storage_tracker import Reference, StorageTracker, T
 
 
 class Recomputable(Labelled, Protocol):
-    """What the recorder needs of the engine's ``RecomputeSpec``."""
+    """Interface of the engine's ``RecomputeSpec`` that the recorder uses."""
 
     site: Site
     number: int

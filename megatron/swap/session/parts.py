@@ -32,7 +32,7 @@ from megatron.swap.session.run_device import RunDevice
 
 @dataclass(frozen=True)
 class Planned:
-    """What follows from the settings alone, before there is a model.
+    """Settings and parts that follow from the flags alone, before there is a model.
 
     Attributes:
         policy: decides about every saved tensor.

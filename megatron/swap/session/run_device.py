@@ -15,7 +15,7 @@ from megatron.swap.profiling.observer import Observer
 
 
 class RunDevice:
-    """This rank's device, and the observer that counts what autograd holds.
+    """The rank's device, and the observer that counts what autograd holds.
 
     Attributes:
         observer: ``None`` where its figures are not needed.

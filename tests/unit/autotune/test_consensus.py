@@ -13,7 +13,7 @@ from megatron.swap.autotune.workload import Step
 
 @pytest.mark.parametrize("ms", [30.0, None])
 def test_of_each_figure_the_worst_counts(ms: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank has more of every second figure. A time that one rank lacks stays unknown."""
+    """The other rank has more in every second figure. A time that one rank lacks stays unknown."""
     others = torch.tensor([20.0, 9.0, 3.0, 900.0, 2.0, 0.5], dtype=torch.float64)
 
     def all_reduce(mine: torch.Tensor, how: Any, group: Any) -> None:

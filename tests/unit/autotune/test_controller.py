@@ -1,4 +1,4 @@
-"""What a run that plans itself measures of its steps, on a device with made-up memory."""
+"""Measurements of steps by a run that plans itself, on a device with made-up memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CachingDevice(LazyDevice):
 
 
 class DecidedMachine:
-    """Stands in for the state machine: the test sets stage and plan, and steps change nothing."""
+    """A fake of the state machine: the test sets stage and plan, and steps change nothing."""
 
     def __init__(self) -> None:
         self.stage = Stage.PROFILE
@@ -76,7 +76,7 @@ class DecidedMachine:
 
 
 class Training:
-    """Steps of a run; the test says how much each holds."""
+    """Steps of a run. The test says how much memory each holds."""
 
     def __init__(
         self, device: CachingDevice, monkeypatch: pytest.MonkeyPatch, prefetch_gib: float | None = None
@@ -163,7 +163,7 @@ def test_what_lies_between_steps_is_not_the_next_ones(
 
 
 def test_what_an_evaluation_did_not_take_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the next step would have to reserve the memory again."""
+    """If the memory were released, the next step would have to reserve it again."""
     training = Training(CachingDevice(), monkeypatch)
     training.step(10.0)
     training.evaluate(10.0)
@@ -212,7 +212,7 @@ def test_a_device_that_is_full_counts_as_above_the_budget_once_plans_are_followe
 
 
 def test_a_step_is_not_judged_by_the_time_of_one_with_fewer_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a chosen plan no rank waits for the device: the time is that of the step before."""
+    """No rank waits for the device under a chosen plan, so the known time is that of the step before."""
     training = Training(CachingDevice(), monkeypatch)
     training.machine.stage = Stage.STABLE
     known = []

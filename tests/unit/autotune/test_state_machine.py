@@ -1,4 +1,4 @@
-"""The stages of a run that plans itself, played with made-up steps."""
+"""The stages of a run that plans itself, with made-up steps."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class TestFirstPlan:
         assert until_stable(run) == 3 + PROFILED + 6
 
     def test_tensors_that_change_all_the_time_are_planned_for_at_once(self) -> None:
-        """Such as experts without a token: the recording has the sites of all steps."""
+        """An example is an expert that gets no token. The recording has the sites of all steps."""
         run = three()
         for number in range(60):
             run.num_tensors = (100.0, 120.0, 90.0)[number % 3]
@@ -261,7 +261,7 @@ class TestChange:
         "lengths", [[4, 3, 2, 1], [1, 4], [1] * 9 + [4], [2] * 4 + [4] * 4, [4] + [1] * 5, [2, 4, 4, 2, 1]]
     )
     def test_sizes_that_change_all_the_time_come_to_rest(self, lengths: Sequence[int]) -> None:
-        """For any period: in the end only the largest steps have a plan."""
+        """The property holds for any period: in the end only the largest steps have a plan."""
         run = three()
         for _ in range(30):
             for length in lengths:
@@ -282,7 +282,7 @@ class TestChange:
         "lengths", [[1] * 18 + [4], [1] * 49 + [4], [1] * 60 + [4, 4], [1] * 40 + [3] + [1] * 40 + [4]]
     )
     def test_sizes_that_come_rarely_are_not_planned_for(self, lengths: Sequence[int]) -> None:
-        """Waiting for one while recording would cost more than it gains, each time."""
+        """Recording until such a step comes would cost more than it gains, each time."""
         run = three()
         for _ in range(5):
             for length in lengths:

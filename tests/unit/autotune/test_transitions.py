@@ -28,7 +28,7 @@ def test_one_value_says_all_that_follows_from_a_step() -> None:
 
 
 def test_the_plan_is_applied_after_layers_have_run_whole() -> None:
-    """Even if the planner finds that nothing has to move."""
+    """The plan is applied even if nothing has to move."""
     run = Run([a_plan("a", "keep")], [100.0], [9.0])
     until_stable(run)
     assert run.transitions[-1].is_new_plan

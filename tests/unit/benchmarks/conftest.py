@@ -21,7 +21,7 @@ from tests.unit.benchmarks.made_traces import Plan, train
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder ``docs`` with results of everything that the report has a section for, and the report."""
+    """Return a folder ``docs`` with results for every section of the report, and the report."""
     folder = tmp_path_factory.mktemp("whole")
     results = folder / "docs" / "results"
     write_rows(results / "h200-dense.jsonl", suite())
@@ -39,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def built(whole: Path, tmp_path: Path) -> Path:
-    """A copy of one's own."""
+    """A copy of the folder that the test may change."""
     return shutil.copytree(whole, tmp_path / "docs")
 
 

@@ -20,7 +20,7 @@ LINK = {"d2h_gb_s": 50.0, "h2d_gb_s": 50.0}
 
 
 def a_row(method: str, step_ms: float | None, peak_gib: float | None, more: str = "", **fields: Any) -> Row:
-    """A row of a benchmark; without a step time one that ran out of device memory."""
+    """Return a row of a benchmark. Without a step time the run exceeded the device's memory."""
     worked = step_ms is not None
     return {
         "suite": "h200-dense", "case": "small", "method": method, "flags": f"{SHAPE} {more}".strip(),
@@ -40,7 +40,7 @@ def a_row(method: str, step_ms: float | None, peak_gib: float | None, more: str 
 
 
 def ours(method: str, step_ms: float | None, peak_gib: float | None, gib: float, more: str, **fields: Any) -> Row:
-    """A swapped row; ``gib``: what leaves in each of its two micro-batches."""
+    """Return a row of ours. ``gib``: offloaded by each of its two micro-batches."""
     moved = int(2 * gib * GIB)
     fields = {"swapped_out_bytes": moved, "swapped_in_bytes": moved, "host_peak_gib": gib, "num_late": 0, **fields}
     return a_row(method, step_ms, peak_gib, more, **fields)
@@ -50,7 +50,7 @@ RECOMPUTE = "--recompute-granularity selective --recompute-modules mlp"
 
 
 def suite() -> list[Row]:
-    """Two micro-batches a step: 100 ms of forward hide 4.66 GiB; everything is 18 GiB."""
+    """Return a suite of two micro-batches a step: 100 ms of forward hide 4.66 GiB of 18 GiB in total."""
     return [
         a_row("none", 700.0, 40.0, **ONLY_NONE),
         a_row("recompute-mlp", 800.0, 24.0, RECOMPUTE, losses_equal=False),

@@ -23,10 +23,10 @@ PROCESS = 77 << 24
 
 @dataclass
 class Device:
-    """Something that ran on the device."""
+    """One activity of the device."""
 
     what: str
-    """kernel, memset, HtoD, DtoH or DtoD"""
+    """Kind of the activity: kernel, memset, HtoD, DtoH or DtoD."""
     start: int
     end: int
     stream: int
@@ -37,7 +37,7 @@ class Device:
 
 @dataclass
 class Made:
-    """A trace in the making; times in ns."""
+    """A trace that a test composes. Times are in ns."""
 
     emulated: bool = False
     device: list[Device] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Made:
         self, what: str, launch: int, start: int, end: int, stream: int = COMPUTE,
         thread: int = MAIN, num_bytes: int = 0, name: str = "gemm",
     ) -> Device:  # fmt: skip
-        """Something launched at ``launch`` (for a µs) that ran from ``start`` to ``end``."""
+        """Add an activity that was launched at ``launch`` (for a µs) and ran from ``start`` to ``end``."""
         number = len(self.device) + 1
         self.device.append(Device(what, start, end, stream, number, num_bytes, name))
         self.launches.append((number, launch, launch + US, thread))
@@ -65,7 +65,7 @@ class Made:
     # ------------------------------------------------------------------ files
 
     def write(self, folder: Path, kind: str) -> Path:
-        """``kind``: kineto, kineto-plain (not compressed) or nsys."""
+        """Write the trace. ``kind``: kineto, kineto-plain (not compressed) or nsys."""
         if kind == "nsys":
             return self._write_nsys(folder / "trace.sqlite")
         content = json.dumps({"schemaVersion": 1, "traceEvents": list(self._events())}).encode()
@@ -154,7 +154,7 @@ CREATE TABLE StringIds (id INT, value TEXT);
 
 
 def _event(category: str, name: str, start: int, end: int, thread: int, **args: object) -> dict[str, Any]:
-    """Kineto writes microseconds with three decimals."""
+    """Return a Kineto event. Kineto writes microseconds with three decimals."""
     ts, dur = (BASE_NS + start) / 1e3, (end - start) / 1e3
     return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "ts": ts, "dur": dur, "args": args}
 
@@ -164,7 +164,7 @@ def _event(category: str, name: str, start: int, end: int, thread: int, **args: 
 
 @dataclass
 class Plan:
-    """What ``train`` runs. A layer's forward is two kernels, its backward three."""
+    """The parameters of ``train``. A layer's forward is two kernels, its backward three."""
 
     num_steps: int = 2
     num_layers: int = 4
@@ -176,12 +176,12 @@ class Plan:
     bytes_per_ns: float = 50.0
     """GB/s of the link."""
     waits: bool = True
-    """False: the wait before unpacking was forgotten."""
+    """Whether compute waits before unpacking; false plants the fault of a missing wait."""
     first_step: int = 4
 
 
 class Training:
-    """Host, compute stream and two copy streams, with the waits that the engine places; all layers but the last go."""
+    """Host, compute stream and two copy streams, with the engine's waits. All layers but the last are swapped."""
 
     def __init__(self, plan: Plan, emulated: bool) -> None:
         self.plan, self.made = plan, Made(emulated)
@@ -210,7 +210,7 @@ class Training:
         self.now = start + duration if self.made.emulated else launch + 2 * US
 
     def wait(self, moment: int) -> None:
-        """The compute stream waits."""
+        """Let the compute stream wait."""
         if self.made.emulated:
             self.now = max(self.now, moment)
         else:
@@ -293,7 +293,7 @@ class Training:
 
 
 def train(plan: Plan | None = None, emulated: bool = False) -> tuple[Made, dict[str, Any]]:
-    """A correct run: its trace and its summary."""
+    """Return the trace of a correct run and its summary."""
     training = Training(plan or Plan(), emulated)
     for number in range(training.plan.num_steps):
         training.step(training.plan.first_step + number)

@@ -1,4 +1,4 @@
-"""A small sweep, and what stands in for training."""
+"""A small sweep, and a fake of training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def results_in(sweep: Sweep, folder: Path, *, resume: bool = False, **facts: Any
 
 
 class FakeTraining:
-    """Trains what ``fits`` says, and writes down what it was asked for."""
+    """Trains what ``fits`` says, and records the requested runs."""
 
     def __init__(
         self, fits: Callable[[Trial], bool], outcome: str = "oom_device", stop_after: int | None = None
@@ -76,6 +76,6 @@ class FakeTraining:
 
 
 def search(sweep: Sweep, results: SweepResults, train: FakeTraining) -> dict[str, list[Row]]:
-    """Rows by method."""
+    """Return the rows by method."""
     assert measure(sweep, results, time_limit_s=None, on_done=lambda *_: None, train=train)
     return {name: [row for row in results.rows() if row["method"] == name] for name in sweep.methods}

@@ -57,7 +57,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def children_of(parent: int) -> list[int]:
-    """Processes that it started and that are there."""
+    """Return the live processes that a process started."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     return [int(number) for number in children.split()]
 

@@ -14,7 +14,7 @@ from benchmarks.runner.launch import Child
 from benchmarks.runner.outcome import TIMED_OUT
 from benchmarks.runner.request import Request
 
-# Does what its first flag says, and speaks like the real one.
+# A fake trainer: it follows its first flag and prints the words of the real one.
 SCRIPT = """#!{python}
 import json, sys, time
 sys.path.insert(0, {root!r})

@@ -106,7 +106,7 @@ def test_peers_far_from_everything_are_named_and_not_drawn() -> None:
 
 
 def markers(path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> list[str]:
-    """The faces of the markers that are drawn, those of the legend left out."""
+    """Return the faces of the drawn markers, without those of the legend."""
     faces: list[str] = []
     scatter = Axes.scatter
 

@@ -53,7 +53,7 @@ PLANNING = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where plans are looked for; ``planned`` is there."""
+    """The folder with plans; ``planned`` has one."""
     monkeypatch.setattr(suites, "ROOT", tmp_path)
     (tmp_path / "plans").mkdir()
     (tmp_path / "plans" / "one.json").write_text("{}")
@@ -187,7 +187,7 @@ def test_ours_ask_for_the_same_allocator_of_everybody() -> None:
 
 
 class PlannedChild(FakeChild):
-    """Its planned runs tell what was planned; the steps that ``unstable`` has were timed too early."""
+    """A fake process whose planned runs report their plan. ``unstable``: steps that were timed too early."""
 
     unstable: list[int] = []  # noqa: RUF012
 

@@ -50,7 +50,7 @@ def result(step_ms: float = 10.0, **changed: Any) -> dict[str, Any]:
 
 
 class FakeChild:
-    """Stands in for a process: takes three looks to become quiet and ten polls to end, and writes down what happens."""
+    """A fake process: it becomes quiet after three looks, ends after ten polls, and records all events."""
 
     log: list[str] = []  # noqa: RUF012
     outcomes: dict[str, str] = {}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""Who may import whom: training never imports what measures it, and in ``benchmarks`` imports point downwards."""
+"""Import rules: training never imports ``benchmarks``, and imports within ``benchmarks`` point downwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRAINING = (ROOT / "megatron", ROOT / "patches")
 
 
 def imports(path: Path) -> set[str]:
-    """Modules that a file imports, wherever in it."""
+    """Return the modules that a file imports, anywhere in it."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -25,12 +25,12 @@ def imports(path: Path) -> set[str]:
 
 
 def part(module: str) -> str:
-    """``benchmarks.traces.kineto`` -> ``trace``."""
+    """Return the part of a module: ``benchmarks.traces.kineto`` -> ``traces``."""
     return module.split(".")[1] if module.startswith("benchmarks.") else ""
 
 
 def violations(benchmarks: Path) -> list[str]:
-    """Imports of a part that stands above."""
+    """Return the imports that point to a higher part."""
     rank = {name: number for number, layer in enumerate(LAYERS) for name in layer}
     found = []
     for path in sorted(benchmarks.rglob("*.py")):

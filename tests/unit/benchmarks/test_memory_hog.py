@@ -1,4 +1,4 @@
-"""Device memory that another program holds."""
+"""Device memory that another program takes."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ FIGURE = re.compile(r"\d|%|\b(?:twice|half as|double|percent|per cent)\b")
 
 
 def figures_by_hand(template: str) -> list[str]:
-    """Lines that hold a digit, a percentage or a ratio in words, inside of expressions too. ``{% %}`` are marks."""
+    """Return the lines with a digit, a percentage or a ratio in words, in expressions too. ``{% %}`` are marks."""
     lines = template.splitlines()
     return [line for line in lines if FIGURE.search(re.sub(r"\{%|%\}", "", line))]
 

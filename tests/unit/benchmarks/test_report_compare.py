@@ -1,4 +1,4 @@
-"""Which side is faster with no more memory, and what the report says about it."""
+"""The comparison of methods by time and memory, and the report's words about it."""
 
 from __future__ import annotations
 

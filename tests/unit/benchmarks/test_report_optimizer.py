@@ -22,7 +22,7 @@ def offloaded(part: str, step_ms: float, out_bytes: float, more: str = "", **fie
 
 
 def suite() -> list[Row]:
-    """All of the state takes the link 200 ms, half of it 100."""
+    """Return a suite: all of the state takes the link 200 ms, half of it 100 ms."""
     rows = [
         a_row("none", 700.0, 37.0, link=BOTH),
         offloaded("1", 900.0, 8e9, losses_equal=True),

@@ -21,7 +21,7 @@ SHA = "beef" * 16
 
 
 def planned(method: str, step_ms: float | None, peak_gib: float | None, budget_gib: float, **fields: Any) -> Row:
-    """A row that was planned for a budget; its prediction is 1 % too high in memory and 2 % too low in time."""
+    """Return a row that was planned for a budget. Its prediction is 1 % too high in memory and 2 % too low in time."""
     found: Row = {"swapped_out_bytes": 2**30, "swapped_in_bytes": 2**30, "is_ours": True}
     if step_ms is not None and peak_gib is not None:
         found |= {
@@ -32,7 +32,7 @@ def planned(method: str, step_ms: float | None, peak_gib: float | None, budget_g
 
 
 def suite() -> list[Row]:
-    """What the allocator held counts, and it is 3 GiB more than what it gave out."""
+    """Return a suite whose reserved memory counts. It is 3 GiB more than the memory in use."""
     rows = [
         a_row("none", 700.0, 37.0),
         a_row("full-recompute", 900.0, 15.0, "--recompute-granularity full"),

@@ -29,7 +29,7 @@ FOUND = {
     "num_replans": 1, "stages": STAGES,
 }  # fmt: skip
 OF_RUN = {**FOUND, "predicted_peak_gib": 82.0}
-"""Peaks are those of the whole run: of the highest plan that it followed."""
+"""Plan figures of a whole run. Its peak is that of the highest plan that it followed."""
 
 
 def a_plan(path: Path, **changed: Any) -> Path:
@@ -117,7 +117,7 @@ class Nobody:
 
 
 def watched(request: Request, num_steps: int, auto: Any = None) -> tuple[Stopwatch, int]:
-    """A stopwatch that has seen a training of so many steps, and how many of them there were."""
+    """Return a stopwatch that has seen so many training steps, and their number."""
     watch = Stopwatch(request, Nobody(), None)
     watch._args = Namespace(train_iters=num_steps, global_batch_size=4, seq_length=64)
     watch._session = Namespace(

@@ -1,4 +1,4 @@
-"""When enough steps have been timed."""
+"""The number of timed steps after which a run ends."""
 
 from __future__ import annotations
 

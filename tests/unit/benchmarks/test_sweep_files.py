@@ -47,7 +47,7 @@ def test_values_and_flags(tmp_path: Path) -> None:
 
 
 def test_the_part_that_rests_leaves_cuda_its_share_of_the_device(tmp_path: Path) -> None:
-    """With 63 % the device would have 137.59 GiB; PyTorch got 137.0, and that run died. With 64 % it trained."""
+    """63 % would put 137.59 GiB on the device. PyTorch got 137.0, and that run failed. With 64 % it trained."""
     sweep = a_sweep(tmp_path)
     place = [value.number for value in sweep.values].index(58)
     trial = sweep.trial("ours", place, Tiers(139.8, 122.0, 0.0), H200)

@@ -46,7 +46,7 @@ def test_what_was_measured_is_within_the_margin(file: str, case: str, method: st
     rows = measured(file, case, method)
     assert rows
     for row in rows:
-        # What workers of the data loader keep is not the trainer's, whose memory is in the row.
+        # The row has the memory of the trainer, without that of the data loader's workers.
         predicted = forecast([*str(row["flags"]).split(), "--num-workers", "0"], TIERS, H200)
         assert not predicted.is_bound
         peak_gib, device = row["device_peak_gib"], predicted.of("device")
@@ -121,7 +121,7 @@ def test_of_others_it_knows_the_least(more: str) -> None:
 
 
 def test_megatrons_offload_has_gradients_in_fp32_wherever_its_state_is() -> None:
-    """7.94 B parameters: where gradients are in bf16 there are two of each."""
+    """The model has 7.94 B parameters. Where gradients are in bf16 there are two of each."""
     flags = shape("--optimizer-cpu-offload --optimizer-offload-fraction 0.25 --num-workers 0", 24)
     predicted, gib = forecast(flags, TIERS, H200), 7.94e9 / 2**30
     assert predicted.static_gib == pytest.approx((4 + 0.75 * 16) * gib, rel=0.01)
@@ -164,7 +164,7 @@ def test_a_planned_run_takes_what_it_may() -> None:
 
 
 def test_what_may_rest_is_what_training_lets_rest() -> None:
-    """Nine tenths of what --swap-host-gib allows, however much the machine has."""
+    """Both take nine tenths of --swap-host-gib, however much the machine has."""
     flags = shape("--swap-optimizer auto --swap-memory-gib 136", 48)
     for host_gib in (122.0, 100.0):
         predicted = forecast(flags, Tiers(139.8, host_gib, 0.0), H200)

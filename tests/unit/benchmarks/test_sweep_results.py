@@ -19,7 +19,7 @@ from tests.unit.benchmarks.sweep_cases import FILE, GOOD, FakeTraining, a_sweep,
 
 
 def path_of(count: int, start: int, trains: Callable[[int], bool], *, trusted: bool = True) -> list[int]:
-    """The places that are tried, one after another."""
+    """Return the values that the search tries, in order."""
     tried: dict[int, bool] = {}
     while (place := following(count, start, tried, trusted=trusted)) is not None:
         assert place not in tried

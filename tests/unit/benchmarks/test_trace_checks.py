@@ -47,7 +47,7 @@ def reused_too_early(made: Made) -> None:
 
 
 def back_before_out(made: Made) -> None:
-    """Nothing is released in this run, so that only the order of the two copies is wrong."""
+    """Nothing is released in this run, so only the order of the two copies is wrong."""
     made.ranges = [found for found in made.ranges if not found[0].startswith("release")]
     out, back = made.copies("DtoH")[1], made.copies("HtoD")[0]
     move(out, out.start, back.start + 7 * US)

@@ -23,7 +23,7 @@ NUM_STEPS = 4
 
 
 class Link:
-    """The emulation's link, which can be made slow."""
+    """The emulation's link, which a test can slow down."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.extra_s = 0.0
@@ -42,7 +42,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Link:
 
 
 def traced(folder: Path, before_step: Callable[[], None] = lambda: None, link_gb_s: float | None = None) -> Analysis:
-    """Trains a small stack on the emulated device, traces the last step, and judges the trace."""
+    """Train a small stack on the emulated device, trace the last step, and analyse the trace."""
     layers = stack(6)
     ranges = Ranges()
     device = emulated.EmulatedDevice(longest_delay_s=0.002, ranges=ranges)
@@ -116,7 +116,7 @@ def test_a_link_made_slow_is_found_and_shows_as_stalls(tmp_path: Path, link: Lin
     slow = traced(tmp_path / "slow", throttle, link_gb_s=fast_gb_s)
     assert not slow.ordering.violations
     assert len([text for text in slow.mismatches if "holds it up" in text]) == 2
-    # What was hidden no longer is: compute stands still for a good part of what the copies were held up.
+    # Copies are hidden no longer: compute is idle for a good part of their delay.
     held_up_ms = 20 * (slow.links["out"].num_copies + slow.links["in"].num_copies)
     assert slow.steps[0].stalled_ms > held_up_ms / 2
     assert slow.steps[0].stalled_ms > 2 * fast.steps[0].stalled_ms

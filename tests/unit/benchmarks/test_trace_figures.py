@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def by_hand() -> Made:
-    """Two layers of 4 ms each way, one storage of 8 MiB. In ms of the device's time::
+    """A trace of two layers of 4 ms each way, with one storage of 8 MiB. In ms of the device's time::
 
         compute  |F0 1-5|F1 5-9|B1 9-11|  stall 11-14.5  |  15-19 B0|  23-24 optimizer|
         out             |5 ---- 9|              (release after F1)

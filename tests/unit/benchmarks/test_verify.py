@@ -34,7 +34,7 @@ FACTS = {"versions": {}, "machine": {"gpu": "H200", "num_gpus": 2}, "commit": "c
 
 @pytest.fixture
 def holds(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
-    """What another program has taken while each run is made; runs are made up."""
+    """Memory that another program takes during each run. The runs are made up."""
     seen: list[list[float]] = []
     now: list[float] = []
 

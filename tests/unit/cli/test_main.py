@@ -89,7 +89,7 @@ def test_the_doctor_reports_a_hidden_namespace(tmp_path: Path) -> None:
 
 
 def test_the_doctor_imports_nothing_of_ours() -> None:
-    """It also runs by its path, where this package cannot be imported."""
+    """The doctor also runs by its path, where this package cannot be imported."""
     assert importlib.util.find_spec("megatron.swap.cli.doctor") is not None
     text = Path(doctor.__file__ or "").read_text()
     assert re.findall(r"^\s*(?:from|import) (?:megatron|torch)\b", text, re.MULTILINE) == []

@@ -112,7 +112,7 @@ def test_one_file_for_two_is_refused(
 
 
 def test_where_no_file_can_be_made_is_told_at_once():
-    """Permissions are not enough: root has them in /proc."""
+    """File permissions are no sufficient test: root has all of them in /proc."""
     with pytest.raises(UsageError, match=r"--swap-save-plan /proc/x/plan.json: must be a file that can be written"):
         SwapConfig(layers=frozenset(), save_plan="/proc/x/plan.json")
 

@@ -89,7 +89,7 @@ def test_actions_of_sites_and_layers() -> None:
 
 
 def test_the_least_that_the_host_must_hold() -> None:
-    """The swapped sites of known size, without the last two layers."""
+    """The minimum is the swapped sites of known size, without the last two layers."""
     assert PLAN.least_host_bytes() == 4 * 688 * MIB
     sites = {"mlp/0": SitePlan("swap", 1.0), "mlp/1": SitePlan("swap"), "fc/0": SitePlan("keep", 9.0)}
     last = PlanClass("12-15", sites)

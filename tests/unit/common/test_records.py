@@ -69,7 +69,7 @@ def test_what_is_nested_too_deeply_is_refused(depth: int, tmp_path: Path) -> Non
 
 @contextmanager
 def short_files(most_bytes: int) -> Iterator[None]:
-    """Files cannot grow beyond that, as on a disk that is full."""
+    """Limit the size of files, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
     try:

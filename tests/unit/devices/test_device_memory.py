@@ -1,4 +1,4 @@
-"""How much of a GPU PyTorch may have."""
+"""The fraction of a GPU's memory that PyTorch may take."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def host_bytes(num_bytes: int, device: Device, seed: int = 0) -> torch.Tensor:
 
 
 def arrive(device: Device, stream: object) -> None:
-    """The compute stream waits for all that ``stream`` has, and the test for the compute stream."""
+    """Make the compute stream wait for ``stream``, and the test for the compute stream."""
     device.wait(device.current_stream(), device.record(stream))
     if device.torch_device.type == "cuda":
         torch.cuda.synchronize()
@@ -214,7 +214,8 @@ class TestEmulation:
                 emulated.wait(emulated.current_stream(), late)
 
     def test_a_storage_emptied_under_its_copy_does_not_crash(self):
-        """As selective recomputation does. In a process of its own: what fails here is the process."""
+        """Selective recomputation empties such a storage. A failure would crash, so the test runs in a separate
+        process."""
         root = Path(__file__).parents[3]
         done = subprocess.run([sys.executable, "-c", EMPTIED_UNDER_ITS_COPY], cwd=root, capture_output=True, timeout=60)
         assert done.returncode == 0
@@ -287,7 +288,7 @@ class TestMeasuring:
 
 
 class FakeStream:
-    """Remembers which work it has waited for: ``done`` counts that of each stream, its own included."""
+    """Records which work a stream has waited for: ``done`` counts that of each stream, its own included."""
 
     def __init__(self, *_: object) -> None:
         self.done: dict[FakeStream, int] = {self: 0}
@@ -298,7 +299,7 @@ class FakeStream:
 
 
 class FakeBytes:
-    """Stands for so many bytes; a copy is work of the current stream."""
+    """A fake tensor of a number of bytes. A copy is work of the current stream."""
 
     current: FakeStream
     copies: list[tuple[FakeStream, int]]
@@ -323,7 +324,7 @@ class FakeBytes:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_copies_on_a_gpu_take_turns(seed: int, monkeypatch: pytest.MonkeyPatch):
-    """Ordered as on one stream, and never many bytes without a break for others."""
+    """Copies are ordered as on one stream, and many bytes never run without a break for others."""
 
     @contextmanager
     def on(stream: FakeStream) -> Iterator[None]:

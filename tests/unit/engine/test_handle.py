@@ -1,4 +1,4 @@
-"""A handle: its legal transitions, whom it trusts, what its end frees."""
+"""Handles: legal transitions, checks before release, and what a handle frees when it dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manager: lifetimes, exceptions, windows, leases, and what is left at the end."""
+"""The manager: lifetimes, exceptions, windows, leases, and cleanup at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIRST, SECOND, LAST = layer_positions([True, True, False], ends_in_loss=True)
 
 
 class Bare:
-    """A manager without layers: the test plays autograd."""
+    """A manager without layers. The test plays autograd."""
 
     def __init__(self, device: LazyDevice | None = None) -> None:
         self.device = device or LazyDevice()
@@ -47,7 +47,7 @@ class Bare:
         self.manager = SwapManager(self.device, HostTier(self.pool), EVERYTHING, EngineSettings(window_bytes=0))
 
     def swap_out(self, tensor: torch.Tensor, layer: int = 0):
-        """A layer that saves ``tensor`` and nothing else; the caller's reference is the only other one."""
+        """Run a layer that saves only ``tensor``. The caller's reference is the only other one."""
         group = self.manager.begin_forward(layer, FIRST)
         taken = save(self.manager, tensor, SITE, group)
         assert taken is not None
@@ -55,7 +55,7 @@ class Bare:
         return taken[0], group
 
     def go_on(self) -> None:
-        """A layer that saves nothing, at the very end: everything leaves."""
+        """Run a layer at the very end that saves nothing, so that all pending storages are offloaded."""
         self.manager.end_forward(self.manager.begin_forward(2, LAST))
 
 

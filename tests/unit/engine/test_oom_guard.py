@@ -1,4 +1,4 @@
-"""The out-of-memory guard: RAM plays a device with too little memory, and training goes on, equal to the bit."""
+"""The out-of-memory guard: on an emulated device with too little memory training continues, equal to the bit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def unlimited() -> Iterator[None]:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Most that ``run`` has on the device besides what is there before."""
+    """Return the peak of ``run`` on the device, beyond the bytes before it."""
     gc.collect()
     before = native().ram_in_use()
     native().limit_ram(1 << 40)
@@ -56,7 +56,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def limited(run: Callable[[], Any], num_bytes: float) -> Any:
-    """``run`` where no more than that is free."""
+    """Return the result of ``run`` with this much free device memory."""
     gc.collect()
     native().limit_ram(int(num_bytes))
     try:
@@ -66,7 +66,7 @@ def limited(run: Callable[[], Any], num_bytes: float) -> Any:
 
 
 def evict(num_bytes: int = 1) -> None:
-    """What an allocation of so much has the guard take where nothing is free."""
+    """Let the guard evict for an allocation of this size on a full device."""
 
     def allocate() -> None:
         torch.empty(num_bytes, dtype=torch.uint8)
@@ -244,7 +244,7 @@ def leak_figures(engine: Engine) -> tuple[int, ...]:
 
 
 class Changes(Layer):
-    """Changes, when told to, what it has saved first."""
+    """Changes its first saved tensor when told to."""
 
     changes = False
 
@@ -348,7 +348,7 @@ def test_no_room_on_the_host_is_an_error_not_a_wrong_result() -> None:
 
 
 def test_one_guard_at_a_time() -> None:
-    """Else allocations would ask the one that was opened last, and after that nobody."""
+    """A second guard would take over allocations from the first, and when it closes no guard would be left."""
     first, second = stack(2), stack(2)
     with Engine(first, swapped=(), guarded=True):
         with pytest.raises(UsageError, match=r"one at a time\. Close what opened it first"):
@@ -360,7 +360,7 @@ def test_one_guard_at_a_time() -> None:
 
 
 class Shares(Layer):
-    """Saves its output, which the next layer saves as well, and keeps a tensor of its own aside."""
+    """Saves its output, which the next layer saves too, and keeps another tensor of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The guard's tests can fail: each protection is taken out once, and the outcome must then be wrong."""
+"""Planted faults: each protection of the guard is removed once, and the outcome must then be wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def unlimited() -> Iterator[None]:
 
 
 class Between(Layer):
-    """Calls what it is told to, in the middle of its backward and behind its forward."""
+    """Calls a function in the middle of its backward and after its forward."""
 
     in_backward: Callable[[], None] | None = None
     behind: Callable[[], None] | None = None
@@ -59,7 +59,7 @@ def wrongs(
     before_backward: bool = True,
     **options: Any,
 ) -> list[str]:
-    """What is wrong with a step in which everything is taken where it is told.
+    """Return the errors of a step in which every offered storage is evicted at a chosen moment.
 
     Args:
         held_copy_s: copies out are held up for so long, or until everything was taken without waiting for them.
@@ -144,7 +144,7 @@ def test_the_copy_out_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     raised = native().Flag()
     raised.raise_()
     monkeypatch.setattr(EmulatedDevice, "native_event", lambda *_: raised.address)
-    # What a copy engine would find in memory that is gone is anything: here it finds nothing.
+    # A copy engine would find arbitrary bytes in freed memory; here it finds none.
     monkeypatch.setattr(emulated._TensorBytes, "exists", lambda _: False)
     assert wrongs(None, held_copy_s=60, **NOTHING_RELEASED) == ["did not wait", "different"]
 
@@ -175,7 +175,7 @@ def test_an_offer_ends_with_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class ChangesTheLast(Layer):
-    """Leaves a saved tensor for the next layer, which may change it, let go of it, and run out of memory."""
+    """Leaves a saved tensor for the next layer, which may change it, drop it, or run out of memory."""
 
     runs_out: Callable[[], None] | None = None
     before: ChangesTheLast | None = None

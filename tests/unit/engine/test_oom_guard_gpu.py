@@ -1,4 +1,4 @@
-"""The out-of-memory guard on a CUDA device, of whose memory this process may have a part."""
+"""The out-of-memory guard on a CUDA device, with a limit on this process's memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ pytestmark = [
 ]
 
 TOKENS = 2048
-"""Attention's scores then are 32 MiB a layer: what is saved is far above what the allocator rounds."""
+"""Tokens of a micro-batch. Attention's scores are then 32 MiB a layer, so saved tensors far exceed the allocator's
+rounding."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def unlimited() -> Iterator[None]:
 
 
 def step(layers: nn.ModuleList) -> Result:
-    """Two micro-batches in flight."""
+    """Run a step with two micro-batches in flight."""
     layers.zero_grad()
     losses = [loss_of(forward(layers, batch(number, tokens=TOKENS).cuda())) for number in range(2)]
     done = [loss.detach() for loss in losses]
@@ -52,7 +53,7 @@ def in_use() -> int:
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Most that ``run`` has besides what is there before."""
+    """Return the peak of ``run`` beyond the bytes before it."""
     before = in_use()
     torch.cuda.reset_peak_memory_stats()
     run()
@@ -61,7 +62,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def limited(run: Callable[[], Any], num_bytes: float) -> Any:
-    """``run`` where no more than that is free, what segments have left over included."""
+    """Return the result of ``run`` with this much free memory, free parts of reserved segments included."""
     in_use()
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + num_bytes) / total)
@@ -112,8 +113,8 @@ def test_libraries_find_memory_where_pytorch_has_run_out() -> None:
 
 
 def test_a_second_stream_runs_out_at_the_same_time() -> None:
-    """Backward allocates on autograd's thread, the other thread on a stream of its own: both get what they ask for in
-    steps that need rescues and come out right."""
+    """Backward allocates on autograd's thread, the other thread on a stream of its own. Both get their memory in steps
+    that need rescues, and the results are equal."""
     layers = stack(4).cuda()
     plain = step(copy.deepcopy(layers))
     over = threading.Event()

@@ -83,7 +83,7 @@ def random_program(number: int) -> tuple[list[Step], list[int] | None, dict[str,
 
 
 def outcome_of(number: int) -> str:
-    """``rescued``, ``fits``, ``out of memory``, or what is wrong."""
+    """Return ``rescued``, ``fits``, ``out of memory``, or a description of the error."""
     schedule, chunks, options = random_program(number)
     num_layers, part = options.pop("num_layers"), options.pop("part")
     layers = stack(num_layers)

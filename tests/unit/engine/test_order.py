@@ -1,4 +1,4 @@
-"""The order of backward: guessed at first, learned afterwards, robust against everything else."""
+"""The order of backward: guessed at first, learned afterwards, robust against every other order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ OFFLOAD = Decision(Action.SWAP, Reason.POLICY)
 
 
 def at(num_after: int) -> LayerPosition:
-    """The place of a layer after which so many follow."""
+    """Return the position of a layer with so many layers after it."""
     return LayerPosition(num_after, 0, ends_in_loss=True)
 
 
 Foretold = tuple[GroupKey, list[GroupKey]]
-"""The group that began, and those foretold to follow."""
+"""The group that began, and the groups predicted to follow."""
 
 
 def play(order: BackwardOrder, schedule: Sequence[Step], layers_per_chunk: int, foretold: list[Foretold]) -> None:
-    """Forward and backward of one step; notes what was foretold at every group that began."""
+    """Play forward and backward of one step. Append the prediction at every group that begins to ``foretold``."""
     groups: dict[tuple[int, int], list[Group]] = {}
     for what, chunk, mb in schedule:
         if what == "F":

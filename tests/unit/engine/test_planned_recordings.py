@@ -1,4 +1,4 @@
-"""From a recording under the plan that holds least to plans that are carried out: memory is what was predicted."""
+"""Recordings under the lowest-memory plan, and plans made from them: the memory is as predicted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MAKES: dict[str, Callable[[], nn.Module]] = {
 def run(
     make: Callable[[], nn.Module], policy: Policy, steps: Sequence[Step] = TWO, window_bytes: int | None = None
 ) -> tuple[Recording, Result]:
-    """Two recorded steps behind two others; what comes back counts from its allocation, as on a device."""
+    """Record two steps after two others. A reloaded storage counts from its allocation, as on a device."""
     layers, observer = stack(NUM_LAYERS, make), Observer()
     observer.context(layers)  # parameters do not count
     in_pipeline = steps != TWO
@@ -90,7 +90,7 @@ def needs(entry: LayerClass) -> dict[str, tuple[str, ...]]:
 
 
 def device_peak_bytes(recording: Recording) -> int:
-    """The most that saved storages, those that came back early and those made on the way take at once."""
+    """Return the peak of saved storages, prefetched storages and intermediate results of recomputation together."""
     held = most = 0
     for event in recording.events:
         held += {What.SAVED: 1, What.ARRIVED: 1, What.FREED: -1}.get(event.what, 0) * event.num_bytes
@@ -144,7 +144,7 @@ class TestChains:
 
 
 def carried_out(profile: Profile, plan: Plan, make: str, steps: Sequence[Step]) -> None:
-    """``plan``, in the engine: every byte on the device is predicted, and training is what it is without.
+    """Apply ``plan`` in the engine. Every byte on the device is predicted, and training equals training without it.
 
     In forward what is recomputed is predicted to stay until the layer's end; some of it is gone before.
     """
@@ -161,7 +161,7 @@ def carried_out(profile: Profile, plan: Plan, make: str, steps: Sequence[Step]) 
 @pytest.mark.parametrize("steps", [TWO, one_forward_one_backward(6)], ids=["one after the other", "1f1b"])
 @pytest.mark.parametrize("make", MAKES)
 def test_a_plan_of_a_recording_holds_what_was_predicted(make: str, steps: list[Step]) -> None:
-    """From keeping everything to the least that any plan holds."""
+    """The budgets range from keeping everything to the least that any plan holds."""
     profile = safely(MAKES[make], steps)
     unswapped_gib, least_gib = simulate(profile, empty_plan(profile)).peak_gib, smallest_budget(profile)
     seen: set[Action] = set()

@@ -1,4 +1,4 @@
-"""The tests can fail: each protection of the engine is taken out once, and the outcome must then be wrong.
+"""Planted faults: each protection of the engine is removed once, and the outcome must then be wrong.
 
 Every scenario runs twice, on the engine as it is (nothing may be wrong) and with one planted fault. The lazy device
 runs a copy only when a wait demands it, so a missing wait always shows.
@@ -45,7 +45,7 @@ Run = Callable[[nn.ModuleList, Engine | None], Result]
 
 
 def wrongs(run: Run, make: Callable[[], nn.Module] = Layer, **options: object) -> list[str]:
-    """What is wrong with ``run`` under the engine; empty if it is as without it."""
+    """Return the differences between ``run`` under the engine and without it."""
     layers = stack(6, make)
     plain = run(copy.deepcopy(layers), None)
     engine = Engine(layers, **{"device": LazyDevice(), **options})
@@ -117,7 +117,7 @@ class TestWaits:
         graph: dict[str, torch.Tensor] = {}
 
         class Dropping(Layer):
-            """The collector may free a graph at any moment: here in the middle of a layer."""
+            """Frees a graph in the middle of a layer, since the garbage collector may do so at any moment."""
 
             drops = False
 
@@ -238,7 +238,7 @@ class TestOwners:
 
 
 def wrongs_of_failures(run: Run, make: Callable[[], nn.Module], **options: object) -> list[str]:
-    """As ``wrongs``; pytest's own failures (not raised as expected) count too."""
+    """Return differences as ``wrongs`` does. Failures of pytest (not raised as expected) count too."""
     try:
         return wrongs(run, make, **options)
     except BaseException as failure:  # pytest.fail raises none of Exception
@@ -246,7 +246,7 @@ def wrongs_of_failures(run: Run, make: Callable[[], nn.Module], **options: objec
 
 
 def addresses_reused(block: recipe_cases.Block, hidden: torch.Tensor) -> torch.Tensor:
-    """Each norm's output is saved and freed, and later tensors of its size, saved too, may stand where it stood."""
+    """Save and free each norm's output. Later saved tensors of its size may get its address."""
     for _ in range(4):
         hidden = block.linear(block.norm(hidden)).sin().exp().tanh()
     return hidden
@@ -292,7 +292,7 @@ class TestRecipes:
 
     def test_a_kernel_that_is_not_deterministic(self, monkeypatch: pytest.MonkeyPatch):
         class Noisy(recipe_cases.Block):
-            """Its activation gives other numbers each time, and the same ones in each run."""
+            """A layer whose activation returns other numbers each time, and the same ones in each run."""
 
             def __init__(self) -> None:
                 super().__init__(recipe_cases.chain)
@@ -330,7 +330,7 @@ class TestVerify:
             train_step(layers, one_after_the_other(1))
 
     def test_without_verify_the_same_change_goes_unnoticed(self):
-        """What the option is for."""
+        """Only the option ``verify`` notices it."""
         layers = stack(6)
         with Engine(layers, device=LazyDevice()) as engine:
             loss = loss_of(forward(layers, batch()))

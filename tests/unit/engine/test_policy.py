@@ -1,4 +1,4 @@
-"""Which storages go: layers, patterns of modules, sizes."""
+"""The choice of storages to swap: layers, patterns of modules, sizes."""
 
 from __future__ import annotations
 

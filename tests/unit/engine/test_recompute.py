@@ -1,4 +1,4 @@
-"""Recomputing single sites: bit-equal to holding them, in any mix with swapping, whatever happens to the tensors."""
+"""Recomputing single sites: bit-equal to keeping them, in any mix with swapping, whatever happens to the tensors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_under_pipeline_schedules_with_dropout(schedule: list, dtype: torch.dtyp
     verify=st.booleans(),
 )
 def test_any_mix_of_the_three_actions(choices: list[Action], window: int | None, verify: bool):
-    """Every site its own action; those that cannot be recomputed are swapped instead."""
+    """Every site has its own action. Sites that cannot be recomputed are swapped instead."""
     policy = Choice(lambda site, _: choices[sum(map(ord, str(site))) * 31 % 37])
     compare(stack(), one_step, policy=policy, window_bytes=window, verify=verify)
 
@@ -112,7 +112,7 @@ def test_bytes_are_counted_where_they_were_saved():
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Device memory must not wait for the garbage collector."""
+    """Disable the garbage collector, since device memory must not wait for it."""
     gc.collect()
     gc.disable()
     try:
@@ -192,7 +192,7 @@ def test_an_exception_in_a_layer_leaves_nothing_behind():
 @pytest.mark.parametrize("first", Action)
 @pytest.mark.parametrize("second", Action)
 def test_what_a_recipe_needs_is_itself_kept_swapped_or_recomputed(first: Action, second: Action):
-    """norm -> activation -> linear: the activation's recipe needs the norm's output, that one's the layer's input."""
+    """The activation's output is made from the norm's output, and that from the layer's input."""
 
     def choose(site: Site, producer: str | None) -> Action:
         if site.path == "linear":
@@ -285,7 +285,7 @@ def test_another_stream_makes_its_own():
 
 
 def saved_recipes(loss: torch.Tensor) -> list:
-    """The recipes in a graph."""
+    """Return the recompute specs in a graph."""
     found, todo, seen = [], [loss.grad_fn], set()
     while todo:
         node = todo.pop()

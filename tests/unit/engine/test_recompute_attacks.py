@@ -1,4 +1,5 @@
-"""Whatever a model does to its tensors: recomputing is equal to the bit, refused, or the error there is without us."""
+"""Models that change, free or alias tensors: recomputing is equal to the bit, refused, or raises plain autograd's
+error."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ def test_a_kernel_that_changes_its_size_is_told():
 
 
 def test_bits_decide_not_numbers():
-    """NaN is the same as NaN, 0.0 is not -0.0."""
+    """NaN equals the same NaN, and 0.0 differs from -0.0."""
     sign = [1.0]
 
     def kernel(hidden: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ UNSAVED = "one of its inputs is not saved"
 
 
 class Rotate(torch.autograd.Function):
-    """Saves neither its input nor its output."""
+    """A rotation that saves neither its input nor its output."""
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Rotate(torch.autograd.Function):
 
 
 class Mix(torch.autograd.Function):
-    """Attention: saves queries, keys and values, in this order."""
+    """Attention that saves queries, keys and values, in this order."""
 
     @staticmethod
     def forward(ctx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,8 @@ class Mix(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """``copied``: values are copied as TransformerEngine does, so that nobody saves linear_qkv's output."""
+    """An attention layer. ``copied``: values are copied as in TransformerEngine, so that nobody saves linear_qkv's
+    output."""
 
     def __init__(self, copied: bool) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ def telling(engine: Engine, layers: nn.ModuleList) -> None:
 
 
 def attention(copied: bool, kinds: list[str] | tuple[str, ...], **options: object) -> Engine:
-    """Three layers, twice two micro-batches, equal to the bit; only the ``kinds`` are recomputed."""
+    """Run three layers over twice two micro-batches, equal to the bit. Only the ``kinds`` are recomputed."""
     plain, layers = one_step(stack(3, lambda: Rotary(copied))), stack(3, lambda: Rotary(copied))
     with Engine(layers, recompute=kinds, **options) as engine:  # type: ignore[arg-type]
         telling(engine, layers)
@@ -107,7 +108,7 @@ def attention(copied: bool, kinds: list[str] | tuple[str, ...], **options: objec
 
 
 EACH = 3 * 2 * 2
-"""Layers, micro-batches, steps."""
+"""Number of layers, micro-batches and steps."""
 
 
 @pytest.mark.parametrize("swapped", [[], [0, 1, 2], [1]], ids=["none", "all", "middle"])
@@ -162,7 +163,7 @@ def test_any_part_of_the_three(choice: str) -> None:
 
 @pytest.mark.parametrize("where", ["output", "input"])
 def test_a_change_while_a_recipe_waits_is_refused_or_the_error_that_it_is_without_us(where: str) -> None:
-    """Behind the save of the query, before that of the value."""
+    """The change comes after the save of the query and before the save of the value."""
 
     class Changing(Attention):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -229,7 +230,7 @@ def test_a_missing_trial_of_what_is_made_on_the_way_is_noticed(monkeypatch: pyte
 
 
 def test_a_recipe_that_is_not_decided_at_the_layers_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is saved behind the three: the layer's end has to decide."""
+    """Nothing is saved after the three sites, so the layer's end has to decide."""
 
     class Last(Rotary):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The edge to autograd: gradients to the bit, whatever a layer saves and however backward is asked for."""
+"""The saved-tensor hooks: gradients equal to the bit, whatever a layer saves and however backward is called."""
 
 from __future__ import annotations
 

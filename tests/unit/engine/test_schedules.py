@@ -1,4 +1,4 @@
-"""Micro-batches in flight in any order, any window, any delays: every loss and gradient to the bit."""
+"""Micro-batches in flight in any order, with any window and any delays: losses and gradients equal to the bit."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_training_with_an_optimizer_follows_the_plain_path():
 
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[list[Step], list[int]]:
-    """Any order that respects what depends on what."""
+    """Generate any order that respects dependencies."""
     chunks = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     num_micro_batches = draw(st.integers(1, 4))
     last = len(chunks) - 1

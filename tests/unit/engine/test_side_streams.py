@@ -1,4 +1,4 @@
-"""Who waits for whom, on a device that only writes it down.
+"""Waits between streams, on a device that only records them.
 
 The emulation's compute stream never lags behind its caller, so a copy that does not wait for compute shows only here
 (and on a GPU). So do layers that compute on more than one stream (Megatron's shared experts).
@@ -23,7 +23,7 @@ LAST = LayerPosition(0, 0, True)
 
 
 class Recorder(Device):
-    """Streams are names; copies happen at once; ``waits`` has (stream, event)."""
+    """A device whose streams are names and whose copies happen at once. ``waits`` has (stream, event)."""
 
     torch_device = torch.device("cpu")
 
@@ -31,7 +31,7 @@ class Recorder(Device):
         self.current = "main"
         self.waits: list[tuple[str, str]] = []
         self.log: list[tuple[str, str, str]] = []
-        """What was enqueued, in order: (what, stream, event)."""
+        """Enqueued work in order: (what, stream, event)."""
         self.used: list[str] = []
         self._num_events = 0
 
@@ -100,7 +100,7 @@ class Recorder(Device):
 
 
 def swapped_out(device: Recorder, saved_on: str):
-    """A storage with two saved tensors that has left the device."""
+    """Return an offloaded storage with two saved tensors."""
     pool = HostPool(limit=1 << 26, slab_bytes=1 << 24, pinned=False)
     manager = SwapManager(device, HostTier(pool), EVERYTHING)
     group = manager.begin_forward(0, LAST)
@@ -164,7 +164,7 @@ def test_a_site_counts_as_held_only_by_refusals_in_a_row():
 
 
 def waits_for_compute(device: Recorder, stream: str, compute: str, since: int) -> bool:
-    """Whether every copy on ``stream`` is behind an event that ``compute`` recorded after position ``since``."""
+    """Whether every copy on ``stream`` comes after an event that ``compute`` recorded after position ``since``."""
     is_behind = num_copies = 0
     recorded: set[str] = set()
     for what, on, event in device.log[since:]:
@@ -181,7 +181,7 @@ def waits_for_compute(device: Recorder, stream: str, compute: str, since: int) -
 
 
 def copies_wait_for_compute(saved_on: str) -> tuple[bool, bool]:
-    """Of a storage that goes and returns: whether its copies out, and in, wait for the work before them."""
+    """Return whether the offloads, and the reloads, of a storage wait for the work before them."""
     device = Recorder()
     manager, group, *_ = swapped_out(device, saved_on)
     is_out_behind = waits_for_compute(device, "out", saved_on, since=0)

@@ -13,7 +13,7 @@ from tests.engine import Layer, batch
 
 
 def saved_in(module: nn.Module, names: SiteNames, hidden: torch.Tensor) -> list[str]:
-    """The sites of one run, as strings."""
+    """Return the sites of one run, as strings."""
     sites: list[Site] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ def saved_in(module: nn.Module, names: SiteNames, hidden: torch.Tensor) -> list[
 
 
 class Recursive(nn.Module):
-    """Runs itself once more inside itself."""
+    """A module that runs itself once more inside itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors that an autograd function keeps on its context are swapped as those that autograd saves."""
+"""Tensors that an autograd function keeps on its context are swapped like those that autograd saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.engine import (
 
 
 class Stashing(torch.autograd.Function):
-    """tanh(x) twice over, with one of them on ctx."""
+    """Computes tanh(x) twice over, with one of the results on ctx."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_what_is_stashed_leaves_the_device():
     with Engine(layers, [0, 1]) as engine:
         loss = forward(layers, batch().requires_grad_()).sum()
         num_bytes = TOKENS * HIDDEN * 4
-        # Of each layer the input of its linear, and what is stashed, view and all: one storage.
+        # Each layer saves the input of its linear and one storage that is stashed, views included.
         assert engine.counters.out_bytes == 2 * 2 * num_bytes
         loss.backward()
 

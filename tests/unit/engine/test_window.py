@@ -1,4 +1,4 @@
-"""What comes back ahead of its use, and what may wait for its release: windows, and memory that is lent."""
+"""Prefetch windows and the release budget: what is reloaded ahead of its use, and what may await its release."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestWindow:
     def test_of_what_backward_gives_back_a_chosen_window_takes_as_much_again(
         self, is_chosen: bool, monkeypatch: pytest.MonkeyPatch
     ):
-        """The engine's own takes all of it."""
+        """The engine's own window takes all memory that backward frees."""
         layers = stack(8)
         with Engine(layers, swapped=range(3)) as probe:
             train_step(layers, one_after_the_other(1))

@@ -1,4 +1,4 @@
-"""Gradients are accumulated where they are computed, whoever asks for the nodes later."""
+"""Gradients are accumulated on the stream that computes them, whoever asks for the nodes later."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_who_asks_later_gets_the_same_node() -> None:
 
 
 def test_without_a_holder_it_is_another_one() -> None:
-    """What the list is for."""
+    """The list of nodes exists to hold the first one."""
     module = nn.Linear(2, 3)
     first = node_of(module.weight)
     first.metadata["mine"] = True  # type: ignore[attr-defined]
@@ -37,7 +37,7 @@ def test_frozen_and_shared_parameters() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_memory_of_gradients_is_free_at_once() -> None:
-    """Hooks put on the nodes on another stream, as Megatron does: what goes between streams is freed late."""
+    """Megatron puts hooks on the nodes on another stream. Memory that passes between streams is freed late."""
 
     def num_late(early: bool) -> int:
         module = nn.Linear(1024, 1024, bias=False, device="cuda")

@@ -1,4 +1,4 @@
-"""Which flags for plans and budgets go together, and what each refusal says."""
+"""Combinations of flags for plans and budgets, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAN = Plan(MODEL, None, None, None, (PlanClass("0-1", {"mlp/0": SitePlan("swap"
 
 
 def parsed(flags: str, **theirs: object) -> argparse.Namespace:
-    """Our flags, and those of Megatron's that are looked at, of the model of ``MODEL``."""
+    """Return our flags and those of Megatron's that the checks read, for the model of ``MODEL``."""
     args = add_swap_args(argparse.ArgumentParser()).parse_args(flags.split())
     vars(args).update(
         num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=1,
@@ -42,7 +42,7 @@ def parsed(flags: str, **theirs: object) -> argparse.Namespace:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a plan in it."""
+    """The current folder, which has a plan in it."""
     monkeypatch.chdir(tmp_path)
     save_plan(PLAN, "plan.json")
     return tmp_path

@@ -58,7 +58,7 @@ def make_inputs(
 def reference(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attention as in the textbook, in double precision."""
+    """Return attention as in the textbook, in double precision."""
     query, key, value = (x.double().permute(1, 2, 0, 3) for x in (query, key, value))
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (scale or 1 / math.sqrt(query.shape[-1]))
@@ -71,7 +71,7 @@ def causal(num_queries: int = SEQUENCE, num_keys: int = SEQUENCE) -> Tensor:
 
 
 def assert_same(inputs: list[Tensor], actual: Tensor, expected: Tensor) -> None:
-    """Values and gradients agree to the precision of fp32."""
+    """Check that values and gradients agree to the precision of fp32."""
     weights = torch.randn(expected.shape, dtype=torch.double, generator=torch.Generator().manual_seed(1))
     actual_grads = torch.autograd.grad((actual.double() * weights).sum(), inputs)
     expected_grads = torch.autograd.grad((expected * weights).sum(), inputs)
@@ -112,7 +112,7 @@ def test_more_keys_than_queries() -> None:
 
 
 def document_mask() -> Tensor:
-    """True where attention is forbidden: two documents, the border elsewhere in each sample."""
+    """Return a mask that is true where attention is forbidden: two documents, with another border in each sample."""
     document = torch.tensor([[0] * 5 + [1] * 7, [0] * 8 + [1] * 4])
     return (document[:, :, None] != document[:, None, :])[:, None]
 
@@ -146,7 +146,7 @@ def test_mask_type_of_a_call_goes_before_that_of_the_layer() -> None:
 
 
 class StateTracker:
-    """Stands in for Megatron's tracker: a random state of its own, the outer one untouched."""
+    """A fake of Megatron's tracker: it has a random state of its own and leaves the outer one untouched."""
 
     def __init__(self, seed: int) -> None:
         self.generator_state = torch.Generator().manual_seed(seed).get_state()

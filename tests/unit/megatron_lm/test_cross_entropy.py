@@ -36,7 +36,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Made:
-    """A projection on words, and what follows from its losses."""
+    """A projection on words, with gradients from its losses."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Made:
         self.loss = loss_of(self.logits, target, 0.0, group)
 
     def backward(self, **options: Any) -> torch.Tensor:
-        """The gradient of the logits, which nobody holds any more."""
+        """Return the gradient of the logits after all other references to them are gone."""
         del self.logits
         return self.backward_beside(**options)
 
     def backward_beside(self, **options: Any) -> torch.Tensor:
-        """The same while they are still held."""
+        """Return the gradient of the logits while they are still referenced."""
         (self.loss * self.factors).sum().backward(**options)
         return self.gradients.pop()
 
@@ -95,7 +95,7 @@ def test_chunks_are_large_enough_and_cover_all() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor in single precision that any operation returns."""
+    """Records the largest tensor in single precision that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,8 @@ def test_logits_that_somebody_holds_stay(
 
 
 def test_a_second_backward_is_refused(group: Any) -> None:
-    """As the logits are gone. Behind saved-tensor hooks torch does not look, neither at Megatron's own."""
+    """The logits are gone by then. Behind saved-tensor hooks torch does not check, not even for Megatron's own
+    function."""
     made = Made(chunked_cross_entropy, group)
     made.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -185,7 +186,7 @@ def test_the_rest_stays_with_megatron(group: Any, what: str) -> None:
 def test_equal_at_the_sizes_of_models(
     group: Any, length: int, vocabulary: int, with_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the most that is there besides the logits: one part, where Megatron has all of them."""
+    """The peak beyond the logits is one chunk, where Megatron has all of them."""
     if with_kernels:
         assert loss_kernels.kernels_for(torch.empty(1, vocabulary, dtype=torch.bfloat16, device="cuda")) is not None
     else:
@@ -204,7 +205,7 @@ def test_equal_at_the_sizes_of_models(
 
 @pytest.mark.gpu
 def test_every_number_that_logits_can_be(group: Any) -> None:
-    """All bf16 numbers but those of which no loss can be made, beside maxima of all sizes; an expanded gradient."""
+    """The case has all bf16 numbers that give a loss, beside maxima of all sizes, and an expanded gradient."""
     every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(torch.bfloat16)
     finite = torch.where(every.isfinite(), every, 0.0).view(8, 1, -1)
     scales = torch.tensor([1.0, 1e-3, 1e-30, 10.0], device="cuda", dtype=torch.bfloat16).view(1, 4, 1)

@@ -1,4 +1,4 @@
-"""Host memory of a rank: who may take how much of it, and what is refused before anything is built."""
+"""Host memory of a rank: its share for each use, and refusals before the model is built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.swap.memory.host_memory import HostMemoryError
 from megatron.swap.memory.host_pool import HostPool
 
 ARGS = Namespace(swap_layers="none")
-"""All that is read with ``--swap-modules``, from which no lower bound follows."""
+"""The only argument that is read with ``--swap-modules``, from which no lower bound follows."""
 
 
 def share(host_gib: float, *, swaps: bool = True, **settings: object) -> HostShare:

@@ -1,4 +1,4 @@
-"""A Megatron optimizer is adapted as a whole, and given back as it was."""
+"""A Megatron optimizer is adapted as a whole, and restored completely."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerS
 
 
 def megatrons_optimizer() -> Any:
-    """Three parameters with Adam, in Megatron's optimizer for single precision."""
+    """Return Megatron's optimizer for single precision with Adam and three parameters."""
     numbers = torch.Generator().manual_seed(1)
     params = [nn.Parameter(torch.randn(KIB, generator=numbers)) for _ in range(3)]
     optimizer = FP32Optimizer.__new__(FP32Optimizer)
@@ -31,7 +31,7 @@ def params_of(optimizer: Any) -> list[nn.Parameter]:
 
 
 def step(optimizer: Any, number: int) -> None:
-    """One step of the inner optimizer, with gradients that depend on ``number``."""
+    """Run one step of the inner optimizer, with gradients that depend on ``number``."""
     for param in params_of(optimizer):
         param.grad = torch.full_like(param, 0.5 + number)
     optimizer.optimizer.step()
@@ -50,7 +50,7 @@ def adapted_by(swap: OptimizerSwap) -> AdaptedOptimizer:
 
 @pytest.mark.parametrize("has_own_step", [True, False])
 def test_it_is_given_back_as_it_was_and_trains_on(has_own_step: bool) -> None:
-    """Also where somebody had replaced a method before."""
+    """A method that somebody replaced before is restored too."""
     plain, optimizer = megatrons_optimizer(), megatrons_optimizer()
     if has_own_step:
         optimizer.optimizer.step = optimizer.optimizer.step
@@ -76,7 +76,8 @@ def test_it_is_given_back_as_it_was_and_trains_on(has_own_step: bool) -> None:
 
 @pytest.mark.parametrize("method", ["prepare_grads", "reload_model_params", "sharded_state_dict"])
 def test_a_method_that_this_megatron_lacks_is_an_error(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under another name it would read offloaded state, and training would go wrong in silence."""
+    """The method may exist under another name. It would read offloaded state, and training would be wrong without an
+    error."""
     optimizer = megatrons_optimizer()
     before = [set(vars(owner)) for owner in (optimizer, optimizer.optimizer)]
     for kind in FP32Optimizer.__mro__:
@@ -101,7 +102,8 @@ def test_what_is_removed_can_be_installed_again() -> None:
 
 
 def test_after_training_broke_off_state_can_be_saved() -> None:
-    """By a script that catches the error: nobody has waited for copies, and Megatron's methods are its own again."""
+    """A script that catches the error saves: nothing has waited for copies, and Megatron's methods are its own
+    again."""
     optimizer = megatrons_optimizer()
     before = set(vars(optimizer))
     swap = swapped(optimizer)

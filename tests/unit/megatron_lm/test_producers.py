@@ -1,4 +1,4 @@
-"""What is recorded: Megatron's norms, activations, linear layers, queries; TransformerEngine's norm and copies."""
+"""Recorded producers: Megatron's norms, activations, linear layers, queries; TransformerEngine's norm and copies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.recipe_cases import one_step, where_known
 
 
 class Recorder:
-    """Stands for ``Recomputer``: remembers whose calls are recorded."""
+    """A fake ``Recomputer`` that remembers whose calls are recorded."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -112,7 +112,7 @@ def test_linears_outside_experts_tell_and_only_the_kinds_that_are_wanted():
 
 
 class Told:
-    """Stands for ``Recomputer``: remembers what is told."""
+    """A fake ``Recomputer`` that remembers what is recorded."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -122,7 +122,7 @@ class Told:
 
 
 def cut(groups: int, heads: int, channels: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """linear_qkv's output, queries and values as Megatron cuts them out: [sequence, batch, heads, channels]."""
+    """Return linear_qkv's output, queries and values as Megatron splits them: [sequence, batch, heads, channels]."""
     mixed = torch.randn(6, 2, (heads + 2 * groups) * channels)
     width = heads // groups * channels
     query, _, value = torch.split(mixed.view(6, 2, groups, width + 2 * channels), [width, channels, channels], dim=3)
@@ -179,7 +179,7 @@ def test_the_attention_tells_its_queries_until_it_is_given_back(monkeypatch: pyt
 
 
 def apply_normalization(x: Any, out: Any, weight: Any, bias: Any, eps: float, quantizer: Any, *rest: Any) -> Any:
-    """Stands for TransformerEngine's: same arguments, same results."""
+    """Normalize as TransformerEngine's function of this name: same arguments, same results."""
     return torch.ops.aten.native_layer_norm(x, [x.shape[-1]], weight, bias, eps)
 
 
@@ -225,7 +225,7 @@ class Layer(nn.Module):
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> types.ModuleType:
-    """A TransformerEngine whose module ``name`` has that one function."""
+    """Return a fake TransformerEngine whose module ``name`` has one function."""
     parts = name.split(".")
     for i in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
@@ -242,7 +242,7 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 @contextmanager
 def telling(engine: Engine, changed: Callable[[Any], Any] = lambda function: function) -> Iterator[None]:
-    """Within, what the norm makes is told; ``changed`` makes another function of the one that is told."""
+    """Record the norm's output within the context. ``changed`` maps the recorded function to another."""
 
     def tell(function: Any, *what: Any) -> None:
         record_norm_of_linear(engine.recomputer, changed(function), *what)
@@ -278,7 +278,7 @@ def test_a_norm_that_does_not_make_the_same_again_is_refused():
 
 
 def get_qkv_layout(q: Any, k: Any, v: Any, qkv_format: str = "sbhd") -> Any:
-    """Stands for TransformerEngine's: same arguments, same results."""
+    """Return the layout as TransformerEngine's function does: same arguments, same results."""
     return ("sbhd_sbhd_sbhd", *(x.contiguous() for x in (q, k, v)), qkv_format, qkv_format)
 
 

@@ -1,4 +1,4 @@
-"""The file on disk: what is written is read back, also when a call moves fewer bytes than asked; faults are errors."""
+"""The disk file: written bytes are read back, also when a call moves fewer bytes than asked; faults are errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def disk(tmp_path: Path) -> Iterator[DiskFile]:
 
 
 def aligned(num_bytes: int, seed: int | None = None) -> torch.Tensor:
-    """Random bytes at the beginning of a page; zeros without ``seed``."""
+    """Return random bytes that start at a page; zeros without ``seed``."""
     memory = torch.zeros(num_bytes + BLOCK_BYTES, dtype=torch.uint8)
     start = -memory.data_ptr() % BLOCK_BYTES
     memory = memory[start : start + num_bytes]
@@ -73,7 +73,7 @@ def test_what_is_written_is_read(disk: DiskFile, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_view_is_the_file(disk: DiskFile) -> None:
-    """A checkpoint reads it, and is loaded into it."""
+    """A checkpoint reads the view and is loaded into it."""
     (room,) = disk.take_all([2 * BLOCK_BYTES + 100])
     data = aligned(3 * BLOCK_BYTES, seed=1)
     written(disk, room, 0, data)
@@ -247,7 +247,7 @@ time.sleep(60)
 
 
 def opened_in(folder: Path) -> list[str]:
-    """Files there that any process holds open, those without a name included: their space is not free."""
+    """Return the files there that any process holds open, unnamed ones included: their space is not free."""
     found = []
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):

@@ -53,7 +53,7 @@ class TestArena:
 
     @pytest.mark.parametrize("seed", range(60))
     def test_what_is_sure_to_fit_fits(self, seed: int) -> None:
-        """Where what is left of shared mappings counts, what the last one leaves, or pages."""
+        """The guarantee counts what is left of shared mappings, what the last one leaves, and pages."""
         numbers = random.Random(seed)
         choice = [[16_000, 12_000], [1, 3000, 5000, 14_000, 17_000, 66_000], [1, 4097]][seed % 3]
         sizes = [numbers.choice(choice) for _ in range(1000)]
@@ -76,7 +76,7 @@ class TestArena:
         assert arena.sure_bytes(10**6) == 0
 
     def test_a_piece_is_a_storage_of_its_own(self) -> None:
-        """A checkpoint has whole storages."""
+        """A checkpoint saves whole storages."""
         arena = HostArena(limit_bytes=MIB, pinned=False, region_bytes=64 * KIB)
         for num_bytes in (12, 70_000):
             assert arena.take(num_bytes).untyped_storage().nbytes() == num_bytes
@@ -90,7 +90,7 @@ class TestArena:
 
     @pytest.mark.gpu
     def test_dropped_without_close(self) -> None:
-        """The next mappings have its addresses, unless its registration keeps them."""
+        """The next mappings get the same addresses, unless the registration keeps them."""
         for _ in range(5):
             arena = HostArena(limit_bytes=64 * MIB, pinned=True, region_bytes=MIB)
             pieces = arena.take_all([1, 3 * MIB, 16 * MIB])

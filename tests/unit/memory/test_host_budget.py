@@ -1,4 +1,4 @@
-"""The budget of host memory: named reservations, what is refused, and a pool that follows them."""
+"""The budget of host memory: named reservations, refusals, and a pool that follows them."""
 
 from __future__ import annotations
 

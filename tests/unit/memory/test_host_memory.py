@@ -1,4 +1,4 @@
-"""The host budget against made-up machines, and how pages are made ready."""
+"""The host budget on made-up machines, and how pages are prepared."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ class TestRegions:
         assert not is_mapped(address)
 
     def test_dropped_while_registered(self, monkeypatch):
-        """Its registration ends only when no tensor is left and the device is idle, and before its unmapping."""
+        """The registration ends only when no tensor is left and the device is idle, and before the unmapping."""
         cudart = FakeCudart(monkeypatch)
         regions, _ = prepare_regions([MIB] * 3, strategy=PinStrategy(), device=1, numa_node=None)
         viewed, *others = (region.address for region in regions)

@@ -1,4 +1,4 @@
-"""The slab pool: accounting, splitting, lifetimes; against a naive model under random traffic."""
+"""The slab pool: accounting, splitting, lifetimes; compared with a naive model under random traffic."""
 
 from __future__ import annotations
 
@@ -427,7 +427,7 @@ def test_against_the_model(steps, slab_mib, limit_gib):
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_pieces_are_not_small_without_need(data):
-    """In a pool whose free blocks all hold 8 MiB or more, no piece of a larger lease is below 4 MiB."""
+    """If all free blocks hold 8 MiB or more, no piece of a larger lease is below 4 MiB."""
     pool = make_pool(limit=GIB, slab_bytes=GIB)
     sizes = data.draw(st.lists(st.integers(8 * MIB, 40 * MIB), min_size=2, max_size=12))
     blocks = []
@@ -446,7 +446,7 @@ def test_pieces_are_not_small_without_need(data):
 @settings(max_examples=100, deadline=None)
 @given(steps=st.lists(st.tuples(st.booleans(), st.integers(1, 200 * 1024), st.integers(0, 99)), max_size=60))
 def test_fences_are_never_forgotten(steps):
-    """Page by page: a lease's fence is at least that of every page it holds."""
+    """For every page, a lease's fence is at least that of the page."""
     pool = make_pool(limit=64 * MIB, slab_bytes=MIB)
     pages: dict[tuple[int, int], int] = {}
     leases: list[Lease] = []

@@ -53,7 +53,7 @@ def disk(tmp_path: Path) -> Iterator[DiskFile]:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads and writes take their time, and end in any order."""
+    """Delay reads and writes, so that they end in any order."""
     delays, calls = random.Random(1), {name: getattr(os, name) for name in ("preadv", "pwritev")}
 
     def slowly(name: str, *arguments: Any) -> int:
@@ -82,7 +82,7 @@ def test_training_is_equal(schedule: str, host_bytes: int, disk: DiskFile) -> No
 
 
 def test_the_disk_is_used_all_along_once_it_is_known_how_much_of_it(disk: DiskFile) -> None:
-    """In the first step the last storages have no room; in later steps about every other storage goes to disk."""
+    """The last storages of the first step have no room; in later steps about every other storage goes to disk."""
     places: list[list[str]] = []
     layers = stack(NUM_LAYERS)
     with Engine(layers, host_bytes=320 * KIB, disk=disk, commit_bytes=0) as engine:
@@ -129,7 +129,7 @@ def test_no_room_left_at_all(tmp_path: Path) -> None:
 
 
 def _written(tier: DiskTier, device: EmulatedDevice, number: int) -> tuple[list[DiskSlot], list[torch.Tensor]]:
-    """Slots whose bytes are on disk alone, but for those of the last three."""
+    """Write ``number`` slots. All but the last three are on disk alone. Return slots and sources."""
     stream = device.copy_stream("out")
     sources = [torch.full((4 * KIB,), value, dtype=torch.uint8) for value in range(1, number + 1)]
     slots = [tier.reserve(source.numel()) for source in sources]
@@ -176,12 +176,12 @@ def test_a_buffer_that_is_filled_again_too_early_shows(disk: DiskFile, monkeypat
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("seed", range(8))
 def test_slots_in_any_order(seed: int, disk: DiskFile) -> None:
-    """Room is used again at once, by storages of other sizes, while old writes are under way."""
+    """Space is used again at once, by storages of other sizes, while old writes are in flight."""
     assert _cycle(disk, seed, num_rounds=60)
 
 
 def _cycle(disk: DiskFile, seed: int, num_rounds: int) -> bool:
-    """Whether all that is read is what was written."""
+    """Return whether all bytes are read as they were written."""
     chance, device = random.Random(seed), EmulatedDevice(longest_delay_s=0.003)
     tier = DiskTier(disk, 8 * KIB, pinned=False)
     out_stream, in_stream = device.copy_stream("out"), device.copy_stream("in")
@@ -247,7 +247,7 @@ def test_the_buffers_are_part_of_host_memory(disk: DiskFile) -> None:
 
 
 def test_room_on_disk_where_host_memory_has_some_again(disk: DiskFile) -> None:
-    """The fraction of a step that goes to disk is the one that had no room in the step before."""
+    """The fraction of a step that goes to disk is the fraction that had no room in the step before."""
     pool = HostPool(limit=8 * KIB, slab_bytes=8 * KIB, pinned=False)
     tier = SpillTier(HostTier(pool), DiskTier(disk, 4 * KIB, pinned=False))
     there = [["host", "host", "disk", "disk"], ["host", "disk", "host", "disk"], ["host", "disk"], ["host", "host"]]
@@ -261,7 +261,7 @@ def test_room_on_disk_where_host_memory_has_some_again(disk: DiskFile) -> None:
 
 
 def test_nobody_looks_far_for_what_is_on_disk(disk: DiskFile) -> None:
-    """It is done for every layer; where nothing is on disk not even that."""
+    """The search runs for every layer. If nothing is on disk, it does not run at all."""
     pool = HostPool(limit=MIB, slab_bytes=MIB, pinned=False)
     tier = SpillTier(HostTier(pool), DiskTier(disk, 4 * KIB, pinned=False))
     slots, seen = [tier.reserve(4 * KIB) for _ in range(200)], []

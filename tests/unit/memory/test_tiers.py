@@ -25,7 +25,7 @@ def host_tier() -> Tier:
 
 
 def disk_tier() -> Tier:
-    """With buffers smaller than most of what is moved."""
+    """Return a disk tier with buffers smaller than most storages."""
     return DiskTier(DiskFile(tempfile.gettempdir(), LIMIT_BYTES), 32 * KIB, pinned=False)
 
 
@@ -139,7 +139,7 @@ def test_a_full_tier_says_so_and_nothing_has_changed(tier: Tier):
 
 
 def test_room_used_again_names_the_last_read_of_its_owners() -> None:
-    """For host memory only: copies never read the disk itself, but a buffer."""
+    """The test is for host memory only: copies never read the disk itself, but a buffer."""
     tier = host_tier()
     slots = [tier.reserve(MIB) for _ in range(LIMIT_BYTES // MIB)]
     assert [slot.fence for slot in slots] == [0] * len(slots)

@@ -1,4 +1,4 @@
-"""Both queues."""
+"""Fixtures for both queues."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def queue_type(request: pytest.FixtureRequest) -> type[TransferQueue]:
 
 @pytest.fixture
 def make(queue_type: type[TransferQueue]) -> Iterator[Callable[..., TransferQueue]]:
-    """Makes queues, and stops them in the end."""
+    """Makes queues, and stops them at the end."""
     made: list[TransferQueue] = []
 
     def make(num_in_flight: int = 2, cuda: FakeCuda | None = None, started: bool = True) -> TransferQueue:

@@ -15,7 +15,7 @@ NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 
 class FakeCuda:
-    """``fake_cuda.cpp``."""
+    """A fake CUDA runtime: ``fake_cuda.cpp``."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -27,7 +27,7 @@ class FakeCuda:
         self._library.fake_cuda_reset()
 
     def allow(self, operations: int) -> None:
-        """So many more operations are done; below 0: all."""
+        """Allow so many further operations; below 0: all."""
         self._library.fake_cuda_allow(operations)
 
     def fail(self, call: str, code: int = 1) -> None:
@@ -44,7 +44,7 @@ class FakeCuda:
 
 
 class Memory:
-    """Bytes at an address."""
+    """A range of memory at an address."""
 
     def __init__(self, data: bytes) -> None:
         self._buffer = ctypes.create_string_buffer(data, len(data))

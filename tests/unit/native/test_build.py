@@ -33,7 +33,7 @@ echo made > $target
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test chooses anew."""
+    """Make each test choose its compiler and build anew."""
     monkeypatch.delenv("MEGATRON_SWAP_NATIVE", raising=False)
     build.load.cache_clear()
     yield
@@ -53,7 +53,7 @@ def test_the_native_one_is_chosen_where_there_is_a_compiler() -> None:
     assert build.load() is build.load()
 
 
-def test_the_twin_is_chosen_where_that_is_wanted(
+def test_the_python_queue_is_chosen_where_that_is_wanted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MEGATRON_SWAP_NATIVE", "0")
@@ -64,7 +64,7 @@ def test_the_twin_is_chosen_where_that_is_wanted(
         NativeQueue("test")
 
 
-def test_without_a_compiler_the_twin_works_and_it_is_said_once(
+def test_without_a_compiler_the_python_queue_works_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -138,7 +138,8 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @NEEDS_COMPILER
 def test_no_header_of_cuda_is_needed() -> None:
-    """Neither a toolkit's nor those of PyTorch's that include them: a PyTorch for CPUs is enough."""
+    """The build needs neither a toolkit's headers nor those of PyTorch that include them. A PyTorch for CPUs is
+    enough."""
     here, of_torch = Path(base.__file__).parent, Path(torch.__file__).parent / "include"
     folders = [word for folder in (of_torch, sysconfig.get_path("include")) for word in ("-isystem", str(folder))]
     sources = [str(here / name) for name in build.NATIVE.sources]
@@ -151,7 +152,7 @@ def test_no_header_of_cuda_is_needed() -> None:
 
 @NEEDS_COMPILER
 def test_others_see_two_symbols() -> None:
-    """The library is loaded globally: any other symbol of it would replace those of other libraries."""
+    """The library is loaded globally, so any other exported symbol would replace those of other libraries."""
     library = build.build(build.cache_folder())
     listed = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
     seen = {line.split()[-1] for line in listed.stdout.splitlines()}

@@ -1,4 +1,4 @@
-"""Retried CUDA allocations: all of it without a GPU (``cuda_allocator_cases.cpp``), the real one with."""
+"""Retried CUDA allocations: everything without a GPU (``cuda_allocator_cases.cpp``), the real allocator with one."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ KNOWN = {
     "DeviceAllocator": "virtual bool initialized() = 0;",
     "Allocator": "virtual DataPtr allocate(size_t n) = 0;",
 }
-"""A function of each class."""
+"""One function of each class."""
 
 
 def lacks() -> str | None:
-    """What of CUDA is not here, GPU aside."""
+    """Return the parts of CUDA that this machine lacks, except for the GPU."""
     if torch.version.cuda is None:
         return "needs torch for CUDA"
     try:
@@ -56,7 +56,7 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test builds anew, or finds what was built."""
+    """Make each test build anew, or find the library that was built."""
     monkeypatch.delenv("MEGATRON_SWAP_NATIVE", raising=False)
     load_cuda_allocator.cache_clear()
     yield
@@ -221,7 +221,8 @@ def test_before_cuda_is_initialised_it_says_so() -> None:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """Runs a case of ``cuda_allocator_cases.cpp`` against the library: what it prints once the guard is in place."""
+    """Run a case of ``cuda_allocator_cases.cpp`` against the library. Return its output after the guard is
+    installed."""
     assert torch.version.cuda
     library = load_cuda_allocator()._name
     program = tmp_path_factory.mktemp("cuda_allocator") / "cases"
@@ -309,11 +310,11 @@ class TestWithoutGpu:
 # ------------------------------------------------------------------------------------------------ with a GPU
 
 KEPT: list[Any] = []
-"""Functions that were installed: they stay for as long as the process."""
+"""Functions that were installed. They stay as long as the process."""
 
 
 class Holder:
-    """Holds tensors that it gives up one by one."""
+    """Holds tensors and drops them one by one."""
 
     def __init__(self) -> None:
         self.held: list[torch.Tensor] = []
@@ -336,13 +337,13 @@ def empty(mib: int) -> torch.Tensor:
 
 
 def is_all(x: torch.Tensor, value: int) -> bool:
-    """Of a few elements: a comparison of all needs as much memory again."""
+    """Compare a few elements. A comparison of all elements would need as much memory again."""
     return bool((x[::4096] == value).all())
 
 
 @pytest.fixture
 def library() -> Iterator[ctypes.CDLL]:
-    """On a GPU of which 256 MiB more may be used."""
+    """The library on a GPU with 256 MiB left for this process."""
     library = load_cuda_allocator()
     torch.cuda.init()
     torch.cuda.empty_cache()

@@ -172,7 +172,7 @@ def test_a_failure_is_told_when_the_copy_before_it_is_over(make: Make, fake: Fak
 
 @pytest.mark.skipif(not torch.version.cuda or torch.cuda.is_available(), reason="needs torch for CUDA, and no GPU")
 def test_the_loaded_runtime_is_found_and_asked(make: Make) -> None:
-    """Without a GPU only this can be tested of the real runtime: it has our functions, and it refuses them."""
+    """The real runtime has our functions, and refuses the calls. Without a GPU nothing else can be tested of it."""
     assert "libcudart" in str(loaded_cuda_library())
     queue = make()
     with pytest.raises(SwapError, match=r"CUDA: choosing a device failed: .*(driver|device)"):

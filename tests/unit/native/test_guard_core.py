@@ -44,7 +44,7 @@ assert sorted(core.take_evicted()) == [1, 2]
 
 
 class Offers:
-    """A guard, and what was offered to it: the n-th storage is full of n."""
+    """A guard and the storages that were offered to it. The n-th storage is filled with n."""
 
     def __init__(self, most_host_bytes: int = 1 << 30) -> None:
         native().limit_ram(1 << 40)
@@ -134,7 +134,7 @@ def test_what_others_refer_to_was_emptied_or_is_claimed_stays(offers: Offers) ->
 
 
 def test_memory_that_is_not_the_allocators_stays(offers: Offers) -> None:
-    """Releasing it would free nothing, and might run Python under the guard's lock."""
+    """Releasing that memory would free nothing, and might run Python under the guard's lock."""
     foreign = offers.add(9)
     buffer = bytearray(b"x" * SIZE)
     offers.storages[foreign] = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
@@ -227,12 +227,12 @@ def test_it_waits_for_the_storages_own_event_and_for_no_other(offers: Offers) ->
 
 
 def test_who_waits_for_the_guard_lets_others_run_python() -> None:
-    """Else one thread waits for a copy that Python plays, with the guard's lock, and one for that, with Python's."""
+    """Two threads deadlock otherwise: one has the guard's lock and waits for Python's, the other one the reverse."""
     subprocess.run([sys.executable, "-c", TWO_THREADS], check=True, timeout=120)
 
 
 def test_offers_claims_and_allocations_of_many_threads(offers: Offers) -> None:
-    """Each thread offers and withdraws its own storages; all allocate: no storage gets bytes of another one."""
+    """Each thread offers and withdraws its own storages, and all allocate. No storage gets bytes of another one."""
     wrong: list[object] = []
     core = offers.core
     flag = native().Flag()

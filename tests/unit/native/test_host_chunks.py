@@ -1,4 +1,4 @@
-"""The guard's room in host memory: ``host_chunks_cases.cpp``."""
+"""The guard's host memory: ``host_chunks_cases.cpp``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NATIVE = Path(base.__file__).parent
 
 
 def wrongs(folder: Path, source: str) -> str:
-    """What the cases find wrong with ``source`` in place of ``host_chunks.cpp``."""
+    """Return the failures of the cases with ``source`` in place of ``host_chunks.cpp``."""
     code, made = folder / "chunks.cpp", folder / "host_chunks_cases"
     code.write_text(source)
     command = ["g++", "-std=c++20", "-O1", "-g", "-fsanitize=undefined", "-I", NATIVE, code]

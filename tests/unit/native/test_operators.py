@@ -29,7 +29,7 @@ load("operator_example", [sys.argv[1]], extra_include_paths=[sys.argv[2]], build
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The extension, compiled as its author would."""
+    """The extension, compiled as its author would compile it."""
     if not storage_access().refuses:
         pytest.skip("needs a compiler")
     folder = tmp_path_factory.mktemp("operator_example")

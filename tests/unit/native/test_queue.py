@@ -36,7 +36,7 @@ def file() -> Iterator[int]:
 
 
 def slow_job() -> tuple[list[HostCopy], list[Memory]]:
-    """Some hundred milliseconds of copies, and what to keep alive."""
+    """Return a job of copies of some hundred milliseconds, and the objects to keep alive."""
     source, target = Memory(bytes(64 * MIB)), Memory(bytes(64 * MIB))
     return [copy(target, source)] * 20, [source, target]
 
@@ -385,8 +385,8 @@ def test_the_interpreter_ends_with_a_queue_at_work(queue_type: type[TransferQueu
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_twin_may_be_finalized_in_its_own_thread() -> None:
-    """The collector runs where it likes."""
+def test_the_python_queue_may_be_finalized_in_its_own_thread() -> None:
+    """The garbage collector may run on any thread."""
     core = PythonCore("test", 2, None)
     core._reap = core.abandon  # type: ignore[method-assign]
     core.add([], at_head=False)

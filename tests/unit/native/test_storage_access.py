@@ -1,4 +1,4 @@
-"""Storages that refuse access, by real operators of torch."""
+"""Storages that refuse access, with real operators of torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_use_is_refused_and_works_again(native: Native, use: str, is_empti
     if is_emptied:
         storage.resize_(0)
     native.refuse(storage._cdata, MESSAGE)
-    # A new view of nothing is refused before its bytes are asked for, by torch.
+    # Torch refuses a new view of an empty storage before its bytes are read.
     said = f"{MESSAGE}|out of bounds for storage of size 0" if is_emptied and use in MAKE_VIEWS else MESSAGE
     for _ in range(2):
         with pytest.raises(RuntimeError, match=said):

@@ -1,4 +1,4 @@
-"""The core under ThreadSanitizer, with threads of its own: ``queue_stress.cpp``."""
+"""The native core under ThreadSanitizer, with threads of its own: ``queue_stress.cpp``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = NEEDS_COMPILER
 
 
 def compile_stress(folder: Path, core: str) -> Path:
-    """The program with ``core`` in place of ``transfer_queue.cpp``."""
+    """Compile the program with ``core`` in place of ``transfer_queue.cpp``."""
     native = Path(base.__file__).parent
     source, made = folder / "core.cpp", folder / "queue_stress"
     source.write_text(core)

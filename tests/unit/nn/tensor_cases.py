@@ -1,4 +1,4 @@
-"""What the tests of tensor swapping share: a transfer queue that shows its order, and tensors."""
+"""Shared parts of the tests of tensor swapping: a transfer queue that shows its order, and tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ QUEUES = {queue.__name__: queue for queue in (queue_class(), PythonQueue)}
 
 
 class OrderlyQueue(TransferQueue):
-    """Does nothing until somebody waits, and then what stands before it, on the waiting thread: order can be seen."""
+    """A queue that runs jobs only when a thread waits for one, on that thread, with all jobs before it: the order is
+    visible."""
 
     made: list[OrderlyQueue]
     fails: set[tuple[str, int]]

@@ -58,7 +58,7 @@ def test_convolutions_with_batch_norm_and_changes_in_place(memory_format: torch.
 
 
 def test_each_operator_a_layer() -> None:
-    """What one layer saved the next one changes in place, where autograd allows it."""
+    """Each layer changes the tensors that the layer before saved in place, where autograd allows it."""
     def make() -> nn.Module:
         blocks = [(nn.Conv2d(c, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)) for c in (3, 8, 8)]
         return nn.Sequential(*(one for block in blocks for one in block), nn.MaxPool2d(2), nn.Flatten(), nn.ReLU(True))
@@ -178,7 +178,7 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
 
 
 def test_no_copy_comes_late_or_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device where every copy runs as late as the engine's waits allow."""
+    """The device runs every copy as late as the engine's waits allow."""
     devices: list[LazyDevice] = []
 
     def lazy(*_: object) -> LazyDevice:
@@ -426,7 +426,7 @@ def test_a_swapped_model_is_neither_copied_nor_pickled() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoints_around_layers(use_reentrant: bool) -> None:
-    """Around a layer that is to be swapped: a contradiction. Around another one: it stays a checkpoint."""
+    """A checkpoint around a layer that is to be swapped is refused. A checkpoint around another layer stays one."""
 
     class Around(nn.Module):
         def __init__(self) -> None:

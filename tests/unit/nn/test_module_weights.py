@@ -1,4 +1,4 @@
-"""Weights in host memory: same outputs to the bit, two layers on the device, everything back where it was."""
+"""Weights in host memory: outputs equal to the bit, two layers on the device, everything restored at the end."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_is_there_is_not_copied() -> None:
 
 
 class Counting(nn.Module):
-    """Has a cache, as some models do, and writes to it."""
+    """A layer that has a cache, as some models do, and writes to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def test_a_layer_that_writes_to_its_buffers(mode: Callable[[], Any], device: Dev
 
 
 class Kernel(nn.Module):
-    """Reads its weight when ``stream`` gets there."""
+    """A kernel that reads its weight when ``stream`` reaches it."""
 
     def __init__(self, value: int, stream: LazyStream, seen: list[list[float]]) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Kernel(nn.Module):
 
 
 def test_who_comes_unexpectedly_takes_the_place_of_who_was_expected() -> None:
-    """Not that of the layer before, whose compute may go on; here it is also the next."""
+    """It does not take the place of the layer before, whose compute may still run. Here that is also the next layer."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).eval()
     with torch.no_grad(), swap.weights(model, model) as swapped:
         for number in (0, 3, 0):
@@ -170,7 +170,7 @@ def test_who_comes_unexpectedly_takes_the_place_of_who_was_expected() -> None:
 
 @pytest.mark.parametrize("is_missing", [False, True])
 def test_a_copy_waits_for_compute_that_lags(is_missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: layers are enqueued, and run when the host is long ahead. Copies run as early as they may."""
+    """Layers are enqueued and run when the host is far ahead, as on a GPU. Copies run as early as they may."""
     device, compute, seen = LazyDevice(), LazyStream("compute"), list[list[float]]()
     device.compute = compute
     if is_missing:
@@ -187,7 +187,7 @@ def test_a_copy_waits_for_compute_that_lags(is_missing: bool, monkeypatch: pytes
 
 @pytest.mark.parametrize("is_missing", [False, True])
 def test_compute_waits_for_copies(is_missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies run as late as they may."""
+    """The device runs copies as late as it may."""
     device = LazyDevice()
     model, x = mlp()
     model.eval()
@@ -315,7 +315,7 @@ def test_a_model_larger_than_what_is_allowed(start: str) -> None:
         try:
             for _ in range(10):
                 assert torch.equal(model(x), expected)
-            # Two layers, activations that are little, and cuBLAS's workspaces.
+            # Two layers, small activations, and cuBLAS's workspaces.
             assert torch.cuda.max_memory_allocated() < 4 * layer_bytes < num_layers * layer_bytes
             assert swapped.stats.num_late == 0
             assert swapped.stats.in_bytes > 9 * num_layers * layer_bytes

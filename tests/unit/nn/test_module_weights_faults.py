@@ -1,4 +1,4 @@
-"""Reads, writes and moves of swapped weights by others, and errors."""
+"""Swapped weights that other code reads, writes or moves, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def seeded() -> None:
     torch.manual_seed(7)
 
 
-# ------------------------------------------------------------------------------------- whoever looks, or writes
+# ------------------------------------------------------------------------------------- reads and writes by others
 
 
 def test_a_state_dict_in_between(device: Device) -> None:
@@ -100,7 +100,7 @@ def test_hooks_of_others_see_the_weights(device: Device) -> None:
 
 
 class Failing(nn.Module):
-    """Runs ``what`` once, if there is any."""
+    """A layer that runs ``what`` once, if there is any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def with_meta() -> Stack:
 
 
 class Special(nn.Parameter):
-    """More than memory."""
+    """A tensor subclass that is more than memory."""
 
 
 def with_subclass() -> Stack:

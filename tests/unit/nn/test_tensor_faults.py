@@ -1,4 +1,4 @@
-"""Swapping tensor by tensor, used wrongly or with copies that fail: errors, never lost bytes."""
+"""Swapping tensor by tensor, with wrong uses and copies that fail: errors, never lost bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.nn.tensor_cases import HOST_GIB, QUEUES, OrderlyQueue, tensor
 
 @pytest.fixture
 def orderly() -> type[OrderlyQueue]:
-    """A new class that lists its queues in ``made``: the queue of offloads first, then that of reloads."""
+    """Return a new queue class that lists its queues in ``made``: the queue of offloads first, then that of reloads."""
     return type("Orderly", (OrderlyQueue,), {"made": [], "fails": set()})
 
 
@@ -35,7 +35,7 @@ def swap(request: pytest.FixtureRequest) -> Iterator[TensorSwap]:
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """What it raises."""
+    """Return the error that a call raises."""
     try:
         call()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Swapping tensor by tensor in random programs, to the bit; and on a GPU."""
+"""Random programs that swap tensor by tensor, equal to the bit, also on a GPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.unit.nn.tensor_cases import HOST_GIB, QUEUES
 
 
 class NoSwap:
-    """The same program without swapping."""
+    """A stand-in that swaps nothing, for the same program without swapping."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *tensors: None
 
 
 def program(seed: int, swap: Any, device: str = "cpu") -> list[list[float]]:
-    """Random operations among random swaps; the contents of all tensors at its end."""
+    """Run random operations among random swaps. Return the contents of all tensors at the end."""
     choose = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
 

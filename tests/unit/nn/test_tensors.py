@@ -18,7 +18,7 @@ from tests.unit.nn.tensor_cases import HOST_GIB, QUEUES, OrderlyQueue, tensor
 
 @pytest.fixture
 def orderly() -> type[OrderlyQueue]:
-    """A new class that lists its queues in ``made``: the queue of offloads first, then that of reloads."""
+    """Return a new queue class that lists its queues in ``made``: the queue of offloads first, then that of reloads."""
     return type("Orderly", (OrderlyQueue,), {"made": [], "fails": set()})
 
 
@@ -252,7 +252,7 @@ class TestIn:
             swap.queue_swap_out(b)
 
             class FullDevice:
-                """Has room for one of them."""
+                """A device with room for one tensor."""
 
                 def __init__(self, storage: torch.UntypedStorage) -> None:
                     self._storage = storage

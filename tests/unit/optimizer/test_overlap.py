@@ -1,5 +1,5 @@
-"""Optimizer state around a step: it is loaded and offloaded beside layers, no peak rises for it, and nothing is stepped
-twice or before it has arrived."""
+"""Overlap of the optimizer step: state is loaded and offloaded beside layers, the peak does not rise, and nothing is
+stepped twice or before its reload."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_LAYERS = 12
 
 
 class Device(EmulatedDevice):
-    """RAM plays the device, and its memory counts: what layers hold, and what transfers do."""
+    """RAM as a device whose memory counts: layers and transfers hold some."""
 
     def __init__(self) -> None:
         super().__init__(0.002)
@@ -140,7 +140,7 @@ def test_no_peak_rises() -> None:
 
 
 def taking(extra_bytes: int, model: Model) -> None:
-    """From now on Megatron allocates so much between backward and step."""
+    """Make Megatron allocate this much between backward and step from now on."""
     inner = type(model.training).steps
 
     def steps(num_steps: int) -> Training:
@@ -165,7 +165,7 @@ def test_what_megatron_allocates_before_the_step_has_room() -> None:
 
 @pytest.mark.parametrize("skips", [True, False])
 def test_it_is_seen_while_nothing_overlaps(skips: bool) -> None:
-    """And remembered over a step that is skipped."""
+    """The size is remembered over a step that is skipped."""
     model = Model()
     model.run()
     model.overlap.is_enabled = False
@@ -222,7 +222,7 @@ def test_other_gradients_than_in_the_step_before() -> None:
 
 
 def test_what_is_materialized_is_what_was_stepped_last() -> None:
-    """A checkpoint right behind a step, and one with buckets that came ahead of the next."""
+    """One checkpoint comes right after a step, one when buckets were loaded ahead of the next step."""
     model = Model()
     plain = Training(OPTIMIZERS["adamw"])
     for _ in range(3):
@@ -293,7 +293,7 @@ def test_frees_nothing_twice() -> None:
 
 
 def test_several_optimizers_read_ahead_from_one_disk(disk: DiskFile) -> None:
-    """Buffers before the disk are fewer than what all of them ask for: nothing is stepped from another's."""
+    """There are fewer disk buffers than all optimizers ask for. No optimizer steps on another's state."""
     bucket_bytes = 16 * KIB
     names = ("adamw", "momentum")
     first = Training(OPTIMIZERS["adamw"], lambda _: True, disk=disk, bucket_bytes=bucket_bytes, limit_bytes=600 * KIB)

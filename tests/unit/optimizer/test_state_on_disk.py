@@ -1,4 +1,4 @@
-"""Optimizer state on disk, all of it or some: equal to the optimizer alone, also when the disk is slow; a fault ends
+"""Optimizer state on disk, all of it or a part: equal to the plain optimizer, also with a slow disk. A fault ends
 training, and memory falls."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.unit.optimizer.test_stepper import OPTIMIZERS, Training, same
 ROOT = Path(__file__).resolve().parents[3]
 BUCKET = {"bucket_bytes": 16 * KIB}
 LIMITS = {"all on disk": 560 * KIB, "a part on disk": 640 * KIB}
-"""Of host memory, seven buffers between disk and device included: together they hold less than all of the state."""
+"""Limits of host memory, with seven buffers between disk and device. They hold less than all of the state."""
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def disk(tmp_path: Path) -> Iterator[DiskFile]:
 
 
 def on_disk(training: Training) -> int:
-    """Return the bytes that are offloaded there."""
+    """Return the bytes of state that are offloaded to disk."""
     assert training.stepper is not None
     tensors = training.stepper.state.offloaded_tensors()
     return sum(one.num_bytes for one in tensors if isinstance(one.backing, DiskRoom))
@@ -71,8 +71,8 @@ def test_as_the_optimizer_alone(name: str, with_main: bool, limit: str, disk: Di
 def test_a_slow_disk_changes_nothing(
     seed: int, bucket_bytes: int, disk: DiskFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A write may still be under way when its bytes are wanted or written again (few buckets), reads come in any order,
-    and each call does less than it is told."""
+    """A write may be in flight when its bytes are read or written again (few buckets). Reads end in any order, and a
+    call may move fewer bytes than asked."""
     delays, read, write = random.Random(seed), os.preadv, os.pwritev
 
     def slow(call: Any) -> Any:
@@ -118,7 +118,7 @@ def test_what_is_offloaded_may_change_between_steps(disk: DiskFile) -> None:
 
 
 def a_param_state(number: int, disk: DiskFile | None = None) -> ParamState:
-    """Of one MiB in host memory, and two more there or on disk."""
+    """Return a parameter's state: one MiB in host memory, and two more there or on disk."""
     param_state = ParamState(torch.full((1024, 256), float(number)))
     for name in ("main", "exp_avg", "exp_avg_sq"):
         backing = torch.empty(MIB, dtype=torch.uint8) if disk is None or name == "main" else disk.take_all([MIB])[0]
@@ -127,7 +127,7 @@ def a_param_state(number: int, disk: DiskFile | None = None) -> ParamState:
 
 
 def test_state_on_disk_is_the_first_to_be_kept(disk: DiskFile) -> None:
-    """Ten parameters of twelve are offloaded, in the middle four of them to disk."""
+    """Ten of twelve parameters are offloaded; the middle four of them are on disk."""
     param_states = [a_param_state(number, disk if 3 <= number < 7 else None) for number in range(10)]
     offloaded: set[torch.Tensor] = set()
     swap = OptimizerSwap(EmulatedDevice(), OffloadSettings(1.0, 64 * MIB, disk=disk))
@@ -221,7 +221,7 @@ else:
 
 
 def test_resident_memory_falls(tmp_path: Path) -> None:
-    """By at least 80 % of what is on disk."""
+    """Resident memory falls by at least 80 % of the bytes on disk."""
 
     def run(*arguments: str) -> tuple[int, int]:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Optimizers whose state is offloaded: equal to the same optimizer without us to the bit; missing waits show."""
+"""Optimizers with offloaded state: equal to the plain optimizer to the bit, and missing waits show."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
 class CountsInGroup(torch.optim.Optimizer):
-    """As TransformerEngine's: counts steps in the group, also in one without parameters."""
+    """An optimizer that counts steps in the group, also in one without parameters, as TransformerEngine's does."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})
@@ -53,7 +53,7 @@ class CountsInGroup(torch.optim.Optimizer):
 
 
 class LooksUp(torch.optim.Adafactor):
-    """As Muon: what Megatron has noted at a parameter decides how that is stepped."""
+    """An optimizer that steps a parameter by what Megatron has set on it, as Muon does."""
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -77,7 +77,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Training:
-    """A few parameters and their copies in bf16, as Megatron's; gradients are made up.
+    """A few parameters and their copies in bf16, as Megatron has them. Gradients are made up.
 
     Args:
         chooses: which parameters' state is offloaded; ``None``: nothing is swapped.
@@ -133,7 +133,7 @@ class Training:
         return self
 
     def all(self) -> list[Any]:
-        """Parameters, their copies, state and settings, in an order of their own."""
+        """Return parameters, their copies, state and settings, in a fixed order."""
         if self.stepper is not None:
             self.stepper.materialize()
         state = [self.optimizer.state.get(param, {}) for param in self.params]
@@ -198,7 +198,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(name: str) -> None:
 
 @pytest.mark.parametrize("method", ["wait_for", "release_offloaded"])
 def test_a_wait_that_is_missing_shows(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Released memory is poisoned, and copies take their time."""
+    """Released memory is poisoned, and copies take time."""
     right = Training(OPTIMIZERS["adamw"]).steps(5).all()
     training = Training(OPTIMIZERS["adamw"], lambda _: True).steps(1)
     with_wait = getattr(training.transfers, method)
@@ -215,7 +215,7 @@ def test_a_wait_that_is_missing_shows(method: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("first", [0, 3])
 def test_what_is_offloaded_may_change_between_steps(name: str, first: int) -> None:
-    """Also before there is state, and behind a step in which some had no gradient."""
+    """It may change before there is state, and after a step in which some parameters had no gradient."""
     swapped = Training(OPTIMIZERS[name], lambda _: True, is_elementwise="whole" not in name)
     alone = Training(OPTIMIZERS[name])
     choices = random.Random(first)
@@ -250,7 +250,7 @@ def test_what_is_offloaded_reads_as_nan_and_cannot_be_written() -> None:
 
 
 def test_an_offloaded_integer_reads_as_the_least() -> None:
-    """TransformerEngine's remainders of main parameters."""
+    """TransformerEngine keeps remainders of main parameters as integers."""
     tensor = torch.tensor([1, 2, 3], dtype=torch.int16)
     offloaded = OffloadedTensor(tensor, tensor.view(torch.uint8).clone())
     offloaded.release()
@@ -281,7 +281,7 @@ def test_kernels_of_the_last_step_are_timed() -> None:
 
 
 def test_what_is_loaded_is_offloaded() -> None:
-    """As ``load_state_dict`` does it: state is replaced, main parameters are written to."""
+    """``load_state_dict`` replaces state and writes to main parameters."""
     source = Training(OPTIMIZERS["adamw"]).steps(3)
     target = Training(OPTIMIZERS["adamw"], lambda _: True)
     assert target.stepper is not None
@@ -367,7 +367,7 @@ def test_the_name_of_main_values_is_no_optimizers() -> None:
 def test_before_the_state_is_there_its_size_is_known(
     flags: tuple[str, ...], recipe: str | None, te: str, state_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nine tenths of host memory are filled, and no more, of ranks that share less of experts' state."""
+    """At most nine tenths of host memory are filled, on ranks that share less of the experts' state."""
     monkeypatch.setattr(optimizer_swap, "HostArena", partial(HostArena, region_bytes=MIB))
     monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version(te))
     args = Namespace(
@@ -401,7 +401,7 @@ def test_without_the_distributed_optimizer_nobody_shares() -> None:
 
 
 def test_what_has_no_room_in_host_memory_is_expected_on_disk(tmp_path: Path) -> None:
-    """But for a tensor, which goes there whole."""
+    """The expectation is exact up to one tensor, which is offloaded whole."""
     params = nn.ParameterList(torch.empty(20 * MIB, device="meta") for _ in range(4))
     found_mib = []
     for disk_mib in (0, 600):
@@ -419,7 +419,7 @@ def test_what_has_no_room_in_host_memory_is_expected_on_disk(tmp_path: Path) -> 
 @pytest.mark.parametrize("with_main", [True, False])
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 0.77, 1.0])
 def test_as_much_is_offloaded_as_was_asked_for(fraction: float, with_main: bool) -> None:
-    """A large parameter in front and one at the end, as those of a vocabulary: nothing is left that would fit."""
+    """One large parameter comes first and one last, as those of a vocabulary. No tensor that would fit is left out."""
     params = [torch.zeros(KIB * size) for size in (40, *30 * [4, 1], 40)]
     swap = OptimizerSwap(EmulatedDevice(0.0), OffloadSettings(fraction, 16 * MIB))
     optimizer = FP32Optimizer.__new__(FP32Optimizer)

@@ -22,7 +22,7 @@ from megatron.swap.planner.profile import (
 )
 
 GB_S = MS_PER_MIB * 100
-"""At this speed a MiB takes 10 µs, so that 100 MiB take a millisecond."""
+"""Speed of the link: a MiB takes 10 µs, so that 100 MiB take a millisecond."""
 
 
 def model(num_layers: int = 4, **changes: object) -> Model:

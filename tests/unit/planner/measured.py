@@ -1,4 +1,7 @@
-"""Predictions beside measurements: ``python -m tests.unit.planner.measured`` prints the tables of docs/planner.md."""
+"""Predictions beside measurements.
+
+``python -m tests.unit.planner.measured`` prints the tables of docs/dev/planner.md, and each run behind them.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def profile_of(file: str, case: str) -> Profile:
 
 
 def table() -> Iterator[str]:
-    """Yield rows of a Markdown table."""
+    """Yield the rows of a Markdown table: every run with its prediction."""
     yield "| file | case | method | peak GiB: predicted | measured | | step ms: predicted | measured | |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for file in FILES:
@@ -91,6 +94,23 @@ def table() -> Iterator[str]:
                     f"{one.row['device_peak_gib']:.2f} | {100 * one.peak_error:+.2f} % | {times} | "
                     f"{one.row['step_ms_median']:,.0f} | {100 * one.step_error:+.1f} % |"
                 )
+
+
+def errors() -> Iterator[str]:
+    """Yield Markdown rows: the largest error of each case, relative to the measured figure, and the run that has it."""
+    yield "| file | case | runs | largest error of the peak | run | largest error of the step | run |"
+    yield "|---|---|---|---|---|---|---|"
+    for file in FILES:
+        cases: dict[str, list[Compared]] = {}
+        for one in compared(file):
+            cases.setdefault(one.case, []).append(one)
+        for case, runs in cases.items():
+            peak = max(runs, key=lambda one: abs(one.peak_error))
+            step = max(runs, key=lambda one: abs(one.step_error))
+            yield (
+                f"| {file.removesuffix('.jsonl')} | {case} | {len(runs)} | {100 * peak.peak_error:+.2f} % | "
+                f"`{peak.method}` | {100 * step.step_error:+.1f} % | `{step.method}` |"
+            )
 
 
 def promises() -> Iterator[str]:
@@ -111,4 +131,4 @@ def promises() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join([*table(), "", *promises()]))
+    print("\n".join([*errors(), "", *promises(), "", *table()]))

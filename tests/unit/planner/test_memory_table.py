@@ -131,7 +131,7 @@ def test_measurements_beside_predictions(
 
 
 def test_every_kind_that_is_measured_has_a_row() -> None:
-    """Otherwise the sum would contain bytes that no row shows."""
+    """The sum would otherwise contain bytes that no row shows."""
     device = SimpleNamespace(torch_device=torch.device("cpu"), peak_reserved_bytes=lambda: None)
     rows = measure(RankReport([], "cpu", None, None, 0, 0, 0), device, [], [])  # type: ignore[arg-type]
     assert {row.kind for row in rows} == {row.kind for row in MEASURED} <= set(KINDS)

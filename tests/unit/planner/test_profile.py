@@ -341,7 +341,7 @@ class TestCommandLine:
         )
         done = self.run("--gpu", "h200", "--host-gib", "30", "--", *flags.split())
         (table,) = (table for table in done.stdout.split("\n\n") if table.startswith("memory "))
-        assert table in (ROOT / "docs" / "planner.md").read_text()
+        assert table in (ROOT / "docs" / "dev" / "planner.md").read_text()
 
     def test_a_plan_file_is_shown(self, tmp_path: Path) -> None:
         path = tmp_path / "plan.json"
@@ -383,7 +383,7 @@ class TestCommandLine:
 
 
 def test_the_planner_needs_neither_torch_nor_megatron() -> None:
-    """It runs on a laptop: standard library, numpy, scipy."""
+    """The planner runs on a laptop with the standard library, numpy and scipy."""
     code = (
         "import sys; import megatron.swap.planner.solve, megatron.swap.planner.flags, megatron.swap.planner.what_if, "
         "megatron.swap.planner.table; "

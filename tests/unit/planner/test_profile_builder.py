@@ -231,7 +231,7 @@ class TestALayer:
         assert profile.of_layer(0).temporaries == ((1, 5), (4, 7), (6, 0))
 
     def test_storages_held_beyond_the_backward_are_not_the_layers(self) -> None:
-        """They come on top of what the next micro-batch saves."""
+        """They add to what the next micro-batch saves."""
         script, first, second = Script(), Layer(0, is_held=True), Layer(0, 1)
         first.forward(script.note(What.STEP))
         script.note(What.BACKWARD_BEGIN, pass_key=first.key).free(first.outer).after(1)
@@ -346,7 +346,8 @@ class TestAStep:
         assert simulated.peak_gib * GIB == pytest.approx(max(event.peak_bytes for event in recording.events))
 
     def test_sites_outside_the_layers(self) -> None:
-        """Those of the chunk with the loss, with most bytes and least idle time. Held in one micro-batch is held."""
+        """The profile has the sites of the chunk with the loss, with the most bytes and the least idle time. A storage
+        counts as held if it was held in one micro-batch."""
 
         def one(site: str, mib: float, *at_ms: float, chunk: int = 0, is_held: bool = False) -> NonLayerStorage:
             times = dict(zip((What.SAVED, What.ASKED, What.FREED), at_ms, strict=False))

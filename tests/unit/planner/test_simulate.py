@@ -26,7 +26,7 @@ from tests.engine import save
 from tests.unit.planner.cases import GB_S, plan, profile, random_class, site
 
 ONE = LayerClass(tuple(range(4)), 2.0, 4.0, (site("a/0", 100, 1.0, 1.0, 2.0),))
-"""Four layers, 100 MiB each: a millisecond on the link, two of forward, four of backward."""
+"""Four equal layers of 100 MiB each: 1 ms on the link, 2 ms of forward, 4 ms of backward."""
 
 
 def gib(mib: float) -> float:
@@ -294,7 +294,7 @@ class EngineStep:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_simulator_holds_as_much_as_the_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every layer boundary of forward and backward, for layers that swap all, nothing, or a part."""
+    """They agree at every layer boundary of both passes, for layers that swap all, nothing, or a part."""
     monkeypatch.setattr(offload_module, "COMMIT_BYTES", 16 * KIB)
     source = random.Random(seed)
     num_layers, num_sites = source.randint(2, 10), source.randint(1, 4)

@@ -31,7 +31,7 @@ def random_budget(of: Profile, seed: int) -> float:
 
 
 def test_copies_cost_time_in_some_of_the_small_cases() -> None:
-    """Otherwise brute force would not test it."""
+    """If they cost none, brute force would not test it."""
     answers = []
     for of, budget in ((random_profile(seed), random_budget(random_profile(seed), seed)) for seed in range(200)):
         answers.append(Program(of).solve(budget, of.host_gib, bound_windows(of)))
@@ -202,7 +202,7 @@ def test_infeasible_names_a_feasible_budget() -> None:
 
 @pytest.mark.parametrize("seed", range(600, 620))
 def test_the_smallest_budget_as_it_is_written_is_enough(seed: int) -> None:
-    """It is rounded up, and a plan is found for it again."""
+    """The value is rounded up, and a plan is found for it again."""
     of = random_profile(seed)
     with pytest.raises(Infeasible) as refusal:
         solve(of, 0.5 * smallest_budget(of))

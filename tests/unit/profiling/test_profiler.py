@@ -1,4 +1,4 @@
-"""Which steps are traced, and what is written when training ends early."""
+"""The choice of traced steps, and the output when training ends early."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_offsets_count_from_the_first_event_and_never_go_back() -> None:
 
 
 def test_memory_is_what_the_observer_holds() -> None:
-    """At each event at least the bytes of live saved storages are in use."""
+    """The memory in use is at least the bytes of live saved storages, at each event."""
     held = 0
     recording = record(stack(3), one_after_the_other(2), swapped=[])
     static = recording.events[0].now_bytes

@@ -101,7 +101,7 @@ def test_an_optimizer_of_the_weights_themselves_has_its_state_alone() -> None:
 
 
 def test_what_the_optimizer_keeps_in_host_memory_by_itself() -> None:
-    """As in Megatron's own offload."""
+    """Megatron's own offload keeps state so."""
     model = Tied()
     optimizer = torch.optim.SGD([param.detach().clone() for param in model.parameters()], lr=0.1)
     found = measured([model], [optimizer], device=some_gpu(kind="cuda"))

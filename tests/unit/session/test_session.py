@@ -19,7 +19,7 @@ from megatron.swap.session.session import SwapSession
 
 
 def arguments(*flags: str) -> argparse.Namespace:
-    """Ours, and those of Megatron's that we look at."""
+    """Return our arguments, and those of Megatron's that the session reads."""
     args = add_swap_args(argparse.ArgumentParser()).parse_args(flags)
     vars(args).update(
         num_layers=2, rank=0, world_size=1, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
