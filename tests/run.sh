@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Everything that can be checked here: lint, types, then the tests (those marked `gpu` only where there is one).
-# Layout is left to the writer (no formatter check): line length, import order and likely bugs are checked.
-# About half an hour on 2 cores after the first installation. Arguments go to pytest:
+# Lint, types, then the tests (those marked `gpu` only where there is one). After installation, on 2 idle cores:
 #
-#   bash tests/run.sh                            all of it
-#   bash tests/run.sh tests/unit -k planner -x   some of it (lint and types still run: seconds)
+#   bash tests/run.sh                            what finds most, at most 10 minutes
+#   bash tests/run.sh --all                      everything, fuzzes at full size: at most 40 minutes
+#   bash tests/run.sh tests/unit -k planner -x   the tests that you name, all of them (lint and types: seconds)
+#
+# Layout is left to the writer (no formatter check): line length, import order and likely bugs are checked.
+# Other arguments go to pytest. The last line tells how long it took and what --all adds.
 #
 # MEGATRON_SWAP_TEST_JOBS=N   pytest workers (default: 2, or 1 on a single core; 0 for none, as --pdb wants)
 # MEGATRON_SWAP_PYTHON=python3   an environment that exists, requirements-dev.txt included
@@ -12,6 +14,29 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../tools/setup_env.sh"
 swap_setup_env dev
 cd "$SWAP_ROOT"
+
+words=()
+export SWAP_TESTS=short # read by tests/sizes.py
+for word in "$@"; do
+    case "$word" in
+        --all) SWAP_TESTS=all ;;
+        -k* | -m* | --lf | --last-failed) SWAP_TESTS=all words+=("$word") ;;
+        *) words+=("$word"); [ ! -e "${word%%::*}" ] || SWAP_TESTS=all ;;
+    esac
+done
+
+began=$SECONDS
+SWAP_TESTS_LEFT_OUT="$(mktemp)"
+export SWAP_TESTS_LEFT_OUT
+swap_finish() {
+    local status=$? took=$((SECONDS - began)) more=""
+    [ "$SWAP_TESTS" = all ] || more="; --all adds $(cat "$SWAP_TESTS_LEFT_OUT")"
+    rm -f "$SWAP_TESTS_LEFT_OUT"
+    printf '[megatron-swap] tests/run.sh took %d min %d s%s\n' $((took / 60)) $((took % 60)) "$more"
+    exit "$status"
+}
+printf 'the tests marked slow and the full sizes of the fuzzes' >"$SWAP_TESTS_LEFT_OUT" # until pytest has counted
+trap swap_finish EXIT
 
 swap_say "ruff"
 "$SWAP_PYTHON" -m ruff check .
@@ -25,4 +50,4 @@ jobs="${MEGATRON_SWAP_TEST_JOBS:-$((cores > 1 ? 2 : 1))}"
 select=()
 "$SWAP_PYTHON" -W ignore -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || select=(-m "not gpu")
 swap_say "pytest: $jobs worker(s)${select[*]:+, without a GPU}"
-exec "$SWAP_PYTHON" -m pytest -n "$jobs" "${select[@]}" "$@"
+"$SWAP_PYTHON" -m pytest -n "$jobs" "${select[@]}" "${words[@]}"

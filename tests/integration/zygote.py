@@ -7,6 +7,7 @@ environment. The answer is one line: the exit codes. Nothing of the program itse
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -24,6 +25,7 @@ PRELOADED = (
     "megatron.training.argument_utils",
     "megatron.training.models.gpt",
     "megatron.core.datasets.gpt_dataset",
+    "megatron.core.tokenizers.text",  # transformers, where that is installed: half of a run
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.swap.session.session",
 )
@@ -94,6 +96,7 @@ def main() -> None:
     os.dup2(2, 1)
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # no collection in a trainer looks at what was imported here, nor copies its pages
     for line in sys.stdin:
         answers.write(json.dumps(serve(json.loads(line))) + "\n")
 

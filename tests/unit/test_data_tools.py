@@ -95,7 +95,6 @@ def test_a_bad_line_is_named_and_nothing_is_written(
     assert read_documents(tmp_path / "out" / "set_text_document") == [list(b"good"), list(b"also good")]
 
 
-@pytest.mark.slow
 def test_parallel_equals_serial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(1)
     texts = ["".join(chance.choices("abcdefgh ×\n", k=chance.randrange(1, 400))) for _ in range(400)]
@@ -130,14 +129,13 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (("--input", "missing.jsonl"), "no such file"),
         (("--input", "."), "matches --glob"),
         (("--input", "empty.jsonl"), "the input is empty"),
-        (("--input", "a.jsonl", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "no/such"), "error: "),
+        (("--input", "a.jsonl", "--tokenizer-type", "TikTokenizer", "--tokenizer-model", "no/such"), "no/such is"),
     ],
 )
 def test_wrong_input_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str], reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     write_jsonl(tmp_path / "a.jsonl", ["text"])
     (tmp_path / "empty.jsonl").touch()
     assert convert(*words, "--output-prefix", tmp_path / "out" / "set", "--workers", 1) == 1

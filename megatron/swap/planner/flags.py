@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -200,6 +201,7 @@ def _default_ffn(hidden: int, gated: bool) -> int:
     return int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
 
 
+@functools.cache
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size",

@@ -34,6 +34,7 @@ from tests.engine import (
 )
 from tests.lazy_device import LazyDevice, LazyStream
 from tests.recipe_cases import Block, Choice, blocks, chain, compare, doubling, one_step, where_known
+from tests.sizes import sized
 
 HIDDEN_BYTES = TOKENS * HIDDEN * 4
 
@@ -60,7 +61,7 @@ def test_under_pipeline_schedules_with_dropout(schedule: list, dtype: torch.dtyp
     assert engine.counters.num_recomputed > 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=sized(40), deadline=None)
 @given(
     choices=st.lists(st.sampled_from(Action), min_size=37, max_size=37),
     window=st.sampled_from([None, 0, 1 << 16]),

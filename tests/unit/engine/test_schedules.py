@@ -22,6 +22,7 @@ from tests.engine import (
     train_step,
 )
 from tests.lazy_device import LazyDevice
+from tests.sizes import sized
 
 SCHEDULES: dict[str, tuple[list[Step], list[int] | None]] = {
     "one after the other": (one_after_the_other(3), None),
@@ -126,7 +127,7 @@ def schedules(draw: st.DrawFn) -> tuple[list[Step], list[int]]:
     return schedule, chunks
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=sized(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     schedules(),
     st.data(),

@@ -9,6 +9,7 @@ import pytest
 from megatron.swap.common.types import KIB, MIB
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.memory.host_memory import HostMemoryError
+from tests.sizes import sized
 
 
 class TestArena:
@@ -38,7 +39,7 @@ class TestArena:
         arena.take(36 * KIB)
         assert arena.reserved_bytes == MIB + 52 * KIB, "near the limit no more than is needed: others may want the rest"
 
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", range(sized(20)))
     def test_what_fits_can_be_taken_and_no_more(self, seed: int) -> None:
         numbers = random.Random(seed)
         sizes = [numbers.choice([1, 3000, 5000, 14_000, 17_000, 66_000]) for _ in range(200)]
@@ -51,7 +52,7 @@ class TestArena:
         with pytest.raises(HostMemoryError):
             arenas[1].take_all(sizes[: number + 1])
 
-    @pytest.mark.parametrize("seed", range(60))
+    @pytest.mark.parametrize("seed", range(sized(60)))
     def test_what_is_sure_to_fit_fits(self, seed: int) -> None:
         """The guarantee counts what is left of shared mappings, what the last one leaves, and pages."""
         numbers = random.Random(seed)

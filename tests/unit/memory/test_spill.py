@@ -35,6 +35,7 @@ from tests.engine import (
     stack,
     train_step,
 )
+from tests.sizes import sized
 
 NUM_LAYERS = 6
 SCHEDULES: dict[str, tuple[Sequence[Step], Sequence[int]]] = {
@@ -174,7 +175,7 @@ def test_a_buffer_that_is_filled_again_too_early_shows(disk: DiskFile, monkeypat
 
 
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(sized(8)))
 def test_slots_in_any_order(seed: int, disk: DiskFile) -> None:
     """Space is used again at once, by storages of other sizes, while old writes are in flight."""
     assert _cycle(disk, seed, num_rounds=60)

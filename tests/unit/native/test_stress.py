@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron.swap.native import base
+from tests.sizes import sized
 from tests.unit.native.helpers import HERE, NEEDS_COMPILER
 
-SECONDS = float(os.environ.get("MEGATRON_SWAP_STRESS_SECONDS", "60"))
+SECONDS = sized(60, 6)
 """How long it hammers; no measurement."""
 
 pytestmark = NEEDS_COMPILER
@@ -33,7 +33,7 @@ def compile_stress(folder: Path, core: str) -> Path:
     return made
 
 
-def run_stress(program: Path, seconds: float) -> subprocess.CompletedProcess[str]:
+def run_stress(program: Path, seconds: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, str(seconds)], capture_output=True, text=True, timeout=seconds + 120)
 
 
@@ -42,7 +42,6 @@ def core() -> str:
     return (Path(base.__file__).parent / "transfer_queue.cpp").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 240)
 def test_no_race_is_found(tmp_path: Path, core: str) -> None:
     done = run_stress(compile_stress(tmp_path, core), SECONDS)
@@ -50,7 +49,6 @@ def test_no_race_is_found(tmp_path: Path, core: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow
 def test_a_planted_race_is_found(tmp_path: Path, core: str) -> None:
     begin = core.index("State TransferQueue::state(Ticket ticket) const {")
     lock = "  std::lock_guard lock(mutex_);\n"

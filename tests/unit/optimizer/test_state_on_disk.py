@@ -28,6 +28,7 @@ from megatron.swap.memory.staging import with_padding
 from megatron.swap.optimizer.param_state import OffloadedTensor, ParamState
 from megatron.swap.optimizer.state_memory import StateMemory
 from megatron.swap.optimizer.transfers import StateTransfers
+from tests.sizes import sized
 from tests.unit.optimizer.test_stepper import OPTIMIZERS, Training, same
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,7 +67,7 @@ def test_as_the_optimizer_alone(name: str, with_main: bool, limit: str, disk: Di
         assert 0 < on_disk(swapped) < swapped.stepper.state.offloaded_bytes
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(sized(3)))
 @pytest.mark.parametrize("bucket_bytes", [16 * KIB, 64 * KIB, 256 * KIB])
 def test_a_slow_disk_changes_nothing(
     seed: int, bucket_bytes: int, disk: DiskFile, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ from megatron.swap.planner.schedule import Unit, schedule
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
 from tests.engine import save
+from tests.sizes import sized
 from tests.unit.planner.cases import GB_S, plan, profile, random_class, site
 
 ONE = LayerClass(tuple(range(4)), 2.0, 4.0, (site("a/0", 100, 1.0, 1.0, 2.0),))
@@ -292,7 +293,7 @@ class EngineStep:
         self._pool.close()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(sized(40)))
 def test_the_simulator_holds_as_much_as_the_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They agree at every layer boundary of both passes, for layers that swap all, nothing, or a part."""
     monkeypatch.setattr(offload_module, "COMMIT_BYTES", 16 * KIB)

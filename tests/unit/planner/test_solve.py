@@ -19,6 +19,7 @@ from megatron.swap.planner.shape import shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import curve, empty_plan, smallest_budget, solve
 from megatron.swap.planner.states import GAPS_GIB
+from tests.sizes import sized
 from tests.unit.planner.cases import all_choices, linear_cost, model, profile, random_profile, site, to_plan
 
 NEAR_MS = 0.02
@@ -42,9 +43,9 @@ def test_copies_cost_time_in_some_of_the_small_cases() -> None:
     assert sum(answer.in_exposed_ms > NEAR_MS for answer in found) >= 3
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(sized(10)))
 def test_the_program_finds_what_brute_force_finds(block: int) -> None:
-    """200 small cases: the same optimum of the same model, and feasible exactly where something fits."""
+    """Small cases, 20 a block: the same optimum of the same model, and feasible exactly where something fits."""
     for seed in range(block * 20, block * 20 + 20):
         of = random_profile(seed)
         budget = random_budget(of, seed)
@@ -58,7 +59,7 @@ def test_the_program_finds_what_brute_force_finds(block: int) -> None:
             assert answer.bound_ms <= best + 1e-6, seed
 
 
-@pytest.mark.parametrize("seed", range(500, 530))
+@pytest.mark.parametrize("seed", range(500, 500 + sized(30)))
 def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
     """Simulate every plan. None within the budget is faster than the bound, and the found plan is near the best."""
     of = random_profile(seed, most_sites=2)
@@ -127,7 +128,7 @@ def test_expected_fragmentation(allocator_gib: float, expected_gib: float, reser
 
 
 @given(seed=st.integers(1000, 3000), more=st.floats(0, 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=sized(25), deadline=None)
 def test_predictions_are_those_of_the_plans(seed: int, more: float) -> None:
     of = random_profile(seed, most_layers=5, most_sites=4)
     smallest = smallest_budget(of)
@@ -200,7 +201,7 @@ def test_infeasible_names_a_feasible_budget() -> None:
         solve(of, smallest - 0.01)
 
 
-@pytest.mark.parametrize("seed", range(600, 620))
+@pytest.mark.parametrize("seed", range(600, 600 + sized(20)))
 def test_the_smallest_budget_as_it_is_written_is_enough(seed: int) -> None:
     """The value is rounded up, and a plan is found for it again."""
     of = random_profile(seed)

@@ -1,0 +1,34 @@
+"""Which tests run, and what all of them share."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.sizes import IS_SHORT
+
+LEFT_OUT = os.environ.get("SWAP_TESTS_LEFT_OUT")
+"""The file that gets what the short run leaves out; ``tests/run.sh`` prints it in the end."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The short run leaves out what is marked ``slow``."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if not IS_SHORT or not slow:
+        return
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in set(slow)]
+    if LEFT_OUT is not None:  # each worker writes the same
+        num_training = sum("integration" in item.path.parts for item in slow)
+        counts = f"{num_training} of training runs and programs, {len(slow) - num_training} unit tests"
+        Path(LEFT_OUT).write_text(f"{len(slow)} tests ({counts}) and the full sizes of the fuzzes")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """Collections of garbage in a test need not look at torch and at all that was imported before."""
+    gc.collect()
+    gc.freeze()
