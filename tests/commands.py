@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.pages import HISTORY, ROOT, pages, user_pages
+from tests.pages import ROOT, pages, user_pages
 
 KINDS = ("", "gpu", "cluster")
 NOT_KINDS = ("", "sh", "shell", "console")
@@ -65,9 +65,7 @@ def unknown_kinds() -> list[str]:
     """Where the words behind ``bash`` are none of the kinds, or a shell's block has another name."""
     found = [f"{block.page}: ```bash {block.kind}" for page in pages() for block in blocks(page)
              if block.kind not in KINDS]  # fmt: skip
-    for page in pages():
-        if page.name not in HISTORY:
-            found += [f"{page.name}: ```{words}" for words, _ in fences(page) if words in NOT_KINDS]
+    found += [f"{page.name}: ```{words}" for page in user_pages() for words, _ in fences(page) if words in NOT_KINDS]
     return found
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 import inspect
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import torch
 from megatron import swap
 
 from megatron.swap.common.counters import Totals
+from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import MemoryRow
 from megatron.swap.megatron_lm.arguments import add_swap_args
+from megatron.swap.planner.profile import Profile
 from megatron.swap.reporting.summary import RankReport, StepRecord, build_summary
 from tests import commands, pages, support
 from tests.pages import DOCS, GENERATED, HISTORY, REFERENCE, ROOT
@@ -107,8 +110,7 @@ def test_a_dead_link_is_found() -> None:
 def test_every_path_exists(page: Path) -> None:
     roots = "megatron/swap|patches|tools|examples|tests|docs|benchmarks"
     words = re.findall(rf"(?<![\w./-])((?:{roots})/[\w./-]*[\w/])", page.read_text())
-    # With dots: as Python spells it. In docs/results a file may come later, and a picture of a page beside it.
-    assert [word for word in words if not (ROOT / word).exists() and not list(ROOT.glob(f"{word}.*"))] == []
+    assert [word for word in words if not (ROOT / word).exists()] == []
 
 
 @pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
@@ -130,7 +132,7 @@ def test_no_flag_is_named_that_does_not_exist(page: Path) -> None:
     assert set(re.findall(r"--swap-[a-z-]*[a-z]", page.read_text())) <= our_flags()
 
 
-def names_in(paths: Iterator[Path]) -> dict[str, set[str]]:
+def names_in(paths: Iterable[Path]) -> dict[str, set[str]]:
     """Classes with the names they define or assign."""
     found: dict[str, set[str]] = {}
     for path in paths:
@@ -231,10 +233,11 @@ def test_every_public_name_has_a_section() -> None:
     assert {name for name in swap.__all__ if name not in named and f"`{name}`" not in text} == set()
 
 
-@pytest.mark.parametrize(("name", "what"), documented() if (REFERENCE / "python.md").exists() else [], ids=name_of)
+@pytest.mark.parametrize(("name", "what"), list(documented()), ids=name_of)
 def test_every_documented_signature_exists(name: str, what: Any) -> None:
     text = section(name)
-    calls = re.findall(rf"^{re.escape(name)}\(.*?\)$", text, re.MULTILINE | re.DOTALL)
+    spelled = f"{re.escape(name)}|{name.rpartition('.')[2]}"
+    calls = re.findall(rf"^(?:{spelled})\(.*?\)$", text, re.MULTILINE | re.DOTALL)
     for call in calls:
         assert parameters(written_signature(call)) == parameters(inspect.signature(what)), name
     if not inspect.isclass(what):
@@ -243,6 +246,14 @@ def test_every_documented_signature_exists(name: str, what: Any) -> None:
     for call in re.findall(r"`(\w+)\(([^`]*)\)`", "\n".join(line.split("|")[1] for line in table_lines(text))):
         member = inspect.signature(inspect.getattr_static(what, call[0]).__get__(None, what))
         assert parameters(written_signature(f"{call[0]}({call[1]})")) == parameters(member), call
+    told = {name for line in table_lines(text)[2:] for name in re.findall(r"`(\w+)", line.split("|")[1])}
+    members = names_in([Path(inspect.getfile(what))])[what.__name__] | set(dir(what))
+    assert told <= members | {error.__name__ for error in subclasses(what)}, name
+
+
+def subclasses(what: type) -> Iterator[type]:
+    for one in what.__subclasses__():
+        yield from (one, *subclasses(one))
 
 
 def table_lines(text: str) -> list[str]:
@@ -250,6 +261,17 @@ def table_lines(text: str) -> list[str]:
 
 
 # ------------------------------------------------------------------------------------------- files, variables
+
+
+def keys(record: type) -> set[str]:
+    """The keys of a record's JSON object."""
+    return {one.metadata.get("key", one.name) for one in dataclasses.fields(record) if one.init}
+
+
+@pytest.mark.parametrize(("heading", "record"), [("## Plan file", Plan), ("## Profile file", Profile)], ids=name_of)
+def test_every_key_of_a_file_is_described(heading: str, record: type) -> None:
+    told = {re.split(r"[\[.]", name)[0] for row in rows(REFERENCE / "files.md", heading) for name in code(row[0])}
+    assert told == keys(record)
 
 
 def fields(value: Any, path: str = "") -> set[str]:
