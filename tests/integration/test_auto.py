@@ -56,6 +56,7 @@ def without_times(value: Any) -> Any:
     return [without_times(part) for part in value] if isinstance(value, list) else value
 
 
+@pytest.mark.supports("--swap-memory-gib 1")
 @pytest.mark.parametrize("share", [0.8, 0.6])
 @pytest.mark.parametrize("flags", ["", f"--bf16 {DROPOUT}", FUSED_LLAMA], ids=["fp32", "bf16-dropout", "llama"])
 def test_below_a_budget(trainer: Trainer, flags: str, share: float) -> None:
@@ -86,6 +87,7 @@ def test_a_budget_above_the_need_moves_nothing(trainer: Trainer) -> None:
     assert "the budget is above the need" in run.output
 
 
+@pytest.mark.supports("--swap-memory-gib 1")
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
@@ -104,6 +106,7 @@ def test_all_ranks_follow_one_plan(trainer: Trainer, flags: str, ranks: int) -> 
     assert run.summary["saved_peak_bytes"] <= run.summary["planning"]["budget_gib"] * GIB
 
 
+@pytest.mark.supports(f"{MOE} --swap-memory-gib 1")
 def test_experts(trainer: Trainer) -> None:
     run = budgeted(trainer, MOE, 0.75)
     assert stages(run)[-1] == "stable"

@@ -23,6 +23,7 @@ def num_added(run: Run) -> set[int]:
     return {int(number) for number in re.findall(r"weight gradients added: (\d+)", run.output)}
 
 
+@pytest.mark.supports("--bf16 --swap-layers 0-3 --swap-recompute norm activation rotary linear")
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
@@ -45,6 +46,7 @@ def test_equal_to_a_run_without_hooks(trainer: Trainer, flags: str, ranks: int) 
         assert_same_checkpoints(plain.directory / "checkpoint", run.directory / "checkpoint")
 
 
+@pytest.mark.supports(f"--bf16 {OVERLAP} {FULL} --swap-layers all")
 def test_with_full_recomputation(trainer: Trainer) -> None:
     plain = trainer.run(f"{FUSION} {OVERLAP} {FULL}", program=FUSING)
     run = trainer.run(f"{FUSION} {OVERLAP} {FULL} {SWAP_SMALL} --swap-layers all", program=FUSING)

@@ -23,6 +23,7 @@ def memory_gib(trainer: Trainer, flags: str, short: float, *, ranks: int = 1) ->
     return (needed_bytes - short * saved_bytes) / GIB
 
 
+@pytest.mark.supports("--swap-oom-guard")
 @pytest.mark.parametrize(
     ("flags", "swap", "ranks"),
     [

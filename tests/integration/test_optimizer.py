@@ -42,6 +42,7 @@ def swapped(trainer: Trainer, flags: str, fraction: float, *, ranks: int = 1, sa
 SKIPS_STEPS = "--fp16 --initial-loss-scale 4294967296 --loss-scale-window 4"
 
 
+@pytest.mark.supports("--swap-optimizer 1")
 @pytest.mark.parametrize(("flags", "part"), [("", 1.0), (BF16, 1.0), (BF16, 0.5), (SKIPS_STEPS, 1.0)])
 def test_fifty_steps_are_equal_to_the_bit(trainer: Trainer, flags: str, part: float) -> None:
     swapped(trainer, f"{flags} {STEPS}", part)
@@ -51,6 +52,7 @@ ON_DISK = "--swap-disk-dir . --swap-host-gib 0.008"
 """Flags with host memory for the buffers between disk and device alone."""
 
 
+@pytest.mark.supports("--swap-optimizer 1")
 @pytest.mark.parametrize(("flags", "ranks"), [(BF16, 1), (f"{BF16} {DISTRIBUTED}", 2)])
 def test_fifty_steps_from_disk(trainer: Trainer, flags: str, ranks: int) -> None:
     plain = trainer.unswapped(f"{flags} {STEPS}", ranks=ranks)
@@ -65,11 +67,13 @@ def test_fifty_steps_from_disk(trainer: Trainer, flags: str, ranks: int) -> None
 MUON = "--optimizer muon"
 
 
+@pytest.mark.supports(f"{BF16} --swap-optimizer 1")
 @pytest.mark.parametrize("flags", ["--optimizer sgd", "--optimizer lion", MUON, "--optimizer soap", "--clip-grad 0"])
 def test_other_rules(trainer: Trainer, flags: str) -> None:
     swapped(trainer, f"{BF16} {flags}", 1.0)
 
 
+@pytest.mark.supports(f"{BF16} {MUON} --swap-optimizer 1", ranks=2)
 @pytest.mark.parametrize("more", ["--tensor-model-parallel-size 2", DISTRIBUTED, "--optimizer dist_muon"])
 def test_muon_on_two_ranks(trainer: Trainer, more: str) -> None:
     """Muon reads at each parameter how it is split, and among which ranks."""
@@ -83,17 +87,20 @@ def test_rules_that_are_not_known_are_refused() -> None:
     swap.close()
 
 
+@pytest.mark.supports("--swap-optimizer 1", ranks=2)
 @pytest.mark.parametrize("flags", [BF16, f"{BF16} {DISTRIBUTED}", DISTRIBUTED])
 def test_two_ranks(trainer: Trainer, flags: str) -> None:
     swapped(trainer, f"{flags} {STEPS}", 1.0, ranks=2)
 
 
+@pytest.mark.supports(f"{BF16} --swap-layers all --swap-optimizer 0.7")
 def test_together_with_activations(trainer: Trainer) -> None:
     plain = trainer.unswapped(BF16)
     run = trainer.run(f"{BF16} {SWAP_SMALL} --swap-layers all --swap-optimizer 0.7 {recorded('torch')}")
     assert_same_training(plain, run)
 
 
+@pytest.mark.supports("--swap-optimizer auto --swap-memory-gib 1")
 @pytest.mark.parametrize(("flags", "ranks"), [(BF16, 1), (f"{BF16} {DISTRIBUTED}", 2)])
 @pytest.mark.parametrize(("part", "least", "most"), [(0.3, 0.5, 1.0), (1.5, 0.0, 1.0), (4.0, 0.0, 0.0)])
 def test_as_much_is_offloaded_as_the_budget_asks_for(
@@ -247,6 +254,7 @@ EXPERTS = (
 )
 
 
+@pytest.mark.supports("--swap-optimizer 1", ranks=2)
 @pytest.mark.parametrize("saved", ["torch", "torch_dist"])
 @pytest.mark.parametrize("flags", [EXPERTS, f"{EXPERTS} --use-distributed-optimizer"])
 def test_a_checkpoint_in_the_middle_of_training_of_several_optimizers(trainer: Trainer, flags: str, saved: str) -> None:

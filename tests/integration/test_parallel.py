@@ -15,6 +15,7 @@ MOE = (
 )
 
 
+@pytest.mark.supports("--swap-layers all", ranks=2)
 @pytest.mark.parametrize(
     ("flags", "saved"),
     [

@@ -61,6 +61,7 @@ MIXED = (
 )  # fmt: skip
 
 
+@pytest.mark.supports("--swap-plan plan.json")
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
@@ -152,6 +153,7 @@ def test_a_plan_that_is_not_for_this_run_is_told_and_trains_to_the_bit(trainer: 
     assert first == 2 * (4 + 1) * HIDDEN_BYTES
 
 
+@pytest.mark.supports(f"{MOE} --swap-plan plan.json")
 def test_experts(trainer: Trainer, tmp_path: Path) -> None:
     plan = plan_for(MOE, PlanClass("0-7", {"self_attention.core_attention/0": swap(), NORMS[0]: AGAIN}))
     run = by_plan(trainer, tmp_path, MOE, plan)
@@ -159,6 +161,7 @@ def test_experts(trainer: Trainer, tmp_path: Path) -> None:
     assert_swaps_to_the_end(run)
 
 
+@pytest.mark.supports("--swap-plan plan.json")
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [

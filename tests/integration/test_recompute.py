@@ -14,6 +14,7 @@ MOE = (
 )
 
 
+@pytest.mark.supports("--swap-layers all")
 @pytest.mark.parametrize(
     ("flags", "num_layers_swapped"),
     [
@@ -39,6 +40,7 @@ def test_inputs_of_recomputed_segments_are_swapped(
         assert layer["swapped_out_bytes"] >= 2 * input_bytes
 
 
+@pytest.mark.supports(f"{FULL} block --recompute-num-layers 4 --swap-layers all")
 def test_block_method(trainer: Trainer) -> None:
     """The first layers are recomputed and the others are not. Both are swapped."""
     plain, swapped = trainer.pair(f"{FULL} block --recompute-num-layers 4")
@@ -49,6 +51,7 @@ def test_block_method(trainer: Trainer) -> None:
 
 # Others need TransformerEngine (layernorm) or grouped matrix products on a GPU (moe_act). The local
 # spec's mlp with biases recurses without end upstream: its bias leaves the checkpointed function as it came.
+@pytest.mark.supports("--recompute-granularity selective --swap-layers all")
 @pytest.mark.parametrize(
     "flags",
     [

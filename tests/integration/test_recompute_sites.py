@@ -31,6 +31,7 @@ ANGLES_BYTES = 64 * 16 * 4
 """Bytes of the rotary angles: sequence 64, 16 channels a head, fp32."""
 
 
+@pytest.mark.supports(f"--swap-layers all {BOTH}")
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
@@ -98,6 +99,7 @@ def test_the_peak_falls_by_what_is_not_held(trainer: Trainer, flags: str, kinds:
         assert spared == one_micro_batch
 
 
+@pytest.mark.supports(f"--swap-layers 0-3 {ALL_KINDS}")
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
@@ -122,6 +124,7 @@ def test_all_kinds(trainer: Trainer, flags: str, ranks: int) -> None:
     assert refused <= (RMS_NORM_ON_CPU if "--bf16" in flags and "RMSNorm" in flags else set())
 
 
+@pytest.mark.supports(f"--recompute-granularity full --recompute-method block --swap-layers all {BOTH}")
 def test_with_recomputed_blocks(trainer: Trainer) -> None:
     """The first layers are recomputed whole, single sites in the others."""
     flags = "--recompute-granularity full --recompute-method block --recompute-num-layers 4"

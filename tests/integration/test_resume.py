@@ -13,6 +13,7 @@ from tests.integration.harness import (
 )
 
 
+@pytest.mark.supports("--swap-layers all")
 @pytest.mark.parametrize(
     ("flags", "saved"),
     [

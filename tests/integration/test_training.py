@@ -35,6 +35,7 @@ def case(name: str, flags: str, swap: str = "--swap-layers all", *, half: bool =
     return pytest.param(flags, swap, half, id=name)
 
 
+@pytest.mark.supports
 @pytest.mark.parametrize(
     ("flags", "swap", "half"),
     [

@@ -1,96 +1,58 @@
-"""What the pages say is what the code does. ``python -m tests.unit.test_docs`` renews the table of patches."""
+"""What the pages say is what the code does. ``python -m tests.pages`` renews the generated ones."""
 
 from __future__ import annotations
 
 import argparse
 import ast
-import importlib
+import dataclasses
 import inspect
-import itertools
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megatron import swap
 
-from megatron.swap import patches
 from megatron.swap.common.counters import Totals
+from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import MemoryRow
 from megatron.swap.megatron_lm.arguments import add_swap_args
-from megatron.swap.patches.registry import Patch
+from megatron.swap.planner.profile import Profile
 from megatron.swap.reporting.summary import RankReport, StepRecord, build_summary
-from tests.unit.test_house import ROOMS, ROOT, our_files
+from tests import commands, pages, support
+from tests.pages import DOCS, GENERATED, HISTORY, REFERENCE, ROOT
+from tests.unit.test_house import ROOMS, our_files
 
-README = ROOT / "README.md"
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
-GUIDE = ROOT / "docs" / "user_guide.md"
-PATCHES = ROOT / "docs" / "patches.md"
-PAGES = (README, ARCHITECTURE, PATCHES, GUIDE, ROOT / "docs" / "planner.md", ROOT / "docs" / "log.md")
-OF_TODAY = PAGES[:-1]  # the log tells of names as they were
-
-# A new flag is a conscious act: whoever adds one here has written its row in the user guide and its check.
-FLAGS = {
-    "--swap-cpu-delay-ms",
-    "--swap-cpu-memory-gib",
-    "--swap-deterministic",
-    "--swap-disk-dir",
-    "--swap-disk-gib",
-    "--swap-host-gib",
-    "--swap-host-unchecked",
-    "--swap-layers",
-    "--swap-log-level",
-    "--swap-max-candidates",
-    "--swap-memory-fraction",
-    "--swap-memory-gib",
-    "--swap-min-mib",
-    "--swap-modules",
-    "--swap-oom-guard",
-    "--swap-optimizer",
-    "--swap-plan",
-    "--swap-policy",
-    "--swap-prefetch-gib",
-    "--swap-profile",
-    "--swap-profile-steps",
-    "--swap-recompute",
-    "--swap-save-plan",
-    "--swap-save-profile",
-    "--swap-summary",
-    "--swap-verify",
-}
-
-PATCHES_BEGIN = "<!-- patches: written by `python -m tests.unit.test_docs` -->\n"
-PATCHES_END = "<!-- end of patches -->"
+ARCHITECTURE = pages.first_existing("docs/dev/architecture.md", "docs/architecture.md")
+START = DOCS / "guide" / "start.md"
+TROUBLESHOOTING = DOCS / "guide" / "troubleshooting.md"
+ALL = pages.pages()
+OF_TODAY = [page for page in ALL if page.name not in HISTORY]
+MAX_WORDS = 20_000
+NOT_KEPT = {"own_pretrain.py"}  # saved by the reader
 
 
-def parser_defaults() -> dict[str, object]:
-    """Each flag of ours and its default."""
-    parser = add_swap_args(argparse.ArgumentParser(add_help=False))
-    return {action.option_strings[0]: action.default for action in parser._actions}
+def there(*paths: Path) -> list[Path]:
+    return [path for path in paths if path.exists()]
 
 
-def written(default: object) -> str:
-    """A default as the user guide writes it."""
-    if default is None or default == []:
-        return "not set"
-    if default is False:
-        return "off"
-    return f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+def name_of(value: object) -> str:
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
 
 
-def rows(page: Path, heading: str) -> list[list[str]]:
+def rows(page: Path, heading: str = "") -> list[list[str]]:
     """The cells of the first table under ``heading``, without its head."""
     text = page.read_text().split(f"{heading}\n", 1)[1]
-    table = re.search(r"^\|.*?\n(?!\|)", text, flags=re.MULTILINE | re.DOTALL)
+    table = re.search(r"^\|.*?\n(?!\|)", f"{text}\n", flags=re.MULTILINE | re.DOTALL)
     assert table is not None, f"no table under {heading}"
     lines = table.group().strip().splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines]
 
 
 def code(cell: str) -> list[str]:
@@ -98,36 +60,81 @@ def code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-# ------------------------------------------------------------------------------------------------------ flags
+# ------------------------------------------------------------------------------------------- length and links
 
 
-def test_the_flags_are_these() -> None:
-    assert set(parser_defaults()) == FLAGS
+def test_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert pages.num_words(text) <= 800
 
 
-def test_the_user_guide_has_every_flag_with_its_default() -> None:
-    told = {code(row[0])[0]: row[1] for row in rows(GUIDE, "## Flags")}
-    assert told == {flag: written(default) for flag, default in parser_defaults().items()}
+def test_what_a_user_reads_is_short() -> None:
+    lengths = {name_of(page): pages.num_words(page.read_text()) for page in pages.user_pages()}
+    assert sum(lengths.values()) <= MAX_WORDS, lengths
+    assert lengths["docs/reference/support.md"] <= 700
 
 
-def test_no_page_names_a_flag_of_ours_that_does_not_exist() -> None:
-    for page in PAGES:
-        named = set(re.findall(r"--swap-[a-z-]*[a-z]", page.read_text()))
-        assert named <= FLAGS, page
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"(?ms)^```.*?^```", "", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-# ----------------------------------------------------------------------------------------------- architecture
+def dead_links(page: Path, text: str) -> list[str]:
+    prose = re.sub(r"(?ms)^```.*?^```|`[^`\n]*`", "", text)
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        to = (page.parent / path).resolve() if path else page
+        if not to.exists() or (anchor and to.suffix == ".md" and anchor not in anchors(to)):
+            dead.append(target)
+    return dead
 
 
-def test_the_picture_is_the_rooms() -> None:
-    picture = re.search(r"```rooms\n(.*?)```", ARCHITECTURE.read_text(), flags=re.DOTALL)
-    assert picture is not None
-    assert tuple(line.split("|")[0].strip() for line in picture[1].splitlines()) == ROOMS
+@pytest.mark.parametrize("page", ALL, ids=name_of)
+def test_no_link_is_dead(page: Path) -> None:
+    assert dead_links(page, page.read_text()) == []
 
 
-def names_in(paths: Iterator[Path]) -> dict[str, set[str]]:
-    """Classes with the names they define or assign, and module-level names under ''."""
-    found: dict[str, set[str]] = {"": set()}
+def test_a_dead_link_is_found() -> None:
+    text = "[a](flags.md) [b](none.md) [c](flags.md#none) [d](https://example.org) `[e](code.md)`"
+    assert dead_links(REFERENCE / "files.md", text) == ["none.md", "flags.md#none"]
+
+
+# ----------------------------------------------------------------------------- paths, programs, flags, names
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
+def test_every_path_exists(page: Path) -> None:
+    roots = "megatron/swap|patches|tools|examples|tests|docs|benchmarks"
+    words = re.findall(rf"(?<![\w./-])((?:{roots})/[\w./-]*[\w/])", page.read_text())
+    assert [word for word in words if not (ROOT / word).exists()] == []
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
+def test_every_program_exists(page: Path) -> None:
+    text = page.read_text()
+    programs = re.findall(r"\b(?:bash|python3?|torchrun[^\n`]*?) ((?:[\w-]+/)*[\w-]+\.(?:py|sh))\b", text)
+    assert [one for one in programs if not (ROOT / one).exists() and one not in NOT_KEPT] == []
+    for module in re.findall(r"python3? -m ((?:megatron|benchmarks|tests)[\w.]+)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+def our_flags() -> set[str]:
+    return {action.option_strings[0] for action in add_swap_args(argparse.ArgumentParser(add_help=False))._actions}
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
+def test_no_flag_is_named_that_does_not_exist(page: Path) -> None:
+    assert set(re.findall(r"--swap-[a-z-]*[a-z]", page.read_text())) <= our_flags()
+
+
+def names_in(paths: Iterable[Path]) -> dict[str, set[str]]:
+    """Classes with the names they define or assign."""
+    found: dict[str, set[str]] = {}
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
@@ -142,62 +149,129 @@ def names_in(paths: Iterator[Path]) -> dict[str, set[str]]:
     return found
 
 
-def test_every_name_of_a_class_exists() -> None:
+@pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
+def test_every_name_of_a_class_exists(page: Path) -> None:
     known = names_in((ROOT / "megatron" / "swap").rglob("*.py"))
-    for page in OF_TODAY:
-        text = re.sub(f"{PATCHES_BEGIN}.*{PATCHES_END}", "", page.read_text(), flags=re.DOTALL)
-        for name, attribute in re.findall(r"`(_?[A-Z][A-Za-z]+)\.(\w+)", text):
-            assert name in known, f"{page}: {name}"
-            assert attribute in known[name], f"{page}: {name}.{attribute}"
+    for name, attribute in re.findall(r"`(_?[A-Z][A-Za-z]+)\.(\w+)", pages.without_patches_table(page.read_text())):
+        assert attribute in known.get(name, set()), f"{name}.{attribute}"
 
 
-# ---------------------------------------------------------------------------------------------------- patches
+@pytest.mark.parametrize("page", there(ARCHITECTURE), ids=name_of)
+def test_the_picture_is_the_rooms(page: Path) -> None:
+    picture = re.search(r"```rooms\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    assert picture is not None
+    assert tuple(line.split("|")[0].strip() for line in picture[1].splitlines()) == ROOMS
 
 
-def all_patches() -> list[Patch]:
-    """Every patch of every file, the ones that are made by a function included."""
-    found: dict[int, Patch] = {}
-    for module in pkgutil.walk_packages(patches.__path__, "megatron.swap.patches."):
-        if module.name == "megatron.swap.patches.registry":
-            continue
-        for name, value in vars(importlib.import_module(module.name)).items():
-            made: Any = ()
-            if isinstance(value, Patch):
-                made = (value,)
-            elif isinstance(value, tuple) and all(isinstance(item, Patch) for item in value):
-                made = value
-            elif name.endswith("_patch") and not name.startswith("_"):
-                made = (value(*[None] * len(inspect.signature(value).parameters)),)
-            elif name.endswith("_patches") and not name.startswith("_"):
-                made = value(None)
-            found.update({id(patch): patch for patch in made})
-    return sorted(found.values(), key=lambda patch: (patch.file.count("/"), patch.file))
+# --------------------------------------------------------------------------------------------------- generated
 
 
-def patches_table() -> str:
-    """What is patched, by file and reason."""
-    by_reason: dict[tuple[str, str], list[str]] = {}
-    for patch in all_patches():
-        symbols = by_reason.setdefault((patch.file, patch.reason), [])
-        if patch.symbol not in symbols:
-            symbols.append(patch.symbol)
-    lines = ["| symbol | why | file |", "|---|---|---|"]
-    for (file, reason), symbols in by_reason.items():
-        lines.append(f"| {', '.join(f'`{symbol}`' for symbol in symbols)} | {reason} | `{file}` |")
-    return "\n".join(lines) + "\n"
+@pytest.mark.parametrize("page", GENERATED, ids=name_of)
+def test_a_generated_page_is_not_stale(page: Path) -> None:
+    assert page.read_text() == GENERATED[page](), "run: python -m tests.pages"
 
 
-def with_patches_table(page: str) -> str:
-    before, rest = page.split(PATCHES_BEGIN)
-    return before + PATCHES_BEGIN + patches_table() + PATCHES_END + rest.split(PATCHES_END)[1]
+def test_a_default_in_words_is_the_default() -> None:
+    for action in add_swap_args(argparse.ArgumentParser(add_help=False))._actions:
+        _, default, _ = pages.parts_of(argparse.HelpFormatter("")._expand_help(action))
+        if action.default is False:
+            assert default == "off", action.option_strings
+        elif action.default not in (None, []):
+            given = f"{action.default:g}" if isinstance(action.default, float) else str(action.default)
+            assert default == given, action.option_strings
 
 
-def test_the_table_of_patches_is_the_registry() -> None:
-    page = PATCHES.read_text()
-    assert page == with_patches_table(page), "run: python -m tests.unit.test_docs"
+def test_what_is_evidence_of_support_is_compared() -> None:
+    for function in support.test_functions():
+        if any(mark.name == "supports" for mark in getattr(function, "pytestmark", [])):
+            body = inspect.getsource(function)
+            assert re.search(r"assert_same_|trainer\.pair\(|budgeted\(|swapped\(trainer", body), function.__name__
 
 
-# ---------------------------------------------------------------------------------------------------- summary
+def test_cells_of_the_support_matrix() -> None:
+    """One of each kind that cannot change without a change of the code."""
+    matrix = support.matrix()
+    assert "CPU" in matrix["Parallelism"]["--pipeline-model-parallel-size 2"]["offload"]
+    assert matrix["Parallelism"]["--use-torch-fsdp2"]["offload"] == "refused"
+    assert "refused: activation, linear" in matrix["Megatron's own savings"][
+        "--recompute-granularity selective --recompute-modules mlp"]["recompute"]  # fmt: skip
+    assert support.CANNOT in matrix["Parallelism"]["--context-parallel-size 2"]["offload"]
+
+
+# ------------------------------------------------------------------------------------- the Python interface
+
+
+def section(heading: str) -> str:
+    page = (REFERENCE / "python.md").read_text()
+    found = re.search(rf"(?ms)^## `{re.escape(heading)}`.*?(?=^## |\Z)", page)
+    assert found is not None, f"docs/reference/python.md has no section `{heading}`"
+    return found.group()
+
+
+def documented() -> Iterator[tuple[str, Any]]:
+    """Each name that the page of the interface has a section for, and what it is."""
+    for name in re.findall(r"^## `([\w.]+)`", (REFERENCE / "python.md").read_text(), re.MULTILINE):
+        module, _, last = name.rpartition(".")
+        yield name, getattr(swap if module == "swap" else __import__(f"megatron.{module}", fromlist=[last]), last)
+
+
+def parameters(signature: inspect.Signature) -> list[tuple[str, int, object]]:
+    given = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
+    return [(one.name, one.kind, one.default) for one in given]
+
+
+def written_signature(call: str) -> inspect.Signature:
+    """The signature of a call as the page writes it: ``name(a, *, b=1)``."""
+    space: dict[str, Any] = {}
+    exec(f"def written({call.split('(', 1)[1].rsplit(')', 1)[0]}): pass", space)
+    return inspect.signature(space["written"])
+
+
+def test_every_public_name_has_a_section() -> None:
+    named = {name.removeprefix("swap.") for name, _ in documented()}
+    text = (REFERENCE / "python.md").read_text()
+    assert {name for name in swap.__all__ if name not in named and f"`{name}`" not in text} == set()
+
+
+@pytest.mark.parametrize(("name", "what"), list(documented()), ids=name_of)
+def test_every_documented_signature_exists(name: str, what: Any) -> None:
+    text = section(name)
+    spelled = f"{re.escape(name)}|{name.rpartition('.')[2]}"
+    calls = re.findall(rf"^(?:{spelled})\(.*?\)$", text, re.MULTILINE | re.DOTALL)
+    for call in calls:
+        assert parameters(written_signature(call)) == parameters(inspect.signature(what)), name
+    if not inspect.isclass(what):
+        assert calls or not callable(what), f"{name}: no signature"
+        return
+    for call in re.findall(r"`(\w+)\(([^`]*)\)`", "\n".join(line.split("|")[1] for line in table_lines(text))):
+        member = inspect.signature(inspect.getattr_static(what, call[0]).__get__(None, what))
+        assert parameters(written_signature(f"{call[0]}({call[1]})")) == parameters(member), call
+    told = {name for line in table_lines(text)[2:] for name in re.findall(r"`(\w+)", line.split("|")[1])}
+    members = names_in([Path(inspect.getfile(what))])[what.__name__] | set(dir(what))
+    assert told <= members | {error.__name__ for error in subclasses(what)}, name
+
+
+def subclasses(what: type) -> Iterator[type]:
+    for one in what.__subclasses__():
+        yield from (one, *subclasses(one))
+
+
+def table_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
+# ------------------------------------------------------------------------------------------- files, variables
+
+
+def keys(record: type) -> set[str]:
+    """The keys of a record's JSON object."""
+    return {one.metadata.get("key", one.name) for one in dataclasses.fields(record) if one.init}
+
+
+@pytest.mark.parametrize(("heading", "record"), [("## Plan file", Plan), ("## Profile file", Profile)], ids=name_of)
+def test_every_key_of_a_file_is_described(heading: str, record: type) -> None:
+    told = {re.split(r"[\[.]", name)[0] for row in rows(REFERENCE / "files.md", heading) for name in code(row[0])}
+    assert told == keys(record)
 
 
 def fields(value: Any, path: str = "") -> set[str]:
@@ -209,74 +283,25 @@ def fields(value: Any, path: str = "") -> set[str]:
     return {path}
 
 
-def test_the_user_guide_has_every_field_of_the_summary() -> None:
+def test_every_field_of_the_summary_is_described() -> None:
     step = StepRecord(iteration=1, moved=Totals({0: (2, 2)}, num_groups=1), loss=1.0, grad_norm=1.0)
     report = RankReport(
         steps=[step], device="cpu", device_peak_bytes=None, saved_peak_bytes=1, host_booked_bytes=1,
         host_leased_peak_bytes=1, stayed_bytes=0, swapped_layers=[0], memory=[MemoryRow("weights")],
     )
     summary = json.loads(json.dumps(build_summary(1, [report])))
-    told = [name for row in rows(GUIDE, "### The summary") for name in code(row[0])]
+    told = [name for row in rows(REFERENCE / "files.md", "## Summary") for name in code(row[0])]
     assert len(told) == len(set(told))
     assert set(told) == fields(summary)
 
 
-# -------------------------------------------------------------------------------------------- files and words
-
-
-def tree() -> Iterator[Path]:
-    """The paths in README's tree."""
-    block = README.read_text().split("## What is where", 1)[1].split("```")[1]
-    folder = Path()
-    for line in filter(str.strip, block.splitlines()):
-        for name in itertools.takewhile(lambda word: "." in word or word.endswith("/"), line.split()):
-            if line.startswith(" "):
-                yield ROOT / folder / name
-            else:
-                folder = Path(name) if name.endswith("/") else Path()
-                yield ROOT / name
-
-
-def test_everything_in_the_tree_exists() -> None:
-    paths = list(tree())
-    assert len(paths) > 30
-    assert [path for path in paths if not path.exists()] == []
-    tools = {path for path in our_files() if path.parent in (ROOT / "tools", ROOT / "examples", ROOT / "docs")}
-    made = {"__init__.py", "report.html"}  # by tools/report.py, not kept
-    missing = {path for path in tools if path.name not in made} - set(paths)
-    assert missing == set(), "not in README's tree"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_path_and_link_exists(page: Path) -> None:
-    text = page.read_text()
-    told = text if page in OF_TODAY else ""
-    words = re.findall(r"(?<![\w./])((?:megatron/swap|patches|tools|examples|tests|docs)/[\w./-]*[\w/])", told)
-    words += [name for name in re.findall(r"`(\w+\.(?:py|sh|txt|toml))`", text) if (ROOT / name).exists()]
-    to_come = {"megatron/swap/memory/tiers/disk.py"}
-    assert [word for word in words if word not in to_come and not (ROOT / word).exists()] == []
-    for target in re.findall(r"\]\(([^)#]+)?(?:#[\w-]+)?\)", text):
-        if target and not target.startswith("http"):
-            assert (page.parent / target).exists(), target
-    for target, anchor in re.findall(r"\]\(([^)#]*)#([\w-]+)\)", text):
-        if not target.startswith("http"):
-            headings = re.findall(r"^#+ (.*)$", (page.parent / target if target else page).read_text(), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in headings}, anchor
-
-
-def test_every_command_names_a_program_that_exists() -> None:
-    for page in OF_TODAY:
-        for program in re.findall(r"\b(?:bash|python3?|torchrun.*?) ((?:[\w]+/)*[\w]+\.(?:py|sh))", page.read_text()):
-            assert (ROOT / program).exists() or program == "own_pretrain.py", f"{page}: {program}"
-
-
-def test_the_user_guide_has_every_variable() -> None:
-    told = {name for row in rows(GUIDE, "## Environment variables") for name in code(row[0])}
+def test_every_variable_is_described() -> None:
+    told = {name for row in rows(REFERENCE / "files.md", "## Environment variables") for name in code(row[0])}
     used: set[str] = set()
     for path in our_files():
         if path.suffix in (".py", ".sh") and "tests/unit" not in str(path):
             used |= set(re.findall(r"MEGATRON_SWAP_[A-Z_]*[A-Z]", path.read_text()))
-    assert told == used
+    assert {name for name in told if name.startswith("MEGATRON_SWAP_")} == used
 
 
 def messages() -> Iterator[str]:
@@ -291,20 +316,35 @@ def messages() -> Iterator[str]:
                     yield node.value
 
 
-def test_every_message_in_troubleshooting_is_one_of_ours() -> None:
+@pytest.mark.parametrize("page", there(TROUBLESHOOTING), ids=name_of)
+def test_every_message_in_troubleshooting_is_one_of_ours(page: Path) -> None:
     ours = list(messages())
-    for row in rows(GUIDE, "## Troubleshooting"):
-        message = row[0].strip("`")
-        if message.startswith("unrecognized arguments"):
+    told = re.findall(r"^\| (`+)(.+?)\1 \|", page.read_text(), re.MULTILINE)
+    assert told
+    for _, message in told:
+        if message.strip().startswith("unrecognized arguments"):
             continue  # argparse's
         pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("…")), re.DOTALL)
         assert any(pattern.search(text) for text in ours), message
 
 
+# --------------------------------------------------------------------------------------------------- commands
+
+
+def test_every_block_of_commands_has_a_kind() -> None:
+    assert commands.unknown_kinds() == []
+
+
+def test_every_command_for_a_gpu_has_run_there() -> None:
+    assert commands.missing_results() == [], "not in docs/results/h200-commands.json"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its flags are for the CPU")
-def test_the_script_in_the_user_guide_trains(tmp_path: Path) -> None:
-    script = GUIDE.read_text().split("```python\n", 1)[1].split("```", 1)[0]
-    (tmp_path / "own_pretrain.py").write_text(script)
+@pytest.mark.parametrize("page", there(START), ids=name_of)
+def test_the_script_in_the_guide_trains(page: Path, tmp_path: Path) -> None:
+    scripts = [text for words, text in commands.fences(page) if words == "python" and "pretrain(" in text]
+    assert len(scripts) == 1, "one complete script"
+    (tmp_path / "own_pretrain.py").write_text(scripts[0])
     flags = (
         "--transformer-impl local --distributed-backend gloo --num-workers 0 --no-gradient-accumulation-fusion "
         "--no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --num-layers 4 --hidden-size 32 "
@@ -320,7 +360,3 @@ def test_the_script_in_the_user_guide_trains(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert json.loads((tmp_path / "summary.json").read_text())["swapped_out_bytes"] > 0
-
-
-if __name__ == "__main__":
-    PATCHES.write_text(with_patches_table(PATCHES.read_text()))

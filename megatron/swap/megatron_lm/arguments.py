@@ -35,7 +35,9 @@ class _Deterministic(argparse.Action):
 
 
 def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group of ``--swap-`` flags: Megatron's ``extra_args_provider``.
+    """Add the ``--swap-`` flags: Megatron's ``extra_args_provider``.
+
+    A help text is 'What the flag does. Default: value. Set it when …': docs/reference/flags.md is made from it.
 
     Args:
         parser: Megatron's, or any other.
@@ -43,77 +45,112 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Returns:
         The same parser, as Megatron wants it.
     """
-    group = parser.add_argument_group(
-        title="swap", description="Saved activations are offloaded between forward and backward (Megatron Swap)."
-    )
-    add = group.add_argument
+    add = parser.add_argument_group(
+        "swap: activations", "Saved activations: which are offloaded or recomputed."
+    ).add_argument
     add("--swap-layers", default="none", metavar="LAYERS",
-        help=f"Layers whose activations are swapped, 0-based over the whole model: {LAYER_SYNTAX}. Default: none.")
+        help=f"Layers whose saved activations are offloaded in forward and reloaded in backward: {LAYER_SYNTAX}. "
+        "Default: none. Set it when you choose layers yourself; --swap-memory-gib chooses for you.")
     add("--swap-modules", nargs="+", default=[], metavar="MODULE",
-        help="Swap only what these submodules of a layer save, e.g. 'mlp', 'mlp.linear_fc1', 'core_attention'; "
-        "'layer' is the layer itself, 'checkpoint' the input of a recomputed segment. Default: everything.")
+        help="Swap only what these submodules of the chosen layers save, such as mlp, mlp.linear_fc1 or "
+        "core_attention. A name matches a submodule and everything in it; 'layer' is the layer itself, 'checkpoint' "
+        "the input of a recomputed segment. Default: every submodule. Set it when forward is too short to hide the "
+        "copies of whole layers.")
     add("--swap-recompute", nargs="+", default=[], metavar="KIND",
-        help=f"Recompute the outputs of these kinds of kernels in backward, equal to the bit, instead of keeping or "
-        f"swapping them. In all layers, whatever --swap-layers says. Kinds: {', '.join(PRODUCERS)}; all but linear are "
-        "cheap. Default: none.")
-    add("--swap-plan", default=None, metavar="FILE",
-        help="Carry out this plan (docs/planner.md): keep, swap or recompute, site by site. It takes the place of "
-        "--swap-layers, --swap-modules and --swap-recompute.")
-    add("--swap-policy", choices=POLICIES, default=None,
-        help="auto: measure a few steps, find the fastest plan that stays below the memory that the flags below "
-        f"allow, train by it. Default: auto with one of them, else manual. auto alone: {USUAL_FRACTION:g} of the "
-        "device's memory.")
-    add("--swap-memory-gib", type=float, default=None, metavar="GIB",
-        help="Most device memory that a step may take; the planner decides what to keep, swap and recompute.")
-    add("--swap-memory-fraction", type=float, default=None, metavar="FRACTION",
-        help="The same as a fraction of the device's memory, above 0 and at most 1.")
-    add("--swap-max-candidates", type=int, default=3, metavar="N",
-        help=f"Most plans that the planner tries live, 1 to {MOST_CANDIDATES}. Default: 3.")
-    add("--swap-save-plan", default=None, metavar="FILE",
-        help="Write what was done with each saved tensor as a plan file.")
-    add("--swap-save-profile", default=None, metavar="FILE",
-        help="Write the profile that --swap-policy auto has measured, for tools/plan.py.")
-    add("--swap-optimizer", default="0", metavar="FRACTION",
-        help="Fraction of the optimizer's state, 0 to 1, that is offloaded to host memory. It passes through the GPU "
-        "in buckets while the optimizer steps. auto: the planner decides how much. Default: 0.")
-    add("--swap-disk-dir", default=None, metavar="DIR",
-        help="Folder on a local disk for optimizer state and activations that host memory has no room for. Nothing is "
-        "left there when training ends, however it ends.")
-    add("--swap-disk-gib", type=float, default=None, metavar="GIB",
-        help="Most that one rank may take there. Default: what is free, less 1 GiB, shared by the ranks of a host.")
-    add("--swap-oom-guard", action="store_true",
-        help="When an allocation on the GPU fails, evict saved tensors to host memory and retry it; the step becomes "
-        "slower. --swap-policy auto does so while it measures the first steps, this flag always.")
+        help="Recompute the outputs of these kinds of kernels in backward, equal to the bit, in all layers, swapped "
+        f"or not. Kinds: {', '.join(PRODUCERS)}. All but linear are cheap. Default: no kind. Set it when memory is "
+        "short and the link is busy.")
     add("--swap-min-mib", type=float, default=1.0, metavar="MIB",
-        help="Storages smaller than this stay on the device. Default: 1.")
-    add("--swap-host-gib", type=float, default=None, metavar="GIB",
-        help="Most host memory that one rank may reserve. Default: what is safe by the machine's and the cgroup's "
-        "memory, shared by the ranks of a host.")
-    add("--swap-host-unchecked", action="store_true",
-        help="Take --swap-host-gib even if the machine reports less memory (machines whose memory grows on demand).")
+        help="Keep storages that are smaller. Default: %(default)g. Set it when the model is tiny, so that its "
+        "storages are all smaller.")
     add("--swap-prefetch-gib", type=float, default=None, metavar="GIB",
-        help="Most memory for storages that are prefetched before their layer's backward. Default: as much as the "
-        "largest layer has swapped.")
-    add("--swap-verify", action="store_true",
-        help="Checksum every storage on its way out and back in, and stop at a difference. Slow.")
-    add("--swap-deterministic", nargs=0, action=_Deterministic, default=False,
-        help="Everything that bit-equal runs on a GPU need: Megatron's --deterministic-mode, and flash instead of "
-        "cuDNN attention for the local spec.")
+        help="Most memory for reloads ahead of their layer's backward. Memory that backward frees comes on top, up "
+        "to the same amount. Default: the plan's value, or what the largest layer swaps. Set it when the "
+        "summary shows a high wait_ms and memory is left (raise it), or memory is short (lower it).")
+    add("--swap-oom-guard", action="store_true",
+        help="When an allocation on the GPU fails, evict saved tensors to host memory and retry the allocation. A "
+        "step with evictions is slower. The planner guards its first steps without this flag. Default: off. Set it "
+        "when a few steps need more memory than the GPU has.")
+
+    add = parser.add_argument_group(
+        "swap: planner", "Measure the model, then keep, swap or recompute each saved tensor within a memory budget."
+    ).add_argument
+    add("--swap-memory-gib", type=float, default=None, metavar="GIB",
+        help="Most device memory that a step may take. The planner decides what to keep, swap and recompute. "
+        "Default: no budget. Set it when the model does not fit; a few GiB below the GPU's memory is a good value.")
+    add("--swap-memory-fraction", type=float, default=None, metavar="FRACTION",
+        help="The same budget as a fraction of the device's memory, above 0 and at most 1. Default: no budget. Set "
+        "it when one command runs on different GPUs.")
+    add("--swap-policy", choices=POLICIES, default=None,
+        help="auto: measure a few steps, find the fastest plan within the budget, train by that plan. manual: do "
+        "what the other flags say. Default: auto with a budget, else manual. Set it when you want the planner "
+        f"without a budget: auto alone takes {USUAL_FRACTION:g} of the device's memory.")
+    add("--swap-max-candidates", type=int, default=3, metavar="N",
+        help=f"Most plans that the planner tries in training steps, 1 to {MOST_CANDIDATES}. Default: %(default)s. Set "
+        "it when steps are long (lower it).")
+    add("--swap-plan", default=None, metavar="FILE",
+        help="Carry out this plan file, site by site. The plan replaces --swap-layers, --swap-modules and "
+        "--swap-recompute. Default: no plan. Set it when you have a plan of tools/plan.py or of an earlier run.")
+    add("--swap-save-plan", default=None, metavar="FILE",
+        help="Write a plan file: what was done with each saved tensor, or the planner's plan. Default: not written. "
+        "Set it when you want to edit the plan, or to skip the measurement in the next run.")
+    add("--swap-save-profile", default=None, metavar="FILE",
+        help="Write the profile that the planner measured, for tools/plan.py. Default: not written. Set it when you "
+        "want to plan other budgets without a GPU.")
+
+    add = parser.add_argument_group(
+        "swap: optimizer state", "Main parameters and moments: in host memory or on disk between optimizer steps."
+    ).add_argument
+    add("--swap-optimizer", default="0", metavar="FRACTION",
+        help="Fraction of the optimizer's state, 0 to 1, that is offloaded to host memory. The state passes through "
+        "the GPU in buckets while the optimizer steps. auto: the planner or the plan decides how much. Default: "
+        "%(default)s. Set it when weights and optimizer state fill the GPU.")
+
+    add = parser.add_argument_group("swap: host memory and disk", "Where offloaded bytes are kept.").add_argument
+    add("--swap-host-gib", type=float, default=None, metavar="GIB",
+        help="Most pinned host memory that one rank may reserve. Default: what the machine and its cgroup can spare, "
+        "divided by the ranks of the host. Set it when other programs need the host's memory.")
+    add("--swap-host-unchecked", action="store_true",
+        help="Accept --swap-host-gib even if the machine reports less memory. Default: off. Set it when the "
+        "machine's memory grows on demand.")
+    add("--swap-disk-dir", default=None, metavar="DIR",
+        help="Folder on a local disk for optimizer state and activations that host memory has no room for. Nothing "
+        "is left in the folder when training ends, however training ends. Default: no disk. Set it when host memory "
+        "is full too.")
+    add("--swap-disk-gib", type=float, default=None, metavar="GIB",
+        help="Most disk space that one rank may take. Default: what is free, less 1 GiB, divided by the ranks of the "
+        "host. Set it when others need the disk.")
+
+    add = parser.add_argument_group("swap: output and checks", "What a run reports and verifies.").add_argument
     add("--swap-summary", default=None, metavar="PATH",
-        help="Write a JSON summary of bytes, waits, peaks and losses here when training ends.")
+        help="Write a JSON summary of bytes, waits, peaks and losses when training ends. Default: not written. Set "
+        "it when you want figures.")
+    add("--swap-log-level", choices=LOG_LEVELS, default="info",
+        help="quiet: no tables and no swap line an iteration. debug: Megatron's start-up output too. Default: "
+        "%(default)s. Set it when logs are long, or you report a problem.")
     add("--swap-profile", default=None, metavar="FOLDER",
         help="Trace --swap-profile-steps, with what the engine does in them, by torch.profiler into "
-        "FOLDER/rank-N.json.gz; 'nsys': under Nsight Systems, open its capture range for these steps instead "
-        "(tools/profile.sh does all of it).")
+        "FOLDER/rank-N.json.gz. nsys: open the capture range of Nsight Systems for these steps instead. Default: no "
+        "trace. Set it when you look for lost time; tools/profile.sh does all steps for you.")
     add("--swap-profile-steps", default="4-5", metavar="STEPS",
-        help="First and last step to trace, counted from the start of this run, from 3 on. Default: 4-5.")
-    add("--swap-log-level", choices=LOG_LEVELS, default="info",
-        help="quiet: no tables and no swap line an iteration; debug: Megatron's start-up output too. Default: info.")
+        help="First and last step to trace, counted from the start of this run, from 3 on. Default: %(default)s. Set "
+        "it when a later step is of interest.")
+    add("--swap-verify", action="store_true",
+        help="Compare a checksum of every storage before its offload and after its reload, and stop at a difference. "
+        "Slow. Default: off. Set it when you suspect wrong results.")
+    add("--swap-deterministic", nargs=0, action=_Deterministic, default=False,
+        help="Make runs on a GPU equal to the bit: set Megatron's --deterministic-mode, and use flash instead of "
+        "cuDNN attention for the local spec. Slower. Default: off. Set it when you compare runs to the bit.")
+
+    add = parser.add_argument_group(
+        "swap: without a GPU", "Tests on a machine without a GPU, where host memory emulates the device."
+    ).add_argument
     add("--swap-cpu-delay-ms", type=float, default=0.0, metavar="MS",
-        help="Machines without a GPU: longest random delay of an emulated copy, to test the order of copies.")
+        help="Longest random delay of an emulated copy. Default: %(default)g. Set it when you test the order of "
+        "copies.")
     add("--swap-cpu-memory-gib", type=float, default=None, metavar="GIB",
-        help="Machines without a GPU: memory of the emulated device, beside what the model takes when it is built, to "
-        "test what happens when that is short. Default: no limit.")
+        help="Memory of the emulated device, beside what the model takes when it is built. Default: no limit. Set it "
+        "when you test what happens when device memory is short.")
     return parser
 
 

@@ -1,0 +1,96 @@
+"""Every command in the pages that a user reads, run as printed on a machine without a GPU.
+
+Each page runs in a working copy of its own, top to bottom, so that nothing lands in this one. The environment is the
+one that runs the tests. Lines that would install, download or run these very tests are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Block, blocks
+from tests.pages import ROOT, user_pages
+from tests.unit.test_house import NOT_OURS
+
+LEFT_OUT = re.compile(r"(bash tests/run\.sh|git clone|cd megatron-swap|\S*pip install|\S*python\S* -m pip install)\b")
+TIMEOUT_S = 900.0
+
+
+def with_blocks(kind: str) -> list[Path]:
+    return [page for page in user_pages() if any(block.kind == kind for block in blocks(page))]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A working copy without what it has produced, and with this environment as its ``.venv``."""
+    folder = tmp_path / "megatron-swap"
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(*NOT_OURS, "shared"))
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+def start(script: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_SWAP_", "PYTEST_"))}
+    ours = {"PYTHONPATH": str(folder), "MEGATRON_SWAP_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    return subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=given | ours, stdin=subprocess.DEVNULL,
+        stdout=log.open("wb"), stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def run(scripts: Sequence[str], folder: Path) -> None:
+    """Run the scripts at the same time; all must end well."""
+    logs = [folder.parent / f"log-{number}" for number in range(len(scripts))]
+    started = [start(script, folder, log) for script, log in zip(scripts, logs, strict=True)]
+    try:
+        codes = [process.wait(TIMEOUT_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for script, log, code in zip(scripts, logs, codes, strict=True):
+        assert code == 0, f"{script}\nexit status {code}, last lines:\n{log.read_text(errors='replace')[-4000:]}"
+
+
+def runnable(block: Block) -> str:
+    return "\n".join(line for line in block.script.splitlines() if not LEFT_OUT.match(line))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", with_blocks(""), ids=name_of)
+def test_a_page_on_a_cpu(page: Path, copy: Path) -> None:
+    for block in blocks(page):
+        if block.kind == "" and (script := runnable(block)):
+            run([script], copy)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", with_blocks("cluster"), ids=name_of)
+def test_a_cluster_on_one_machine(page: Path, copy: Path) -> None:
+    """A block has one command for each machine: they run at the same time here, one process each."""
+    for block in blocks(page):
+        if block.kind == "cluster":
+            commands = block.script.splitlines()
+            assert len(commands) > 1, block.text
+            run(commands, copy)
+
+
+def test_what_fails_is_told(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="exit status 3"):
+        run(["true", "exit 3"], tmp_path)
+    block = Block("a.md", "", "bash tests/run.sh   # all\n\n.venv/bin/pip install -e .\necho a \\\n    b  # comment\n")
+    assert runnable(block) == "echo a b"

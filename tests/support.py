@@ -1,0 +1,307 @@
+"""The support matrix: what has been tested together, read from tests, result files and the refusals in the code.
+
+A test that trains with and without swapping and compares to the bit has the marker ``supports``. Its parameters
+``flags``, ``swap``, ``more`` and ``ranks`` say with what; the marker adds flags that stand in its body. On a GPU every
+committed result row says what ran. No cell is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron.swap.common.types import PRODUCERS, UsageError
+from megatron.swap.megatron_lm.arguments import add_swap_args, swap_config
+from tests.integration.harness import arguments
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+TESTS = ROOT / "tests" / "integration"
+Flags = Mapping[str, list[str]]
+
+CPU, GPU, RAN = "CPU", "GPU", "ran"
+"""Equal to the bit on the CPU's emulation; on a GPU; trained on a GPU, not compared or not with equal kernels."""
+CANNOT = "needs TE"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run that is evidence: its flags, its ranks, and what it shows."""
+
+    flags: Flags
+    ranks: int
+    shows: str
+
+    def number(self, *names: str) -> int:
+        """The value of the first of these flags that is given; 1 if none is."""
+        return next((int(self.flags[name][0]) for name in names if name in self.flags), 1)
+
+    @property
+    def data_parallel(self) -> int:
+        sizes = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+        size = self.ranks
+        for name in sizes:
+            size //= self.number(name)
+        return size
+
+
+def parsed(words: list[str]) -> dict[str, list[str]]:
+    """Each flag and its values; of a flag that is given twice the last."""
+    flags: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, *rest = word.split("=", 1)
+            flags[name] = values = rest
+        else:
+            values.append(word)
+    return flags
+
+
+# ---------------------------------------------------------------------------------------------- rows and columns
+
+
+def has(flag: str, *values: str) -> Callable[[Run], bool]:
+    """Whether a run has ``flag``, with each of ``values`` if there are any."""
+    return lambda run: flag in run.flags and all(value in run.flags[flag] for value in values)
+
+
+def more_than_one(*flags: str) -> Callable[[Run], bool]:
+    return lambda run: run.number(*flags) > 1
+
+
+def recomputes(module: str) -> Callable[[Run], bool]:
+    selective, modules = has("--recompute-granularity", "selective"), has("--recompute-modules", module)
+    return lambda run: selective(run) and modules(run)
+
+
+def lacks(*flags: str) -> Callable[[Run], bool]:
+    return lambda run: not any(flag in run.flags for flag in flags)
+
+
+PLAN_FLAGS = ("--swap-plan", "--swap-memory-gib", "--swap-memory-fraction", "--swap-policy")
+COLUMNS: dict[str, tuple[str, Callable[[Run], bool]]] = {
+    "offload": ("--swap-layers all", lambda run: run.flags.get("--swap-layers", ["none"]) != ["none"]),
+    "recompute": ("--swap-recompute {kind}", has("--swap-recompute")),
+    "planner": ("--swap-policy auto", lambda run: any(flag in run.flags for flag in PLAN_FLAGS)),
+    "optimizer": ("--swap-optimizer 1", lambda run: run.flags.get("--swap-optimizer", ["0"]) != ["0"]),
+    "guard": ("--swap-oom-guard", has("--swap-oom-guard")),
+}
+VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
+FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+
+# A feature: the flags that ask for it, and how a run is known to have it (by default: it has these flags).
+FEATURES: dict[str, dict[str, Callable[[Run], bool] | None]] = {
+    "Parallelism": {
+        "--tensor-model-parallel-size 2": more_than_one("--tensor-model-parallel-size"),
+        "--sequence-parallel": None,
+        "--pipeline-model-parallel-size 2": more_than_one("--pipeline-model-parallel-size"),
+        "--num-virtual-stages-per-pipeline-rank 2": lambda run: any(flag in run.flags for flag in VIRTUAL),
+        "--context-parallel-size 2": more_than_one("--context-parallel-size"),
+        "--expert-model-parallel-size 2": more_than_one("--expert-model-parallel-size"),
+        "data parallel": lambda run: run.data_parallel > 1,
+        "data parallel, --use-distributed-optimizer":
+            lambda run: run.data_parallel > 1 and "--use-distributed-optimizer" in run.flags,
+        "--overlap-grad-reduce": None,
+        "--overlap-param-gather": None,
+        "--tp-comm-overlap": None,
+        "--use-megatron-fsdp": None,
+        "--use-torch-fsdp2": None,
+    },
+    "Megatron's own savings": {
+        f"{FULL} uniform": has("--recompute-method", "uniform"),
+        f"{FULL} block": has("--recompute-method", "block"),
+        **{
+            f"--recompute-granularity selective --recompute-modules {module}": recomputes(module)
+            for module in ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
+        },
+        "--cpu-offloading-num-layers 1": None,
+        "--fine-grained-activation-offloading": None,
+        "--optimizer-cpu-offload": None,
+        "--cuda-graph-impl local": has("--cuda-graph-impl"),
+    },
+    "Model": {
+        "--transformer-impl local": has("--transformer-impl", "local"),
+        "--transformer-impl transformer_engine": has("--transformer-impl", "transformer_engine"),
+        "--num-experts 4": has("--num-experts"),
+        "--multi-latent-attention": None,
+        "--mtp-num-layers 1": has("--mtp-num-layers"),
+        "fp32": lacks("--bf16", "--fp16", "--fp8-format"),
+        "--bf16": None,
+        "--fp16": None,
+        "--fp8-format hybrid": has("--fp8-format"),
+    },
+    "Optimizer": {
+        "--optimizer adam": lambda run: run.flags.get("--optimizer", ["adam"]) == ["adam"],
+        **{f"--optimizer {name}": has("--optimizer", name) for name in ("sgd", "lion", "muon", "dist_muon", "soap")},
+        "--use-precision-aware-optimizer": None,
+    },
+}  # fmt: skip
+
+
+def detector(feature: str, given: Callable[[Run], bool] | None) -> Callable[[Run], bool]:
+    return has(feature) if given is None else given
+
+
+# ------------------------------------------------------------------------------------------------------ evidence
+
+
+def test_functions() -> Iterator[Callable[..., Any]]:
+    for path in sorted(TESTS.glob("test_*.py")):
+        if "pytest.mark.supports" in path.read_text() or "pytest.mark.upstream_cannot" in path.read_text():
+            module = importlib.import_module(f"tests.integration.{path.stem}")
+            yield from (item for name, item in vars(module).items() if name.startswith("test_") and callable(item)
+                        and item.__module__ == module.__name__)  # fmt: skip
+
+
+def cases(function: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    """Each combination of the parameters of a test."""
+    axes = []
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "parametrize":
+            names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+            values = [getattr(one, "values", one if len(names) > 1 else (one,)) for one in mark.args[1]]
+            axes.append([dict(zip(names, value, strict=True)) for value in values])
+    for chosen in itertools.product(*axes):
+        yield {name: value for part in chosen for name, value in part.items()}
+
+
+def runs_of_tests(marker: str, shows: str) -> Iterator[Run]:
+    """The runs of the tests with ``marker``."""
+    for function in test_functions():
+        for mark in getattr(function, "pytestmark", []):
+            if mark.name == marker:
+                for case in cases(function):
+                    words = [*mark.args, *(str(case.get(name, "")) for name in ("flags", "more", "swap"))]
+                    ranks = case.get("ranks", mark.kwargs.get("ranks", 1))
+                    yield Run(parsed(arguments(" ".join(words))), ranks, shows)
+
+
+def runs_of_results() -> Iterator[Run]:
+    """The runs on a GPU that ended well; rows that a later file replaced are left out."""
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for row in map(json.loads, path.read_text().splitlines() if "-earlier" not in path.name else []):
+            gpu = (row.get("machine") or {}).get("gpu")
+            if row.get("outcome") == "ok" and gpu:
+                flags = row["flags"] if isinstance(row["flags"], str) else shlex.join(row["flags"])
+                shows = GPU if row.get("losses_equal") else RAN
+                yield Run(parsed(shlex.split(flags)), row.get("num_ranks") or 1, shows)
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --train-iters 5"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def is_refused(parser: argparse.ArgumentParser, feature: str, ours: str) -> bool:
+    """Whether the checks before the model is built refuse ``feature`` beside ``ours``."""
+    flags = [word for word in feature.replace(",", "").split() if word not in ("data", "parallel", "fp32")]
+    args = parser.parse_args([*SHAPE.split(), *flags, *ours.split()])
+    vars(args).update(  # what Megatron derives
+        rank=0, local_rank=0, world_size=1, padded_vocab_size=256, vocab_size=255, ffn_hidden_size=256,
+        num_query_groups=4, kv_channels=16, virtual_pipeline_model_parallel_size=None, gtp_weight_remat_size=1,
+        expert_gtp_weight_remat_size=1,
+        **{name: DTYPES[getattr(args, name)] for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")},
+    )  # fmt: skip
+    try:
+        swap_config(args)
+    except UsageError as error:
+        if "cannot be combined with" not in str(error):
+            raise
+        return True
+    return False
+
+
+def refusal(parser: argparse.ArgumentParser, feature: str, column: str) -> str:
+    """``refused``, the refused kinds of ``--swap-recompute``, or nothing."""
+    ours, _ = COLUMNS[column]
+    if column != "recompute":
+        return "refused" if is_refused(parser, feature, ours) else ""
+    kinds = [kind for kind in PRODUCERS if is_refused(parser, feature, ours.format(kind=kind))]
+    if kinds == list(PRODUCERS):
+        return "refused"
+    return f"refused: {', '.join(kinds)}" if kinds else ""
+
+
+# ---------------------------------------------------------------------------------------------------------- page
+
+HEAD = """\
+# Support
+
+<!-- made by `python -m tests.pages` from tests, result files and the checks of flags -->
+
+Does Megatron Swap work with the flags that you use? A row is a Megatron flag. A column is a part of Megatron Swap:
+*offload* (`--swap-layers`), *recompute* (`--swap-recompute`), *planner* (`--swap-memory-gib`, `--swap-plan`),
+*optimizer* (`--swap-optimizer`), *guard* (`--swap-oom-guard`).
+
+| cell | meaning |
+|---|---|
+| GPU | On H200 GPUs, losses were equal to the bit with and without Megatron Swap. |
+| ran | On H200 GPUs, training ran. Losses were not compared, or kernels were not deterministic. |
+| CPU | A test of a tiny model without a GPU compares the last checkpoint to the bit, most tests also losses. |
+| refused | The flag is refused by name before the model is built. |
+| needs TE | A test shows that Megatron fails without TransformerEngine. |
+| – | Not tested. |
+
+GPU runs are the rows of `docs/results`. Each row names its commit; some are earlier than this version.
+"""
+
+
+def cell(evidence: list[Run], refused: str) -> str:
+    """All that is known of a feature beside a part of ours."""
+    shown = {run.shows for run in evidence}
+    if refused == "refused":
+        return refused
+    if GPU in shown:
+        shown.discard(RAN)
+    known = [kind for kind in (GPU, RAN, CPU) if kind in shown]
+    return "; ".join([*known, *filter(None, [refused])]) or "–"
+
+
+def matrix() -> dict[str, dict[str, dict[str, str]]]:
+    """Heading → feature → column → cell."""
+    runs = [*runs_of_tests("supports", CPU), *runs_of_results()]
+    failing = list(runs_of_tests("upstream_cannot", CANNOT))
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_swap_args(add_megatron_arguments(parser))
+    table: dict[str, dict[str, dict[str, str]]] = {}
+    for heading, features in FEATURES.items():
+        table[heading] = {}
+        for feature, given in features.items():
+            is_there = detector(feature, given)
+            cells = {
+                column: cell([run for run in runs if uses(run) and is_there(run)], refusal(parser, feature, column))
+                for column, (_, uses) in COLUMNS.items()
+            }
+            if any(map(is_there, failing)) and not any(run.shows == CPU and is_there(run) for run in runs):
+                cells = {column: CANNOT if text == "–" else f"{text}; {CANNOT}" for column, text in cells.items()}
+            table[heading][feature] = cells
+    return table
+
+
+def named(feature: str) -> str:
+    """A feature as a row names it: in code font, short."""
+    short = feature.replace("--recompute-granularity selective ", "").replace("--recompute-num-layers 1 ", "")
+    return ", ".join(f"`{part}`" if part.startswith("--") else part for part in short.split(", "))
+
+
+def support_page() -> str:
+    """The page with the matrix."""
+    lines = [HEAD]
+    for heading, features in matrix().items():
+        lines += [f"## {heading}", "", f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
+        lines += [f"| {named(feature)} | {' | '.join(cells.values())} |" for feature, cells in features.items()]
+        lines.append("")
+    return "\n".join(lines)
+
