@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Build docs/report.md and docs/report.html from docs/results alone.
+"""Build the pages on benchmarks from docs/results alone.
 
-    python tools/report.py            write both, and the pictures in docs/report
-    python tools/report.py --check    write nothing; exit status 1 if docs/report.md and the results disagree
+    python tools/report.py            write docs/benchmarks.md, and appendix, report.html and pictures in docs/benchmarks
+    python tools/report.py --check    write nothing; exit status 1 if a page or a picture and the results disagree
 
 Exit status 2: the results cannot be read.
 """
@@ -24,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare only")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "results", help="folder of results")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="folder of the report")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="folder of the pages")
     options = parser.parse_args()
     try:
         if not options.check:
@@ -35,9 +35,9 @@ def main() -> int:
     except (RowError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(differences) or "the report matches the results")
+    print("\n".join(differences) or "the pages match the results")
     if differences:
-        print("\nRebuild it: python tools/report.py")
+        print("\nRebuild them: python tools/report.py")
     return 1 if differences else 0
 
 

@@ -1,1 +1,1 @@
-"""The report: docs/report.md and docs/report.html, from docs/results alone."""
+"""The pages on benchmarks, from docs/results alone: docs/benchmarks.md, and docs/benchmarks with the appendix."""

@@ -1,40 +1,34 @@
-"""Build the report from docs/results: read rows, fill the template, write Markdown and HTML, check for changes."""
+"""Build the pages from docs/results: read rows, fill the templates, write Markdown and HTML, check for changes."""
 
 from __future__ import annotations
 
-import base64
 import difflib
-import mimetypes
 import re
-import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import markdown  # type: ignore[import-untyped]
 
-from benchmarks.report import compare, guard, optimizer, overhead, planner, profiles, sweeps, tables, text
-from benchmarks.report.flags import (
-    KEEPS,
-    OFFLOADS,
-    RECOMPUTES,
-    added,
-    is_ours,
-    is_planned,
-    means,
-    shape,
-    swapped_layers,
-)
+from benchmarks.flags import OFFLOADS, RECOMPUTES, is_ours, is_planned, means, swapped_layers
+from benchmarks.report import brief, compare, guard, optimizer, overhead, planner, profiles, sweeps, tables, text
+from benchmarks.report.cases import Case, Suite
+from benchmarks.report.page import joined, to_html
 from benchmarks.report.pictures import Picture, frontier_picture, load_picture
 from benchmarks.report.predictions import broken
-from benchmarks.rows import Row, outcome, read_rows
-from benchmarks.suites import losses
+from benchmarks.report.results import Results, read_results
+from benchmarks.report.selection import VERIFIED
+from benchmarks.rows import outcome
 from benchmarks.suites.suite import SuiteError, find_suite, load_suite
 
 HERE = Path(__file__).parent
+BRIEF, APPENDIX = "benchmarks.md", "appendix.md"
+FOLDER = "benchmarks"
+"""Folder of the appendix, the HTML report and the pictures, below the folder of the brief page."""
+HTML = "report.html"
 DIAGRAM = HERE / "streams.svg"
+MOST_TELLING = "h200-planner-l16-h4096.png"
+"""The picture that the brief page shows."""
 PLANNER_SUITE = "h200-planner"
 SUITES = ("h200-dense", "h200-long-context", "h200-moe", PLANNER_SUITE, optimizer.SUITE)
 COMMANDS = {
@@ -45,176 +39,17 @@ COMMANDS = {
     "sweep": sweeps.COMMAND,
     "profile": "bash tools/profile.sh --swap-layers …",
 }
-ASIDE = ("earlier", "again")
-"""A result file with one of these words in its name is quoted by other documents and left out of the report."""
 
 
-@dataclass
-class Results:
-    """The content of docs/results."""
-
-    folder: Path
-    files: list[tuple[str, list[Row]]]
-    profiles: list[profiles.Group]
-    literature: list[dict[str, Any]]
-    suites: dict[str, list[Row]] = field(init=False)
-    """Rows by suite; ``SUITE, FILE`` for a benchmark whose file is not named after its suite."""
-    sweeps: dict[str, list[Row]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        others, self.sweeps = sweeps.split(self.files)
-        self.suites = {}
-        for name, row in others:
-            # Times are compared within one file only: on another day the machine may be another one.
-            suite, has_own = row["suite"], row["suite"].startswith("prove-") or Path(name).stem == row["suite"]
-            self.suites.setdefault(suite if has_own else f"{suite}, {name}", []).append(row)
-
-
-def read_results(folder: Path) -> Results:
-    """Read docs/results.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        RowError: a row does not match the schema.
-    """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: the report is made from the results in it")
-    paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stem)
-    paths = [path for path in paths if not any(word in path.stem for word in ASIDE)]
-    literature = folder / "literature.toml"
-    return Results(
-        folder,
-        [(path.name, read_rows(path)) for path in paths],
-        profiles.read_profiles(folder),
-        tomllib.loads(literature.read_text())["works"] if literature.exists() else [],
-    )
-
-
-@dataclass
-class Case:
-    """One case of a benchmark suite, as the template shows it."""
-
-    name: str
-    rows: list[Row]
-    picture: Picture | None
-    unmeasured: list[str]
-    """Methods of the suite that have no row in this case."""
-
-    @property
-    def shape(self) -> Any:
-        return shape(self.rows[0])
-
-    @property
-    def num_rounds(self) -> int:
-        return max((row.get("num_rounds") or 1 for row in self.rows), default=1)
-
-    @property
-    def has_rounds(self) -> bool:
-        return self.num_rounds > 1
-
-    @property
-    def conditions(self) -> list[str]:
-        """Return sentences about what is special in this case's runs."""
-        found = []
-        if self.rows[0].get("peak") == "reserved":
-            found.append("The peak is the allocator's reserved memory.")
-        if schedule := self.rows[0].get("sequence_schedule"):
-            parts = [f"{num_steps} steps of {length} tokens" for num_steps, length in schedule]
-            found.append(f"The sequence length changes: {text.listed(parts)}, repeatedly.")
-        if "--swap-deterministic" in self.rows[0]["flags"].split():
-            found.append("All kernels are deterministic, so that losses can be bit-identical.")
-        return found
-
-    @property
-    def unswapped(self) -> Row | None:
-        return next((row for row in self.rows if row["method"] == "none"), None)
-
-    @property
-    def num_params_billion(self) -> float | None:
-        found = [row["num_params"] for row in self.rows if row["num_params"]]
-        return found[0] / 1e9 if found else None
-
-    @property
-    def frontier_names(self) -> list[str]:
-        return [tables.name(row) for row in compare.on_frontier(self.rows)]
-
-    @property
-    def tally(self) -> dict[str, int]:
-        """Count our points by which side is faster; ``alone``: no baseline fits at their peak."""
-        found = {"alone": 0, **{side.value: 0 for side in compare.Faster}}
-        for duel in self.duels:
-            found[duel.faster.value if duel.faster else "alone"] += 1
-        return found
-
-    @property
-    def flagged(self) -> list[Row]:
-        """Return the methods whose losses differ by more than noise."""
-        noise = losses.loss_noise(self.rows)
-        return [row for row in self.rows if losses.is_beyond_noise(row, noise)]
-
-    @property
-    def refused(self) -> list[Row]:
-        return [row for row in self.rows if row["outcome"] == "refused"]
-
-    @property
-    def loss_noise(self) -> str:
-        """Return where the noise estimate for the losses comes from."""
-        if losses.loss_noise(self.rows) is None:
-            return "too few methods ran to estimate the noise"
-        own = [row for row in self.rows if row["method"] in (row.get("reference"), losses.REPEAT)]
-        if any(row.get("loss_max_rel_diff") for row in own):
-            return "the noise is the difference between repeated runs of the reference"
-        return "the reference ran once, so the noise is the median of these differences"
-
-    repeats = property(lambda self: compare.repeats(self.rows))
-    methods_table = property(lambda self: tables.methods_table(self.rows))
-    has_peers = property(lambda self: any(not is_ours(row) and KEEPS not in means(row) for row in self.rows))
-    duels = property(lambda self: compare.duels(self.rows) if self.has_peers else [])
-    duels_table = property(lambda self: tables.duels_table(self.duels))
-    reserved_duels_table = property(
-        lambda self: tables.duels_table(compare.duels(self.rows, compare.RESERVED), compare.RESERVED)
-    )
-    counts_reserved = property(lambda self: self.rows[0].get("peak") == "reserved")
-    planned = property(lambda self: planner.points(self.rows))
-    planned_table = property(lambda self: planner.points_table(self.planned, self.rows))
-    planned_failed = property(lambda self: planner.failed(self.rows))
-    losses = property(lambda self: compare.losses(self.rows))
-    ladder = property(lambda self: overhead.ladder(self.rows))
-
-
-@dataclass
-class Suite:
-    """A benchmark suite; without cases it has not been measured yet."""
-
-    name: str
-    command: str
-    cases: list[Case]
-    unmeasured: list[str]
-    """Cases of the suite's file that have no row."""
-
-    def legend(self) -> list[tuple[str, str, str, str]]:
-        """Return name, description, added flags and case of each method.
-
-        The case is empty, and the method listed once, where the flags are the same in every case.
-        """
-        found: dict[str, dict[str, tuple[str, str]]] = {}
-        for case in self.cases:
-            others = [case.unswapped] if case.unswapped else case.rows
-            for row in case.rows:
-                more = added(row, others) if len(case.rows) > 1 else row["flags"]
-                found.setdefault(row["method"], {}).setdefault(more, (row.get("what") or "", case.name))
-        return [
-            (method, what, more, case if len(by_flags) > 1 else "")
-            for method, by_flags in found.items()
-            for more, (what, case) in by_flags.items()
-        ]
+FEWEST_POINTS = 4
+"""A case with fewer measured methods has a table and no picture."""
 
 
 def build_suites(results: Results, pictures: Path) -> list[Suite]:
     """Return the suites of the report, measured or not, then any other benchmark in the results."""
     measured = [row for rows in results.suites.values() for row in rows]
     missing = {*SUITES} - {row["suite"] for row in measured}
-    others = [name for name in results.suites if name not in SUITES and not name.startswith("prove-")]
+    others = [name for name in results.suites if name not in SUITES and not name.startswith(VERIFIED)]
     suites = []
     for name in (*(name for name in SUITES if name in results.suites or name in missing), *others):
         cases = []
@@ -224,7 +59,7 @@ def build_suites(results: Results, pictures: Path) -> list[Suite]:
         ran = {(row["case"], row["method"]) for row in measured if row["suite"] == suite}
         for case, rows in compare.cases(measured_here).items():
             path = pictures / f"{profiles.anchor(f'{name} {case}')}.png"
-            has_points = bool(compare.points(rows)) and all("is_ours" in row for row in rows)
+            has_points = len(compare.points(rows)) >= FEWEST_POINTS and all("is_ours" in row for row in rows)
             unmeasured = [method for method in planned.get(case, ()) if (case, method) not in ran]
             cases.append(Case(case, rows, frontier_picture(path, rows) if has_points else None, unmeasured))
         command = COMMANDS.get(name, f"python tools/bench.py --suite {name}")
@@ -258,7 +93,7 @@ def reason(loss: compare.Loss) -> dict[str, Any]:
 
 def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Picture]]:
     """Return the template's variables and the pictures that the report shows."""
-    folder = output / "report"
+    folder = output / FOLDER
     suites = build_suites(results, folder)
     swept = sweeps.build_sweeps(results.sweeps, folder)
     overhead_cases = compare.cases(results.suites.get("prove-overhead", []))
@@ -303,9 +138,11 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "unexplained": {
             name: [step for step in steps if step.is_unexplained(compare.LEAST_RATIO)] for name, steps in plain.items()
         },
-        "diagram": _relative(DIAGRAM, output),
-        "results": _relative(results.folder, output),
-        "link_to": lambda path: _relative(path, output),
+        "diagram": _relative(DIAGRAM, folder),
+        "results": _relative(results.folder, folder),
+        "link_to": lambda path: _relative(path, folder),
+        "brief": brief.Brief(results),
+        "picture": next((_relative(one.path, output) for one in pictures if one.path.name == MOST_TELLING), None),
         "t": text,
         "tables": tables,
         "planner": planner,
@@ -336,63 +173,58 @@ def _relative(path: Path, start: Path) -> str:
     return path.resolve().relative_to(start.resolve(), walk_up=True).as_posix()
 
 
-def render(named: dict[str, Any]) -> str:
-    """Return the report in Markdown."""
+def render(named: dict[str, Any], template: str = APPENDIX) -> str:
+    """Return a page in Markdown."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True,
     )  # fmt: skip
-    lines = environment.get_template("report.md.j2").render(named)
+    lines = environment.get_template(f"{template}.j2").render(named)
     return re.sub(r"\n{3,}", "\n\n", lines).strip() + "\n"
 
 
-def to_html(report: str, folder: Path) -> str:
-    """Return one self-contained page: pictures become data URIs. ``folder``: where their relative paths start."""
-    body = markdown.markdown(report, extensions=["tables", "toc", "sane_lists"])
-    body = re.sub(r'src="([^":]+)"', lambda found: f'src="{data_uri(folder / found[1])}"', body)
-    body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
-    title = re.search(r"^# (.+)$", report, flags=re.MULTILINE)
-    page = jinja2.Template((HERE / "page.html.j2").read_text())
-    return page.render(title=title[1] if title else "", body=body)
-
-
-def data_uri(path: Path) -> str:
-    kind, _ = mimetypes.guess_type(path.name)
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
 def build(results: Path, output: Path) -> list[Path]:
-    """Write report.md, report.html and the pictures, and return their paths."""
+    """Write both pages, the HTML report and the pictures, and return their paths.
+
+    Args:
+        results: the folder docs/results.
+        output: the folder docs.
+    """
     named, pictures = context(read_results(results), output)
-    output.mkdir(parents=True, exist_ok=True)
+    folder = output / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
     for picture in pictures:
         picture.draw()
-    report = render(named)
-    pages = output / "report.md", output / "report.html"
-    pages[0].write_text(report)
-    pages[1].write_text(to_html(report, output))
-    return [*pages, *(picture.path for picture in pictures)]
+    texts = {output / BRIEF: render(named, BRIEF), folder / APPENDIX: render(named)}
+    for path, page in texts.items():
+        path.write_text(page)
+    html = folder / HTML
+    html.write_text(to_html(joined(*texts.values()), folder))
+    return [*texts, html, *(picture.path for picture in pictures)]
 
 
 def check(results: Path, output: Path) -> list[str]:
-    """Return where the existing report and the results disagree, and which predictions were changed; empty: none."""
+    """Return where the existing pages and the results disagree, and which predictions were changed; empty: none."""
     read = read_results(results)
     named, pictures = context(read, output)
-    path, page = output / "report.md", output / "report.html"
-    if not path.exists():
-        return [f"{path} is missing"]
-    report = render(named)
+    folder = output / FOLDER
+    html = folder / HTML
+    pages = {output / BRIEF: render(named, BRIEF), folder / APPENDIX: render(named)}
+    missing = [f"{path} is missing" for path in pages if not path.exists()]
+    if missing:
+        return missing
     stale = [f"{picture.path} is missing or shows other figures" for picture in pictures if not picture.is_current]
     for group in named["groups"]:
         for profile in group.profiles:
             stale += [f"{path} was not drawn from findings.json beside it" for path in profiles.stale_pictures(profile)]
-    # report.html is not committed: a missing page is not stale.
-    if not stale and page.exists() and page.read_text() != to_html(report, output):
-        stale.append(f"{page} is stale")
+    # The HTML report is not committed: a missing one is not stale.
+    if not stale and html.exists() and html.read_text() != to_html(joined(*pages.values()), folder):
+        stale.append(f"{html} is stale")
     predictions = broken(results, [row for _, rows in read.files for row in rows])
-    return [*_differences(path.read_text(), report), *stale, *predictions]
+    differences = [line for path, page in pages.items() for line in _differences(path, page)]
+    return [*differences, *stale, *predictions]
 
 
-def _differences(there: str, expected: str) -> Sequence[str]:
-    lines = difflib.unified_diff(there.splitlines(), expected.splitlines(), "report.md", "results", n=0, lineterm="")
-    return list(lines)
+def _differences(path: Path, expected: str) -> Sequence[str]:
+    there = path.read_text().splitlines()
+    return list(difflib.unified_diff(there, expected.splitlines(), path.name, "results", n=0, lineterm=""))

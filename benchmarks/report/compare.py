@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from benchmarks.report.flags import is_ours
+from benchmarks.flags import is_ours
 from benchmarks.report.overhead import Rung, rung
 from benchmarks.rows import Row, peak_gib
 from benchmarks.suites.frontier import frontier

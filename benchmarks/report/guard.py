@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from benchmarks.report.flags import is_guarded, training, without_guard
+from benchmarks.flags import is_guarded, training, without_guard
 from benchmarks.report.text import ABSENT, Table, cell_gib, cell_ms, cell_number, cell_ratio, cell_share, listed
 from benchmarks.rows import GIB, Row, outcome
 

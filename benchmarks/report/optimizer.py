@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.report.flags import is_planned, recomputed_sites, swapped_layers, swaps_optimizer
+from benchmarks.flags import is_planned, recomputed_sites, swapped_layers, swaps_optimizer
 from benchmarks.report.overhead import unswapped_run_of
 from benchmarks.report.tables import name
 from benchmarks.report.text import Table, cell_gib, cell_ms, cell_number, cell_ratio

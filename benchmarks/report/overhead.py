@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.report.flags import (
+from benchmarks.flags import (
     Shape,
     is_ours,
     is_planned,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import ROOT
-from benchmarks.report.flags import value
+from benchmarks.flags import value
 from benchmarks.rows import Row
 from benchmarks.runner.planning import NUMBERS, PLAN_FLAG, read_prediction
 

@@ -46,7 +46,6 @@ def built(whole: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def made(built: Path) -> Path:
     """The results alone."""
-    for path in (built / "report.md", built / "report.html"):
-        path.unlink()
-    shutil.rmtree(built / "report")
+    (built / "benchmarks.md").unlink()
+    shutil.rmtree(built / "benchmarks")
     return built

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report.build import APPENDIX, render
 from benchmarks.report.build import context as context_of
-from benchmarks.report.build import read_results, render
+from benchmarks.report.results import read_results
 from benchmarks.rows import GIB, UNPLANNED, Row
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,5 +70,5 @@ def names(rows: list[Row]) -> list[str]:
     return [row["method"] for row in rows]
 
 
-def markdown_of(docs: Path) -> str:
-    return render(context_of(read_results(docs / "results"), docs)[0])
+def markdown_of(docs: Path, page: str = APPENDIX) -> str:
+    return render(context_of(read_results(docs / "results"), docs)[0], page)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report.build import read_results
 from benchmarks.report.predictions import broken
+from benchmarks.report.results import read_results
 from benchmarks.rows import Row
 from benchmarks.suites.suite import find_suite, load_suite, suite_names
 from megatron.swap.common.plan import load_plan

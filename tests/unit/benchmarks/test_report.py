@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report import guard, overhead, tables
-from benchmarks.report.build import HERE, Case, Suite, build, build_suites, check, read_results, to_html
-from benchmarks.report.flags import (
+from benchmarks.report.build import APPENDIX, BRIEF, HERE, build, build_suites, check
+from benchmarks.report.cases import Case, Suite
+from benchmarks.report.page import to_html
+from benchmarks.flags import (
     is_ours,
     means,
     recomputed_sites,
@@ -22,6 +24,7 @@ from benchmarks.report.flags import (
     without_swap,
 )
 from benchmarks.report.profiles import read_profiles
+from benchmarks.report.results import read_results
 from benchmarks.report.text import Table
 from benchmarks.rows import GIB, Row, RowError, write_rows
 from benchmarks.stamp import KEYWORD, stamp_of, with_text
@@ -46,14 +49,21 @@ def test_the_committed_report_says_what_the_results_say() -> None:
 
 
 def test_every_result_file_is_in_the_index() -> None:
-    index = (RESULTS / "README.md").read_text()
-    files = [path.name for path in RESULTS.iterdir() if path.name != "README.md"]
-    assert [name for name in files if f"`{name}`" not in index and not re.search(_family(name), index)] == []
+    """And the index names no file that is not there."""
+    index = (ROOT / "docs" / "dev" / "results.md").read_text()
+    files = {_indexed(path.name) for path in RESULTS.iterdir()}
+    listed = re.findall(r"^\| `([^`]+)` \|", index, flags=re.MULTILINE)
+    assert sorted(files) == sorted(listed)
 
 
-def _family(name: str) -> str:
-    """Folders of traces and what tools/bench.py leaves beside its rows are indexed by pattern."""
-    return re.escape("`h200-profile-*`") if "-profile-" in name else re.escape(f"`{Path(name).stem}.*`")
+def _indexed(name: str) -> str:
+    """Folders of traces are indexed by pattern."""
+    return "h200-profile-*" if "-profile-" in name else name
+
+
+def test_the_page_for_people_is_short() -> None:
+    words = (ROOT / "docs" / "benchmarks.md").read_text().split()
+    assert sum(any(letter.isalnum() for letter in word) for word in words) <= 1100
 
 
 FIGURE = re.compile(r"\d|%|\b(?:twice|half as|double|percent|per cent)\b")
@@ -65,8 +75,9 @@ def figures_by_hand(template: str) -> list[str]:
     return [line for line in lines if FIGURE.search(re.sub(r"\{%|%\}", "", line))]
 
 
-def test_no_figure_is_typed_into_the_template() -> None:
-    assert figures_by_hand((HERE / "report.md.j2").read_text()) == []
+@pytest.mark.parametrize("page", [BRIEF, APPENDIX])
+def test_no_figure_is_typed_into_a_template(page: str) -> None:
+    assert figures_by_hand((HERE / f"{page}.j2").read_text()) == []
 
 
 @pytest.mark.parametrize("planted", ["It is 1.12x faster.", "costs {{ 3.5 }} ms", "some % slower", "twice as fast"])
@@ -79,7 +90,10 @@ def test_a_figure_typed_by_hand_is_caught(planted: str) -> None:
 
 def test_what_is_built_agrees_and_is_read_only_from_results(made: Path) -> None:
     written = {path.relative_to(made).as_posix() for path in build(made / "results", made)}
-    assert written == {"report.md", "report.html", "report/h200-dense-small.png", "report/overhead.png"}
+    assert written == {
+        "benchmarks.md", "benchmarks/appendix.md", "benchmarks/report.html", "benchmarks/h200-dense-small.png",
+        "benchmarks/overhead.png",
+    }  # fmt: skip
     assert check(made / "results", made) == []
 
 
@@ -112,20 +126,22 @@ def test_a_changed_figure_is_noticed(built: Path, file: str, old: str, new: str,
 
 
 def test_a_missing_report_is_noticed(made: Path) -> None:
-    assert check(made / "results", made) == [f"{made / 'report.md'} is missing"]
+    assert check(made / "results", made) == [
+        f"{made / page} is missing" for page in ("benchmarks.md", "benchmarks/appendix.md")
+    ]
 
 
 def test_a_stale_picture_is_noticed_and_renewed(built: Path) -> None:
     assert check(built / "results", built) == []
     change(built / "results" / "h200-dense.jsonl", '"step_ms_min": 859.0', '"step_ms_min": 858.0')
-    picture = built / "report" / "h200-dense-small.png"
+    picture = built / "benchmarks" / "h200-dense-small.png"
     assert f"{picture} is missing or shows other figures" in check(built / "results", built)
     build(built / "results", built)
     assert check(built / "results", built) == []
 
 
 def test_a_stale_page_is_noticed_where_there_is_one(built: Path) -> None:
-    page = built / "report.html"
+    page = built / "benchmarks" / "report.html"
     page.write_text(page.read_text() + "<!-- old -->")
     assert check(built / "results", built) == [f"{page} is stale"]
     page.unlink()
@@ -135,7 +151,7 @@ def test_a_stale_page_is_noticed_where_there_is_one(built: Path) -> None:
 def test_a_picture_of_other_findings_is_noticed(built: Path) -> None:
     picture = built / "results" / "h200-profile-1.3b-nsys" / "step.png"
     whole = picture.read_bytes()
-    (built / "report.html").unlink()
+    (built / "benchmarks" / "report.html").unlink()
     picture.write_bytes(whole.replace(stamp_of(picture).encode(), b"0" * 64))  # type: ignore[union-attr]
     assert check(built / "results", built) == [f"{picture} was not drawn from findings.json beside it"]
     picture.write_bytes(whole.replace(KEYWORD + b"\0", b"Ignore\0", 1))
@@ -155,7 +171,7 @@ def test_the_command_line_names_what_it_cannot_read(made: Path, tmp_path: Path, 
 
 def test_the_command_line_exits_non_zero_when_they_disagree(built: Path) -> None:
     command = [sys.executable, "tools/report.py", "--results", str(built / "results"), "--output", str(built)]
-    change(built / "report.md", "3.94", "3.95")
+    change(built / "benchmarks" / "appendix.md", "3.94", "3.95")
     assert subprocess.run([*command, "--check"], cwd=ROOT, capture_output=True, check=False).returncode == 1
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
     assert subprocess.run([*command, "--check"], cwd=ROOT, capture_output=True, check=False).returncode == 0
@@ -381,10 +397,10 @@ def test_benchmarks_are_put_beside_those_of_their_file_alone(made: Path) -> None
     assert {name: len(found) for name, found in results.suites.items() if name.startswith("h200")} == {
         "h200-dense": len(rows), "h200-dense, more.jsonl": 1, "h200-guard, more.jsonl": 1
     }  # fmt: skip
-    suites = {suite.name: suite for suite in build_suites(results, made / "report")}
+    suites = {suite.name: suite for suite in build_suites(results, made / "benchmarks")}
     assert [case.name for case in suites["h200-dense, more.jsonl"].cases] == [left["case"]]
     there.unlink()
-    names = [suite.name for suite in build_suites(read_results(made / "results"), made / "report")]
+    names = [suite.name for suite in build_suites(read_results(made / "results"), made / "benchmarks")]
     assert "h200-dense" not in names, "it was measured, in a file of another name"
     assert "h200-moe" in names
 
@@ -463,7 +479,7 @@ def test_traces_are_among_the_sources(made: Path) -> None:
     about = {"commit": "0123456789", "command": "c", "versions": {}, "machine": {"gpu": "Some GPU"}, "link": None}
     path.write_text(json.dumps({**json.loads(path.read_text()), "about": about}))
     report = markdown_of(made)
-    row = "| [h200-profile-1.3b-torch](results/h200-profile-1.3b-torch) | torch.profiler | 2 | Some GPU | 0123456 |"
+    row = "| [h200-profile-1.3b-torch](../results/h200-profile-1.3b-torch) | torch.profiler | 2 | Some GPU | 0123456 |"
     assert row in report
     assert "Steps traced in each run: 2." in report
 

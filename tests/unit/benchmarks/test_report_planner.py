@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.report import compare, overhead, planner
 from benchmarks.report.build import build, check
-from benchmarks.report.flags import is_ours, is_planned
+from benchmarks.flags import is_ours, is_planned
 from benchmarks.report.pictures import frontier_picture
 from benchmarks.rows import Row, write_rows
 from benchmarks.suites.picture import BASELINES, OURS, PLANNED, draw
@@ -178,7 +178,7 @@ def test_another_budget_is_another_picture(tmp_path: Path) -> None:
 
 def test_built_and_checked(docs: Path) -> None:
     written = {path.name for path in build(docs / "results", docs)}
-    assert written == {"report.md", "report.html", "h200-planner-small.png"}
+    assert written == {"benchmarks.md", "appendix.md", "report.html", "h200-planner-small.png"}
     assert check(docs / "results", docs) == []
     rows = suite()
     rows[4]["predicted_step_ms"] = 730.0

@@ -67,7 +67,7 @@ def test_the_report_has_a_section(tmp_path: Path) -> None:
     results.mkdir(parents=True)
     write_rows(results / "h200-dense.jsonl", suite())
     build(results, results.parent)
-    page = results.parent / "report.md"
+    page = results.parent / "benchmarks" / "appendix.md"
     assert "*Not measured yet:* `python tools/sweep.py --sweep h200-depth" in page.read_text()
 
     made(tmp_path).rename(results / "small-sweep.jsonl")
@@ -75,7 +75,7 @@ def test_the_report_has_a_section(tmp_path: Path) -> None:
     build(results, results.parent)
     text = page.read_text()
     assert "### Sweep small: largest depth" in text
-    assert "report/small-sweep.png" in text
+    assert "(small-sweep.png)" in text
     assert "| none | 28 layers |" in text
     assert "- **The largest depth** (small): `ours` 40 layers" in text
     assert "The physical limit of this machine" in text

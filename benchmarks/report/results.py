@@ -1,0 +1,83 @@
+"""Read docs/results."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import profiles, sweeps
+from benchmarks.report.selection import VERIFIED, current
+from benchmarks.rows import Row, read_rows
+
+ASIDE = "again"
+"""A result file with this word in its name repeats single runs on another day; it is left out of the report."""
+EXAMPLES = "h200-examples.json"
+PRINTED = re.compile(r"(\d+) ms a step, ([\d.]+) GiB of the GPU")
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a script of examples/ printed: milliseconds a step and GiB of the GPU, without swapping and with it."""
+
+    script: str
+    plain: tuple[float, float]
+    swapped: tuple[float, float]
+
+
+@dataclass
+class Results:
+    """The content of docs/results; of repeated runs only those that count."""
+
+    folder: Path
+    files: list[tuple[str, list[Row]]]
+    profiles: list[profiles.Group]
+    literature: list[dict[str, Any]]
+    examples: list[Example] = field(default_factory=list)
+    suites: dict[str, list[Row]] = field(init=False)
+    """Rows by suite; ``SUITE, FILE`` for a benchmark whose file is not named after its suite."""
+    sweeps: dict[str, list[Row]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        others, self.sweeps = sweeps.split([(name, current(rows)) for name, rows in self.files])
+        self.suites = {}
+        for name, row in others:
+            # Times are compared within one file only: on another day the machine may be another one.
+            suite, has_own = row["suite"], row["suite"].startswith(VERIFIED) or Path(name).stem == row["suite"]
+            self.suites.setdefault(suite if has_own else f"{suite}, {name}", []).append(row)
+
+
+def read_results(folder: Path) -> Results:
+    """Read docs/results.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        RowError: a row does not match the schema.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: the report is made from the results in it")
+    paths = sorted(folder.glob("*.jsonl"), key=lambda path: path.stem)
+    literature, examples = folder / "literature.toml", folder / EXAMPLES
+    return Results(
+        folder,
+        [(path.name, read_rows(path)) for path in paths if ASIDE not in path.stem],
+        profiles.read_profiles(folder),
+        tomllib.loads(literature.read_text())["works"] if literature.exists() else [],
+        _examples(json.loads(examples.read_text())["runs"]) if examples.exists() else [],
+    )
+
+
+def _examples(runs: Sequence[dict[str, Any]]) -> list[Example]:
+    """Return the pairs of figures that the examples printed: first without swapping, then with it."""
+    found = []
+    for run in runs:
+        figures = [
+            (float(match[1]), float(match[2])) for line in run["printed"] if (match := PRINTED.search(line)) is not None
+        ]
+        name = Path(run["command"].split()[1]).name
+        found += [Example(name, *pair) for pair in zip(figures[::2], figures[1::2], strict=True)]
+    return found
