@@ -235,6 +235,12 @@ class OptimizerSwap:
         return self._arena.reserved_bytes
 
     @property
+    def needed_bytes(self) -> int:
+        """Most host bytes for state and disk buffers, with the moments that the next step may create."""
+        sizes = [size for adapted in self._adapted for size in adapted.sizes_to_create()]
+        return self._arena.reserved_bytes + self._arena.most_bytes(sizes)
+
+    @property
     def kept_bytes(self) -> int:
         """Device bytes of state that could be offloaded and is kept."""
         return sum(adapted.stepper.state.kept_bytes for adapted in self._adapted)
