@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.disk_buffers import BLOCK_BYTES
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.megatron_lm.optimizer_adapter import AdaptedOptimizer, copier_to_model, is_elementwise, unchained
-from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskFile
+from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.optimizer.overlap import StepOverlap
 from megatron.swap.optimizer.param_state import OffloadedTensor, ParamState
