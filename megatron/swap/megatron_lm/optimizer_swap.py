@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.disk_buffers import BLOCK_BYTES
+from megatron.swap.common.rounding import ceil_div
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.layer_hooks import in_backward
@@ -51,7 +52,7 @@ class ExpectedState(NamedTuple):
     def bytes_of(self, param: torch.Tensor) -> int:
         """Return the bytes of state on this rank for a model parameter. Megatron marks experts' with ``allreduce``."""
         num_sharers = self.num_sharers if getattr(param, "allreduce", True) else self.num_expert_sharers
-        return -(-param.numel() * self.state_bytes // num_sharers)
+        return ceil_div(param.numel() * self.state_bytes, num_sharers)
 
 
 @dataclass(frozen=True)
