@@ -18,7 +18,7 @@ class SafePolicy(Policy):
     """
 
     def __init__(self, min_bytes: int, recompute: Collection[str]) -> None:
-        self._min_bytes = min_bytes
+        self.min_bytes = min_bytes
         self._recompute = frozenset(recompute)
 
     def swaps_layer(self, layer: int) -> bool:
@@ -28,7 +28,7 @@ class SafePolicy(Policy):
         return bool(self._recompute)
 
     def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
-        if num_bytes < self._min_bytes:
+        if num_bytes < self.min_bytes:
             return Action.KEEP
         return Action.RECOMPUTE if producer in self._recompute else Action.SWAP
 
@@ -47,13 +47,15 @@ class SwitchingPolicy(Policy):
 
     def __init__(self, safe: Policy, min_bytes: int) -> None:
         self._safe = self._inner = safe
-        self._min_bytes = min_bytes
+        self._min_swapped_bytes = min_bytes
+        self.min_bytes = safe.min_bytes
         self._keeps_all = False
         self.is_short = False
 
     def apply_plan(self, plan: Plan | None) -> None:
         """Answer by ``plan`` from the next forward on; ``None``: by the safe policy."""
         self._inner = self._safe if plan is None else PlanPolicy(plan)
+        self.min_bytes = self._inner.min_bytes
         self._keeps_all = plan is not None and plan.keeps_all
         self.is_short = False
 
@@ -72,6 +74,6 @@ class SwitchingPolicy(Policy):
 
     def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
         action = self._inner.action(site, num_bytes, producer)
-        if self.is_short and action is Action.KEEP and num_bytes >= self._min_bytes:
+        if self.is_short and action is Action.KEEP and num_bytes >= self._min_swapped_bytes:
             return Action.SWAP
         return action

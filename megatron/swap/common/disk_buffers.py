@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import MIB
 
+BLOCK_BYTES = 4096
+"""Offsets, sizes and addresses are multiples of this. It is a multiple of every disk's block size."""
 NUM_AHEAD = 3
 """Buffers that are read ahead of their use; as many may be waiting to be written."""
 NUM_STAGED = 2 * NUM_AHEAD + 1
@@ -21,3 +24,16 @@ def disk_buffer_bytes(host_bytes: int, max_bytes: int) -> int:
     ``host_bytes`` is the host memory that the buffers are part of.
     """
     return max(MIB, min(max_bytes, host_bytes // 16))
+
+
+def with_padding(buffer_bytes: int) -> int:
+    """Return the size of a buffer for ``buffer_bytes`` in up to 16 spans, each padded to whole blocks.
+
+    A slice of a parameter has fewer spans: its main value and its moments.
+    """
+    return round_up(buffer_bytes, BLOCK_BYTES) + 16 * BLOCK_BYTES
+
+
+def staging_bytes(buffer_bytes: int) -> int:
+    """Return the host memory in bytes of all buffers, each for ``buffer_bytes``."""
+    return NUM_STAGED * with_padding(buffer_bytes)

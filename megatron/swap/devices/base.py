@@ -17,6 +17,14 @@ from megatron.swap.common.counters import Stall
 from megatron.swap.common.types import UsageError
 from megatron.swap.native.guarding import GuardCore
 
+ALIGNMENT_BYTES = 512
+"""Alignment of the caching allocator's blocks, and of tensors that share one buffer."""
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return all of ``storage`` as one uint8 tensor, [num_bytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
 
 class Event(Protocol):
     """A point in a stream; it passes when all work before that point is done. ``torch.cuda.Event`` is one."""

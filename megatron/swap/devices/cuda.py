@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.swap.common.types import GIB, MIB
-from megatron.swap.devices.base import Device, Event, Stream
+from megatron.swap.devices.base import Device, Event, Stream, bytes_of
 from megatron.swap.native.guarding import GuardCore, cuda_guard, stop_watching_allocator
 
 COPY_CHUNK_BYTES = 32 * MIB
@@ -140,7 +140,7 @@ class CudaDevice(Device):
         assert isinstance(stream, torch.cuda.Stream)
         # Only for the rare tensor that a side stream reads (Megatron's shared-expert overlap). When it is freed, its
         # block is reused on the stream that allocated it, and nothing else orders that stream behind this one.
-        torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(storage).record_stream(stream)
+        bytes_of(storage).record_stream(stream)
 
     def peak_bytes(self) -> int:
         return max(self._peak_bytes, torch.cuda.max_memory_allocated(self.torch_device))

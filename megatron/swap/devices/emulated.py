@@ -19,7 +19,7 @@ import torch
 
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import GIB, SwapError
-from megatron.swap.devices.base import Device, Event, Stream
+from megatron.swap.devices.base import Device, Event, Stream, bytes_of
 from megatron.swap.native.guarding import Flag, GuardCore, native, new_guard
 
 POISON = 0xFF
@@ -224,7 +224,7 @@ class EmulatedDevice(Device):
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
     def discard(self, storage: torch.UntypedStorage) -> None:
-        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
+        bytes_of(storage).fill_(POISON)
 
     def used_on(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         pass

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.swap.common.types import Action, GroupKey, LayerPosition, Site, SwapError
-from megatron.swap.devices.base import Event, Stream
+from megatron.swap.devices.base import Event, Stream, bytes_of
 from megatron.swap.engine.decision import Decision
 from megatron.swap.memory.tiers.base import Slot
 
@@ -227,7 +227,7 @@ class Handle:
     def bytes_view(self) -> torch.Tensor:
         """Return the device memory as one uint8 tensor, [num_bytes]."""
         assert self.storage is not None
-        return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+        return bytes_of(self.storage)
 
     def pending_event(self) -> Event | None:
         """Return the event of a copy that may still use ``storage``; ``None`` once the compute stream waits for it."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.swap.devices.base import bytes_of
 from megatron.swap.engine.handle import Alias, alias_of
 
 Function = Callable[..., torch.Tensor]
@@ -112,11 +113,6 @@ def run_again(function: Function, tensors: Sequence[torch.Tensor]) -> torch.Tens
     device = tensors[0].device.type
     with torch.no_grad(), torch.autocast(device, enabled=False):
         return function(*tensors)
-
-
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return all of ``storage`` as one uint8 tensor, [num_bytes]."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _words(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -27,13 +27,13 @@ import torch
 from megatron.swap.common.counters import Counters
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import Site, SwapError
-from megatron.swap.devices.base import Device
+from megatron.swap.devices.base import Device, bytes_of
 from megatron.swap.engine.checksum import VerifyError, checksum
 from megatron.swap.engine.decider import Decider
 from megatron.swap.engine.decision import Reason
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.layer_recording import LayerRecording, Packing, Sources, Undecided
-from megatron.swap.engine.producer_records import Chain, ProducerRecord, bytes_of, of_tensors_alone, run_again
+from megatron.swap.engine.producer_records import Chain, ProducerRecord, of_tensors_alone, run_again
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.planner.recording import TRIAL
 

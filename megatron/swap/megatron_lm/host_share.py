@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron.swap.common.config import SwapConfig
-from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes
+from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes, staging_bytes
 from megatron.swap.common.rounding import round_down, round_up
 from megatron.swap.common.types import ACTIVATION, GIB, LINEAR, MIB, NORM, ROTARY, format_bytes
 from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION
@@ -19,7 +19,6 @@ from megatron.swap.memory.host_memory import (
     local_world_size,
     safe_host_bytes,
 )
-from megatron.swap.memory.tiers.disk import host_bytes
 from megatron.swap.planner.states import STATE_HOST_FRACTION, bucket_bytes_before_disk, max_state_before_disk
 
 
@@ -107,11 +106,11 @@ def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
             "use a smaller micro-batch, or raise --swap-host-gib (with --swap-host-unchecked if this "
             "machine's memory grows on demand), or name a --swap-disk-dir."
         )
-    buffers_bytes = host_bytes(disk_buffer_bytes(limit_bytes, MAX_SPILL_BUFFER_BYTES)) if swaps and has_disk else 0
+    buffers_bytes = staging_bytes(disk_buffer_bytes(limit_bytes, MAX_SPILL_BUFFER_BYTES)) if swaps and has_disk else 0
     share = HostShare(limit_bytes, needed_bytes, disk_bytes, buffers_bytes, guard_bytes)
     state_buffers_bytes = 0
     if config.optimizer and has_disk:
-        state_buffers_bytes = host_bytes(bucket_bytes_before_disk(share.optimizer_bytes))
+        state_buffers_bytes = staging_bytes(bucket_bytes_before_disk(share.optimizer_bytes))
     state_room_bytes = share.optimizer_bytes * (STATE_HOST_FRACTION if config.optimizer_auto else 1)
     if buffers_bytes >= limit_bytes or state_buffers_bytes > state_room_bytes or limit_bytes < PAGE_BYTES:
         raise HostMemoryError(

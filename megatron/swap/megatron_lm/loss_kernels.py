@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.swap.common.rounding import ceil_div
+
 LOGITS_PER_THREAD = 8
 """Logits that a thread reads at once: 16 bytes."""
 THREADS_PER_BLOCK = 256
@@ -101,5 +103,5 @@ def _compiled(device: torch.device) -> Kernels | None:
 
 def _launch(kernel: Any, logits: torch.Tensor, *others: torch.Tensor) -> None:
     width = logits.size(-1) // LOGITS_PER_THREAD
-    grid = (len(logits), -(-width // THREADS_PER_BLOCK), 1)
+    grid = (len(logits), ceil_div(width, THREADS_PER_BLOCK), 1)
     kernel(grid=grid, block=(THREADS_PER_BLOCK, 1, 1), args=[logits, *others, width])

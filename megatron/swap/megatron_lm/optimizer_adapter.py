@@ -28,6 +28,10 @@ ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "L
 """Class names of elementwise optimizers, which may step slices of parameters."""
 PARAMETERWISE = frozenset({"OrthogonalizedOptimizer", "SOAP"})
 """Class names of optimizers, or of their base classes, that step each parameter as a whole, such as Muon."""
+NUM_MOMENTS = {"AdaptiveMuon": 2, "OrthogonalizedOptimizer": 1, "SOAP": 2}
+"""Number of moments that the first step of such an optimizer creates for each parameter."""
+MOMENT_BYTES = 4
+"""Most bytes of a moment per element of its parameter."""
 
 _MISSING = object()
 
@@ -56,6 +60,7 @@ class AdaptedOptimizer:
         stepper: the stepper of its inner optimizer.
 
     Attributes:
+        stepper: as given.
         overrides: all replaced methods. A chained optimizer calls some checkpoint methods directly, so each is listed.
     """
 
@@ -124,6 +129,12 @@ class AdaptedOptimizer:
             else:
                 setattr(override.owner, override.method, previous)
         self._replaced = [entry for entry in self._replaced if entry[0] not in overrides]
+
+    def sizes_to_create(self) -> list[int]:
+        """Return the sizes in bytes of the moments that the first step of each parameter is going to create."""
+        number = num_moments(self._optimizer.optimizer)
+        new = [one.param for one in self.stepper.state.param_states if not one.moments] if number else []
+        return [MOMENT_BYTES * param.numel() for param in new] * number
 
     # ----------------------------------------------------------------- training
 
@@ -219,6 +230,11 @@ def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
             f"between disk and device. Leave --swap-disk-dir out, or take one of {', '.join(sorted(ELEMENTWISE))}."
         )
     return False
+
+
+def num_moments(inner: torch.optim.Optimizer) -> int:
+    """Return how many moments the first step of ``inner`` creates for each parameter; 0: they exist before it."""
+    return max((NUM_MOMENTS.get(kind.__name__, 0) for kind in type(inner).__mro__), default=0)
 
 
 def copier_to_model(optimizer: Any) -> OnUpdated:

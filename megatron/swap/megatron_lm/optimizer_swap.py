@@ -13,11 +13,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.disk_buffers import BLOCK_BYTES
+from megatron.swap.common.rounding import ceil_div
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.megatron_lm.optimizer_adapter import AdaptedOptimizer, copier_to_model, is_elementwise, unchained
-from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskFile
+from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.optimizer.overlap import StepOverlap
 from megatron.swap.optimizer.param_state import OffloadedTensor, ParamState
@@ -50,7 +52,7 @@ class ExpectedState(NamedTuple):
     def bytes_of(self, param: torch.Tensor) -> int:
         """Return the bytes of state on this rank for a model parameter. Megatron marks experts' with ``allreduce``."""
         num_sharers = self.num_sharers if getattr(param, "allreduce", True) else self.num_expert_sharers
-        return -(-param.numel() * self.state_bytes // num_sharers)
+        return ceil_div(param.numel() * self.state_bytes, num_sharers)
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,12 @@ class OptimizerSwap:
     def reserved_bytes(self) -> int:
         """Host bytes reserved for state and for disk buffers."""
         return self._arena.reserved_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Most host bytes for state and disk buffers, with the moments that the next step may create."""
+        sizes = [size for adapted in self._adapted for size in adapted.sizes_to_create()]
+        return self._arena.reserved_bytes + self._arena.most_bytes(sizes)
 
     @property
     def kept_bytes(self) -> int:

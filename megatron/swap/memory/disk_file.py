@@ -27,13 +27,12 @@ from pathlib import Path
 
 import torch
 
+from megatron.swap.common.disk_buffers import BLOCK_BYTES
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import GIB, MIB, SwapError, UsageError, format_bytes
 
 logger = logging.getLogger(__name__)
 
-BLOCK_BYTES = 4096
-"""Offsets, sizes and addresses are multiples of this. It is a multiple of every disk's block size."""
 CHUNK_BYTES = 16 * MIB
 """Bytes that one thread reads or writes in one call."""
 NUM_THREADS = 4

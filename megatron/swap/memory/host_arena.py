@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.swap.common.rounding import round_up
+from megatron.swap.common.rounding import ceil_div, round_up
 from megatron.swap.common.types import MIB, format_bytes
 from megatron.swap.memory.host_memory import (
     PAGE_BYTES,
@@ -77,6 +77,14 @@ class HostArena:
             left_bytes -= self._region_bytes  # the last shared mapping
         # Every other shared mapping wastes less than the largest piece that may share one.
         return max(0, left_bytes * (MIN_PIECES_PER_REGION - 1) // MIN_PIECES_PER_REGION - num_pieces * PAGE_BYTES)
+
+    def most_bytes(self, sizes: Sequence[int]) -> int:
+        """Return the most bytes that pieces of these ``sizes`` add to ``reserved_bytes``, in whatever order."""
+        large_bytes = sum(_paged(num_bytes) for num_bytes in sizes if num_bytes >= self._large_bytes)
+        small_bytes = sum(_paged(num_bytes) for num_bytes in sizes if num_bytes < self._large_bytes)
+        if small_bytes:  # all shared mappings but the last waste less than one piece each
+            small_bytes = ceil_div(small_bytes * MIN_PIECES_PER_REGION, MIN_PIECES_PER_REGION - 1) + self._region_bytes
+        return min(large_bytes + small_bytes, self.limit_bytes - self.reserved_bytes)
 
     def num_that_fit(self, sizes: Sequence[int]) -> int:
         """Return the largest number of leading ``sizes`` that ``take_all`` has room for."""

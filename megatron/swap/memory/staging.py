@@ -11,9 +11,9 @@ from concurrent.futures import Future, wait
 
 import torch
 
-from megatron.swap.common.disk_buffers import NUM_AHEAD
+from megatron.swap.common.disk_buffers import NUM_AHEAD, with_padding
 from megatron.swap.devices.base import Device, Event, Stream
-from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskFile, DiskRoom, padded
+from megatron.swap.memory.disk_file import DiskFile, DiskRoom, padded
 
 DiskSpan = tuple[DiskRoom, int, int]
 """A room, and the first and the end of the span's bytes in it: multiples of ``BLOCK_BYTES``, or the room's end."""
@@ -181,14 +181,6 @@ class Staging:
         for buffer in (*self._for_reads, *self._for_writes):
             buffer.wait()
             buffer.content = {}
-
-
-def with_padding(buffer_bytes: int) -> int:
-    """Return the size of a buffer for ``buffer_bytes`` in up to 16 spans, each padded to whole blocks.
-
-    A slice of a parameter has fewer spans: its main value and its moments.
-    """
-    return padded(buffer_bytes) + 16 * BLOCK_BYTES
 
 
 def _overlaps(span: DiskSpan, others: Sequence[DiskSpan]) -> bool:

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from megatron.swap.common.disk_buffers import BLOCK_BYTES
 from megatron.swap.common.types import MIB
 from megatron.swap.native.base import Core, CudaCopy, FileRead, FileWrite, HostCopy, Job, JobState, Step, TransferQueue
 
@@ -21,8 +22,6 @@ POLL_S = 0.0005
 """Seconds between queries of the events of copies in flight."""
 CHUNK_BYTES = 8 * MIB
 """Bytes of a host or file step that are moved at once. In between the worker queries the copies in flight."""
-BLOCK_BYTES = 4096
-"""Files may be open for direct I/O, which moves whole blocks only."""
 
 COPY_DEFAULT = 4
 """``cudaMemcpyDefault``: the runtime tells host from device by the addresses."""

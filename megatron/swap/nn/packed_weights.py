@@ -15,10 +15,9 @@ from torch import nn
 
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import UsageError
+from megatron.swap.devices.base import ALIGNMENT_BYTES
 from megatron.swap.memory.host_memory import PAGE_BYTES, HostRegion
 
-ALIGNMENT_BYTES = 512
-"""Alignment of storages in a buffer: that of the caching allocator's blocks."""
 PLAIN = (torch.Tensor, nn.Parameter)
 LEAVE_OUT = "Leave that layer out of layers=."
 

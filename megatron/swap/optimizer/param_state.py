@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.swap.memory.disk_file import BLOCK_BYTES, DiskRoom, padded
+from megatron.swap.common.disk_buffers import BLOCK_BYTES
+from megatron.swap.memory.disk_file import DiskRoom, padded
 
 ALIGNED_ELEMENTS = 128
 """Shards begin at a multiple of this many elements: vectorized kernels read aligned memory faster."""

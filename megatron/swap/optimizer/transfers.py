@@ -17,14 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.swap.devices.base import Device, Event, Mark
+from megatron.swap.common.rounding import round_up
+from megatron.swap.devices.base import ALIGNMENT_BYTES, Device, Event, Mark
 from megatron.swap.memory.disk_file import DiskRoom, padded
 from megatron.swap.memory.staging import NUM_AHEAD, DiskSpan, Fetched, Staging
 from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, Span
 from megatron.swap.optimizer.state_memory import StateMemory
-
-ALIGNMENT_BYTES = 512
-"""Alignment of tensors in a buffer, the same as the caching allocator's."""
 
 
 class Move(NamedTuple):
@@ -297,7 +295,7 @@ def _on_disk(spans: Iterable[Span]) -> list[DiskSpan]:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return round_up(num_bytes, ALIGNMENT_BYTES)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.swap.common.plan import Model
+from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import MOST, UsageError
 from megatron.swap.planner.states import States
 
@@ -193,7 +194,7 @@ def _padded_vocab_size(args: argparse.Namespace) -> int:
     if args.vocab_size is None:
         raise UsageError("a plan needs the size of the vocabulary: give --vocab-size or --padded-vocab-size.")
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return -(-args.vocab_size // multiple) * multiple
+    return round_up(args.vocab_size, multiple)
 
 
 def _default_ffn(hidden: int, gated: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, NUM_STAGED, disk_buffer_bytes
+from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes, staging_bytes
 from megatron.swap.common.types import GIB
 
 BUCKET_BYTES = 256 << 20
@@ -60,7 +60,8 @@ def split_before_disk(offloaded_gib: float, host_gib: float, activations_gib: fl
     host_bytes = int(min(host_gib * GIB, 16 * BUCKET_BYTES))  # more host memory does not make larger buckets
     bucket_bytes = bucket_bytes_before_disk(host_bytes)
     spill_bytes = min(bucket_bytes, MAX_SPILL_BUFFER_BYTES)
-    buffers_gib = NUM_STAGED * (bucket_bytes * (offloaded_gib > 0) + spill_bytes * (activations_gib > 0)) / GIB
+    of_state, of_activations = staging_bytes(bucket_bytes), staging_bytes(spill_bytes)
+    buffers_gib = (of_state * (offloaded_gib > 0) + of_activations * (activations_gib > 0)) / GIB
     room_gib = max(0.0, host_gib - buffers_gib)
     state_gib = min(offloaded_gib, max(room_gib - activations_gib, room_gib / 2))
     in_host_gib = min(activations_gib, room_gib - state_gib)

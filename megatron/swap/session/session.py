@@ -238,7 +238,7 @@ class SwapSession:
         """Adapt the ``optimizer`` that Megatron has built, and give activations the host memory that it leaves."""
         swap = self._attached_optimizer_swap()
         swap.attach(optimizer)
-        self.planned.state_memory.resize(swap.reserved_bytes)
+        self.planned.state_memory.resize(swap.needed_bytes)
         if self.parts is not None:
             pool = self.parts.pool
             pool.reserve(min(self.planned.host.least_bytes, pool.limit_bytes))
@@ -278,6 +278,7 @@ class SwapSession:
             self.optimizer_swap.step_ended(
                 overlaps=auto is None or not auto.is_measuring, is_same_plan=auto is None or not auto.has_switched
             )
+            self.planned.state_memory.resize(self.optimizer_swap.needed_bytes)
         if self.planned.plan_run is not None:
             self._console.say_here(self.planned.plan_run.step_ended())
         if parts is not None and parts.recomputer is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sweeps.forecast import MARGIN, PROCESSES_GIB, Tiers, forecast
-from megatron.swap.common.types import UsageError
+from megatron.swap.common.types import GIB, KIB, UsageError
 from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import find_gpu, gpu_of
 from megatron.swap.planner.states import States
@@ -97,7 +97,7 @@ def test_what_host_memory_has_no_room_for_goes_to_disk() -> None:
     flags = shape("--swap-optimizer 1 --swap-disk-dir /tmp --swap-disk-gib 60", 48)
     predicted = forecast(flags, Tiers(139.8, 118.0, 50.0), H200)
     params_gib = 15.55e9 / 2**30
-    assert predicted.of("host") == pytest.approx(112 - 7 * 0.25)
+    assert predicted.of("host") == pytest.approx(112 - 7 * (0.25 + 64 * KIB / GIB))
     assert predicted.of("disk") == pytest.approx(10 * params_gib - 110.25, rel=0.01)
     assert predicted.fits
     tight = forecast(flags, Tiers(139.8, 118.0, 20.0), H200)

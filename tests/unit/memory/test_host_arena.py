@@ -69,6 +69,21 @@ class TestArena:
                 taken_bytes += arena.take(size).numel()
         assert sure_bytes <= left_bytes
 
+    @pytest.mark.parametrize("seed", range(20))
+    def test_pieces_reserve_no_more_than_most_bytes(self, seed: int) -> None:
+        numbers = random.Random(seed)
+        sizes = [numbers.choice([1, 3000, 5000, 14_000, 15_900, 17_000, 66_000]) for _ in range(1000)]
+        for limit_bytes in (10 * MIB, 100 * MIB):
+            arena = HostArena(limit_bytes=limit_bytes, pinned=False, region_bytes=MIB)
+            arena.take(17_000)
+            number = arena.num_that_fit(sizes) * 3 // 4
+            most_bytes, before_bytes = arena.most_bytes(sizes[:number]), arena.reserved_bytes
+            for size in sizes[:number]:
+                arena.take(size)
+            assert arena.reserved_bytes - before_bytes <= most_bytes
+            assert arena.most_bytes([]) == 0
+            assert arena.most_bytes([MIB]) == min(MIB, limit_bytes - arena.reserved_bytes)
+
     def test_of_large_pieces_nearly_all_is_sure(self) -> None:
         arena = HostArena(limit_bytes=100 * MIB, pinned=False, region_bytes=MIB)
         assert 0.97 * 100 * MIB < arena.sure_bytes(100) < 98 * MIB

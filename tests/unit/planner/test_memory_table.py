@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from megatron.swap.cli import plan as program
+from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes
 from megatron.swap.common.types import GIB, MemoryRow
+from megatron.swap.memory.disk_file import DiskFile
+from megatron.swap.memory.tiers.disk import DiskTier
 from megatron.swap.planner.states import split_before_disk
 from megatron.swap.reporting.memory_report import measure
 from megatron.swap.reporting.summary import RankReport, build_summary
@@ -103,6 +106,15 @@ def test_all_bytes_have_a_tier(activations_gib: float) -> None:
         assert found.state_in_host + found.activations_in_host + found.buffers <= max(host_gib, found.buffers) + 1e-9
         assert min(found.state_in_host, found.activations_in_host) >= 0
     assert found.state_on_disk == found.activations_on_disk == 0
+
+
+@pytest.mark.parametrize("host_gib", [0.02, 0.25, 4.0])
+def test_the_table_counts_the_buffers_that_a_run_reserves(host_gib: float, tmp_path: Path) -> None:
+    disk = DiskFile(str(tmp_path), GIB)
+    tier = DiskTier(disk, disk_buffer_bytes(int(host_gib * GIB), MAX_SPILL_BUFFER_BYTES), pinned=False)
+    assert split_before_disk(0.0, host_gib, 1.0).buffers * GIB == tier.host_bytes
+    tier.close()
+    disk.close()
 
 
 def summary_of(folder: Path, *ranks: list[MemoryRow] | None, num_layers: int = 32) -> Path:

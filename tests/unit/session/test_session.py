@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.training import training
 from torch import nn
 
-from megatron.swap.common.types import UsageError
+from megatron.swap.common.types import MIB, UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_args
 from megatron.swap.memory.disk_file import DiskError
 from megatron.swap.patches import registry
@@ -138,4 +140,60 @@ def test_allocation_retries_are_reported_to_the_planner(monkeypatch: pytest.Monk
         assert session.step_log.records[-1].num_alloc_retries == 3
     finally:
         session.auto = None
+        session.close()
+
+
+class Momentum(torch.optim.Optimizer):
+    """As Muon: steps whole parameters, and creates their moments in the first step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    moment = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+                    param -= group["lr"] * moment.add_(param.grad)
+
+
+OrthogonalizedOptimizer = type("OrthogonalizedOptimizer", (Momentum,), {})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+def test_moments_that_the_first_step_creates_are_reserved_until_it_has_ended():
+    flags = "--swap-layers all --swap-optimizer 1 --swap-min-mib 0 --swap-host-gib 1 --swap-host-unchecked"
+    args = arguments(*flags.split())
+    same = dict.fromkeys((
+        "optimizer_cpu_offload", "optimizer_cuda_graph", "log_params_norm", "async_save", "qk_clip",
+        "rl_offload_optimizer_during_inference", "fp8_param_gather", "fp4_param_gather",
+    ), False)  # fmt: skip
+    dtypes = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"), torch.float32)
+    vars(args).update(same | dtypes, optimizer="muon")
+    session = SwapSession.install(args, SimpleNamespace(pre_wrap_hooks=[]))
+    try:
+        chunk = nn.Linear(1024, 1024)
+        session.attach([chunk])
+        optimizer = FP32Optimizer.__new__(FP32Optimizer)
+        vars(optimizer).update(
+            optimizer=OrthogonalizedOptimizer(chunk.parameters()), init_state_fn=None, config=None,
+            is_stub_optimizer=False, grad_scaler=None,
+        )  # fmt: skip
+        session.on_optimizer_built(optimizer)
+        swap, reservation = session.optimizer_swap, session.planned.state_memory
+        assert swap is not None
+        assert session.parts is not None
+        chunk.weight.grad = torch.ones_like(chunk.weight)
+        for _ in range(2):
+            optimizer.optimizer.step()
+            assert 4 * MIB <= swap.reserved_bytes <= reservation.num_bytes
+            session.on_iteration(1, {}, None, False, None)
+            assert swap.reserved_bytes <= reservation.num_bytes
+        chunk.bias.grad = torch.ones_like(chunk.bias)
+        optimizer.optimizer.step()
+        assert swap.reserved_bytes <= reservation.num_bytes
+        session.on_iteration(2, {}, None, False, None)
+        assert swap.reserved_bytes == reservation.num_bytes, "activations get the rest"
+    finally:
         session.close()

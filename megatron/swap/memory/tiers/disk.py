@@ -12,11 +12,11 @@ from contextlib import suppress
 
 import torch
 
-from megatron.swap.common.disk_buffers import NUM_AHEAD, NUM_STAGED
+from megatron.swap.common.disk_buffers import NUM_AHEAD, staging_bytes
 from megatron.swap.devices.base import Device, Stream
 from megatron.swap.memory.disk_file import DiskError, DiskFile, padded
 from megatron.swap.memory.host_arena import HostArena
-from megatron.swap.memory.staging import DiskSpan, Fetched, Staging, with_padding
+from megatron.swap.memory.staging import DiskSpan, Fetched, Staging
 from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
 
 
@@ -47,11 +47,6 @@ class DiskSlot:
             self._freed.append(self)
 
 
-def host_bytes(buffer_bytes: int) -> int:
-    """Return the host memory in bytes of a ``DiskTier`` with buffers of ``buffer_bytes``."""
-    return NUM_STAGED * with_padding(buffer_bytes)
-
-
 class DiskTier(Tier):
     """A tier whose slots are room of a ``DiskFile``.
 
@@ -67,7 +62,7 @@ class DiskTier(Tier):
     def __init__(self, disk: DiskFile, buffer_bytes: int, pinned: bool) -> None:
         self._disk = disk
         self._buffer_bytes = padded(buffer_bytes)
-        self._arena = HostArena(limit_bytes=host_bytes(buffer_bytes), pinned=pinned)
+        self._arena = HostArena(limit_bytes=staging_bytes(buffer_bytes), pinned=pinned)
         self._staging = Staging(disk, self._arena.take, self._buffer_bytes)
         self.host_bytes = self._arena.reserved_bytes
         self._free: list[DiskSpan] = []

@@ -8,11 +8,12 @@ from itertools import islice
 
 import torch
 
+from megatron.swap.common.disk_buffers import staging_bytes
 from megatron.swap.devices.base import Device, Stream
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_memory import HostMemoryError
 from megatron.swap.memory.tiers.base import Slot, Tier, TierStats
-from megatron.swap.memory.tiers.disk import DiskSlot, DiskTier, host_bytes
+from megatron.swap.memory.tiers.disk import DiskSlot, DiskTier
 from megatron.swap.memory.tiers.host import HostTier
 
 LOOK_AHEAD = 64
@@ -25,7 +26,7 @@ def spill_tier(host: HostTier, disk: DiskFile, buffer_bytes: int) -> SpillTier:
     Raises:
         HostMemoryError: the budget or the machine has no room for them.
     """
-    host.pool.budget.reserve("disk buffers", host_bytes(buffer_bytes))
+    host.pool.budget.reserve("disk buffers", staging_bytes(buffer_bytes))
     return SpillTier(host, DiskTier(disk, buffer_bytes, host.pool.pinned))
 
 
