@@ -90,7 +90,7 @@ def _run_tests(tree: Path, scratch: Path, tests: Sequence[str], timeout_s: float
         "TORCHDYNAMO_DISABLE": "1", "COLUMNS": "400", "TMPDIR": str(temporary),
     }  # fmt: skip
     command = [
-        sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-o",
+        sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-m", "not gpu", "-p", "no:cacheprovider", "-o",
         f"timeout={TEST_TIMEOUT_S}", "--color=no", *tests,
     ]  # fmt: skip
     began = time.monotonic()
