@@ -1,0 +1,175 @@
+"""The script that plants faults: shown a toy tree with one test, and its own list against this tree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import command
+from benchmarks.faults.catalog import Fault, FaultError, Room, load_rooms
+from benchmarks.faults.command import main, report
+from benchmarks.faults.trial import BROKEN, CAUGHT, MISSED, TIMEOUT, judge, run_trial
+from benchmarks.rows import Row, RowError, read_rows
+from benchmarks.suites.toml_file import SuiteError
+
+ROOT = Path(__file__).resolve().parents[3]
+TOY = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
+TEST = """
+import toy
+
+
+def test_add():
+    assert toy.add(2, 1) == 3
+"""
+SLOW = Fault("hangs", "toy.py", "return a + b", "while True: pass", "It hangs.")
+TEXT_TEST = """
+import inspect
+
+import toy
+
+
+def test_text():
+    assert "a + b" in inspect.getsource(toy), "plant it anew"
+"""
+WRONG = Fault("wrong", "toy.py", "return a + b", "return a - b - 0", "The sum is wrong.")
+UNSEEN = Fault("unseen", "toy.py", "return a - b", "return b - a", "The difference is wrong.")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "toy.py").write_text(TOY)
+    (root / "test_toy.py").write_text(TEST)
+    return root
+
+
+def test_a_fault_is_caught_in_a_copy_and_names_its_test(tree: Path) -> None:
+    outcome = run_trial(tree, WRONG, ["test_toy.py"], 60)
+    assert (outcome.outcome, outcome.test) == (CAUGHT, "test_toy.py::test_add")
+    assert "assert 1 == 3" in outcome.error
+    assert (tree / "toy.py").read_text() == TOY
+    assert {path.name for path in tree.iterdir()} == {"toy.py", "test_toy.py"}
+
+
+def test_a_test_that_only_misses_the_text_catches_nothing(tree: Path) -> None:
+    other_words = Fault("words", "toy.py", "return a + b", "return b + a", "No fault at all.")
+    (tree / "test_text.py").write_text(TEXT_TEST)
+    assert run_trial(tree, other_words, ["test_text.py", "test_toy.py"], 60).outcome == MISSED
+
+
+def test_tests_that_do_not_end_are_stopped(tree: Path) -> None:
+    outcome = run_trial(tree, SLOW, ["test_toy.py"], 5)
+    assert outcome.outcome == TIMEOUT
+    assert outcome.seconds >= 5
+
+
+def test_without_a_test_that_ran_nothing_is_shown(tree: Path) -> None:
+    (tree / "test_toy.py").write_text("import nowhere\n")
+    assert run_trial(tree, WRONG, ["test_toy.py"], 60).outcome == BROKEN
+
+
+def test_a_crash_of_the_interpreter_is_caught() -> None:
+    outcome = judge(-11, "", 1.0)
+    assert outcome.outcome == CAUGHT
+    assert "SIGSEGV" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [("return a", "occurs 2 times"), ("return c", "occurs 0 times")],
+)
+def test_a_text_that_is_not_there_once_is_refused(tree: Path, old: str, message: str) -> None:
+    with pytest.raises(FaultError, match=message):
+        run_trial(tree, Fault("x", "toy.py", old, "pass", "why"), ["test_toy.py"], 60)
+
+
+def test_a_file_that_is_not_there_is_refused(tree: Path) -> None:
+    with pytest.raises(FaultError, match=r"none\.py cannot be read"):
+        Fault("x", "none.py", "a", "b", "why").planted(tree)
+
+
+def plant_here(monkeypatch: pytest.MonkeyPatch, tree: Path, *faults: Fault) -> None:
+    room = Room("toys", ("test_toy.py",), (), faults)
+    monkeypatch.setattr(command, "ROOT", tree)
+    monkeypatch.setattr(command, "load_rooms", lambda: [room])
+    monkeypatch.setattr(command, "facts", lambda: {"versions": {}, "machine": {}, "commit": "c", "link": None})
+
+
+def test_results_are_written_resumed_and_run_again_on_request(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "faults.jsonl"
+    plant_here(monkeypatch, tree, WRONG)
+    assert main(["--output", str(output)]) == 0
+    plant_here(monkeypatch, tree, WRONG, UNSEEN)
+    assert main(["--output", str(output)]) == 2, "an existing file needs --resume"
+    first = read_rows(output, command.check_fault_row)
+    assert [row["id"] for row in first] == ["control toys", "wrong"]
+
+    assert main(["--output", str(output), "--resume", "--jobs", "2"]) == 1
+    rows = read_rows(output, command.check_fault_row)
+    assert rows[:2] == first, "what has a result does not run again"
+    assert [row["outcome"] for row in rows] == ["passed", CAUGHT, MISSED]
+    assert "1 of 2 faults caught (50.0%)\nmissed: unseen (toy.py): The difference is wrong." in capsys.readouterr().out
+
+    (tree / "test_toy.py").write_text(f"{TEST}    assert toy.sub(2, 1) == 1\n")
+    assert main(["--output", str(output), "--resume", "--only", "unseen", "--least-caught", "1"]) == 0
+    rows = read_rows(output, command.check_fault_row)
+    assert {row["id"]: row["outcome"] for row in rows} == {"control toys": "passed", "wrong": CAUGHT, "unseen": CAUGHT}
+
+
+def test_a_control_run_that_fails_ends_it(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "toy.py").write_text(TOY.replace("a + b", "a * b"))
+    plant_here(monkeypatch, tree, UNSEEN)
+    assert main([]) == 2
+    assert "toys: without a fault its tests fail" in capsys.readouterr().err
+
+
+def test_the_threshold_decides_the_exit_status() -> None:
+    rows: list[Row] = [
+        {"id": str(n), "outcome": outcome, "file": "", "why": "", "error": ""}
+        for n, outcome in enumerate([CAUGHT, TIMEOUT, MISSED, BROKEN])
+    ]
+    assert report(rows, 0.5) == 0
+    assert report(rows, 0.51) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[fault]]\nid = "a"\nfile = "f"\nold = "x"\nnew = "x"\nwhy = "w"\n', "must differ"),
+        ('[[fault]]\nid = "a"\nfile = "f"\nold = "x"\nnew = "y"\nwhy = "w"\nmore = 1\n', "unknown key 'more'"),
+        ('[[fault]]\nid = "a"\nfile = "f"\nold = "x"\nnew = "y"\nwhy = "w"\n' * 2, "used twice"),
+    ],
+)
+def test_a_wrong_list_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "room.toml").write_text(f"tests = []\nequality = []\n{text}")
+    with pytest.raises(SuiteError, match=message):
+        load_rooms(tmp_path)
+
+
+def test_rows_of_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RowError):
+        command.check_fault_row({"id": "x"})
+
+
+ROOMS = load_rooms()
+
+
+@pytest.mark.parametrize("fault", [fault for room in ROOMS for fault in room.faults], ids=lambda fault: fault.id)
+def test_every_fault_of_the_list_applies_to_this_tree(fault: Fault) -> None:
+    compile(fault.planted(ROOT), fault.file, "exec")
+
+
+def test_the_list_covers_the_rooms_and_its_tests_are_there() -> None:
+    files = Counter(fault.file for room in ROOMS for fault in room.faults)
+    assert sum(files.values()) >= 60
+    for room in ("engine", "memory", "optimizer", "planner", "devices"):
+        assert any(file.startswith(f"megatron/swap/{room}/") for file in files), room
+    for test in {test for room in ROOMS for test in room.all_tests()}:
+        assert (ROOT / test.split("::")[0]).is_file(), test
