@@ -295,7 +295,7 @@ def start_table(
     modules = " ".join(config.modules) or ("all modules" if plan is None else "the sites that the plan names")
     kept = name_layers(tail) if window_bytes is None else f"{num_layers - 1} and those that fit the prefetch window"
     rows = [
-        ("swapped", f"layers {name_layers(layers)} of {num_layers}" + (f": {modules}" if layers else "")),
+        ("chosen", f"layers {name_layers(layers)} of {num_layers}" + (f": {modules}" if layers else "")),
         ("kept", f"layers {kept}: backward needs them first" if tail else "none"),
         host,
         ("prefetch window", window),
