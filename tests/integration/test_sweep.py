@@ -22,7 +22,6 @@ COMMAND = [sys.executable, str(ROOT / "tools" / "sweep.py")]
 PATIENCE_S = 120.0
 
 
-@pytest.mark.slow
 def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
     """Of two layers or four: ours may book host memory for the optimizer state of two alone."""
     content = find_sweep("quick").read_text().split("[methods]")[0]
