@@ -14,6 +14,7 @@ LEFT_OUT = os.environ.get("SWAP_TESTS_LEFT_OUT")
 """The file that gets what the short run leaves out; ``tests/run.sh`` prints it in the end."""
 
 
+@pytest.hookimpl(trylast=True)  # behind -m "not gpu"
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The short run leaves out what is marked ``slow``."""
     slow = [item for item in items if item.get_closest_marker("slow")]

@@ -50,4 +50,4 @@ jobs="${MEGATRON_SWAP_TEST_JOBS:-$((cores > 1 ? 2 : 1))}"
 select=()
 "$SWAP_PYTHON" -W ignore -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || select=(-m "not gpu")
 swap_say "pytest: $jobs worker(s)${select[*]:+, without a GPU}"
-"$SWAP_PYTHON" -m pytest -n "$jobs" "${select[@]}" "${words[@]}"
+"$SWAP_PYTHON" -m pytest -n "$jobs" --dist worksteal "${select[@]}" "${words[@]}"

@@ -365,14 +365,12 @@ def test_names_of_suites_and_sweeps() -> None:
     assert gone(golden("names"), names()) == []
 
 
-@pytest.mark.slow
 def test_files_and_ranges_of_training(trainer: Trainer) -> None:
     now = from_training(trainer)
     assert differences(golden("keys"), now["keys"]) == []
     assert differences(golden("ranges"), now["ranges"]) == []
 
 
-@pytest.mark.slow
 def test_rows_of_the_tools(tmp_path: Path) -> None:
     assert differences(golden("rows"), from_tools(tmp_path)) == []
 

@@ -22,7 +22,6 @@ COMMAND = [sys.executable, str(ROOT / "tools" / "sweep.py")]
 PATIENCE_S = 120.0
 
 
-@pytest.mark.slow
 def test_a_small_sweep_interrupted_and_resumed(tmp_path: Path) -> None:
     """The models have two or four layers. The host memory limit suffices for the optimizer state of two layers."""
     content = find_sweep("quick").read_text().split("[methods]")[0]

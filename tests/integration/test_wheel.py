@@ -17,8 +17,6 @@ import pytest
 from tests.integration.harness import ROOT, SWAP_SMALL, arguments, environment
 from tests.unit.test_house import our_files
 
-pytestmark = pytest.mark.slow
-
 USER_SCRIPT = Path(__file__).with_name("user_script.py")
 SHIPPED = ("megatron", "patches", "pyproject.toml", "README.md", "LICENSE")
 

@@ -1,11 +1,13 @@
 // An operator that reads a tensor by its address, as an extension does: PyTorch's dispatcher does not see it.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <megatron_swap/operator.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>  // torch/extension.h takes twice as long to compile
 
 at::Tensor plus_one(const at::Tensor& x, bool declares) {
   megatron_swap::Operator op("plus_one");
   if (declares) op.tensor(x);
-  at::Tensor sum = torch::empty(x.sizes());
+  at::Tensor sum = at::empty(x.sizes());
   const auto* from = static_cast<const float*>(x.const_data_ptr());
   auto* to = static_cast<float*>(sum.data_ptr());
   for (int64_t i = 0; i < x.numel(); ++i) to[i] = from[i] + 1;
