@@ -89,11 +89,13 @@ def _run(arguments: argparse.Namespace, rooms: Sequence[Room], pairs: Sequence[t
         done = set() if arguments.only else {row["digest"] for row in store.rows if row["kind"] == "fault"}
         todo = [(room, fault) for room, fault in pairs if fault.digest not in done]
         for room in rooms:
-            if any(one is room for one, _ in todo) and not _has_control(store, room, about["commit"]):
+            of_room = [fault for one, fault in todo if one is room]
+            if of_room and not _has_control(store, room, about["commit"]):
                 _add(store, _control(room, arguments.timeout), about)
-        for row in _faults(todo, arguments):
-            _add(store, row, about)
-            print(f"{row['outcome']:8} {row['seconds']:6.1f} s  {row['id']}  {row['test']}  {row['error']}", flush=True)
+            for row in _faults(room, of_room, arguments):
+                _add(store, row, about)
+                where = f"{row['test']}  {row['error']}"
+                print(f"{row['outcome']:8} {row['seconds']:6.1f} s  {row['id']}  {where}", flush=True)
     digests = {fault.digest for _, fault in pairs}
     return report([row for row in store.rows if row["digest"] in digests], arguments.least_caught)
 
@@ -128,16 +130,15 @@ def _control(room: Room, timeout_s: float) -> Row:
     return {**row, "outcome": PASSED, "test": "", "error": "", "seconds": outcome.seconds}
 
 
-def _faults(todo: Sequence[tuple[Room, Fault]], arguments: argparse.Namespace) -> Iterator[Row]:
-    """Run the faults, and yield their rows as they end."""
+def _faults(room: Room, faults: Sequence[Fault], arguments: argparse.Namespace) -> Iterator[Row]:
+    """Run faults of ``room``, and yield their rows as they end."""
     with ThreadPoolExecutor(arguments.jobs) as threads:
-        futures: dict[Future[Outcome], tuple[Room, Fault]] = {
-            threads.submit(run_trial, ROOT, fault, room.tests_for(fault), arguments.timeout): (room, fault)
-            for room, fault in todo
+        futures: dict[Future[Outcome], Fault] = {
+            threads.submit(run_trial, ROOT, fault, room.tests_for(fault), arguments.timeout): fault for fault in faults
         }
         try:
             for future in as_completed(futures):
-                room, fault = futures[future]
+                fault = futures[future]
                 yield {
                     "id": fault.id, "room": room.name, "kind": "fault", "file": fault.file, "why": fault.why,
                     "digest": fault.digest, **vars(future.result()),
