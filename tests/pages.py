@@ -23,12 +23,6 @@ HISTORY = {"CHANGELOG.md", "appendix.md", "history.md", "results.md"}
 """Pages that tell of names, flags and programs as they were."""
 
 
-def first_existing(*names: str) -> Path:
-    """The first of these pages that exists, else the first."""
-    paths = [ROOT / name for name in names]
-    return next((path for path in paths if path.exists()), paths[0])
-
-
 def pages() -> list[Path]:
     """All pages."""
     folders = (DOCS, DOCS / "guide", REFERENCE, DOCS / "benchmarks", DOCS / "dev")
@@ -105,7 +99,7 @@ def in_cell(text: str) -> str:
 
 # ---------------------------------------------------------------------------------------------------- patches
 
-PATCHES = first_existing("docs/dev/patches.md", "docs/patches.md")
+PATCHES = DOCS / "dev" / "patches.md"
 
 
 def all_patches() -> list[Patch]:

@@ -188,9 +188,9 @@ def runs_of_tests(marker: str, shows: str) -> Iterator[Run]:
 
 
 def runs_of_results() -> Iterator[Run]:
-    """The runs on a GPU that ended well; rows that a later file replaced are left out."""
+    """The runs on a GPU that ended well."""
     for path in sorted(RESULTS.glob("*.jsonl")):
-        for row in map(json.loads, path.read_text().splitlines() if "-earlier" not in path.name else []):
+        for row in map(json.loads, path.read_text().splitlines()):
             gpu = (row.get("machine") or {}).get("gpu")
             if row.get("outcome") == "ok" and gpu:
                 flags = row["flags"] if isinstance(row["flags"], str) else shlex.join(row["flags"])

@@ -44,7 +44,7 @@ def copy(tmp_path: Path) -> Path:
 def start(script: str, folder: Path, log: Path) -> subprocess.Popen[bytes]:
     given = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_SWAP_", "PYTEST_"))}
     ours = {"PYTHONPATH": str(folder), "MEGATRON_SWAP_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1"}  # fmt: skip
+            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
     return subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=given | ours, stdin=subprocess.DEVNULL,
         stdout=log.open("wb"), stderr=subprocess.STDOUT,

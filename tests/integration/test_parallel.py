@@ -22,6 +22,10 @@ MOE = (
         pytest.param("", "torch", id="dp2"),
         pytest.param("--bf16 --overlap-grad-reduce --global-batch-size 8", "torch", id="dp2-bf16-overlap"),
         pytest.param("--use-distributed-optimizer --bf16", "torch_dist", id="dp2-distributed-optimizer"),
+        pytest.param(
+            "--use-distributed-optimizer --bf16 --overlap-grad-reduce --overlap-param-gather", "torch",
+            id="dp2-distributed-optimizer-overlap",
+        ),
         pytest.param("--tensor-model-parallel-size 2", "torch", id="tp2"),
         pytest.param(
             "--tensor-model-parallel-size 2 --bf16 --attention-dropout 0.1 --hidden-dropout 0.1", "torch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.integration.harness import Trainer, assert_swaps_to_the_end
+from tests.integration.test_training import MLA
 
 FULL = "--recompute-granularity full --recompute-method"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
@@ -62,6 +63,10 @@ def test_block_method(trainer: Trainer) -> None:
             "--recompute-modules mlp core_attn --disable-bias-linear --bf16", id="mlp-core_attn-bf16"
         ),
         pytest.param(f"--recompute-modules moe {MOE}", id="moe"),
+        pytest.param(
+            f"--recompute-modules shared_experts {MOE} --moe-shared-expert-intermediate-size 64", id="shared_experts"
+        ),
+        pytest.param(f"--recompute-modules mla_up_proj {MLA}", id="mla_up_proj"),
     ],
 )
 def test_selective(trainer: Trainer, flags: str) -> None:

@@ -46,6 +46,8 @@ def case(name: str, flags: str, swap: str = "--swap-layers all", *, half: bool =
         case("dropout-bf16", "--bf16 --attention-dropout 0.1 --hidden-dropout 0.1", half=True),
         case("moe", MOE, "--swap-layers all --swap-verify", half=True),
         case("mla", MLA, half=True),
+        case("mtp", "--mtp-num-layers 1"),
+        case("fp16", "--fp16 --initial-loss-scale 1024", half=True),
         case("llama", LLAMA, half=True),
         case("llama-bf16", f"{LLAMA} --bf16", half=True),
         case("evaluation", EVALUATION, half=True),

@@ -222,7 +222,9 @@ def _asked(args: argparse.Namespace, config: SwapConfig) -> tuple[str, str]:
         return flag, f"drop {flag.split()[0]}"
     if config.layers:
         return f"--swap-layers {args.swap_layers}", "set --swap-layers none"
-    return f"--swap-recompute {' '.join(config.recompute)}", "drop --swap-recompute"
+    if config.recompute:
+        return f"--swap-recompute {' '.join(config.recompute)}", "drop --swap-recompute"
+    return "--swap-oom-guard", "drop --swap-oom-guard"
 
 
 def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:

@@ -133,6 +133,11 @@ def test_what_of_megatrons_does_not_go_with_a_plan(folder: Path, ours: str, thei
     assert f"Drop {flag}, or drop {ours.split()[0]}." in str(refusal.value)
 
 
+def test_what_does_not_go_with_the_guard_alone_names_the_guard() -> None:
+    with pytest.raises(UsageError, match=r"^--swap-oom-guard cannot be .* or drop --swap-oom-guard\.$"):
+        swap_config(parsed("--swap-oom-guard", use_torch_fsdp2=True))
+
+
 def test_a_plan_file_has_no_words_for_recomputed_segments(folder: Path) -> None:
     with pytest.raises(UsageError, match="--swap-save-plan new cannot be combined with --recompute-granularity"):
         swap_config(parsed("--swap-layers all --swap-save-plan new", recompute_granularity="full"))
