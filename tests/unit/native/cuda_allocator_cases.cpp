@@ -1,6 +1,6 @@
-// Drives cuda_allocator.cpp where there is no GPU: an allocator of its own in the place of torch's, and the few
-// functions of the CUDA runtime that are then called (the dynamic linker prefers a program's own to a library's).
-// The argument names a case; what it prints test_cuda_allocator.py compares.
+// Drives cuda_allocator.cpp without a GPU: with an allocator in place of torch's, and with the functions of the CUDA
+// runtime that the allocator calls (the dynamic linker prefers a program's own functions to a library's).
+// The argument names a case. test_cuda_allocator.py compares the output.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <dlfcn.h>
 
@@ -50,7 +50,7 @@ void fail_or(const char* function, std::size_t n) {
   TORCH_CHECK_WITH(OutOfMemoryError, failures-- <= 0, "no room for ", n);
 }
 
-// Prints what it is called with, each function another text; answers with values that no default gives.
+// Prints the arguments of each call, with another text for each function. Returns values that differ from all defaults.
 struct Fake : CUDAAllocator {
   const char* called = "native";
   bool ready = true;

@@ -1,6 +1,6 @@
-// Stands in for libcudart where there is no GPU: streams are queues of operations, events count their records.
+// A fake libcudart for machines without a GPU: streams are queues of operations, events count their records.
 //
-// It gets on when somebody asks about an event, as far as `fake_cuda_allow` lets it. Streams and events are any numbers.
+// A query of an event runs operations, as many as `fake_cuda_allow` allows. Streams and events are arbitrary numbers.
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -135,27 +135,27 @@ void fake_cuda_reset() {
   allowed = -1;
 }
 
-// So many more operations get done; below 0: all.
+// Allows so many further operations; below 0: all.
 void fake_cuda_allow(std::int64_t operations) {
   std::lock_guard lock(mutex);
   allowed = operations;
 }
 
-// The next call of that function fails.
+// Lets the next call of a function fail.
 void fake_cuda_fail(const char* call, int code) {
   std::lock_guard lock(mutex);
   failing = call;
   failing_code = code;
 }
 
-// The calls so far, a line each.
+// Returns the calls so far, one in each line.
 void fake_cuda_calls(char* buffer, std::size_t size) {
   std::lock_guard lock(mutex);
   std::strncpy(buffer, calls.str().c_str(), size - 1);
   buffer[size - 1] = '\0';
 }
 
-// As an event that a caller's own stream records.
+// Records an event, as the stream of a caller does.
 void fake_cuda_record(std::uintptr_t event, std::uintptr_t stream) {
   std::lock_guard lock(mutex);
   auto* what = reinterpret_cast<void*>(event);

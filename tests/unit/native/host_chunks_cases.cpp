@@ -1,4 +1,4 @@
-// The room of the out-of-memory guard, without a guard: nonzero, and why, where something is wrong.
+// Cases for the guard's host memory, without a guard. Exit status not 0: a case failed, and the output says why.
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -75,7 +75,7 @@ void no_more_is_mapped_than_may_be() {
   expect(none.take(1).empty() && none.mapped_bytes() == 0, "room where there is none");
 }
 
-// Any order of taking and giving back: nobody's room is another's, and all of it comes back.
+// Takes and frees memory in any order: no piece overlaps another one, and all memory is freed.
 void nobody_gets_what_another_has() {
   HostChunks chunks(8 * kSlab);
   std::mt19937 random(1);

@@ -1,7 +1,7 @@
 // Hammers the queue's core from several threads, without Python, for ThreadSanitizer:  queue_stress SECONDS [SEED]
 //
-// In rounds: a queue is made, filled, started, used by all threads at once, and stopped or abandoned under their hands.
-// Every job's bytes are checked: all of them moved, or, of jobs that were withdrawn or failed, none behind that.
+// In each round a queue is made, filled, started, used by all threads at once, and stopped or abandoned meanwhile.
+// The bytes of every job are checked: all were moved or, if the job was withdrawn or failed, none after that step.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -64,7 +64,7 @@ struct Work {
 };
 
 CudaCopy cuda_copy(Random& random, std::vector<char>& target, const std::vector<char>& source) {
-  // An event of its own for each: nobody may record it again before the job is done.
+  // Each job has its own event: no other job may record it before this one is done.
   void* const done = reinterpret_cast<void*>(++num_events);
   void* const stream = reinterpret_cast<void*>(1 + below(random, 3));
   return {target.data(), source.data(), source.size(), stream, nullptr, done, static_cast<int>(below(random, 2))};
@@ -103,7 +103,7 @@ std::unique_ptr<Work> make_work(Random& random, int file, int slot, Job& job) {
   return work;
 }
 
-// Until it is over: states only ever go forward.
+// Until the job is over: states only go forward.
 JobState wait(TransferQueue& queue, Ticket ticket, JobState until) {
   JobState before = JobState::waiting;
   for (;;) {
