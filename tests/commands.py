@@ -1,4 +1,4 @@
-"""The commands in the pages: ``python -m tests.commands --list gpu`` prints those that need a GPU, as JSON.
+"""The commands in the pages: ``python -m tests.commands --list gpu`` prints those that need a GPU, ``--run`` runs them.
 
 A fenced block ``bash`` runs on any machine, ``bash gpu`` on one with a GPU; ``bash cluster`` is one command for each of
 several machines. What nobody should type stands in a block of another kind (``text``, ``python``, ``json``).
@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks import machine
 from tests.pages import ROOT, pages, user_pages
 
 KINDS = ("", "gpu", "cluster")
@@ -76,9 +79,30 @@ def missing_results() -> list[str]:
     return [block.script for block in of_kind("gpu") if block.script not in done]
 
 
+def results_of(wanted: list[Block]) -> dict[str, object]:
+    """Run the blocks here, one after the other, and return what a result file says of them."""
+    runs = []
+    for block in wanted:
+        print(f"$ {block.script}", flush=True)
+        began = time.monotonic()
+        done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.script], cwd=ROOT)
+        runs.append({"page": block.page, "command": block.script, "exit_status": done.returncode,
+                     "seconds": round(time.monotonic() - began, 1)})  # fmt: skip
+    return {"what": "commands of the pages, as printed", "runs": runs, "commit": machine.commit(),
+            "versions": machine.versions(), "machine": machine.machine()}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The commands of one kind in the pages.")
+    parser.add_argument("--list", choices=["cpu", "gpu", "cluster"], help="print them as JSON")
+    parser.add_argument("--run", type=Path, metavar="FILE", help="run those for a GPU, and write this result file")
+    options = parser.parse_args()
+    if options.list is not None:
+        wanted = of_kind("" if options.list == "cpu" else options.list)
+        print(json.dumps([{**asdict(block), "command": block.script} for block in wanted], indent=1))
+    if options.run is not None:
+        options.run.write_text(json.dumps(results_of(of_kind("gpu")), indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Print the commands of one kind in the pages, as JSON.")
-    parser.add_argument("--list", choices=["cpu", "gpu", "cluster"], required=True)
-    chosen = parser.parse_args().list
-    wanted = of_kind("" if chosen == "cpu" else chosen)
-    print(json.dumps([{**asdict(block), "command": block.script} for block in wanted], indent=1))
+    main()
