@@ -51,7 +51,7 @@ class Brief:
             "two GPUs: tensor, pipeline, data parallel": _verified(self.results.suites.get("prove-ranks", [])),
         }
         planned = self.results.suites.get("h200-planner", [])
-        found["MoE, changing lengths (losses only)"] = [
+        found["MoE, changing lengths, optimizer state (losses only)"] = [
             bool(row["losses_equal"]) for row in [*planned, *self.results.suites.get("h200-optimizer", [])]
             if _is_deterministic(row) and is_ours(row) and row["outcome"] == "ok" and row["reference"] == NONE
         ]  # fmt: skip
