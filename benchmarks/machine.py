@@ -13,6 +13,7 @@ import platform
 import resource
 import subprocess
 import sys
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ def facts() -> dict[str, Any]:
     """Return ``versions``, ``machine``, ``commit`` and ``link`` (GB/s; null without a GPU). Takes seconds."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.machine"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         raise RuntimeError(f"the machine cannot be described:\n{done.stdout}{done.stderr}")
@@ -56,6 +60,11 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "device_memory_gib": torch.cuda.get_device_properties(0).total_memory / 2**30 if on_gpu else None,
     }
+
+
+def now() -> str:
+    """Return the time in UTC, in ISO 8601 with seconds: ``2026-11-24T08:00:00+00:00``."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def commit() -> str:

@@ -19,7 +19,9 @@ BASELINES = {
     "layer-offload-half": "TE layer offload, half",
     "layer-offload-all-but-one": "TE layer offload, all but one",
 }
-MODULES = {"core-attn": "core attention", "qkv": "QKV", "layernorm": "layer norm", "mlp": "MLP", "attention": "attention"}
+MODULES = {
+    "core-attn": "core attention", "qkv": "QKV", "layernorm": "layer norm", "mlp": "MLP", "attention": "attention",
+}  # fmt: skip
 
 
 def model(row: Row) -> str:
@@ -39,6 +41,17 @@ def billions(count: float) -> str:
     """Format a number of parameters with one decimal: ``3.5B``, ``134M``."""
     scaled, unit = (count / 1e9, "B") if count >= 0.95e9 else (count / 1e6, "M")
     return f"{scaled:.0f}{unit}" if unit == "M" else f"{scaled:.1f}".removesuffix(".0") + unit
+
+
+def is_plan_file(row: Row) -> bool:
+    """Return whether a run follows a plan that was made before it."""
+    return value(row, "--swap-plan") is not None
+
+
+def budget(row: Row) -> str | None:
+    """Return the budget of a planned run as text; ``None``: it has none."""
+    found = row.get("budget_gib")
+    return None if found is None else gib(found)
 
 
 def gib(size: float) -> str:
@@ -77,8 +90,7 @@ def _modules(words: str) -> str:
 def _ours(row: Row) -> str:
     parts = []
     if (budget := row.get("budget_gib")) is not None:
-        source = "plan file" if value(row, "--swap-plan") else "auto"
-        parts.append(f"{source}, {gib(budget)} GiB")
+        parts.append(f"{'plan file' if is_plan_file(row) else 'auto'}, {gib(budget)} GiB")
     if (layers := swapped_layers(row)) is not None:
         which = "all layers" if layers == "all" else f"layers {layers}"
         modules = swapped_modules(row)
@@ -93,5 +105,5 @@ def _ours(row: Row) -> str:
         modules = value(row, "--recompute-modules")
         parts.append("full recompute" if granularity == "full" else f"recompute {_modules(modules or '')}")
     if "--swap-oom-guard" in row["flags"].split():
-        parts.append("guard")
+        parts.append("out-of-memory guard")
     return " + ".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,11 @@ def check_row(row: Row, where: str = "row") -> None:
             _check_field(name, field, row[field], types, is_needed)
     if row.get("peak") is not None and row["peak"] not in PEAKS:
         raise RowError(f"{name}: field 'peak' is {row['peak']!r}; allowed: {', '.join(PEAKS)}")
+    if row.get("date") is not None:
+        try:
+            datetime.fromisoformat(row["date"])
+        except (TypeError, ValueError) as error:
+            raise RowError(f"{name}: field 'date' is {row['date']!r}; a time in ISO 8601 is expected") from error
     for step_ms in row["step_ms_all"] or ():
         _check_field(name, "step_ms_all[]", step_ms, _NUMBER, True)
 

@@ -251,7 +251,7 @@ def verify(options: argparse.Namespace, command: str) -> int:
     compared = {"equality": equality, "overhead": overhead, "ranks": ranks}[options.what]
     with memory_hog(options.held_gib):
         for row in compared(Verifier(options, facts)):
-            store.append({**UNPLANNED, **made_by, **row})
+            store.append({**UNPLANNED, **made_by, "date": machine.now(), **row})
     return int(any(row["outcome"] != "ok" for row in store.rows[num_earlier:]))
 
 

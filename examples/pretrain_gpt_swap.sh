@@ -20,8 +20,8 @@
 #   8b       32 x 4096, 8192          135 GiB               40 GiB      16 s for all the work on one GPU; needs two or more, split by
 #                                                                       tensor parallelism or --use-distributed-optimizer
 #
-# Measured on one H200 (docs/benchmarks/appendix.md): 1.3b with --swap-layers 0-3 takes 1.2 s a step and has a peak of 44 GiB. With 0-23 it takes 3.6 s and 27 GiB:
-# the link then carries 88 GiB each way, for which forward is too short.
+# Measured on one H200 (docs/benchmarks/appendix.md): 1.3b with --swap-layers 0-3 takes 1.2 s a step and has a peak of
+# 44 GiB. With 0-23 it takes 3.6 s and 27 GiB: the link then carries 88 GiB each way, for which forward is too short.
 #
 # Settings from the environment:
 #   MODEL=tiny|125m|350m|1.3b|2.7b|8b   preset by size

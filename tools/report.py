@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Build the pages on benchmarks from docs/results alone.
 
-    python tools/report.py            write docs/benchmarks.md, and appendix, report.html and pictures in docs/benchmarks
+    python tools/report.py            write docs/benchmarks.md, and the appendix and pictures in docs/benchmarks
     python tools/report.py --check    write nothing; exit status 1 if a page or a picture and the results disagree
 
 Exit status 2: the results cannot be read.

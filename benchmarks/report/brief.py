@@ -11,8 +11,8 @@ from benchmarks.flags import is_guarded, is_ours, value
 from benchmarks.report import compare, guard, planner, tables
 from benchmarks.report.profiles import Group
 from benchmarks.report.results import Example, Results
-from benchmarks.report.text import ABSENT, Table, cell_number, cell_ratio, cell_share
-from benchmarks.rows import GIB, Row, outcome, peak_gib
+from benchmarks.report.text import ABSENT, Table, cell_number, cell_share
+from benchmarks.rows import Row, outcome, peak_gib
 from benchmarks.suites.losses import REPEAT, comparable
 from benchmarks.sweeps import table as sweep_table
 
@@ -51,7 +51,7 @@ class Brief:
             "two GPUs: tensor, pipeline, data parallel": _verified(self.results.suites.get("prove-ranks", [])),
         }
         planned = self.results.suites.get("h200-planner", [])
-        found["MoE, changing lengths (losses only)"] = [
+        found["MoE, changing lengths, optimizer state (losses only)"] = [
             bool(row["losses_equal"]) for row in [*planned, *self.results.suites.get("h200-optimizer", [])]
             if _is_deterministic(row) and is_ours(row) and row["outcome"] == "ok" and row["reference"] == NONE
         ]  # fmt: skip
@@ -107,7 +107,7 @@ class Brief:
                 [f"{names.model(row)} [{case}]", names.gib(row["budget_gib"]), _gib(peak_gib(row)),
                  _gib(None if none is None else peak_gib(none)), _times(row, none)]
                 for row in compare.by_peak(rows)
-                if row["outcome"] == "ok" and row["budget_gib"] is not None and not value(row, "--swap-plan")
+                if row["outcome"] == "ok" and row["budget_gib"] is not None and not names.is_plan_file(row)
             ]  # fmt: skip
         head = ["model", "**auto**: budget GiB", "GPU GiB", "without offload", "× step"]
         return Table(head, lines) if lines else None
@@ -292,7 +292,7 @@ def planned_shown(rows: Sequence[Row]) -> list[Row]:
     nearest = min(offloads, key=compare.peak, default=None)
     return [
         row for row in rows
-        if row in best or row is nearest or (row.get("budget_gib") is not None and not value(row, "--swap-plan"))
+        if row in best or row is nearest or (row.get("budget_gib") is not None and not names.is_plan_file(row))
     ]  # fmt: skip
 
 

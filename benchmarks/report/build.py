@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 
+from benchmarks import names
 from benchmarks.flags import OFFLOADS, RECOMPUTES, is_ours, is_planned, means, swapped_layers
 from benchmarks.report import brief, compare, guard, optimizer, overhead, planner, profiles, sweeps, tables, text
 from benchmarks.report.cases import Case, Suite
@@ -41,6 +42,8 @@ COMMANDS = {
 }
 
 
+OVERHEAD = "(prove-overhead)"
+"""Ends the names of cases of tools/verify.py; the picture of the load shows benchmarks only."""
 FEWEST_POINTS = 4
 """A case with fewer measured methods has a table and no picture."""
 
@@ -97,13 +100,17 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
     suites = build_suites(results, folder)
     swept = sweeps.build_sweeps(results.sweeps, folder)
     overhead_cases = compare.cases(results.suites.get("prove-overhead", []))
-    measured = {f"{case} (prove-overhead)": rows for case, rows in overhead_cases.items()}
+    measured = {f"{case} {OVERHEAD}": rows for case, rows in overhead_cases.items()}
     for suite in suites:
         measured.update({f"{case.name} ({suite.name})": case.rows for case in suite.cases})
     ladders = {name: steps for name, rows in measured.items() if (steps := overhead.ladder(rows))}
     plain = {name: [step for step in steps if overhead.is_plain(step)] for name, steps in ladders.items()}
     plain = {name: steps for name, steps in plain.items() if any(step.load is not None for step in steps)}
-    curve = load_picture(folder / "overhead.png", plain) if plain else None
+    titled = {
+        f"{names.model(steps[0].unswapped)} [{name.split()[0]}]": steps for name, steps in plain.items()
+        if not name.endswith(OVERHEAD)
+    }  # fmt: skip
+    curve = load_picture(folder / "overhead.png", titled) if titled else None
     pictures = [sweep.picture for sweep in swept]
     pictures += [case.picture for suite in suites for case in suite.cases if case.picture is not None]
     equality = {name: tables.equal_runs(results.suites.get(name, [])) for name in ("prove-equality", "prove-ranks")}
@@ -114,8 +121,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "without_unswapped": {
             name: [row for row in rows if row["method"] == "none"]
             for name, rows in measured.items()
-            if name not in ladders
-            and any(swapped_layers(row) is not None and not is_planned(row) for row in rows)
+            if name not in ladders and any(swapped_layers(row) is not None and not is_planned(row) for row in rows)
         },
         "optimizer": optimizer,
         "state_moved": {name: points for name, rows in measured.items() if (points := optimizer.moved(rows))},

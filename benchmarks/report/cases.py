@@ -63,14 +63,6 @@ class Case:
         return [tables.name(row) for row in compare.on_frontier(self.rows)]
 
     @property
-    def tally(self) -> dict[str, int]:
-        """Count our points by which side is faster; ``alone``: no baseline fits at their peak."""
-        found = {"alone": 0, **{side.value: 0 for side in compare.Faster}}
-        for duel in self.duels:
-            found[duel.faster.value if duel.faster else "alone"] += 1
-        return found
-
-    @property
     def flagged(self) -> list[Row]:
         """Return the methods whose losses differ by more than noise."""
         noise = losses.loss_noise(self.rows)

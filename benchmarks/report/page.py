@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 import markdown  # type: ignore[import-untyped]
-from markdown.extensions.toc import TocExtension  # type: ignore[import-untyped]
+from markdown.extensions.toc import TocExtension, slugify  # type: ignore[import-untyped]
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 CONTENTS_DEPTH = "2-3"
@@ -18,8 +18,15 @@ CONTENTS_DEPTH = "2-3"
 
 def joined(brief: str, appendix: str) -> str:
     """Return the two pages as one, with links that start in the appendix's folder."""
+    heads = [_anchor(page) for page in (brief, appendix)]
     brief = re.sub(r"\]\((?!https?:|#)([^)]+)\)", r"](../\1)", brief).replace("](../benchmarks/", "](")
-    return f"{brief.replace('](appendix.md', '](')}\n{appendix}".replace("]()", "](#appendix)")
+    brief = brief.replace("](appendix.md)", f"](#{heads[1]})").replace("](appendix.md#", "](#")
+    return f"{brief}\n{appendix.replace('](../benchmarks.md)', f'](#{heads[0]})')}"
+
+
+def _anchor(page: str) -> str:
+    """Return the anchor of a page's title."""
+    return str(slugify(page.splitlines()[0].removeprefix("# "), "-"))
 
 
 def to_html(report: str, folder: Path) -> str:

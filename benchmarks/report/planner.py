@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import compare
 from benchmarks.flags import is_ours, is_planned, value
+from benchmarks.report import compare
 from benchmarks.report.tables import name
 from benchmarks.report.text import ABSENT, Table, cell_gib, cell_ms, cell_number, cell_ratio, cell_signed_share
 from benchmarks.rows import Row, peak_gib

@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.machine import ROOT
 from benchmarks.flags import value
+from benchmarks.machine import ROOT
 from benchmarks.rows import Row
 from benchmarks.runner.planning import NUMBERS, PLAN_FLAG, read_prediction
 
@@ -53,9 +53,7 @@ def broken(folder: Path, rows: Sequence[Row], root: Path = ROOT) -> list[str]:
 def _of_profile(folder: Path, prediction: dict[str, object]) -> list[str]:
     """Return what is wrong with the profile that a plan names; empty: nothing."""
     budget, digest = prediction["budget_gib"], prediction["profile_sha256"]
-    paths = [
-        path for path in folder.glob("profile-*.json") if hashlib.sha256(path.read_bytes()).hexdigest() == digest
-    ]
+    paths = [path for path in folder.glob("profile-*.json") if hashlib.sha256(path.read_bytes()).hexdigest() == digest]
     if not paths:
         return [f"was made from the profile {digest}, and no profile-*.json beside it has this hash"]
     source = json.loads(paths[0].read_text())["source"]

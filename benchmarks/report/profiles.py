@@ -162,14 +162,6 @@ def gaps_table(profile: Profile) -> Table:
     return Table(["step", "gap, ms", "of it waiting for copies, ms", "cause"], rows)
 
 
-def shares(profile: Profile) -> list[tuple[str, float | None, float | None]]:
-    """Return direction, predicted and measured hidden fraction."""
-    found = profile.findings
-    return [
-        (name, found["predicted_hidden_share"][way], found["link"][way]["hidden_share"]) for way, name in WAYS.items()
-    ]
-
-
 def about(profile: Profile) -> str | None:
     """Return device, layers, command, commit and versions of the run, as far as they are known."""
     parts = []

@@ -44,16 +44,6 @@ class SweepSection:
         """Return the limit of the machine, where the axis grows the number of parameters."""
         return sweep_table.machine_limit(self.rows).text if AXES[self.axis].grows else None
 
-    @property
-    def short(self) -> list[str]:
-        """Return the method that got furthest among ours, and among the others."""
-        still_open = [one.method for one in sweep_table.largest_by_method(self.rows) if one.is_open]
-        return [
-            f"`{row['method']}` {row['case']} ({sweep_table.short(sweep_table.params_of(row))}, "
-            f"{row['tokens_per_s']:,.0f} tokens/s{'; nothing larger was tried' if row['method'] in still_open else ''})"
-            for row in sweep_table.champions(self.rows)
-        ]
-
 
 def split(files: Sequence[tuple[str, list[Row]]]) -> tuple[list[tuple[str, Row]], dict[str, list[Row]]]:
     """Split rows into those of no sweep, each with its file's name, and those of each sweep, by the sweep's name.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.report.compare import PEAK, RESERVED, Duel, Faster, by_peak, gib, on_frontier
 from benchmarks.flags import is_ours, recomputed_sites, swapped_layers, swapped_modules
+from benchmarks.report.compare import PEAK, RESERVED, Duel, Faster, by_peak, gib, on_frontier
 from benchmarks.report.overhead import CaseCost, Rung
 from benchmarks.report.text import ABSENT, Table, cell_gib, cell_number, cell_ratio, cell_share, cell_spread
 from benchmarks.rows import GIB, PEAKS, Row, outcome, peak_gib

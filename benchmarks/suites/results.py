@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import now
 from benchmarks.rows import NOT_READY, NOT_STABLE, UNPLANNED, Row
 from benchmarks.runner.request import Request
 from benchmarks.store import ResultStore
@@ -96,7 +97,7 @@ class SuiteResults:
     def add(self, case: Case, method: Method, run: Run) -> None:
         """Store a run."""
         self._runs.setdefault((case.name, method.name), []).append(
-            {**run, "command": self._command, "link": self._common.get("link")}
+            {**run, "command": self._command, "link": self._common.get("link"), "date": now()}
         )
         self._store.replace(self.rows())
 
@@ -110,8 +111,9 @@ class SuiteResults:
                 if mine:
                     merged = merge(mine, runs[reference] if reference else None)
                     named = self._named(case, method)
-                    link = mine[-1].get("link")  # measured on the machine that ran it, which may be another one
-                    rows.append({**named, **merged, "link": link, "reference": reference and reference.name})
+                    # Of the last run: a resumed file may come from several machines and days.
+                    last: Row = {field: mine[-1][field] for field in ("link", "date") if field in mine[-1]}
+                    rows.append({**named, **merged, **last, "reference": reference and reference.name})
         return rows
 
     def _named(self, case: Case, method: Method) -> Row:

@@ -12,6 +12,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
+from benchmarks import names
+from benchmarks.flags import value
 from benchmarks.rows import Row
 from benchmarks.suites.picture import BASELINES, LINE, OURS, TEXT
 from benchmarks.sweeps.axes import AXES
@@ -45,7 +47,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         _words(panel, place, one, color)
     if limit is not None and is_near:
         panel.axvline(limit.params / 1e9, color=TEXT, lw=1.2, zorder=3)
-    panel.set_yticks(range(len(found)), [one.method for one in found], fontsize=10)
+    panel.set_yticks(range(len(found)), [_name(one, rows) for one in found], fontsize=10)
     for label, one in zip(panel.get_yticklabels(), found, strict=True):
         label.set_color(OURS if one.is_ours else TEXT)
         label.set_fontweight("bold" if one.is_ours else "normal")
@@ -53,8 +55,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     panel.set_xlim(0, 1.01 * end)
     panel.grid(axis="x", alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
-    title = f"{rows[0]['suite']}: the largest that trains, by {rows[0]['axis']}"
-    panel.set_title(title, loc="left", fontsize=14, fontweight="bold")
+    panel.set_title(_title(rows[0]), loc="left", fontsize=14, fontweight="bold", color=TEXT)
     panel.set_xlabel(_below(axis.unit, limit, is_near), fontsize=10.5, loc="left")
     # The names on the left take the width they need; the bars share the rest with the text on the right.
     figure.canvas.draw()
@@ -66,6 +67,21 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.subplots_adjust(left=left, right=1 - LABELS, top=1 - 0.5 / size[1], bottom=below)
     figure.savefig(path)
     plt.close(figure)
+
+
+def _name(found: LargestValue, rows: Sequence[Row]) -> str:
+    """Return the method in words, of the largest run where there is one."""
+    row = found.best or found.stop or next(row for row in rows if row["method"] == found.method)
+    return names.method(row)
+
+
+def _title(row: Row) -> str:
+    gpu = str(row["machine"]["gpu"])
+    where = "this machine" if gpu == "none" else f"one {gpu}"
+    if row["axis"] != "depth":
+        return f"The largest {row['axis']} that trains on {where}"
+    shape = names.model({**row, "num_params": None, "params": None})
+    return f"The largest GPT that trains on {where} (hidden size {value(row, '--hidden-size')}, {shape})"
 
 
 def _length(found: LargestValue, grows: bool) -> float:
@@ -95,7 +111,4 @@ def _below(unit: str, limit: MachineLimit | None, is_near: bool) -> str:
     if limit is None:
         return unit
     what = "hatched: up to the physical limit" if is_near else "far to the right: the physical limit"
-    return (
-        "billion parameters\n"
-        f"{what}, {short(limit.params)} = ({limit.sum}) / {limit.param_bytes} bytes"
-    )
+    return f"parameters, billions\n{what}, {short(limit.params)} = ({limit.sum}) / {limit.param_bytes} bytes"

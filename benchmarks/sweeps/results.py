@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import now
 from benchmarks.rows import NOT_FALLING, PRUNED, UNPLANNED, WORDS, Row
 from benchmarks.store import ResultStore
 from benchmarks.sweeps.forecast import Tiers
@@ -131,6 +132,7 @@ class SweepResults:
         """Store a run that took `seconds`, and return its row."""
         row = {
             **self._named(trial), "outcome": outcome, "output_tail": output_tail, "why": None, "run_s": seconds,
+            "date": now(),
             **measured(result, self._scene.gpu),
         }  # fmt: skip
         if outcome == "ok" and not row["loss_last"] < row["loss_first"]:
@@ -163,7 +165,8 @@ class SweepResults:
             return []
         return [{
             **self._named(self.trial(name, places[0])), "outcome": PRUNED, "output_tail": None, "why": why,
-            "values": [self._sweep.values[at].number for at in places], "run_s": None, **measured({}, None),
+            "values": [self._sweep.values[at].number for at in places], "run_s": None, "date": now(),
+            **measured({}, None),
         }]  # fmt: skip
 
     def _named(self, trial: Trial) -> Row:

@@ -10,10 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import guard, overhead, tables
-from benchmarks.report.build import APPENDIX, BRIEF, HERE, build, build_suites, check
-from benchmarks.report.cases import Case, Suite
-from benchmarks.report.page import to_html
 from benchmarks.flags import (
     is_ours,
     means,
@@ -23,6 +19,10 @@ from benchmarks.flags import (
     swapped_modules,
     without_swap,
 )
+from benchmarks.report import guard, overhead, tables
+from benchmarks.report.build import APPENDIX, BRIEF, HERE, build, build_suites, check
+from benchmarks.report.cases import Case, Suite
+from benchmarks.report.page import joined, to_html
 from benchmarks.report.profiles import read_profiles
 from benchmarks.report.results import read_results
 from benchmarks.report.text import Table
@@ -191,7 +191,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_without_results_each_section_names_its_command(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     report = markdown_of(tmp_path)
-    assert "Nothing was measured yet" in report
+    assert "GPU GiB |" not in markdown_of(tmp_path, BRIEF), "no table without results"
     missing = re.findall(r"\*Not measured yet:\* `(?:python tools/|bash tools/)(\S+(?: --suite \S+| \w+)?)", report)
     suites = ("h200-dense", "h200-long-context", "h200-moe", "h200-optimizer", "h200-planner")
     wanted = {"sweep.py", "profile.sh", "verify.py overhead", "verify.py equality", "verify.py ranks"}
@@ -199,14 +199,18 @@ def test_without_results_each_section_names_its_command(tmp_path: Path) -> None:
     assert {name.removesuffix(" --swap-layers") for name in missing} == wanted
 
 
-def test_earlier_results_are_not_in_the_report(made: Path) -> None:
+def test_runs_repeated_on_another_day_are_not_in_the_report(made: Path) -> None:
     rows = [{**row, "case": "long ago"} for row in suite()]
-    write_rows(made / "results" / "h200-dense-earlier.jsonl", rows)
+    write_rows(made / "results" / "h200-dense-again.jsonl", rows)
     assert "long ago" not in markdown_of(made)
 
 
+def pages(folder: Path) -> list[str]:
+    return [(folder / BRIEF).read_text(), (folder / "benchmarks" / APPENDIX).read_text()]
+
+
 def test_the_page_needs_nothing_else(built: Path) -> None:
-    page, report = (built / "report.html").read_text(), (built / "report.md").read_text()
+    page, report = (built / "benchmarks" / "report.html").read_text(), joined(*pages(built))
     sources = re.findall(r'src="([^"]*)"', page)
     assert len(sources) == 1 + 2 + 2  # the diagram, the two pictures above, a step of each trace
     assert all(source.startswith("data:image/") for source in sources)
@@ -292,7 +296,7 @@ def test_failed_runs_keep_their_line() -> None:
 
 
 def test_the_first_run_of_a_case_is_its_reference(made: Path) -> None:
-    runs = tables.equal_runs(read_results(made / "results").suites["prove-equality"])
+    runs = tables.equal_runs(read_results(made / "results").suites["prove-equality"])[:6]
     assert [run.is_reference for run in runs] == [True, False, False] * 2
     assert [run.is_ours for run in runs] == [False, False, True] * 2
     assert all(run.is_equal for run in runs)
@@ -470,8 +474,7 @@ def test_times_of_an_emulated_device_are_said_to_mean_nothing(made: Path) -> Non
     path.write_text(json.dumps({**json.loads(path.read_text()), "emulated": True}))
     report = markdown_of(made)
     assert sentence in report
-    (line,) = [line for line in report.splitlines() if line.startswith("- **Trace, 1.3b** (torch.profiler, emulated")]
-    assert line.endswith("0 ordering violations; the device is emulated, so its times mean nothing.")
+    assert "| torch.profiler, emulated device |" in report
 
 
 def test_traces_are_among_the_sources(made: Path) -> None:

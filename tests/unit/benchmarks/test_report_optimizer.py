@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report import optimizer
 from benchmarks.flags import added, is_ours, swaps_optimizer
+from benchmarks.report import optimizer
 from benchmarks.rows import GIB, Row, write_rows
 from tests.unit.benchmarks.made_report import LINK, RECOMPUTE, a_row, markdown_of, names
 

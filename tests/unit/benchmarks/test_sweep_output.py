@@ -77,7 +77,7 @@ def test_the_report_has_a_section(tmp_path: Path) -> None:
     assert "### Sweep small: largest depth" in text
     assert "(small-sweep.png)" in text
     assert "| none | 28 layers |" in text
-    assert "- **The largest depth** (small): `ours` 40 layers" in text
+    assert "| **ours** | 40 layers |" in text
     assert "The physical limit of this machine" in text
     assert "tools/bench.py --suite small" not in text, "a sweep is no suite"
     assert check(results, results.parent) == []
