@@ -9,6 +9,7 @@ The public names are loaded when they are first asked for: the planner runs on m
 ``weights``             any PyTorch model while it infers: a ``WeightSwap``
 ``TensorSwap``          tensor by tensor
 ``stash``               what an autograd function keeps on its context, as saved tensors
+``Policy``              base of policies, which ``activations`` takes in place of layer numbers
 ``SwapError``           base of the errors that this package raises on purpose
 ======================  =====================================================================================
 """
@@ -20,19 +21,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.swap.common.types import SwapError
-    from megatron.swap.engine.stash import stash
+    from megatron.swap.engine.policy import Policy
+    from megatron.swap.engine.stash import Stash, stash
     from megatron.swap.megatron_lm.arguments import add_swap_args
     from megatron.swap.nn.module_activations import SwappedActivations, SwapStats, activations
-    from megatron.swap.nn.module_weights import WeightSwap, weights
-    from megatron.swap.nn.tensors import TensorSwap
+    from megatron.swap.nn.module_weights import WeightStats, WeightSwap, weights
+    from megatron.swap.nn.tensors import TensorStats, TensorSwap
     from megatron.swap.session.session import SwapSession
 
 __all__ = [
+    "Policy",
+    "Stash",
     "SwapError",
     "SwapSession",
     "SwapStats",
     "SwappedActivations",
+    "TensorStats",
     "TensorSwap",
+    "WeightStats",
     "WeightSwap",
     "activations",
     "add_swap_args",
@@ -41,11 +47,15 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Policy": "engine.policy",
+    "Stash": "engine.stash",
     "SwapError": "common.types",
     "SwapSession": "session.session",
     "SwapStats": "nn.module_activations",
     "SwappedActivations": "nn.module_activations",
+    "TensorStats": "nn.tensors",
     "TensorSwap": "nn.tensors",
+    "WeightStats": "nn.module_weights",
     "WeightSwap": "nn.module_weights",
     "activations": "nn.module_activations",
     "add_swap_args": "megatron_lm.arguments",

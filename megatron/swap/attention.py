@@ -1,4 +1,4 @@
-"""Public path: fused core attention for Megatron"s local spec."""
+"""Public path: fused core attention for Megatron's local spec."""
 
 from __future__ import annotations
 

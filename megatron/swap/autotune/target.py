@@ -81,7 +81,7 @@ class RunParts:
     Attributes:
         boundaries: the layers of this rank.
         device: the device of this rank.
-        tier: host memory, whose link is measured.
+        host_tier: host memory, whose link is measured.
         recorder: records steps.
         footprint: counts what a step saves.
         pipeline_rank: this rank's stage of the pipeline.
@@ -97,7 +97,7 @@ class RunParts:
 
     boundaries: LayerBoundaries
     device: Device
-    tier: Tier
+    host_tier: Tier
     recorder: Recorder
     footprint: FootprintMeter
     pipeline_rank: int

@@ -94,7 +94,7 @@ class WorkloadProfiler:
         parts, target = self._parts, self._target
         recording = self._recorder.stop()
         if self._link is None:
-            self._link = slowest_link(parts.device, measure_link(parts.device, parts.tier))
+            self._link = slowest_link(parts.device, measure_link(parts.device, parts.host_tier))
         saving = {entry.layer for entry in self._recorded.layers if entry.num_tensors}  # frozen layers may save nothing
         chunks = tuple(tuple(layer for layer in chunk if layer in saving) for chunk in parts.boundaries.chunks())
         profile = build_profile(

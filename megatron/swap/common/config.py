@@ -15,7 +15,7 @@ from megatron.swap.common.types import GIB, MOST, PRODUCERS, UsageError, is_with
 
 LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
 LOG_LEVELS = ("quiet", "info", "debug")
-POLICIES = ("manual", "auto")
+POLICY_FLAG_VALUES = ("manual", "auto")
 MOST_CANDIDATES = 10
 USUAL_FRACTION = 0.95
 """Budget of ``--swap-policy auto`` without other flags, as a fraction of the device's memory."""
@@ -58,7 +58,7 @@ class SwapConfig:
     disk_dir: str | None = None
     """Folder for bytes that do not fit into host memory."""
     disk_gib: float | None = None
-    """Most disk space that this rank takes, in GiB; ``None``: all that is free."""
+    """Most disk space that this rank takes, in GiB; ``None``: an equal share of what is free but 1 GiB."""
     min_mib: float = 1.0
     """Smaller storages are kept on the device."""
     host_gib: float | None = None

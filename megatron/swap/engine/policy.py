@@ -47,7 +47,7 @@ class Policy(ABC):
         """
 
     def action_without_recompute(self, site: Site, num_bytes: int) -> Action:
-        """Return KEEP or SWAP, for a storage that cannot be recomputed.
+        """Return KEEP or SWAP, for a storage of ``num_bytes`` that was saved at ``site`` and cannot be recomputed.
 
         A storage of a site that the policy recomputes is offloaded instead, so that device memory stays as low as
         requested. In a layer that swaps nothing it is kept.

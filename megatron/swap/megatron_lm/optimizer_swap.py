@@ -151,7 +151,7 @@ class OptimizerSwap:
     def _adapt(self, optimizer: Any) -> None:
         inner = optimizer.optimizer
         may_slice = is_elementwise(inner, has_disk=self._settings.disk is not None)
-        options = StepOptions(may_slice, copier_to_model(optimizer), self._overlap.measure_room)
+        options = StepOptions(may_slice, copier_to_model(optimizer), self._overlap.note_room)
         # First the stepper, which stores the optimizer's own step, then ``install``, which replaces that step.
         stepper = OptimizerStepper(inner, self._transfers, self._chosen(inner), options)
         if stepper.state.offloaded:

@@ -1,5 +1,7 @@
 """The contract of transfer queues: jobs of steps between host memory, files and CUDA devices, run by one thread.
 
+Only `TensorSwap` uses it: the engine copies by `Device.copy`.
+
 Both implementations have a *core*, which runs the jobs and keeps states and tickets. Checks and error messages are
 here, once for both. Addresses, streams, events and descriptors are plain integers, as ``data_ptr()``,
 ``Stream.cuda_stream``, ``Event.cuda_event`` and ``fileno()`` return them. The caller keeps their objects alive until

@@ -172,6 +172,9 @@ class SwappedActivations:
         """Restore the layers' own forward and release host memory. A second call does nothing.
 
         Call it after the last backward: a backward whose saved tensors are still offloaded raises an error.
+
+        Raises:
+            RuntimeError: a copy on the GPU has failed. Host memory is released all the same.
         """
         if self._last is not None:
             return

@@ -264,7 +264,7 @@ class WeightSwap:
 
     @property
     def stats(self) -> WeightStats:
-        """The figures now; those of memory are 0 after ``close``."""
+        """Return the figures now, in bytes, calls and ms (``WeightStats``). Those of memory are 0 after ``close``."""
         return WeightStats(
             in_bytes=sum(layer.in_bytes for layer in self._counters.layers.values()),
             out_bytes=self._counters.out_bytes,

@@ -179,7 +179,9 @@ class TensorSwap:
     def wait_swapped_out(self) -> None:
         """Wait until all tensors that are being offloaded have released their device memory.
 
-        Raises: the error of a failed copy, when all are over; its tensor stays on the device.
+        Raises:
+            SwapError: not open.
+            Exception: the error of a failed copy, when all are over; its tensor stays on the device.
         """
         self._check_open()
         self._mover.wait_offloaded()
@@ -199,6 +201,7 @@ class TensorSwap:
         """Give all recorded tensors device memory, and begin to reload them in order.
 
         Raises:
+            SwapError: not open.
             torch.OutOfMemoryError: there is no room for a tensor; it and those behind it remain recorded.
         """
         self._check_open()
@@ -209,7 +212,12 @@ class TensorSwap:
             del self._wanted[0]
 
     def cancel(self, *tensors: torch.Tensor) -> None:
-        """Withdraw offloads and prefetches of ``tensors`` that have not begun. Copies under way go on."""
+        """Withdraw offloads and prefetches of ``tensors`` that have not begun. Copies under way go on.
+
+        Raises:
+            UsageError: a tensor cannot be swapped; nothing was withdrawn.
+            SwapError: not open, or stopped.
+        """
         for storage in self._storages(tensors):
             self._wanted = [wanted for wanted in self._wanted if wanted() is not storage]
             self._mover.cancel(storage)
@@ -234,13 +242,22 @@ class TensorSwap:
         self.wait()
 
     def resident(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Reload ``tensor`` for a use that the dispatcher cannot see, and return it. It stays until offloaded again."""
+        """Reload ``tensor`` for a use that the dispatcher cannot see, and return it. It stays until offloaded again.
+
+        Raises:
+            SwapError: not open.
+            torch.OutOfMemoryError: there is no room for it.
+        """
         self._check_open()
         self._before_use([tensor])
         return tensor
 
     def is_out(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is offloaded, its device memory released."""
+        """Whether ``tensor`` is offloaded, its device memory released.
+
+        Raises:
+            SwapError: not open.
+        """
         self._check_open()
         return isinstance(tensor, torch.Tensor) and self._mover.state(storage_of(tensor)) is TransferState.OFFLOADED
 

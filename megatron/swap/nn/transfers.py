@@ -27,7 +27,12 @@ class Transfer:
     """
 
     def __init__(
-        self, queue: TransferQueue, job: list[Step], storage: torch.UntypedStorage, lease: Lease, events: Events
+        self,
+        queue: TransferQueue,
+        job: list[Step],
+        storage: torch.UntypedStorage,
+        lease: Lease,
+        events: Events | None,
     ) -> None:
         self.storage = storage
         self.lease = lease
@@ -58,27 +63,24 @@ class Transfer:
         Raises: its error, if it failed.
         """
         self._queue.wait_issued(self._ticket)
-        self._events.join()
+        if self._events is not None:
+            self._events.join()
 
 
 class Events:
-    """Two events of a copy on a GPU: it waits for ``before``, and ``done`` is recorded behind it. On the CPU none."""
+    """Two events of a copy on a GPU: it waits for ``before``, and ``done`` is recorded behind it."""
 
     __slots__ = ("before", "done")
 
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self.before: torch.cuda.Event | None = None
-        self.done: torch.cuda.Event | None = None
-        if stream is not None:
-            self.before, self.done = torch.cuda.Event(), torch.cuda.Event()
-            # Work on the caller's stream may still write the storage, or use the previous contents of its memory.
-            self.before.record(torch.cuda.current_stream(stream.device))
-            self.done.record(stream)  # an event has no address before; the queue records it again
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.before, self.done = torch.cuda.Event(), torch.cuda.Event()
+        # Work on the caller's stream may still write the storage, or use the previous contents of its memory.
+        self.before.record(torch.cuda.current_stream(stream.device))
+        self.done.record(stream)  # an event has no address before; the queue records it again
 
     def join(self) -> None:
         """Let the caller's stream wait for ``done``."""
-        if self.done is not None:
-            self.done.wait(torch.cuda.current_stream(self.done.device))
+        self.done.wait(torch.cuda.current_stream(self.done.device))
 
 
 class Transfers:
@@ -100,16 +102,14 @@ class Transfers:
     def transfer(self, way: Direction, storage: torch.UntypedStorage, lease: Lease) -> Transfer:
         """Prepare a copy of all of ``storage`` to ``lease``, or from it; ``Transfer.begin`` enqueues it."""
         stream = self._streams[way]
-        events = Events(stream)
+        events = None if stream is None else Events(stream)
         address, job = storage.data_ptr(), list[Step]()
         for view in lease.views():
             num_bytes, host = view.numel(), view.data_ptr()
             target, source = (host, address) if way is Direction.OUT else (address, host)
-            if stream is None:
+            if stream is None or events is None:
                 job.append(HostCopy(target, source, num_bytes))
             else:
-                assert events.before is not None
-                assert events.done is not None
                 job.append(
                     CudaCopy(
                         target, source, num_bytes, stream.cuda_stream, events.before.cuda_event,

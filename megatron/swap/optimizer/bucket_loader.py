@@ -48,7 +48,7 @@ class BucketLoader:
         return self._loaded.popleft() if self._loaded else None
 
     def load(self, room_bytes: int) -> None:
-        """Load the next buckets that fit into ``room_bytes`` of device memory, and at least one.
+        """Load the next buckets that fit into ``room_bytes`` of device memory; at least one if none is loaded.
 
         Leave room for one more bucket: the one that is being stepped and then offloaded.
         """

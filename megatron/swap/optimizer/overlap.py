@@ -3,8 +3,8 @@
 Between a backward and the next forward the device holds few activations. Their memory has room for optimizer state,
 whose copies then run concurrently with compute.
 
-The rule at each layer boundary: state may use the highest device memory at any boundary of the previous step, minus the
-current use by everything else. So the peak does not rise, and all state is offloaded when the first forward ends.
+The rule at each layer boundary: state may use the highest use by everything else at any boundary of the previous step's
+forwards, minus its current use. So the peak does not rise, and all state is offloaded when the first forward ends.
 Memory that Megatron allocates between backward and step counts as use by others. The rule depends on the order of
 allocations, not on time.
 """
@@ -32,7 +32,7 @@ class StepOverlap:
         self._device = device
         self._transfers = transfers
         self._steppers: list[OptimizerStepper] = []
-        self._level_bytes: int | None = None  # highest use at a boundary of the last step; None: unknown
+        self._level_bytes: int | None = None  # highest use by others in the last step's forwards; None: unknown
         self._highest_bytes = 0  # the same of the current step
         self._backward_end_bytes = 0  # in use by others at the last boundary of backward
         self._extra_bytes = 0  # most that others allocated on top of that before the last step ended
@@ -43,8 +43,8 @@ class StepOverlap:
         """Add a stepper that may load ahead. Steppers step and load in the order in which they are added."""
         self._steppers.append(stepper)
 
-    def measure_room(self) -> int:
-        """Return the device bytes free for state while an optimizer steps: measured now, 0 in the first step."""
+    def note_room(self) -> int:
+        """Note the use by others, and return the device bytes free for state during a step: 0 in the first step."""
         others_bytes = self._others_bytes()
         if others_bytes is None:
             return 2 * self._transfers.bucket_bytes if self._has_layers and self.is_enabled else 0
@@ -82,7 +82,7 @@ class StepOverlap:
                 break
 
     def step_ended(self) -> None:
-        """Begin a new step. If the optimizer was not stepped, drop the buckets loaded ahead."""
+        """End the step. If the optimizer was not stepped, drop the buckets loaded ahead."""
         self._drop_loaded()
         self._is_stepping = False
         if self._has_layers:

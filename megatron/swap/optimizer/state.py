@@ -24,7 +24,7 @@ class OptimizerState:
     Attributes:
         param_states: the states of this optimizer's parameters, in the order of its groups.
         offloaded: the states that are offloaded now, by parameter.
-        kept: the states that are on the device now, by parameter.
+        kept: the states that were offloaded before and are on the device now, by parameter.
         is_materialized: whether offloaded tensors are readable in host memory now, for a checkpoint.
     """
 

@@ -99,7 +99,7 @@ class OptimizerStepper:
             raise SwapError("an optimizer whose state is offloaded takes no closure: it would run once per bucket.")
         self.state.end_materialize()
         self._updates = []
-        self._loader.set_order(list(self._buckets()))
+        self._loader.set_order(list(self._bucket_shards()))
         groups = self._optimizer.param_groups
         try:
             advanced = self._step_all()
@@ -120,7 +120,7 @@ class OptimizerStepper:
         for params in kept:
             for param in params:
                 self._options.on_updated(param, 0, param.numel(), param.detach())
-        while (bucket := self._loader.take()) is not None:
+        while (bucket := self._loader.take()) is not None:  # ``load`` loads at least one while any remains
             advanced = self._step_bucket(bucket)
             room_bytes = self._room_bytes()
             # The first step creates moments, so more may be offloaded than was loaded.
@@ -131,8 +131,8 @@ class OptimizerStepper:
     def _room_bytes(self) -> int:
         return max(self._options.measure_room(), NUM_BUFFERS * self._transfers.bucket_bytes)
 
-    def _buckets(self) -> Iterator[list[ParamShard]]:
-        """Yield buckets of all shards that have a gradient, each filled up to the bucket size."""
+    def _bucket_shards(self) -> Iterator[list[ParamShard]]:
+        """Yield each bucket's shards, filled up to the bucket size, until all that have a gradient are in one."""
         bucket: list[ParamShard] = []
         bucket_bytes = 0
         for param_state in self.state.offloaded.values():

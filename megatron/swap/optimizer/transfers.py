@@ -1,9 +1,9 @@
 """Copies of optimizer state between device, host memory and disk, on two copy streams of their own.
 
 Buffers are allocated on the compute stream. The H2D stream waits for compute before it fills a buffer, since the memory
-may have been recycled. Compute waits for the D2H copy before the memory is released. If a shard is loaded while its
-last offload is still in flight, that offload is released first, so the H2D stream waits for it too. State on disk
-passes through pinned buffers (`memory.staging`): the host waits for reads before it enqueues their copies, and never
+may have been recycled. Compute waits for the D2H copy before the memory is released. Before a shard is loaded whose
+last offload is in flight, all offloads are released: so the H2D stream waits for that copy too. State on disk passes
+through pinned buffers (`memory.staging`): the host waits for reads before it enqueues their copies, and never
 waits for writes.
 """
 
@@ -133,7 +133,7 @@ class StateTransfers:
         return None if buffer is None else self._load_into(buffer, pending)
 
     def _make_readable(self, pending: PendingBucket) -> PendingBucket:
-        """Release offloads of the pending shards, and read again if another optimizer took the read buffers."""
+        """Release all offloads if one is of a pending shard. Read again if another optimizer took the read buffers."""
         if not self._offloading_shards.isdisjoint(pending.shards):
             self.release_offloaded()
         if pending.read is not None and pending.read.is_lost:

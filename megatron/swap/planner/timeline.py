@@ -226,7 +226,7 @@ class Timeline:
                 if self._backward is not None and self._backward.pass_key == event.pass_key:
                     self._backward.backward_ms = now_ms - self._begin_ms
                     self._backward_end_ms = now_ms
-                    self._enter((What.BACKWARD_END, ""), now_ms)
+                    self._enter(self._backward, (What.BACKWARD_END, ""), now_ms)
             case What.SAVED:
                 assert event.storage is not None
                 if self._forward is not None and event.storage.pass_key == self._forward.pass_key:
@@ -267,7 +267,7 @@ class Timeline:
         self._last_forward = self._chunk_end_ms = self._backward_end_ms = None
         self._backward, self._begin_ms = one, now_ms
         if one is not None:
-            self._enter((What.BACKWARD_BEGIN, ""), now_ms)
+            self._enter(one, (What.BACKWARD_BEGIN, ""), now_ms)
 
     def _note_use(self, event: Event, now_ms: float) -> None:
         """Record the first use, or the last free, of a storage of the layer whose backward runs."""
@@ -277,10 +277,9 @@ class Timeline:
             return
         moment = (event.what, storage.site)
         if event.what is What.FREED or moment not in one.moments:
-            self._enter(moment, now_ms)
+            self._enter(one, moment, now_ms)
 
-    def _enter(self, moment: Moment, now_ms: float) -> None:
-        assert self._backward is not None
+    def _enter(self, backward: LayerPass, moment: Moment, now_ms: float) -> None:
         self._moment = moment
-        self._backward.moments.pop(moment, None)
-        self._backward.moments[moment] = now_ms - self._begin_ms
+        backward.moments.pop(moment, None)
+        backward.moments[moment] = now_ms - self._begin_ms

@@ -94,8 +94,7 @@ class Profiler:
 
     def _begin(self) -> None:
         timeline: Callable[..., Any] = torch.profiler.record_function
-        if self._folder is not None:
-            assert self._profile is not None
+        if self._profile is not None:
             self._profile.step()
         else:
             _synchronize()

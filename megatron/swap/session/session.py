@@ -47,6 +47,10 @@ class SwapSession:
     A script calls ``install``, and ``close`` if training never begins. Megatron calls the rest: ``attach`` when the
     model is built, the ``on_…`` methods through patches.
 
+    Args:
+        args: Megatron's parsed arguments, with those of ``add_swap_args``.
+        config: the settings in ``args``.
+
     Attributes:
         config: the settings.
         run_device: this rank's device.
@@ -186,12 +190,19 @@ class SwapSession:
         )
         if self._target is not None:
             of_run = RunParts(
-                parts.boundaries, self.run_device.device, parts.host_tier, parts.recorder,
-                parts.engine.saved_tensors.footprint, pipeline_rank(), num_micro_batches,
-                lambda: parts.pool.limit_bytes,
-                self._take_peak, self._offloaded_state, self._set_offload_fraction,
-                None if config.oom_guard else parts.guard,
-            )  # fmt: skip
+                boundaries=parts.boundaries,
+                device=self.run_device.device,
+                host_tier=parts.host_tier,
+                recorder=parts.recorder,
+                footprint=parts.engine.saved_tensors.footprint,
+                pipeline_rank=pipeline_rank(),
+                num_micro_batches=num_micro_batches,
+                host_bytes=lambda: parts.pool.limit_bytes,
+                take_peak=self._take_peak,
+                offloaded_state=self._offloaded_state,
+                set_offload_fraction=self._set_offload_fraction,
+                guard=None if config.oom_guard else parts.guard,
+            )
             self.auto = AutoPlan(self._target, of_run, Output(self._console.say, self._console.say_here))
         if self._console.is_first:
             limits = planned.host.limit_bytes, planned.host.guard_bytes
@@ -221,7 +232,11 @@ class SwapSession:
     # ------------------------------------------------- called by Megatron's trainer
 
     def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
-        """Return the context for the forward of ``block``, a ``TransformerBlock``, with full recomputation."""
+        """Return the context for the forward of ``block``, a ``TransformerBlock``, with full recomputation.
+
+        Raises:
+            UsageError: no model was attached.
+        """
         if self.parts is None:
             raise _unknown_model()
         return self.parts.boundaries.around_checkpointed_forward(block)
@@ -231,11 +246,21 @@ class SwapSession:
         return None if self.parts is None else self.parts.recomputer
 
     def on_main_param_created(self, param: torch.Tensor) -> None:
-        """Offload ``param``, which Megatron's optimizer has just made, if it is to be offloaded."""
+        """Offload ``param``, which Megatron's optimizer has just made, if it is to be offloaded.
+
+        Raises:
+            UsageError: no model was attached.
+            HostMemoryError, DiskError: there is no room for it.
+        """
         self._attached_optimizer_swap().on_main_param_created(param)
 
     def on_optimizer_built(self, optimizer: Any) -> None:
-        """Adapt the ``optimizer`` that Megatron has built, and give activations the host memory that it leaves."""
+        """Adapt the ``optimizer`` that Megatron has built, and give activations the host memory that it leaves.
+
+        Raises:
+            UsageError: no model was attached, or the class of the optimizer is unknown.
+            HostMemoryError, DiskError: there is no room for its state.
+        """
         swap = self._attached_optimizer_swap()
         swap.attach(optimizer)
         self.planned.state_memory.resize(swap.needed_bytes)
@@ -265,6 +290,9 @@ class SwapSession:
             grad_norm: of all ranks, or ``None``.
             is_logged: whether Megatron has printed its own line.
             writer: Megatron's TensorBoard writer, or ``None``.
+
+        Raises:
+            Infeasible: the planner found no plan that fits the budget.
         """
         parts, auto, device = self.parts, self.auto, self.run_device.device
         step = self.step_log.take(iteration, losses, grad_norm, device, None if parts is None else parts.manager)
@@ -293,6 +321,10 @@ class SwapSession:
             failure: the exception that ended training, or ``None``.
             chunks: the model on this rank.
             optimizer: Megatron's, or ``None``.
+
+        Raises:
+            DiskError: a write failed, so the state on disk is incomplete.
+            OSError: the plan or the summary cannot be written.
         """
         if failure is not None and not (isinstance(failure, SystemExit) and failure.code in (None, 0)):
             # Other ranks may be anywhere and the device may be broken: no collective, no waiting for copies, and no
@@ -337,6 +369,9 @@ class SwapSession:
         """Uninstall everything from Megatron and release all memory. Idempotent.
 
         Called at the end of training. A script calls it if training never begins after ``install``.
+
+        Raises:
+            DiskError: a write failed, so the state on disk is incomplete. All else is uninstalled and released.
         """
         parts, swap = self.parts, self.optimizer_swap
         self.optimizer_swap = None

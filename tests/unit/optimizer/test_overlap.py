@@ -58,7 +58,7 @@ class Model:
         device = self.device if on == "cpu" else self.training.device
         self.overlap = StepOverlap(device, transfers)
         self.overlap.add(stepper)
-        stepper._options = replace(stepper._options, measure_room=self.overlap.measure_room)
+        stepper._options = replace(stepper._options, measure_room=self.overlap.note_room)
         self.loaded: list[int] = []  # at the end of each backward
         self.left: list[int] = []  # at the end of each step
 
