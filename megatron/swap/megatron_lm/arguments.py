@@ -11,7 +11,7 @@ from megatron.swap.common.config import (
     LAYER_SYNTAX,
     LOG_LEVELS,
     MOST_CANDIDATES,
-    POLICY_FLAG_VALUES,
+    POLICIES,
     USUAL_FRACTION,
     SwapConfig,
     parse_layers,
@@ -59,7 +59,7 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--swap-plan", default=None, metavar="FILE",
         help="Carry out this plan (docs/planner.md): keep, swap or recompute, site by site. It takes the place of "
         "--swap-layers, --swap-modules and --swap-recompute.")
-    add("--swap-policy", choices=POLICY_FLAG_VALUES, default=None,
+    add("--swap-policy", choices=POLICIES, default=None,
         help="auto: measure a few steps, find the fastest plan that stays below the memory that the flags below "
         f"allow, train by it. Default: auto with one of them, else manual. auto alone: {USUAL_FRACTION:g} of the "
         "device's memory.")
