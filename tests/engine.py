@@ -122,7 +122,7 @@ def save(manager: SwapManager, tensor: torch.Tensor, site: Site, group: Group) -
     """Save ``tensor`` as autograd would. Return its handle and its number there; ``None``: it has no handle."""
     storage, offload = tensor.untyped_storage(), manager.offload
     if (handle := offload.find(storage)) is None:
-        handle = offload.begin(storage, site, group, manager.decider.decide(site, storage, group.position))
+        handle = offload.new_handle(storage, site, group, manager.decider.decide(site, storage, group.position))
     return None if handle is None else (handle, offload.join(tensor, handle, group))
 
 

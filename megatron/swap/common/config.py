@@ -15,7 +15,7 @@ from megatron.swap.common.types import GIB, MOST, PRODUCERS, UsageError, is_with
 
 LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
 LOG_LEVELS = ("quiet", "info", "debug")
-POLICY_FLAG_VALUES = ("manual", "auto")
+POLICIES = ("manual", "auto")
 MOST_CANDIDATES = 10
 USUAL_FRACTION = 0.95
 """Budget of ``--swap-policy auto`` without other flags, as a fraction of the device's memory."""

@@ -45,7 +45,7 @@ def is_ineligible(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 class Decider:
-    """Asks the policy and overrides it where necessary; nothing else does either.
+    """Asks the policy, and overrides it where necessary.
 
     Args:
         policy: the choice of the user or of a plan.
@@ -74,7 +74,7 @@ class Decider:
             recomputability: ``None``: the storage cannot be recomputed.
         """
         if current is not None and recomputability is None:
-            return current  # otherwise this tensor may be recomputed, even if another on the storage was offloaded
+            return current  # with ``recomputability`` this tensor may be recomputed, though another was offloaded
         num_bytes = storage.nbytes()
         producer = None if recomputability is None else recomputability.producer_of(storage)
         action, reason = self._policy.action(site, num_bytes, producer), Reason.POLICY

@@ -22,6 +22,8 @@ class Reason(Enum):
     NO_PRODUCER = "its producer is unknown"
     OUTPUT_CHANGED = "it was changed in place after it was computed"
     INPUT_CHANGED = "one of its inputs was changed in place"
+    INPUT_NOT_SAVED = "one of its inputs is not saved, and keeping that input instead would save no memory"
+    INPUT_NOT_CHOSEN = "one of its inputs is not saved, and {producer} is not to be recomputed"
     NOT_REPRODUCED = "its recomputation gave different bits"
     NOT_RECOMPUTED = "it cannot be recomputed here"
 
@@ -29,6 +31,16 @@ class Reason(Enum):
     HAS_EXTERNAL_REFS = "it has external references: dropping the saved one would free nothing"
     CHANGED = "it was changed in place after it was saved"
     TIER_FULL = "the tier has no room for it"
+
+
+class Refusal(NamedTuple):
+    """Why a storage that the policy wants to recompute is not recomputed, and the producer that the reason names."""
+
+    reason: Reason
+    producer: str = ""
+
+    def __str__(self) -> str:
+        return self.reason.value.format(producer=self.producer)
 
 
 class Decision(NamedTuple):

@@ -116,11 +116,12 @@ class Handle:
     Attributes:
         site: the site that saved the storage first.
         group: the group that saved the storage first; for a kept storage, the one that saved it last.
-        decision: the decision when the storage was saved first.
+        decision: the decision when the storage was saved first. It stays when the offload is cancelled (state KEPT).
         num_bytes: size of the whole storage.
         storage: the device memory, while this handle holds any.
         aliases: one for each saved tensor, until release; each is one more reference to ``storage``.
-        stream: the stream that produced the storage; its block returns to that stream's pool.
+        stream: the stream that was current when the storage was saved; after a reload, the one that the buffer was
+            allocated on. The block returns to that stream's pool.
         slot: the bytes in the tier, from the start of the offload until they are freed.
         out_event, in_event: pass when the copy to the tier, and the copy to the device, have ended.
         in_fence: fence of the last reload (``fences.py``).
@@ -276,7 +277,7 @@ class Group:
     """The handles of one layer and micro-batch, in the order in which they were saved.
 
     The group refers to its handles weakly. A handle lives, and holds its memory, as long as the graph holds a tensor
-    packed on it.
+    packed on it, or while it awaits release in the ``OffloadQueue``.
     """
 
     def __init__(self, key: GroupKey, position: LayerPosition, sequence: int, forward_pass: ForwardPass) -> None:

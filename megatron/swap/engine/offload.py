@@ -83,8 +83,8 @@ class Offloader:
             return None
         return handle
 
-    def begin(self, storage: torch.UntypedStorage, site: Site, group: Group, decision: Decision) -> Handle | None:
-        """Return a new handle for a saved ``storage`` that is kept or offloaded.
+    def new_handle(self, storage: torch.UntypedStorage, site: Site, group: Group, decision: Decision) -> Handle | None:
+        """Return a new handle for a saved ``storage`` that was decided to be kept or offloaded.
 
         Return ``None`` for a kept storage that the out-of-memory guard may not evict: it needs no handle.
         """

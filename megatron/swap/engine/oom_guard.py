@@ -151,9 +151,8 @@ class OomGuard:
             is_copied: the handle's slot has the bytes once ``event`` has passed. Otherwise the eviction copies them to
                 the host first.
         """
-        if not self.is_on:
+        if not self.is_on or self._core is None:
             return
-        assert self._core is not None
         assert handle.storage is not None
         self._num_offers = key = self._num_offers + 1
         handle.guard, handle.offer = self, key
@@ -187,9 +186,8 @@ class OomGuard:
             The state it had before it was evicted (it is OFFLOADED now); ``None`` if it was not evicted.
         """
         key, handle.offer = handle.offer, 0
-        if not key:
+        if not key or self._core is None:
             return None
-        assert self._core is not None
         pieces = self._core.withdraw(key)
         _, event = self._offered.pop(key)
         if pieces is None:

@@ -30,7 +30,7 @@ from megatron.swap.common.types import Site, SwapError
 from megatron.swap.devices.base import Device, bytes_of
 from megatron.swap.engine.checksum import VerifyError, checksum
 from megatron.swap.engine.decider import Decider
-from megatron.swap.engine.decision import Reason
+from megatron.swap.engine.decision import Reason, Refusal
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.layer_recording import LayerRecording, Packing, Sources, Undecided
 from megatron.swap.engine.producer_records import Chain, ProducerRecord, of_tensors_alone, run_again
@@ -39,8 +39,6 @@ from megatron.swap.planner.recording import TRIAL
 
 SpecListener = Callable[[RecomputeSpec, str, Sequence[torch.Tensor], Sequence[RecomputeSpec]], None]
 """Called with a new spec, its producer, the saved tensors it needs, and the specs of unsaved storages between."""
-
-UNSAVED_INPUT = "one of its inputs is not saved"
 
 
 class Recomputer:
@@ -164,7 +162,7 @@ class Recomputer:
         assert self._recording is not None
         reason = self._obstacle(self._recording, site, storage)
         if reason is not None:
-            self._refuse(site, reason.value)
+            self._refuse(site, Refusal(reason))
         return reason
 
     def begin(self, tensor: torch.Tensor, site: Site, group: Group, packing: Packing) -> RecomputeSpec:
@@ -212,9 +210,9 @@ class Recomputer:
         del recording.records[storage._cdata]
         return spec
 
-    def _refuse(self, site: Site, problem: str) -> None:
+    def _refuse(self, site: Site, refusal: Refusal) -> None:
         self._counters.num_not_recomputed += 1
-        self.refused.setdefault(site, problem)
+        self.refused.setdefault(site, str(refusal))
 
     def _reproduces(self, site: Site, number: int, record: ProducerRecord) -> bool:
         """Whether ``record`` reproduces the bits: tried once for each site, while the original exists."""
@@ -241,7 +239,7 @@ class Recomputer:
         problem = self._find_unsaved(spec.site, undecided.record, recording, packing, chain)
         trials = enumerate(() if problem else chain.makers, start=1)
         if not all(self._reproduces(spec.site, number, record) for number, record in trials):
-            problem = Reason.NOT_REPRODUCED.value
+            problem = Refusal(Reason.NOT_REPRODUCED)
         if problem:
             self._trials[spec.site, 0] = False
             self._refuse(spec.site, problem)
@@ -260,10 +258,10 @@ class Recomputer:
 
     def _find_unsaved(
         self, site: Site, record: ProducerRecord, recording: LayerRecording, packing: Packing, chain: Chain
-    ) -> str:
-        """Add the unsaved inputs of ``record`` to ``chain``. Return why they are unavailable; empty: they are not."""
+    ) -> Refusal | None:
+        """Add the unsaved inputs of ``record`` to ``chain``. Return why one is unavailable; ``None``: none is."""
         if record.input_changed():
-            return Reason.INPUT_CHANGED.value
+            return Refusal(Reason.INPUT_CHANGED)
         for tensor in (alias.tensor for alias in record.inputs):
             storage = tensor.untyped_storage()
             source = recording.records.get(storage._cdata)
@@ -272,16 +270,16 @@ class Recomputer:
             if source is None:
                 chain.kept_bytes += storage.nbytes()
                 if chain.kept_bytes >= chain.num_bytes:
-                    return f"{UNSAVED_INPUT}, and keeping that input instead would save no memory"
+                    return Refusal(Reason.INPUT_NOT_SAVED)
                 continue
             if not self._decider.may_recompute(site, source.num_bytes, source.producer):
-                return f"{UNSAVED_INPUT}, and {source.producer} is not to be recomputed"
+                return Refusal(Reason.INPUT_NOT_CHOSEN, source.producer)
             if source.version_probe.changed():
-                return Reason.INPUT_CHANGED.value
+                return Refusal(Reason.INPUT_CHANGED)
             if problem := self._find_unsaved(site, source, recording, packing, chain):
                 return problem
             chain.makers.append(source)
-        return ""
+        return None
 
     # ----------------------------------------------------------------- backward
 

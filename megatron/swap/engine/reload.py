@@ -48,7 +48,10 @@ class Reloader:
         state.free_orphans()
         self._evictions.find_evicted()
         group.prefetched_bytes = 0
-        late = [handle for handle in group.in_backward_order() if not self._keep_resident(handle)]
+        late: list[Handle] = []
+        for handle in group.in_backward_order():
+            if not self._cancel_offload(handle):
+                late.append(handle)
         self._counters.num_late += len(late)
         self._reload(late)
         self.prefetch()
@@ -64,7 +67,7 @@ class Reloader:
         if handle.aliases:
             handle.aliases[index].check(str(handle.site))
         compute = self._device.current_stream()
-        if not self._keep_resident(handle):
+        if not self._cancel_offload(handle):
             self._counters.num_late += 1
             self._reload([handle])
         if handle.state is StorageState.RELOADING:
@@ -123,7 +126,7 @@ class Reloader:
                 # A cancelled offload counts too: its storage takes device memory until its backward.
                 prefetched_bytes += handle.num_bytes
                 group.prefetched_bytes += handle.num_bytes
-                if not self._keep_resident(handle):
+                if not self._cancel_offload(handle):
                     coming.append(handle)
         self._reload(coming, is_prefetch=True)
         self._expect()
@@ -132,7 +135,7 @@ class Reloader:
         """Refuse all later reloads."""
         self._is_closed = True
 
-    def _keep_resident(self, handle: Handle) -> bool:
+    def _cancel_offload(self, handle: Handle) -> bool:
         """Cancel the offload of ``handle``, which backward needs soon. Return False if it must be reloaded."""
         self._evictions.reacquire(handle)
         if handle.state is StorageState.OFFLOADING:

@@ -261,7 +261,7 @@ class LayerPacker:
             else:
                 if self._recomputer is not None:
                     self._recomputer.saved(storage)
-                handle = handle or self._offload.begin(storage, site, group, decision)
+                handle = handle or self._offload.new_handle(storage, site, group, decision)
                 packed = self._join_handle(tensor, handle, group, record)
         if self._on_saved is not None:
             self._on_saved(site, storage, decision)
@@ -292,7 +292,7 @@ class LayerPacker:
         storage = tensor.untyped_storage()
         handle = self._offload.find(storage)
         if handle is None:
-            handle = self._offload.begin(storage, site, group, self._decider.decide(site, storage, group.position))
+            handle = self._offload.new_handle(storage, site, group, self._decider.decide(site, storage, group.position))
         return self._join_handle(tensor, handle, group)
 
     def _join_spec(self, tensor: torch.Tensor, spec: RecomputeSpec, record: Record | None = None) -> Packed:

@@ -52,7 +52,7 @@ class OffloadQueue:
         self.num_bytes += sum(handle.num_bytes for handle in handles)
 
     def remove(self, handle: Handle) -> None:
-        """Remove ``handle``, if it is present (after ``clear`` it is not)."""
+        """Remove ``handle``, if it is still queued."""
         if handle in self._handles:
             self._handles.remove(handle)
             self.num_bytes -= handle.num_bytes

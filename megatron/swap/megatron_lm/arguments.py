@@ -11,7 +11,7 @@ from megatron.swap.common.config import (
     LAYER_SYNTAX,
     LOG_LEVELS,
     MOST_CANDIDATES,
-    POLICY_FLAG_VALUES,
+    POLICIES,
     USUAL_FRACTION,
     SwapConfig,
     parse_layers,
@@ -81,7 +81,7 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--swap-memory-fraction", type=float, default=None, metavar="FRACTION",
         help="The same budget as a fraction of the device's memory, above 0 and at most 1. Default: no budget. Set "
         "it when one command runs on different GPUs.")
-    add("--swap-policy", choices=POLICY_FLAG_VALUES, default=None,
+    add("--swap-policy", choices=POLICIES, default=None,
         help="auto: measure a few steps, find the fastest plan within the budget, train by that plan. manual: do "
         "what the other flags say. Default: auto with a budget, else manual. Set it when you want the planner "
         f"without a budget: auto alone takes {USUAL_FRACTION:g} of the device's memory.")
