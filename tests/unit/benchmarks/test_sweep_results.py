@@ -190,7 +190,8 @@ def test_interrupted_and_resumed_it_ends_as_it_would_have(tmp_path: Path) -> Non
         rows = search(sweep, results_in(sweep, folder, resume=stop_after > 0), second)
         assert first.asked + second.asked == whole.asked
         assert all(row["date"] for mine in rows.values() for row in mine)
-        strip = [[{**row, "run_s": None, "date": None} for row in mine] for mine in (*rows.values(), *expected.values())]
+        both = (*rows.values(), *expected.values())
+        strip = [[{**row, "run_s": None, "date": None} for row in mine] for mine in both]
         assert strip[: len(rows)] == strip[len(rows) :]
 
 
