@@ -332,6 +332,20 @@ class TestInPlaceChangeAfterSaving:
         )
         assert swapped.same_as(plain)
 
+    def test_a_change_after_a_save_that_backward_does_not_use_is_no_error(self):
+        def unused(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
+            base = hidden * 1
+            not_used = base.sin()
+            base.add_(1)
+            result = base.cos()  # the second saved tensor on the storage
+            del not_used
+            return result
+
+        plain, swapped = plain_and_swapped(
+            stack(4, lambda: Lambda(unused)), lambda layers: train_step(layers, one_after_the_other(2))
+        )
+        assert swapped.same_as(plain)
+
 
 class TestWithoutGradients:
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
