@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -22,6 +23,7 @@ from benchmarks.machine import ROOT, facts
 from benchmarks.rows import Row, RowError
 from benchmarks.store import ResultStore, StoreError, locked
 from benchmarks.suites.toml_file import SuiteError
+from megatron.swap.common.records import write_text
 
 PASSED = "passed"
 MAX_CONTROL_FRACTION = 0.75
@@ -31,6 +33,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "file": str, "why": str, "digest": str, "date": str, "commit": str, "versions": dict, "machine": dict,
     "command": str,
 }  # fmt: skip
+SHARED = ("commit", "versions", "machine", "command")
 OUTCOMES = {"control": {PASSED}, "fault": {CAUGHT, MISSED, TIMEOUT, BROKEN}}
 
 
@@ -47,6 +50,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("--output", type=Path, help="result file, one JSON object a line; without it only printed")
     parser.add_argument("--resume", action="store_true", help="continue --output; skip faults with a result")
+    parser.add_argument("--json", type=Path, help="also write all results as one JSON document, for docs/results")
     parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="run these faults, again if need be")
     parser.add_argument("--list", action="store_true", help="print the faults and end")
     parser.add_argument("--jobs", type=int, default=1, help="faults that run at the same time (default 1)")
@@ -97,7 +101,24 @@ def _run(arguments: argparse.Namespace, rooms: Sequence[Room], pairs: Sequence[t
                 where = f"{row['test']}  {row['error']}"
                 print(f"{row['outcome']:8} {row['seconds']:6.1f} s  {row['id']}  {where}", flush=True)
     digests = {fault.digest for _, fault in pairs}
+    if arguments.json is not None:
+        write_text(arguments.json, json.dumps(document(store.rows), indent=1) + "\n")
     return report([row for row in store.rows if row["digest"] in digests], arguments.least_caught)
+
+
+def document(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the rows as one document. Fields that are equal in all rows stand at its top."""
+    faults, controls = ([row for row in rows if row["kind"] == kind] for kind in ("fault", "control"))
+    shared = [field for field in SHARED if all(row[field] == rows[0][field] for row in rows)]
+    left_out = {*shared, "kind", "digest"}
+    return {
+        "what": "faults planted one at a time in a copy of the tree, and the first test that failed for each",
+        "num_faults": len(faults),
+        "num_caught": sum(row["outcome"] in (CAUGHT, TIMEOUT) for row in faults),
+        **{field: rows[0][field] for field in shared},
+        "control_seconds": {row["room"]: row["seconds"] for row in controls},
+        "faults": [{field: value for field, value in row.items() if field not in left_out} for row in faults],
+    }
 
 
 def report(rows: Sequence[Row], least_caught: float) -> int:

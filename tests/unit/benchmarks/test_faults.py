@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -116,9 +117,13 @@ def test_results_are_written_resumed_and_run_again_on_request(
     assert "1 of 2 faults caught (50.0%)\nmissed: unseen (toy.py): The difference is wrong." in capsys.readouterr().out
 
     (tree / "test_toy.py").write_text(f"{TEST}    assert toy.sub(2, 1) == 1\n")
-    assert main(["--output", str(output), "--resume", "--only", "unseen", "--least-caught", "1"]) == 0
+    assert main(["--output", str(output), "--resume", "--only", "unseen", "--least-caught", "1", "--json",
+                 str(tmp_path / "faults.json")]) == 0  # fmt: skip
     rows = read_rows(output, command.check_fault_row)
     assert {row["id"]: row["outcome"] for row in rows} == {"control toys": "passed", "wrong": CAUGHT, "unseen": CAUGHT}
+    document = json.loads((tmp_path / "faults.json").read_text())
+    assert (document["num_faults"], document["num_caught"], document["commit"]) == (2, 2, "c")
+    assert [one["test"] for one in document["faults"]] == ["test_toy.py::test_add"] * 2
 
 
 def test_a_control_run_that_fails_ends_it(

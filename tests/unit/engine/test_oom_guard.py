@@ -401,6 +401,26 @@ def test_storages_of_two_layers_and_what_others_hold(
             assert result(layers, loss).same_as(plain)
 
 
+class EndsInTanh(Layer):
+    """Its backward needs its output, which the next layer saves too."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states).tanh()
+
+
+def test_what_two_layers_have_saved_is_evicted_too() -> None:
+    layers = stack(3, EndsInTanh)
+    with Engine(layers, (), guarded=True) as engine:
+        loss = loss_of(forward(layers, batch()))
+        evict_everything(engine)
+        evicted = {id(handle) for handle in engine.guard.evicted()}
+        offered = [reference() for reference, _ in engine.guard._offered.values()]
+        of_two = [handle for handle in offered if handle is not None and handle.site.layer < handle.group.key.layer]
+        assert len(of_two) == 2
+        assert all(id(handle) in evicted for handle in of_two)
+        loss.backward()
+
+
 def test_a_copy_out_that_is_held_up_is_waited_for() -> None:
     layers = stack(4)
     plain = plain_backward(layers)

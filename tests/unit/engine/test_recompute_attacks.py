@@ -66,6 +66,19 @@ def test_a_change_after_saving_is_the_error_that_it_is_without_us(
             loss.backward()
 
 
+def test_a_change_after_a_save_that_backward_does_not_use_is_no_error():
+    def body(block: Block, hidden: torch.Tensor) -> torch.Tensor:
+        norm = block.norm(hidden)
+        not_used = norm.sin()
+        norm.add_(1)
+        result = block.linear(norm)
+        del not_used
+        return result
+
+    engine = compare(blocks(body), one_step, policy=where_known(Action.SWAP))
+    assert engine.recomputer.spared_bytes["norm"] > 0, "the first save was to be recomputed"
+
+
 def test_a_kernel_that_is_not_deterministic_is_refused_and_not_tried_again():
     calls: list[int] = []
 

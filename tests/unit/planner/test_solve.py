@@ -180,6 +180,15 @@ def test_host_memory_is_a_budget_too() -> None:
     assert bound.prediction.peak_gib <= budget
 
 
+def test_plans_of_least_device_memory_are_within_host_memory_too() -> None:
+    """Without the limit the inputs of all layers that are recomputed whole are offloaded."""
+    sites = (site("in/0", 100, 0.1, 3, 4), site("a/0", 300, 1, 2, 3))
+    entry = LayerClass(tuple(range(6)), 2.0, 4.0, sites, (Section(LAYER_SECTION, ("a/0",), ("in/0",), 1.0),))
+    of = profile([entry], host_gib=50 / 1024)
+    assert smallest_budget(replace(of, host_gib=None)) < smallest_budget(of) - 0.1
+    assert solve(of, smallest_budget(of)).prediction.host_gib <= 50 / 1024
+
+
 def test_the_earliest_layers_swap() -> None:
     solution = solve(six_layers(), 500 / 1024)
     swapped = [entry for entry in solution.plan.classes if "swap" in {s.action for s in entry.sites.values()}]
