@@ -34,7 +34,7 @@ class Reason(Enum):
 
 
 class Refusal(NamedTuple):
-    """Why a storage that the policy wants to recompute is not recomputed, and the producer that the reason names."""
+    """The reason why a storage that the policy wants to recompute is not recomputed, and the producer that it names."""
 
     reason: Reason
     producer: str = ""
