@@ -208,7 +208,7 @@ class Brief:
     def examples(self) -> Table | None:
         """Build the table of the models that are not Megatron's."""
         lines = [_example(one) for one in self.results.examples]
-        return Table(["script", "GPU GiB", "swapped", "ms/step", "swapped"], lines) if lines else None
+        return Table(["script", "GPU GiB: plain", "swapped", "ms a step: plain", "swapped"], lines) if lines else None
 
     # ------------------------------------------------------------------------------------------ where others win
 
