@@ -47,7 +47,7 @@ def documented() -> Iterator[tuple[str, Any]]:
                     yield f"{name}.{member}", value
 
 
-@pytest.mark.parametrize(("name", "there"), documented(), ids=lambda item: item if isinstance(item, str) else "")
+@pytest.mark.parametrize(("name", "there"), list(documented()), ids=lambda item: item if isinstance(item, str) else "")
 def test_every_public_name_is_documented(name: str, there: Any) -> None:
     said = inspect.getdoc(there)
     assert said, name
