@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 from megatron.training.arguments import add_megatron_arguments
 
+from benchmarks.report.tables import equal_to_plain
+from benchmarks.rows import read_rows
 from megatron.swap.common.types import PRODUCERS, UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_args, swap_config
 from tests.integration.harness import arguments
@@ -190,12 +191,12 @@ def runs_of_tests(marker: str, shows: str) -> Iterator[Run]:
 def runs_of_results() -> Iterator[Run]:
     """The runs on a GPU that ended well."""
     for path in sorted(RESULTS.glob("*.jsonl")):
-        for row in map(json.loads, path.read_text().splitlines()):
-            gpu = (row.get("machine") or {}).get("gpu")
-            if row.get("outcome") == "ok" and gpu:
-                flags = row["flags"] if isinstance(row["flags"], str) else shlex.join(row["flags"])
-                shows = GPU if row.get("losses_equal") else RAN
-                yield Run(parsed(shlex.split(flags)), row.get("num_ranks") or 1, shows)
+        rows = read_rows(path)
+        equal = {id(run.row) for run in equal_to_plain(rows) if run.is_equal}
+        for row in rows:
+            if row["outcome"] == "ok" and (row.get("machine") or {}).get("gpu"):
+                shows = GPU if id(row) in equal else RAN
+                yield Run(parsed(shlex.split(row["flags"])), row.get("num_ranks") or 1, shows)
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
@@ -248,7 +249,7 @@ Does Megatron Swap work with the flags that you use? A row is a Megatron flag. A
 | cell | meaning |
 |---|---|
 | GPU | On H200 GPUs, losses were equal to the bit with and without Megatron Swap. |
-| ran | On H200 GPUs, training ran. Losses were not compared, or kernels were not deterministic. |
+| ran | On H200 GPUs, training ran. It was not compared to the bit with a run without Megatron Swap. |
 | CPU | A test of a tiny model without a GPU compares the last checkpoint to the bit, most tests also losses. |
 | refused | The flag is refused by name before the model is built. |
 | needs TE | A test shows that Megatron fails without TransformerEngine. |

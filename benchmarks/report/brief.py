@@ -47,16 +47,17 @@ class Brief:
     def equality(self) -> Table | None:
         """Count the runs that were compared bit for bit with a run without Megatron Swap, and those that are equal."""
         found = {
-            "one GPU": _verified(self.results.suites.get("prove-equality", [])),
-            "two GPUs: tensor, pipeline, data parallel": _verified(self.results.suites.get("prove-ranks", [])),
+            "one GPU": self._equal("prove-equality"),
+            "two GPUs: tensor, pipeline, data parallel": self._equal("prove-ranks"),
+            "MoE, changing lengths, optimizer state (losses only)": self._equal("h200-planner", "h200-optimizer"),
         }
-        planned = self.results.suites.get("h200-planner", [])
-        found["MoE, changing lengths, optimizer state (losses only)"] = [
-            bool(row["losses_equal"]) for row in [*planned, *self.results.suites.get("h200-optimizer", [])]
-            if _is_deterministic(row) and is_ours(row) and row["outcome"] == "ok" and row["reference"] == NONE
-        ]  # fmt: skip
         lines = [[where, str(len(equal)), str(sum(equal))] for where, equal in found.items() if equal]
         return Table(["where", "runs compared", "equal"], lines) if lines else None
+
+    def _equal(self, *suites: str) -> list[bool]:
+        """Return whether each run of ours is equal to the run without Megatron Swap that it was compared with."""
+        rows = [self.results.suites.get(suite, []) for suite in suites]
+        return [run.is_equal for part in rows for run in tables.equal_to_plain(part)]
 
     # ------------------------------------------------------------------------------------------ memory and time
 
@@ -320,21 +321,6 @@ def _times(row: Row, none: Row | None) -> str:
 
 def _gib(found: float | None) -> str:
     return ABSENT if found is None else f"{found:.1f}"
-
-
-def _is_deterministic(row: Row) -> bool:
-    return "--swap-deterministic" in row["flags"].split()
-
-
-def _verified(rows: Sequence[Row]) -> list[bool]:
-    """Return whether each run of ours equals its reference, for references without Megatron Swap."""
-    found, is_plain = [], False
-    for run in tables.equal_runs(rows):
-        if run.is_reference:
-            is_plain = not run.is_ours
-        elif run.is_compared and run.is_ours and is_plain:
-            found.append(run.is_equal)
-    return found
 
 
 def _guard_label(row: Row) -> str:

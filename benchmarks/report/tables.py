@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from benchmarks.flags import is_ours, recomputed_sites, swapped_layers, swapped_modules
 from benchmarks.report.compare import PEAK, RESERVED, Duel, Faster, by_peak, gib, on_frontier
 from benchmarks.report.overhead import CaseCost, Rung
+from benchmarks.report.selection import VERIFIED
 from benchmarks.report.text import ABSENT, Table, cell_gib, cell_number, cell_ratio, cell_share, cell_spread
 from benchmarks.rows import GIB, PEAKS, Row, outcome, peak_gib
 from benchmarks.suites import losses
 from benchmarks.suites.table import OTHER
 
+PLAIN = "none"
+"""The method that runs Megatron alone."""
 COMPARED = ("losses_equal", "grad_norms_equal", "weights_sha256_equal")
 
 
@@ -168,6 +171,25 @@ def equal_runs(rows: Sequence[Row]) -> list[EqualRun]:
         found.append(EqualRun(row, case not in seen and row["outcome"] == "ok", case in seen))
         if row["outcome"] == "ok":
             seen.add(case)
+    return found
+
+
+def equal_to_plain(rows: Sequence[Row]) -> list[EqualRun]:
+    """Return the runs of ours in ``rows`` of one suite that were compared bit for bit with a run without Megatron Swap.
+
+    Rows of verify are compared with the first completed run of their case, rows of other suites with their
+    ``reference``, under deterministic kernels.
+    """
+    found, is_plain = [], False
+    for run in equal_runs(rows):
+        if not run.row["suite"].startswith(VERIFIED):
+            is_deterministic = "--swap-deterministic" in run.row["flags"].split()
+            if run.is_ours and run.row["outcome"] == "ok" and is_deterministic and run.row["reference"] == PLAIN:
+                found.append(run)
+        elif run.is_reference:
+            is_plain = not run.is_ours
+        elif run.is_compared and run.is_ours and is_plain:
+            found.append(run)
     return found
 
 

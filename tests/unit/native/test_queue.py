@@ -418,7 +418,9 @@ def test_a_queue_that_goes_drops_what_waits(queue_type: type[TransferQueue]) -> 
     del queue
     gc.collect()
     assert gone() is None
-    assert num_threads() == before - 1
+    while num_threads() >= before and time.monotonic() - begun < 60:
+        time.sleep(0.001)  # Python's join returns shortly before the system's thread has ended
+    assert num_threads() < before
     assert time.monotonic() - begun < 60
     assert target.data == b"old"
     assert keep
