@@ -138,13 +138,16 @@ def main() -> None:
     from megatron.swap.arguments import add_swap_args
     from megatron.swap.attention import sdpa_layer_spec
     from megatron.swap.session import SwapSession
+    from megatron.swap.session.console import told_refusals
+    from megatron.swap.session.prepare import asks_for_debug
 
-    args = parse_and_validate_args(extra_args_provider=add_swap_args)
-    model_config = gpt_config_from_args(args)
-    if args.transformer_impl == "local":
-        model_config.transformer_layer_spec = sdpa_layer_spec(args.swap_deterministic, args.reset_attention_mask)
-    SwapSession.install(args, model_config)
-    container = pretrain_cfg_container_from_args(args, model_config)
+    with told_refusals(in_full=asks_for_debug(sys.argv)):
+        args = parse_and_validate_args(extra_args_provider=add_swap_args)
+        model_config = gpt_config_from_args(args)
+        if args.transformer_impl == "local":
+            model_config.transformer_layer_spec = sdpa_layer_spec(args.swap_deterministic, args.reset_attention_mask)
+        SwapSession.install(args, model_config)
+        container = pretrain_cfg_container_from_args(args, model_config)
     pretrain(container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
 
 

@@ -105,6 +105,11 @@ class AppliedPatches:
         _in_place.add(patch.symbol)
 
 
+def is_patched(symbol: str) -> bool:
+    """Whether the symbol with this dotted path is replaced now."""
+    return symbol in _in_place
+
+
 def apply(patches: Sequence[Patch]) -> AppliedPatches:
     """Verify all patches, then apply them in order.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.swap import patches
-from megatron.swap.megatron_lm.arguments import add_swap_args
+from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.patches.registry import Patch
 from tests.support import support_page
 
@@ -47,7 +47,7 @@ def num_words(text: str) -> int:
 FLAGS_HEAD = """\
 # Flags
 
-<!-- made by `python -m tests.pages` from add_swap_args (megatron/swap/megatron_lm/arguments.py) -->
+<!-- made by `python -m tests.pages` from add_swap_flags (megatron/swap/megatron_lm/arguments.py) -->
 
 Every flag begins with `--swap-`; `--help` prints the same texts. Layers count from 0 over the whole model. GiB and MiB
 are powers of two, and limits are per rank. Without these flags, Megatron Swap installs no hook and changes nothing.
@@ -56,7 +56,7 @@ are powers of two, and limits are per rank. Without these flags, Megatron Swap i
 
 def flags_page() -> str:
     """The page of flags: a table for each group of the parser."""
-    parser = add_swap_args(argparse.ArgumentParser(add_help=False))
+    parser = add_swap_flags(argparse.ArgumentParser(add_help=False))
     formatter = argparse.HelpFormatter("")
     lines = [FLAGS_HEAD]
     for group in parser._action_groups:

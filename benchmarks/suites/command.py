@@ -37,6 +37,7 @@ from benchmarks.suites.results import SuiteResults
 from benchmarks.suites.runner import items, measure
 from benchmarks.suites.suite import Suite, SuiteError, find_suite, load_suite, suite_names
 from benchmarks.suites.table import markdown
+from megatron.swap.common.command_line import CommandLine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command-line arguments; `None`: those of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", required=True, help=f"{', '.join(suite_names())}, or a .toml file")
     parser.add_argument("--case", nargs="+", default=[], help="only these cases")
     parser.add_argument("--method", nargs="+", default=[], help="only these methods")

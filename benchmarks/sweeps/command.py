@@ -41,6 +41,7 @@ from benchmarks.sweeps.rows import TIERS
 from benchmarks.sweeps.runner import measure
 from benchmarks.sweeps.sweep import Sweep, Trial, find_sweep, load_sweep, sweep_names
 from benchmarks.sweeps.table import markdown, short
+from megatron.swap.common.command_line import CommandLine
 from megatron.swap.common.types import UsageError, format_bytes
 from megatron.swap.memory.host_memory import safe_host_bytes
 from megatron.swap.planner.gpus import GPUS, find_gpu, gpu_of
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command-line arguments; `None`: those of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", required=True, help=f"{', '.join(sweep_names())}, or a .toml file")
     parser.add_argument("--method", nargs="+", default=[], help="only these methods")
     add_options(parser, default="sweep.jsonl", row="run")

@@ -15,7 +15,6 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 from typing import Any
 
 PRELOADED = (
@@ -48,7 +47,7 @@ def child(request: dict[str, Any], env: dict[str, str]) -> int:
         print(stop.code, file=sys.stderr)
         return 1
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         return 1
     return 0
 

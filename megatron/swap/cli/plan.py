@@ -25,9 +25,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.swap.common.command_line import CommandLine
 from megatron.swap.common.config import check_files
 from megatron.swap.common.plan import load_plan, save_plan
-from megatron.swap.common.records import from_json
+from megatron.swap.common.records import from_json, read_text
 from megatron.swap.common.types import MOST, MemoryRow, UsageError
 from megatron.swap.planner.flags import Training, check_known, read_flags
 from megatron.swap.planner.gpus import GPUS, find_gpu
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: the command line after the program's name; `None`: that of this process.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="megatron-swap plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -196,7 +197,7 @@ def read_measured(path: Path, profile: Profile) -> tuple[MemoryRow, ...]:
         UsageError: the file is no summary, or its run has another number of layers.
     """
     try:
-        summary = json.loads(path.read_text())
+        summary = json.loads(read_text(path))
         num_layers, ranks = summary["num_layers"], summary["ranks"]
         rank = ranks[profile.pipeline.rank * len(ranks) // profile.model.pipeline_parallel]
         rows = rank["memory"]

@@ -34,8 +34,8 @@ class _Deterministic(argparse.Action):
         namespace.deterministic_mode = True
 
 
-def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the ``--swap-`` flags: Megatron's ``extra_args_provider``.
+def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``--swap-`` flags.
 
     A help text is 'What the flag does. Default: value. Set it when …': docs/reference/flags.md is made from it.
 
@@ -43,7 +43,7 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser: Megatron's, or any other.
 
     Returns:
-        The same parser, as Megatron wants it.
+        The same parser.
     """
     add = parser.add_argument_group(
         "swap: activations", "Saved activations: which are offloaded or recomputed."

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.swap.common.command_line import CommandLine
 from megatron.swap.common.plan import Model
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import MOST, UsageError
@@ -204,7 +205,7 @@ def _default_ffn(hidden: int, gated: bool) -> int:
 
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = CommandLine(add_help=False, allow_abbrev=False)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size",
                  "ffn-hidden-size", "global-batch-size", "kv-channels", "num-experts",
                  "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank",

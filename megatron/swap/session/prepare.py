@@ -28,12 +28,13 @@ def prepare(argv: Sequence[str] = ()) -> None:
     patches = [compile_helpers.PATCH]
     if not torch.cuda.is_available():
         patches += cpu.CPU_PATCHES
-    if not _asks_for_debug(argv):
+    if not asks_for_debug(argv):
         quiet.hush()
         patches += quiet.QUIET_PATCHES
     _applied.append(registry.apply(patches))
 
 
-def _asks_for_debug(argv: Sequence[str]) -> bool:
+def asks_for_debug(argv: Sequence[str]) -> bool:
+    """Whether the command line ``argv`` has ``--swap-log-level debug``."""
     words = " ".join(argv).replace("=", " ")
     return "--swap-log-level debug" in words

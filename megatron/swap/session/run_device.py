@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
@@ -41,6 +44,21 @@ class RunDevice:
     def make(self) -> None:
         """Make ``device``, if it is not made yet."""
         _ = self.device
+
+    def check_room(self, chunks: Sequence[nn.Module]) -> None:
+        """Refuse an emulated device that has no room for the gradients of this rank's model ``chunks``.
+
+        Raises:
+            UsageError: says what they take.
+        """
+        given_gib = self._config.cpu_memory_gib
+        params = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
+        gradient_bytes = sum(param.numel() * param.element_size() for param in params)
+        if given_gib is not None and given_gib * GIB <= gradient_bytes:
+            raise UsageError(
+                f"--swap-cpu-memory-gib {given_gib:g}: must be more than the {gradient_bytes / GIB:.2g} GiB that the "
+                "gradients of this model take; activations and optimizer state come on top. Raise it, or leave it out."
+            )
 
     @property
     def is_made(self) -> bool:

@@ -22,6 +22,7 @@ from megatron.swap.engine.policy import policy_of
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import accumulators
 from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds, swap_config
+from megatron.swap.megatron_lm.compatibility import check_model_config
 from megatron.swap.megatron_lm.host_share import host_share
 from megatron.swap.megatron_lm.layer import num_micro_batches, pipeline_rank
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap, offload_settings
@@ -106,6 +107,7 @@ class SwapSession:
             HostMemoryError: the host has less memory than the run needs at least.
             PatchError: this Megatron is not the one that our patches were written for.
         """
+        check_model_config(model_config)
         config = swap_config(args)
         if config.oom_guard:
             build_guard(on_gpu=torch.cuda.is_available())
@@ -134,10 +136,12 @@ class SwapSession:
             ``chunks``, as Megatron expects of its hooks.
 
         Raises:
-            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer.
+            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, or ``--swap-cpu-memory-gib``
+                has no room for the model's gradients.
         """
         self._is_attached = True
         self.run_device.make()  # even if nothing is swapped: its memory is counted from here on
+        self.run_device.check_room(chunks)
         config, observer = self.config, self.run_device.observer
         for chunk in chunks:
             if config.acts or observer is not None:

@@ -14,7 +14,7 @@ from megatron.training import training
 from torch import nn
 
 from megatron.swap.common.types import MIB, UsageError
-from megatron.swap.megatron_lm.arguments import add_swap_args
+from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.memory.disk_file import DiskError
 from megatron.swap.patches import registry
 from megatron.swap.session.session import SwapSession
@@ -22,7 +22,7 @@ from megatron.swap.session.session import SwapSession
 
 def arguments(*flags: str) -> argparse.Namespace:
     """Return our arguments, and those of Megatron's that the session reads."""
-    args = add_swap_args(argparse.ArgumentParser()).parse_args(flags)
+    args = add_swap_flags(argparse.ArgumentParser()).parse_args(flags)
     vars(args).update(
         num_layers=2, rank=0, world_size=1, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
         add_bias_linear=True, recompute_granularity="selective", recompute_modules=["core_attn"], fp8=None,
