@@ -11,6 +11,7 @@ from megatron.swap.common.config import (
     LAYER_SYNTAX,
     LOG_LEVELS,
     MOST_CANDIDATES,
+    MOST_DELAY_MS,
     POLICIES,
     USUAL_FRACTION,
     SwapConfig,
@@ -146,8 +147,8 @@ def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "swap: without a GPU", "Tests on a machine without a GPU, where host memory emulates the device."
     ).add_argument
     add("--swap-cpu-delay-ms", type=float, default=0.0, metavar="MS",
-        help="Longest random delay of an emulated copy. Default: %(default)g. Set it when you test the order of "
-        "copies.")
+        help=f"Longest random delay of an emulated copy, at most {MOST_DELAY_MS}. Default: %(default)g. Set it when "
+        "you test the order of copies.")
     add("--swap-cpu-memory-gib", type=float, default=None, metavar="GIB",
         help="Memory of the emulated device, beside what the model takes when it is built. Default: no limit. Set it "
         "when you test what happens when device memory is short.")

@@ -1,4 +1,4 @@
-"""What a run prints while it trains, and how a refusal of Megatron's reads."""
+"""Lines that a run prints while it trains, and the error where Megatron refuses flags."""
 
 from __future__ import annotations
 
