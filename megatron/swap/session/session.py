@@ -15,6 +15,7 @@ from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.autotune.target import Output, PlanTarget, RunParts
 from megatron.swap.common.collectives import gather
 from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.failures import report_errors
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.engine.layer_hooks import override_forward
@@ -23,7 +24,9 @@ from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import accumulators
 from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds, swap_config
 from megatron.swap.megatron_lm.host_share import host_share
+from megatron.swap.megatron_lm.inputs import check_tokenizer
 from megatron.swap.megatron_lm.layer import num_micro_batches, pipeline_rank
+from megatron.swap.megatron_lm.memory_needs import check_memory
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap, offload_settings
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.native.guarding import build_guard
@@ -34,8 +37,9 @@ from megatron.swap.profiling.profiler import Profiler
 from megatron.swap.reporting.plan_run import PlanRun
 from megatron.swap.reporting.summary import memory_lines, start_table
 from megatron.swap.session import report as reports
-from megatron.swap.session.console import Console
+from megatron.swap.session.console import Console, print_at_end
 from megatron.swap.session.parts import ActivationParts, Planned
+from megatron.swap.session.prepare import KNOWN_ERRORS
 from megatron.swap.session.run_device import RunDevice
 from megatron.swap.session.steps import StepLog
 from megatron.swap.session.upstream import patches_of
@@ -68,6 +72,7 @@ class SwapSession:
         self._console = Console(config.log_level, args.rank, args.world_size)
         self._ranges = Ranges()
         self.run_device = RunDevice(config, args.rank, self._ranges)
+        self._memory_check = check_memory(args, config)
         kinds = recompute_kinds(args, config)
         self._target = PlanTarget(config, model_of(args), device_memory_gib(args), kinds) if config.auto else None
         self.planned = self._plan(kinds)
@@ -85,7 +90,7 @@ class SwapSession:
         swaps = any(map(policy.swaps_layer, range(args.num_layers)))
         wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)
         plan_run = PlanRun(config, model_of(args)) if wants_plan else None
-        host = host_share(config, args, swaps)
+        host = host_share(config, args, swaps, self._memory_check.capacity)
         state_memory = host.reserve_state(config)
         disk = DiskFile(config.disk_dir, host.disk_bytes) if config.disk_dir is not None else None
         return Planned(policy, kinds, swaps, host, state_memory, disk, plan_run)
@@ -106,6 +111,8 @@ class SwapSession:
             HostMemoryError: the host has less memory than the run needs at least.
             PatchError: this Megatron is not the one that our patches were written for.
         """
+        report_errors(KNOWN_ERRORS)
+        check_tokenizer(args)
         config = swap_config(args)
         if config.oom_guard:
             build_guard(on_gpu=torch.cuda.is_available())
@@ -206,7 +213,8 @@ class SwapSession:
             self.auto = AutoPlan(self._target, of_run, Output(self._console.say, self._console.say_here))
         if self._console.is_first:
             limits = planned.host.limit_bytes, planned.host.guard_bytes
-            print(start_table(config, self._args.num_layers, parts.tier.stats().reserved_bytes, *limits), flush=True)
+            needs, reserved_bytes = self._memory_check.line, parts.tier.stats().reserved_bytes
+            print(start_table(config, self._args.num_layers, reserved_bytes, *limits, needs), flush=True)
         return parts
 
     def _on_tier_full(self, error: SwapError) -> None:
@@ -302,6 +310,7 @@ class SwapSession:
             parts.recorder.step_ended(iteration + 1)
         if auto is not None:
             auto.step_ended(iteration, step.short_bytes, step.num_alloc_retries)
+        self.run_device.step_ended(iteration, is_settled=auto is None or auto.is_settled)
         if self.optimizer_swap is not None:
             self.optimizer_swap.step_ended(
                 overlaps=auto is None or not auto.is_measuring, is_same_plan=auto is None or not auto.has_switched
@@ -348,12 +357,13 @@ class SwapSession:
         if self.auto is not None:
             self.auto.finish()
         of_ranks = gather(mine)
-        if of_ranks is None:
-            return
-        planning = self.auto.summary() if self.auto is not None else None
-        summary = reports.write_summary(self.config.summary, self._args.num_layers, of_ranks, planning)
+        lines: list[str] = []
+        if of_ranks is not None:
+            planning = self.auto.summary() if self.auto is not None else None
+            summary = reports.write_summary(self.config.summary, self._args.num_layers, of_ranks, planning)
+            lines = reports.lines_of(summary, self.config, self._args.swap_layers, of_ranks, swaps=self.planned.swaps)
         if (self.planned.swaps or self.config.oom_guard) and not self._console.is_quiet:
-            reports.print_summary(summary, swaps=self.planned.swaps)
+            print_at_end(lines, has_ended=failure is not None)
 
     def _report(self) -> reports.RankReport:
         return reports.report_of(self.step_log.records, self.run_device, self.parts, self.optimizer_swap)
