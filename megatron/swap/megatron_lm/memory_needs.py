@@ -165,7 +165,7 @@ def _model_bytes(args: Namespace, offload_fraction: float) -> int:
     )  # fmt: skip
     if any(is_unusual):
         return 0
-    vocabulary = args.padded_vocab_size or args.vocab_size or 0  # a tokenizer may give it later
+    vocabulary = args.padded_vocab_size or args.vocab_size or 1  # a tokenizer may give it later
     model = model_of(Namespace(**{**vars(args), "padded_vocab_size": vocabulary}))
     of_layer, of_ends = num_params(model, tied=not args.untie_embeddings_and_output_weights)
     stages = model.pipeline_parallel

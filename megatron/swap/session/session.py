@@ -288,7 +288,13 @@ class SwapSession:
             raise _unknown_model()
 
     def on_iteration(
-        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
+        self,
+        iteration: int,
+        losses: dict[str, torch.Tensor],
+        grad_norm: Any,
+        is_logged: bool,
+        writer: Any,
+        averages_next: bool = False,
     ) -> None:
         """Record the iteration that has ended, run the planner, and print the iteration's line.
 
@@ -298,6 +304,7 @@ class SwapSession:
             grad_norm: of all ranks, or ``None``.
             is_logged: whether Megatron has printed its own line.
             writer: Megatron's TensorBoard writer, or ``None``.
+            averages_next: Megatron's next line is a mean over this iteration too.
 
         Raises:
             Infeasible: the planner found no plan that fits the budget.
@@ -322,6 +329,11 @@ class SwapSession:
             self.step_log.say_refused(parts.recomputer)
         if parts is not None and is_logged:
             self.step_log.show(step, device.peak_bytes(), writer)
+            if averages_next:
+                self._console.say(
+                    f"Megatron's next line shows the mean loss and time of iterations {iteration} to "
+                    f"{iteration + self._args.log_interval}, with or without swapping"
+                )
 
     def on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:
         """Report and close; after a failure only uninstall everything from Megatron.
