@@ -30,22 +30,20 @@ ALL = SwapConfig(layers=frozenset(range(LAYERS)))
 
 def arguments(**changes: Any) -> Namespace:
     """The flags of MODEL=350m on a machine without a GPU."""
-    return Namespace(**{
-        **dict(
-            num_layers=LAYERS, hidden_size=WIDTH, ffn_hidden_size=4 * WIDTH, num_attention_heads=16, kv_channels=64,
-            seq_length=2048, micro_batch_size=8, padded_vocab_size=VOCABULARY, vocab_size=50257, swiglu=False,
-            group_query_attention=False, num_query_groups=None, multi_latent_attention=False, num_experts=None,
-            tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1, data_parallel_size=1,
-            expert_model_parallel_size=1, virtual_pipeline_model_parallel_size=None, sequence_parallel=False,
-            transformer_impl="local", bf16=False, fp16=False, fp8=None, fp4=None, use_megatron_fsdp=False,
-            use_torch_fsdp2=False, init_model_with_meta_device=False, skip_train=False, freeze_all_layers=False,
-            heterogeneous_layers_config_path=None, hybrid_layer_pattern=None, untie_embeddings_and_output_weights=True,
-            accumulate_allreduce_grads_in_fp32=False, use_precision_aware_optimizer=False, optimizer="adam",
-            optimizer_cpu_offload=False, use_distributed_optimizer=False, variable_seq_lengths=False,
-            recompute_granularity=None, recompute_method=None, recompute_num_layers=None, local_rank=0,
-        ),
-        **changes,
-    })  # fmt: skip
+    flags = dict(  # noqa: C408
+        num_layers=LAYERS, hidden_size=WIDTH, ffn_hidden_size=4 * WIDTH, num_attention_heads=16, kv_channels=64,
+        seq_length=2048, micro_batch_size=8, padded_vocab_size=VOCABULARY, vocab_size=50257, swiglu=False,
+        group_query_attention=False, num_query_groups=None, multi_latent_attention=False, num_experts=None,
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1, data_parallel_size=1,
+        expert_model_parallel_size=1, virtual_pipeline_model_parallel_size=None, sequence_parallel=False,
+        transformer_impl="local", bf16=False, fp16=False, fp8=None, fp4=None, use_megatron_fsdp=False,
+        use_torch_fsdp2=False, init_model_with_meta_device=False, skip_train=False, freeze_all_layers=False,
+        heterogeneous_layers_config_path=None, hybrid_layer_pattern=None, untie_embeddings_and_output_weights=True,
+        accumulate_allreduce_grads_in_fp32=False, use_precision_aware_optimizer=False, optimizer="adam",
+        optimizer_cpu_offload=False, use_distributed_optimizer=False, variable_seq_lengths=False,
+        recompute_granularity=None, recompute_method=None, recompute_num_layers=None, local_rank=0,
+    )  # fmt: skip
+    return Namespace(**{**flags, **changes})
 
 
 def capacity(available_gib: float, ranks: int = 1) -> HostCapacity:
