@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.swap.patches.registry import PatchError
 from megatron.swap.prepare import prepare
-from megatron.swap.types import SwapError
 
 # One dictionary of tensors per micro-batch, as the data loader makes it; None where this rank reads no data.
 Batch = dict[str, Any]
@@ -137,12 +135,14 @@ def main() -> None:
 
     from megatron.swap.arguments import add_swap_args
     from megatron.swap.attention import sdpa_layer_spec
+    from megatron.swap.megatron_lm.inputs import check_data
     from megatron.swap.session import SwapSession
-    from megatron.swap.session.console import told_refusals
     from megatron.swap.session.prepare import asks_for_debug
+    from megatron.swap.session.refusals import told_refusals
 
     with told_refusals(in_full=asks_for_debug(sys.argv)):
         args = parse_and_validate_args(extra_args_provider=add_swap_args)
+        check_data(args)
         model_config = gpt_config_from_args(args)
         if args.transformer_impl == "local":
             model_config.transformer_layer_spec = sdpa_layer_spec(args.swap_deterministic, args.reset_attention_mask)
@@ -152,7 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (SwapError, PatchError) as error:
-        sys.exit(f"\nerror: {error}")
+    main()

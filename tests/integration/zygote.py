@@ -46,8 +46,8 @@ def child(request: dict[str, Any], env: dict[str, str]) -> int:
             return stop.code or 0
         print(stop.code, file=sys.stderr)
         return 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
 

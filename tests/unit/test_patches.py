@@ -16,6 +16,7 @@ import torch
 from megatron.swap.patches import (
     checkpointed_forward,
     compile_helpers,
+    finish,
     fused_activations,
     get_megatron_optimizer,
     linear_weight_gradients,
@@ -143,6 +144,7 @@ ALL = (
     compile_helpers.PATCH,
     train.train_patch(lambda: None, lambda failure, model, optimizer: None),
     training_log.training_log_patch(lambda **news: None),
+    finish.finish_patch(lambda: None),
     checkpointed_forward.checkpointed_forward_patch(lambda block: nullcontext()),
     *fused_activations.fused_activations_patches(lambda function: function),
     linear_weight_gradients.PATCH,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from types import TracebackType
 from typing import Any
 
 from megatron.swap.common.command_line import CommandLine, is_flag, plain_name
+from megatron.swap.common.failures import report_errors
 from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
 from megatron.swap.megatron_lm.compatibility import check_counts
@@ -51,7 +51,7 @@ class _TrainingCommandLine(CommandLine):
                 check_counts(found)
             except UsageError as error:
                 self.error(str(error))
-            _tell_errors(found)
+            report_errors(() if found.swap_log_level == "debug" else (SwapError, PatchError))
             _require_session()
         return found, rest
 
@@ -70,19 +70,6 @@ class _HelpFormatter(argparse.HelpFormatter):
             return super()._expand_help(action)
         except (ValueError, TypeError, KeyError):
             return action.help or ""
-
-
-def _tell_errors(args: argparse.Namespace) -> None:
-    """Print the errors of ours that end the program as one paragraph."""
-    usual = sys.excepthook
-
-    def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        if isinstance(error, SwapError | PatchError) and args.swap_log_level != "debug":
-            print(f"\nerror: {error}", file=sys.stderr)
-        else:
-            usual(kind, error, where)
-
-    sys.excepthook = tell
 
 
 def _require_session() -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -62,6 +62,15 @@ class HostCapacity:
     reason: str
     headroom_bytes: int = 0
     local_world_size: int = 1
+
+    def less(self, num_bytes: int, name: str) -> HostCapacity:
+        """Return the capacity that remains when every rank takes ``num_bytes`` more, for ``name``."""
+        return replace(
+            self,
+            available_bytes=max(0, self.available_bytes - num_bytes * self.local_world_size),
+            safe_bytes=round_down(max(0, self.safe_bytes - num_bytes), PAGE_BYTES),
+            reason=f"{self.reason}; less {format_bytes(num_bytes)} a rank for {name}",
+        )
 
 
 def local_world_size() -> int:

@@ -1,16 +1,13 @@
-"""Lines that a run prints while it trains, and the error where Megatron refuses flags."""
+"""Lines that a run prints, on the way and at the end."""
 
 from __future__ import annotations
 
-import linecache
-import re
-import sys
-import traceback
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from megatron.swap.common.types import SwapError, UsageError
+import torch
+
+from megatron.swap.patches import registry
+from megatron.swap.patches.finish import finish_patch
 
 
 class Console:
@@ -43,40 +40,27 @@ class Console:
             print(f" swap{self._of_rank}: {line}", flush=True)
 
 
-@contextmanager
-def told_refusals(*, in_full: bool) -> Iterator[None]:
-    """Turn an exception by which Megatron refuses flags into an error of one paragraph.
-
-    Megatron checks flags by assertions, of which some say nothing: then the condition is told.
+def print_at_end(lines: Sequence[str], *, has_ended: bool) -> None:
+    """Print ``lines`` when Megatron has printed its last line. Every rank must call this, with or without lines.
 
     Args:
-        in_full: leave Megatron's exception as it is, to be told with its traceback.
-
-    Raises:
-        UsageError: Megatron refused the flags.
+        has_ended: Megatron's trainer prints nothing more.
     """
+
+    def end() -> None:
+        patches.revert()
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            torch.distributed.barrier()  # the last rank prints the evaluation
+        _print(lines)
+
+    if has_ended:
+        return _print(lines)
     try:
-        yield
-    except SwapError:
-        raise
-    except (AssertionError, ArithmeticError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        if in_full:
-            raise
-        raise UsageError(
-            f"Megatron refuses these flags: {_refusal(error)}\nChange the flags that it names. --swap-log-level debug "
-            "shows the whole traceback."
-        ) from error
+        patches = registry.apply([finish_patch(end)])
+    except registry.PatchError:  # another upstream, or a trainer that ran before and was not ended: print it here
+        _print(lines)
 
 
-def _refusal(error: Exception) -> str:
-    """Return what Megatron says, or the condition that does not hold with the values in it; and where it is checked."""
-    frame, line_number = list(traceback.walk_tb(error.__traceback__))[-1]
-    file = frame.f_code.co_filename
-    line = linecache.getline(file, line_number).strip()
-    parsed = vars(frame.f_locals.get("args", Namespace()))
-    flags = {name: f"--{name.replace('_', '-')}" for name in re.findall(r"args\.(\w+)", line) if name in parsed}
-    values = {flag: "" if parsed[name] is True else f" {parsed[name]}" for name, flag in flags.items()}
-    given = sorted(flag + value for flag, value in values.items() if flag in sys.argv)
-    text = str(error).strip() or f"{line.removeprefix('assert ')} does not hold"
-    where = f"{'/'.join(file.split('/')[-3:])}, line {line_number}"
-    return f"{text} ({', '.join([*given, where])})"
+def _print(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, flush=True)

@@ -6,14 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron.swap.common.failures import report_errors
+from megatron.swap.common.types import SwapError
 from megatron.swap.patches import compile_helpers, cpu, quiet, registry
-from megatron.swap.patches.registry import AppliedPatches
+from megatron.swap.patches.registry import AppliedPatches, PatchError
 
 _applied: list[AppliedPatches] = []
 
 
 def prepare(argv: Sequence[str] = ()) -> None:
     """Apply patches for PyPI's wheel and for machines without CUDA, and shorten Megatron's output. Idempotent.
+
+    From here on an error of this package ends the process with its message alone: without a traceback, unless
+    ``--swap-log-level debug`` asks for it.
 
     A script of your own on a GPU, beside a Megatron-LM checkout, needs none of this.
 
@@ -23,6 +28,7 @@ def prepare(argv: Sequence[str] = ()) -> None:
     Raises:
         PatchError: the installed Megatron is not the one that a patch was written for.
     """
+    report_errors(() if asks_for_debug(argv) else (SwapError, PatchError))
     if _applied:
         return
     patches = [compile_helpers.PATCH]
