@@ -19,7 +19,7 @@ from megatron.swap.profiling.profiler import NSYS
 COUNTS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "seq_length", "max_position_embeddings", "vocab_size", "num_experts", "micro_batch_size", "global_batch_size",
-    "train_iters", "train_samples", "lr_decay_iters", "log_interval", "eval_interval", "tensor_model_parallel_size",
+    "train_iters", "train_samples", "lr_decay_iters", "log_interval", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
 )  # fmt: skip
 """Megatron's flags for which 0 and less make no sense; Megatron divides by some of them."""
