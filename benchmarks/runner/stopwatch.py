@@ -94,7 +94,8 @@ class Stopwatch:
         return chunks
 
     def _on_iteration(
-        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
+        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any,
+        averages_next: bool = False,
     ) -> None:
         self._ends.append(time.perf_counter())
         # The losses are read only at the end of the run: reading waits for the device.
