@@ -23,6 +23,7 @@ from megatron.swap.patches import (
     main_params,
     quiet,
     recompile_limit,
+    tokenizer,
     train,
     training_log,
 )
@@ -145,6 +146,7 @@ ALL = (
     train.train_patch(lambda: None, lambda failure, model, optimizer: None),
     training_log.training_log_patch(lambda **news: None),
     finish.finish_patch(lambda: None),
+    tokenizer.tokenizer_patch(lambda original: original),
     checkpointed_forward.checkpointed_forward_patch(lambda block: nullcontext()),
     *fused_activations.fused_activations_patches(lambda function: function),
     linear_weight_gradients.PATCH,

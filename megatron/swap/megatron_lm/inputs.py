@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.swap.common.types import UsageError
 
@@ -38,6 +39,25 @@ def check_tokenizer(args: Namespace) -> None:
             f"Install it (pip install {library}), or choose a tokenizer that needs none: --tokenizer-type "
             "NullTokenizer with --vocab-size, for data that consists of token numbers."
         )
+
+
+def build_tokenizer(build: Callable[..., Any], args: Namespace, **options: Any) -> Any:
+    """Return what ``build``, Megatron's function, returns.
+
+    Raises:
+        UsageError: a library or file is missing, or a flag.
+    """
+    check_tokenizer(args)
+    try:
+        return build(args, **options)
+    except (AssertionError, ImportError, OSError, ValueError) as error:
+        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        model = f" --tokenizer-model {args.tokenizer_model}" if args.tokenizer_model else ""
+        raise UsageError(
+            f"--tokenizer-type {args.tokenizer_type}{model}: Megatron cannot build this tokenizer ({words}). Give "
+            "--tokenizer-model a file or folder that is there, or a name that Hugging Face's hub has and this machine "
+            "can reach."
+        ) from error
 
 
 def check_data(args: Namespace) -> None:

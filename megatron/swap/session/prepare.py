@@ -8,8 +8,10 @@ import torch
 
 from megatron.swap.common.failures import report_errors
 from megatron.swap.common.types import SwapError
+from megatron.swap.megatron_lm.inputs import build_tokenizer
 from megatron.swap.patches import compile_helpers, cpu, quiet, registry
 from megatron.swap.patches.registry import AppliedPatches, PatchError
+from megatron.swap.patches.tokenizer import tokenizer_patch
 
 _applied: list[AppliedPatches] = []
 
@@ -31,7 +33,7 @@ def prepare(argv: Sequence[str] = ()) -> None:
     report_errors(() if asks_for_debug(argv) else (SwapError, PatchError))
     if _applied:
         return
-    patches = [compile_helpers.PATCH]
+    patches = [compile_helpers.PATCH, tokenizer_patch(build_tokenizer)]
     if not torch.cuda.is_available():
         patches += cpu.CPU_PATCHES
     if not asks_for_debug(argv):

@@ -24,7 +24,6 @@ from megatron.swap.megatron_lm import accumulators
 from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds, swap_config
 from megatron.swap.megatron_lm.compatibility import check_model_config
 from megatron.swap.megatron_lm.host_share import host_share
-from megatron.swap.megatron_lm.inputs import check_tokenizer
 from megatron.swap.megatron_lm.layer import num_micro_batches, pipeline_rank
 from megatron.swap.megatron_lm.memory_needs import check_memory
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap, offload_settings
@@ -111,7 +110,6 @@ class SwapSession:
             PatchError: this Megatron is not the one that our patches were written for.
         """
         check_model_config(model_config)
-        check_tokenizer(args)
         config = swap_config(args)
         if config.oom_guard:
             build_guard(on_gpu=torch.cuda.is_available())
