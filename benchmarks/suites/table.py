@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.rows import PEAKS, Row, peak_gib
+from benchmarks.rows import PEAKS, Row, outcome, peak_gib
 from benchmarks.suites import losses
 from benchmarks.suites.frontier import frontier
 
@@ -60,10 +60,10 @@ def _section(rows: list[Row]) -> list[str]:
 def _cells(row: Row, none_ms: float | None, noise: float | None, is_star: bool) -> list[str]:
     name = f"**{row['method']}**" if row["is_ours"] else row["method"]
     if row["step_ms_median"] is None:
-        return [name, row["outcome"], *[""] * (len(HEAD) - 2)]
+        return [name, outcome(row), *[""] * (len(HEAD) - 2)]
     peak, static = peak_gib(row), row["device_static_gib"]
     other = row[PEAKS[OTHER[row.get("peak") or "allocated"]]]
-    remarks = (["★"] if is_star else []) + ([row["outcome"]] if row["outcome"] != "ok" else [])
+    remarks = (["★"] if is_star else []) + ([outcome(row)] if row["outcome"] != "ok" else [])
     return [
         name,
         f"{row['step_ms_median']:.1f} ({row['step_ms_min']:.1f}–{row['step_ms_max']:.1f})",

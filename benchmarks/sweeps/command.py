@@ -7,8 +7,8 @@
 
 The planner's memory model predicts what cannot fit and where to begin. Real training steps, each run in a separate
 process, decide what trains. Rows are written to the output file as runs end; a table and a picture beside it.
-Exit status: 0 all done; 1 a run failed for another reason than memory, timed out or its loss did not fall; 75 runs are
-left (continue with --resume); 130 interrupted (finished runs are kept).
+Exit status: 0 all done; 1 a run failed for another reason than memory, timed out, its loss did not fall or its plan was
+never stable; 75 runs are left (continue with --resume); 130 interrupted (finished runs are kept).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks import machine
-from benchmarks.rows import GIB, NOT_FALLING, Row, RowError
+from benchmarks.rows import GIB, NOT_FALLING, NOT_STABLE, Row, RowError
 from benchmarks.store import StoreError, check_beside, locked
 from benchmarks.suites.output import (
     INTERRUPTED,
@@ -173,7 +173,7 @@ def run(sweep: Sweep, where: Scene, options: argparse.Namespace) -> int:
     rows = results.rows()
     if rows:
         write_pages(options.output, markdown(rows), partial(draw, rows))
-    has_failed = print_failed(rows, ("timeout", NOT_FALLING))
+    has_failed = print_failed(rows, ("timeout", NOT_FALLING, NOT_STABLE))
     return status or int(has_failed)
 
 

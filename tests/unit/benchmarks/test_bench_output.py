@@ -74,7 +74,7 @@ def test_the_table() -> None:
     )
     assert lines["recompute-mlp"].endswith("| 5.0e-06 |  |"), "no more than ten times the noise of none itself"
     assert lines["none"].endswith("| equal | ★ |")
-    assert lines["big"].startswith("| big | oom_device |")
+    assert lines["big"].startswith("| big | out of device memory |")
     assert "on H200; torch 2.11.0; commit c0ffee" in text
     assert len({line.count("|") for line in lines.values()}) == 1
 
