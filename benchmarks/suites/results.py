@@ -149,8 +149,9 @@ def merge(runs: list[Run], reference: list[Run] | None) -> Row:
 
     Step times of all rounds are one sample. Memory figures are those of the worst round. Predictions are those of the
     first round, since each round searches for its own plan; `num_replans` is the largest of all rounds. A run with
-    an unstable timed step keeps its other figures, and its outcome says so; without any stable one it has no times. Losses are compared with the same round of the
-    reference. The reference is compared with its own first round, which shows the machine's noise.
+    an unstable timed step keeps its figures, and its outcome says so; without a stable one it has no times. Losses are
+    compared with the same round of the reference. The reference is compared with its own first round, which shows the
+    machine's noise.
     """
     good = [run for run in runs if run["outcome"] in ("ok", NOT_STABLE)]
     failed = next((run for run in runs if run["outcome"] != "ok"), None)

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 from benchmarks.rows import UNPLANNED, RowError, read_rows
+from benchmarks.runner.launch import Finished
 from benchmarks.store import StoreError
 from benchmarks.sweeps import rows as sweep_rows
-from benchmarks.runner.launch import Finished
 from benchmarks.sweeps import runner
 from benchmarks.sweeps.results import measured
 from benchmarks.sweeps.runner import attempt, measure
 from benchmarks.sweeps.search import following
 from benchmarks.sweeps.table import champions, largest_by_method, machine_limit, markdown
 from tests.unit.benchmarks.sweep_cases import FILE, GOOD, FakeTraining, a_sweep, results_in, search
-
 
 UNTIMED = {"step_ms_all": [], "step_ms_median": None}
 
