@@ -23,7 +23,7 @@ from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import accumulators
 from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds, swap_config
 from megatron.swap.megatron_lm.host_share import host_share
-from megatron.swap.megatron_lm.layer import num_micro_batches, pipeline_rank
+from megatron.swap.megatron_lm.layer import check_one_stack, num_micro_batches, pipeline_rank
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap, offload_settings
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.native.guarding import build_guard
@@ -134,8 +134,11 @@ class SwapSession:
             ``chunks``, as Megatron expects of its hooks.
 
         Raises:
-            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer.
+            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, or the run plans itself and the
+                model has several stacks of layers.
         """
+        if self.config.auto:
+            check_one_stack(chunks)
         self._is_attached = True
         self.run_device.make()  # even if nothing is swapped: its memory is counted from here on
         config, observer = self.config, self.run_device.observer
