@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from matplotlib.text import Text
 from rich.console import Console
 
 from benchmarks.suites.frontier import frontier
-from benchmarks.suites.picture import BASELINES, OURS, _shown, draw
+from benchmarks.suites.picture import BASELINES, MANY, OURS, _shown, draw
 from benchmarks.suites.progress import line
 from benchmarks.suites.runner import Item
 from benchmarks.suites.saved_picture import draw_saved
@@ -146,6 +147,21 @@ def test_peers_far_from_everything_are_named_and_not_drawn() -> None:
         "none", "full-recompute", "recompute-mlp", "ours-0-3", "ours-all",
     ]  # fmt: skip
     assert row("ours-all", 900.0, 41.0) in _shown([*ROWS, row("ours-all", 900.0, 41.0)])
+
+
+def test_among_many_points_the_frontier_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    crowd = [row(f"peer-{i}", 118.0 + i / 100, 60.0 + i / 100) for i in range(MANY)]
+    draw([*ROWS[:2], *crowd, row("ours-best", 101.0, 50.0)], tmp_path / "rows.png")
+    (panel,) = plt.gcf().axes
+    words = [text.get_text() for text in panel.texts]
+    assert {"full recompute", "ours-best", "no offload"} <= set(words), "the frontier"
+    assert sum(word.startswith("peer-") for word in words) < MANY, "names upon names are left out"
+    assert any("the table names every point" in word for word in words)
+    renderer = plt.gcf().canvas.get_renderer()  # type: ignore[attr-defined]
+    boxes = [text.get_window_extent(renderer) for text in panel.texts]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    plt.close("all")
 
 
 def markers(path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]) -> list[str]:
