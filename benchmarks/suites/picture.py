@@ -34,8 +34,8 @@ PANEL_INCHES = (11.0, 6.6)
 FAR = 1.7
 """A baseline slower than this multiple of the fastest is named below the panel instead."""
 MANY = 16
-"""With more points than this, only the frontier, the baselines of ``ALWAYS_NAMED`` and points with room beside them are
-named."""
+"""The most points of a panel that names all. With more, the frontier, the baselines of ``ALWAYS_NAMED`` and points with
+room beside them are named."""
 CROWDED_HEIGHT = 1.4
 """A panel with more than `MANY` points is higher by this factor."""
 ALWAYS_NAMED = ("none", "full-recompute")

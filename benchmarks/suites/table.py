@@ -18,8 +18,8 @@ LEGEND = (
 )
 SAVED_LEGEND = (
     "Held: the most bytes of saved tensors that autograd holds at once, parameters excepted. A tensor counts until its "
-    "memory is freed, so an offloaded one does not. What backward recomputes counts too, except in a run with a budget, "
-    "which counts as its planner does. Of `{reference}`: held ÷ that of "
+    "memory is freed, so an offloaded one does not. What backward recomputes counts too, except in a run with a "
+    "budget, which counts as its planner does. Of `{reference}`: held ÷ that of "
     "`{reference}`. Offloaded: bytes that Megatron Swap copies out in a step. Losses: those of all steps beside the "
     "same steps of `{reference}`. Times are in the rows alone: without a GPU threads emulate the copies, and "
     "the times say nothing about a GPU. Not counted: the method's own hooks hide its tensors from the count."
