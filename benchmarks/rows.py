@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.swap.common.records import read_text, write_text
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 Row = dict[str, Any]
 Check = Callable[[Row, str], None]
 """Raises `RowError` unless a row matches its schema. The second argument names the row's file and line."""

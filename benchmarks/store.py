@@ -89,7 +89,7 @@ def locked(path: Path) -> Iterator[None]:
     """Lock a result file: two programs that rewrite it would lose each other's rows.
 
     Raises:
-        StoreError: another program has locked it, or the path is no regular file, or cannot be written.
+        StoreError: another program has locked it, the path is no regular file, or it cannot be written.
     """
     if path.exists() and not path.is_file():
         raise StoreError(f"--output {path} is no file")

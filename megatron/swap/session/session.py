@@ -24,7 +24,7 @@ from megatron.swap.megatron_lm import accumulators
 from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds, swap_config
 from megatron.swap.megatron_lm.compatibility import check_model_config
 from megatron.swap.megatron_lm.host_share import host_share
-from megatron.swap.megatron_lm.layer import num_micro_batches, pipeline_rank
+from megatron.swap.megatron_lm.layer import check_one_stack, num_micro_batches, pipeline_rank
 from megatron.swap.megatron_lm.memory_needs import check_memory
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap, offload_settings
 from megatron.swap.memory.disk_file import DiskFile
@@ -138,9 +138,11 @@ class SwapSession:
             ``chunks``, as Megatron expects of its hooks.
 
         Raises:
-            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, or ``--swap-cpu-memory-gib``
-                has no room for the model's gradients.
+            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, ``--swap-cpu-memory-gib`` has no
+                room for the model's gradients, or the run plans itself and the model has several stacks of layers.
         """
+        if self.config.auto:
+            check_one_stack(chunks)
         self._is_attached = True
         self.run_device.make()  # even if nothing is swapped: its memory is counted from here on
         self.run_device.check_room(chunks)
