@@ -10,14 +10,14 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.runner.planning import plan_file, searches
-from benchmarks.sweeps.plans import plan_of, with_megatrons_loss, with_mlp_section
+from benchmarks.sweeps.plans import plan_of, with_mlp_section
 from megatron.swap.common.config import USUAL_FRACTION
 from megatron.swap.common.plan import Infeasible, Model, load_plan
 from megatron.swap.common.types import GIB, UsageError, format_bytes
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.profile import Profile
-from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
+from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile, with_megatrons_loss
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.state_fraction import solve_fractions
 from megatron.swap.planner.states import BUCKETS_GIB, max_offloaded_state_gib, split_before_disk

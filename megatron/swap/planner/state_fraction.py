@@ -27,6 +27,8 @@ def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> 
     state = profile.offloaded_state
     if state is None or not state.fraction:
         return solve(profile, budget_gib, max_plans)
+    if state.is_fixed:
+        return _at(profile, state, state.fraction, budget_gib, max_plans)
     most = state.fraction
     found: dict[int, Solution | None] = {STEPS: _at(profile, state, most, budget_gib, max_plans)}
 

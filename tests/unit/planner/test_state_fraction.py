@@ -27,9 +27,9 @@ FLAGS = [
 
 def of_flags(*more: str) -> Profile:
     training = read_flags([*FLAGS, *more])
-    return shape_profile(
+    return replace(shape_profile(
         training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied, states=training.states,
-    )  # fmt: skip
+    ), allocator_gib=0.0)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,11 @@ def test_state_leaves_a_slow_disk_if_other_means_cost_less(profile: Profile, bud
         assert answer.prediction.step_ms > without.prediction.step_ms
 
 
-def test_nothing_to_decide_without_auto(profile: Profile) -> None:
+def test_a_given_fraction_is_the_only_one(profile: Profile) -> None:
     fixed = of_flags("--swap-optimizer", "0.5")
-    assert solve_fractions(fixed, 40).plan == solve(fixed, 40).plan
-    assert solve(fixed, 40).plan.offload_fraction is None
+    assert solve_fractions(fixed, 40).plan.offload_fraction == 0.5
+    assert solve_fractions(fixed, 80).plan.offload_fraction == 0.5  # though less would do
+    assert solve_fractions(of_flags(), 80).plan.offload_fraction is None
 
 
 def test_no_fraction_is_enough(profile: Profile) -> None:
