@@ -54,10 +54,10 @@ ON_CPU = (
     f"{COMMON.replace('--bf16 ', '')}"
 )
 DENSE = "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --vocab-size 32000"
-LONG = f"{DENSE} --group-query-attention --num-query-groups 8 --micro-batch-size 1 --global-batch-size 1"
+LONG = f"{DENSE} --group-query-attention --num-query-groups 8"
 LLAMA = (
     "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
-    "--vocab-size 128256 --micro-batch-size 1"
+    "--vocab-size 128256"
 )
 STATE = "--use-distributed-optimizer --use-precision-aware-optimizer"
 
@@ -108,7 +108,7 @@ POINTS = {
                   f"{LONG.replace('--num-layers 16', '--num-layers 6')} {_sequences(131072, 1, 1)}", iterations=6),
     "8b-8k": Point(f"--gpu h200 {HOST} --memory-gib 110",
                    f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer auto {_sequences(8192, 1, 4)}"),
-    "8b-64k": Point(f"--gpu h200 {HOST} --memory-gib 134",
+    "8b-64k": Point("--gpu h200 --host-gib 104 --memory-gib 134",
                     f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer 1 {_sequences(65536, 1, 1)}", iterations=6),
     "experts": Point("--memory-gib 56",
                      "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 5504 --moe-ffn-hidden-size 5504 "

@@ -13,7 +13,7 @@ OURS = (
     "--swap-recompute", "--swap-optimizer", "--swap-host-gib", "--swap-disk-dir",
 )  # fmt: skip
 """Flags that say what the planner decides."""
-WIDTH = 118
+WIDTH = 117
 
 
 def training_command(flags: Sequence[str], chosen: Sequence[str], num_gpus: int, per_host: int) -> str:
@@ -28,13 +28,18 @@ def training_command(flags: Sequence[str], chosen: Sequence[str], num_gpus: int,
         launcher += ["--nnodes", str(-(-num_gpus // local)), "--node-rank", '"$NODE_RANK"',
                      "--master-addr", '"$MASTER_ADDR"']  # fmt: skip
     kept = without(flags, OURS)
-    words = [*launcher, SCRIPT, *map(shlex.quote, [*kept, *chosen])]
+    units = [*launcher, SCRIPT]
+    for word in [*kept, *chosen]:  # a flag stays with its values
+        if word.startswith("--") or units[-1] == SCRIPT:
+            units.append(shlex.quote(word))
+        else:
+            units[-1] += f" {shlex.quote(word)}"
     lines, line = [], ""
-    for word in words:
-        if line and len(line) + len(word) > WIDTH and (word.startswith("--") or not line.split()[-1].startswith("--")):
+    for unit in units:
+        if line and len(line) + len(unit) > WIDTH:
             lines.append(line)
             line = "   "
-        line += f" {word}" if line else word
+        line += f" {unit}" if line else unit
     return " \\\n".join([*lines, line])
 
 
