@@ -115,7 +115,7 @@ def of_training(
                 "this rank"
             )
         room_gib = max(0.0, host_gib - min(offloaded_gib, max_state_before_disk(host_gib, disk_gib)))
-        on_disk_gib = split_before_disk(offloaded_gib, host_gib, 0.0).state_on_disk
+        on_disk_gib = split_before_disk(offloaded_gib, host_gib, room_gib).state_on_disk if disk_gib else 0.0
         return states, profile_of(states, room_gib, on_disk_gib)
 
     found = without_planner(with_megatrons_loss(profile_of(kept, None)), budget_gib, kept)
@@ -123,8 +123,8 @@ def of_training(
     fraction = "auto" if not training.offloads or training.states.is_auto else f"{training.states.offload_fraction:g}"
     flags: tuple[str, ...] = ("--swap-optimizer", fraction)
     for name, disk_gib in ((STATE, 0.0), (DISK, training.disk_gib or float("inf"))):
-        if name == DISK and host_gib is None and not training.disk_gib:
-            found.append(replace(found[-1], name=name, flags=flags))  # nothing gets to the disk
+        if name == DISK and found[-1].name == STATE and found[-1].fits and not training.disk_gib:
+            found.append(replace(found[-1], name=name, flags=flags))  # host memory holds all
             break
         try:
             states, profile = offloading(disk_gib)
