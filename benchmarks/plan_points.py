@@ -124,9 +124,9 @@ POINTS = {
 }  # fmt: skip
 """The points of an H200 with 112 GiB of host memory. The profile of `mla` is measured before it is predicted."""
 CPU_POINTS = {
-    "cpu": Point("--memory-gib 0.017",
+    "cpu": Point("--memory-gib 0.009",
                  "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --vocab-size 500 --swap-min-mib 0.05 "
-                 f"{_sequences(128, 2, 4)}", profile=f"{FOLDER}/profile-cpu.json", common=ON_CPU),
+                 f"{_sequences(128, 2, 4)}", profile="profile/profile-cpu.json", iterations=4, common=ON_CPU),
 }  # fmt: skip
 """A point that shows on any machine that this program works."""
 
@@ -137,7 +137,7 @@ class PointError(Exception):
 
 def profile(point: Point, budget_gib: float, path: str) -> None:
     """Train under a budget until a profile is measured, and write it."""
-    flags = [*point.training_flags[:-1], "12", "--swap-memory-gib", f"{budget_gib:g}", "--swap-save-profile", path]
+    flags = [*point.training_flags[:-1], "10", "--swap-memory-gib", f"{budget_gib:g}", "--swap-save-profile", path]
     done = paste(training_command([], flags, 1, 1), 600.0)
     if done.returncode or not Path(path).exists():
         raise PointError(f"no profile was written:\n{done.stdout[-3000:]}")

@@ -247,11 +247,14 @@ def _lowest_gib(profile: Profile) -> float:
 def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[float, float] | None:
     """Return the GiB of activations on the device and in host memory; they do not depend on the offload fraction.
 
+    Fragments are not counted: a device that is nearly full gives them back.
+
     `in_buckets`: we offload some state, so the loss is computed in chunks.
     """
     training, path = read_flags(flags), plan_file(flags)
     try:
         profile = shape_profile(training.model, gpu, training.num_micro_batches, tied=training.tied)
+        profile = replace(profile, allocator_gib=0.0)
         plan = plan_of(training.model, flags) if path is None else load_plan(path)
     except UsageError:
         return None
