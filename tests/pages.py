@@ -8,12 +8,15 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from megatron.swap import patches
 from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.patches.registry import Patch
+from megatron.swap.planner.flags import FLAGS_FILE
+from megatron.swap.prepare import prepare
 from tests.support import support_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -146,12 +149,26 @@ def patches_page() -> str:
     return f"{before}<!-- patches: made by `python -m tests.pages` -->\n{patches_table()}<!-- end of patches -->{after}"
 
 
+# ------------------------------------------------------------------------------- the flags that the planner knows
+
+
+def training_flags() -> str:
+    """The names of all training flags, one a line: those of the installed Megatron and our own."""
+    prepare()
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_swap_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False)))
+    names = sorted({name for action in parser._actions for name in action.option_strings if name.startswith("--")})
+    return "\n".join([f"made by `python -m tests.pages` from megatron-core {version('megatron-core')}", *names, ""])
+
+
 # --------------------------------------------------------------------------------------------------- generated
 
 GENERATED: dict[Path, Callable[[], str]] = {
     REFERENCE / "flags.md": flags_page,
     REFERENCE / "support.md": support_page,
     PATCHES: patches_page,
+    FLAGS_FILE: training_flags,
 }
 
 

@@ -138,8 +138,8 @@ class SwapSession:
             ``chunks``, as Megatron expects of its hooks.
 
         Raises:
-            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, ``--swap-cpu-memory-gib`` has no
-                room for the model's gradients, or the run plans itself and the model has several stacks of layers.
+            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, ``--swap-cpu-memory-gib`` has
+                no room for the model's gradients, or the run plans itself and the model has several stacks of layers.
         """
         if self.config.auto:
             check_one_stack(chunks)

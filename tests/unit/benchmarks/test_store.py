@@ -94,7 +94,7 @@ def test_rows_that_are_not_comparable_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(StoreError, match=r"rows\.jsonl: cannot be written: .* Name another file"), locked(
+    with pytest.raises(StoreError, match=r"rows\.jsonl cannot be written .*; name another file"), locked(
         tmp_path / "file" / "rows.jsonl"
     ):
         pass
