@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 import pytest
 import torch
@@ -16,6 +16,162 @@ from torch.nn import functional
 from tests.engine import Engine, Layer, Result, batch, forward, loss_of, stack, wrongs
 from tests.known_failures.meters import num_objects, tensor_memory
 from tests.lazy_device import LazyDevice, LazyEvent, LazyStream
+
+NUM_LAYERS = 6
+
+
+def pipelined(
+    layers: nn.ModuleList, lengths: Sequence[int], between: Callable[[], object] = lambda: None
+) -> Result:
+    """Run a step of a pipeline's first stage: at most two micro-batches wait for their backward.
+
+    Args:
+        lengths: tokens of each micro-batch.
+        between: called before each forward and each backward.
+    """
+    layers.zero_grad(set_to_none=True)
+    losses: list[torch.Tensor] = []
+    result = Result()
+    for number, length in enumerate(lengths):
+        between()
+        losses.append(loss_of(forward(layers, batch(number, tokens=length))))
+        if len(losses) == 2:
+            between()
+            losses.pop(0).backward()
+    for loss in losses:
+        between()
+        loss.backward()
+    result.grads = [parameter.grad for parameter in layers.parameters()]
+    return result
+
+# ------------------------------------------------------------------------------------ forwards without gradients
+
+
+class Mixed(Layer):
+    """A layer that computes its residual with gradients even under ``no_grad``, as Megatron's do."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        output = super().forward(hidden_states)
+        with torch.enable_grad():
+            return hidden_states + functional.gelu(output * 1)
+
+
+class NotingDevice(LazyDevice):
+    """Notes all that is enqueued, in order: waits, and copies with their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, str, int]] = []
+
+    def wait(self, stream: LazyStream, event: LazyEvent) -> None:
+        self.log.append(("wait", stream.name, 0))
+        super().wait(stream, event)
+
+    def copy(self, stream: LazyStream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+        self.log.append(("copy", stream.name, sum(source.numel() for source in sources)))
+        return super().copy(stream, targets, sources)
+
+
+class TestForwardsWithoutGradients:
+    """A forward without gradients in train mode is taken for one of training, and breaks the next step.
+
+    Seen in NVIDIA-NeMo/RL#2279: passes that only compute log-probabilities used up the warm-up in which activation
+    offload learns the order of training. The same is reported of modelscope/ms-swift#9844.
+
+    Here: whether autograd records decides, not the mode. Such a pass saves, copies and learns nothing: the next step
+    makes the same copies and waits, in the same order, as if the pass had not been.
+    """
+
+    @pytest.mark.parametrize("make", [Layer, Mixed], ids=["plain", "gradients-inside"])
+    @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+    @pytest.mark.parametrize(
+        ("swapped", "ends_in_loss"), [(range(NUM_LAYERS), False), (range(3), True)], ids=["all", "some-before-the-loss"]
+    )
+    def test_the_next_step_is_the_same(
+        self, make: Callable[[], nn.Module], guard: Callable, swapped: range, ends_in_loss: bool
+    ) -> None:
+        def run(passes: bool) -> tuple[list[list[tuple[str, str, int]]], Result]:
+            layers, device, place = stack(NUM_LAYERS, make), NotingDevice(), count()
+            assert layers.training
+
+            def sometimes_only_forward() -> None:
+                if passes and next(place) % 3 == 0:  # at other places in each step
+                    with guard():
+                        forward(layers, batch(9, tokens=24))
+
+            logs: list[list[tuple[str, str, int]]] = []
+            with Engine(layers, swapped, device=device, ends_in_loss=ends_in_loss) as engine:
+                for _ in range(4):
+                    device.log = []
+                    sometimes_only_forward()
+                    result = pipelined(layers, [64] * 4, sometimes_only_forward)
+                    logs.append(device.log)
+                assert engine.num_leases == 0
+                assert device.violations == []
+            return logs, result
+
+        (with_passes, result), (without, plain) = run(True), run(False)
+        assert len(without[-1]) > 50
+        assert with_passes == without
+        assert result.same_as(plain)
+
+    def test_gradients_and_late_reloads(self) -> None:
+        late: list[int] = []
+
+        def run(layers: nn.ModuleList, engine: Engine | None) -> Result:
+            def only_forward() -> None:
+                with torch.no_grad():
+                    forward(layers, batch(9, tokens=24))
+
+            only_forward()
+            for _ in range(3):
+                result = pipelined(layers, [64] * 4, only_forward)
+            late.append(engine.counters.num_late if engine is not None else 0)
+            return result
+
+        assert wrongs(run, Mixed) == []
+        assert late[-1] == 0
+
+
+# ------------------------------------------------------------------------------------- micro-batches that differ
+
+
+class TestShorterFirstMicroBatch:
+    """The first micro-batch is shorter than the others, and all buffers and windows are sized by it.
+
+    Known from training with packed or variable sequences: what is sized by the first micro-batch is too small for the
+    next one, which is reloaded late, overflows a buffer, or comes back cut off.
+
+    Here: nothing is sized by the first micro-batch. Each storage is copied by its own size, and the window is that of
+    the largest layer seen, so it grows with the first longer micro-batch.
+    """
+
+    @pytest.mark.parametrize("lengths", [(8, 64, 64, 64), (8, 16, 32, 64), (64, 8, 64, 8)], ids=str)
+    def test_in_a_pipeline(self, lengths: tuple[int, ...]) -> None:
+        late: list[int] = []
+
+        def run(layers: nn.ModuleList, engine: Engine | None) -> Result:
+            for step in range(4):
+                result = pipelined(layers, lengths)
+                if step == 0:  # the order is not known yet
+                    late.append(engine.counters.num_late if engine is not None else 0)
+            if engine is not None:
+                late.append(engine.counters.num_late)
+                window_bytes = engine.manager.release_budget.window_bytes
+                assert window_bytes == group_bytes(max(lengths))
+            return result
+
+        assert wrongs(run) == []
+        assert late[-1] == late[-2], "reloads were late, though the order was known"
+
+
+def group_bytes(length: int) -> int:
+    """The bytes that one layer offloads of so many tokens."""
+    layers = stack(2)
+    with Engine(layers, ends_in_loss=False) as engine:
+        loss_of(forward(layers, batch(tokens=length))).backward()
+        return engine.manager.release_budget.largest_group_bytes
+
 
 # -------------------------------------------------------------------------------------------------- many steps
 
@@ -61,7 +217,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(5)])
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
