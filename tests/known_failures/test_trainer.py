@@ -32,7 +32,7 @@ class TestCheckpointHangs:
             "--save checkpoint --save-interval 2 --swap-summary summary.json"
         )
         plain = trainer.run(f"{flags} --swap-layers none", ranks=2)
-        swapped = trainer.run(f"{flags} {SWAP_SMALL} --swap-layers all --swap-optimizer 0.5", ranks=2, timeout_s=80.0)
+        swapped = trainer.run(f"{flags} {SWAP_SMALL} --swap-layers all --swap-optimizer 0.5", ranks=2, timeout_s=60.0)
         assert_same_training(plain, swapped)
         assert swapped.summary["optimizer_in_bytes"] > 0
         assert (swapped.directory / "checkpoint" / "iter_0000002").is_dir()
@@ -79,7 +79,7 @@ class TestRanksDriftApart:
         budget_gib = 0.7 * max(saved) / GIB
         run = trainer.run(
             f"{flags} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}",
-            ranks=2, program=SCRIPT, timeout_s=80.0,
+            ranks=2, program=SCRIPT, timeout_s=60.0,
         )  # fmt: skip
         assert_same_training(plain, run)
         first, second = ((run.directory / f"decisions-{rank}").read_text().splitlines() for rank in range(2))
