@@ -14,6 +14,7 @@ from typing import Any
 from megatron.swap import patches
 from megatron.swap.megatron_lm.arguments import add_swap_args
 from megatron.swap.patches.registry import Patch
+from tests.known_failures.listing import known_failures_page
 from tests.support import support_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,6 +152,7 @@ def patches_page() -> str:
 GENERATED: dict[Path, Callable[[], str]] = {
     REFERENCE / "flags.md": flags_page,
     REFERENCE / "support.md": support_page,
+    REFERENCE / "known-failures.md": known_failures_page,
     PATCHES: patches_page,
 }
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.optimizer_adapter import is_elementwise
 from tests.unit.optimizer.test_stepper import Training, same
 
 HOST: list[torch.Tensor] = []
@@ -77,3 +79,10 @@ class TestMomentsPoisoned:
             assert all(is_on_host(value) and value.isfinite().all() for value in moments)
             swapped.stepper.store_loaded()  # as after a resume
         assert same(swapped.steps(2).all(), plain.steps(2).all())
+
+    def test_a_class_that_is_not_known(self) -> None:
+        class OtherAdam(torch.optim.Optimizer):
+            pass
+
+        with pytest.raises(UsageError, match="it is not known whether OtherAdam steps each parameter alone"):
+            is_elementwise(OtherAdam([torch.zeros(1)], {}), has_disk=False)

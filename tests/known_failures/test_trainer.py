@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatron.swap.common.types import GIB
 from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_training, recorded
 
@@ -52,6 +54,7 @@ class TestShorterFirstMicroBatch:
         assert swapped.summary["saved_peak_bytes"] < plain.summary["saved_peak_bytes"]
         assert [step["num_late"] for step in swapped.summary["steps"]][1:] == [0, 0]
 
+    @pytest.mark.slow
     def test_within_a_budget(self, trainer: Trainer) -> None:
         """The plan is made for the longest micro-batch."""
         steps = "--train-iters 10 --lr-decay-iters 10"
