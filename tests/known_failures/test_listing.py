@@ -19,8 +19,8 @@ def test_sixteen_and_no_fault_without_one() -> None:
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.name)
 def test_each_was_seen_planted_and_caught(failure: KnownFailure) -> None:
     assert failure.faults, "plant it, and show that its test fails"
-    assert failure.threads or failure.seen.startswith("Known from")
-    assert all(part.endswith(".") for part in (failure.title, failure.seen, failure.here))
+    assert failure.threads, "name the thread it comes from"
+    assert all(part.endswith((".", ".)")) for part in (failure.title, failure.seen, failure.here))
     for fault in failure.faults:
         row = results()[fault.id]
         assert (row["outcome"], row["file"], row["why"]) == (CAUGHT, fault.file, fault.why)

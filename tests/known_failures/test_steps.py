@@ -75,8 +75,9 @@ class NotingDevice(LazyDevice):
 class TestForwardsWithoutGradients:
     """A forward without gradients in train mode is taken for one of training, and breaks the next step.
 
-    Seen in NVIDIA-NeMo/RL#2279: passes that only compute log-probabilities used up the warm-up in which activation
-    offload learns the order of training. The same is reported of modelscope/ms-swift#9844.
+    Seen in NVIDIA-NeMo/RL#2279: Megatron's activation offload learns its plan in the first pass and does not ask whether
+    that pass trains, so a pass that only computed log-probabilities used up the warm-up. (modelscope/ms-swift#9844 is
+    named for the same; that thread was not at hand.)
 
     Here: whether autograd records decides, not the mode. Such a pass saves, copies and learns nothing: the next step
     makes the same copies and waits, in the same order, as if the pass had not been.
@@ -137,10 +138,11 @@ class TestForwardsWithoutGradients:
 
 
 class TestShorterFirstMicroBatch:
-    """The first micro-batch is shorter than the others, and all buffers and windows are sized by it.
+    """The first micro-batch is shorter than the others, and what comes after it is sized by the first.
 
-    Known from training with packed or variable sequences: what is sized by the first micro-batch is too small for the
-    next one, which is reloaded late, overflows a buffer, or comes back cut off.
+    Seen in pytorch/pytorch#126600: stages of a pipeline went on with buffers of the first micro-batch's size. Seen in
+    NVIDIA/TransformerEngine#1762: pinned buffers that are kept have the shapes of the first iteration, and another
+    shape fails an assertion.
 
     Here: nothing is sized by the first micro-batch. Each storage is copied by its own size, and the window is that of
     the largest layer seen, so it grows with the first longer micro-batch.

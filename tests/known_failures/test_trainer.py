@@ -20,8 +20,8 @@ UNEQUAL_LENGTHS = "--tokens 16 64 64 64 --global-batch-size 8"
 class TestCheckpointHangs:
     """Saving a checkpoint with offloaded optimizer state never ends.
 
-    Seen in NVIDIA/Megatron-LM#4910: with `optimizer_cpu_offload` the ranks held different entries of optimizer state,
-    so that while saving one rank was in an all-gather and another in an all-reduce.
+    Seen in NVIDIA/Megatron-LM#4910: with `optimizer_cpu_offload`, some ranks waited in an all-gather and others in an
+    all-reduce while a checkpoint was saved. NVIDIA/Megatron-LM#6573 found other entries of optimizer state on each rank.
 
     Here: before Megatron collects state, every rank materializes all of its own, without communication; names and
     shapes are those of a run without offloading, also where ranks hold different experts.
@@ -67,8 +67,9 @@ class TestShorterFirstMicroBatch:
 class TestRanksDriftApart:
     """Tokens are routed unevenly, so ranks save tensors of other sizes; ranks that plan alone drift apart and hang.
 
-    Known from mixtures of experts: a rank that chooses by the bytes it saved itself recomputes a layer that another
-    rank keeps; the layer's collectives then wait for ever.
+    Seen, without offloading, in deepspeedai/DeepSpeed#6809: each rank sized its experts' buffers by its own routing, and
+    the all-to-all stalled without an error. With offloading, a rank that plans by the bytes that it saved itself
+    recomputes a layer that another rank keeps, and the collectives of that layer wait for ever.
 
     Here: ranks exchange their measurements and their profiles. In each pipeline stage the rank that saves most plans
     for all of them, and all change to a plan behind the same step.
