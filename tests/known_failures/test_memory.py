@@ -15,7 +15,6 @@ import megatron.swap.engine
 from megatron.swap.common.plan import LAYER_SECTION
 from megatron.swap.common.types import KIB, MIB
 from megatron.swap.devices.base import Device
-from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.offload import Offloader
 from megatron.swap.engine.reload import Reloader
 from megatron.swap.memory.host_arena import HostArena
@@ -25,7 +24,7 @@ from megatron.swap.planner.profile import MS_PER_MIB, LayerClass, NonLayer, Sect
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, solve, whole_layers
 from tests.engine import HIDDEN, Engine, Layer, Mlp, batch, forward, loss_of, stack
-from tests.known_failures.meters import StalledLink, TensorMemory, tensor_memory
+from tests.known_failures.meters import Link, TensorMemory, tensor_memory
 from tests.unit.optimizer.test_stepper import OPTIMIZERS, Training
 from tests.unit.planner.cases import GB_S, profile, site
 
@@ -83,7 +82,7 @@ class TestReloadedTooEarly:
         layers = with_gradients()
         seen: list[int] = []
         chosen = {"window_bytes": window_bytes} if is_chosen else {}
-        with tensor_memory() as memory, Engine(layers, swapped, device=EmulatedDevice(), **chosen) as engine:
+        with tensor_memory() as memory, Engine(layers, swapped, device=Link(stalls=False), **chosen) as engine:
             for _ in range(3):
                 seen.clear()
                 loss = loss_of(forward(layers, batch()))
@@ -204,7 +203,7 @@ class TestBytesMovedInVain:
         with tensor_memory() as memory:
             plain_bytes = peak(None, with_gradients(), memory)
         layers = with_gradients()
-        with tensor_memory() as memory, Engine(layers, range(6), device=EmulatedDevice()) as engine:
+        with tensor_memory() as memory, Engine(layers, range(6), device=Link(stalls=False)) as engine:
             for _ in range(3):
                 before = engine.counters.out_bytes
                 swapped_bytes = peak(engine, layers, memory)
@@ -279,7 +278,7 @@ class TestSlowerAndLargerThanCheckpointing:
                     del loss
             return max(seen)
 
-        assert peak(StalledLink()) <= peak(EmulatedDevice()) + KIB
+        assert peak(Link(stalls=True)) <= peak(Link(stalls=False)) + KIB
 
     @pytest.mark.parametrize("speed", [0.02, 0.2, 1.0, 5.0])
     @pytest.mark.parametrize("share", [0.0, 0.3, 0.7], ids=["checkpointing", "a-little-more", "much-more"])

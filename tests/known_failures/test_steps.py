@@ -75,9 +75,9 @@ class NotingDevice(LazyDevice):
 class TestForwardsWithoutGradients:
     """A forward without gradients in train mode is taken for one of training, and breaks the next step.
 
-    Seen in NVIDIA-NeMo/RL#2279: Megatron's activation offload learns its plan in the first pass and does not ask whether
-    that pass trains, so a pass that only computed log-probabilities used up the warm-up. (modelscope/ms-swift#9844 is
-    named for the same; that thread was not at hand.)
+    Seen in NVIDIA-NeMo/RL#2279: Megatron's activation offload learns its plan in the first pass and does not ask
+    whether that pass trains, so a pass that only computed log-probabilities used up the warm-up.
+    (modelscope/ms-swift#9844 is named for the same; that thread was not at hand.)
 
     Here: whether autograd records decides, not the mode. Such a pass saves, copies and learns nothing: the next step
     makes the same copies and waits, in the same order, as if the pass had not been.

@@ -21,12 +21,14 @@ class TestCheckpointHangs:
     """Saving a checkpoint with offloaded optimizer state never ends.
 
     Seen in NVIDIA/Megatron-LM#4910: with `optimizer_cpu_offload`, some ranks waited in an all-gather and others in an
-    all-reduce while a checkpoint was saved. NVIDIA/Megatron-LM#6573 found other entries of optimizer state on each rank.
+    all-reduce while a checkpoint was saved. NVIDIA/Megatron-LM#6573 found that ranks held different entries of
+    optimizer state.
 
     Here: before Megatron collects state, every rank materializes all of its own, without communication; names and
     shapes are those of a run without offloading, also where ranks hold different experts.
     """
 
+    @pytest.mark.timeout(200)
     def test_two_ranks_with_experts(self, trainer: Trainer) -> None:
         """The checkpoint in the middle of training holds the same as without offloading, and so does the last one."""
         flags = (
@@ -67,14 +69,15 @@ class TestShorterFirstMicroBatch:
 class TestRanksDriftApart:
     """Tokens are routed unevenly, so ranks save tensors of other sizes; ranks that plan alone drift apart and hang.
 
-    Seen, without offloading, in deepspeedai/DeepSpeed#6809: each rank sized its experts' buffers by its own routing, and
-    the all-to-all stalled without an error. With offloading, a rank that plans by the bytes that it saved itself
+    Seen, without offloading, in deepspeedai/DeepSpeed#6809: each rank sized its experts' buffers by its own routing,
+    and the all-to-all stalled without an error. With offloading, a rank that plans by the bytes that it saved itself
     recomputes a layer that another rank keeps, and the collectives of that layer wait for ever.
 
     Here: ranks exchange their measurements and their profiles. In each pipeline stage the rank that saves most plans
     for all of them, and all change to a plan behind the same step.
     """
 
+    @pytest.mark.timeout(200)
     def test_two_ranks_of_experts_within_a_budget(self, trainer: Trainer) -> None:
         flags = f"{EXPERTS} --train-iters 14 --lr-decay-iters 14"
         plain = trainer.unswapped(flags, ranks=2, program=SCRIPT)
