@@ -17,6 +17,7 @@ from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.patches.registry import Patch
 from megatron.swap.planner.flags import FLAGS_FILE
 from megatron.swap.prepare import prepare
+from tests.known_failures.listing import known_failures_page
 from tests.support import support_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -167,6 +168,7 @@ def training_flags() -> str:
 GENERATED: dict[Path, Callable[[], str]] = {
     REFERENCE / "flags.md": flags_page,
     REFERENCE / "support.md": support_page,
+    REFERENCE / "known-failures.md": known_failures_page,
     PATCHES: patches_page,
     FLAGS_FILE: training_flags,
 }

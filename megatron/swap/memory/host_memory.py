@@ -26,6 +26,7 @@ import torch
 
 from megatron.swap.common.rounding import round_down
 from megatron.swap.common.types import GIB, MIB, SwapError, UsageError, format_bytes
+from megatron.swap.native.cuda_library import clear_cuda_error
 
 logger = logging.getLogger(__name__)
 
@@ -279,6 +280,7 @@ class _Mapping(mmap.mmap):
         with torch.cuda.device(device):
             status = torch.cuda.cudart().cudaHostUnregister(self.address)
         if int(status) != 0:
+            clear_cuda_error()
             logger.warning("cudaHostUnregister failed with CUDA error %d", int(status))
 
 
@@ -356,6 +358,7 @@ class HostRegion:
         torch.cuda.set_device(device)
         status = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, _CUDA_HOST_REGISTER_PORTABLE)
         if int(status) != 0:
+            clear_cuda_error()
             raise HostMemoryError(
                 f"cudaHostRegister refused {format_bytes(self.nbytes)} of host memory "
                 f"(CUDA error {int(status)}). Lower --swap-host-gib or swap fewer layers (--swap-layers)."

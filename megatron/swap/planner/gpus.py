@@ -126,14 +126,15 @@ def find_gpu(name: str) -> Gpu:
     """
     if name.lower().startswith(CUSTOM):
         return _custom(name)
-    if name.lower() not in GPUS:
+    found = GPUS.get(name.lower()) or GPUS.get(f"rtx{name}")
+    if found is None:
         near = difflib.get_close_matches(name.lower(), GPUS, 1, 0.4)
         raise UsageError(
             f"--gpu {name}: is not in the table{f', did you mean {near[0]}?' if near else ';'} There are "
             f"{', '.join(GPUS)}. Describe another one as {CUSTOM_SYNTAX} (GiB of memory, dense bf16 TFLOP/s of its "
             "data sheet, GB/s of its link in one direction), or measure a profile."
         )
-    return GPUS[name.lower()]
+    return found
 
 
 def _custom(name: str) -> Gpu:
