@@ -136,6 +136,7 @@ class _Generator:
         self._data = ranks // self._tensor // self._pipeline
         self._num_layers = choose.randint(3, 6) if self._pipeline == 1 else self._pipeline * choose.randint(2, 3)
         self._stages, self._num_experts = self._pipeline, 0
+        self._layout: list[str] = []
         self._group = 1  # micro-batches come in groups of so many
         if self._tensor > 1:
             self._flags.append(f"--tensor-model-parallel-size {self._tensor}")
@@ -160,8 +161,7 @@ class _Generator:
                     self._num_layers = sum(counts)
                     if len(counts) > self._pipeline:
                         self._group = self._pipeline
-                    layout = "|".join("t" * count for count in counts)
-                    self._flags.append(f"--pipeline-model-parallel-layout 'E{layout}L'")
+                    self._layout = ["t" * count for count in counts]
 
     def _shape(self) -> None:
         choose = self._random
@@ -220,7 +220,13 @@ class _Generator:
             if not any("sinkhorn" in flag for flag in self._flags):
                 self._maybe(0.25, "--moe-expert-capacity-factor 1.0",
                             "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity")  # fmt: skip
-        self._has_mtp = self._maybe(0.15, "--mtp-num-layers 1", "--mtp-num-layers 2")
+        num_mtp = choose.choice([1, 2]) if self._chance(0.15) else 0
+        self._has_mtp = num_mtp > 0
+        self._flags += [f"--mtp-num-layers {num_mtp}"] if num_mtp else []
+        if self._layout:
+            self._layout[0] = f"E{self._layout[0]}"
+            self._layout[-1] += "m" * num_mtp + "L"
+            self._flags.append(f"--pipeline-model-parallel-layout '{'|'.join(self._layout)}'")
 
     def _positions_and_norms(self) -> None:
         kind = self._random.choices(("rope", "learned_absolute", "none", "yarn"), (70, 15, 5, 10))[0]
@@ -280,7 +286,7 @@ class _Generator:
             kinds = [] if method == "uniform" else kinds
         elif self._chance(0.15):
             modules = ["core_attn"]
-            modules += ["moe", "moe_act"] if self._has_experts else []
+            modules += ["moe", *(["moe_act"] if self._chance(0.1) else [])] if self._has_experts else []
             modules += [] if self._has_bias else ["mlp"]
             modules += ["mla_up_proj"] if self._is_mla else []
             modules += ["layernorm"] if self._chance(0.05) else []
@@ -302,13 +308,14 @@ class _Generator:
             numbers = [max(number, self._pipeline) for number in numbers]
         sizes = [micro * self._data * number for number in numbers]
         num_samples = num_steps * max(sizes)
-        if sizes[0] != sizes[1] and self._chance(0.4):
+        with_evaluation = self._chance(0.3)
+        varies = self._chance(0.4) and not (with_evaluation and self._group > 1)  # upstream evaluates with the first
+        if sizes[0] != sizes[1] and varies:
             change = sizes[0] * self._seq * max(1, num_steps // 2)
             self._flags.append(f"--step-batch-size-schedule '0:{sizes[0]} {change}:{sizes[1]}'")
         else:
             self._flags.append(f"--global-batch-size {sizes[0]}")
         self._flags.append(f"--micro-batch-size {micro} --train-iters {num_steps} --lr-decay-iters {num_samples}")
-        with_evaluation = self._chance(0.3)
         self._flags.append("--eval-interval 1 --eval-iters 1" if with_evaluation else "--eval-iters 0 --eval-interval 99")
 
     # ------------------------------------------------------------------ swapping
@@ -325,14 +332,13 @@ class _Generator:
             flags.append(f"--swap-summary {FOLDER}/summary.json")
         return flags
 
-    def _state_and_disk(self, swaps: bool = True) -> list[str]:
-        flags, on_disk = [], False
-        if has_state := self._chance(0.35):
-            flags.append(f"--swap-optimizer {self._random.choice(['0.3', '0.7', '1', '1'])}")
-        if (swaps or has_state) and (self._is_elementwise or not has_state) and self._chance(0.25):
-            on_disk = True
-            flags.append(f"--swap-disk-dir {FOLDER} --swap-host-gib {self._random.choice(['0.009', '0.02'])}")
-        return flags if on_disk else [*flags, "--swap-host-gib 0.25"]
+    def _state_and_disk(self) -> list[str]:
+        """Return flags of a part of the optimizer's state, and of a disk behind host memory that is too small."""
+        has_state, on_disk = self._chance(0.35), self._chance(0.2)
+        flags = [f"--swap-optimizer {self._random.choice(['0.3', '0.7', '1', '1'])}"] if has_state else []
+        if not on_disk or (has_state and not self._is_elementwise):
+            return [*flags, "--swap-host-gib 0.25"]
+        return [*flags, f"--swap-disk-dir {FOLDER} --swap-host-gib {'0.0195' if has_state else '0.0073'}"]
 
     def _layers(self) -> str:
         text = self._random.choice(("all", "all", "all", "every:2", "some", "range"))
@@ -346,6 +352,9 @@ class _Generator:
         return text
 
     def _by_layers(self) -> str:
+        if self._is_elementwise and self._chance(0.06):  # all buckets of the state pass through the disk
+            disk = f"--swap-disk-dir {FOLDER} --swap-host-gib 0.008"
+            return " ".join([*self._common(), f"--swap-min-mib 0 --swap-optimizer 1 {disk}"])
         flags = self._common() + self._state_and_disk()
         flags.append(f"--swap-layers {self._layers()}")
         if self._chance(0.15):
@@ -362,7 +371,7 @@ class _Generator:
         return " ".join(flags)
 
     def _by_plan(self) -> str:
-        return " ".join([*self._common(), *self._state_and_disk(swaps=True), f"--swap-plan {PLAN}"])
+        return " ".join([*self._common(), *self._state_and_disk(), f"--swap-plan {PLAN}"])
 
     def _guarded(self) -> str:
         """Return flags of the guard. The device lacks a part of the memory that the unswapped run needs."""

@@ -49,7 +49,10 @@ class _Pair:
         except Exception as failure:
             error = _text(failure)
             self.trace = traceback.format_exc()
-        errors = [text for text in self._world.gather(error) if text]
+        try:
+            errors = [text for text in self._world.gather(error, 20.0 if error else 600.0) if text]
+        except torch.distributed.DistStoreError:  # the other ranks wait for this one in upstream's collectives
+            return {"outcome": "skipped", "error": error, "restart": True}
         if errors:
             return {"outcome": "skipped", "error": error or errors[0], "trace": getattr(self, "trace", "")}
         try:

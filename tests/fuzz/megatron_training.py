@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -122,11 +123,16 @@ class World:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
 
-    def gather(self, text: str) -> list[str]:
-        """Return the texts of all ranks, by rank; it needs no process group."""
+    def gather(self, text: str, timeout_s: float = 600.0) -> list[str]:
+        """Return the texts of all ranks, by rank; it needs no process group.
+
+        Raises:
+            torch.distributed.DistStoreError: a rank has not called this in time.
+        """
         self._number += 1
         keys = [f"gather {self._number} {rank}" for rank in range(self.num_ranks)]
         self._store.set(keys[self.rank], text)
+        self._store.wait(keys, timedelta(seconds=timeout_s))
         return [self._store.get(key).decode() for key in keys]
 
 

@@ -50,13 +50,19 @@ class Pool:
             rank.ask(request)
         deadline = time.monotonic() + self._timeout_s + 1.0  # the ranks dump their stacks first
         rows = []
-        for rank in self._ranks:
-            row = rank.answer(deadline - time.monotonic())
+        waiting = list(self._ranks)
+        while waiting:
+            rank = next((rank for rank in waiting if rank.has_answered), waiting[0])
+            if not rank.has_answered and time.monotonic() < deadline:
+                time.sleep(0.005)
+                continue
+            waiting.remove(rank)
+            row = rank.answer(0.0)
             rows.append(row)
-            if row["outcome"] in BAD:  # the others may wait for it in vain
+            if row["outcome"] in BAD or "restart" in row:  # the others may wait for it in vain
                 deadline = min(deadline, time.monotonic() + 5.0)
-        worst = min(rows, key=lambda row: WORST.index(row["outcome"]))
-        if worst["outcome"] in BAD:
+        worst = min(rows, key=lambda row: ("restart" not in row, WORST.index(row["outcome"])))
+        if worst["outcome"] in BAD or "restart" in worst:
             self._stop()
         figures: dict[str, float] = {}
         for row in rows:
@@ -111,6 +117,10 @@ class _Rank:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # ``answer`` says that it died
+
+    @property
+    def has_answered(self) -> bool:
+        return not self._lines.empty()
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
         try:
