@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron import swap
@@ -21,6 +22,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megatron.swap.engine import offload
 from tests.fuzz.records import Record, difference
 
 WIDTH = 16
@@ -366,6 +368,8 @@ class Case:
         self.steps = [choose.choice(list(STEPS)) for _ in range(choose.randint(2, 5))] + ["plain"]
         self.rows = [choose.choice([8, 12, 12, 24]) for _ in self.steps]
         self.optimizer = choose.choice(["AdamW", "SGD"])
+        self.commit_bytes = choose.choice([1, 1, 2048, 1 << 24])
+        """Copies start as soon as so many bytes are pending; tiny layers never have the product's 16 MiB."""
         self.options: dict[str, Any] = {
             "layers": choose.choice(["all", "all", "every:2", f"0-{choose.randint(1, 2)}"]),
             "min_mib": choose.choice([0, 0, 0.0005, 0.001]),
@@ -424,7 +428,10 @@ def run_seed(seed: int) -> dict[str, Any]:
     except Exception as error:
         return row | {"outcome": "skipped", "error": f"{type(error).__name__}: {error}"}
     try:
-        with swap.activations(model, **case.options) as swapped:
+        with (
+            mock.patch.object(offload, "COMMIT_BYTES", case.commit_bytes),
+            swap.activations(model, **case.options) as swapped,
+        ):
             found = case.train(model)
             gc.collect()
             stats = swapped.stats()
