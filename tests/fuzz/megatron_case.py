@@ -45,6 +45,8 @@ class Case:
     with_mask: bool = False
     spec: str = "sdpa"
     stop_after: int = 0
+    commit_bytes: int = 0
+    """Copies start as soon as so many bytes are pending; a tiny layer never has the product's 16 MiB."""
     scarcity: float = 0.0
     """Fraction of what the unswapped run's autograd holds that ``@MEMORY`` and ``@BUDGET`` lack."""
 
@@ -121,9 +123,11 @@ class _Generator:
         else:
             swaps = (self._by_layers(),)
         model = " ".join([BASE, *self._flags])
+        commit_bytes = choose.choice([1, 1, 4096, 1 << 24])
         scarcity = round(choose.uniform(0.1, 0.6), 2) if kind in ("guard", "auto") else 0.0
         return Case(
-            self._seed, self._num_ranks, model, swaps, plan, lengths, with_mask, spec, stop_after, scarcity
+            self._seed, self._num_ranks, model, swaps, plan, lengths, with_mask, spec, stop_after, commit_bytes,
+            scarcity,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ Megatron

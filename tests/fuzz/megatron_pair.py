@@ -8,11 +8,13 @@ import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megatron.swap.common.plan import LAYER_SECTION, Infeasible, Plan, PlanClass, SitePlan, load_plan, save_plan
 from megatron.swap.common.types import GIB
+from megatron.swap.engine import offload
 from tests.fuzz.megatron_case import BUDGET, FOLDER, MEMORY, PLAN, Case
 from tests.fuzz.megatron_training import Data, Trained, World, train
 from tests.fuzz.records import difference
@@ -56,7 +58,8 @@ class _Pair:
         if errors:
             return {"outcome": "skipped", "error": error or errors[0], "trace": getattr(self, "trace", "")}
         try:
-            self._swapped()
+            with mock.patch.object(offload, "COMMIT_BYTES", self._case.commit_bytes):
+                self._swapped()
             row = {"outcome": "equal"}
         except Unequal as unequal:
             row = {"outcome": "different", "error": str(unequal)}

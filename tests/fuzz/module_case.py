@@ -374,7 +374,8 @@ class Case:
             "layers": choose.choice(["all", "all", "every:2", f"0-{choose.randint(1, 2)}"]),
             "min_mib": choose.choice([0, 0, 0.0005, 0.001]),
             "prefetch_gib": choose.choice([None, None, 1e-7, 1e-6, 1e-5]),
-            "verify": choose.random() < 0.2,
+            # A GRU's kernels write to parts of a storage without telling autograd, so checksums would differ.
+            "verify": choose.random() < 0.2 and "gru" not in self.names,
             "cpu_delay_ms": choose.choice([0, 0.1, 0.5, 1]),
         }
 
