@@ -90,11 +90,11 @@ class _Generator:
 
     def case(self) -> Case:
         choose = self._random
-        kind = choose.choices(("layers", "plan", "guard", "auto"), (60, 25, 8, 7))[0]
+        kind = choose.choices(("layers", "plan", "guard", "auto"), (64, 25, 7, 4))[0]
         self._parallel()
         self._shape()
         self._is_mla = self._chance(0.2)
-        self._has_experts = self._num_experts > 0 or self._chance(0.25)
+        self._has_experts = self._num_experts > 0 or (self._tensor == 1 and self._chance(0.25))
         self._attention()
         self._mlp()
         self._positions_and_norms()
@@ -144,7 +144,7 @@ class _Generator:
         self._group = 1  # micro-batches come in groups of so many
         if self._tensor > 1:
             self._flags.append(f"--tensor-model-parallel-size {self._tensor}")
-        if self._data > 1 and self._chance(0.3):
+        if self._data > 1 and self._tensor == 1 and self._chance(0.3):
             self._flags.append(f"--expert-model-parallel-size {self._data}")
             self._num_experts = 2 * self._data
         if self._pipeline > 1:
@@ -154,7 +154,7 @@ class _Generator:
                     self._num_layers = 2 * self._pipeline * choose.randint(1, 2)
                     self._flags.append("--num-virtual-stages-per-pipeline-rank 2")
                     self._group = self._pipeline
-                    self._maybe(0.3, "--no-overlap-p2p-communication")
+                    self._maybe(0.3 if self._pipeline > 2 else 0.02, "--no-overlap-p2p-communication")
                 case "uneven":
                     rest = self._pipeline - 1
                     first = choose.randint(1, 4)
@@ -224,7 +224,7 @@ class _Generator:
             if not any("sinkhorn" in flag for flag in self._flags):
                 self._maybe(0.25, "--moe-expert-capacity-factor 1.0",
                             "--moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity")  # fmt: skip
-        num_mtp = choose.choice([1, 2]) if self._chance(0.15) else 0
+        num_mtp = choose.choice([1, 2]) if self._chance(0.01 if self._is_mla else 0.18) else 0
         self._has_mtp = num_mtp > 0
         self._flags += [f"--mtp-num-layers {num_mtp}"] if num_mtp else []
         if self._layout:
@@ -245,7 +245,7 @@ class _Generator:
                     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
                     "--moe-grouped-gemm", "--cross-entropy-loss-fusion")  # fmt: skip
         if self._tensor > 1:
-            self._maybe(0.1, "--sequence-parallel")
+            self._maybe(0.02, "--sequence-parallel")
 
     def _precision(self) -> None:
         if self._chance(0.5):
@@ -327,7 +327,7 @@ class _Generator:
     def _common(self) -> list[str]:
         choose = self._random
         flags = [OURS, f"--swap-min-mib {choose.choice(['0', '0.0005', '0.001', '0.003'])}"]
-        flags.append(f"--swap-cpu-delay-ms {choose.choice(['0', '0.05', '0.3', '1'])}")
+        flags.append(f"--swap-cpu-delay-ms {choose.choice(['0', '0.05', '0.2', '0.5'])}")
         if self._chance(0.2):
             flags.append(f"--swap-prefetch-gib {choose.choice(['1e-7', '1e-6', '1e-5', '1e-4'])}")
         if self._chance(0.2):
@@ -342,7 +342,7 @@ class _Generator:
         flags = [f"--swap-optimizer {self._random.choice(['0.3', '0.7', '1', '1'])}"] if has_state else []
         if not on_disk or (has_state and not self._is_elementwise):
             return [*flags, "--swap-host-gib 0.25"]
-        return [*flags, f"--swap-disk-dir {FOLDER} --swap-host-gib {'0.0195' if has_state else '0.0073'}"]
+        return [*flags, f"--swap-disk-dir {FOLDER} --swap-host-gib {'0.04' if has_state else '0.0073'}"]
 
     def _layers(self) -> str:
         text = self._random.choice(("all", "all", "all", "every:2", "some", "range"))
