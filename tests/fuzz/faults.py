@@ -18,7 +18,7 @@ class _NoTime:
 
 
 def uses_before_arrival() -> None:
-    """Compute waits neither for an offload before its memory is released, nor for a reload before its bytes are used."""
+    """Compute waits neither for an offload before memory is released, nor for a reload before its bytes are used."""
     EmulatedDevice.timed_wait = lambda *_: _NoTime()  # type: ignore[method-assign,assignment,return-value]
 
 

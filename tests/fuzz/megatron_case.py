@@ -1,4 +1,4 @@
-"""Random cases for Megatron's trainer: a model, a schedule of micro-batches, and ways to swap. A seed gives one case."""
+"""Random cases for Megatron's trainer: a model, a schedule of micro-batches, ways to swap. A seed gives one case."""
 
 from __future__ import annotations
 
@@ -252,7 +252,8 @@ class _Generator:
             self._add("--bf16", "--bf16", "--fp16 --initial-loss-scale 1024",
                       "--fp16 --initial-loss-scale 4294967296 --loss-scale-window 2")  # fmt: skip
             self._maybe(0.03, "--fp32-residual-connection")
-            self._maybe(0.2, "--grad-reduce-in-bf16" if "--bf16" in self._flags else "--accumulate-allreduce-grads-in-fp32")
+            is_bf16 = "--bf16" in self._flags
+            self._maybe(0.2, "--grad-reduce-in-bf16" if is_bf16 else "--accumulate-allreduce-grads-in-fp32")
         for what in ("attention", "hidden"):
             self._flags.append(f"--{what}-dropout {self._random.choice(['0', '0', '0.1', '0.3'])}")
         self._flags.append(f"--seed {self._random.randrange(1, 10000)}")
@@ -307,7 +308,8 @@ class _Generator:
         choose = self._random
         self._num_steps = num_steps
         micro = choose.randint(1, 3)
-        numbers = sorted(self._group * choose.randint(1, 4 if self._group == 1 else 2) for _ in range(2))  # upstream refuses fewer
+        most = 4 if self._group == 1 else 2
+        numbers = sorted(self._group * choose.randint(1, most) for _ in range(2))  # upstream refuses fewer later
         if self._pipeline > 1:
             numbers = [max(number, self._pipeline) for number in numbers]
         sizes = [micro * self._data * number for number in numbers]
@@ -320,7 +322,7 @@ class _Generator:
         else:
             self._flags.append(f"--global-batch-size {sizes[0]}")
         self._flags.append(f"--micro-batch-size {micro} --train-iters {num_steps} --lr-decay-iters {num_samples}")
-        self._flags.append("--eval-interval 1 --eval-iters 1" if with_evaluation else "--eval-iters 0 --eval-interval 99")
+        self._flags.append(f"--eval-interval {1 if with_evaluation else 99} --eval-iters {int(with_evaluation)}")
 
     # ------------------------------------------------------------------ swapping
 
@@ -362,7 +364,7 @@ class _Generator:
         flags = self._common() + self._state_and_disk()
         flags.append(f"--swap-layers {self._layers()}")
         if self._chance(0.15):
-            modules = ["mlp", "self_attention", "layer", "input_layernorm", "core_attention", "self_attention.linear_proj"]
+            modules = ["mlp", "self_attention", "layer", "input_layernorm", "core_attention", "linear_proj"]
             flags.append(f"--swap-modules {' '.join(self._some(modules))}")
         if self._kinds and self._chance(0.35):
             flags.append(f"--swap-recompute {' '.join(self._some(self._kinds))}")

@@ -118,7 +118,8 @@ class _Pair:
             try:
                 return train(self._world, self._filled(flags), self._data, spec=self._case.spec)
             except Infeasible as error:  # a plan exists from there on
-                assert self._needed[BUDGET] < error.smallest_gib
+                if self._needed[BUDGET] >= error.smallest_gib:
+                    raise
                 self._needed[BUDGET] = error.smallest_gib
             except torch.OutOfMemoryError as error:  # of what is no saved tensor
                 if "has nothing more to evict" not in str(error) or self._world.num_ranks > 1:
@@ -131,7 +132,7 @@ class _Pair:
                 raise Unequal(f"{name}, phase {number}: {line}")
 
     def _vary_plan(self) -> None:
-        """Give other actions to the sites of the saved plan, each layer on its own; some layers are recomputed whole."""
+        """Give the sites of the saved plan other actions, layer by layer; some layers are recomputed whole."""
         path = self._folder / "plan.json"
         if self._world.rank == 0:
             save_plan(varied(load_plan(path), random.Random(self._case.seed)), path)

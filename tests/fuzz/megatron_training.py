@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import shlex
 import sys
@@ -17,12 +18,15 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-import pretrain_gpt_swap as program
 import torch
+
+import pretrain_gpt_swap as program
 
 program.prepare(["--swap-log-level", "debug"])  # before Megatron is imported; output goes nowhere anyway
 
 from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding  # noqa: E402
 from megatron.core.transformer.moe import moe_logging  # noqa: E402
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper  # noqa: E402
 from megatron.training import pretrain, training  # noqa: E402
@@ -120,8 +124,11 @@ class World:
             training.destroy_global_state()
             moe_logging._MOE_METRICS_TRACKER = None  # left over, and as long as the last model
             MTPLossLoggingHelper.tracker.clear()
+            for cached in (RotaryEmbedding.forward, YarnRotaryEmbedding.forward):
+                getattr(cached, "cache_clear", lambda: None)()  # it holds models, and they their process groups
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            gc.collect()  # each group that lives on has three threads
 
     def gather(self, text: str, timeout_s: float = 600.0) -> list[str]:
         """Return the texts of all ranks, by rank; it needs no process group.
@@ -234,6 +241,8 @@ def _recorded(trained: Trained, sessions: list[SwapSession]) -> Iterator[None]:
         for number, one in enumerate(unchained(optimizer)):
             params = [param for group in one.optimizer.param_groups for param in group["params"]]
             note(f"optimizer {number}", [[param, one.optimizer.state.get(param)] for param in params])
+        for chunk in model:
+            getattr(chunk, "grad_accs", []).clear()  # a circle through C++, which Python does not collect
         for session in sessions:
             trained.figures.update(figures_of(session))
 

@@ -19,10 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 WORST = ("different", "failed", "died", "hung", "skipped", "equal")
 """Outcomes of ranks; that of a case is the first of these that any rank has."""
 BAD = frozenset(WORST[:4])
+MOST_CASES = 50
+"""Cases of one process: upstream's caches hold models of the past, and these hold process groups with their threads."""
 
 
 class Pool:
-    """The ranks of one world, in processes that live on from case to case. After a bad one they are started anew.
+    """The ranks of one world, in processes that live on from case to case. After a bad one, and after
+    ``MOST_CASES``, they are started anew.
 
     Args:
         kind: ``megatron`` or ``modules``.
@@ -34,6 +37,7 @@ class Pool:
     def __init__(self, kind: str, num_ranks: int = 1, timeout_s: float = 120.0, fault: str = "") -> None:
         self._kind, self._num_ranks, self._timeout_s, self._fault = kind, num_ranks, timeout_s, fault
         self._ranks: list[_Rank] = []
+        self._num_cases = 0
 
     def __enter__(self) -> Pool:
         return self
@@ -43,8 +47,12 @@ class Pool:
 
     def run(self, seed: int) -> dict[str, Any]:
         """Return the row of a case, with the figures of all ranks added up."""
+        if self._num_cases == MOST_CASES:
+            self._stop()
         if not self._ranks:
             self._start()
+            self._num_cases = 0
+        self._num_cases += 1
         request = {"seed": seed, "timeout_s": self._timeout_s}
         for rank in self._ranks:
             rank.ask(request)

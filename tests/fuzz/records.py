@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+
 class Bits(NamedTuple):
     """A copy of a tensor, in memory that the emulated device does not count."""
 
@@ -27,7 +28,7 @@ class Record:
         self._num_seen: dict[str, int] = {}
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a copy of all tensors and numbers in ``value``. The same name may come again: its results are counted."""
+        """Keep a copy of all tensors and numbers in ``value``. The same name may come again: it is counted."""
         self._num_seen[name] = self._num_seen.get(name, 0) + 1
         for path, leaf in _leaves(f"{name} {self._num_seen[name]}", value):
             self.leaves[path] = _bits(leaf.detach()) if isinstance(leaf, torch.Tensor) else repr(leaf)

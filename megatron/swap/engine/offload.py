@@ -174,7 +174,7 @@ class Offloader:
                 self._counters.layers[handle.site.layer].out_bytes += handle.num_bytes
 
     def _note_checksum(self, handle: Handle) -> None:
-        """Compute the checksum of a storage that is not copied yet: parts of it may be written after others are saved."""
+        """Compute the checksum of a storage that is not copied yet. Its parts may be written one after the other."""
         if handle.checksum is None and handle.storage is not None:
             compute = self._device.current_stream()
             if handle.stream != compute:
