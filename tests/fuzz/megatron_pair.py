@@ -153,4 +153,5 @@ def varied(plan: Plan, choose: random.Random) -> Plan:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip()
+    text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line  # an assertion without a message
+    return f"{type(error).__name__}: {text}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from typing import Any
 
@@ -70,5 +69,4 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         **facts,
         "command": "python -m tests.fuzz --kind megatron|modules --ranks N --count N --rows FILE; python -m tests.fuzz "
         "--result docs/results/fuzz.json --rows FILE …",
-        "python": sys.version.split()[0],
     }  # fmt: skip
