@@ -24,11 +24,18 @@ def shortened(error: str) -> str:
     return re.sub(r"0x[0-9a-f]+|\d+", "N", first)[:200]
 
 
+def ranges(numbers: list[int]) -> str:
+    """Return ``0-3,7-7`` for 0, 1, 2, 3 and 7."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ",".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+
+
 def counts(rows: list[Row]) -> dict[str, Any]:
     """Return the counts of rows of one kind and number of ranks."""
     compared = [row for row in rows if row["outcome"] == "equal"]
     return {
-        "seeds": f"{min(row['seed'] for row in rows)}-{max(row['seed'] for row in rows)}",
+        "seeds": ranges(sorted({row["seed"] for row in rows})),
         "num_cases": len(rows),
         "outcomes": dict(Counter(row["outcome"] for row in rows)),
         "did": {
