@@ -17,14 +17,33 @@ Batch = dict[str, Any]
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
+def has_mtp(vp_stage: int | None) -> bool:
+    """Return whether layers that predict further tokens are on this pipeline stage: they read tokens and labels."""
+    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+    from megatron.training import get_args
+
+    args = get_args()
+    layout = args.pipeline_model_parallel_layout
+    if layout is not None:
+        layout = PipelineParallelLayerLayout(layout, args.pipeline_model_parallel_size)
+    return bool(mtp_on_this_rank(layout, args.mtp_num_layers, vp_stage is None, vp_stage))
+
+
+def reads_data(vp_stage: int | None) -> bool:
+    """Return whether this pipeline stage reads data."""
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    return is_first_or_last_pipeline_stage(vp_stage) or has_mtp(vp_stage)
+
+
 def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> list[Any]:
     """Return this rank's tensors of the next micro-batch, in the order of ``BATCH_KEYS``; ``None`` where not needed."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
     from megatron.training import get_args
-    from megatron.training.utils import is_first_or_last_pipeline_stage
 
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    if not reads_data(vp_stage):
         return [None] * len(BATCH_KEYS)
     args = get_args()
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -45,7 +64,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> li
         tp_rank=tensor_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=has_mtp(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(**stage),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(**stage),
@@ -90,7 +109,7 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
     from megatron.training import get_args, get_tokenizer
-    from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+    from megatron.training.utils import get_blend_and_blend_per_split
 
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -114,9 +133,9 @@ def provide_datasets(num_samples: list[int], vp_stage: int | None = None) -> tup
     )
 
     def is_built_on_this_rank() -> bool:
-        # Only the first and the last pipeline stage read data, there one tensor-parallel rank, which broadcasts it.
+        # Of a stage that reads data, one tensor-parallel rank reads it and broadcasts it.
         is_source = parallel_state.get_tensor_model_parallel_rank() == 0
-        return bool(is_source and is_first_or_last_pipeline_stage(vp_stage))
+        return bool(is_source and reads_data(vp_stage))
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_on_this_rank, config).build()

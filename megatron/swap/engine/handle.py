@@ -77,6 +77,22 @@ class Alias:
         """Whether the tensor was changed in place after it was saved."""
         return self.tensor._version != self.version
 
+    def counts_with(self, tensor: torch.Tensor) -> bool:
+        """Whether an in-place change of ``tensor``, which has the same storage, would be detected here.
+
+        Views and detached tensors count changes together. ``unsafe_chunk``, ``unsafe_split`` and ``.data`` give tensors
+        that count alone.
+        """
+        version = tensor._version
+        if self.tensor._version != version:
+            return False
+        set_version = torch._C._autograd._unsafe_set_version_counter
+        set_version((tensor,), (version + 1,))
+        try:
+            return self.tensor._version != version
+        finally:
+            set_version((tensor,), (version,))
+
     def check(self, what: str) -> None:
         """Raise if the tensor was changed, as ``check_version`` does."""
         check_version(self.tensor, self.version, what)

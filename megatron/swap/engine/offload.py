@@ -95,8 +95,6 @@ class Offloader:
                 return None
         handle = Handle(site, group, storage, self._device.current_stream(), self._state.orphans, decision)
         self._live[storage._cdata] = handle
-        if self._verify:
-            handle.checksum = checksum(handle.bytes_view())
         if not is_kept:
             self._pending.append(handle)
             self._pending_bytes += handle.num_bytes
@@ -114,6 +112,10 @@ class Offloader:
         self._saved.append(handle)
         if not group.has(handle):
             group.add(handle)
+        if handle.state is StorageState.OFFLOADING and not any(one.counts_with(tensor) for one in handle.aliases):
+            # What was written through this tensor after the copy began is not in the tier, and no version shows it.
+            self._state.offloading.remove(handle)
+            self._keep(handle, Reason.CHANGED)
         index = handle.num_packed
         handle.num_packed += 1
         handle.aliases.append(alias_of(tensor))
@@ -142,6 +144,9 @@ class Offloader:
     def end_forward(self, group: Group) -> None:
         """End the forward of the layer of ``group``: enqueue pending copies, and offer its storages to the guard."""
         self._commit()
+        if self._verify and self._state.guard.is_on:  # which may evict what was not copied
+            for handle in self._saved:
+                self._note_checksum(handle)
         self._state.guard.offer_all(self._saved, self._state.order.next_use(group))
         self._saved.clear()
 
@@ -158,6 +163,8 @@ class Offloader:
                 device.wait(self.stream, device.record(stream))
             for handle in going:
                 assert handle.slot is not None
+                if self._verify:
+                    self._note_checksum(handle)
                 with state.ranges.storage("copy_out", handle, handle.num_bytes):
                     num_copies = state.tier.write(device, self.stream, handle.slot, handle.bytes_view())
                 handle.move_to(StorageState.OFFLOADING)
@@ -165,6 +172,14 @@ class Offloader:
                 state.offloading.append(handle)
                 self._counters.num_out_copies += num_copies
                 self._counters.layers[handle.site.layer].out_bytes += handle.num_bytes
+
+    def _note_checksum(self, handle: Handle) -> None:
+        """Compute the checksum of a storage that is not copied yet. Its parts may be written one after the other."""
+        if handle.checksum is None and handle.storage is not None:
+            compute = self._device.current_stream()
+            if handle.stream != compute:
+                self._device.wait(compute, self._device.record(handle.stream))
+            handle.checksum = checksum(handle.bytes_view())
 
     def _reserve_slot(self, handle: Handle) -> bool:
         """Reserve a slot in the tier for ``handle``. Return False if the storage is kept instead."""

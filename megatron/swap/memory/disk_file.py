@@ -167,6 +167,7 @@ class DiskFile:
             self.is_direct = False
             self._direct = os.dup(self.descriptor)
             logger.warning("swap: %s takes no direct I/O (%s): it goes through the page cache", folder, error.strerror)
+        self._open = [self.descriptor, self._direct]
         self._readers = ThreadPoolExecutor(NUM_THREADS, "swap-disk-read")
         self._writers = ThreadPoolExecutor(NUM_THREADS, "swap-disk-write")
 
@@ -258,11 +259,11 @@ class DiskFile:
         return DiskError(f"--swap-disk-dir {self._folder}: {what} failed ({error.strerror}).")
 
     def close(self) -> None:
-        """Finish all reads and writes, then close the file. A mapping lives until its last tensor dies."""
+        """Finish all reads and writes, then close the file. A mapping lives until its last tensor dies. Idempotent."""
         for threads in (self._readers, self._writers):
             threads.shutdown()
-        os.close(self._direct)
-        os.close(self.descriptor)
+        while self._open:  # by the second call their numbers may be those of other files
+            os.close(self._open.pop())
 
 
 def _chunks(memory: torch.Tensor) -> list[tuple[int, memoryview]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megatron.swap.devices.base import Stream
+from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.decider import is_ineligible
 from tests.engine import (
     HIDDEN,
@@ -27,6 +29,15 @@ from tests.engine import (
     train_step,
 )
 from tests.lazy_device import LazyDevice
+
+
+class PromptDevice(EmulatedDevice):
+    """Copies at once, and so as early as a copy engine can."""
+
+    def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+        number = super().copy(stream, targets, sources)
+        self.synchronize()
+        return number
 
 
 class Lambda(nn.Module):
@@ -52,6 +63,12 @@ def strided(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
     left, right = base[::2, 1::2], base.t()[::2, ::2].t()
     corner = torch.as_strided(base, (TOKENS // 2, HIDDEN // 2), (3, 1), 5)
     return functional.pad(left * right * corner, (0, HIDDEN // 2, 0, TOKENS // 2)) + hidden
+
+
+def unsafe_chunks(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
+    """The second half is written after the first one was saved, and no version shows it: PyTorch's GRU does so."""
+    left, right = hidden.unsafe_chunk(2, 1)
+    return left.sigmoid_().repeat(1, 2) * right.tanh_().repeat(1, 2)
 
 
 def overlapping_unfold(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
@@ -417,6 +434,15 @@ class TestBoundary:
             assert all("forward" in vars(layer) for layer in layers)
         assert not any("forward" in vars(layer) for layer in layers)
         assert not any(module._forward_hooks for module in layers.modules())
+
+    @pytest.mark.parametrize("verify", [False, True])
+    def test_parts_of_a_storage_that_are_written_after_its_copy_began(self, verify: bool):
+        layers = stack(5, lambda: Lambda(unsafe_chunks))
+        step = lambda layers: train_step(layers, one_after_the_other(2))  # noqa: E731
+        plain, swapped = plain_and_swapped(
+            layers, step, num_steps=3, device=PromptDevice(), commit_bytes=1 << 24 if verify else 1, verify=verify
+        )
+        assert swapped.same_as(plain)
 
     def test_parameters_stay_also_when_they_move_after_the_boundary_was_put_up(self):
         layers = stack(3)

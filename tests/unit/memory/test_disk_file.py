@@ -200,6 +200,14 @@ class TestFaults:
         disk.close()
         assert len(list(Path("/proc/self/fd").iterdir())) == before
 
+    def test_a_second_close_closes_no_other_file(self, tmp_path: Path) -> None:
+        disk = DiskFile(tmp_path, MIB)
+        disk.close()
+        others = [os.open(tmp_path, os.O_RDONLY) for _ in range(2)]  # with the numbers of the two that were closed
+        disk.close()
+        for other in others:
+            os.close(other)
+
     def test_without_direct_access_it_works_and_says_so(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

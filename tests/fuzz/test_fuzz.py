@@ -1,0 +1,86 @@
+"""CI's share of the fuzz: the first seeds of each kind, and proof that it finds planted defects and hangs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fuzz.__main__ import described
+from tests.fuzz.pool import BAD, Pool
+from tests.fuzz.records import Record, difference
+from tests.fuzz.report import counts
+from tests.sizes import sized
+
+TIMEOUT_S = 100.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "num_cases", "least"),
+    [
+        ("megatron", 1, sized(100, 20), {"offloaded activations": 0.5, "recomputed activations": 0.2,
+                                         "offloaded optimizer state": 0.1}),
+        ("megatron", 2, sized(12, 4), {"offloaded activations": 0.3}),
+        ("modules", 1, sized(200, 60), {"offloaded activations": 0.8, "copied and kept": 0.3, "reloaded late": 0.1}),
+    ],
+)  # fmt: skip
+def test_random_models_are_equal_to_the_bit(kind: str, num_ranks: int, num_cases: int, least: dict[str, float]) -> None:
+    """``least``: fractions of the cases that did so, so that the fuzz is not in vain."""
+    with Pool(kind, num_ranks, TIMEOUT_S) as pool:
+        rows = [pool.run(seed) for seed in range(num_cases)]
+    bad = [described(row) for row in rows if row["outcome"] in BAD]
+    assert not bad, "\n\n".join(bad)
+    found = counts(rows)
+    assert found["outcomes"]["equal"] > 0.6 * num_cases, found
+    for what, fraction in least.items():
+        assert found["did"].get(what, 0) >= fraction * found["outcomes"]["equal"], found
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "num_cases"),
+    [
+        ("modules", "uses_before_arrival", 5),
+        ("modules", "late_writes_unseen", 60),
+        pytest.param("megatron", "uses_before_arrival", 8, marks=pytest.mark.slow),
+        pytest.param("megatron", "copies_overtake", 40, marks=pytest.mark.slow),
+    ],
+)
+def test_a_planted_defect_is_found(kind: str, fault: str, num_cases: int) -> None:
+    outcomes: Counter[str] = Counter()
+    with Pool(kind, timeout_s=TIMEOUT_S, fault=fault) as pool:
+        for seed in range(num_cases):
+            outcomes[(row := pool.run(seed))["outcome"]] += 1
+            if row["outcome"] in BAD:
+                assert f"--seed {seed}" in described(row)
+                return
+    pytest.fail(f"{num_cases} cases did not find it: {outcomes}")
+
+
+def test_a_case_that_hangs_is_told_with_its_stack() -> None:
+    with Pool("modules", timeout_s=10.0, fault="never_ends") as pool:
+        row = pool.run(3)
+    assert row["outcome"] == "hung"
+    assert "never_ends" not in row["error"]
+    assert "faults.py" in row["error"], "the stack shows where it waits"
+    assert "--kind modules --ranks 1 --seed 3" in described(row)
+
+
+def record(value: Any) -> Record:
+    made = Record()
+    made.note("step", {"loss": value})
+    return made
+
+
+def test_a_difference_of_one_bit_is_seen() -> None:
+    one = torch.tensor([1.0, float("nan"), 0.0])
+    other = one.clone()
+    assert difference(record(one), record(other)) is None
+    other[2] = -0.0
+    assert difference(record(one), record(other)) == "step 1/loss: 1 of 3 elements differ, first number 2: 0.0 and -0.0"
+    assert difference(record(one), record(one.bfloat16())) is not None
+    assert difference(record(1.0), record(1.0000001)) is not None
+    twice = record(one)
+    twice.note("step", {"loss": one})
+    assert difference(record(one), twice) == "step 2/loss: missing in the first run"
