@@ -67,8 +67,11 @@ class Run:
 
     @property
     def error(self) -> str:
-        """The program's own message: the text after the last ``error:`` at the start of a line."""
-        return re.split(r"^error: ", self.output, flags=re.MULTILINE)[-1].strip()
+        """The program's own message: the text after the last ``error:`` at the start of a line.
+
+        Once there are process groups, torch names the rank before it.
+        """
+        return re.split(r"^(?:\[rank\d+\]: )?error: ", self.output, flags=re.MULTILINE)[-1].strip()
 
 
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -173,7 +173,8 @@ def test_a_budget_that_cannot_be_met_says_the_smallest(trainer: Trainer) -> None
 
 def test_all_ranks_end_with_that_message(trainer: Trainer) -> None:
     run = trainer.failing(f"{STEPS} {SWAP_SMALL} --swap-memory-gib 0.0005 {recorded('torch')}", ranks=2)
-    assert len(re.findall(r"^error: no plan stays below 0\.0005 GiB", run.output, flags=re.MULTILINE)) == 2, run.tail
+    told = re.findall(r"^\[rank\d\]: error: no plan stays below 0\.0005 GiB", run.output, flags=re.MULTILINE)
+    assert len(told) == 2, run.tail
 
 
 @pytest.mark.parametrize("num_first", [2, 6])
