@@ -10,6 +10,7 @@ import torch
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, UsageError
 from megatron.swap.megatron_lm.layer import known_modules
+from megatron.swap.megatron_lm.versions import SINCE_0_19
 from megatron.swap.profiling.profiler import NSYS
 
 
@@ -110,11 +111,11 @@ def _check_module_names(patterns: Sequence[str]) -> None:
 
 
 def _check_upstream(args: argparse.Namespace) -> None:
-    """Refuse flags that Megatron 0.19.2 does not support with its local spec and does not refuse itself."""
+    """Refuse flags that Megatron does not support with its local spec and does not refuse itself."""
     recomputes_mlp = args.recompute_granularity == "selective" and "mlp" in (args.recompute_modules or [])
     if recomputes_mlp and args.transformer_impl == "local" and args.add_bias_linear:
         raise UsageError(
-            "--recompute-modules mlp with --transformer-impl local and biases never ends in Megatron 0.19.2 (the MLP "
+            "--recompute-modules mlp with --transformer-impl local and biases never ends in Megatron (the MLP "
             "hands its bias through the checkpoint). Add --disable-bias-linear, drop mlp, or use TransformerEngine."
         )
 
@@ -228,6 +229,7 @@ def _asked(args: argparse.Namespace, config: SwapConfig) -> tuple[str, str]:
 
 
 def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:
+    args = argparse.Namespace(**SINCE_0_19 | vars(args))
     same = "both would offload the same tensors"
     graph = "a captured layer replays without saved-tensor hooks"
     shards = "such weights are identified by Python attributes, which saved-tensor hooks do not preserve"

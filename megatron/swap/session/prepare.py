@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -21,17 +22,20 @@ def prepare(argv: Sequence[str] = ()) -> None:
         argv: the command line. With ``--swap-log-level debug`` Megatron's output is not shortened.
 
     Raises:
-        PatchError: the installed Megatron is not the one that a patch was written for.
+        PatchError: there is no CUDA, and the patches that replace it were not written for this Megatron.
     """
     if _applied:
         return
-    patches = [compile_helpers.PATCH]
-    if not torch.cuda.is_available():
-        patches += cpu.CPU_PATCHES
+    needed = () if torch.cuda.is_available() else cpu.CPU_PATCHES
+    optional = [compile_helpers.PATCH]
     if not _asks_for_debug(argv):
         quiet.hush()
-        patches += quiet.QUIET_PATCHES
-    _applied.append(registry.apply(patches))
+        optional += quiet.QUIET_PATCHES
+    applied = registry.apply(needed, optional)
+    _applied.append(applied)
+    if os.environ.get("RANK", "0") == "0":
+        for line in registry.lost_features(applied.left_out):
+            print(f" swap: {line}", flush=True)
 
 
 def _asks_for_debug(argv: Sequence[str]) -> bool:

@@ -38,7 +38,7 @@ from megatron.swap.session.console import Console
 from megatron.swap.session.parts import ActivationParts, Planned
 from megatron.swap.session.run_device import RunDevice
 from megatron.swap.session.steps import StepLog
-from megatron.swap.session.upstream import patches_of
+from megatron.swap.session.upstream import patches_of, refuse_fusion, switch_fusion_off
 
 
 class SwapSession:
@@ -77,6 +77,7 @@ class SwapSession:
         self.step_log = StepLog(config, self._console, args.world_size)
         self._profiler = self._make_profiler(config.profile) if config.profile is not None else None
         self._is_attached = False
+        self._lacks_fusion = False
         self._undo: list[Callable[[], None]] = []
 
     def _plan(self, kinds: tuple[str, ...]) -> Planned:
@@ -104,7 +105,7 @@ class SwapSession:
         Raises:
             UsageError: the settings cannot work; nothing was changed.
             HostMemoryError: the host has less memory than the run needs at least.
-            PatchError: this Megatron is not the one that our patches were written for.
+            PatchError: this run needs patches that were not written for this Megatron.
         """
         config = swap_config(args)
         if config.oom_guard:
@@ -113,11 +114,15 @@ class SwapSession:
         if not config.does_anything:
             return session
         try:
-            patches = registry.apply(patches_of(args, config, session.planned.kinds, session))
+            patches = patches_of(args, config, session.planned.kinds, session)
+            applied = registry.apply(patches.needs, patches.optional)
         except BaseException:
             session.close()
             raise
-        session._undo.append(patches.revert)
+        session._undo.append(applied.revert)
+        for line in registry.lost_features(applied.left_out):
+            session._console.say(line)
+        session._lacks_fusion = switch_fusion_off(applied.left_out, args, model_config)
         if model_config is not None:
             hooks = model_config.pre_wrap_hooks
             hooks.append(session.attach)
@@ -134,8 +139,11 @@ class SwapSession:
             ``chunks``, as Megatron expects of its hooks.
 
         Raises:
-            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer.
+            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, or the model fuses gradient
+                accumulation in a Megatron where that loses gradients.
         """
+        if self._lacks_fusion:
+            refuse_fusion(chunks)
         self._is_attached = True
         self.run_device.make()  # even if nothing is swapped: its memory is counted from here on
         config, observer = self.config, self.run_device.observer
