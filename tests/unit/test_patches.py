@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
+from megatron.swap.cli import doctor
 from megatron.swap.patches import (
     checkpointed_forward,
     compile_helpers,
@@ -36,7 +39,7 @@ from megatron.swap.patches.registry import (
     source_hash,
     verify,
 )
-from tests.pages import all_patches
+from tests.pages import ROOT, all_patches
 
 
 class Base:
@@ -212,6 +215,16 @@ def test_our_patches_fit_the_installed_upstream() -> None:
         assert patch.reason
         if patch.module.startswith("megatron.") and patch.attribute != "print":
             assert None not in patch.sources.values(), f"{patch.symbol} has no source hash"
+
+
+def test_the_versions_that_fit_are_required_and_tested() -> None:
+    known = VERSIONS["megatron-core"]
+    assert known == doctor.TESTED_MEGATRON_CORE
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (required,) = (one for one in map(Requirement, project["dependencies"]) if one.name == "megatron-core")
+    assert all(version in required.specifier for version in known)
+    assert not any(version in required.specifier for version in ("0.18.0", "0.18.1", "0.20.0"))
+    assert f"\nmegatron-core=={known[-1]} " in (ROOT / "requirements.txt").read_text()
 
 
 def test_sources_are_of_known_versions() -> None:
