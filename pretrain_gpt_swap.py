@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.swap.patches.registry import PatchError
 from megatron.swap.prepare import prepare
-from megatron.swap.types import SwapError
 
 # One dictionary of tensors per micro-batch, as the data loader makes it; None where this rank reads no data.
 Batch = dict[str, Any]
@@ -134,15 +132,17 @@ def main() -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron.swap.attention import sdpa_layer_spec
+    from megatron.swap.megatron_lm.inputs import check_data
+    from megatron.swap.session.prepare import asks_for_debug
+    from megatron.swap.session.refusals import told_refusals
 
-    args = parse_and_validate_args(extra_args_provider=swap.add_swap_args)
+    with told_refusals(in_full=asks_for_debug(sys.argv)):
+        args = parse_and_validate_args(extra_args_provider=swap.add_swap_args)
+        check_data(args)
     is_local = args.transformer_impl == "local"
     layer_spec = sdpa_layer_spec(args.swap_deterministic, args.reset_attention_mask) if is_local else None
     swap.pretrain(args, provide_datasets, forward_step, layer_spec=layer_spec)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (SwapError, PatchError) as error:
-        sys.exit(f"\nerror: {error}")
+    main()

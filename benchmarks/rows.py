@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megatron.swap.common.records import write_text
+from megatron.swap.common.records import read_text, write_text
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 Row = dict[str, Any]
 Check = Callable[[Row, str], None]
 """Raises `RowError` unless a row matches its schema. The second argument names the row's file and line."""
@@ -136,7 +136,7 @@ def read_rows(path: Path, check: Check = check_row) -> list[Row]:
         RowError: the file is no text, a line is no JSON object, or a row does not keep to the schema.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RowError(f"{path}: cannot be read as rows: {error}") from error
     rows = []

@@ -89,14 +89,18 @@ def locked(path: Path) -> Iterator[None]:
     """Lock a result file: two programs that rewrite it would lose each other's rows.
 
     Raises:
-        StoreError: another program has locked it, or the path is no regular file.
+        StoreError: another program has locked it, the path is no regular file, or it cannot be written.
     """
     if path.exists() and not path.is_file():
         raise StoreError(f"--output {path} is no file")
-    path.parent.mkdir(parents=True, exist_ok=True)
     real = path.resolve()  # links to one file must share its lock
     lock = real.with_name(f".{real.name}.lock")
-    with lock.open("w") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = lock.open("w")
+    except OSError as error:
+        raise StoreError(f"--output {path} cannot be written ({error.strerror}); name another file") from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = lock.exists() and lock.samefile(f"/proc/self/fd/{file.fileno()}")

@@ -28,6 +28,7 @@ from benchmarks.runner.memory_hog import MemoryHogError, memory_hog
 from benchmarks.runner.request import Request
 from benchmarks.store import ResultStore, StoreError, locked
 from benchmarks.suites.output import INTERRUPTED, interrupt
+from megatron.swap.common.command_line import CommandLine
 
 NUM_WARM_UP = 3
 
@@ -262,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command-line arguments; `None`: those of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["equality", "overhead", "ranks"])
     parser.add_argument("--case", nargs="+", help="shapes (equality: one; overhead), or ways to split (ranks)")
     parser.add_argument("--shape", default="L8-h1024", choices=SHAPES, help="ranks: the model")

@@ -134,6 +134,11 @@ class AppliedPatches:
         _in_place.add(patch.symbol)
 
 
+def is_patched(symbol: str) -> bool:
+    """Whether the symbol with this dotted path is replaced now."""
+    return symbol in _in_place
+
+
 def apply(patches: Sequence[Patch], optional: Sequence[Patch] = ()) -> AppliedPatches:
     """Verify all patches, then apply those that fit in order, the ``optional`` ones last.
 
@@ -203,6 +208,13 @@ def lost_features(misfits: Sequence[Misfit]) -> list[str]:
         f"{', '.join(patch.attribute for patch in patches)}"
         for feature, patches in by_feature.items()
     ]
+
+
+def say_left_out(applied: AppliedPatches) -> None:
+    """Print on the first rank which features are lost, where there is no session yet to print it."""
+    if os.environ.get("RANK", "0") == "0":
+        for line in lost_features(applied.left_out):
+            print(f" swap: {line}", flush=True)
 
 
 def _refuse(misfits: Sequence[Misfit]) -> None:

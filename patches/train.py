@@ -12,6 +12,9 @@ from typing import Any
 
 from megatron.swap.patches.registry import Patch
 
+MODULE, ATTRIBUTE = "megatron.training.training", "train"
+SYMBOL = f"{MODULE}.{ATTRIBUTE}"
+
 
 def train_patch(
     on_begin: Callable[[], None], on_finish: Callable[[BaseException | None, Sequence[Any], Any], None]
@@ -39,8 +42,8 @@ def train_patch(
         return train
 
     return Patch(
-        module="megatron.training.training",
-        attribute="train",
+        module=MODULE,
+        attribute=ATTRIBUTE,
         build=build,
         reason="no hook runs when training begins, nor when it ends by sys.exit",
         sources={

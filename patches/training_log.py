@@ -17,11 +17,19 @@ from megatron.swap.patches.registry import Patch
 class OnIteration(Protocol):
     """Called after Megatron has logged. ``losses`` is empty on all pipeline stages but the last.
 
-    ``is_logged``: Megatron printed its line. ``writer``: its TensorBoard writer, or ``None``.
+    ``is_logged``: Megatron printed its line. ``writer``: its TensorBoard writer, or ``None``. ``averages_next``: the
+    next line's loss and time are means over the iterations of this line too, since Megatron prints the first iteration
+    of a process in addition to every ``--log-interval``-th, and does not clear its sums then.
     """
 
     def __call__(
-        self, iteration: int, losses: dict[str, Tensor], grad_norm: Any, is_logged: bool, writer: Any
+        self,
+        iteration: int,
+        losses: dict[str, Tensor],
+        grad_norm: Any,
+        is_logged: bool,
+        writer: Any,
+        averages_next: bool = False,
     ) -> None: ...
 
 
@@ -61,8 +69,10 @@ def training_log_patch(on_iteration: OnIteration) -> Patch:
                 is_first_iteration=is_first_iteration,
                 **options,
             )
-            is_logged = iteration % get_args().log_interval == 0 or is_first_iteration
-            on_iteration(iteration, losses, grad_norm, is_logged, get_tensorboard_writer())
+            is_end = iteration % get_args().log_interval == 0
+            averages_next = is_first_iteration and is_end
+            writer = get_tensorboard_writer()
+            on_iteration(iteration, losses, grad_norm, is_end or is_first_iteration, writer, averages_next)
             return result
 
         return training_log

@@ -39,6 +39,7 @@ from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.memory.tiers.spill import SpillTier
 from megatron.swap.profiling.observer import Observer
 from megatron.swap.profiling.recorder import Recorder
+from tests.lazy_device import LazyDevice
 
 HIDDEN = 32
 TOKENS = 64
@@ -352,6 +353,30 @@ def plain_and_swapped(
         assert engine.counters.out_bytes > 0, "nothing was swapped"
         assert not getattr(engine.device, "violations", [])
     return plain, swapped
+
+
+Run = Callable[[nn.ModuleList, Engine | None], Result]
+"""Trains layers under an engine, or without one."""
+
+
+def wrongs(run: Run, make: Callable[[], nn.Module] = Layer, **options: object) -> list[str]:
+    """Return what is wrong with ``run`` under the engine: differences from the run without it, NaNs, errors, races."""
+    layers = stack(6, make)
+    plain = run(copy.deepcopy(layers), None)
+    engine = Engine(layers, **{"device": LazyDevice(), **options})
+    found: list[str] = []
+    try:
+        swapped = run(layers, engine)
+        if not swapped.same_as(plain):
+            found.append("different")
+        if any(grad is not None and not grad.isfinite().all() for grad in swapped.grads):
+            found.append("not finite")
+        assert engine.counters.out_bytes > 0
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {error}")
+    finally:
+        engine.close()
+    return found + getattr(engine.device, "violations", [])
 
 
 def plant_fault(patch: pytest.MonkeyPatch, owner: type, method: str, old: str, new: str) -> None:

@@ -8,12 +8,16 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from megatron.swap import patches
-from megatron.swap.megatron_lm.arguments import add_swap_args
+from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.patches.registry import Patch
+from megatron.swap.planner.flags import FLAGS_FILE
+from megatron.swap.prepare import prepare
+from tests.known_failures.listing import known_failures_page
 from tests.support import support_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +51,7 @@ def num_words(text: str) -> int:
 FLAGS_HEAD = """\
 # Flags
 
-<!-- made by `python -m tests.pages` from add_swap_args (megatron/swap/megatron_lm/arguments.py) -->
+<!-- made by `python -m tests.pages` from add_swap_flags (megatron/swap/megatron_lm/arguments.py) -->
 
 Every flag begins with `--swap-`; `--help` prints the same texts. Layers count from 0 over the whole model. GiB and MiB
 are powers of two, and limits are per rank. Without these flags, Megatron Swap installs no hook and changes nothing.
@@ -56,7 +60,7 @@ are powers of two, and limits are per rank. Without these flags, Megatron Swap i
 
 def flags_page() -> str:
     """The page of flags: a table for each group of the parser."""
-    parser = add_swap_args(argparse.ArgumentParser(add_help=False))
+    parser = add_swap_flags(argparse.ArgumentParser(add_help=False))
     formatter = argparse.HelpFormatter("")
     lines = [FLAGS_HEAD]
     for group in parser._action_groups:
@@ -149,12 +153,27 @@ def patches_page() -> str:
     return f"{before}<!-- patches: made by `python -m tests.pages` -->\n{patches_table()}<!-- end of patches -->{after}"
 
 
+# ------------------------------------------------------------------------------- the flags that the planner knows
+
+
+def training_flags() -> str:
+    """The names of all training flags, one a line: those of the installed Megatron and our own."""
+    prepare()
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_swap_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False)))
+    names = sorted({name for action in parser._actions for name in action.option_strings if name.startswith("--")})
+    return "\n".join([f"made by `python -m tests.pages` from megatron-core {version('megatron-core')}", *names, ""])
+
+
 # --------------------------------------------------------------------------------------------------- generated
 
 GENERATED: dict[Path, Callable[[], str]] = {
     REFERENCE / "flags.md": flags_page,
     REFERENCE / "support.md": support_page,
+    REFERENCE / "known-failures.md": known_failures_page,
     PATCHES: patches_page,
+    FLAGS_FILE: training_flags,
 }
 
 

@@ -22,7 +22,7 @@ from megatron.training.arguments import add_megatron_arguments
 from benchmarks.report.tables import equal_to_plain
 from benchmarks.rows import read_rows
 from megatron.swap.common.types import PRODUCERS, UsageError
-from megatron.swap.megatron_lm.arguments import add_swap_args, swap_config
+from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
 from megatron.swap.patches.registry import VERSIONS
 from tests.integration.harness import arguments
 
@@ -288,7 +288,7 @@ def matrix() -> dict[str, dict[str, dict[str, str]]]:
     runs = [*runs_of_tests("supports", CPU), *runs_of_results()]
     failing = list(runs_of_tests("upstream_cannot", CANNOT))
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_swap_args(add_megatron_arguments(parser))
+    add_swap_flags(add_megatron_arguments(parser))
     table: dict[str, dict[str, dict[str, str]]] = {}
     for heading, features in FEATURES.items():
         table[heading] = {}

@@ -25,10 +25,12 @@ from benchmarks.traces.analysis import analyse  # noqa: E402
 from benchmarks.traces.reader import read_trace  # noqa: E402
 from benchmarks.traces.records import TraceError  # noqa: E402
 from benchmarks.traces.report import OUTPUT_FILES, print_report, save  # noqa: E402
+from megatron.swap.common.command_line import CommandLine  # noqa: E402
+from megatron.swap.common.records import read_text  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help="rank-N.json[.gz] of torch.profiler, or a .sqlite file of nsys export")
     parser.add_argument("--summary", type=Path, metavar="RUN.JSON", help="the --swap-summary file of the same run")
     parser.add_argument(
@@ -65,7 +67,7 @@ def _read_summary(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        summary = json.loads(path.read_text())
+        summary = json.loads(read_text(path))
         if isinstance(summary["steps"], list):
             return summary
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -77,7 +79,7 @@ def _read_about(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(json.loads(read_text(path)))
     except (OSError, ValueError, TypeError) as error:
         raise TraceError(f"--about {path}: not what `python -m benchmarks.machine` prints: {_said(error)}") from error
 

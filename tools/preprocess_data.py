@@ -112,9 +112,13 @@ def build_encoder(args: argparse.Namespace) -> Encoder:
     """Build Megatron's tokenizer, or the byte-level one that needs none."""
     if args.tokenizer_type is None:
         return Encoder(encode_bytes, BYTE_VOCAB_SIZE, BYTE_EOD)
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     with quiet_imports():
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
+        from megatron.swap.megatron_lm.inputs import check_tokenizer
+
+    check_tokenizer(args)
     # No padding of the vocabulary: it depends on the tensor-parallel size, which is unknown here.
     try:
         tokenizer = build_tokenizer(argparse.Namespace(**{**vars(args), "pad_vocab_size": False}))

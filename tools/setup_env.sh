@@ -69,10 +69,39 @@ swap_stamp() {
     { printf '%s\n%s\n' "$SWAP_ROOT" "$("$SWAP_VENV/bin/python" -V)"; cat "$@" "$SWAP_ROOT/pyproject.toml"; } | sha256sum | cut -d' ' -f1
 }
 
+# Installs with pip. On a terminal pip shows its own progress. In a log, a line every 10 s says how much has arrived.
 swap_pip() {
-    "$SWAP_VENV/bin/python" -m pip --disable-pip-version-check install -q "$@" 2>"$SWAP_VENV/pip.log" && return 0
-    cat "$SWAP_VENV/pip.log" >&2
+    local pip=("$SWAP_VENV/bin/python" -m pip --disable-pip-version-check install "$@") log="$SWAP_VENV/pip.log"
+    if [ -t 2 ]; then
+        "${pip[@]}" >&2 && return 0
+    else
+        swap_reporting "$log" "${pip[@]}" -q && return 0
+        cat "$log" >&2
+    fi
     swap_die "pip could not install (its words are above). Network, proxy or disk space (8 GB)? Then run the same command again: it goes on where it stopped."
+}
+
+swap_mib() { du -sm "$1" 2>/dev/null | cut -f1; }
+
+# Runs a command of pip, its output in a file, and reports the bytes that it has downloaded and installed.
+swap_reporting() { # log command...
+    local log="$1" temp="$SWAP_VENV/tmp" status=0 began=$SECONDS child next
+    shift
+    mkdir -p "$temp"
+    TMPDIR="$temp" "$@" >"$log" 2>&1 & # pip downloads into TMPDIR
+    child=$!
+    trap 'kill "$child" 2>/dev/null; exit 130' INT TERM # a background process ignores Ctrl-C
+    next=$((SECONDS + ${SWAP_PROGRESS_S:-10}))
+    while kill -0 "$child" 2>/dev/null; do
+        sleep 1
+        [ "$SECONDS" -ge "$next" ] || continue
+        next=$((SECONDS + ${SWAP_PROGRESS_S:-10}))
+        swap_say "$((SECONDS - began)) s: $(swap_mib "$temp") MiB downloaded, $(swap_mib "$SWAP_VENV/lib") MiB installed"
+    done
+    wait "$child" || status=$?
+    trap - INT TERM
+    rm -rf "$temp"
+    return "$status"
 }
 
 swap_install() { # kind (run|dev)

@@ -22,7 +22,7 @@ from benchmarks.faults.trial import BROKEN, CAUGHT, MISSED, TIMEOUT, Outcome, ru
 from benchmarks.machine import ROOT, facts
 from benchmarks.rows import Row, RowError
 from benchmarks.store import ResultStore, StoreError, locked
-from benchmarks.suites.toml_file import SuiteError
+from benchmarks.suites.toml_file import SuiteError, check_names
 from megatron.swap.common.records import write_text
 
 PASSED = "passed"
@@ -52,6 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="continue --output; skip faults with a result")
     parser.add_argument("--json", type=Path, help="also write all results as one JSON document, for docs/results")
     parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="run these faults, again if need be")
+    parser.add_argument("--room", nargs="+", default=[], metavar="NAME", help="run the faults of these rooms alone")
     parser.add_argument("--list", action="store_true", help="print the faults and end")
     parser.add_argument("--jobs", type=int, default=1, help="faults that run at the same time (default 1)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the tests of one fault (default 120)")
@@ -69,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
         rooms = load_rooms()
+        check_names("--room", arguments.room, [room.name for room in rooms])
+        rooms = [room for room in rooms if not arguments.room or room.name in arguments.room]
         pairs = select(rooms, arguments.only)
         for _, fault in pairs:
             fault.planted(ROOT)  # refuse before the first run
@@ -89,7 +92,9 @@ def _run(arguments: argparse.Namespace, rooms: Sequence[Room], pairs: Sequence[t
             stack.enter_context(locked(arguments.output))
         store = ResultStore(arguments.output, resume=arguments.resume, check=check_fault_row)
         about = {key: value for key, value in facts().items() if key in ("versions", "machine", "commit")}
-        about["command"] = f"python -m benchmarks.faults --jobs {arguments.jobs} --timeout {arguments.timeout:g}"
+        of_rooms = f" --room {' '.join(arguments.room)}" if arguments.room else ""
+        how = f"--jobs {arguments.jobs} --timeout {arguments.timeout:g}"
+        about["command"] = f"python -m benchmarks.faults{of_rooms} {how}"
         done = set() if arguments.only else {row["digest"] for row in store.rows if row["kind"] == "fault"}
         todo = [(room, fault) for room, fault in pairs if fault.digest not in done]
         for room in rooms:

@@ -27,7 +27,7 @@ _EITHER = re.compile(r"CUDA error: out of memory")
 _PINNING = re.compile(r"pin_memory|pinned")
 _MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
 _REFUSAL = re.compile(
-    r"^(?:\w+\.)*(?:AssertionError|ValueError|NotImplementedError|UsageError)\b|^\S+: error: ",
+    r"^(?:\w+\.)*(?:AssertionError|ValueError|NotImplementedError|UsageError)\b|^(?:\S+: )?error: ",
     re.MULTILINE,
 )
 

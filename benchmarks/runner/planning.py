@@ -56,6 +56,18 @@ def read_prediction(path: str | Path) -> dict[str, Any]:
     }
 
 
+def stages_text(found: dict[str, Any]) -> str:
+    """Return the stages of a run that searched for its plan, for people: ``profile 1 to 6: …; stable 7 to the end: …``.
+
+    Args:
+        found: as `planning` returns it.
+    """
+    return "; ".join(
+        f"{stage['stage']} {stage['first_step']} to {stage['last_step'] or 'the end'}: {stage['note']}"
+        for stage in found["stages"]
+    )
+
+
 def unstable_steps(flags: tuple[str, ...], found: dict[str, Any] | None, first: int, last: int) -> list[int]:
     """Return the timed steps, `first` to `last` (from 1), in which the run was still profiling or searching."""
     if found is None or not searches(flags):

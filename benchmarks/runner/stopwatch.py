@@ -20,6 +20,7 @@ from benchmarks.rows import GIB
 from benchmarks.runner.planning import planning, unstable_steps
 from benchmarks.runner.request import Request
 from benchmarks.runner.schedule import length_at
+from megatron.swap.profiling.observer import PLAIN
 
 LARGE_COPY_BYTES = 256 << 10
 LEAST_TIMED = 2
@@ -85,6 +86,7 @@ class Stopwatch:
         self._chunks = list(chunks)
         if self._wrap is not None:
             self._wrap(self._chunks)
+        self._count_recomputed()
         if self._request.has_phases and torch.cuda.is_available() and len(self._chunks) == 1:
             self._phases.attach(self._chunks[0])
         # Wrap the current function: a session that swaps has patched it already.
@@ -93,8 +95,26 @@ class Stopwatch:
         self._listener.report("built")
         return chunks
 
+    def _count_recomputed(self) -> None:
+        """Let the session's observer also count what layers save when they run again in backward.
+
+        Without it full recomputation would seem to need no more than the layers' inputs. A run that plans itself counts
+        as its session does: the planner's measurements must not change.
+        """
+        observer, parts = self._session.run_device.observer, self._session.parts
+        if not self._request.observes or observer is None or self._session.auto is not None:
+            return
+        hooks = observer.around(PLAIN)
+        # For all that follows: backward on a CPU runs on this thread.
+        torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack).__enter__()
+        if parts is not None:
+            saved_tensors = parts.engine.saved_tensors
+            untouched = saved_tensors.untouched
+            saved_tensors.untouched = lambda *, observed=True: untouched()
+
     def _on_iteration(
-        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
+        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any,
+        averages_next: bool = False,
     ) -> None:
         self._ends.append(time.perf_counter())
         # The losses are read only at the end of the run: reading waits for the device.
@@ -164,22 +184,25 @@ class Stopwatch:
         return {
             "planning": found,
             "unstable_steps": unstable_steps(flags, found, first, len(self._ends)),
-            "saved_peak_gib": None if observer is None else observer.peak_bytes / GIB,
+            # The hooks of a wrapped model hide its tensors from the observer.
+            "saved_peak_gib": None if observer is None or self._wrap is not None else observer.peak_bytes / GIB,
         }
 
     def _memory(self) -> dict[str, float | None]:
-        on_gpu = torch.cuda.is_available()
-        peak_bytes = reserved_bytes = 0
+        on_gpu, run_device = torch.cuda.is_available(), self._session.run_device
+        ours = run_device.device if run_device.is_made else None
+        # Without a GPU: that of the emulated device, if its memory is limited.
+        peak_bytes = None if ours is None else ours.peak_bytes()
+        reserved_bytes = 0
         if on_gpu:
-            run_device = self._session.run_device  # a run that searches for its plan resets torch's own peaks
-            ours = run_device.device if run_device.is_made else None
+            # A run that searches for its plan resets torch's own peaks.
             peak_bytes = ours.peak_bytes() if ours else torch.cuda.max_memory_allocated()
             reserved_bytes = ours.peak_reserved_bytes() if ours else torch.cuda.max_memory_reserved()
         rss_growth = max(0, peak_rss_bytes() - self._rss_before)
         pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if on_gpu else 0
         reserved_host_bytes = self._engine.get("host_booked_gib", 0.0) * GIB
         return {
-            "device_peak_gib": peak_bytes / GIB if on_gpu else None,
+            "device_peak_gib": None if peak_bytes is None else peak_bytes / GIB,
             "device_reserved_gib": reserved_bytes / GIB if on_gpu else None,
             # The optimizer's state exists from the end of the first step on.
             "device_static_gib": min(self._allocated) / GIB if on_gpu else None,

@@ -5,9 +5,10 @@
     python tools/bench.py --suite h200-dense --resume --time-limit-s 540 --output dense.jsonl
     python tools/bench.py --suite h200-dense --list
 
-Rows are written to the output file as runs end. A Markdown table and (with a GPU) a picture of step time against peak
-memory are written beside it. Exit status: 0 all done; 1 a run failed, timed out, could not begin or was timed before
-its plan was stable; 75 runs are left (continue with --resume); 130 interrupted (finished runs are kept).
+Rows are written as runs end, without --output to runs/SUITE.jsonl; a Markdown table and a picture beside them: step
+time against peak memory, or, for a suite on the CPU, what autograd holds at the peak. Exit status: 0 all done; 1 a run
+failed, timed out, could not begin or was timed before its plan was stable; 75 runs are left (continue with --resume);
+130 interrupted (finished runs are kept).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.rows import NOT_READY, NOT_STABLE, RowError, peak_gib
@@ -35,8 +37,10 @@ from benchmarks.suites.picture import draw
 from benchmarks.suites.progress import Display
 from benchmarks.suites.results import SuiteResults
 from benchmarks.suites.runner import items, measure
+from benchmarks.suites.saved_picture import draw_saved
 from benchmarks.suites.suite import Suite, SuiteError, find_suite, load_suite, suite_names
-from benchmarks.suites.table import markdown
+from benchmarks.suites.table import counts_saved, markdown
+from megatron.swap.common.command_line import CommandLine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,15 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command-line arguments; `None`: those of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", required=True, help=f"{', '.join(suite_names())}, or a .toml file")
     parser.add_argument("--case", nargs="+", default=[], help="only these cases")
     parser.add_argument("--method", nargs="+", default=[], help="only these methods")
     parser.add_argument("--rounds", type=int, help="number of rounds (default: the suite's)")
-    add_options(parser, default="results.jsonl", row="case and method")
+    add_options(parser, default="SUITE.jsonl", row="case and method")
     parser.add_argument("--list", action="store_true", help="print cases and methods with their flags, run nothing")
     options = parser.parse_args(arguments)
-    check_options(parser, options)
+    check_options(parser, options, f"{Path(options.suite).stem}.jsonl")
     signal.signal(signal.SIGTERM, interrupt)
     try:
         suite = load_suite(find_suite(options.suite))
@@ -105,7 +109,8 @@ def bench(suite: Suite, chosen: Suite, options: argparse.Namespace, command: str
     rows = results.rows()
     if rows:
         has_peaks = any(peak_gib(row) is not None for row in rows)
-        write_pages(options.output, markdown(rows), partial(draw, rows) if has_peaks else None)
+        drawn = draw_saved if counts_saved(rows) else draw
+        write_pages(options.output, markdown(rows), partial(drawn, rows) if has_peaks else None)
     has_failed = print_failed(rows, ("timeout", NOT_READY, NOT_STABLE))
     return status or int(has_failed)
 

@@ -8,21 +8,40 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import ROOT
 from benchmarks.rows import Row
 
+RUNS = ROOT / "runs"
+"""The folder of result files without `--output`; git ignores it."""
 RUNS_LEFT, INTERRUPTED = 75, 130
 """Exit statuses: runs are left at the time limit; the program was interrupted."""
 
 
 def add_options(parser: argparse.ArgumentParser, *, default: str, row: str) -> None:
-    """Add `--output`, `--resume` and `--time-limit-s`; `row` names what one row of the file is for."""
-    parser.add_argument("--output", type=Path, default=Path(default), help=f"result file, one row per {row}")
+    """Add `--output`, `--resume` and `--time-limit-s`.
+
+    Args:
+        default: the name of the result file in `RUNS` without `--output`, for the help text.
+        row: what one row of the file is for.
+    """
+    where = f"result file, one row per {row} (default: {short(RUNS)}/{default})"
+    parser.add_argument("--output", type=Path, help=where)
     parser.add_argument("--resume", action="store_true", help="continue the output file: skip the runs in it")
     parser.add_argument("--time-limit-s", type=float, help="start no run that may not end within this time")
 
 
-def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Check `--time-limit-s` and `--output`; end the program where they are wrong."""
+def short(path: Path) -> str:
+    """Return a path as a user types it: relative to the working directory where it lies below that."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, default: str) -> None:
+    """Set `--output`, to `default` in `RUNS` unless given, and check it and `--time-limit-s`.
+
+    The program ends where they are wrong.
+    """
+    options.output = Path(short(RUNS / default)) if options.output is None else options.output
     if options.time_limit_s is not None and not options.time_limit_s > 0:
         parser.error(f"--time-limit-s {options.time_limit_s:g}: must be more than 0")
     if options.output.suffix != ".jsonl":

@@ -33,6 +33,12 @@ KINDS = {
 PANEL_INCHES = (11.0, 6.6)
 FAR = 1.7
 """A baseline slower than this multiple of the fastest is named below the panel instead."""
+MANY = 16
+"""The most points of a panel that names all. With more, the frontier, the baselines of ``ALWAYS_NAMED`` and points with
+room beside them are named."""
+CROWDED_HEIGHT = 1.4
+"""A panel with more than `MANY` points is higher by this factor."""
+ALWAYS_NAMED = ("none", "full-recompute")
 MARKER_PIXELS = 9.0
 LINE_PARTS = 12
 HARDLY = 1.0
@@ -46,9 +52,10 @@ AXES = {
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Write the picture; rows without a measured peak are named below their panel."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
-    size = PANEL_INCHES[0], PANEL_INCHES[1] * len(cases)
-    figure, panels = plt.subplots(len(cases), 1, figsize=size, dpi=150, squeeze=False, layout="constrained")
     shown = {case: _shown([row for row in rows if row["case"] == case]) for case in cases}
+    is_crowded = any(len(points) > MANY for points in shown.values())
+    size = PANEL_INCHES[0], PANEL_INCHES[1] * len(cases) * (CROWDED_HEIGHT if is_crowded else 1.0)
+    figure, panels = plt.subplots(len(cases), 1, figsize=size, dpi=150, squeeze=False, layout="constrained")
     for panel, case in zip(panels[:, 0], cases, strict=True):
         _panel(panel, [row for row in rows if row["case"] == case])
     trusted = [row for case in cases for row in losses.comparable([row for row in rows if row["case"] == case])]
@@ -138,6 +145,7 @@ def _panel(panel: Any, rows: Sequence[Row]) -> None:
     title = f"Training a GPT ({names.model(counted)}){where}"
     panel.set_title(title, loc="left", fontsize=15, fontweight="bold", color=TEXT, pad=26)
     what = "Step time against peak memory: lower left is better"
+    what += "; the table names every point" if len(points) > MANY else ""
     panel.text(0.0, 1.02, what, transform=panel.transAxes, fontsize=11, color=TEXT, va="bottom")
     panel.set_ylabel("step time, ms (median; bar: least to most)", fontsize=11)
     absent = [_why_absent(row) for row in rows if row not in points and row["method"] != losses.REPEAT]
@@ -146,7 +154,10 @@ def _panel(panel: Any, rows: Sequence[Row]) -> None:
 
 
 def _labels(panel: Any, rows: Sequence[Row], best: Sequence[Row]) -> None:
-    """Write each name near its point without hiding points, names or lines; a thin line connects distant names."""
+    """Write each name near its point without hiding points, names or lines; a thin line connects distant names.
+
+    Among many points some have no name: the table beside the picture has them all.
+    """
     renderer = panel.figure.canvas.get_renderer()
     scale = panel.figure.dpi / 100
     places = [panel.transData.transform(_place(row)) for row in rows]
@@ -158,14 +169,20 @@ def _labels(panel: Any, rows: Sequence[Row], best: Sequence[Row]) -> None:
             end = panel.transData.transform((budget, 0.0))[0]
             taken.append(Bbox.from_extents(min(x, end) - 3, y - radius, max(x, end) + 3, y + radius))
     frame = panel.get_window_extent(renderer)
-    for row, (x, y) in sorted(zip(rows, places, strict=True), key=lambda pair: (-pair[1][1], pair[1][0])):
+    by_height = sorted(zip(rows, places, strict=True), key=lambda pair: (-pair[1][1], pair[1][0]))
+    named = [row for row in rows if len(rows) <= MANY or row in best or row["method"] in ALWAYS_NAMED]
+    for row, (x, y) in sorted(by_height, key=lambda pair: pair[0] not in named):
         if (name := _name(row, rows)) is None:
             continue
         color, weight = (_colour(row), "bold") if row["is_ours"] else (TEXT, "normal")
         text = panel.text(0, 0, name, fontsize=9.5, transform=None, zorder=4, color=color, weight=weight)
         text.set_bbox({"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.6})  # over a connecting line
         box = text.get_window_extent(renderer)
-        left, bottom = _free_place(x, y, box.width, box.height, taken, frame, radius)
+        place = _free_place(x, y, box.width, box.height, taken, frame, radius, is_near=row not in named)
+        if place is None:
+            text.remove()
+            continue
+        left, bottom = place
         text.set_position((left, bottom - box.y0))
         taken.append(Bbox.from_bounds(left - 2, bottom - 1, box.width + 4, box.height + 2))
         end = min(max(x, left), left + box.width), min(max(y, bottom), bottom + box.height)
@@ -204,11 +221,14 @@ def _line(start: tuple[float, float], end: tuple[float, float]) -> list[Bbox]:
 
 
 def _free_place(
-    x: float, y: float, width: float, height: float, taken: Sequence[Bbox], frame: Bbox, radius: float
-) -> tuple[float, float]:
-    """Return the lower left corner (pixels) of a box near (x, y), in the first of widening rings with least overlap."""
+    x: float, y: float, width: float, height: float, taken: Sequence[Bbox], frame: Bbox, radius: float, *, is_near: bool
+) -> tuple[float, float] | None:
+    """Return the lower left corner (pixels) of a box near (x, y), in the first of widening rings with least overlap.
+
+    With ``is_near`` only a place to the right or the left without overlap will do; ``None``: there is none.
+    """
     best, least = (x, y), float("inf")
-    for ring in range(1, 13):
+    for ring in range(1, 2 if is_near else 13):
         gap = radius * (0.4 + 1.6 * ring)
         tries = [
             (x + radius + 3, y - height / 2), (x - radius - 3 - width, y - height / 2),
@@ -216,7 +236,7 @@ def _free_place(
             (x + radius, y + gap * 0.7), (x + radius, y - gap * 0.7 - height),
             (x - width - radius, y + gap * 0.7), (x - width - radius, y - gap * 0.7 - height),
         ]  # fmt: skip
-        for left, bottom in tries:
+        for left, bottom in tries[:2] if is_near else tries:
             box = Bbox.from_bounds(left, bottom, width, height)
             hidden = sum(_overlap(box, other) for other in taken)
             outside = width * height - _overlap(box, frame)
@@ -224,7 +244,7 @@ def _free_place(
                 return left, bottom
             if hidden + 4 * outside < least:
                 best, least = (left, bottom), hidden + 4 * outside
-    return best
+    return None if is_near else best
 
 
 def _overlap(one: Bbox, other: Bbox) -> float:

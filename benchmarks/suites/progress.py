@@ -9,7 +9,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.rows import PEAKS
+from benchmarks.rows import GIB, MIB, PEAKS
 from benchmarks.suites.results import Run
 from benchmarks.suites.runner import Item
 
@@ -72,6 +72,9 @@ def line(item: Item, run: Run, seconds: float) -> str:
     if run["outcome"] != "ok":
         return f"{item.label}: {run['outcome']} ({seconds:.0f} s)"
     peak = run.get(PEAKS[item.case.peak])
+    if item.case.peak == "saved":
+        held = "trains" if peak is None else f"autograd holds {peak * GIB / MIB:.1f} MiB"
+        return f"{item.label}: {held} ({seconds:.0f} s)"
     device = "" if peak is None else f", peak {peak:.2f} GiB"
     return (
         f"{item.label}: step {run['step_ms_median']:.1f} ms{device}, host {run['host_peak_gib']:.2f} GiB "

@@ -149,8 +149,9 @@ def merge(runs: list[Run], reference: list[Run] | None) -> Row:
 
     Step times of all rounds are one sample. Memory figures are those of the worst round. Predictions are those of the
     first round, since each round searches for its own plan; `num_replans` is the largest of all rounds. A run with
-    an unstable timed step keeps its figures, and its outcome says so. Losses are compared with the same round of the
-    reference. The reference is compared with its own first round, which shows the machine's noise.
+    an unstable timed step keeps its figures, and its outcome says so; without a stable one it has no times. Losses are
+    compared with the same round of the reference. The reference is compared with its own first round, which shows the
+    machine's noise.
     """
     good = [run for run in runs if run["outcome"] in ("ok", NOT_STABLE)]
     failed = next((run for run in runs if run["outcome"] != "ok"), None)
@@ -170,18 +171,21 @@ def merge(runs: list[Run], reference: list[Run] | None) -> Row:
     if not good:
         return row
     step_ms = [time_ms for run in good for time_ms in run["step_ms_all"]]
-    median_ms = statistics.median(step_ms)
     row.update(
-        step_ms_median=median_ms,
         step_ms_all=step_ms,
-        step_ms_min=min(step_ms),
-        step_ms_max=max(step_ms),
         step_ms_rounds=[run["step_ms_median"] for run in good],
-        tokens_per_s=good[0]["tokens_per_step"] / median_ms * 1e3,
-        model_tflops_per_s=good[0]["step_flops"] / median_ms / 1e9,
         losses=good[0]["losses"],
         loss_hex=good[0]["losses"][-1],
     )
+    if step_ms:  # empty where no timed step was stable
+        median_ms = statistics.median(step_ms)
+        row.update(
+            step_ms_median=median_ms,
+            step_ms_min=min(step_ms),
+            step_ms_max=max(step_ms),
+            tokens_per_s=good[0]["tokens_per_step"] / median_ms * 1e3,
+            model_tflops_per_s=good[0]["step_flops"] / median_ms / 1e9,
+        )
     for fields, pick in ((LARGEST, max), (MEDIANS, statistics.median), (SAME, max)):
         for field in fields:
             values = [run[field] for run in good if run.get(field) is not None]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from benchmarks.rows import NOT_READY, NOT_STABLE
 from benchmarks.runner.launch import Child, Finished
+from benchmarks.runner.planning import stages_text
 from benchmarks.runner.request import Request
 from benchmarks.suites.budgets import NotReady
 from benchmarks.suites.methods import Method
@@ -147,10 +148,7 @@ def _run(finished: Finished) -> Run:
         return {"outcome": finished.outcome, "output_tail": finished.output_tail}
     unstable = finished.result.get("unstable_steps")
     if unstable:
-        stages = "; ".join(
-            f"{stage['stage']} {stage['first_step']} to {stage['last_step']}: {stage['note']}"
-            for stage in finished.result["planning"]["stages"]
-        )
+        stages = stages_text(finished.result["planning"])
         why = f"steps {unstable} were timed and not stable: begin later (warm_up_auto). Stages: {stages}"
         return {**finished.result, "outcome": NOT_STABLE, "output_tail": why}
     return {"outcome": "ok", **finished.result}

@@ -142,9 +142,11 @@ def load_suite(path: Path) -> Suite:
     device = top.take("device", str)
     if device not in DEVICES:
         raise SuiteError(f"{path.name}: device = {device!r}; allowed: {' or '.join(DEVICES)}")
-    peak = top.take("peak", str, default="allocated")
+    peak = top.take("peak", str, default="saved" if device == "cpu" else "allocated")
     if peak not in PEAKS:
         raise SuiteError(f"{path.name}: peak = {peak!r}; allowed: {', '.join(PEAKS)}")
+    if device == "cpu" and peak != "saved":
+        raise SuiteError(f"{path.name}: peak = {peak!r} needs a GPU; with device = 'cpu' saved tensors are counted")
     timing = {key: top.take(key, int, least=least) for key, least in TIMING.items()}
     common = _Common(
         flags=top.take("flags", str),

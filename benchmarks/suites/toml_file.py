@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.swap.common.records import read_text
+
 _MISSING: Any = object()
 
 
@@ -37,11 +39,11 @@ def read_table(path: Path) -> Table:
     """Read the whole file.
 
     Raises:
-        SuiteError: the file is not TOML.
+        SuiteError: the file cannot be read, or is not TOML.
     """
     try:
-        return Table(path.name, tomllib.loads(path.read_text()))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return Table(path.name, tomllib.loads(read_text(path)))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SuiteError(f"{path.name}: not TOML: {error}") from error
 
 

@@ -6,9 +6,10 @@
     python tools/sweep.py --sweep h200-depth --dry-run --gpu h200
 
 The planner's memory model predicts what cannot fit and where to begin. Real training steps, each run in a separate
-process, decide what trains. Rows are written to the output file as runs end; a table and a picture beside it.
-Exit status: 0 all done; 1 a run failed for another reason than memory, timed out or its loss did not fall; 75 runs are
-left (continue with --resume); 130 interrupted (finished runs are kept).
+process, decide what trains. Rows are written as runs end, without --output to runs/SWEEP-sweep.jsonl; a table and a
+picture beside them.
+Exit status: 0 all done; 1 a run failed for another reason than memory, timed out, its loss did not fall or its plan was
+never stable; 75 runs are left (continue with --resume); 130 interrupted (finished runs are kept).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.rows import GIB, NOT_FALLING, Row, RowError
+from benchmarks.rows import GIB, MIB, NOT_FALLING, NOT_STABLE, Row, RowError, outcome
 from benchmarks.store import StoreError, check_beside, locked
 from benchmarks.suites.output import (
     INTERRUPTED,
@@ -41,6 +43,7 @@ from benchmarks.sweeps.rows import TIERS
 from benchmarks.sweeps.runner import measure
 from benchmarks.sweeps.sweep import Sweep, Trial, find_sweep, load_sweep, sweep_names
 from benchmarks.sweeps.table import markdown, short
+from megatron.swap.common.command_line import CommandLine
 from megatron.swap.common.types import UsageError, format_bytes
 from megatron.swap.memory.host_memory import safe_host_bytes
 from megatron.swap.planner.gpus import GPUS, find_gpu, gpu_of
@@ -53,15 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command-line arguments; `None`: those of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", required=True, help=f"{', '.join(sweep_names())}, or a .toml file")
     parser.add_argument("--method", nargs="+", default=[], help="only these methods")
-    add_options(parser, default="sweep.jsonl", row="run")
+    add_options(parser, default="SWEEP-sweep.jsonl", row="run")
     parser.add_argument("--list", action="store_true", help="print values and methods with their flags, run nothing")
     parser.add_argument("--dry-run", action="store_true", help="print the first and the pruned values, run nothing")
     parser.add_argument("--gpu", help=f"with --dry-run: as if on one of {', '.join(GPUS)}")
     options = parser.parse_args(arguments)
-    check_options(parser, options)
+    check_options(parser, options, f"{Path(options.sweep).stem}-sweep.jsonl")
     if options.gpu and not options.dry_run:
         parser.error("--gpu needs --dry-run: a sweep uses this machine's GPU")
     signal.signal(signal.SIGTERM, interrupt)
@@ -173,14 +176,18 @@ def run(sweep: Sweep, where: Scene, options: argparse.Namespace) -> int:
     rows = results.rows()
     if rows:
         write_pages(options.output, markdown(rows), partial(draw, rows))
-    has_failed = print_failed(rows, ("timeout", NOT_FALLING))
+    has_failed = print_failed(rows, ("timeout", NOT_FALLING, NOT_STABLE))
     return status or int(has_failed)
 
 
 def line(trial: Trial, row: Row, seconds: float) -> str:
     """Describe one run that took `seconds`, in a line."""
     if row["outcome"] != "ok":
-        return f"{trial.label}: {row['outcome']} ({seconds:.0f} s)"
+        return f"{trial.label}: {outcome(row)} ({seconds:.0f} s)"
+    if row["tiers_gib"]["device"] is None:  # times of a CPU say nothing
+        device = row["device_peak_gib"]
+        held = "" if device is None else f", {device * GIB / MIB:.1f} MiB of emulated device memory"
+        return f"{trial.label}: trains{held} ({seconds:.0f} s)"
     peaks = [("device", row["device_peak_gib"]), ("host", row["host_peak_gib"]), ("disk", row["disk_peak_gib"])]
     used = ", ".join(f"{tier} {gib:.2f} GiB" for tier, gib in peaks if gib is not None)
     return f"{trial.label}: trains, {row['tokens_per_s']:,.0f} tokens/s, {used} ({seconds:.0f} s)"

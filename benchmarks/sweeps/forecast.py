@@ -10,14 +10,14 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.runner.planning import plan_file, searches
-from benchmarks.sweeps.plans import plan_of, with_megatrons_loss, with_mlp_section
+from benchmarks.sweeps.plans import plan_of, with_mlp_section
 from megatron.swap.common.config import USUAL_FRACTION
 from megatron.swap.common.plan import Infeasible, Model, load_plan
 from megatron.swap.common.types import GIB, UsageError, format_bytes
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.profile import Profile
-from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
+from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile, with_megatrons_loss
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.state_fraction import solve_fractions
 from megatron.swap.planner.states import BUCKETS_GIB, max_offloaded_state_gib, split_before_disk
@@ -247,11 +247,14 @@ def _lowest_gib(profile: Profile) -> float:
 def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[float, float] | None:
     """Return the GiB of activations on the device and in host memory; they do not depend on the offload fraction.
 
+    Fragments are not counted: a device that is nearly full gives them back.
+
     `in_buckets`: we offload some state, so the loss is computed in chunks.
     """
     training, path = read_flags(flags), plan_file(flags)
     try:
         profile = shape_profile(training.model, gpu, training.num_micro_batches, tied=training.tied)
+        profile = replace(profile, allocator_gib=0.0)
         plan = plan_of(training.model, flags) if path is None else load_plan(path)
     except UsageError:
         return None

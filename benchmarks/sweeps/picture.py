@@ -11,13 +11,22 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks import names
 from benchmarks.flags import value
-from benchmarks.rows import Row
+from benchmarks.rows import GIB, MIB, Row
 from benchmarks.suites.picture import BASELINES, LINE, OURS, TEXT
 from benchmarks.sweeps.axes import AXES
-from benchmarks.sweeps.table import LargestValue, MachineLimit, largest_by_method, machine_limit, params_of, short
+from benchmarks.sweeps.table import (
+    LargestValue,
+    MachineLimit,
+    is_on_cpu,
+    largest_by_method,
+    machine_limit,
+    params_of,
+    short,
+)
 
 WIDTH, HEIGHT, HEAD_HEIGHT = 13.0, 0.62, 1.9
 LABELS = 0.42
@@ -32,8 +41,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axis = AXES[rows[0]["axis"]]
     size = WIDTH, HEAD_HEIGHT + HEIGHT * len(found)
     figure, panel = plt.subplots(figsize=size, dpi=130)
-    lengths = [_length(one, axis.grows) for one in found]
-    limit = machine_limit(rows) if axis.grows else None
+    # On a CPU a machine's memory is no limit of the sweep, and its models have few parameters.
+    grows = axis.grows and not is_on_cpu(rows)
+    lengths = [_length(one, grows) for one in found]
+    limit = machine_limit(rows) if grows else None
     is_near = limit is not None and limit.params / 1e9 <= FAR * max(lengths)
     end = max([*lengths, limit.params / 1e9 if limit and is_near else 0.0]) or 1.0
     for place, (one, length) in enumerate(zip(found, lengths, strict=True)):
@@ -47,12 +58,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         _words(panel, place, one, color)
     if limit is not None and is_near:
         panel.axvline(limit.params / 1e9, color=TEXT, lw=1.2, zorder=3)
-    panel.set_yticks(range(len(found)), [_name(one, rows) for one in found], fontsize=10)
+    panel.set_yticks(range(len(found)), _names(found, rows), fontsize=10)
     for label, one in zip(panel.get_yticklabels(), found, strict=True):
         label.set_color(OURS if one.is_ours else TEXT)
         label.set_fontweight("bold" if one.is_ours else "normal")
     panel.set_ylim(len(found) - 0.4, -0.6)
     panel.set_xlim(0, 1.01 * end)
+    if not grows:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.grid(axis="x", alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_title(_title(rows[0]), loc="left", fontsize=14, fontweight="bold", color=TEXT)
@@ -69,15 +82,21 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def _name(found: LargestValue, rows: Sequence[Row]) -> str:
-    """Return the method in words, of the largest run where there is one."""
-    row = found.best or found.stop or next(row for row in rows if row["method"] == found.method)
-    return names.method(row)
+def _names(found: Sequence[LargestValue], rows: Sequence[Row]) -> list[str]:
+    """Return the methods in words, of the largest run where there is one; those with equal words with their names."""
+    shown = [one.best or one.stop or next(row for row in rows if row["method"] == one.method) for one in found]
+    words = [names.method(row) for row in shown]
+    return [
+        f"{word} ({row['method']})" if words.count(word) > 1 else word
+        for word, row in zip(words, shown, strict=True)
+    ]  # fmt: skip
 
 
 def _title(row: Row) -> str:
     gpu = str(row["machine"]["gpu"])
     where = "this machine" if gpu == "none" else f"one {gpu}"
+    if is_on_cpu([row]) and (limit_gib := value(row, "--swap-cpu-memory-gib")) is not None:
+        where = f"an emulated device of {float(limit_gib) * GIB / MIB:g} MiB"
     if row["axis"] != "depth":
         return f"The largest {row['axis']} that trains on {where}"
     shape = names.model({**row, "num_params": None, "params": None})
@@ -98,7 +117,8 @@ def _words(panel: Any, place: int, found: LargestValue, color: str) -> None:
         parts = [row["case"]]
         if AXES[row["axis"]].grows:
             parts.append(short(params_of(row)))
-        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+        if not is_on_cpu([row]):
+            parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
         parts += [f"MFU {row['mfu']:.0%}"] if row["mfu"] is not None else []
         text = " · ".join(parts)
     at = panel.get_yaxis_transform()

@@ -8,24 +8,10 @@ from dataclasses import replace
 from megatron.swap.common.config import parse_layers
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
-from megatron.swap.common.types import GIB, LOSS_ROWS
 from megatron.swap.engine.policy import matches
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import Profile, Section
 from megatron.swap.planner.shape import kernel_ms, layer_class
-
-
-def with_megatrons_loss(profile: Profile) -> Profile:
-    """Return the profile with Megatron's loss, which saves a copy of the logits in fp32."""
-    model = profile.model
-    tokens = model.seq_length * model.micro_batch_size / model.context_parallel
-    copy_gib = 4 * tokens * model.padded_vocab_size / model.tensor_parallel / GIB
-    chunk_gib = copy_gib / max(1, tokens // LOSS_ROWS)
-    non_layer = profile.non_layer
-    return replace(profile, non_layer=replace(
-        non_layer, kept_gib=non_layer.kept_gib + copy_gib / 2, peak_gib=non_layer.peak_gib + copy_gib - chunk_gib
-    ))  # fmt: skip
-
 
 RECOMPUTED_SITES = {"norm": ("self_attention.linear_qkv/1", "mlp.linear_fc1/1"), "activation": ("mlp.linear_fc2/0",)}
 """The sites that each value of `--swap-recompute` recomputes."""

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.rows import Row
+from benchmarks.rows import NOT_STABLE, Row
 from benchmarks.runner.launch import Child
+from benchmarks.runner.planning import stages_text
 from benchmarks.suites.runner import missing, undisturbed
 from benchmarks.sweeps.results import SweepResults
 from benchmarks.sweeps.sweep import Sweep, Trial
@@ -26,7 +27,12 @@ def attempt(sweep: Sweep, trial: Trial) -> Attempt:
         child.say("go")
         child.say("time")
         finished = child.finish(sweep.time_limit_s, sweep.host_limit_gib)
-    return finished.outcome, finished.result, None if finished.outcome == "ok" else finished.output_tail
+    if finished.outcome != "ok":
+        return finished.outcome, finished.result, finished.output_tail
+    if finished.result["step_ms_median"] is None:  # unstable steps are left out, and no other was timed
+        why = f"no timed step was stable: raise num_steps. Stages: {stages_text(finished.result['planning'])}"
+        return NOT_STABLE, finished.result, why
+    return "ok", finished.result, None
 
 
 def measure(

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.rows import GIB, PRUNED, Row, outcome
+from benchmarks.rows import GIB, MIB, PRUNED, Row, outcome
 from benchmarks.suites.table import heading
 from benchmarks.sweeps.axes import AXES
 from benchmarks.sweeps.forecast import Tiers, room_of
@@ -185,6 +185,10 @@ def machine_limit(rows: Sequence[Row]) -> MachineLimit:
     return MachineLimit(tiers[0]["device"] or 0.0, host_gib, disk_gib, rows[0]["param_bytes"])
 
 
+CPU_HEAD = (
+    "method", "largest", "parameters", "device MiB", "offloaded MiB a step", "disk MiB", "loss",
+    "what stopped the next",
+)  # fmt: skip
 HEAD = (
     "method", "largest", "parameters", "tokens/s", "MFU", "step ms", "device GiB (reserved)", "host GiB",
     "disk GiB", "loss", "what stopped the next",
@@ -219,6 +223,38 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
+def cpu_table(rows: Sequence[Row]) -> list[list[str]]:
+    """Return one line of cells per method, in the columns of `CPU_HEAD`: without times."""
+    lines = []
+    for found in largest_by_method(rows):
+        name = f"**{found.method}**" if found.is_ours else found.method
+        row = found.best
+        if row is None:
+            lines.append([name, "none that was tried", *[ABSENT] * 5, found.stopped_by])
+            continue
+        out_bytes = (row["swapped_out_bytes"] or 0) + (row["optimizer_out_bytes"] or 0)
+        lines.append([
+            name,
+            row["case"],
+            short(params_of(row)),
+            _mib(row["device_peak_gib"]),
+            f"{out_bytes / MIB:.1f}" if found.is_ours else ABSENT,
+            _mib(row["disk_peak_gib"]),
+            f"{row['loss_first']:.3f} → {row['loss_last']:.3f}",
+            found.stopped_by,
+        ])  # fmt: skip
+    return lines
+
+
+def is_on_cpu(rows: Sequence[Row]) -> bool:
+    """Return whether the sweep ran without a GPU, where times say nothing."""
+    return rows[0]["tiers_gib"]["device"] is None
+
+
+def _mib(gib: float | None) -> str:
+    return ABSENT if gib is None else f"{gib * GIB / MIB:.1f}"
+
+
 def params_of(row: Row) -> int:
     """Return the number of parameters: counted, or by arithmetic if the run ended before counting."""
     return int(row["num_params"] or row["params"])
@@ -234,6 +270,12 @@ def _cell(value: float | None, form: str) -> str:
     return ABSENT if value is None else format(value, form)
 
 
+CPU_LEGEND = (
+    "Largest: all steps were run, in a separate process, and the loss fell (mean of the last quarter of the steps "
+    "below that of the first). Device: peak memory of the emulated device, beside the model as it was built; "
+    "`--swap-cpu-memory-gib` limits it. Times are in the rows alone: without a GPU threads emulate the copies, and the "
+    "times say nothing about a GPU."
+)
 LEGEND = (
     "Largest: all steps were run, in a separate process, and the loss fell (mean of the last quarter of the steps "
     "below that of the first). Device: peak of PyTorch's allocator, allocated and (reserved). Host: growth of the "
@@ -245,7 +287,12 @@ LEGEND = (
 def markdown(rows: Sequence[Row]) -> str:
     """Return the Markdown page that is written beside the rows."""
     first = rows[0]
-    lines = heading(f"{first['suite']}: the largest {first['axis']}", first, LEGEND)
+    title = f"{first['suite']}: the largest {first['axis']}"
+    if is_on_cpu(rows):
+        lines = heading(title, first, CPU_LEGEND)
+        lines += [f"| {' | '.join(cells)} |" for cells in [CPU_HEAD, ["---"] * len(CPU_HEAD), *cpu_table(rows)]]
+        return "\n".join([*lines, ""])
+    lines = heading(title, first, LEGEND)
     lines += [f"| {' | '.join(cells)} |" for cells in [HEAD, ["---"] * len(HEAD), *table(rows)]]
     limits = [f"- {found.method}: {found.limit}" for found in largest_by_method(rows) if found.limit]
     lines += ["", *limits, *([""] if limits else [])]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron.swap.common.types import SwapError
     from megatron.swap.engine.policy import Policy
     from megatron.swap.engine.stash import Stash, stash
-    from megatron.swap.megatron_lm.arguments import add_swap_args
+    from megatron.swap.megatron_lm.command_line import add_swap_args
     from megatron.swap.nn.module_activations import SwappedActivations, SwapStats, activations
     from megatron.swap.nn.module_weights import WeightStats, WeightSwap, weights
     from megatron.swap.nn.tensors import TensorStats, TensorSwap
@@ -61,7 +61,7 @@ _MODULES = {
     "WeightStats": "nn.module_weights",
     "WeightSwap": "nn.module_weights",
     "activations": "nn.module_activations",
-    "add_swap_args": "megatron_lm.arguments",
+    "add_swap_args": "megatron_lm.command_line",
     "pretrain": "session.pretraining",
     "stash": "engine.stash",
     "weights": "nn.module_weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.swap.megatron_lm.arguments import add_swap_args, swap_config
+from megatron.swap.megatron_lm.arguments import swap_config
+from megatron.swap.megatron_lm.command_line import add_swap_args
 
 __all__ = ["add_swap_args", "swap_config"]

@@ -24,6 +24,14 @@ SHORT = {
         "test_a_run_that_has_enough_is_not_touched",
     ],
     "test_ledger.py": ["test_nothing_is_swapped", "test_saved_in_its_last_step"],
+    "test_mistakes.py": [
+        "test_help_begins_with_our_flags",
+        "test_of_a_training_command[--hidden-size 66]",
+        "test_of_a_training_command[--swap-layer all]",
+        "test_of_a_training_command[--swap-plan /dev/zero]",
+        "test_of_an_own_script[forgotten]",
+        "test_of_an_own_script[out of range]",
+    ],
     "test_optimizer.py": [
         "test_a_checkpoint_goes_on_with_another_fraction[1-0--torch]",
         "test_a_disk_that_fails_leaves_the_last_checkpoint[10]",

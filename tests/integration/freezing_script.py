@@ -9,10 +9,10 @@ import pretrain_gpt_swap as program
 
 
 def add_args(parser: Any) -> Any:
-    from megatron.swap.megatron_lm.arguments import add_swap_args
+    from megatron.swap.megatron_lm.arguments import add_swap_flags
 
     parser.add_argument("--frozen-layers", type=int, required=True)
-    return add_swap_args(parser)
+    return add_swap_flags(parser)
 
 
 def freeze(chunks: Any) -> Any:

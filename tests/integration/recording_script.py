@@ -22,7 +22,7 @@ from megatron.swap.autotune.switch import SafePolicy
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import MIB, PRODUCERS, Action, Site
 from megatron.swap.engine.policy import Policy
-from megatron.swap.megatron_lm.arguments import add_swap_args
+from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.megatron_lm.attention import sdpa_layer_spec
 from megatron.swap.planner.flags import model_of
 from megatron.swap.planner.profile import Device, Link, Pipeline, save_profile
@@ -85,7 +85,7 @@ def policy_of(name: str, min_bytes: int) -> Policy:
 
 def add_args(parser: Any) -> Any:
     parser.add_argument("--record-policy", required=True, choices=[*WHAT, "safe"])
-    return add_swap_args(parser)
+    return add_swap_flags(parser)
 
 
 if __name__ == "__main__":

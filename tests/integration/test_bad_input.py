@@ -71,6 +71,23 @@ def test_from_a_fresh_process(trainer: Trainer) -> None:
     assert run.returncode == 1
 
 
+@pytest.mark.parametrize("swap", ["--swap-layers all", "--swap-layers none"])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("^--mock-data --data-path /nowhere/x", ["--data-path /nowhere/x", "no /nowhere/x.idx", "preprocess_data"]),
+        ("--tokenizer-type TikTokenizer", ["--tokenizer-type TikTokenizer", "pip install tiktoken"]),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere/x",
+         ["--tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere/x", "cannot build this tokenizer"]),
+        ("--seq-length 100000000 --max-position-embeddings 100000000",
+         ["needs at least", "for the activations", "2 x 100000000 tokens", "are available", "--micro-batch-size"]),
+    ],
+    ids=["data", "library", "tokenizer", "memory"],
+)  # fmt: skip
+def test_what_the_machine_lacks(trainer: Trainer, swap: str, flags: str, words: list[str]) -> None:
+    assert_refused(trainer.failing(f"{flags} {swap}"), *words)
+
+
 def test_host_memory_that_grows_on_demand(trainer: Trainer) -> None:
     run = trainer.run("--swap-layers all --swap-host-gib 1000000 --swap-host-unchecked --swap-min-mib 0.001")
     assert TRAINS in run.output

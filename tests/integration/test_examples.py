@@ -83,3 +83,62 @@ def test_checkpointing_of_hugging_face_layers() -> None:
     losses, in_bytes = train(swaps=True)
     assert losses == plain
     assert in_bytes >= 2 * 2 * 64 * 64 * 4, "a layer's input at least, twice"
+
+
+SCRIPT = ROOT / "examples" / "pretrain_gpt_swap.sh"
+MOST_RISE = 0.3
+"""Largest rise of a loss above the lowest one before it: the noise of batches is 0.12 here, a spike was 1.3."""
+MOST_NORM = 10.0
+"""Largest gradient norm: 3.5 here, 84 in the spike."""
+
+
+def screen_of(*flags: str, **environment: str) -> tuple[int, list[str]]:
+    """Return the exit status of the example for Megatron, and the lines of its screen."""
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MODEL", "DATA_PATH", "NUM_GPUS", "SUMMARY")
+    inherited = {name: value for name, value in os.environ.items() if name not in unset}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ours = {"MEGATRON_SWAP_PYTHON": sys.executable, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment}
+    done = subprocess.run(
+        ["bash", str(SCRIPT), *flags], env={**inherited, **ours}, cwd=ROOT, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
+    )  # fmt: skip
+    return done.returncode, done.stdout.rstrip().splitlines()
+
+
+def assert_falls(screen: list[str]) -> None:
+    """Check that the printed losses fall without a spike."""
+    losses = [float(loss) for loss in re.findall(r"iteration .* lm loss: (\S+)", "\n".join(screen))]
+    norms = [float(norm) for norm in re.findall(r"grad norm: (\S+)", "\n".join(screen))]
+    assert len(losses) == len(norms) >= 20
+    assert losses[-1] < losses[0] - 2
+    rises = [loss - min(losses[:number]) for number, loss in enumerate(losses) if number]
+    assert max(rises) < MOST_RISE, losses
+    assert max(norms) < MOST_NORM, norms
+
+
+@pytest.mark.slow
+def test_the_first_command() -> None:
+    status, screen = screen_of("--swap-layers", "0-23")
+    assert status == 0, screen
+    assert_falls(screen)
+    assert screen[-2].startswith(" swap: autograd held at most ")
+    assert screen[-1].startswith(" swap: next: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_dataset_that_is_not_there(ranks: str) -> None:
+    """One paragraph, the last on the screen, whatever the number of ranks."""
+    status, screen = screen_of("--swap-layers", "0-23", DATA_PATH="/nowhere/x", NUM_GPUS=ranks)
+    assert status == 1
+    assert screen[-1].startswith("error: --data-path /nowhere/x: there is no /nowhere/x.idx"), screen
+    assert sum("/nowhere/x.idx" in line for line in screen) == 1
+    assert not any("Traceback" in line for line in screen)
+    assert len(screen) <= 6, screen
+
+
+@pytest.mark.slow
+def test_a_preset_that_this_machine_cannot_hold() -> None:
+    status, screen = screen_of("--swap-layers", "0-23", "--micro-batch-size", "65536", "--global-batch-size", "65536")
+    assert status == 1
+    assert "error: this run needs at least" in screen[-1], screen

@@ -65,7 +65,7 @@ flags = \"\"\"
 none = "none"
 """
 ROWS = {
-    "bench": "--suite quick --method ours-all --rounds 1",
+    "bench": "--suite quick --case L6-h64 --method ours-all",
     # One run that works, one that is refused: rows of both kinds.
     "verify": "equality --case tiny --spec local --steps 5 --settings '--swap-layers 0-99'",
     "sweep": "--sweep smallest.toml",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.integration.harness import (
     PROGRAM,
     SWAP_SMALL,
+    Run,
     Trainer,
     assert_same_checkpoints,
     assert_swapped,
@@ -17,6 +19,7 @@ from tests.integration.harness import (
 )
 
 USER_SCRIPT = Path(__file__).with_name("user_script.py")
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SWAP = f"--swap-layers all {SWAP_SMALL}"
 
 # Replaces the program's forward step by one that inspects the model and Megatron, or raises.
@@ -67,6 +70,62 @@ def test_lines_and_tables(trainer: Trainer) -> None:
     head = next(i for i, line in enumerate(lines) if "layers" in line and "out a step" in line)
     assert head > max(i for i, line in enumerate(lines) if "swap: out" in line)
     assert "Traceback" not in run.output
+
+
+def assert_verdict(run: Run) -> None:
+    """Check that the verdict's two lines are the last on the screen."""
+    table, held, following = run.output.rstrip().splitlines()[-3:]
+    assert "stays" in table, run.tail
+    assert held.startswith(" swap: autograd held at most "), run.tail
+    assert following.startswith(" swap: next: the same command with --swap-layers none"), run.tail
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_verdict_is_last(trainer: Trainer, ranks: int) -> None:
+    """Megatron evaluates after training; the last rank prints that."""
+    run = trainer.run(f"{SWAP} --eval-iters 1 --tensor-model-parallel-size {ranks}", ranks=ranks)
+    assert "validation loss at iteration 3 on test set" in run.output
+    assert_verdict(run)
+
+
+def test_the_verdict_is_last_where_training_stops_early(trainer: Trainer) -> None:
+    assert_verdict(trainer.run(f"{SWAP} --exit-interval 2"))
+
+
+@pytest.mark.parametrize("flags", ["", FULL])
+def test_the_verdict_is_what_an_unswapped_run_shows(trainer: Trainer, flags: str) -> None:
+    """What autograd would hold is what it held in the run without swapping, but for what others held at its peak."""
+    plain = trainer.unswapped(flags).summary
+    swapped = trainer.run(f"{SWAP} {flags} --swap-summary summary.json").summary
+    counted = swapped["ranks"][0]["counted"]
+    assert counted["iteration"] == 3
+    assert counted["saved_bytes"] == plain["ranks"][0]["counted"]["saved_bytes"]
+    assert 0 <= plain["saved_peak_bytes"] - counted["saved_bytes"] <= 0.02 * plain["saved_peak_bytes"]
+    assert 0 < counted["held_bytes"] <= swapped["saved_peak_bytes"] < plain["saved_peak_bytes"]
+
+
+def test_the_verdict_of_a_run_that_writes_no_summary(trainer: Trainer) -> None:
+    """It counts in a few steps only, and finds the same."""
+    held = [
+        next(line for line in trainer.run(f"{SWAP} {flags}").output.splitlines() if "autograd held" in line)
+        for flags in ("--train-iters 5", "--train-iters 5 --swap-summary summary.json")
+    ]
+    figures = [re.findall(r"[\d.]+ [KM]iB", line) for line in held]
+    assert len(figures[0]) == 2
+    assert figures[0] == figures[1]
+
+
+def test_the_line_that_averages_two_iterations_is_announced(trainer: Trainer) -> None:
+    run = trainer.run(f"{SWAP} --swap-summary summary.json --save checkpoint --save-interval 2 --train-iters 4")
+    losses = [float.fromhex(loss) for loss in run.summary["losses"]]
+    printed = [float(loss) for loss in re.findall(r"lm loss: (\S+)", run.output)]
+    assert printed == pytest.approx([losses[0], sum(losses[:2]) / 2, *losses[2:]], rel=1e-5)
+    said = "Megatron's next line shows the mean loss and time of iterations"
+    assert run.output.count(said) == 1
+    assert f"{said} 1 to 2," in run.output
+    again = trainer.run(f"{SWAP} --load {run.directory / 'checkpoint'} --ckpt-step 2 --train-iters 4")
+    assert f"{said} 3 to 4," in again.output
+    assert said not in trainer.run(f"{SWAP} --log-interval 2 --train-iters 4").output
 
 
 def test_log_interval(trainer: Trainer) -> None:

@@ -28,8 +28,3 @@ pytestmark = pytest.mark.skipif(
 def test_fails_without_swapping(trainer: Trainer, flags: str, ranks: int, message: str) -> None:
     run = trainer.failing(f"{flags} --swap-layers none", ranks=ranks)
     assert message in run.output, run.tail
-
-
-def test_transformer_layers_of_transformer_engine_need_it(trainer: Trainer) -> None:
-    run = trainer.failing("^--transformer-impl ^local --transformer-impl transformer_engine")
-    assert "'NoneType' object is not callable" in run.output, run.tail

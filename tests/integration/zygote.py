@@ -15,7 +15,6 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 from typing import Any
 
 PRELOADED = (
@@ -46,8 +45,8 @@ def child(request: dict[str, Any], env: dict[str, str]) -> int:
             return stop.code or 0
         print(stop.code, file=sys.stderr)
         return 1
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
 

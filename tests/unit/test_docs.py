@@ -22,7 +22,7 @@ from megatron import swap
 from megatron.swap.common.counters import Totals
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import MemoryRow
-from megatron.swap.megatron_lm.arguments import add_swap_args
+from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.planner.profile import Profile
 from megatron.swap.reporting.summary import RankReport, StepRecord, build_summary
 from tests import commands, pages, support
@@ -134,7 +134,7 @@ def test_every_program_exists(page: Path) -> None:
 
 
 def our_flags() -> set[str]:
-    return {action.option_strings[0] for action in add_swap_args(argparse.ArgumentParser(add_help=False))._actions}
+    return {action.option_strings[0] for action in add_swap_flags(argparse.ArgumentParser(add_help=False))._actions}
 
 
 @pytest.mark.parametrize("page", OF_TODAY, ids=name_of)
@@ -181,7 +181,7 @@ def test_a_generated_page_is_not_stale(page: Path) -> None:
 
 
 def test_a_default_in_words_is_the_default() -> None:
-    for action in add_swap_args(argparse.ArgumentParser(add_help=False))._actions:
+    for action in add_swap_flags(argparse.ArgumentParser(add_help=False))._actions:
         _, default, _ = pages.parts_of(argparse.HelpFormatter("")._expand_help(action))
         if action.default is False:
             assert default == "off", action.option_strings

@@ -19,12 +19,14 @@ from megatron.swap.cli import doctor
 from megatron.swap.patches import (
     checkpointed_forward,
     compile_helpers,
+    finish,
     fused_activations,
     get_megatron_optimizer,
     linear_weight_gradients,
     main_params,
     quiet,
     recompile_limit,
+    tokenizer,
     train,
     training_log,
 )
@@ -199,6 +201,8 @@ ALL = (
     compile_helpers.PATCH,
     train.train_patch(lambda: None, lambda failure, model, optimizer: None),
     training_log.training_log_patch(lambda **news: None),
+    finish.finish_patch(lambda: None),
+    tokenizer.tokenizer_patch(lambda original: original),
     checkpointed_forward.checkpointed_forward_patch(lambda block: nullcontext()),
     *fused_activations.fused_activations_patches(lambda function: function),
     linear_weight_gradients.PATCH,

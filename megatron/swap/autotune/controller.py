@@ -66,6 +66,11 @@ class AutoPlan:
         """Whether the next step is recorded or timed, or settles before that. Nothing else may run beside it."""
         return self._machine.stage is Stage.PROFILE
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether a plan was chosen and the next step follows it as the last one did."""
+        return self._machine.stage is Stage.STABLE and not self.has_switched
+
     def tier_is_full(self, error: SwapError) -> None:
         """Report once that storages are kept because the tier is full: while steps are measured, or as they grow."""
         self._report_once("tier", f"no room outside the device for some saved tensors: they are kept for now ({error})")

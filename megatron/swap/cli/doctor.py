@@ -11,8 +11,6 @@ import argparse
 import importlib
 import importlib.util
 import logging
-import os
-import shutil
 import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
@@ -39,7 +37,6 @@ TESTED_MEGATRON_CORE = ("0.18.2", "0.19.0", "0.19.2")
 """`VERSIONS` of `patches/registry.py`: the patches fit their sources, and tests train with each."""
 DISTRIBUTIONS = ("torch", "numpy", "scipy", f"megatron-core=={TESTED_MEGATRON_CORE[-1]}")
 """Packages of REQUIRED, as pip names them."""
-COMPILERS = ("g++", "c++", "clang++")
 ROOT = Path(__file__).resolve().parents[3]
 """The checkout's root, or a folder without requirements files if the package is installed."""
 
@@ -68,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     if problems:
         report_problems(problems, what)
         return 1
+    report_native()
     try:
         found = version("megatron-core")
     except PackageNotFoundError:
@@ -95,20 +93,22 @@ def is_missing(name: str) -> bool:
 
 
 def report_optional() -> None:
-    """Print a note for each missing optional package, for a missing compiler and for each incomplete extra."""
+    """Print a note for each missing optional package and for each incomplete extra."""
     for name, effect in OPTIONAL.items():
         if is_missing(name):
             note(f"{name} is not in this environment: {effect}")
-    if not os.environ.get("CXX") and not any(map(shutil.which, COMPILERS)):
-        note(
-            f"no C++ compiler is on PATH ({', '.join(COMPILERS)}): no --swap-oom-guard, and a Python fallback replaces "
-            "the native transfer queue"
-        )
     for extra, packages in EXTRAS.items():
         missing = {name: effect for name, effect in packages.items() if is_missing(name)}
         if missing:
             effects = "; ".join(sorted(set(missing.values())))
             note(f"extra {extra} is not complete, {', '.join(missing)} missing: {effects}")
+
+
+def report_native() -> None:
+    """Print a note if training will have no native part: it is asked for, since a built one needs no compiler."""
+    problem = importlib.import_module("megatron.swap.native.build").problem()
+    if problem:
+        note(f"{problem}: no --swap-oom-guard, and a Python fallback replaces the native transfer queue")
 
 
 def report_problems(problems: dict[str, str], what: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from megatron.swap.common.command_line import CommandLine
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that the arguments name and return its exit status. The command reports errors in one line.
@@ -12,7 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: the command line after the program's name; `None`: that of this process.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="megatron-swap",
         description="Plan a swapping run, or check an environment. See `megatron-swap COMMAND --help`.",
     )

@@ -1,19 +1,19 @@
-"""Plan what to keep, swap and recompute, on any machine, from a profile or from a model's shape alone.
+"""Say whether a training run fits a GPU, by which flags, and how fast it will be: on any machine, without the GPU.
 
-    megatron-swap plan --profile profile.json --memory-gib 24 --save plan.json
+    megatron-swap plan --gpu h100 -- --num-layers 32 --hidden-size 4096 … your training flags
+    megatron-swap plan --gpu h100 --gpus-per-host 8 --host-gib 1000 -- … your training flags
+    megatron-swap plan --gpu custom:79.1,989,63 --memory-gib 70 --save plan.json -- … your training flags
     megatron-swap plan --profile profile.json --memory-gib 24 --link-gb-s 12 --seq-length 8192 --curve curve.png
     megatron-swap plan --show plan.json
-    megatron-swap plan --gpu h200 --memory-gib 80 -- --num-layers 32 --hidden-size 4096 … your training flags
 
-Prints the actions for each class of layers, the predicted peak and step time, and a lower bound of the step time.
+Prints a verdict, the training command, speed and peak memory, and a table: nothing, full recomputation, a plan, a plan
+with offloaded optimizer state, and with a disk beside it. --table adds what is kept, swapped and recomputed, and the
+memory of weights, gradients, optimizer state and activations on each tier. With --summary run.json the memory that a
+run measured (--swap-summary) is printed beside the prediction.
 
-With --gpu it also prints the memory of weights, gradients, optimizer state and activations on the device, in host
-memory and on disk. Among the training flags, --swap-optimizer offloads a fraction of the optimizer state to host
-memory, and --swap-disk-dir adds a disk for bytes that exceed host memory. With --summary run.json the memory that a run
-measured (--swap-summary) is printed beside the prediction.
-
-A profile comes from training (--swap-save-profile) or from a model's shape (--save-profile). Exit status: 0, or 1 if no
-plan fits or a file is wrong.
+--swap-memory-gib, --swap-optimizer, --swap-host-gib and --swap-disk-dir among the training flags limit the plan as they
+limit training. A profile comes from training (--swap-save-profile) or from training flags (--save-profile). Exit
+status: 0, or 1 if nothing fits or an input is wrong.
 """
 
 from __future__ import annotations
@@ -22,26 +22,36 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.swap.common.config import check_files
-from megatron.swap.common.plan import load_plan, save_plan
-from megatron.swap.common.records import from_json
+from megatron.swap.cli.training_command import training_command
+from megatron.swap.common.command_line import CommandLine
+from megatron.swap.common.config import USUAL_FRACTION, check_files
+from megatron.swap.common.plan import Model, load_plan, save_plan
+from megatron.swap.common.records import from_json, read_text
 from megatron.swap.common.types import MOST, MemoryRow, UsageError
-from megatron.swap.planner.flags import Training, check_known, read_flags
-from megatron.swap.planner.gpus import GPUS, find_gpu
+from megatron.swap.planner.flags import Training, check_known, not_counted, read_flags
+from megatron.swap.planner.gpus import CUSTOM_SYNTAX, GPUS, MAX_PER_HOST, Gpu, find_gpu
+from megatron.swap.planner.options import DISK, STATE, Option, best, of_profile, of_training
 from megatron.swap.planner.profile import Profile, load_profile, save_profile
-from megatron.swap.planner.shape import params_of_rank, shape_profile
-from megatron.swap.planner.simulate import Prediction, simulate
-from megatron.swap.planner.solve import Solution, curve, empty_plan
-from megatron.swap.planner.state_fraction import solve_fractions, with_fraction
-from megatron.swap.planner.states import max_offloaded_state_gib
-from megatron.swap.planner.table import memory_table, non_layer_table, plan_heading, plan_table, prediction_text
+from megatron.swap.planner.shape import params_of_rank
+from megatron.swap.planner.simulate import Prediction
+from megatron.swap.planner.solve import Solution, curve
+from megatron.swap.planner.table import (
+    memory_table,
+    non_layer_table,
+    options_table,
+    plan_heading,
+    plan_table,
+    prediction_text,
+)
 from megatron.swap.planner.what_if import with_link, with_tokens
 
-WITH_GPU = ("num_gpus", "pipeline_rank", "summary", "flags")
+WITH_GPU = ("num_gpus", "gpus_per_host", "pipeline_rank", "summary", "flags")
 """Options that need --gpu."""
+DISK_NOTE = "The disk's speed is not known: 1.2 GB/s written and 2.2 read are assumed."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,15 +60,21 @@ def main(arguments: list[str] | None = None) -> int:
     Args:
         arguments: the command line after the program's name; `None`: that of this process.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="megatron-swap plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--profile", type=Path, help="a measured profile")
     source.add_argument("--show", type=Path, metavar="PLAN", help="print this plan file and plan nothing")
-    source.add_argument("--gpu", help=f"plan from the training flags after --, for one of {', '.join(GPUS)}")
-    parser.add_argument("--memory-gib", type=float, help="limit of device memory; default: all of the device")
-    parser.add_argument("--host-gib", type=float, help="limit of pinned host memory")
+    source.add_argument("--gpu", help=f"plan from the training flags after --, for one of {', '.join(GPUS)}, "
+                        f"or for {CUSTOM_SYNTAX}: GiB of memory, dense bf16 TFLOP/s of its data sheet, GB/s of its "
+                        "link in one direction")  # fmt: skip
+    parser.add_argument("--memory-gib", type=float,
+                        help=f"device memory that a step may reserve; default: {USUAL_FRACTION:g} of the device, as in "
+                        "training: CUDA, NCCL and fragments need the rest")  # fmt: skip
+    parser.add_argument("--host-gib", type=float, help="pinned host memory, shared by the GPUs of a host")
+    parser.add_argument("--table", action="store_true",
+                        help="print the action for every saved tensor, and memory by kind and tier")  # fmt: skip
     parser.add_argument("--save", type=Path, help="write the plan here")
     parser.add_argument("--save-profile", type=Path, help="write the profile of this plan here")
     parser.add_argument("--curve", type=Path, help="draw step time against memory into this image file")
@@ -66,17 +82,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seq-length", type=int, help="assume this sequence length")
     parser.add_argument("--micro-batch-size", type=int, help="assume this micro-batch size")
     parser.add_argument("--num-gpus", type=int, help="with --gpu: number of GPUs; default: one model replica")
+    parser.add_argument("--gpus-per-host", type=int,
+                        help="with --gpu: GPUs that share a host's memory and link; default: all GPUs of the run, at "
+                        f"most {MAX_PER_HOST}")  # fmt: skip
     parser.add_argument("--pipeline-rank", type=int, help="with --gpu: stage to plan; default: 0")
     parser.add_argument("--summary", type=Path, help="with --gpu: --swap-summary file to print beside the prediction")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="with --gpu: the training command's flags")
     options = parser.parse_args(arguments)
+    own = [name for action in parser._actions for name in action.option_strings]
     try:
         check(options)
-        plan(options)
+        return 0 if plan(options, own) else 1
     except (UsageError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def check(options: argparse.Namespace) -> None:
@@ -88,10 +107,12 @@ def check(options: argparse.Namespace) -> None:
     source = next(name for name in ("show", "profile", "gpu") if getattr(options, name) is not None)
     ignored = {"show": vars(options).keys() - {"show"}, "profile": WITH_GPU, "gpu": ()}[source]
     for name, given in vars(options).items():
-        if name in ignored and given not in (None, []):
+        if name in ignored and given is not False and given not in (None, []):
             what = given[0] if name == "flags" else f"{_flag(name)} {given}"
             why = "prints a plan file and plans nothing" if source == "show" else "knows its model and its stage"
             raise UsageError(f"{what}: does not go with --{source}, which {why}. Leave it out, or plan with --gpu.")
+    if options.gpus_per_host is not None and not 1 <= options.gpus_per_host <= MOST:
+        raise UsageError(f"--gpus-per-host {options.gpus_per_host}: must be at least 1.")
     for name, least in (("memory_gib", "above 0"), ("link_gb_s", "above 0"), ("host_gib", "0 or more")):
         given = getattr(options, name)
         if given is not None and not (0 <= given <= MOST and (given or name == "host_gib")):
@@ -106,108 +127,217 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def plan(options: argparse.Namespace) -> None:
+def plan(options: argparse.Namespace, own: Collection[str] = ()) -> bool:
     """Print a plan file; or make a plan, print it with its predictions, and write the files that the options name.
 
+    Args:
+        own: the names of all options, which are no training flags.
+
+    Returns:
+        whether something fits.
+
     Raises:
-        UsageError: no plan fits, or a file is invalid.
+        UsageError: a flag or file is invalid.
         OSError: a file cannot be read or written.
     """
     if options.show is not None:
         shown = load_plan(options.show)
         print(plan_heading(shown), plan_table(shown), sep="\n\n")
-        return
-    training = None
-    if options.gpu:
-        check_known(options.flags)
-        training = read_flags(options.flags, options.num_gpus)
-    profile = find_profile(options, training)
-    measured = () if options.summary is None else read_measured(options.summary, profile)
-    budget_gib = profile.device.memory_gib if options.memory_gib is None else options.memory_gib
-    if options.gpu and budget_gib > profile.device.memory_gib:
-        raise UsageError(f"--memory-gib {budget_gib:g}: {profile.device.name} has {profile.device.memory_gib:g} GiB.")
-    solution = solve_fractions(profile, budget_gib)
-    fraction = solution.plan.offload_fraction
-    planned = profile if fraction is None else with_fraction(profile, fraction)
-    unswapped = simulate(planned, empty_plan(planned))
-    for table in filter(None, (plan_table(solution.plan), non_layer_table(profile))):
-        print(table, end="\n\n")
-    if training is not None:
-        num_params = params_of_rank(profile.model, training.tied, profile.pipeline.rank)
-        states = training.states if fraction is None else replace(training.states, offload_fraction=fraction)
-        limit_gib = host_limit_gib(options, training)
-        before_disk_gib = None if not training.disk_gib else math.inf if limit_gib is None else limit_gib
-        table = memory_table(states, num_params, planned, solution.prediction, before_disk_gib, measured)
-        print(table, end="\n\n")
-    print(prediction_text(planned, solution.prediction, unswapped, solution.lower_bound_ms))
-    if options.save:
-        save_plan(solution.plan, options.save)
-    if options.save_profile:
-        save_profile(profile, options.save_profile)
-    if options.curve:
-        draw(curve(profile), unswapped, profile, options.curve)
+        return True
+    if options.gpu is None:
+        return _plan_profile(options)
+    check_known(options.flags, own)
+    return _plan_training(options, read_flags(options.flags, options.num_gpus))
 
 
-def find_profile(options: argparse.Namespace, training: Training | None) -> Profile:
-    """Return the profile of the options or of the training flags, scaled to the assumptions that the options make.
-
-    Raises:
-        UsageError: the file is no profile, the GPU is unknown, or optimizer state alone exceeds the host limit.
-    """
-    host_gib, rank = host_limit_gib(options, training), options.pipeline_rank or 0
-    if training is None:
-        profile = load_profile(options.profile)
+def _plan_training(options: argparse.Namespace, training: Training) -> bool:
+    """Plan a run from its flags. Return whether something fits."""
+    sizes = {name: getattr(options, name) for name in ("seq_length", "micro_batch_size")}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    training = replace(training, model=replace(training.model, **given))
+    per_host = options.gpus_per_host or min(training.num_gpus, MAX_PER_HOST)
+    gpu = find_gpu(options.gpu).beside(per_host)
+    budget_gib = _budget_gib(options, training.budget_gib, gpu.memory_gib)
+    if budget_gib > gpu.memory_gib:
+        raise UsageError(f"--memory-gib {budget_gib:g}: {gpu.name} has {gpu.memory_gib:g} GiB.")
+    rank = options.pipeline_rank or 0
+    if not 0 <= rank < training.model.pipeline_parallel:
+        raise UsageError(f"--pipeline-rank {rank}: must be 0 to {training.model.pipeline_parallel - 1}.")
+    host_gib = training.host_gib if options.host_gib is None else options.host_gib / per_host
+    _check_host(options, training, host_gib, rank)
+    measured = () if options.summary is None else read_measured(options.summary, training.model, rank)
+    found = of_training(training, gpu, budget_gib, host_gib, rank, _disk_dir(options.flags), options.link_gb_s)
+    chosen = best(_wanted(found, training, is_saved=options.save is not None))
+    on = f"in {budget_gib:.4g} of the {gpu.memory_gib:g} GiB of {gpu.name}"
+    budget = ["--swap-plan", str(options.save)] if options.save else ["--swap-memory-gib", _floor(budget_gib)]
+    flags: list[str] = []
+    if chosen is None:
+        print(f"Does not fit {on}. {_advice(found, training)}", end="\n\n")
     else:
-        states = training.states
-        num_params = params_of_rank(training.model, training.tied, rank)
-        if states.is_auto and host_gib is not None:
-            most_gib = max_offloaded_state_gib(host_gib, training.disk_gib)
-            states = replace(states, offload_fraction=min(1.0, most_gib / states.state_gib(num_params)))
-        profile = shape_profile(
-            training.model, find_gpu(options.gpu), training.num_micro_batches, tied=training.tied,
-            states=states, pipeline_rank=rank,
-        )  # fmt: skip
-        if host_gib is not None:
-            offloaded_gib = states.offloaded_gib(num_params)
-            if offloaded_gib > host_gib and not training.disk_gib:
-                flag = "--host-gib" if options.host_gib is not None else "--swap-host-gib"
-                raise UsageError(
-                    f"{flag} {host_gib:g}: the offloaded optimizer state takes {offloaded_gib:.2f} GiB. Lower "
-                    "--swap-optimizer among the training flags, or add --swap-disk-dir to them."
-                )
-            host_gib = max(0.0, host_gib - offloaded_gib)
+        flags = [*(budget if chosen.is_planned else ()), *chosen.flags]
+        if chosen.is_planned and host_gib is not None:
+            flags += ["--swap-host-gib", _floor(host_gib)]
+        how = f"with {' '.join(flags)}" if flags else "as it is: nothing needs to be swapped or recomputed"
+        print(f"Fits {on}, {how}.", end="\n\n")
+        print(training_command(options.flags, flags, training.num_gpus, per_host), end="\n\n")
+        print(prediction_text(chosen, _unswapped(found), training.tokens), end="\n\n")
+    print(options_table(found, training.tokens))
+    if chosen is not None and chosen.disk_gib:
+        print(f"\n{DISK_NOTE}")
+    for note in _notes(options, training, gpu, per_host):
+        print(f"\n{note}")
+    if chosen is None:
+        return False
+    if options.table or measured:
+        states, has_disk = chosen.states, chosen.name == DISK or training.disk_gib > 0
+        before_disk_gib = None if not has_disk else math.inf if host_gib is None else host_gib
+        assert states is not None
+        assert chosen.prediction is not None
+        params = params_of_rank(training.model, training.tied, rank)
+        profile, prediction = chosen.predicted_profile, chosen.prediction
+        _print_tables(options, chosen)
+        print(f"\n{memory_table(states, params, profile, prediction, before_disk_gib, measured)}")
+    _write(options, chosen, _unswapped(found))
+    return True
+
+
+def _plan_profile(options: argparse.Namespace) -> bool:
+    """Plan a run from its profile. Return whether something fits."""
+    profile = load_profile(options.profile)
+    if options.host_gib is not None:
+        profile = replace(profile, host_gib=options.host_gib)
     if options.link_gb_s is not None:
         profile = with_link(profile, options.link_gb_s)
     if options.seq_length is not None or options.micro_batch_size is not None:
         profile = with_tokens(profile, options.seq_length, options.micro_batch_size)
-    return replace(profile, host_gib=host_gib) if host_gib is not None else profile
+    budget_gib = _budget_gib(options, None, profile.device.memory_gib)
+    model = profile.model
+    tokens = model.seq_length * model.micro_batch_size * profile.num_micro_batches
+    found = of_profile(profile, budget_gib)
+    chosen = found[-1]
+    if chosen.fits:
+        budget = f"--swap-plan {options.save}" if options.save else f"--swap-memory-gib {_floor(budget_gib)}"
+        how = " ".join((budget, *chosen.flags))
+        print(f"Fits in {budget_gib:.4g} GiB of {profile.device.name}, with {how}.")
+        print(f"\n{prediction_text(chosen, _unswapped(found), tokens)}\n")
+    else:
+        print(f"Does not fit in {budget_gib:.4g} GiB of {profile.device.name}. The smallest budget that was found "
+              f"feasible is {chosen.device_gib:g} GiB.\n")  # fmt: skip
+    print(options_table(found, tokens))
+    if not chosen.fits:
+        return False
+    if options.table:
+        _print_tables(options, chosen)
+    _write(options, chosen, _unswapped(found))
+    return True
 
 
-def host_limit_gib(options: argparse.Namespace, training: Training | None) -> float | None:
-    """Return the rank's host memory limit in GiB from --host-gib, else from the training flags; `None`: no limit."""
-    given: float | None = options.host_gib
-    return training.host_gib if given is None and training is not None else given
+def _print_tables(options: argparse.Namespace, chosen: Option) -> None:
+    if options.table:
+        tables = plan_table(chosen.solution.plan) if chosen.solution else "", non_layer_table(chosen.profile)
+        for table in filter(None, tables):
+            print(f"\n{table}")
 
 
-def read_measured(path: Path, profile: Profile) -> tuple[MemoryRow, ...]:
+def _write(options: argparse.Namespace, chosen: Option, unswapped: Prediction) -> None:
+    if options.save and chosen.solution is not None:
+        save_plan(chosen.solution.plan, options.save)
+    if options.save_profile:
+        save_profile(chosen.profile, options.save_profile)
+    if options.curve:
+        draw(curve(chosen.profile), unswapped, chosen.profile, options.curve)
+
+
+def _unswapped(found: Sequence[Option]) -> Prediction:
+    assert found[0].prediction is not None
+    return found[0].prediction
+
+
+def _budget_gib(options: argparse.Namespace, given_gib: float | None, device_gib: float) -> float:
+    """Return the budget from --memory-gib, else from the training flags, else the one that training takes."""
+    asked: float | None = given_gib if options.memory_gib is None else options.memory_gib
+    return USUAL_FRACTION * device_gib if asked is None else asked
+
+
+def _floor(gib: float) -> str:
+    """Format GiB for a flag: rounded down to two decimals, or as it is if it is small."""
+    return f"{math.floor(100 * gib) / 100:g}" if gib >= 1 else f"{gib:.10g}"
+
+
+def _wanted(found: Sequence[Option], training: Training, is_saved: bool) -> list[Option]:
+    """Return the options to choose from: those that can be saved as a plan, and that do what the flags ask for."""
+    if training.offloads:
+        return [one for one in found if one.name == DISK or (one.name == STATE and not training.disk_gib)]
+    return [one for one in found if one.is_planned] if is_saved else list(found)
+
+
+def _disk_dir(flags: Sequence[str]) -> str:
+    """Return the folder of --swap-disk-dir among the training flags, or one that every machine has."""
+    words = [part for word in flags for part in word.split("=", 1)]
+    return words[words.index("--swap-disk-dir") + 1] if "--swap-disk-dir" in words[:-1] else "/tmp"
+
+
+def _advice(found: Sequence[Option], training: Training) -> str:
+    """Return the smallest budget of all options with its flags, and changes that lower it."""
+    least = min(found, key=lambda one: one.needed_gib)
+    flags = " and ".join((*(("a plan",) if least.is_planned else ()), *filter(None, (" ".join(least.flags),))))
+    model = training.model
+    hints = ["a smaller --micro-batch-size" if model.micro_batch_size > 1 else "a shorter --seq-length",
+             f"--tensor-model-parallel-size {2 * model.tensor_parallel}"]  # fmt: skip
+    if training.num_replicas * model.context_parallel > 1 and training.states.num_shards == 1:
+        hints.append("--use-distributed-optimizer")
+    if training.offloads and not training.states.is_auto and training.states.offload_fraction < 1:
+        hints.insert(0, "--swap-optimizer auto")
+    return (
+        f"The least is {least.needed_gib:g} GiB, with {flags or 'nothing'}. Lower it by {', '.join(hints)}, or take a "
+        "GPU with more memory."
+    )
+
+
+def _check_host(options: argparse.Namespace, training: Training, host_gib: float | None, rank: int) -> None:
+    """Refuse a given fraction of optimizer state that exceeds the rank's host memory."""
+    offloaded_gib = training.states.offloaded_gib(params_of_rank(training.model, training.tied, rank))
+    if host_gib is None or training.disk_gib or training.states.is_auto or offloaded_gib <= host_gib:
+        return
+    given = f"--host-gib {options.host_gib:g}" if options.host_gib is not None else f"--swap-host-gib {host_gib:g}"
+    raise UsageError(
+        f"{given}: the offloaded optimizer state takes {offloaded_gib:.2f} GiB. Lower --swap-optimizer among the "
+        "training flags, or add --swap-disk-dir to them."
+    )
+
+
+def _notes(options: argparse.Namespace, training: Training, gpu: Gpu, per_host: int) -> Iterator[str]:
+    if per_host > 1:
+        if options.link_gb_s is not None:
+            gpu = replace(gpu, link_gb_s=options.link_gb_s, link_both_gb_s=options.link_gb_s)
+        link = f"{gpu.link_gb_s:g} GB/s in one direction, {gpu.link_both_gb_s:g} in each of both"
+        shared = f"{per_host} GPUs of a host share its memory and its link: each copies at {link}"
+        yield f"{shared}, as measured on an H200 host." if options.link_gb_s is None else f"{shared}, as given."
+    if options.host_gib is None and training.host_gib is None:
+        yield "Host memory is taken for unlimited: --host-gib says how much of it a host can pin."
+    if uncounted := not_counted(options.flags):
+        yield f"Not counted, though they change memory: {', '.join(uncounted)}."
+
+
+def read_measured(path: Path, model: Model, pipeline_rank: int) -> tuple[MemoryRow, ...]:
     """Return the memory of the planned stage's first rank from a run's summary.
 
     Raises:
         UsageError: the file is no summary, or its run has another number of layers.
     """
     try:
-        summary = json.loads(path.read_text())
+        summary = json.loads(read_text(path))
         num_layers, ranks = summary["num_layers"], summary["ranks"]
-        rank = ranks[profile.pipeline.rank * len(ranks) // profile.model.pipeline_parallel]
+        rank = ranks[pipeline_rank * len(ranks) // model.pipeline_parallel]
         rows = rank["memory"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
             f"--summary {path}: is not what --swap-summary writes today ({type(error).__name__}: {error}). Train again "
             "with it, or leave --summary out."
         ) from error
-    if num_layers != profile.model.num_layers:
+    if num_layers != model.num_layers:
         raise UsageError(
-            f"--summary {path}: is of {num_layers} layers, the training flags say {profile.model.num_layers}. Give the "
+            f"--summary {path}: is of {num_layers} layers, the training flags say {model.num_layers}. Give the "
             "flags of that run."
         )
     return from_json(tuple[MemoryRow, ...], rows, f"--summary {path}: memory")

@@ -17,6 +17,8 @@ LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
 LOG_LEVELS = ("quiet", "info", "debug")
 POLICIES = ("manual", "auto")
 MOST_CANDIDATES = 10
+MOST_DELAY_MS = 1000
+"""Each copy is delayed by up to that long, and a step makes hundreds."""
 USUAL_FRACTION = 0.95
 """Budget of ``--swap-policy auto`` without other flags, as a fraction of the device's memory."""
 
@@ -158,11 +160,11 @@ class SwapConfig:
         ):
             _require(gib is None or (is_within(0, gib, MOST) and gib > 0), flag, gib,
                      f"a number of GiB above 0, at most {MOST:g}")  # fmt: skip
-        for flag, given, what in (
-            ("--swap-min-mib", self.min_mib, "a number of MiB"),
-            ("--swap-cpu-delay-ms", self.cpu_delay_ms, "milliseconds"),
+        for flag, given, what, most in (
+            ("--swap-min-mib", self.min_mib, "a number of MiB", MOST),
+            ("--swap-cpu-delay-ms", self.cpu_delay_ms, "milliseconds", MOST_DELAY_MS),
         ):
-            _require(is_within(0, given, MOST), flag, given, f"{what}, 0 or more, at most {MOST:g}")
+            _require(is_within(0, given, most), flag, given, f"{what}, 0 or more, at most {most:g}")
         if self.memory_fraction is not None:
             given = self.memory_fraction
             _require(0 < given <= 1, "--swap-memory-fraction", given, "above 0 and at most 1, a part of the device's "
@@ -177,7 +179,7 @@ def parse_steps(text: str) -> tuple[int, int]:
     Raises:
         UsageError: the text is malformed.
     """
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    match = re.fullmatch(r"(\d{1,20})(?:-(\d{1,20}))?", text)
     if match is None:
         raise UsageError(f"--swap-profile-steps {text!r}: must be a step or a range of steps, such as 4-5.")
     return int(match[1]), int(match[2] or match[1])
@@ -193,7 +195,7 @@ def parse_layers(text: str, num_layers: int) -> frozenset[int]:
         return frozenset()
     if text == "all":
         return frozenset(range(num_layers))
-    if match := re.fullmatch(r"every:(\d+)", text):
+    if match := re.fullmatch(r"every:(\d{1,20})", text):
         stride = int(match[1])
         _require(stride > 0, "--swap-layers", text, "every:N with N of at least 1")
         return frozenset(range(0, num_layers, stride))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.swap.common import records
-from megatron.swap.common.layer_ranges import parse_ranges
+from megatron.swap.common.layer_ranges import MOST_LAYERS, parse_ranges
 from megatron.swap.common.types import MIB, MOST, Action, Site, UsageError
 
 FORMAT = "megatron-swap plan"
@@ -61,8 +61,9 @@ class Model:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if type(value) is int and not 1 <= value <= MOST:
-                raise UsageError(f"{name}: {value} is given; it must be at least 1 and at most {MOST:g}.")
+            most = MOST_LAYERS if name == "num_layers" else MOST
+            if type(value) is int and not 1 <= value <= most:
+                raise UsageError(f"{name}: {value} is given; it must be at least 1 and at most {most:g}.")
 
 
 @dataclass(frozen=True)

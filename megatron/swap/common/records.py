@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
+import stat
 import types
 import typing
 from pathlib import Path
@@ -15,6 +17,8 @@ from megatron.swap.common.types import MOST, UsageError
 
 SHORT = re.compile(r"[\[{]\s+([^\[\]{}]*?)\s+[\]}]")
 LINE_WIDTH = 150
+MOST_FILE_BYTES = 256 << 20
+"""Most bytes of a file that is read at once; the largest known are summaries of long runs, with 1 KiB a step."""
 KEY = "key"
 """Metadata key of a dataclass field that has another name in files: ``field(metadata={"key": "share"})``."""
 
@@ -42,7 +46,7 @@ def load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
 
 def _load[T](kind: type[T], path: str | Path, name: str, version: int) -> T:
     try:
-        value = json.loads(Path(path).read_text(), object_pairs_hook=_object)
+        value = json.loads(read_text(path), object_pairs_hook=_object)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror}). Give the path of a {name} file.") from error
     except UsageError as error:
@@ -69,6 +73,23 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise UsageError(f"the key {key!r} stands twice in one object; each may stand once. Drop one of the two.")
         found[key] = value
     return found
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of a file that a user has named.
+
+    Raises:
+        OSError: it cannot be read; is a device or a pipe, which may have no end; or has more than ``MOST_FILE_BYTES``.
+        UnicodeDecodeError: it is no text.
+    """
+    mode = Path(path).stat().st_mode  # before it is opened: opening a pipe may wait for ever
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))
+    with Path(path).open("rb") as file:
+        content = file.read(MOST_FILE_BYTES + 1)  # not the size that the system tells, which is 0 for files of /proc
+    if len(content) > MOST_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MOST_FILE_BYTES >> 20} MiB, the most that is read", str(path))
+    return content.decode()
 
 
 def save(record: Any, path: str | Path, name: str, version: int) -> None:

@@ -11,6 +11,7 @@ from megatron.swap.common.config import (
     LAYER_SYNTAX,
     LOG_LEVELS,
     MOST_CANDIDATES,
+    MOST_DELAY_MS,
     POLICIES,
     USUAL_FRACTION,
     SwapConfig,
@@ -34,8 +35,8 @@ class _Deterministic(argparse.Action):
         namespace.deterministic_mode = True
 
 
-def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the ``--swap-`` flags: Megatron's ``extra_args_provider``.
+def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``--swap-`` flags.
 
     A help text is 'What the flag does. Default: value. Set it when …': docs/reference/flags.md is made from it.
 
@@ -43,7 +44,7 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser: Megatron's, or any other.
 
     Returns:
-        The same parser, as Megatron wants it.
+        The same parser.
     """
     add = parser.add_argument_group(
         "swap: activations", "Saved activations: which are offloaded or recomputed."
@@ -146,8 +147,8 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "swap: without a GPU", "Tests on a machine without a GPU, where host memory emulates the device."
     ).add_argument
     add("--swap-cpu-delay-ms", type=float, default=0.0, metavar="MS",
-        help="Longest random delay of an emulated copy. Default: %(default)g. Set it when you test the order of "
-        "copies.")
+        help=f"Longest random delay of an emulated copy, at most {MOST_DELAY_MS}. Default: %(default)g. Set it when "
+        "you test the order of copies.")
     add("--swap-cpu-memory-gib", type=float, default=None, metavar="GIB",
         help="Memory of the emulated device, beside what the model takes when it is built. Default: no limit. Set it "
         "when you test what happens when device memory is short.")

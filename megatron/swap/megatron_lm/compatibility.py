@@ -4,14 +4,88 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.layer_ranges import MOST_LAYERS
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, UsageError
 from megatron.swap.megatron_lm.layer import known_modules
-from megatron.swap.megatron_lm.versions import SINCE_0_19
+from megatron.swap.megatron_lm.versions import SINCE_0_19, is_gpt_config
 from megatron.swap.profiling.profiler import NSYS
+
+COUNTS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "seq_length", "max_position_embeddings", "vocab_size", "num_experts", "micro_batch_size", "global_batch_size",
+    "train_iters", "train_samples", "lr_decay_iters", "log_interval", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+)  # fmt: skip
+"""Megatron's flags for which 0 and less make no sense; Megatron divides by some of them."""
+
+
+def check_counts(args: argparse.Namespace) -> None:
+    """Refuse numbers of Megatron's flags that Megatron does not refuse itself, or not in words.
+
+    Args:
+        args: what was parsed, before Megatron fills in what is not given. Another program's may lack Megatron's flags.
+
+    Raises:
+        UsageError: names the flag and what is allowed.
+    """
+    given = vars(args)
+    if given.get("yaml_cfg") is not None:
+        raise UsageError(
+            f"--yaml-cfg {args.yaml_cfg}: Megatron then ignores all flags, so the --swap- flags too. Give the settings "
+            "as flags, and drop --yaml-cfg."
+        )
+    for name in COUNTS:
+        number = given.get(name)
+        if number is not None and number < 1 and not (name == "train_iters" and args.skip_train):
+            raise UsageError(f"--{name.replace('_', '-')} {number}: must be at least 1.")
+    if (given.get("num_layers") or 0) > MOST_LAYERS:  # a list of them may be too long to be made
+        raise UsageError(f"--num-layers {args.num_layers}: must be at most {MOST_LAYERS}.")
+    if given.get("group_query_attention") and (args.num_attention_heads or 0) % (args.num_query_groups or 1):
+        raise UsageError(
+            f"--num-query-groups {args.num_query_groups}: must divide --num-attention-heads "
+            f"{args.num_attention_heads}. Change one of the two."
+        )
+    if given.get("num_experts") is not None and not 1 <= args.moe_router_topk <= args.num_experts:
+        raise UsageError(
+            f"--moe-router-topk {args.moe_router_topk}: must be from 1 to --num-experts {args.num_experts}, since each "
+            "token goes to that many different experts. Lower it, or give more experts."
+        )
+
+
+def check_model_config(model_config: Any) -> None:
+    """Refuse a model whose layers cannot be built here.
+
+    Args:
+        model_config: Megatron's, or of another kind, which is not checked.
+
+    Raises:
+        UsageError: the layers are TransformerEngine's, which is not here.
+    """
+    if is_gpt_config(model_config):
+        check_layer_spec(model_config.transformer.transformer_impl, model_config.transformer_layer_spec)
+
+
+def check_layer_spec(transformer_impl: str, layer_spec: Any) -> None:
+    """Refuse Megatron's choice of layers if these are TransformerEngine's, which is not here.
+
+    Args:
+        transformer_impl: Megatron's flag.
+        layer_spec: of the model; ``None``: Megatron chooses.
+
+    Raises:
+        UsageError: these layers cannot be built.
+    """
+    if layer_spec is None and transformer_impl != "local" and not HAVE_TE:
+        raise UsageError(
+            f"--transformer-impl {transformer_impl}: TransformerEngine cannot be imported in this Python. Give "
+            "--transformer-impl local, or install it (pip install 'transformer-engine[pytorch,core_cu13]')."
+        )
 
 
 def check_settings(args: argparse.Namespace, config: SwapConfig) -> None:
@@ -112,6 +186,8 @@ def _check_module_names(patterns: Sequence[str]) -> None:
 
 def _check_upstream(args: argparse.Namespace) -> None:
     """Refuse flags that Megatron does not support with its local spec and does not refuse itself."""
+    if not args.train_iters and not args.train_samples and not args.skip_train:
+        raise UsageError("neither --train-iters nor --train-samples is given: add one, such as --train-iters 1000.")
     recomputes_mlp = args.recompute_granularity == "selective" and "mlp" in (args.recompute_modules or [])
     if recomputes_mlp and args.transformer_impl == "local" and args.add_bias_linear:
         raise UsageError(

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.disk_buffers import MAX_SPILL_BUFFER_BYTES, disk_buffer_bytes, staging_bytes
 from megatron.swap.common.rounding import round_down, round_up
-from megatron.swap.common.types import ACTIVATION, GIB, LINEAR, MIB, NORM, ROTARY, format_bytes
+from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION
+from megatron.swap.megatron_lm.least_saved import least_saved_bytes
 from megatron.swap.memory.disk_file import disk_limit_bytes
 from megatron.swap.memory.host_budget import HostMemoryBudget, Reservation
 from megatron.swap.memory.host_memory import (
     PAGE_BYTES,
+    HostCapacity,
     HostMemoryError,
     check_host_request,
     local_world_size,
@@ -69,11 +71,14 @@ class HostShare:
         return HostMemoryBudget(self.total_bytes).reserve("optimizer state", num_bytes)
 
 
-def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
+def host_share(
+    config: SwapConfig, args: Namespace, swaps: bool, capacity: HostCapacity | None = None
+) -> HostShare:
     """Return the host memory and the disk that this rank may use, divided among their users.
 
     Args:
         swaps: whether activations are swapped.
+        capacity: the host's memory without what the model takes of it; ``None``: it is measured, and all of it counts.
 
     Raises:
         UsageError: the disk has less room than requested.
@@ -85,7 +90,7 @@ def host_share(config: SwapConfig, args: Namespace, swaps: bool) -> HostShare:
         disk_bytes = disk_limit_bytes(config.disk_dir, limit_bytes, local_world_size())
     if not swaps and not config.optimizer and not config.oom_guard:
         return HostShare(MIB, 0, disk_bytes, 0)  # nothing is swapped, but a pool may not be empty
-    capacity = safe_host_bytes(local_world_size())
+    capacity = capacity or safe_host_bytes(local_world_size())
     limit_bytes, limited_by = capacity.safe_bytes, capacity.reason
     if config.host_gib is not None:
         limit_bytes, limited_by = int(config.host_gib * GIB), f"--swap-host-gib {config.host_gib:g}"
@@ -132,30 +137,10 @@ def _least_bytes(config: SwapConfig, args: Namespace) -> int:
 def _least_saved_bytes(config: SwapConfig, args: Namespace) -> int:
     """Return a lower bound of the bytes that the swapped layers save in one micro-batch on this rank; 0: unknown.
 
-    The shapes give norm inputs and outputs, q, k, v, attention output and MLP activations, each if it is at least
-    ``--swap-min-mib``. The bound serves to reserve host memory early and to refuse a run that cannot fit; more is
-    reserved when it is needed.
+    Tensors below ``--swap-min-mib`` do not count. The bound serves to reserve host memory early and to refuse a run
+    that cannot fit; more is reserved when it is needed.
     """
     if config.modules or config.prefetch_gib or args.fp8 or args.recompute_granularity == "selective":
         return 0
-    element_bytes = 2 if args.bf16 or args.fp16 else 4
-    tensor_parallel = args.tensor_model_parallel_size
-    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
     layers_here = max(0, len(config.layers) // args.pipeline_model_parallel_size - 2)  # the trailing layers are kept
-    hidden = args.hidden_size // (tensor_parallel if args.sequence_parallel else 1)
-    widths = [hidden] * (2 if NORM in config.recompute else 4)
-    if args.recompute_granularity == "full":
-        segment = args.recompute_num_layers if args.recompute_method == "uniform" else 1
-        layers_here, widths = layers_here // (segment or 1), [hidden]
-    else:
-        if not args.multi_latent_attention:
-            groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-            heads = [args.num_attention_heads]  # attention output
-            if not {ROTARY, LINEAR} & set(config.recompute):
-                heads += [args.num_attention_heads, groups, groups]  # q, k, v
-            widths += [number * args.kv_channels // tensor_parallel for number in heads]
-        if args.num_experts is None:
-            fc1 = 0 if LINEAR in config.recompute else 2 if args.swiglu else 1
-            widths += [args.ffn_hidden_size // tensor_parallel] * (fc1 + (ACTIVATION not in config.recompute))
-    sizes = [tokens * width * element_bytes for width in widths]
-    return layers_here * sum(size for size in sizes if size >= config.min_mib * MIB)
+    return least_saved_bytes(args, layers_here, config.recompute, min_bytes=config.min_mib * MIB)

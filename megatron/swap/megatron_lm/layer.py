@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import nn
 
+from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.site_paths import CHECKPOINT_PATH, NON_LAYER, OWN_PATH
 from megatron.swap.common.types import (
     LayerPosition,
@@ -46,6 +47,29 @@ def known_modules() -> list[str]:
     ):
         names.update(field.name for field in dataclasses.fields(spec))
     return sorted(name for name in names if not name.endswith(("_bda", "_map")))
+
+
+def check_one_stack(chunks: Sequence[nn.Module]) -> None:
+    """Refuse to plan a model with several stacks of layers, whose numbers repeat: a plan names layers by number.
+
+    Args:
+        chunks: this rank's part of the model.
+
+    Raises:
+        UsageError: two layers of the model have one number.
+    """
+    stacks = {
+        name: [layer.layer_number - 1 for layer in module.layers]
+        for chunk in chunks for name, module in chunk.named_modules()
+        if isinstance(module, TransformerBlock) and module.layers
+    }  # fmt: skip
+    numbers = [number for stack in stacks.values() for number in stack]
+    if len(set(numbers)) != len(numbers):
+        raise UsageError(
+            "--swap-memory-gib, --swap-memory-fraction and --swap-policy auto plan one stack of layers, and this model "
+            f"has {len(stacks)}: {', '.join(f'{name} (layers {format_ranges(own)})' for name, own in stacks.items())}. "
+            "Choose the layers instead: --swap-layers all, or numbers, which count in each stack."
+        )
 
 
 class Boundaries:

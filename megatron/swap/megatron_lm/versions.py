@@ -6,6 +6,7 @@ Earlier ``pretrain`` takes a model provider. PyPI's wheel has none, so ``gpt_pro
 
 from __future__ import annotations
 
+import functools
 import inspect
 from argparse import Namespace
 from collections.abc import Callable
@@ -24,6 +25,15 @@ def has_model_config() -> bool:
     from megatron.training import argument_utils
 
     return hasattr(argument_utils, "gpt_config_from_args")
+
+
+def is_gpt_config(model_config: Any) -> bool:
+    """Return whether ``model_config`` is Megatron's model config of a GPT, which it has since 0.19."""
+    if not has_model_config():
+        return False
+    from megatron.training.models.gpt import GPTModelConfig
+
+    return isinstance(model_config, GPTModelConfig)
 
 
 def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
@@ -130,14 +140,14 @@ def gpt_provider(args: Namespace, layer_spec: Any = None) -> Callable[..., Any]:
     return provide
 
 
-def call_pretrain(
+def pretrain_call(
     args: Namespace,
     model_config: Any,
     provide_datasets: Callable[..., Any],
     forward_step: Callable[..., Any],
     **options: Any,
-) -> None:
-    """Call Megatron's ``pretrain``, whose arguments have other places in each version.
+) -> Callable[[], None]:
+    """Return the call of Megatron's ``pretrain``, whose arguments have other places in each version.
 
     Args:
         model_config: Megatron's model config; ``None``: ``options`` have a ``model_provider``.
@@ -146,7 +156,8 @@ def call_pretrain(
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, training
 
-    training.pretrain(
+    return functools.partial(
+        training.pretrain,
         argument_utils.pretrain_cfg_container_from_args(args, model_config),
         provide_datasets,
         model_type=ModelType.encoder_or_decoder,

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +26,7 @@ import torch
 
 from megatron.swap.common.rounding import round_down
 from megatron.swap.common.types import GIB, MIB, SwapError, UsageError, format_bytes
+from megatron.swap.native.cuda_library import clear_cuda_error
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,15 @@ class HostCapacity:
     reason: str
     headroom_bytes: int = 0
     local_world_size: int = 1
+
+    def less(self, num_bytes: int, name: str) -> HostCapacity:
+        """Return the capacity that remains when every rank takes ``num_bytes`` more, for ``name``."""
+        return replace(
+            self,
+            available_bytes=max(0, self.available_bytes - num_bytes * self.local_world_size),
+            safe_bytes=round_down(max(0, self.safe_bytes - num_bytes), PAGE_BYTES),
+            reason=f"{self.reason}; less {format_bytes(num_bytes)} a rank for {name}",
+        )
 
 
 def local_world_size() -> int:
@@ -270,6 +280,7 @@ class _Mapping(mmap.mmap):
         with torch.cuda.device(device):
             status = torch.cuda.cudart().cudaHostUnregister(self.address)
         if int(status) != 0:
+            clear_cuda_error()
             logger.warning("cudaHostUnregister failed with CUDA error %d", int(status))
 
 
@@ -347,6 +358,7 @@ class HostRegion:
         torch.cuda.set_device(device)
         status = torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, _CUDA_HOST_REGISTER_PORTABLE)
         if int(status) != 0:
+            clear_cuda_error()
             raise HostMemoryError(
                 f"cudaHostRegister refused {format_bytes(self.nbytes)} of host memory "
                 f"(CUDA error {int(status)}). Lower --swap-host-gib or swap fewer layers (--swap-layers)."

@@ -124,6 +124,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_swap"
 
 
+def problem() -> str | None:
+    """Return why this process has no native part, without building it; ``None``: it has one, or a compiler to build it.
+
+    A library that was built before needs no compiler.
+    """
+    if os.environ.get("MEGATRON_SWAP_NATIVE") == "0":
+        return "MEGATRON_SWAP_NATIVE=0"
+    if _file(cache_folder()).exists():
+        try:
+            _imported(_file(cache_folder()))
+        except (ImportError, OSError, RuntimeError) as error:
+            return f"{_file(cache_folder())} cannot be loaded: {error}"
+        return None
+    return None if _compiler() else _no_compiler()
+
+
 def build(folder: Path, library: Library = NATIVE) -> Path:
     """Return the file of ``library`` in ``folder``; compile it if it is missing. Safe among processes.
 
@@ -131,7 +147,7 @@ def build(folder: Path, library: Library = NATIVE) -> Path:
         BuildError: there is no compiler, or it failed; the message has its last lines.
         OSError: ``folder`` cannot be written.
     """
-    built = folder / f"{library.name}-{_key(library)}.so"
+    built = _file(folder, library)
     if built.exists():
         return built
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,6 +161,18 @@ def build(folder: Path, library: Library = NATIVE) -> Path:
     return built
 
 
+def _file(folder: Path, library: Library = NATIVE) -> Path:
+    return folder / f"{library.name}-{_key(library)}.so"
+
+
+def _compiler() -> str | None:
+    return os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
+
+
+def _no_compiler() -> str:
+    return f"no compiler is on PATH ({', '.join(COMPILERS)}), and CXX is not set"
+
+
 def _key(library: Library = NATIVE) -> str:
     """Return a hash of all inputs of the build but the compiler, since any one will do."""
     here = Path(__file__).parent
@@ -155,9 +183,9 @@ def _key(library: Library = NATIVE) -> str:
 
 
 def _compile(library: Library, target: Path) -> None:
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, COMPILERS), None)
+    compiler = _compiler()
     if compiler is None:
-        raise BuildError(f"no compiler is on PATH ({', '.join(COMPILERS)}), and CXX is not set")
+        raise BuildError(_no_compiler())
     here, of_torch = Path(__file__).parent, Path(torch.__file__).parent
     folders = (of_torch / "include", Path(sysconfig.get_path("include")), *library.include_folders)
     command = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
 from pathlib import Path
 
 
@@ -15,3 +16,13 @@ def loaded_cuda_library() -> str | None:
         if path.rpartition("/")[2].startswith("libcudart"):
             return f"/{path}"
     return None
+
+
+def clear_cuda_error() -> None:
+    """Clear the last CUDA error of the calling thread, after a call that failed and was handled.
+
+    CUDA keeps the error with the thread, and PyTorch would report it as the failure of the next kernel.
+    """
+    path = loaded_cuda_library()
+    if path is not None:
+        CDLL(path).cudaGetLastError()

@@ -38,7 +38,9 @@ class CudaMachine final : public Machine {
   void pin(const Piece& slab) override {
     check(cuda_.host_register(slab.address, slab.num_bytes, 0), "cudaHostRegister");
   }
-  void unpin(const Piece& slab) override { cuda_.host_unregister(slab.address); }  // at the end: errors are ignored
+  void unpin(const Piece& slab) override {  // at the end: errors are ignored
+    if (cuda_.host_unregister(slab.address) != 0) cuda_.get_last_error();
+  }
 
  private:
   void check(int code, const char* what) const {

@@ -5,13 +5,20 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
+from megatron.swap.common.command_line import CommandLine, nearest_flag
 from megatron.swap.common.plan import Model
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import MOST, UsageError
 from megatron.swap.planner.states import States
+
+FLAGS_FILE = Path(__file__).with_name("training_flags.txt")
+"""The names of all training flags, Megatron's and ours, behind a line that ends in Megatron's version. Planning imports
+neither Megatron nor torch, so it cannot ask the parser; ``python -m tests.pages`` renews the file."""
 
 UNSUPPORTED = frozenset({
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
@@ -21,7 +28,15 @@ UNSUPPORTED = frozenset({
     "optimizer-cpu-offload", "pipeline-model-parallel-layout", "recompute-activations", "recompute-granularity",
     "use-megatron-fsdp", "use-torch-fsdp2",
 })  # fmt: skip
-"""Megatron's flags that change the memory or time of a step in ways that ``shape_profile`` does not model."""
+"""Megatron's flags that change the memory or time of a step so much that ``shape_profile`` has no answer."""
+NOT_COUNTED = frozenset({
+    "add-qkv-bias", "apply-layernorm-1p", "attention-backend", "cross-entropy-loss-fusion", "cuda-graph-impl",
+    "ddp-bucket-size", "delay-wgrad-compute", "deterministic-mode", "enable-cuda-graph", "exp-avg-dtype",
+    "exp-avg-sq-dtype", "external-cuda-graph", "grad-reduce-in-bf16", "main-params-dtype", "overlap-grad-reduce",
+    "overlap-param-gather", "overlap-param-gather-with-optimizer-step", "qk-layernorm", "softmax-type", "squared-relu",
+    "swap-deterministic", "tp-comm-overlap", "use-nccl-ub", "window-size",
+})  # fmt: skip
+"""Flags that change memory a little. A plan is made without them and says so."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,9 @@ class Training:
         tied: whether embedding and output layer share their weights.
         host_gib: limit of the rank's host memory; ``None``: no flag sets it.
         disk_gib: limit of the disk, used once host memory is full; infinite: no flag sets it; 0: there is no disk.
+        budget_gib: limit of the rank's device memory, as ``--swap-memory-gib``; ``None``: no flag sets it.
+        num_gpus: GPUs of the run.
+        num_replicas: replicas of the model, each with its own part of the batch.
     """
 
     model: Model
@@ -40,6 +58,20 @@ class Training:
     states: States
     host_gib: float | None = None
     disk_gib: float = 0.0
+    budget_gib: float | None = None
+    num_gpus: int = 1
+    num_replicas: int = 1
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the flags say that optimizer state is offloaded."""
+        return self.states.offload_fraction > 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, of all replicas."""
+        model = self.model
+        return model.seq_length * model.micro_batch_size * self.num_micro_batches * self.num_replicas
 
 
 def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
@@ -102,16 +134,32 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states,
         _gib("--swap-host-gib", known.swap_host_gib),
         0.0 if known.swap_disk_dir is None else _gib("--swap-disk-gib", known.swap_disk_gib) or math.inf,
+        _gib("--swap-memory-gib", known.swap_memory_gib), replica * data, data,
     )  # fmt: skip
 
 
-def check_known(flags: Sequence[str]) -> None:
-    """Refuse flags whose effect on sizes or times ``shape_profile`` does not model.
+def check_known(flags: Sequence[str], options: Collection[str] = ()) -> None:
+    """Refuse flags that no training command has, and those that ``shape_profile`` does not cover.
+
+    Args:
+        options: the planner's own options, which stand before ``--``.
 
     Raises:
-        UsageError: names the flag.
+        UsageError: names the flag, and the nearest one that exists.
     """
     known, rest = _parser().parse_known_args(list(flags))
+    for flag, value in zip(flags, [*flags[1:], ""], strict=True):
+        if flag == "--save" and value.endswith(".json"):
+            raise UsageError(f"--save {value}: behind -- it is the folder of checkpoints. Give it before the -- .")
+    for flag in _names(flags):
+        if flag in training_flags():
+            continue
+        if flag in options:
+            raise UsageError(f"{flag}: is an option of plan, not of training. Give it before the -- .")
+        near = nearest_flag(flag, sorted(training_flags()))
+        hint = f"Did you mean {near}?" if near else "Leave it out."
+        version = FLAGS_FILE.read_text().splitlines()[0].split()[-1]
+        raise UsageError(f"{flag}: neither Megatron {version} nor Megatron Swap has this training flag. {hint}")
     if known.optimizer != "adam":
         rest.append(f"--optimizer {known.optimizer}")
     for flag in rest:
@@ -120,6 +168,24 @@ def check_known(flags: Sequence[str]) -> None:
                 f"{flag}: its memory and time are not known without a measurement. Leave it out, or measure a profile "
                 "(train with --swap-save-profile) and plan with --profile."
             )
+
+
+def not_counted(flags: Sequence[str]) -> list[str]:
+    """Return the flags whose memory ``shape_profile`` does not count, each once, in their order."""
+    given = [flag for flag in dict.fromkeys(_names(flags)) if flag[2:] in NOT_COUNTED]
+    dropout = _parser().parse_known_args(list(flags))[0].hidden_dropout
+    return given if dropout == 0 else [*given, f"--hidden-dropout {dropout:g}"]
+
+
+def _names(flags: Sequence[str]) -> list[str]:
+    """Return the names of the flags: ``--flag=value`` gives ``--flag``."""
+    return [word.split("=", 1)[0] for word in flags if word.startswith("--")]
+
+
+@functools.cache
+def training_flags() -> frozenset[str]:
+    """Return the flags that a training command may have: Megatron's and our own, with their hyphens."""
+    return frozenset(word for word in FLAGS_FILE.read_text().split() if word.startswith("--"))
 
 
 def _check_multiple(known: argparse.Namespace, name: str, parts: int, what: str) -> None:
@@ -202,9 +268,14 @@ def _default_ffn(hidden: int, gated: bool) -> int:
     return int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
 
 
+class _Parser(CommandLine):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"among the training flags: {message}.")
+
+
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _Parser(add_help=False, allow_abbrev=False)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size",
                  "ffn-hidden-size", "global-batch-size", "kv-channels", "num-experts",
                  "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank",
@@ -221,6 +292,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--swap-host-gib")
     parser.add_argument("--swap-disk-dir")
     parser.add_argument("--swap-disk-gib")
+    parser.add_argument("--swap-memory-gib")
+    parser.add_argument("--hidden-dropout", type=float, default=0.1)
     parser.add_argument("--main-grads-dtype", default="fp32")
     parser.add_argument("--optimizer", default="adam")
     for name in ("group-query-attention", "swiglu", "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer",

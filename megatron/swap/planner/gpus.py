@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from dataclasses import dataclass, replace
 
-from megatron.swap.common.types import UsageError
+from megatron.swap.common.types import MOST, UsageError
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Gpu:
         link_both_gb_s: copies in each direction while both are busy.
         peak_tflops: dense bf16 TFLOP/s of the data sheet.
         cuda_name: the device name that CUDA reports.
+        is_link_shared: the GPUs of a host share what the host can copy.
     """
 
     name: str
@@ -33,21 +35,82 @@ class Gpu:
     source: str
     peak_tflops: float
     cuda_name: str
+    is_link_shared: bool = True
+
+    def beside(self, per_host: int) -> Gpu:
+        """Return this GPU with the link speeds that it has while ``per_host`` GPUs of one host copy, itself included.
+
+        A number between those that were measured counts as the next larger one; beyond 8, speed falls in proportion.
+        """
+        if per_host == 1 or not self.is_link_shared:
+            return self
+        nearest = next((num for num in SHARED_GB_S if num >= per_host), MAX_PER_HOST)
+        shared = (gb_s * nearest / max(per_host, nearest) for gb_s in SHARED_GB_S[nearest])
+        one_way, both_ways = shared
+        return replace(
+            self, link_gb_s=min(self.link_gb_s, one_way), link_both_gb_s=min(self.link_both_gb_s, both_ways),
+            source=f"{self.source}; link as measured with {nearest} GPUs of an H200 host at once",
+        )  # fmt: skip
 
 
-SHEET = "data sheet: 0.6 of its dense bf16 TFLOP/s, 0.7 of its memory's speed, 0.85 of PCIe's; not measured"
+TFLOPS, ATTENTION, BANDWIDTH, OPTIMIZER, LINK, BOTH_WAYS = 0.6, 0.52, 0.7, 0.48, 0.85, 0.88
+"""Fractions of a data sheet's figures that training is assumed to reach: of its dense bf16 TFLOP/s in linear layers and
+in attention, of its memory bandwidth in elementwise kernels and in the optimizer, of its link in one direction, and of
+that in each of both directions. An H200 reached 0.69, 0.59, 0.71, 0.48, 0.88 and 0.89."""
+
+
+def _sheet(
+    name: str, peak_tflops: float, memory_gb_s: float, memory_gib: float, link_gb_s: float, cuda_name: str,
+    both_ways: float = BOTH_WAYS, is_link_shared: bool = True,
+) -> Gpu:  # fmt: skip
+    """Return a GPU with the figures of its data sheet. ``link_gb_s``: its link in one direction."""
+    return Gpu(
+        name, TFLOPS * peak_tflops, ATTENTION * peak_tflops, BANDWIDTH * memory_gb_s, OPTIMIZER * memory_gb_s,
+        memory_gib, LINK * link_gb_s, LINK * both_ways * link_gb_s,
+        f"data sheet: {TFLOPS:g} of its dense bf16 TFLOP/s, {BANDWIDTH:g} of its memory's speed, {LINK:g} of its "
+        "link's; not measured",
+        peak_tflops, cuda_name, is_link_shared,
+    )  # fmt: skip
+
+
+PCIE4, PCIE5 = 31.5, 63.0
+"""GB/s of 16 lanes in one direction."""
+C2C = 225.0
+"""GB/s of a GB200's NVLink-C2C in one direction and for each of its two GPUs: 900 GB/s for both directions and both
+GPUs together (NVIDIA GB200 NVL72 data sheet). Both directions at once are limited by the processor's memory, 512 GB/s
+for the two GPUs: 128 GB/s each way."""
 
 GPUS = {
     "h200": Gpu("NVIDIA H200", 681, 588, 3400, 2300, 139.8, 55.3, 49, "measured on one H200 (docs/results)", 989,
                 "NVIDIA H200"),
-    "h100": Gpu("NVIDIA H100 SXM", 593, 510, 2345, 1600, 79.1, 53.5, 47, SHEET, 989, "NVIDIA H100 80GB HBM3"),
-    "a100-80": Gpu("NVIDIA A100 80 GB SXM", 187, 160, 1427, 980, 79.1, 26.8, 23, SHEET, 312,
-                   "NVIDIA A100-SXM4-80GB"),
-    "b200": Gpu("NVIDIA B200", 1350, 1160, 5600, 3800, 178.0, 53.5, 47, SHEET, 2250, "NVIDIA B200"),
-    "l40s": Gpu("NVIDIA L40S", 217, 190, 605, 410, 44.4, 26.8, 23, SHEET, 362, "NVIDIA L40S"),
+    "h100": _sheet("NVIDIA H100 SXM", 989, 3350, 79.1, PCIE5, "NVIDIA H100 80GB HBM3"),
+    "h100-pcie": _sheet("NVIDIA H100 PCIe", 756, 2000, 79.1, PCIE5, "NVIDIA H100 PCIe"),
+    "h100-nvl": _sheet("NVIDIA H100 NVL", 835, 3900, 93.1, PCIE5, "NVIDIA H100 NVL"),
+    "b200": _sheet("NVIDIA B200", 2250, 8000, 178.0, PCIE5, "NVIDIA B200"),
+    "gb200": _sheet("NVIDIA GB200", 2500, 8000, 184.0, C2C, "NVIDIA GB200", 128 / (LINK * C2C), is_link_shared=False),
+    "a100-80": _sheet("NVIDIA A100 80 GB SXM", 312, 2039, 79.1, PCIE4, "NVIDIA A100-SXM4-80GB"),
+    "a100-40": _sheet("NVIDIA A100 40 GB SXM", 312, 1555, 39.4, PCIE4, "NVIDIA A100-SXM4-40GB"),
+    "l40s": _sheet("NVIDIA L40S", 362, 864, 44.4, PCIE4, "NVIDIA L40S"),
+    "rtx4090": _sheet("NVIDIA GeForce RTX 4090", 165, 1008, 23.5, PCIE4, "NVIDIA GeForce RTX 4090"),
+    "rtx5090": _sheet("NVIDIA GeForce RTX 5090", 209.5, 1792, 31.3, PCIE5, "NVIDIA GeForce RTX 5090"),
 }
-"""GPUs by their name on the command line. Link speeds are those of one GPU alone. Eight GPUs of one host that copied
-at once got 10 to 14 GB/s each: give such a speed with --link-gb-s."""
+"""GPUs by their name on the command line. Link speeds are those of one GPU alone (``Gpu.beside``).
+
+Sources of TFLOP/s, memory bandwidth and link: NVIDIA's data sheets "A100 Tensor Core GPU", "L40S", "H100 Tensor Core
+GPU" (SXM, PCIe and NVL; half of the figures "with sparsity"), "DGX B200" and "GB200 NVL72" (one of 8 and of 72 GPUs),
+and its architecture papers "Ada GPU Architecture" (RTX 4090) and "RTX Blackwell GPU Architecture" (RTX 5090; bf16 with
+fp32 accumulation). Memory is what CUDA reports, less than the size in a GPU's name.
+"""
+
+SHARED_GB_S = {2: (32.0, 32.0), 4: (17.0, 17.0), 8: (17.0, 10.0)}
+"""GB/s of each GPU in one direction, and in each of both, while 2, 4 and 8 GPUs of one H200 host copy at once, by the
+slowest GPU. Measured: 32 and 17 both ways with 2 and 4; with 8, 10 to 14 both ways, and 17 to 30 in one direction. One
+direction alone was not measured with 2 and 4: it is taken for as fast as both."""
+MAX_PER_HOST = max(SHARED_GB_S)
+GB_S_PER_TFLOPS = 3.4
+"""Memory bandwidth over dense bf16 TFLOP/s of an H100, assumed for a GPU that is described by three numbers."""
+CUSTOM = "custom:"
+CUSTOM_SYNTAX = f"{CUSTOM}MEMORY,TFLOPS,LINK"
 
 
 def gpu_of(cuda_name: str) -> Gpu | None:
@@ -56,11 +119,36 @@ def gpu_of(cuda_name: str) -> Gpu | None:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU with that name on the command line, in any case.
+    """Return the GPU with that name on the command line, in any case, or the one that ``custom:…`` describes.
 
     Raises:
-        UsageError: the name is unknown.
+        UsageError: the name is unknown, or the description is no three numbers above 0.
     """
-    if name.lower() not in GPUS:
-        raise UsageError(f"--gpu {name}: is not in the table; there are {', '.join(GPUS)}. Measure a profile instead.")
-    return GPUS[name.lower()]
+    if name.lower().startswith(CUSTOM):
+        return _custom(name)
+    found = GPUS.get(name.lower()) or GPUS.get(f"rtx{name}")
+    if found is None:
+        near = difflib.get_close_matches(name.lower(), GPUS, 1, 0.4)
+        raise UsageError(
+            f"--gpu {name}: is not in the table{f', did you mean {near[0]}?' if near else ';'} There are "
+            f"{', '.join(GPUS)}. Describe another one as {CUSTOM_SYNTAX} (GiB of memory, dense bf16 TFLOP/s of its "
+            "data sheet, GB/s of its link in one direction), or measure a profile."
+        )
+    return found
+
+
+def _custom(name: str) -> Gpu:
+    words = name[len(CUSTOM) :].split(",")
+    try:
+        figures = [float(word) for word in words]
+    except ValueError:
+        figures = []
+    if len(figures) != 3 or not all(0 < figure <= MOST for figure in figures):
+        raise UsageError(
+            f"--gpu {name}: must be {CUSTOM_SYNTAX}, three numbers above 0: GiB of memory, dense bf16 TFLOP/s of the "
+            "data sheet, GB/s of the link in one direction; for example custom:79.1,989,63."
+        )
+    memory_gib, peak_tflops, link_gb_s = figures
+    gpu = _sheet(f"a GPU of {memory_gib:g} GiB", peak_tflops, GB_S_PER_TFLOPS * peak_tflops, memory_gib, link_gb_s, "")
+    return replace(gpu, source=f"{peak_tflops:g} TFLOP/s and {link_gb_s:g} GB/s as given, memory as fast as an "
+                   "H100's relative to its TFLOP/s; not measured")  # fmt: skip

@@ -22,6 +22,9 @@ VERSION = 1
 MAX_FRAGMENTS = 2.25
 """Upper bound of the allocator's fragmentation, in multiples of the largest tensor. Up to 2.0 was measured on one H200
 (docs/dev/history.md)."""
+RESERVE_FRACTIONS = (1.0, 2 / 3, 1 / 3)
+"""Fractions of ``Profile.reserve_gib`` to leave free, tried in order until a plan fits. A run that plans itself notices
+if less than the whole is too little."""
 
 MS_PER_MIB = 2**20 / 1e6
 """Time to copy one MiB at 1 GB/s, in ms."""
@@ -57,6 +60,7 @@ class OffloadedState:
     Attributes:
         state_gib: size of the whole state.
         fraction: fraction of the state, 0 to 1, that was offloaded during profiling. It is the maximum.
+        is_fixed: the fraction is given, and no other is tried.
         update_ms: time of the optimizer's kernels for the whole state. Copies overlap with them. 0: not known.
         disk_gib: the part of the offloaded state whose parameters had state on disk. A smaller fraction keeps this part
             on the device first.
@@ -68,6 +72,7 @@ class OffloadedState:
     update_ms: float
     disk_gib: float = 0.0
     disk_ms: float = 0.0
+    is_fixed: bool = field(metadata={"key": "fixed"}, default=False)
 
     def __post_init__(self) -> None:
         if min(self.state_gib, self.update_ms, self.disk_gib, self.disk_ms) < 0 or not 0 <= self.fraction <= 1:
@@ -225,7 +230,8 @@ class Profile:
     Attributes:
         source: where the figures come from, for people.
         static_gib: memory held throughout the step: weights, gradients, optimizer state.
-        allocator_gib: memory that the allocator reserved beyond the peak in use during profiling; 0: no measurement.
+        allocator_gib: memory that the allocator reserved beyond the peak in use during profiling; 0: there is no
+            allocator that reserves memory; ``None``: it is not measured, and no run corrects the plan.
         host_gib: host memory that this rank may reserve for activations; ``None``: no limit.
         offloaded_state: ``None``: the planner does not decide how much optimizer state is offloaded.
     """
@@ -235,7 +241,7 @@ class Profile:
     device: Device
     link: Link
     static_gib: float
-    allocator_gib: float
+    allocator_gib: float | None
     host_gib: float | None
     num_micro_batches: int
     non_layer: NonLayer = field(metadata={"key": "outside"})
@@ -244,7 +250,7 @@ class Profile:
     offloaded_state: OffloadedState | None = field(metadata={"key": "resting"}, default=None)
 
     def __post_init__(self) -> None:
-        if self.num_micro_batches < 1 or self.allocator_gib < 0:
+        if self.num_micro_batches < 1 or (self.allocator_gib or 0.0) < 0:
             raise UsageError(f"num_micro_batches {self.num_micro_batches} must be at least 1, and allocator_gib "
                              f"{self.allocator_gib} at least 0.")  # fmt: skip
         here = [layer for entry in self.layers for layer in entry.layers]
@@ -257,23 +263,35 @@ class Profile:
 
     @property
     def fragments_gib(self) -> float:
-        """Fragmentation that is expected under any plan; 0 without a measurement.
+        """Fragmentation that is expected under any plan.
 
         It is the larger of the measured fragmentation and the largest tensor, plus the gaps that buckets of offloaded
         optimizer state leave.
         """
         gaps_gib = GAPS_GIB if self.offloaded_state is not None and self.offloaded_state.fraction else 0.0
-        return self._holes_gib + gaps_gib if self.allocator_gib else 0.0
+        return self._holes_gib + gaps_gib if self._has_allocator else 0.0
 
     @property
     def reserve_gib(self) -> float:
-        """Fragmentation beyond ``fragments_gib`` that some plans may have, to be left free; 0 without a measurement."""
-        expected_gib = self._holes_gib if self.allocator_gib else 0.0
+        """Fragmentation beyond ``fragments_gib`` that some plans may have, to be left free."""
+        if self.allocator_gib is None:
+            return (MAX_FRAGMENTS - 1) * self.fragments_gib
+        expected_gib = self._holes_gib if self._has_allocator else 0.0
         return max(MAX_FRAGMENTS * self._largest_gib - expected_gib, expected_gib / 2) if expected_gib else 0.0
 
     @property
+    def reserves_gib(self) -> tuple[float, ...]:
+        """The memory to leave free, tried in order until a plan fits. Without a measurement it is the whole reserve."""
+        fractions = RESERVE_FRACTIONS[:1] if self.allocator_gib is None else RESERVE_FRACTIONS
+        return tuple(fraction * self.reserve_gib for fraction in fractions)
+
+    @property
+    def _has_allocator(self) -> bool:
+        return self.allocator_gib is None or self.allocator_gib > 0
+
+    @property
     def _holes_gib(self) -> float:
-        return max(self.allocator_gib, self._largest_gib)
+        return max(self.allocator_gib or 0.0, self._largest_gib)
 
     @property
     def _largest_gib(self) -> float:

@@ -23,7 +23,7 @@ from megatron.swap.planner.profile import (
     Section,
     SiteProfile,
 )
-from megatron.swap.planner.states import States
+from megatron.swap.planner.states import DISK_MS_PER_GIB, States
 
 BYTES = 2
 """Bytes of one bf16 value."""
@@ -250,6 +250,7 @@ def shape_profile(
     states: States = States(),  # noqa: B008
     pipeline_rank: int = 0,
     host_gib: float | None = None,
+    state_on_disk_gib: float = 0.0,
 ) -> Profile:
     """Estimate the profile of ``model`` on ``gpu``.
 
@@ -257,6 +258,7 @@ def shape_profile(
         tied: whether embedding and output layer share their weights.
         states: storage of weights, gradients and optimizer state.
         host_gib: limit of host memory for activations; ``None``: no limit.
+        state_on_disk_gib: the part of the offloaded state that host memory has no room for.
 
     Raises:
         UsageError: the layers do not divide into the stages, or the formulas do not cover the model.
@@ -280,21 +282,24 @@ def shape_profile(
     params = params_of_rank(model, tied, pipeline_rank)
     layers_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in classes)
     optimizer_ms = params * OPTIMIZER_BYTES_PER_PARAM / (gpu.optimizer_gb_s * 1e6)
-    optimizer_ms += states.copy_ms(params, gpu.link_both_gb_s)
-    state = OffloadedState(states.state_gib(params), states.offload_fraction, update_ms=0.0)
+    fraction, disk_ms = states.offload_fraction, state_on_disk_gib * DISK_MS_PER_GIB
+    optimizer_ms += max(states.copy_ms(params, gpu.link_both_gb_s), disk_ms)
+    state = OffloadedState(
+        states.state_gib(params), fraction, 0.0, state_on_disk_gib, disk_ms, is_fixed=not states.is_auto
+    )
     return Profile(
         source=f"arithmetic; {gpu.source}",
         model=model,
         device=Device(gpu.name, gpu.memory_gib),
         link=Link(gpu.link_gb_s, gpu.link_gb_s, gpu.link_both_gb_s, gpu.link_both_gb_s),
         static_gib=states.device_gib(params) + WORKSPACE_GIB,
-        allocator_gib=0.0,
+        allocator_gib=None,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,
         non_layer=_non_layer(model, gpu, has_input, has_loss, layers_ms, optimizer_ms),
         layers=tuple(classes),
         pipeline=Pipeline(stages, pipeline_rank, chunks),
-        offloaded_state=state if states.is_auto else None,
+        offloaded_state=state if fraction else None,
     )
 
 
@@ -329,6 +334,20 @@ def _non_layer(
     if has_input:
         sites.insert(0, NonLayerSite("embedding.word_embeddings/0", 8 * size.tokens / MIB, layers_ms + loss_ms, "held"))
     return replace(non_layer, sites=tuple(sites))
+
+
+def with_megatrons_loss(profile: Profile) -> Profile:
+    """Return ``profile`` with Megatron's own loss, which saves a copy of the logits in fp32."""
+    if not profile.has_loss:
+        return profile
+    model = profile.model
+    tokens = model.seq_length * model.micro_batch_size / model.context_parallel
+    copy_gib = 4 * tokens * model.padded_vocab_size / model.tensor_parallel / GIB
+    chunk_gib = copy_gib / max(1, tokens // LOSS_ROWS)
+    non_layer = profile.non_layer
+    return replace(profile, non_layer=replace(
+        non_layer, kept_gib=non_layer.kept_gib + copy_gib / 2, peak_gib=non_layer.peak_gib + copy_gib - chunk_gib
+    ))  # fmt: skip
 
 
 def with_measured_times(profile: Profile, forward_ms: float, backward_ms: float, step_ms: float) -> Profile:

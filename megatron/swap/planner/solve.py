@@ -37,13 +37,13 @@ not. Without prefetch windows the plan has the engine's own. With a chosen prefe
 prefetched, which helps if memory is short in backward and hurts if the link is busy there. A pipeline skips the passes
 with prefetch windows, because its next backward may be of another chunk.
 """
-RESERVE_FRACTIONS = (1.0, 2 / 3, 1 / 3)
-"""Fractions of ``Profile.reserve_gib`` to leave free, tried in order until a plan fits."""
 NEAR_BOUND = (1.001, 1.02)
 """Step time relative to the lower bound at which the search stops: after the first pass, and after later passes, which
 hardly improve on each other."""
 NEAR_OPTIMUM = 1e-4
 """Relative gap for programs that are corrected afterwards: the simulator differs from them by more."""
+SMALLEST_MARGIN = 1.002
+"""The smallest feasible budget is written with this factor."""
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
 TIGHTER_GIB = 1e-4
@@ -80,10 +80,10 @@ def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
         Infeasible: no plan fits. Names the smallest feasible budget, and changes that lower it.
     """
     search = _Search(profile)
-    keeps_all = search.kept().peak_gib <= budget_gib - RESERVE_FRACTIONS[-1] * profile.reserve_gib
-    fractions = RESERVE_FRACTIONS[-1:] if keeps_all else RESERVE_FRACTIONS
-    rooms = (budget_gib - fraction * profile.reserve_gib for fraction in fractions)
-    for room_gib in dict.fromkeys(rooms):
+    reserves_gib = profile.reserves_gib
+    if search.kept().peak_gib <= budget_gib - reserves_gib[-1]:
+        reserves_gib = reserves_gib[-1:]
+    for room_gib in dict.fromkeys(budget_gib - reserve_gib for reserve_gib in reserves_gib):
         bound = search.run(room_gib)
         fitting = search.fitting(room_gib)
         if fitting:
@@ -110,7 +110,7 @@ def curve(profile: Profile, num_points: int = 24) -> list[Solution]:
     More memory is never slower, because a plan that fits a smaller budget is used again for a larger one.
     """
     smallest = smallest_budget(profile)
-    most = simulate(profile, empty_plan(profile)).peak_gib + RESERVE_FRACTIONS[-1] * profile.reserve_gib
+    most = simulate(profile, empty_plan(profile)).peak_gib + profile.reserves_gib[-1]
     points: list[Solution] = []
     for i in range(num_points):
         budget_gib = smallest + (most - smallest) * i / (num_points - 1) + TIGHTER_GIB
@@ -129,7 +129,7 @@ def smallest_budget(profile: Profile) -> float:
     search = _Search(profile)
     search.simulate_smallest()
     least_gib = min(prediction.peak_gib for _, prediction in search.fitting(float("inf")))
-    return least_gib + RESERVE_FRACTIONS[-1] * profile.reserve_gib
+    return least_gib + profile.reserves_gib[-1]
 
 
 def _predicted(prediction: Prediction, bound_ms: float) -> Predicted:
@@ -178,6 +178,7 @@ class _Search:
             return kept.step_ms
         first = self._program.solve(budget_gib, profile.host_gib, bound_windows(profile))
         if first is None:
+            self.simulate_smallest()  # the program counts some bytes that the simulator does not
             return float("inf")
         windows = search_windows(profile)
         for number, (fraction, window_fractions) in enumerate(PASSES):
@@ -353,6 +354,7 @@ def _recompute_most(blocks: Sequence[Block], swap_inputs: bool = False) -> list[
 
 def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
     smallest = smallest_budget(profile)
+    written = written_budget(smallest)
     hints = ["a smaller --micro-batch-size" if profile.model.micro_batch_size > 1 else "a shorter --seq-length",
              "more tensor or context parallelism"]  # fmt: skip
     if profile.host_gib is not None:
@@ -361,16 +363,19 @@ def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
             more = f"more host memory (now {profile.host_gib:g} GiB; with enough, {unlimited:.2f} GiB are feasible)"
             hints.insert(0, more)
     if profile.static_gib > 0.5 * smallest:
-        hints.append(f"fewer bytes of weights and optimizer ({profile.static_gib:.2f} GiB): "
-                     "--use-distributed-optimizer, more pipeline stages")  # fmt: skip
+        offload = "more pipeline stages" if profile.offloaded_state else "--swap-optimizer auto, more pipeline stages"
+        hints.append(f"fewer bytes of weights and optimizer ({profile.static_gib:.2f} GiB): {offload}")
     return Infeasible(
-        f"no plan stays below {budget_gib:.10g} GiB: the smallest budget that was found feasible is "
-        f"{_rounded_up(smallest)} GiB. "
+        f"no plan stays below {budget_gib:.10g} GiB: the smallest budget that was found feasible is {written} GiB. "
         f"Give at least that, or lower it by {'; '.join(hints)}.",
-        float(_rounded_up(smallest)),
+        float(written),
     )
 
 
-def _rounded_up(gib: float) -> str:
-    """Format with five digits, rounded up, so that the printed budget is feasible."""
-    return format(Context(prec=5, rounding=ROUND_CEILING).create_decimal_from_float(gib), "f")
+def written_budget(smallest_gib: float) -> str:
+    """Format the smallest feasible budget for a user who gives it to the next run, in plain decimals.
+
+    It is rounded up to four digits, with a margin: two runs do not measure the same to the byte.
+    """
+    digits = Context(prec=4, rounding=ROUND_CEILING)
+    return format(digits.create_decimal_from_float(SMALLEST_MARGIN * smallest_gib), "f")

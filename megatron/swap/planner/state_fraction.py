@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB
 from megatron.swap.planner.profile import Link, OffloadedState, Profile, sha256
-from megatron.swap.planner.simulate import MIB_PER_GIB, Prediction
+from megatron.swap.planner.simulate import MIB_PER_GIB
 from megatron.swap.planner.solve import Solution, solve
 
 STEPS = 16
@@ -27,13 +27,15 @@ def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> 
     state = profile.offloaded_state
     if state is None or not state.fraction:
         return solve(profile, budget_gib, max_plans)
+    if state.is_fixed:
+        return _at(profile, state.fraction, budget_gib, max_plans)
     most = state.fraction
-    found: dict[int, Solution | None] = {STEPS: _at(profile, state, most, budget_gib, max_plans)}
+    found: dict[int, Solution | None] = {STEPS: _at(profile, most, budget_gib, max_plans)}
 
     def ms(step: int) -> float:
         if step not in found:
             try:
-                found[step] = _at(profile, state, most * step / STEPS, budget_gib, max_plans)
+                found[step] = _at(profile, most * step / STEPS, budget_gib, max_plans)
             except Infeasible:
                 found[step] = None
         solution = found[step]
@@ -47,6 +49,7 @@ def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> 
             best = better
         else:
             stride //= 2
+    best = min((best, 0), key=lambda step: (ms(step), step))  # without buckets there are fewer fragments
     solution = found[best]
     assert solution is not None
     bound_ms = min(one.lower_bound_ms for one in found.values() if one is not None)
@@ -62,9 +65,10 @@ def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> 
 def with_fraction(profile: Profile, fraction: float) -> Profile:
     """Return ``profile`` as if ``fraction`` of the optimizer's state was offloaded.
 
-    Copies to the host take the time of one direction, since copies back overlap with them. For offloaded state the
-    copies, the optimizer's kernels and the disk overlap, so the slowest counts. Kernels for state on the device do not
-    overlap.
+    Copies to the host take the time of one direction, since copies back overlap with them. Beside the next forward
+    they gain nothing: in all measured runs each offloaded GiB lengthened the step by its copy (docs/dev/planner.md).
+    For offloaded state the copies, the optimizer's kernels and the disk overlap, so the slowest counts. Kernels for
+    state on the device do not overlap.
     """
     state = _state_of(profile)
     other = state.with_fraction(fraction)
@@ -82,36 +86,11 @@ def with_fraction(profile: Profile, fraction: float) -> Profile:
     )
 
 
-def hidden_ms(profile: Profile, fraction: float, prediction: Prediction) -> float:
-    """Return how much of the time of copies to the host overlaps with the next forward, in ms.
-
-    The overlap is limited by the link time that activations leave, and by the memory that they leave free between two
-    steps. State beyond that memory is copied within the optimizer step, which takes at least the time of its kernels
-    and of the disk.
-    """
-    state = _state_of(profile)
-    static_gib = with_fraction(profile, fraction).static_gib
-    room_gib = max(0.0, prediction.peak_gib - static_gib - profile.non_layer.peak_gib)
-    within_ms = _both_ways_ms(profile.link, max(0.0, fraction * state.state_gib - room_gib))
-    seen_ms = max(within_ms, fraction * state.update_ms, state.with_fraction(fraction).disk_ms)
-    return max(0.0, min(_window_ms(profile, prediction), _offload_ms(profile, state, fraction) - seen_ms))
-
-
-def _at(profile: Profile, state: OffloadedState, fraction: float, budget_gib: float, max_plans: int) -> Solution:
-    """Return the best plans with ``fraction`` offloaded, without the time of copies that the next forward hides."""
+def _at(profile: Profile, fraction: float, budget_gib: float, max_plans: int) -> Solution:
+    """Return the best plans with ``fraction`` offloaded."""
     solution = solve(with_fraction(profile, fraction), budget_gib, max_plans)
-    hidden = [hidden_ms(profile, fraction, prediction) for prediction in solution.predictions]
-    predictions = tuple(
-        replace(prediction, step_ms=prediction.step_ms - ms)
-        for prediction, ms in zip(solution.predictions, hidden, strict=True)
-    )
-    plans = []
-    for plan, prediction in zip(solution.plans, predictions, strict=True):
-        assert plan.predicted is not None
-        predicted = replace(plan.predicted, step_ms=prediction.step_ms)
-        plans.append(replace(plan, offload_fraction=fraction, predicted=predicted))
-    most_ms = min(_offload_ms(profile, state, fraction), _forward_ms(profile))
-    return Solution(tuple(plans), predictions, solution.lower_bound_ms - most_ms)
+    plans = tuple(replace(plan, offload_fraction=fraction) for plan in solution.plans)
+    return replace(solution, plans=plans)
 
 
 def _state_of(profile: Profile) -> OffloadedState:
@@ -127,13 +106,3 @@ def _both_ways_ms(link: Link, gib: float) -> float:
 def _offload_ms(profile: Profile, state: OffloadedState, fraction: float) -> float:
     """Return the time of copying ``fraction`` of the state to the host, in ms."""
     return fraction * state.state_gib * MIB_PER_GIB * profile.out_ms_per_mib
-
-
-def _forward_ms(profile: Profile) -> float:
-    """Return the forward time of the layers for one micro-batch, in ms."""
-    return sum(len(entry.layers) * entry.forward_ms for entry in profile.layers)
-
-
-def _window_ms(profile: Profile, prediction: Prediction) -> float:
-    """Return the link time of the first forward that activations do not use, in ms."""
-    return max(0.0, _forward_ms(profile) - prediction.host_gib * MIB_PER_GIB * profile.out_ms_per_mib)

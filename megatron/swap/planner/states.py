@@ -14,6 +14,9 @@ BUCKETS_GIB = 3 * BUCKET_BYTES / GIB
 GAPS_GIB = 5 * BUCKET_BYTES / GIB
 """Fragmentation by buckets that are allocated and freed among activations. 1.1 GiB were measured: an 8B model reserved
 133.8 GiB without such buckets and 134.9 GiB with them."""
+DISK_MS_PER_GIB = GIB / 1e6 * (1 / 1.2 + 1 / 2.2)
+"""Time to write and read a GiB of offloaded state, if no run measured the disk: 1.2 and 2.2 GB/s, the speeds of one
+local disk with direct access."""
 STATE_HOST_FRACTION = 0.9
 """Maximum fraction of host memory for optimizer state, if the planner decides how much is offloaded. It is high because
 activations can be recomputed instead, so that the largest models need host memory for their state."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import GIB, MemoryRow, format_bytes
+from megatron.swap.planner.options import Option
 from megatron.swap.planner.profile import NonLayerSite, Profile
 from megatron.swap.planner.simulate import Prediction
 from megatron.swap.planner.states import BUCKETS_GIB, States, split_before_disk
@@ -126,19 +127,42 @@ def _offload_note(states: States) -> str:
     return f"{fraction}; its step takes {BUCKETS_GIB:g} GiB of buckets, once activations are gone"
 
 
-def prediction_text(profile: Profile, prediction: Prediction, unswapped: Prediction, lower_bound_ms: float) -> str:
-    """Return peak and step time, with stalls, recomputation, host memory and the profile's source."""
-    bound = f"no plan is below {lower_bound_ms:,.1f} ms in this model"
-    slower = 100 * (prediction.step_ms / unswapped.step_ms - 1)
-    return "\n".join(_aligned([
-        ("peak", _gib(prediction.peak_gib), f"{prediction.peak_at} (nothing swapped: {_gib(unswapped.peak_gib)})"),
-        ("step", f"{prediction.step_ms:,.1f} ms", f"{slower:+.1f} % to nothing swapped; {bound}"),
+def options_table(found: Sequence[Option], tokens: int) -> str:
+    """Return every option with the peak of each tier, tokens per second, whether it fits, and its flags.
+
+    Where no plan fits, the device's column has the smallest feasible budget. ``tokens``: those of a step.
+    """
+    table = [("option", "device GiB", "host GiB", "disk GiB", "tokens/s", "fits", "flags")]
+    for one in found:
+        rows = [f"{gib:.2f}" for gib in (one.device_gib, one.host_gib, one.disk_gib)]
+        speed = "" if one.prediction is None else f"{tokens / one.prediction.step_ms * 1000:,.0f}"
+        if one.prediction is None:
+            rows = [f"from {one.needed_gib:g}", "", ""]
+        short = ("--swap-memory-gib …", *one.flags) if one.is_planned else one.flags[:2]
+        flags = " ".join(short) + (" …" if not one.is_planned and one.flags else "")
+        table.append((one.name, rows[0], rows[1], rows[2], speed, "yes" if one.fits else "no", flags))
+    return "\n".join(_aligned(table, numbers=(1, 2, 3, 4)))
+
+
+def prediction_text(option: Option, unswapped: Prediction, tokens: int) -> str:
+    """Return speed, peak of each tier, stalls and recomputation of an option that fits, and the profile's source."""
+    prediction = option.prediction
+    assert prediction is not None, "the option has no prediction"
+    slower = f"{100 * (prediction.step_ms / unswapped.step_ms - 1):+.1f} % to nothing swapped"
+    if option.solution is not None:
+        slower += f"; no plan is below {option.solution.lower_bound_ms:,.1f} ms in this model"
+    rows = [
+        ("tokens/s", f"{tokens / prediction.step_ms * 1000:,.0f}", ""),
+        ("step", f"{prediction.step_ms:,.1f} ms", slower),
+        ("device", _gib(prediction.peak_gib), f"{prediction.peak_at} (nothing swapped: {_gib(unswapped.peak_gib)})"),
+        ("host", _gib(option.host_gib), "pinned"),
+        ("disk", _gib(option.disk_gib), ""),
         ("waits", f"{prediction.out_stall_ms + prediction.in_stall_ms:,.1f} ms",
          f"for copies out {prediction.out_stall_ms:,.1f}, for copies in {prediction.in_stall_ms:,.1f}"),
         ("recomputed", f"{prediction.recompute_ms:,.1f} ms", "of the step"),
-        ("host", _gib(prediction.host_gib), "pinned"),
-        ("profile", "", profile.source),
-    ], numbers=1))  # fmt: skip
+        ("profile", "", option.profile.source),
+    ]  # fmt: skip
+    return "\n".join(_aligned([row for row in rows if row[0] != "disk" or option.disk_gib], numbers=1))
 
 
 def _gib(gib: float) -> str:

@@ -2,15 +2,18 @@
 
 It wraps any pair of saved-tensor hooks and notes each storage that is packed or unpacked. The storage counts from then
 until it is freed. So an offloaded storage stops counting exactly when its device memory is freed.
+
+Beside that it counts what autograd would hold if everything that it saves stayed: a storage counts from its first
+packing until the graph has let go of all tensors that were saved on it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,31 +30,101 @@ PLAIN = Hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 """Hooks that keep every tensor. They detach it, since a node that saves its own output would otherwise never die."""
 
 
+class StepPeaks(NamedTuple):
+    """Most bytes at once in a step.
+
+    Attributes:
+        held_bytes: held by autograd.
+        saved_bytes: saved by autograd: held if nothing were offloaded or recomputed.
+    """
+
+    held_bytes: int
+    saved_bytes: int
+
+
+class _Saved:
+    """A storage that the graph refers to: it counts as saved while this object lives."""
+
+    __slots__ = ("__weakref__", "_num_bytes", "_observer")
+
+    def __init__(self, observer: Observer, num_bytes: int) -> None:
+        self._observer = observer
+        self._num_bytes = num_bytes
+        observer._add_saved(num_bytes)
+
+    def __del__(self) -> None:
+        self._observer._add_saved(-self._num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """The graph's entry for a saved tensor: the entry of the inner hooks, and the storage that it counts for."""
+
+    packed: Any
+    saved: _Saved
+
+
+@dataclass(slots=True)
+class _Live:
+    """A storage on the device. ``saved`` is dead or ``None`` if the graph does not refer to it."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    saved: weakref.ref[_Saved] | None = None
+
+
 class Observer:
-    """Counts the live bytes of the storages that passed through its hooks, parameters excepted.
+    """Counts the bytes of the storages that pass through its hooks, parameters excepted.
+
+    Args:
+        is_always_on: count in all steps; else only in those that ``count_steps`` asks for.
 
     Attributes:
         live_bytes: bytes held now.
         peak_bytes: most bytes held at once.
+        saved_bytes: bytes saved now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_always_on: bool = True) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.saved_bytes = 0
+        self._is_always_on = is_always_on
+        self._num_steps = 0
         self._recent_peak_bytes = 0
-        self._constant: set[int] = set()
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._step_peaks = StepPeaks(0, 0)
+        self._constant: dict[int, set[int]] = {}
+        self._live: dict[int, _Live] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this step is counted."""
+        return self._is_always_on or self._num_steps > 0
+
+    def count_steps(self, number: int) -> None:
+        """Count the next ``number`` steps. Call it between steps."""
+        self._num_steps = number
+
+    def end_step(self) -> StepPeaks | None:
+        """End a step and return its peaks; ``None``: it was not counted."""
+        peaks = self._step_peaks if self.is_on else None
+        self._num_steps = max(0, self._num_steps - 1)
+        self._step_peaks = StepPeaks(self.live_bytes, self.saved_bytes)
+        return peaks
 
     def around(self, hooks: Hooks) -> Hooks:
         """Return ``hooks`` with counting around them."""
 
         def pack(tensor: torch.Tensor) -> Any:
-            self._note(tensor)
-            return hooks.pack(tensor)
+            if not self.is_on:
+                return hooks.pack(tensor)
+            saved = self._save(tensor)
+            packed = hooks.pack(tensor)
+            return packed if saved is None else _Counted(packed, saved)
 
         def unpack(packed: Any) -> torch.Tensor:
-            tensor = hooks.unpack(packed)
-            self._note(tensor)
+            tensor = hooks.unpack(packed.packed if type(packed) is _Counted else packed)
+            if self.is_on:
+                self._note(tensor)
             return tensor
 
         return Hooks(pack, unpack)
@@ -61,7 +134,9 @@ class Observer:
 
         The parameters of ``module``, and views of them, do not count: they exist without autograd.
         """
-        self._constant = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        if not self.is_on:
+            return nullcontext()
+        self._constant[id(module)] = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         hooks = self.around(PLAIN)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
@@ -70,23 +145,45 @@ class Observer:
         peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self.live_bytes
         return peak_bytes, self.live_bytes
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _save(self, tensor: torch.Tensor) -> _Saved | None:
+        """Note that the graph refers to the storage of ``tensor``, while the returned object lives."""
+        live = self._note(tensor)
+        if live is None:
+            return None
+        saved = None if live.saved is None else live.saved()
+        if saved is None:
+            saved = _Saved(self, tensor.untyped_storage().nbytes())
+            live.saved = weakref.ref(saved)
+        return saved
+
+    def _note(self, tensor: torch.Tensor) -> _Live | None:
+        """Note that the storage of ``tensor`` is on the device; return ``None`` if it does not count."""
         if type(tensor) is not torch.Tensor:
-            return
+            return None
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._live or address in self._constant:
-            return
+        if any(address in constant for constant in self._constant.values()):
+            return None
+        if address in self._live:
+            return self._live[address]
         num_bytes = storage.nbytes()
 
         # The reference dies with the storage itself: torch keeps the Python object alive as long.
         def gone(reference: weakref.ref[torch.UntypedStorage]) -> None:
             entry = self._live.get(address)
-            if entry is not None and entry[0] is reference:
+            if entry is not None and entry.storage is reference:
                 del self._live[address]
             self.live_bytes -= num_bytes
 
-        self._live[address] = (weakref.ref(storage, gone), num_bytes)
+        live = self._live[address] = _Live(weakref.ref(storage, gone))
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self._recent_peak_bytes = max(self._recent_peak_bytes, self.live_bytes)
+        held_bytes, saved_bytes = self._step_peaks
+        self._step_peaks = StepPeaks(max(held_bytes, self.live_bytes), saved_bytes)
+        return live
+
+    def _add_saved(self, num_bytes: int) -> None:
+        self.saved_bytes += num_bytes
+        held_bytes, saved_bytes = self._step_peaks
+        self._step_peaks = StepPeaks(held_bytes, max(saved_bytes, self.saved_bytes))

@@ -39,6 +39,21 @@ class StepRecord:
     """Allocations for which PyTorch's allocator released its whole cache, which makes the host wait."""
 
 
+@dataclass(frozen=True)
+class CountedStep:
+    """A step in which the bytes that autograd holds were counted: most bytes at once.
+
+    Attributes:
+        held_bytes: held by autograd.
+        saved_bytes: saved by autograd: held if nothing were offloaded or recomputed site by site. Tensors that a layer
+            saves when it runs again do not count, in neither figure.
+    """
+
+    iteration: int
+    held_bytes: int
+    saved_bytes: int
+
+
 @dataclass
 class RankReport:
     """Figures of one rank at the end of a run. Names are keys of the summary file."""
@@ -64,6 +79,8 @@ class RankReport:
     swapped_layers: list[int] = field(default_factory=list)
     recompute_refused: list[str] = field(default_factory=list)
     """``site: reason`` for sites that the policy asked to recompute and that were not."""
+    counted: CountedStep | None = None
+    """The last step that was counted under the run's last plan; ``None``: there was none."""
     memory: list[MemoryRow] | None = None
     """The memory report; ``None`` if no summary was asked for."""
 
@@ -275,18 +292,27 @@ def write_json(path: str, content: dict[str, Any]) -> None:
 
 
 def start_table(
-    config: SwapConfig, num_layers: int, reserved_bytes: int, limit_bytes: int, guard_bytes: int = 0
+    config: SwapConfig,
+    num_layers: int,
+    reserved_bytes: int,
+    limit_bytes: int,
+    guard_bytes: int = 0,
+    needs: str | None = None,
 ) -> str:
     """Return the table before the first iteration.
 
     The kept layers are those of a single model chunk and a prefetch window of one layer.
+
+    Args:
+        needs: the memory that the run needs, beside what there is; ``None``: it is not known.
     """
     plan = config.plan
     host = ("host memory", f"{format_bytes(reserved_bytes)} reserved, at most {format_bytes(limit_bytes)} a rank")
     guard = ("guard", f"evicts saved tensors when an allocation fails; host memory for it: {format_bytes(guard_bytes)}")
     guards = [guard] if config.oom_guard else []
+    needed = [] if needs is None else [("memory", needs)]
     if config.auto:
-        return _rows([host, *guards])
+        return _rows([*needed, host, *guards])
     layers = config.layers if plan is None else frozenset(filter(plan.swaps_layer, plan.layers()))
     last = layer_positions([layer in layers for layer in range(num_layers)], ends_in_loss=True)[-1]
     tail = range(num_layers - last.num_trailing_kept(window_groups=1), num_layers)
@@ -302,6 +328,7 @@ def start_table(
     ]
     if not layers:
         rows = rows[:1]
+    rows[:0] = needed
     if plan is not None:
         recomputed = [layer for layer in plan.layers() if plan.recomputes_layer(layer) or plan.sections(layer)]
         rows.append(("recomputed", f"layers {name_layers(recomputed)} of {num_layers}: {modules}"))

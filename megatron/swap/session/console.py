@@ -1,8 +1,13 @@
-"""Standard output of a run while it trains."""
+"""Lines that a run prints, on the way and at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import torch
+
+from megatron.swap.patches import registry
+from megatron.swap.patches.finish import finish_patch
 
 
 class Console:
@@ -33,3 +38,29 @@ class Console:
         """Print lines about this rank."""
         for line in () if self.is_quiet else lines:
             print(f" swap{self._of_rank}: {line}", flush=True)
+
+
+def print_at_end(lines: Sequence[str], *, has_ended: bool) -> None:
+    """Print ``lines`` when Megatron has printed its last line. Every rank must call this, with or without lines.
+
+    Args:
+        has_ended: Megatron's trainer prints nothing more.
+    """
+
+    def end() -> None:
+        patches.revert()
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            torch.distributed.barrier()  # the last rank prints the evaluation
+        _print(lines)
+
+    if has_ended:
+        return _print(lines)
+    try:
+        patches = registry.apply([finish_patch(end)])
+    except registry.PatchError:  # another upstream, or a trainer that ran before and was not ended: print it here
+        _print(lines)
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, flush=True)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
+from megatron.swap.common.failures import report_errors
+from megatron.swap.common.types import SwapError
+from megatron.swap.megatron_lm.inputs import build_tokenizer
 from megatron.swap.patches import compile_helpers, cpu, quiet, registry
-from megatron.swap.patches.registry import AppliedPatches
+from megatron.swap.patches.registry import AppliedPatches, PatchError
+from megatron.swap.patches.tokenizer import tokenizer_patch
 
 _applied: list[AppliedPatches] = []
 
 
 def prepare(argv: Sequence[str] = ()) -> None:
     """Apply patches for PyPI's wheel and for machines without CUDA, and shorten Megatron's output. Idempotent.
+
+    From here on an error of this package ends the process with its message alone: without a traceback, unless
+    ``--swap-log-level debug`` asks for it.
 
     A script of your own on a GPU, beside a Megatron-LM checkout, needs none of this.
 
@@ -24,20 +30,19 @@ def prepare(argv: Sequence[str] = ()) -> None:
     Raises:
         PatchError: there is no CUDA, and the patches that replace it were not written for this Megatron.
     """
+    report_errors(() if asks_for_debug(argv) else (SwapError, PatchError))
     if _applied:
         return
     needed = () if torch.cuda.is_available() else cpu.CPU_PATCHES
-    optional = [compile_helpers.PATCH]
-    if not _asks_for_debug(argv):
+    optional = [compile_helpers.PATCH, tokenizer_patch(build_tokenizer)]
+    if not asks_for_debug(argv):
         quiet.hush()
         optional += quiet.QUIET_PATCHES
-    applied = registry.apply(needed, optional)
-    _applied.append(applied)
-    if os.environ.get("RANK", "0") == "0":
-        for line in registry.lost_features(applied.left_out):
-            print(f" swap: {line}", flush=True)
+    _applied.append(registry.apply(needed, optional))
+    registry.say_left_out(_applied[-1])
 
 
-def _asks_for_debug(argv: Sequence[str]) -> bool:
+def asks_for_debug(argv: Sequence[str]) -> bool:
+    """Whether the command line ``argv`` has ``--swap-log-level debug``."""
     words = " ".join(argv).replace("=", " ")
     return "--swap-log-level debug" in words

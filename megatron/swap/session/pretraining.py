@@ -7,7 +7,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron.swap.megatron_lm.versions import call_pretrain, gpt_provider, has_model_config, model_config_of
+from megatron.swap.megatron_lm.compatibility import check_layer_spec
+from megatron.swap.megatron_lm.versions import gpt_provider, has_model_config, model_config_of, pretrain_call
+from megatron.swap.session.refusals import told_refusals
 from megatron.swap.session.session import SwapSession
 
 
@@ -32,17 +34,20 @@ def pretrain(
 
     Raises:
         SwapError, PatchError: as ``SwapSession.install``, before anything is built.
-        UsageError: this Megatron makes no such GPT from flags.
+        UsageError: this Megatron makes no such GPT from flags, or refuses the flags.
     """
-    model_config = None
-    if model_provider is None and has_model_config():
-        model_config = model_config_of(args, layer_spec)
-    elif model_provider is None:
-        model_provider = gpt_provider(args, layer_spec)
-    session = SwapSession.install(args, model_config)
-    if model_provider is not None:
-        options["model_provider"] = _attached(session, model_provider)
-    call_pretrain(args, model_config, provide_datasets, forward_step, **options)
+    with told_refusals(in_full=args.swap_log_level == "debug"):
+        model_config = None
+        if model_provider is None and has_model_config():
+            model_config = model_config_of(args, layer_spec)
+        elif model_provider is None:
+            check_layer_spec(args.transformer_impl, layer_spec)
+            model_provider = gpt_provider(args, layer_spec)
+        session = SwapSession.install(args, model_config)
+        if model_provider is not None:
+            options["model_provider"] = _attached(session, model_provider)
+        train = pretrain_call(args, model_config, provide_datasets, forward_step, **options)
+    train()
 
 
 def _attached(session: SwapSession, model_provider: Callable[..., Any]) -> Callable[..., Any]:

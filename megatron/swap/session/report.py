@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import MemoryRow
 from megatron.swap.devices.cuda import expands_segments
 from megatron.swap.megatron_lm.optimizer_adapter import unchained
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap
 from megatron.swap.reporting import memory_report
 from megatron.swap.reporting.summary import RankReport, StepRecord, build_summary, device_line, layer_table, write_json
+from megatron.swap.reporting.verdict import verdict_lines
 from megatron.swap.session.parts import ActivationParts
 from megatron.swap.session.run_device import RunDevice
 
@@ -36,7 +38,7 @@ def report_of(
         device_peak_bytes=run_device.device.peak_bytes(),  # torch's own peak is reset by a recorder
         saved_peak_bytes=None if observer is None else observer.peak_bytes,
         host_booked_bytes=0, host_leased_peak_bytes=0, stayed_bytes=0,
-        device_reserved_bytes=run_device.device.peak_reserved_bytes(),
+        device_reserved_bytes=run_device.device.peak_reserved_bytes(), counted=run_device.counted,
     )
     if optimizer is not None:
         optimizer.report_to(report)
@@ -87,8 +89,15 @@ def write_summary(
     return summary
 
 
-def print_summary(summary: dict[str, Any], *, swaps: bool) -> None:
-    """Print the table of layers, and a line about the device's allocator where there is something to report."""
-    print(layer_table(summary, swaps), flush=True)
-    if (line := device_line(summary, expands_segments())) is not None:
-        print(line, flush=True)
+def lines_of(
+    summary: dict[str, Any], config: SwapConfig, swap_layers: str | None, reports: Sequence[RankReport], *, swaps: bool
+) -> list[str]:
+    """Return what is printed at the end: the table of layers, a line on the device's allocator, and the verdict.
+
+    Args:
+        swap_layers: the value of ``--swap-layers``.
+        swaps: whether layers were to be swapped.
+    """
+    device = device_line(summary, expands_segments())
+    verdict = [f" swap: {line}" for line in verdict_lines(config, swap_layers, reports)] if swaps else []
+    return [layer_table(summary, swaps), *([] if device is None else [device]), *verdict]

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.profiling.observer import Observer
+from megatron.swap.reporting.summary import CountedStep
+
+NUM_COUNTED = 3
+"""Steps that are counted under each plan: two refusals of a site change what is offloaded, so the third is like all
+further ones."""
 
 
 class RunDevice:
@@ -19,6 +27,7 @@ class RunDevice:
 
     Attributes:
         observer: ``None`` where its figures are not needed.
+        counted: the last step that was counted under the present plan; ``None``: none was.
     """
 
     def __init__(self, config: SwapConfig, rank: int, ranges: Ranges) -> None:
@@ -26,7 +35,29 @@ class RunDevice:
         self._rank = rank
         self._ranges = ranges
         counts = config.summary is not None or (config.auto and not torch.cuda.is_available())
-        self.observer = Observer() if counts else None
+        has_verdict = config.acts and config.log_level != "quiet"
+        self.observer = Observer(is_always_on=counts) if counts or has_verdict else None
+        self.counted: CountedStep | None = None
+        self._num_left = NUM_COUNTED
+        if self.observer is not None and not config.auto:
+            self.observer.count_steps(NUM_COUNTED)
+
+    def step_ended(self, iteration: int, *, is_settled: bool) -> None:
+        """End a step. Counting takes time, so steps are not counted while plans are compared.
+
+        Args:
+            is_settled: whether the next step follows the same plan as this one, which was chosen for good.
+        """
+        if self.observer is None:
+            return
+        peaks = self.observer.end_step()
+        if not is_settled:
+            self.counted, self._num_left = None, NUM_COUNTED
+            return
+        if peaks is not None and self._num_left:
+            self.counted = CountedStep(iteration, peaks.held_bytes, peaks.saved_bytes)
+            self._num_left -= 1
+        self.observer.count_steps(self._num_left)
 
     @functools.cached_property
     def device(self) -> Device:
@@ -41,6 +72,21 @@ class RunDevice:
     def make(self) -> None:
         """Make ``device``, if it is not made yet."""
         _ = self.device
+
+    def check_room(self, chunks: Sequence[nn.Module]) -> None:
+        """Refuse an emulated device that has no room for the gradients of this rank's model ``chunks``.
+
+        Raises:
+            UsageError: says what they take.
+        """
+        given_gib = self._config.cpu_memory_gib
+        params = [param for chunk in chunks for param in chunk.parameters() if param.requires_grad]
+        gradient_bytes = sum(param.numel() * param.element_size() for param in params)
+        if given_gib is not None and given_gib * GIB <= gradient_bytes:
+            raise UsageError(
+                f"--swap-cpu-memory-gib {given_gib:g}: must be more than the {gradient_bytes / GIB:.2g} GiB that the "
+                "gradients of this model take; activations and optimizer state come on top. Raise it, or leave it out."
+            )
 
     @property
     def is_made(self) -> bool:

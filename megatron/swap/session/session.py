@@ -22,8 +22,10 @@ from megatron.swap.engine.policy import policy_of
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import accumulators
 from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds, swap_config
+from megatron.swap.megatron_lm.compatibility import check_model_config
 from megatron.swap.megatron_lm.host_share import host_share
-from megatron.swap.megatron_lm.layer import num_micro_batches, pipeline_rank
+from megatron.swap.megatron_lm.layer import check_one_stack, num_micro_batches, pipeline_rank
+from megatron.swap.megatron_lm.memory_needs import check_memory
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap, offload_settings
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.native.guarding import build_guard
@@ -34,7 +36,7 @@ from megatron.swap.profiling.profiler import Profiler
 from megatron.swap.reporting.plan_run import PlanRun
 from megatron.swap.reporting.summary import memory_lines, start_table
 from megatron.swap.session import report as reports
-from megatron.swap.session.console import Console
+from megatron.swap.session.console import Console, print_at_end
 from megatron.swap.session.parts import ActivationParts, Planned
 from megatron.swap.session.run_device import RunDevice
 from megatron.swap.session.steps import StepLog
@@ -68,6 +70,7 @@ class SwapSession:
         self._console = Console(config.log_level, args.rank, args.world_size)
         self._ranges = Ranges()
         self.run_device = RunDevice(config, args.rank, self._ranges)
+        self._memory_check = check_memory(args, config)
         kinds = recompute_kinds(args, config)
         self._target = PlanTarget(config, model_of(args), device_memory_gib(args), kinds) if config.auto else None
         self.planned = self._plan(kinds)
@@ -86,7 +89,7 @@ class SwapSession:
         swaps = any(map(policy.swaps_layer, range(args.num_layers)))
         wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)
         plan_run = PlanRun(config, model_of(args)) if wants_plan else None
-        host = host_share(config, args, swaps)
+        host = host_share(config, args, swaps, self._memory_check.capacity)
         state_memory = host.reserve_state(config)
         disk = DiskFile(config.disk_dir, host.disk_bytes) if config.disk_dir is not None else None
         return Planned(policy, kinds, swaps, host, state_memory, disk, plan_run)
@@ -107,6 +110,7 @@ class SwapSession:
             HostMemoryError: the host has less memory than the run needs at least.
             PatchError: this run needs patches that were not written for this Megatron.
         """
+        check_model_config(model_config)
         config = swap_config(args)
         if config.oom_guard:
             build_guard(on_gpu=torch.cuda.is_available())
@@ -139,13 +143,17 @@ class SwapSession:
             ``chunks``, as Megatron expects of its hooks.
 
         Raises:
-            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, or the model fuses gradient
-                accumulation in a Megatron where that loses gradients.
+            UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, ``--swap-cpu-memory-gib`` has
+                no room for the model's gradients, the run plans itself and the model has several stacks of layers, or
+                the model fuses gradient accumulation in a Megatron where that loses gradients.
         """
+        if self.config.auto:
+            check_one_stack(chunks)
         if self._lacks_fusion:
             refuse_fusion(chunks)
         self._is_attached = True
         self.run_device.make()  # even if nothing is swapped: its memory is counted from here on
+        self.run_device.check_room(chunks)
         config, observer = self.config, self.run_device.observer
         for chunk in chunks:
             if config.acts or observer is not None:
@@ -214,7 +222,8 @@ class SwapSession:
             self.auto = AutoPlan(self._target, of_run, Output(self._console.say, self._console.say_here))
         if self._console.is_first:
             limits = planned.host.limit_bytes, planned.host.guard_bytes
-            print(start_table(config, self._args.num_layers, parts.tier.stats().reserved_bytes, *limits), flush=True)
+            needs, reserved_bytes = self._memory_check.line, parts.tier.stats().reserved_bytes
+            print(start_table(config, self._args.num_layers, reserved_bytes, *limits, needs), flush=True)
         return parts
 
     def _on_tier_full(self, error: SwapError) -> None:
@@ -288,7 +297,13 @@ class SwapSession:
             raise _unknown_model()
 
     def on_iteration(
-        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
+        self,
+        iteration: int,
+        losses: dict[str, torch.Tensor],
+        grad_norm: Any,
+        is_logged: bool,
+        writer: Any,
+        averages_next: bool = False,
     ) -> None:
         """Record the iteration that has ended, run the planner, and print the iteration's line.
 
@@ -298,6 +313,7 @@ class SwapSession:
             grad_norm: of all ranks, or ``None``.
             is_logged: whether Megatron has printed its own line.
             writer: Megatron's TensorBoard writer, or ``None``.
+            averages_next: Megatron's next line is a mean over this iteration too.
 
         Raises:
             Infeasible: the planner found no plan that fits the budget.
@@ -310,6 +326,7 @@ class SwapSession:
             parts.recorder.step_ended(iteration + 1)
         if auto is not None:
             auto.step_ended(iteration, step.short_bytes, step.num_alloc_retries)
+        self.run_device.step_ended(iteration, is_settled=auto is None or auto.is_settled)
         if self.optimizer_swap is not None:
             self.optimizer_swap.step_ended(
                 overlaps=auto is None or not auto.is_measuring, is_same_plan=auto is None or not auto.has_switched
@@ -321,6 +338,11 @@ class SwapSession:
             self.step_log.say_refused(parts.recomputer)
         if parts is not None and is_logged:
             self.step_log.show(step, device.peak_bytes(), writer)
+            if averages_next:
+                self._console.say(
+                    f"Megatron's next line shows the mean loss and time of iterations {iteration} to "
+                    f"{iteration + self._args.log_interval}, with or without swapping"
+                )
 
     def on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:
         """Report and close; after a failure only uninstall everything from Megatron.
@@ -356,12 +378,13 @@ class SwapSession:
         if self.auto is not None:
             self.auto.finish()
         of_ranks = gather(mine)
-        if of_ranks is None:
-            return
-        planning = self.auto.summary() if self.auto is not None else None
-        summary = reports.write_summary(self.config.summary, self._args.num_layers, of_ranks, planning)
+        lines: list[str] = []
+        if of_ranks is not None:
+            planning = self.auto.summary() if self.auto is not None else None
+            summary = reports.write_summary(self.config.summary, self._args.num_layers, of_ranks, planning)
+            lines = reports.lines_of(summary, self.config, self._args.swap_layers, of_ranks, swaps=self.planned.swaps)
         if (self.planned.swaps or self.config.oom_guard) and not self._console.is_quiet:
-            reports.print_summary(summary, swaps=self.planned.swaps)
+            print_at_end(lines, has_ended=failure is not None)
 
     def _report(self) -> reports.RankReport:
         return reports.report_of(self.step_log.records, self.run_device, self.parts, self.optimizer_swap)

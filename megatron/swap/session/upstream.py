@@ -47,7 +47,13 @@ class TrainerEvents(Protocol):
         """Called before the first step; an exception that it raises ends training."""
 
     def on_iteration(
-        self, iteration: int, losses: dict[str, torch.Tensor], grad_norm: Any, is_logged: bool, writer: Any
+        self,
+        iteration: int,
+        losses: dict[str, torch.Tensor],
+        grad_norm: Any,
+        is_logged: bool,
+        writer: Any,
+        averages_next: bool = False,
     ) -> None:
         """Called after each iteration, when Megatron has logged it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.suites import command as suites_command
+from benchmarks.suites import output
 from benchmarks.suites.command import main
+from benchmarks.suites.suite import find_suite
+from benchmarks.sweeps import command as sweeps_command
 
 ROOT = Path(__file__).resolve().parents[3]
 BENCH = [sys.executable, str(ROOT / "tools" / "bench.py"), "--suite", "quick"]
@@ -73,6 +78,30 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path, bench: Callable[..., 
     assert [path.name for path in tmp_path.iterdir()] == ["binary.jsonl"], "no lock is left"
 
 
+@pytest.mark.parametrize(
+    ("main", "chosen", "name"),
+    [
+        (suites_command.main, ("--suite", "quick"), "quick.jsonl"),
+        (suites_command.main, ("--suite", "mine.toml"), "mine.jsonl"),
+        (sweeps_command.main, ("--sweep", "quick"), "quick-sweep.jsonl"),
+    ],
+)
+def test_rows_go_where_git_ignores_them(
+    main: Callable[..., int], chosen: tuple[str, ...], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert f"/{output.RUNS.relative_to(ROOT)}/" in (ROOT / ".gitignore").read_text().split()
+    shutil.copy(find_suite("quick"), tmp_path / "mine.toml")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(output, "RUNS", tmp_path / "runs")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / name).touch()  # not continued without --resume, so nothing is run
+    assert main(chosen) == 1
+    assert f"--output runs/{name} exists: continue it with --resume, or name another file" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.toml", "runs"}
+
+
 def children_of(parent: int) -> list[int]:
     """Return the live processes that a process started."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
@@ -84,7 +113,9 @@ def is_measured(process: int) -> bool:
 
 
 def test_told_to_end_it_leaves_no_process(tmp_path: Path) -> None:
-    running = subprocess.Popen([*BENCH, "--method", "none"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        [*BENCH, "--method", "none", "--output", "rows.jsonl"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
     assert running.stdout is not None
     assert "runs to do" in running.stdout.readline()
     while not (children := [child for child in children_of(running.pid) if is_measured(child)]):

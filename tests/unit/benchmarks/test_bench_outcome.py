@@ -45,6 +45,7 @@ torch.AcceleratorError: CUDA error: out of memory
         (1, "ValueError: CPU offloading can be done only for layers less than 4", "ready", "refused"),
         (1, f"{TYPES}.UsageError: --swap-layers '0-99': layer 6 is out of range", "ready", "refused"),
         (2, "pretrain_gpt_swap.py: error: unrecognized arguments: --offload", "ready", "refused"),
+        (2, "\nerror: --offload is not a flag: `pretrain_gpt_swap.py --help` lists all of them.", "ready", "refused"),
         (1, "AssertionError: a fault while training", "built", "failed (1)"),
         (1, "RuntimeError: the address is in use", "ready", "failed (1)"),
         (-11, "Segmentation fault", "stepped", "failed (-11)"),

@@ -19,6 +19,7 @@ from benchmarks.suites.methods import MethodError, parse_method
 from benchmarks.suites.results import SuiteResults, merge
 from benchmarks.suites.runner import measure
 from benchmarks.suites.suite import Case, Suite, SuiteError, find_suite, load_suite
+from benchmarks.suites.table import markdown
 from tests.unit.benchmarks.test_bench_runner import FACTS, FakeChild, done_into, result
 
 SUITE = """
@@ -187,22 +188,28 @@ def test_ours_ask_for_the_same_allocator_of_everybody() -> None:
 
 
 class PlannedChild(FakeChild):
-    """A fake process whose planned runs report their plan. ``unstable``: steps that were timed too early."""
+    """A fake process whose planned runs report their plan.
+
+    ``unstable``: steps that were timed too early. ``changed``: other measurements of planned runs.
+    """
 
     unstable: list[int] = []  # noqa: RUF012
+    changed: dict[str, Any] = {}  # noqa: RUF012
 
     def finish(self, *arguments: Any) -> Finished:
         finished = super().finish(*arguments)
         is_planned = any(flag in self.request.flags for flag in ("--swap-memory-gib", "--swap-plan"))
         if is_planned and finished.outcome == "ok":
-            finished.result.update(planning=PLANNING, unstable_steps=self.unstable, saved_peak_gib=None)
+            finished.result.update(
+                planning=PLANNING, unstable_steps=self.unstable, saved_peak_gib=None, **self.changed
+            )  # fmt: skip
         return finished
 
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> type[PlannedChild]:
     FakeChild.log, FakeChild.outcomes, FakeChild.interrupt_at = [], {}, ""
-    PlannedChild.unstable = []
+    PlannedChild.unstable, PlannedChild.changed = [], {}
     monkeypatch.setattr(runner, "Child", PlannedChild)
     return PlannedChild
 
@@ -275,6 +282,15 @@ def test_steps_that_were_timed_too_early_make_the_outcome(folder: Path, children
     )
     assert row["budget_gib"] == 4.0, "what it has measured is kept"
     assert row["losses_equal"] is True
+
+
+def test_a_run_without_a_stable_step_keeps_its_row(folder: Path, children: type[PlannedChild]) -> None:
+    children.unstable, children.changed = [13, 14, 15], {"step_ms_all": [], "step_ms_median": None}
+    assert "auto-2 1 not stable" in run(load(folder), folder)
+    row = rows_of(folder)["auto-2"]
+    assert (row["outcome"], row["step_ms_median"], row["tokens_per_s"]) == ("not stable", None, None)
+    assert (row["losses_equal"], row["device_peak_gib"]) == (True, 5.0), "what it has measured is kept"
+    assert "| **auto-2** | timed before its plan was stable |" in markdown(list(rows_of(folder).values()))
 
 
 @pytest.mark.usefixtures("children")

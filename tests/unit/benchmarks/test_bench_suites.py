@@ -50,11 +50,11 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import destroy_global_vars
-from megatron.swap.megatron_lm.arguments import add_swap_args, swap_config
+from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
 from benchmarks.suites.budgets import Memory
 from benchmarks.suites.suite import find_suite, load_suite, suite_names
 memory = Memory(static_gib=59.0, activations_gib=35.0)
-options = add_swap_args(ArgumentParser()).format_help()
+options = add_swap_flags(ArgumentParser()).format_help()
 num, refused = 0, []
 for name in suite_names():
     seen = set()
@@ -78,7 +78,7 @@ for name in suite_names():
             os.environ.update(request.env)
             num += 1
             try:
-                args = parse_and_validate_args(extra_args_provider=add_swap_args)
+                args = parse_and_validate_args(extra_args_provider=add_swap_flags)
                 gpt_config_from_args(args)
                 swap_config(args)
             except (Exception, SystemExit) as error:

@@ -42,6 +42,9 @@ def suite() -> list[Row]:
         planned("auto-10", 780.0, 16.0, 18.5),
         planned("auto-1", None, None, 11.0),
         planned("auto-2", 990.0, 10.0, 12.0, outcome="not stable", output_tail="steps [13] were timed"),
+        planned(
+            "auto-3", 990.0, 10.0, 12.0, outcome="not stable", step_ms_median=None, step_ms_all=[], tokens_per_s=None
+        ),
     ]
     for row in rows:
         held = None if row["device_peak_gib"] is None else row["device_peak_gib"] + 3.0
@@ -67,7 +70,7 @@ def test_points_from_the_largest_budget_to_the_smallest() -> None:
     assert (first.baseline and first.baseline["method"], second.baseline and second.baseline["method"]) == (
         "recompute-mlp", "full-recompute",
     )  # fmt: skip
-    assert names(planner.failed(suite())) == ["auto-1", "auto-2"]
+    assert names(planner.failed(suite())) == ["auto-1", "auto-2", "auto-3"]
 
 
 def test_predictions_are_put_beside_the_peak_that_counts() -> None:

@@ -90,3 +90,11 @@ def test_rows_that_are_not_comparable_are_refused(tmp_path: Path) -> None:
     store.require_same("a none", {"commit": "x", "more": 1}, {"commit": "x"})
     with pytest.raises(StoreError, match=r"--resume: .*rows\.jsonl has commit 'x' for a none, this run has 'y': rows "):
         store.require_same("a none", {"commit": "x"}, {"commit": "y"})
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(StoreError, match=r"rows\.jsonl cannot be written .*; name another file"), locked(
+        tmp_path / "file" / "rows.jsonl"
+    ):
+        pass

@@ -195,5 +195,6 @@ def test_wrong_flags_are_named() -> None:
 
 def test_gpus_by_their_name() -> None:
     assert gpu_of("NVIDIA H200") is H200
-    assert gpu_of("NVIDIA H100 PCIe") is None
+    assert gpu_of("NVIDIA H100 PCIe") is find_gpu("h100-pcie")
+    assert gpu_of("NVIDIA T4") is None
     assert all(gpu.tflops < gpu.peak_tflops for gpu in (H200, find_gpu("h100"), find_gpu("l40s")))

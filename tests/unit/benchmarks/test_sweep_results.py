@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 
 from benchmarks.rows import UNPLANNED, RowError, read_rows
+from benchmarks.runner.launch import Finished
 from benchmarks.store import StoreError
 from benchmarks.sweeps import rows as sweep_rows
+from benchmarks.sweeps import runner
 from benchmarks.sweeps.results import measured
 from benchmarks.sweeps.runner import attempt, measure
 from benchmarks.sweeps.search import following
 from benchmarks.sweeps.table import champions, largest_by_method, machine_limit, markdown
 from tests.unit.benchmarks.sweep_cases import FILE, GOOD, FakeTraining, a_sweep, results_in, search
+
+UNTIMED = {"step_ms_all": [], "step_ms_median": None}
 
 
 def path_of(count: int, start: int, trains: Callable[[int], bool], *, trusted: bool = True) -> list[int]:
@@ -290,3 +294,26 @@ def test_a_row_has_the_stages_of_a_run_that_planned_itself() -> None:
     assert (row["stages"], row["budget_gib"]) == (stages, 5.0)
     assert "num_infeasible" not in row
     assert measured({"losses": []}, None)["stages"] is None
+
+
+def test_a_run_without_a_stable_step_keeps_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneRun:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def __enter__(self) -> OneRun:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def say(self, word: str) -> None: ...
+        def finish(self, *_: Any) -> Finished:
+            planning = {"stages": [{"stage": "profile", "first_step": 1, "last_step": None, "note": "recorded"}]}
+            return Finished("ok", {**GOOD, **UNTIMED, "planning": planning, "unstable_steps": [3, 4]}, "")
+
+    monkeypatch.setattr(runner, "Child", OneRun)
+    sweep = a_sweep(tmp_path, FILE.replace("--swap-optimizer fit + full-recompute", "--swap-memory-gib 130"))
+    sweep = sweep.chosen(["ours"])
+    assert measure(sweep, results_in(sweep, tmp_path), time_limit_s=None, on_done=lambda *_: None)
+    rows = read_rows(tmp_path / "rows.jsonl", sweep_rows.check)
+    assert {row["outcome"] for row in rows} == {"not stable", "pruned"}
+    assert rows[0]["output_tail"] == "no timed step was stable: raise num_steps. Stages: profile 1 to the end: recorded"
+    assert rows[0]["losses"] == GOOD["losses"], "what it has measured is kept"
+    markdown(rows)

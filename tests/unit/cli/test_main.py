@@ -13,6 +13,8 @@ import pytest
 
 from megatron.swap.cli import doctor
 from megatron.swap.cli.main import main
+from megatron.swap.native import build
+from tests.unit.native.helpers import NEEDS_COMPILER
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -20,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_a_command_gets_the_flags_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --bf16"
     assert main(["plan", "--gpu", "h200", "--", *flags.split(), "--vocab-size", "256"]) == 0
-    assert "weights" in capsys.readouterr().out
+    assert "tokens/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
@@ -95,13 +97,43 @@ def test_the_doctor_imports_nothing_of_ours() -> None:
     assert re.findall(r"^\s*(?:from|import) (?:megatron|torch)\b", text, re.MULTILINE) == []
 
 
-def test_the_doctor_looks_for_a_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@NEEDS_COMPILER
+def test_a_native_part_that_is_built_needs_no_compiler(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.build(build.cache_folder())
     monkeypatch.delenv("CXX", raising=False)
-    doctor.report_optional()
-    assert "C++ compiler" not in capsys.readouterr().err
     monkeypatch.setenv("PATH", "/nowhere")
-    doctor.report_optional()
-    assert "no C++ compiler is on PATH (g++, c++, clang++): no --swap-oom-guard" in capsys.readouterr().err
+    assert doctor.main([]) == 0
+    assert "native" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("PATH", "/nowhere", "no compiler is on PATH (g++, c++, clang++), and CXX is not set"),
+        ("MEGATRON_SWAP_NATIVE", "0", "MEGATRON_SWAP_NATIVE=0"),
+    ],
+)
+def test_the_doctor_says_why_there_is_no_native_part(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    name: str, value: str, words: str,
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv(name, value)
+    assert doctor.main([]) == 0
+    assert f"note: {words}: no --swap-oom-guard, and a Python fallback replaces" in capsys.readouterr().err
+
+
+def test_a_native_part_that_cannot_be_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    built = build._file(tmp_path)
+    built.write_text("no library")
+    doctor.report_native()
+    assert f"note: {built} cannot be loaded: " in capsys.readouterr().err
 
 
 def test_plan_without_numpy_names_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def refusal(monkeypatch: pytest.MonkeyPatch, line: str) -> str:
     def planned(*_: Any) -> None:
         raise AssertionError("it has begun to plan")
 
-    monkeypatch.setattr(program, "simulate", planned)
+    monkeypatch.setattr("megatron.swap.planner.options.simulate", planned)
     with redirect_stderr(io.StringIO()) as said:
         assert program.main(line.split()) == 1
     assert said.getvalue().endswith("\n")
@@ -58,7 +58,7 @@ def test_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, fla
         ("--profile profile.json --seq-length 0", "seq_length: 0 is given; it must be at least 1"),
         ("--profile profile.json --micro-batch-size -1", "micro_batch_size: -1 is given; it must be at least 1"),
         (f"--gpu h200 --num-gpus 0 -- {FLAGS}", "--num-gpus 0: must be a multiple of 1"),
-        (f"--gpu h200 --pipeline-rank 7 -- {FLAGS}", "rank 7 of 1: must be 0 to size - 1"),
+        (f"--gpu h200 --pipeline-rank 7 -- {FLAGS}", "--pipeline-rank 7: must be 0 to 0"),
         *((f"--gpu h200 -- {FLAGS} --{name} 0", f"--{name} 0: must be at least 1") for name in (
             "num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "ffn-hidden-size",
             "global-batch-size", "vocab-size", "tensor-model-parallel-size", "pipeline-model-parallel-size",
@@ -145,7 +145,7 @@ def test_inputs_are_not_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_missing_folders_are_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     line = "--profile profile.json --save a/plan.json --save-profile b/profile.json --curve c/curve.svg"
-    monkeypatch.setattr(program, "curve", lambda profile: [program.solve_fractions(profile, profile.device.memory_gib)])
+    monkeypatch.setattr(program, "curve", lambda profile: [program.of_profile(profile, 1.0)[-1].solution])
     assert program.main(line.split()) == 0
     assert all((folder / name).is_file() for name in ("a/plan.json", "b/profile.json", "c/curve.svg"))
 

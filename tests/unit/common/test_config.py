@@ -90,6 +90,7 @@ def test_no_text_is_read_out_of_range_or_breaks_the_parser(text: str, num_layers
         ("host_gib", 1e308, "--swap-host-gib"),
         ("prefetch_gib", 1e308, "--swap-prefetch-gib"),
         ("cpu_delay_ms", 1e308, "--swap-cpu-delay-ms"),
+        ("cpu_delay_ms", 1000.1, "--swap-cpu-delay-ms"),
     ],
 )
 def test_a_value_out_of_range_names_its_flag(field: str, value: object, flag: str):

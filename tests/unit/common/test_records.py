@@ -132,3 +132,27 @@ def test_a_field_may_have_another_key_in_files(tmp_path: Path) -> None:
 def test_errors_name_the_key_of_the_file(value: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         records.from_json(Renamed, value, "here")
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "too large", "folder"])
+def test_what_may_have_no_end_is_not_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MOST_FILE_BYTES", 2 << 20)
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "given"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "too large":
+        path.write_bytes(b" " * ((2 << 20) + 1))
+    with pytest.raises(UsageError) as refusal:
+        records.load(Whole, path, "whole", 1)
+    why = {"too large": "it has more than 2 MiB, the most that is read", "folder": "Is a directory"}
+    why_not = why.get(kind, "it is a device or a pipe, not a file")
+    assert str(refusal.value) == f"{path}: cannot be read ({why_not}). Give the path of a whole file."
+
+
+def test_the_largest_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "given"
+    path.write_text("grüße")
+    monkeypatch.setattr(records, "MOST_FILE_BYTES", path.stat().st_size)
+    assert records.read_text(path) == "grüße"

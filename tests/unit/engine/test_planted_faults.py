@@ -6,7 +6,6 @@ runs a copy only when a wait demands it, so a missing wait always shows.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -30,6 +29,7 @@ from tests.engine import (
     Engine,
     Layer,
     Result,
+    Run,
     batch,
     forward,
     loss_of,
@@ -38,30 +38,9 @@ from tests.engine import (
     plant_fault,
     stack,
     train_step,
+    wrongs,
 )
 from tests.lazy_device import LazyDevice, LazyStream
-
-Run = Callable[[nn.ModuleList, Engine | None], Result]
-
-
-def wrongs(run: Run, make: Callable[[], nn.Module] = Layer, **options: object) -> list[str]:
-    """Return the differences between ``run`` under the engine and without it."""
-    layers = stack(6, make)
-    plain = run(copy.deepcopy(layers), None)
-    engine = Engine(layers, **{"device": LazyDevice(), **options})
-    found: list[str] = []
-    try:
-        swapped = run(layers, engine)
-        if not swapped.same_as(plain):
-            found.append("different")
-        if any(grad is not None and not grad.isfinite().all() for grad in swapped.grads):
-            found.append("not finite")
-        assert engine.counters.out_bytes > 0
-    except Exception as error:
-        found.append(f"{type(error).__name__}: {error}")
-    finally:
-        engine.close()
-    return found + getattr(engine.device, "violations", [])
 
 
 def accumulate(layers: nn.ModuleList, _: Engine | None) -> Result:

@@ -11,7 +11,7 @@ import torch
 
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan, save_plan
 from megatron.swap.common.types import GIB, PRODUCERS, UsageError
-from megatron.swap.megatron_lm.arguments import add_swap_args, device_memory_gib, recompute_kinds, swap_config
+from megatron.swap.megatron_lm.arguments import add_swap_flags, device_memory_gib, recompute_kinds, swap_config
 
 MODEL = Model(8, 64, 256, 4, 4, 64, 2, 256, "local", "fp32", gated=False)
 PLAN = Plan(MODEL, None, None, None, (PlanClass("0-1", {"mlp/0": SitePlan("swap"), "norm/0": SitePlan("recompute")}),))
@@ -19,7 +19,7 @@ PLAN = Plan(MODEL, None, None, None, (PlanClass("0-1", {"mlp/0": SitePlan("swap"
 
 def parsed(flags: str, **theirs: object) -> argparse.Namespace:
     """Return our flags and those of Megatron's that the checks read, for the model of ``MODEL``."""
-    args = add_swap_args(argparse.ArgumentParser()).parse_args(flags.split())
+    args = add_swap_flags(argparse.ArgumentParser()).parse_args(flags.split())
     vars(args).update(
         num_layers=8, hidden_size=64, ffn_hidden_size=256, num_attention_heads=4, num_query_groups=1,
         group_query_attention=False, kv_channels=16, seq_length=64, micro_batch_size=2, vocab_size=255,

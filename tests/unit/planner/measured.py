@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sweeps.plans import plan_of, with_megatrons_loss, with_mlp_section
-from megatron.swap.planner.flags import read_flags
+from benchmarks.sweeps.plans import plan_of, with_mlp_section
+from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import Link, Profile
-from megatron.swap.planner.shape import shape_profile, with_measured_times
+from megatron.swap.planner.shape import shape_profile, with_measured_times, with_megatrons_loss
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import empty_plan, solve
 
@@ -58,7 +58,7 @@ def compared(file: str) -> Iterator[Compared]:
         plan = None if row["method"] in WRAPPED else plan_of(training.model, flags)
         if row["outcome"] != "ok" or plan is None:
             continue
-        profile = shape_profile(training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied)
+        profile = allocated(training)
         static = row["device_static_gib"] or STATIC_GIB_OF_OVERHEAD.get(case)
         if static:
             profile = replace(profile, static_gib=static)
@@ -72,12 +72,18 @@ def compared(file: str) -> Iterator[Compared]:
         yield Compared(file, case, row["method"], row, simulate(profile, plan), measured)
 
 
+def allocated(training: Training) -> Profile:
+    """Return the profile by arithmetic whose peaks are allocated memory, as those of the rows: without fragments."""
+    profile = shape_profile(training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied)
+    return replace(profile, allocator_gib=0.0)
+
+
 def profile_of(file: str, case: str) -> Profile:
     """Return the profile of the unswapped run of a case."""
     rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
     row = next(one for one in rows if one["case"].split()[0] == case and one["method"] == "none")
     training = read_flags(row["flags"].split())
-    profile = shape_profile(training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied)
+    profile = allocated(training)
     return with_measured_times(profile, row["forward_ms"], row["backward_ms"], row["step_ms_median"])
 
 

@@ -41,7 +41,7 @@ def printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, options: str, flags: str = FLAGS
 ) -> list[str]:
     """Return the lines of the memory table."""
-    status = program.main(["--gpu", "h200", *options.split(), "--", *flags.split()])
+    status = program.main(["--gpu", "h200", "--table", *options.split(), "--", *flags.split()])
     found = capsys.readouterr()
     if status:
         raise SystemExit(found.err)
@@ -72,7 +72,6 @@ def test_columns_add_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("", "--swap-disk-dir x --swap-host-gib 30", 28.25, 1.75, OFFLOADED_GIB - 28.25),
         ("--host-gib 20", "--swap-disk-dir x --swap-host-gib 30", 18.25, 1.75, OFFLOADED_GIB - 18.25),
         ("--host-gib 1.6", "--swap-disk-dir x", 0.9, 0.7, OFFLOADED_GIB - 0.9),  # smaller buffers
-        ("", "--swap-disk-dir x --swap-optimizer 0", 0.0, 0.4375, 0.0),  # of activations
     ],
 )
 def test_bytes_beyond_host_memory_are_on_disk(

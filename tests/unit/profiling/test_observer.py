@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
-from megatron.swap.profiling.observer import PLAIN, Hooks, Observer
-from tests.engine import Engine, batch, forward, loss_of, stack
+from megatron.swap.common.types import ACTIVATION, NORM
+from megatron.swap.profiling.observer import PLAIN, Hooks, Observer, StepPeaks
+from tests.engine import (
+    Engine,
+    batch,
+    forward,
+    loss_of,
+    one_after_the_other,
+    one_forward_one_backward,
+    stack,
+    train_step,
+)
 
 NUM_BYTES = 64 * 32 * 4
 
@@ -134,3 +147,53 @@ def test_peaks_between_two_looks_leave_the_peak_of_the_run() -> None:
     held.clear()
     assert observer.take_peak() == (32, 0)
     assert observer.peak_bytes == 48
+
+
+def test_saved_bytes_are_those_of_the_storages_that_the_graph_refers_to():
+    """A chain of three operations that save their outputs, on one that saves its input."""
+    observer = Observer()
+    with observer.context(nn.Module()):
+        output = batch().requires_grad_().sin().exp().exp().exp()
+    assert observer.saved_bytes == 4 * NUM_BYTES
+    output.sum().backward()
+    assert observer.saved_bytes == 0
+    assert observer.end_step() == (4 * NUM_BYTES, 4 * NUM_BYTES)
+    assert observer.live_bytes == 2 * NUM_BYTES  # its user holds the output, which holds the leaf
+    del output
+    assert observer.end_step() == (2 * NUM_BYTES, 0)
+    assert observer.end_step() == (0, 0)
+
+
+@pytest.mark.parametrize("schedule", [one_after_the_other(2), one_forward_one_backward(3)], ids=["alone", "pipeline"])
+def test_what_is_saved_is_what_an_unswapped_step_holds(schedule: list[tuple[str, int, int]]):
+    """Whatever is offloaded or recomputed site by site, the figure is the one that keeping everything would give."""
+
+    def peaks(**policy: Any) -> StepPeaks:
+        layers, observer = stack(4), Observer()
+        with Engine(layers, observer=observer, **policy):
+            train_step(layers, schedule)
+        found = observer.end_step()
+        assert found is not None
+        return found
+
+    kept = peaks(swapped=[])
+    assert 0 <= kept.held_bytes - kept.saved_bytes <= NUM_BYTES  # a caller may hold a tensor that the graph let go
+    for policy in ({}, {"swapped": [0, 2]}, {"recompute": (NORM, ACTIVATION)}, {"swapped": [], "recompute": (NORM,)}):
+        swapped = peaks(**policy)
+        assert swapped.saved_bytes == kept.saved_bytes, policy
+        assert swapped.held_bytes < kept.held_bytes, policy
+
+
+def test_only_the_steps_that_are_asked_for_are_counted():
+    layers, observer = stack(3), Observer(is_always_on=False)
+    with Engine(layers, observer=observer):
+        found = []
+        for _ in range(2):
+            train_step(layers, one_after_the_other(2))
+            found.append(observer.end_step())
+            observer.count_steps(1)
+        observer.count_steps(0)
+        train_step(layers, one_after_the_other(2))
+        found.append(observer.end_step())
+    assert [peaks is not None for peaks in found] == [False, True, False]
+    assert observer.saved_bytes == 0

@@ -215,3 +215,11 @@ def test_recomputed_bytes_add_up_and_reasons_are_told_once():
     assert summary["recompute_refused"] == ["layers.0/mlp/1: why"]
     assert summary["steps"][0]["recomputed_bytes"] == 3 * MIB
     assert "recomputed 3.00 MiB" in step_line(ranks[0].steps[0], None)
+
+
+def test_the_table_at_the_start_names_needs_first():
+    lines = start_table(SwapConfig(layers=frozenset({0})), 4, 0, MIB, needs="at least 1 GiB").splitlines()
+    assert lines[0] == " swap: memory           at least 1 GiB"
+    assert lines[1].startswith(" swap: chosen ")
+    auto = start_table(SwapConfig(layers=frozenset(), auto=True), 4, 0, MIB, needs="at least 1 GiB").splitlines()
+    assert auto[0] == lines[0]

@@ -14,7 +14,7 @@ from megatron.training import training
 from torch import nn
 
 from megatron.swap.common.types import MIB, UsageError
-from megatron.swap.megatron_lm.arguments import add_swap_args
+from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.memory.disk_file import DiskError
 from megatron.swap.patches import registry
 from megatron.swap.session.session import SwapSession
@@ -22,7 +22,7 @@ from megatron.swap.session.session import SwapSession
 
 def arguments(*flags: str) -> argparse.Namespace:
     """Return our arguments, and those of Megatron's that the session reads."""
-    args = add_swap_args(argparse.ArgumentParser()).parse_args(flags)
+    args = add_swap_flags(argparse.ArgumentParser()).parse_args(flags)
     vars(args).update(
         num_layers=2, rank=0, world_size=1, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
         add_bias_linear=True, recompute_granularity="selective", recompute_modules=["core_attn"], fp8=None,
@@ -32,7 +32,11 @@ def arguments(*flags: str) -> argparse.Namespace:
         tensor_model_parallel_size=1, pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None,
         context_parallel_size=1, expert_model_parallel_size=1, num_attention_heads=4, group_query_attention=False,
         num_query_groups=None, kv_channels=None, ffn_hidden_size=256, seq_length=32, micro_batch_size=1,
-        num_experts=None, padded_vocab_size=256, bf16=False, fp16=False,
+        num_experts=None, padded_vocab_size=256, bf16=False, fp16=False, multi_latent_attention=False,
+        init_model_with_meta_device=False, skip_train=False, freeze_all_layers=False, hybrid_layer_pattern=None,
+        heterogeneous_layers_config_path=None, untie_embeddings_and_output_weights=True, optimizer="adam",
+        accumulate_allreduce_grads_in_fp32=True, use_precision_aware_optimizer=False, optimizer_cpu_offload=False,
+        use_distributed_optimizer=False, data_parallel_size=1, variable_seq_lengths=False, tokenizer_type=None,
     )
     return args
 
@@ -134,7 +138,9 @@ def test_allocation_retries_are_reported_to_the_planner(monkeypatch: pytest.Monk
     calls: list[tuple[int, ...]] = []
     try:
         monkeypatch.setattr(session.run_device.device, "take_retries", lambda: 3)
-        session.auto = SimpleNamespace(step_ended=lambda *figures: calls.append(figures))  # type: ignore[assignment]
+        session.auto = SimpleNamespace(  # type: ignore[assignment]
+            step_ended=lambda *figures: calls.append(figures), is_settled=True
+        )
         session.on_iteration(7, {}, None, False, None)
         assert calls == [(7, 0, 3)]
         assert session.step_log.records[-1].num_alloc_retries == 3

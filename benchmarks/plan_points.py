@@ -1,0 +1,297 @@
+"""Predict runs with `megatron-swap plan`, then paste the commands that it prints and measure them.
+
+    python -m benchmarks.plan_points profile mla                     # on the GPU: profiles that predictions need
+    python -m benchmarks.plan_points predict                         # anywhere: plans and predictions, to be committed
+    python -m benchmarks.plan_points run dense-tight 8b-64k --output points.json       # on the GPU, after the commit
+
+`predict` writes a plan file for each point and `predictions.json` into docs/results/plan-points. `run` pastes a point's
+command with --swap-summary behind it, and writes peaks and step times beside what was predicted. Points that are in
+the output already are not run again, so an interrupted run resumes. Without names every point is meant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT, facts, now
+from megatron.swap.cli import plan as planner
+from megatron.swap.cli.training_command import training_command
+from megatron.swap.common.plan import load_plan
+from megatron.swap.common.records import write_text
+from megatron.swap.common.types import GIB
+
+FOLDER = Path("docs/results/plan-points")
+PREDICTIONS = FOLDER / "predictions.json"
+NUM_WARM_UP = 3
+"""Steps that are not timed: the first ones reserve memory, and copies of optimizer state overlap with layers after."""
+TIMED_OUT = 124
+TIME = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
+
+COMMON = (
+    "--bf16 --mock-data --tokenizer-type NullTokenizer --lr 1e-4 --min-lr 1e-5 --lr-decay-style constant "
+    "--eval-iters 0 --eval-interval 100000 --log-interval 1 --position-embedding-type rope --attention-dropout 0 "
+    "--hidden-dropout 0 --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-create-attention-mask-in-dataloader"
+)
+ON_GPU = f"--transformer-impl transformer_engine {COMMON}"
+ON_CPU = (
+    f"--transformer-impl local --no-persist-layer-norm --no-rope-fusion --distributed-backend gloo --num-workers 0 "
+    f"{COMMON.replace('--bf16 ', '')}"
+)
+DENSE = "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --vocab-size 32000"
+LONG = f"{DENSE} --group-query-attention --num-query-groups 8"
+LLAMA = (
+    "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+    "--vocab-size 128256"
+)
+STATE = "--use-distributed-optimizer --use-precision-aware-optimizer"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run to predict and to measure.
+
+    Attributes:
+        options: options of plan.
+        flags: training flags of the model and its batch.
+        profile: file that the plan is made from, in place of a GPU's figures; relative to the repository.
+        iterations: training steps.
+        common: training flags of all points of a kind.
+    """
+
+    options: str
+    flags: str
+    profile: str | None = None
+    iterations: int = 8
+    common: str = ON_GPU
+
+    @property
+    def training_flags(self) -> list[str]:
+        """Training flags of the command that the user has."""
+        return [*self.common.split(), *self.flags.split(), "--train-iters", str(self.iterations)]
+
+
+def _sequences(length: int, micro: int, batch: int) -> str:
+    return (f"--seq-length {length} --max-position-embeddings {length} --micro-batch-size {micro} "
+            f"--global-batch-size {batch}")  # fmt: skip
+
+
+HOST = "--host-gib 108"
+POINTS = {
+    "dense-1.3b": Point(f"--gpu h200 {HOST} --memory-gib 44",
+                        "--num-layers 24 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 "
+                        f"--vocab-size 50304 {_sequences(4096, 4, 8)}"),
+    "dense-roomy": Point(f"--gpu h200 {HOST} --memory-gib 86", f"{DENSE} {_sequences(4096, 4, 8)}"),
+    "dense-tight": Point(f"--gpu h200 {HOST} --memory-gib 70", f"{DENSE} {_sequences(4096, 4, 8)}"),
+    "wide": Point(f"--gpu h200 {HOST} --memory-gib 82",
+                  "--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
+                  f"--group-query-attention --num-query-groups 8 --vocab-size 32000 {_sequences(8192, 2, 4)}"),
+    "grouped-queries": Point(f"--gpu h200 {HOST} --memory-gib 62", f"--num-layers 10 {LLAMA} {_sequences(8192, 1, 8)}"),
+    "80-gb": Point(f"--gpu h200 {HOST} --memory-gib 75", f"--num-layers 13 {LLAMA} {_sequences(8192, 1, 4)}"),
+    "32k": Point(f"--gpu h200 {HOST} --memory-gib 80", f"{LONG} {_sequences(32768, 1, 1)}"),
+    "128k": Point(f"--gpu h200 {HOST} --memory-gib 100",
+                  f"{LONG.replace('--num-layers 16', '--num-layers 6')} {_sequences(131072, 1, 1)}", iterations=6),
+    "8b-8k": Point(f"--gpu h200 {HOST} --memory-gib 110",
+                   f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer auto {_sequences(8192, 1, 4)}"),
+    "8b-64k": Point("--gpu h200 --host-gib 104 --memory-gib 134",
+                    f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer 1 {_sequences(65536, 1, 1)}", iterations=6),
+    "experts": Point("--memory-gib 56",
+                     "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 5504 --moe-ffn-hidden-size 5504 "
+                     "--num-attention-heads 32 --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm "
+                     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
+                     f"--moe-aux-loss-coeff 1e-2 --vocab-size 32000 --swap-deterministic {_sequences(4096, 4, 8)}",
+                     profile="docs/results/predictions/profile-L4-moe.json"),
+    "mla": Point("--memory-gib 44",
+                 "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 "
+                 "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
+                 f"--v-head-dim 128 --vocab-size 102400 {_sequences(4096, 4, 8)}",
+                 profile=f"{FOLDER}/profile-mla.json"),
+}  # fmt: skip
+"""The points of an H200 with 112 GiB of host memory. The profile of `mla` is measured before it is predicted."""
+CPU_POINTS = {
+    "cpu": Point("--memory-gib 0.009",
+                 "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --vocab-size 500 --swap-min-mib 0.05 "
+                 f"{_sequences(128, 2, 4)}", profile="profile/profile-cpu.json", iterations=4, common=ON_CPU),
+}  # fmt: skip
+"""A point that shows on any machine that this program works."""
+
+
+class PointError(Exception):
+    """A point cannot be predicted or run; the message is one line."""
+
+
+def profile(point: Point, budget_gib: float, path: str) -> None:
+    """Train under a budget until a profile is measured, and write it."""
+    flags = [*point.training_flags[:-1], "10", "--swap-memory-gib", f"{budget_gib:g}", "--swap-save-profile", path]
+    done = paste(training_command([], flags, 1, 1), 600.0)
+    if done.returncode or not Path(path).exists():
+        raise PointError(f"no profile was written:\n{done.stdout[-3000:]}")
+
+
+def predict(name: str, point: Point, folder: Path) -> dict[str, Any] | None:
+    """Plan a point and return its prediction; ``None``: its profile is not measured yet.
+
+    Raises:
+        PointError: it does not fit.
+    """
+    if point.profile is not None and not Path(point.profile).exists():
+        return None
+    path = folder / f"{name}.json"
+    words = ["--save", str(path), *point.options.split()]
+    words += ["--", *point.training_flags] if point.profile is None else ["--profile", point.profile]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        status = planner.main(words)
+    parts = out.getvalue().strip().split("\n\n")
+    if status:
+        raise PointError(f"{name}: {parts[0]}")
+    speed = parts[2] if point.profile is None else parts[1]
+    plan = load_plan(path)
+    assert plan.predicted is not None
+    chosen = ["--swap-plan", str(path)]
+    return {
+        "plan": shlex.join(["megatron-swap", "plan", *words]),
+        "verdict": parts[0],
+        "command": parts[1] if point.profile is None else training_command(point.training_flags, chosen, 1, 1),
+        "budget_gib": plan.budget_gib,
+        "device_gib": plan.predicted.peak_gib,
+        "host_gib": _host_gib(speed),
+        "step_ms": plan.predicted.step_ms,
+        "offload_fraction": plan.offload_fraction,
+        "options": parts[3] if point.profile is None else parts[2],
+    }
+
+
+def _host_gib(speed: str) -> float:
+    """Return the GiB of the row `host`."""
+    found = re.search(r"^host\s+([\d.]+) (KiB|MiB|GiB)", speed, re.MULTILINE)
+    assert found is not None, speed
+    return float(found[1]) / {"KiB": 1 << 20, "MiB": 1 << 10, "GiB": 1}[found[2]]
+
+
+def paste(command: str, limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a command in a shell, as a user who pasted it, with this Python's programs first."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = ["timeout", "-k", "10", f"{limit_s:g}", "bash", "-c", command]
+    return subprocess.run(
+        script, cwd=ROOT, env={**os.environ, "PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def run(predicted: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    """Paste the command of a prediction and return what was measured beside what was predicted."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        summary = Path(folder) / "run.json"
+        done = paste(f"{predicted['command']} --swap-summary {summary}", limit_s)
+        found = json.loads(summary.read_text()) if done.returncode == 0 and summary.exists() else None
+    step_ms = [float(text) for text in TIME.findall(done.stdout)]
+    row = {
+        "command": predicted["command"], "wall_s": round(time.monotonic() - began, 1),
+        "budget_gib": predicted["budget_gib"], "predicted_device_gib": predicted["device_gib"],
+        "predicted_host_gib": predicted["host_gib"], "predicted_step_ms": predicted["step_ms"],
+    }  # fmt: skip
+    if found is None:
+        outcome = "timeout" if done.returncode == TIMED_OUT else "failed"
+        return row | {"outcome": outcome, "step_ms_all": step_ms, "output_tail": done.stdout[-3000:]}
+    reserved = found["device_reserved_bytes"] or found["saved_peak_bytes"]  # an emulated device reserves nothing
+    timed = step_ms[NUM_WARM_UP:] or step_ms
+    median_ms = statistics.median(timed) if timed else None
+    return row | {
+        "outcome": "ok",
+        "reserved_gib": reserved / GIB,
+        "allocated_gib": (found["device_peak_bytes"] or 0) / GIB,
+        "host_gib": (found["host_leased_peak_bytes"] + found["optimizer_host_bytes"]) / GIB,
+        "num_alloc_retries": found["num_alloc_retries"],
+        "losses": found["losses"],
+        "step_ms_all": step_ms,
+        "step_ms_median": median_ms,
+        "is_within_budget": reserved / GIB <= predicted["budget_gib"],
+        "device_error": predicted["device_gib"] * GIB / reserved - 1,
+        "step_error": None if median_ms is None else predicted["step_ms"] / median_ms - 1,
+    }
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    """Return a row of a run in one line."""
+    if row["outcome"] != "ok":
+        return f"{name}: {row['outcome']} after {row['wall_s']} s"
+    step = "no step" if row["step_error"] is None else f"{row['step_ms_median']:,.0f} ms ({row['step_error']:+.1%})"
+    within = "within" if row["is_within_budget"] else "ABOVE"
+    return (f"{name}: {row['reserved_gib']:.2f} GiB, {within} {row['budget_gib']:g} (predicted "
+            f"{row['predicted_device_gib']:.2f}, {row['device_error']:+.1%}); {step}; {row['wall_s']} s")  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Profile, predict or run points. Return 0 if all that were asked for are done and within their budgets."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("profile", "predict", "run"))
+    parser.add_argument("names", nargs="*", help="points; default: all")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="plans and predictions")
+    parser.add_argument("--output", type=Path, help="run: JSON file of the rows")
+    parser.add_argument("--limit-s", type=float, default=200.0, help="run: longest run of one point")
+    parser.add_argument("--time-limit-s", type=float, default=540.0, help="run: begin no point after this")
+    parser.add_argument("--memory-gib", type=float, default=100.0, help="profile: budget of the profiled run")
+    parser.add_argument("--cpu", action="store_true", help="use the point for machines without a GPU")
+    options = parser.parse_args(arguments)
+    os.chdir(ROOT)  # plan files are named relative to the repository, as the printed commands have them
+    points = CPU_POINTS if options.cpu else POINTS
+    if unknown := set(options.names) - points.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: no such point; there are {', '.join(points)}")
+    names = options.names or list(points)
+    file = options.folder / PREDICTIONS.name
+    try:
+        if options.what == "profile":
+            for name in names:
+                if points[name].profile is None:
+                    raise PointError(f"{name}: is predicted without a profile; name a point that needs one")
+                profile(points[name], options.memory_gib, points[name].profile or "")
+        elif options.what == "predict":
+            kept = json.loads(file.read_text())["points"] if file.exists() else {}
+            made = {name: predict(name, points[name], options.folder) for name in names}
+            kept |= {name: row for name, row in made.items() if row is not None}
+            write_text(file, json.dumps({"points": kept}, indent=1) + "\n")
+            print(*(f"{name}: {row['verdict'] if row else 'needs a profile'}" for name, row in made.items()), sep="\n")
+        else:
+            return run_all(file, names, options)
+    except PointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_all(file: Path, names: Sequence[str], options: argparse.Namespace) -> int:
+    """Run the points that have a prediction and no row yet. Return 0 if all rows are within their budgets."""
+    if options.output is None:
+        raise PointError("run: --output FILE is missing")
+    began, predicted = time.monotonic(), json.loads(file.read_text())["points"]
+    old = json.loads(options.output.read_text()) if options.output.exists() else {}
+    written: dict[str, Any] = {"date": now(), **facts(), **old}
+    rows = written.setdefault("points", {})
+    for name in names:
+        if name not in predicted:
+            print(f"{name}: has no prediction")
+        elif rows.get(name, {}).get("outcome") != "ok" and time.monotonic() - began < options.time_limit_s:
+            rows[name] = run(predicted[name], options.limit_s)
+            write_text(options.output, json.dumps(written, indent=1) + "\n")
+            print(line(name, rows[name]), flush=True)
+    done = [rows[name] for name in names if name in rows and rows[name]["outcome"] == "ok"]
+    return 0 if len(done) == len(names) and all(row["is_within_budget"] for row in done) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The training command that a plan is for, to paste into a shell."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+ENVIRONMENT = ("CUDA_DEVICE_MAX_CONNECTIONS=1", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+"""Megatron's order of kernels and copies; an allocator whose memory can be used again in other sizes."""
+SCRIPT = "pretrain_gpt_swap.py"
+OURS = (
+    "--swap-memory-gib", "--swap-memory-fraction", "--swap-plan", "--swap-policy", "--swap-layers", "--swap-modules",
+    "--swap-recompute", "--swap-optimizer", "--swap-host-gib", "--swap-disk-dir",
+)  # fmt: skip
+"""Flags that say what the planner decides."""
+WIDTH = 117
+
+
+def training_command(flags: Sequence[str], chosen: Sequence[str], num_gpus: int, per_host: int) -> str:
+    """Return the command of a run: environment, launcher, the user's flags but those that we decide, and ``chosen``.
+
+    Lines end in a backslash. With more GPUs than a host has, the shell gets a host's number from ``$NODE_RANK`` and the
+    address of the first host from ``$MASTER_ADDR``.
+    """
+    local = min(num_gpus, per_host)
+    launcher = [*ENVIRONMENT, "torchrun", "--nproc-per-node", str(local)]
+    if num_gpus > local:
+        launcher += ["--nnodes", str(-(-num_gpus // local)), "--node-rank", '"$NODE_RANK"',
+                     "--master-addr", '"$MASTER_ADDR"']  # fmt: skip
+    kept = without(flags, OURS)
+    units = [*launcher, SCRIPT]
+    for word in [*kept, *chosen]:  # a flag stays with its values
+        if word.startswith("--") or units[-1] == SCRIPT:
+            units.append(shlex.quote(word))
+        else:
+            units[-1] += f" {shlex.quote(word)}"
+    lines, line = [], ""
+    for unit in units:
+        if line and len(line) + len(unit) > WIDTH:
+            lines.append(line)
+            line = "   "
+        line += f" {unit}" if line else unit
+    return " \\\n".join([*lines, line])
+
+
+def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return ``flags`` without those of these names, and without their values."""
+    left: list[str] = []
+    skipped = False
+    for word in flags:
+        if word.startswith("--"):
+            skipped = word.split("=", 1)[0] in names
+        if not skipped:
+            left.append(word)
+    return left

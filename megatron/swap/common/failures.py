@@ -1,0 +1,68 @@
+"""How a process ends that cannot go on: one paragraph, last on the screen.
+
+An error of ours is the paragraph alone. Any other exception keeps its traceback. Under torchrun the paragraph is also
+written to the file that torchrun names for each rank, so that its report quotes it; ``cli/launch.py`` reads those files
+and prints the paragraph in place of the report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Set by torchrun: the file for this rank's error."""
+REPORTED = "MEGATRON_SWAP_ERRORS_REPORTED"
+"""Set by our launcher: it prints the paragraph, once for all ranks."""
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def report_errors(known: tuple[type[BaseException], ...]) -> None:
+    """Let an exception that ends this process leave its paragraph. A later call replaces an earlier one.
+
+    Args:
+        known: exceptions whose message says all; their tracebacks are not printed.
+    """
+    inner = sys.excepthook._inner if isinstance(sys.excepthook, _Reporter) else sys.excepthook
+    sys.excepthook = _Reporter(inner, known)
+
+
+class _Reporter:
+    """The process's hook for uncaught exceptions.
+
+    Args:
+        inner: the hook that prints tracebacks.
+        known: as in ``report_errors``.
+    """
+
+    def __init__(self, inner: Hook, known: tuple[type[BaseException], ...]) -> None:
+        self._inner = inner
+        self._known = known
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_known = isinstance(error, self._known)
+        words = str(error) if is_known else "".join(traceback.format_exception_only(kind, error)).strip()
+        path = os.environ.get(ERROR_FILE)
+        if path and not isinstance(error, KeyboardInterrupt):
+            _write(Path(path), words, is_known)
+        if not is_known:
+            self._inner(kind, error, trace)
+        elif not (path and os.environ.get(REPORTED)):
+            print(f"\nerror: {words}", file=sys.stderr, flush=True)
+
+
+def _write(path: Path, words: str, is_known: bool) -> None:
+    """Write the paragraph in the form that torchrun reads; it prints ``py_callstack``."""
+    now = time.time()
+    extra = {"py_callstack": words, "timestamp": str(int(now)), "time_s": now, "is_known": is_known}
+    try:
+        path.write_text(json.dumps({"message": {"message": words, "extraInfo": extra}}))
+    except OSError as error:
+        print(f"the error is not in torchrun's report: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,94 @@
+"""The command line of a training program: help that works, mistakes in a paragraph, no run that forgets to swap."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from megatron.swap.common.command_line import CommandLine, is_flag, plain_name
+from megatron.swap.common.failures import report_errors
+from megatron.swap.common.types import SwapError, UsageError
+from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
+from megatron.swap.megatron_lm.compatibility import check_counts
+from megatron.swap.patches import registry, setup_model_and_optimizer, train
+from megatron.swap.patches.registry import PatchError
+
+
+def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``--swap-…`` flags: Megatron's ``extra_args_provider``.
+
+    The parser's help begins with these flags, and its errors are a paragraph. Once it has parsed the command line of
+    the program, two more things hold. A script that asks for swapping and then trains without ``SwapSession.install``,
+    which ``swap.pretrain`` calls, ends with an error before the model is built. An error of ours that nobody catches is
+    printed without a traceback, unless ``--swap-log-level debug`` is given.
+
+    Args:
+        parser: Megatron's, or any other.
+
+    Returns:
+        The same parser, as Megatron wants it.
+    """
+    # In place, because a script may keep the parser that it has passed. Its class may be one of the script.
+    parser.__class__ = type("TrainingCommandLine", (_TrainingCommandLine, type(parser)), {})
+    if parser.formatter_class is argparse.HelpFormatter:
+        parser.formatter_class = _HelpFormatter
+    parser.usage = parser.usage or "%(prog)s [--swap-… flags] [Megatron's flags]"  # its flags alone are 750 lines
+    theirs = list(parser._action_groups)
+    add_swap_flags(parser)
+    parser._action_groups.sort(key=theirs.__contains__)  # ours first; the sort is stable
+    return parser
+
+
+class _TrainingCommandLine(CommandLine):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        # Ours are nobody else's, so a program that ignores unknown flags must not ignore these.
+        if ours := [word for word in rest if is_flag(word) and plain_name(word).startswith("swap-")]:
+            self.error(self.unknown(ours))
+        if args is None:  # the command line of this program
+            try:
+                check_counts(found)
+            except UsageError as error:
+                self.error(str(error))
+            report_errors(() if found.swap_log_level == "debug" else (SwapError, PatchError))
+            _require_session()
+        return found, rest
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)  # type: ignore[misc]
+        except KeyError as error:  # Megatron looks names up in an Enum, and argparse expects other errors
+            raise argparse.ArgumentError(action, f"invalid value: {arg_string!r}") from error
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Prints help texts with a bare ``%`` too, which argparse takes for a placeholder: upstream has some."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            return action.help or ""
+
+
+def _require_session() -> None:
+    """See to it that training does not begin unswapped where the flags ask for swapping."""
+    is_megatron_here = setup_model_and_optimizer.MODULE in sys.modules
+    if is_megatron_here and not registry.is_patched(setup_model_and_optimizer.SYMBOL):
+        applied = registry.apply((), [setup_model_and_optimizer.setup_model_and_optimizer_patch(_check_session)])
+        registry.say_left_out(applied)
+
+
+def _check_session() -> None:
+    from megatron.training import get_args
+
+    args = get_args()
+    if registry.is_patched(train.SYMBOL) or "swap_layers" not in args or not swap_config(args).does_anything:
+        return
+    given = " ".join(word for word in sys.argv[1:] if word.startswith("--swap-"))
+    raise UsageError(
+        f"{given}: this script has not called SwapSession.install, so it would train unswapped. Train by "
+        "swap.pretrain(args, ...) in place of Megatron's pretrain, or add swap.SwapSession.install(args, model_config) "
+        "before it, or drop the --swap- flags."
+    )

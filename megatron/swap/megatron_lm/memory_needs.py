@@ -1,0 +1,183 @@
+"""Compares the memory that a run needs at least with the memory that there is, before the model is built.
+
+All figures are lower bounds from the flags: a run that fits is never refused. Where the formulas do not cover the model
+they count nothing.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+import torch
+
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.types import GIB, SwapError, format_bytes
+from megatron.swap.megatron_lm.arguments import device_memory_gib
+from megatron.swap.megatron_lm.least_saved import least_saved_bytes
+from megatron.swap.memory.host_memory import HostCapacity, local_world_size, safe_host_bytes
+from megatron.swap.planner.flags import model_of, state_bytes_of
+from megatron.swap.planner.shape import num_params
+from megatron.swap.planner.states import States
+
+CLOSE = 0.75
+"""Fraction of the memory from which on the needs are called close: they are lower bounds."""
+
+
+class OutOfMemoryAhead(SwapError):
+    """The run needs more memory than there is. The message has the figures and the flags to change."""
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Lower bounds of one rank's memory, in bytes.
+
+    Attributes:
+        model_bytes: weights, gradients, and the optimizer state that is not offloaded.
+        activation_bytes: what one micro-batch saves and no disk can take. 0 on a GPU: it can be swapped.
+    """
+
+    model_bytes: int
+    activation_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.model_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """The result of a check that has passed.
+
+    Attributes:
+        line: what the run needs beside what there is; ``None``: the needs are not known.
+        capacity: the host's memory without what the model takes of it; ``None``: the model takes none.
+    """
+
+    line: str | None
+    capacity: HostCapacity | None
+
+
+def check_memory(args: Namespace, config: SwapConfig) -> MemoryCheck:
+    """Compare what this rank needs with what there is.
+
+    Call it before any rank builds its model.
+
+    Raises:
+        OutOfMemoryAhead: it cannot fit.
+    """
+    on_gpu = torch.cuda.is_available()
+    needs = memory_needs(args, config, on_gpu=on_gpu)
+    if on_gpu:
+        has_bytes = int(device_memory_gib(args) * GIB)
+        check_device(needs, has_bytes)
+        return MemoryCheck(needs_line(needs, has_bytes), None)
+    capacity = safe_host_bytes(local_world_size())
+    if not config.host_unchecked:
+        check_host(needs, capacity, args)
+    line = needs_line(needs, capacity.available_bytes, capacity.local_world_size)
+    return MemoryCheck(line, capacity.less(needs.model_bytes, "model and optimizer"))
+
+
+def needs_line(needs: MemoryNeeds, has_bytes: int, num_ranks: int = 1) -> str | None:
+    """Return what a run needs beside what there is; ``None``: the needs are not known.
+
+    Args:
+        has_bytes: memory of the device; without a GPU what is available on the host.
+        num_ranks: ranks that share it.
+    """
+    if not needs.model_bytes:
+        return None
+    line = f"at least {format_bytes(needs.model_bytes)} for model and optimizer"
+    if needs.activation_bytes:
+        line += f", {format_bytes(needs.activation_bytes)} for activations"
+    if num_ranks > 1:
+        line += f", on each of {num_ranks} ranks"
+    close = ": this may not suffice" if needs.num_bytes * num_ranks > CLOSE * has_bytes else ""
+    return f"{line}; there are {format_bytes(has_bytes)}{close}"
+
+
+def memory_needs(args: Namespace, config: SwapConfig, *, on_gpu: bool) -> MemoryNeeds:
+    """Return the needs of this rank.
+
+    Args:
+        on_gpu: whether swapped activations leave the memory that counts. Without a GPU they stay in it, except on disk.
+    """
+    model_bytes = _model_bytes(args, config.optimizer if on_gpu or config.disk_dir is not None else 0.0)
+    activation_bytes = 0
+    if not on_gpu and not args.variable_seq_lengths and config.disk_dir is None:
+        is_planned = config.auto or config.plan is not None  # a plan may recompute whole layers
+        layers = args.num_layers // args.pipeline_model_parallel_size
+        is_unknown = is_planned or bool(args.fp8) or args.recompute_granularity == "selective"
+        activation_bytes = least_saved_bytes(args, layers, config.recompute, inputs_alone=is_unknown)
+    return MemoryNeeds(model_bytes, activation_bytes)
+
+
+def check_device(needs: MemoryNeeds, has_bytes: int) -> None:
+    """Refuse a model that does not fit the GPU, whatever is swapped.
+
+    Args:
+        has_bytes: the GPU's memory.
+
+    Raises:
+        OutOfMemoryAhead: it does not fit.
+    """
+    if needs.model_bytes > has_bytes:
+        raise OutOfMemoryAhead(
+            f"weights, gradients and optimizer state take at least {format_bytes(needs.model_bytes)} on each rank, and "
+            f"the GPU has {format_bytes(has_bytes)}. Offload optimizer state (--swap-optimizer), split the model "
+            "(--tensor-model-parallel-size, --pipeline-model-parallel-size), share the state "
+            "(--use-distributed-optimizer), or train a smaller model."
+        )
+
+
+def check_host(needs: MemoryNeeds, capacity: HostCapacity, args: Namespace) -> None:
+    """Refuse a run without a GPU that the host's memory cannot hold: the kernel would kill it without a message.
+
+    Raises:
+        OutOfMemoryAhead: it cannot.
+    """
+    ranks = capacity.local_world_size
+    if needs.num_bytes * ranks <= capacity.available_bytes:
+        return
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    limit = ""
+    if capacity.cgroup_limit_bytes is not None:
+        limit = f", of which its cgroup may use {format_bytes(capacity.cgroup_limit_bytes)}"
+    raise OutOfMemoryAhead(
+        f"this run needs at least {format_bytes(needs.num_bytes)} of host memory{each}: "
+        f"{format_bytes(needs.model_bytes)} for weights, gradients and optimizer state, "
+        f"{format_bytes(needs.activation_bytes)} for the activations of one micro-batch ({args.micro_batch_size} x "
+        f"{args.seq_length} tokens). {format_bytes(capacity.available_bytes)} are available on this machine, which has "
+        f"{format_bytes(capacity.total_bytes)}{limit}. Without a GPU, swapped tensors stay in the same memory. Train a "
+        "smaller model, lower --micro-batch-size or --seq-length, or recompute (--recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1)."
+    )
+
+
+def _model_bytes(args: Namespace, offload_fraction: float) -> int:
+    """Return a lower bound of weights, gradients and kept optimizer state on this rank; 0: unknown."""
+    is_unusual = (
+        args.num_experts is not None, args.multi_latent_attention, args.fp8, args.fp4, args.use_megatron_fsdp,
+        args.use_torch_fsdp2, args.init_model_with_meta_device, args.skip_train, args.freeze_all_layers,
+        args.heterogeneous_layers_config_path, args.hybrid_layer_pattern,
+    )  # fmt: skip
+    if any(is_unusual):
+        return 0
+    vocabulary = args.padded_vocab_size or args.vocab_size or 1  # a tokenizer may give it later
+    model = model_of(Namespace(**{**vars(args), "padded_vocab_size": vocabulary}))
+    of_layer, of_ends = num_params(model, tied=not args.untie_embeddings_and_output_weights)
+    stages = model.pipeline_parallel
+    params = (of_layer * (model.num_layers // stages) + (of_ends if stages == 1 else 0)) / model.tensor_parallel
+    has_fp32_gradients = args.accumulate_allreduce_grads_in_fp32 and not args.use_precision_aware_optimizer
+    has_adam = args.optimizer == "adam" and not (args.use_precision_aware_optimizer or args.optimizer_cpu_offload)
+    is_half = args.bf16 or args.fp16
+    states = States(
+        gradient_bytes=4 if has_fp32_gradients or not is_half else 2,
+        state_bytes=state_bytes_of(args) if has_adam else 0,
+        num_shards=args.data_parallel_size * args.context_parallel_size if args.use_distributed_optimizer else 1,
+        offload_fraction=offload_fraction,
+        weight_bytes=2 if is_half else 4,
+    )
+    return int(states.device_gib(params) * GIB)

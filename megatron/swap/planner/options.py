@@ -1,0 +1,191 @@
+"""The ways to make a model fit: nothing, full recomputation, a plan, offloaded optimizer state, a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.swap.common.layer_ranges import format_ranges
+from megatron.swap.common.plan import LAYER_SECTION, Infeasible, Plan, PlanClass
+from megatron.swap.common.types import UsageError
+from megatron.swap.planner.flags import Training
+from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.profile import Profile
+from megatron.swap.planner.shape import params_of_rank, shape_profile, with_megatrons_loss
+from megatron.swap.planner.simulate import Prediction, simulate
+from megatron.swap.planner.solve import Solution, empty_plan, written_budget
+from megatron.swap.planner.state_fraction import solve_fractions, with_fraction
+from megatron.swap.planner.states import States, max_offloaded_state_gib, max_state_before_disk, split_before_disk
+
+NOTHING, FULL, PLANNED, STATE, DISK = (
+    "nothing", "full recomputation", "planned", "planned + optimizer state", "planned + optimizer state + disk",
+)  # fmt: skip
+"""The options, the simplest first."""
+FULL_FLAGS = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+NEAR = 1.02
+"""A simpler option is preferred if its step takes at most this times the fastest one's."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to train, with its prediction for a rank.
+
+    Attributes:
+        flags: what the training command gets for it, without the budget.
+        profile: the step that the plan was made from.
+        device_gib: the device's peak; if no plan fits, the smallest feasible budget.
+        host_gib, disk_gib: offloaded activations and optimizer state.
+        prediction: ``None``: no plan fits.
+        solution: ``None``: no plan fits, or the option needs no planner.
+        states: storage of weights, gradients and optimizer state; ``None``: a profile does not say.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    profile: Profile
+    device_gib: float
+    host_gib: float
+    disk_gib: float
+    fits: bool
+    prediction: Prediction | None
+    solution: Solution | None = None
+    states: States | None = None
+
+    @property
+    def needed_gib(self) -> float:
+        """The smallest budget that was found feasible, rounded up; at most the given one if a plan fits."""
+        if self.prediction is None or self.solution is not None:
+            return self.device_gib
+        return float(written_budget(self.device_gib + self.profile.reserves_gib[-1]))
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether Megatron Swap has a part in it."""
+        return self.name not in (NOTHING, FULL)
+
+    @property
+    def predicted_profile(self) -> Profile:
+        """The step that the prediction is for: with the chosen fraction of optimizer state offloaded."""
+        fraction = None if self.solution is None else self.solution.plan.offload_fraction
+        return self.profile if fraction is None else with_fraction(self.profile, fraction)
+
+
+def of_training(
+    training: Training, gpu: Gpu, budget_gib: float, host_gib: float | None, pipeline_rank: int = 0,
+    disk_dir: str = "/tmp", link_gb_s: float | None = None,
+) -> list[Option]:  # fmt: skip
+    """Return the options of a run that its flags describe, the simplest first.
+
+    ``--swap-optimizer`` among the flags says which fraction of optimizer state the last two options offload; without it
+    the planner decides.
+
+    Args:
+        budget_gib: device memory that a step may reserve.
+        host_gib: host memory of the rank; ``None``: no limit, so that no disk is needed.
+        disk_dir: folder for the option with a disk.
+        link_gb_s: copies take place at this speed; ``None``: the GPU's.
+
+    Raises:
+        UsageError: the formulas do not cover the model, or a given fraction of the state exceeds host memory.
+    """
+    if link_gb_s is not None:
+        gpu = replace(gpu, link_gb_s=link_gb_s, link_both_gb_s=link_gb_s)
+    params = params_of_rank(training.model, training.tied, pipeline_rank)
+    kept = replace(training.states, offload_fraction=0.0, is_auto=False)
+    state_gib = kept.state_gib(params)
+
+    def profile_of(states: States, room_gib: float | None, on_disk_gib: float = 0.0) -> Profile:
+        return shape_profile(
+            training.model, gpu, training.num_micro_batches, tied=training.tied, states=states,
+            pipeline_rank=pipeline_rank, host_gib=room_gib, state_on_disk_gib=on_disk_gib,
+        )  # fmt: skip
+
+    def offloading(disk_gib: float) -> tuple[States, Profile]:
+        """Return storage and step of a run that offloads optimizer state. ``disk_gib``: 0 if there is no disk."""
+        states = training.states if training.offloads else replace(kept, offload_fraction=1.0, is_auto=True)
+        if host_gib is None:
+            return states, profile_of(states, None)
+        if states.is_auto:
+            most_gib = max_offloaded_state_gib(host_gib, disk_gib)
+            states = replace(states, offload_fraction=min(states.offload_fraction, most_gib / state_gib))
+        offloaded_gib = states.offloaded_gib(params)
+        if offloaded_gib > host_gib and not disk_gib:
+            raise UsageError(
+                f"the offloaded optimizer state takes {offloaded_gib:.2f} GiB, host memory has {host_gib:g} GiB for "
+                "this rank"
+            )
+        room_gib = max(0.0, host_gib - min(offloaded_gib, max_state_before_disk(host_gib, disk_gib)))
+        on_disk_gib = split_before_disk(offloaded_gib, host_gib, room_gib).state_on_disk if disk_gib else 0.0
+        return states, profile_of(states, room_gib, on_disk_gib)
+
+    found = without_planner(with_megatrons_loss(profile_of(kept, None)), budget_gib, kept)
+    found.append(_planned(PLANNED, (), profile_of(kept, host_gib), budget_gib, host_gib, kept))
+    fraction = "auto" if not training.offloads or training.states.is_auto else f"{training.states.offload_fraction:g}"
+    flags: tuple[str, ...] = ("--swap-optimizer", fraction)
+    for name, disk_gib in ((STATE, 0.0), (DISK, training.disk_gib or float("inf"))):
+        if name == DISK and found[-1].name == STATE and found[-1].fits and not training.disk_gib:
+            found.append(replace(found[-1], name=name, flags=flags))  # host memory holds all
+            break
+        try:
+            states, profile = offloading(disk_gib)
+            found.append(_planned(name, flags, profile, budget_gib, host_gib, states, has_disk=disk_gib > 0))
+        except UsageError:
+            pass  # a given fraction that needs the disk
+        flags = (*flags, "--swap-disk-dir", disk_dir)
+    return found
+
+
+def of_profile(profile: Profile, budget_gib: float) -> list[Option]:
+    """Return the options of a measured run, the simplest first."""
+    name = STATE if profile.offloaded_state else PLANNED
+    flags = ("--swap-optimizer", "auto") if profile.offloaded_state else ()
+    kept = profile if profile.offloaded_state is None else with_fraction(profile, 0.0)
+    found = without_planner(replace(kept, offloaded_state=None), budget_gib, None)
+    return [*found, _planned(name, flags, profile, budget_gib, profile.host_gib, None)]
+
+
+def without_planner(profile: Profile, budget_gib: float, states: States | None) -> list[Option]:
+    """Return the options without Megatron Swap: nothing, and Megatron's full recomputation if the profile knows it."""
+    recomputed = tuple(
+        PlanClass(format_ranges(entry.layers), {}, (LAYER_SECTION,))
+        for entry in profile.layers if any(part.name == LAYER_SECTION for part in entry.sections)
+    )  # fmt: skip
+    plans: list[tuple[str, tuple[str, ...], Plan]] = [(NOTHING, (), empty_plan(profile))]
+    if len(recomputed) == len(profile.layers):
+        plans.append((FULL, FULL_FLAGS, Plan(profile.model, None, None, None, recomputed)))
+    found = []
+    for name, flags, plan in plans:
+        prediction = simulate(profile, plan)
+        fits = prediction.peak_gib + profile.reserves_gib[-1] <= budget_gib
+        found.append(Option(name, flags, profile, prediction.peak_gib, 0.0, 0.0, fits, prediction, states=states))
+    return found
+
+
+def _planned(
+    name: str, flags: tuple[str, ...], profile: Profile, budget_gib: float, host_gib: float | None,
+    states: States | None, has_disk: bool = False,
+) -> Option:  # fmt: skip
+    try:
+        solution = solve_fractions(profile, budget_gib)
+    except Infeasible as error:
+        return Option(name, flags, profile, error.smallest_gib, 0.0, 0.0, False, None, states=states)
+    prediction, fraction = solution.prediction, solution.plan.offload_fraction
+    state = profile.offloaded_state
+    offloaded_gib = 0.0
+    if state is not None and fraction is not None:
+        states = None if states is None else replace(states, offload_fraction=fraction)
+        offloaded_gib = fraction * state.state_gib
+    before_disk_gib = host_gib if has_disk and host_gib is not None else float("inf")
+    split = split_before_disk(offloaded_gib, before_disk_gib, prediction.host_gib)
+    buffers_gib = split.buffers if has_disk else 0.0
+    return Option(
+        name, flags, profile, prediction.peak_gib, split.state_in_host + split.activations_in_host + buffers_gib,
+        split.state_on_disk + split.activations_on_disk, True, prediction, solution, states,
+    )  # fmt: skip
+
+
+def best(found: Sequence[Option]) -> Option | None:
+    """Return the fastest option that fits, or a simpler one that is nearly as fast; ``None``: none fits."""
+    fitting = [(one, one.prediction.step_ms) for one in found if one.fits and one.prediction is not None]
+    least_ms = min((ms for _, ms in fitting), default=0.0)
+    return next((one for one, ms in fitting if ms <= NEAR * least_ms), None)

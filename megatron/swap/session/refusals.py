@@ -1,0 +1,53 @@
+"""Megatron's refusals of flags, as errors of one paragraph."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron.swap.common.types import SwapError, UsageError
+from megatron.swap.patches.registry import PatchError
+
+
+@contextmanager
+def told_refusals(*, in_full: bool) -> Iterator[None]:
+    """Turn an exception by which Megatron refuses flags into an error of one paragraph.
+
+    Megatron checks flags by assertions, of which some say nothing: then the condition is told.
+
+    Args:
+        in_full: leave Megatron's exception as it is, to be told with its traceback.
+
+    Raises:
+        UsageError: Megatron refused the flags.
+    """
+    try:
+        yield
+    except (SwapError, PatchError):
+        raise
+    except (AssertionError, ArithmeticError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        if in_full:
+            raise
+        raise UsageError(
+            f"Megatron refuses these flags: {_refusal(error)}\nChange the flags that it names. --swap-log-level debug "
+            "shows the whole traceback."
+        ) from error
+
+
+def _refusal(error: Exception) -> str:
+    """Return what Megatron says, or the condition that does not hold with the values in it; and where it is checked."""
+    frame, line_number = list(traceback.walk_tb(error.__traceback__))[-1]
+    file = frame.f_code.co_filename
+    line = linecache.getline(file, line_number).strip()
+    parsed = vars(frame.f_locals.get("args", Namespace()))
+    flags = {name: f"--{name.replace('_', '-')}" for name in re.findall(r"args\.(\w+)", line) if name in parsed}
+    values = {flag: "" if parsed[name] is True else f" {parsed[name]}" for name, flag in flags.items()}
+    given = sorted(flag + value for flag, value in values.items() if flag in sys.argv)
+    text = str(error).strip() or f"{line.removeprefix('assert ')} does not hold"
+    where = f"{'/'.join(file.split('/')[-3:])}, line {line_number}"
+    return f"{text} ({', '.join([*given, where])})"

@@ -1,0 +1,119 @@
+"""The known failures as a list: what others saw, what holds here, the tests, and the faults that were planted.
+
+Nothing of it is typed twice. The words are those of the tests' docstrings, the faults those of
+``benchmarks/faults/definitions/known_failures.toml``, the results those of ``docs/results/known-failures.json``.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.catalog import Fault, load_rooms
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = "tests/known_failures"
+ROOM = "known_failures"
+RESULTS = ROOT / "docs" / "results" / "known-failures.json"
+THREAD = re.compile(r"\b([\w.-]+/[\w.-]+)#(\d+)\b")
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    """One failure: a class of tests, whose docstring tells of it.
+
+    Attributes:
+        name: the class.
+        title: the failure in one sentence.
+        seen: what others saw and where; GitHub threads as ``owner/repository#number``.
+        here: what this product promises instead.
+        tests: node ids of the class, one for each file that has it.
+        faults: what was planted.
+    """
+
+    name: str
+    title: str
+    seen: str
+    here: str
+    tests: tuple[str, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def threads(self) -> list[str]:
+        """The threads that ``seen`` names."""
+        return [f"{repository}#{number}" for repository, number in THREAD.findall(self.seen)]
+
+
+def classes() -> Iterator[tuple[str, str, str]]:
+    """Each class of tests: its file, its name, its docstring."""
+    for path in sorted((ROOT / HERE).glob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+                yield f"{HERE}/{path.name}", node.name, ast.get_docstring(node) or ""
+
+
+def planted() -> tuple[Fault, ...]:
+    """All faults that were planted for known failures."""
+    return next(room.faults for room in load_rooms() if room.name == ROOM)
+
+
+def known_failures() -> list[KnownFailure]:
+    """All failures, in the order of their files."""
+    found = list(classes())
+    failures = []
+    for _, name, text in found:
+        told = re.fullmatch(r"(.*?)\n\n(Seen.*?)\n\nHere: (.*)", text, re.DOTALL)
+        if told is None:
+            continue
+        title, seen, here = (" ".join(part.split()) for part in told.groups())
+        tests = tuple(f"{file}::{other}" for file, other, _ in found if other == name)
+        faults = tuple(fault for fault in planted() if set(fault.tests) & set(tests))
+        failures.append(KnownFailure(name, title, seen, here, tests, faults))
+    return failures
+
+
+def results() -> dict[str, Any]:
+    """The result of each planted fault, by its id."""
+    return {row["id"]: row for row in json.loads(RESULTS.read_text())["faults"]}
+
+
+# ---------------------------------------------------------------------------------------------------------- page
+
+HEAD = """\
+# Known failures
+
+<!-- made by `python -m tests.pages` from the tests, the planted faults and their results -->
+
+What has offloading done to others, and does it happen here? Each section is a failure that people have reported, what
+Megatron Swap promises instead, and the test that shows it. Each test was also shown to fail: a fault of that kind was
+planted in our own code, and the test caught it.
+
+The tests need no GPU: `python -m pytest tests/known_failures`. `python -m benchmarks.faults --room known_failures`
+plants the faults again, each in a copy of the tree.
+"""
+
+
+def linked(text: str) -> str:
+    """``text`` with a link for each thread."""
+    return THREAD.sub(r"[\1#\2](https://github.com/\1/issues/\2)", text)
+
+
+def known_failures_page() -> str:
+    """The page with all failures."""
+    outcome = results()
+    lines = [HEAD]
+    for failure in known_failures():
+        tests = ", ".join(f"`{test}`" for test in failure.tests)
+        lines += [f"## {failure.title.rstrip('.')}", "", linked(failure.seen), "", f"**Here:** {failure.here}", "",
+                  f"Tests: {tests}", "", "| planted | what it does | result |", "|---|---|---|"]  # fmt: skip
+        for fault in failure.faults:
+            row = outcome[fault.id]
+            by = f" by `{row['test'].split('::')[-1].split('[')[0]}`" if row["test"] else ""
+            lines.append(f"| `{fault.id}` | {fault.why} | {row['outcome']}{by} |")
+        lines.append("")
+    return "\n".join(lines)

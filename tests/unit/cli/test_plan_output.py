@@ -1,0 +1,256 @@
+"""megatron-swap plan: the verdict, the command to paste, the table of options, and several GPUs of a host."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from megatron.swap.cli import plan as program
+from megatron.swap.cli.training_command import training_command
+from megatron.swap.common.config import USUAL_FRACTION
+from megatron.swap.common.types import UsageError
+from megatron.swap.planner.flags import check_known, not_counted, read_flags, training_flags
+from megatron.swap.planner.gpus import GPUS, SHARED_GB_S, find_gpu
+from megatron.swap.planner.options import DISK, FULL, NOTHING, PLANNED, STATE, best, of_training
+
+LAYERS = "--num-layers 4"
+SIZES = (
+    "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+    "--swiglu --bf16 --seq-length 8192 --micro-batch-size 1 --vocab-size 32000 --hidden-dropout 0"
+)
+FLAGS = f"{LAYERS} {SIZES}"
+LLAMA = f"--num-layers 32 {SIZES.replace('32000', '128256')} --untie-embeddings-and-output-weights"
+
+
+def planned(capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, list[str]]:
+    """Return exit status and the paragraphs that the program prints."""
+    status = program.main(line.split())
+    found = capsys.readouterr()
+    assert found.err == ""
+    return status, found.out.strip().split("\n\n")
+
+
+def rows(table: str) -> dict[str, list[str]]:
+    """Return the rows of the table of options by their names."""
+    cells = [re.split(r"\s{2,}", line) for line in table.splitlines()]
+    return {name: rest for name, *rest in cells[1:]}
+
+
+def words(command: str) -> list[str]:
+    return shlex.split(command.replace("\\\n", ""))
+
+
+def test_first_the_verdict_then_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    status, (verdict, command, speed, table, *notes) = planned(
+        capsys, f"--gpu h100 --memory-gib 20.5 -- {FLAGS} --swap-layers all"
+    )
+    assert status == 0
+    assert verdict == "Fits in 20.5 of the 79.1 GiB of NVIDIA H100 SXM, with --swap-memory-gib 20.5."
+    assert words(command) == [
+        "CUDA_DEVICE_MAX_CONNECTIONS=1", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "torchrun",
+        "--nproc-per-node", "1", "pretrain_gpt_swap.py", *FLAGS.split(), "--swap-memory-gib", "20.5",
+    ]  # fmt: skip
+    assert [line.split()[0] for line in speed.splitlines()] == [
+        "tokens/s", "step", "device", "host", "waits", "recomputed", "profile",
+    ]  # fmt: skip
+    assert list(rows(table)) == [NOTHING, FULL, PLANNED, STATE, DISK]
+    assert rows(table)[NOTHING][-1] == "no"
+    assert rows(table)[PLANNED][-2:] == ["yes", "--swap-memory-gib …"]
+    assert notes == ["Host memory is taken for unlimited: --host-gib says how much of it a host can pin."]
+
+
+def test_the_command_reads_as_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """The printed flags, planned again, are the same run, and the budget that they give is the one of the plan."""
+    _, (_, command, _, table, *_) = planned(capsys, f"--gpu h100 --memory-gib 20.5 -- {FLAGS}")
+    flags = " ".join(words(command)[6:])
+    status, (verdict, again, _, same, *_) = planned(capsys, f"--gpu h100 -- {flags}")
+    assert status == 0
+    assert verdict.startswith("Fits in 20.5 of the 79.1 GiB")
+    assert (again, same) == (command, table)
+
+
+def test_what_fits_anyway_gets_no_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    _, (verdict, command, *_) = planned(capsys, f"--gpu h200 -- {FLAGS}")
+    assert verdict.endswith("as it is: nothing needs to be swapped or recomputed.")
+    assert words(command)[6:] == FLAGS.split()
+
+
+def test_the_tables_are_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"--gpu h200 {{}} -- {FLAGS}"
+    without, with_tables = (planned(capsys, line.format(more))[1] for more in ("", "--table"))
+    assert len(with_tables) == len(without) + 2  # nothing is swapped, so there is no table of actions
+    assert any(part.startswith("memory ") for part in with_tables)
+
+
+def test_a_model_whose_state_is_too_large_is_told_how_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """8B on 80 GB: activations alone cannot free enough."""
+    status, (verdict, _, _, table, *_) = planned(capsys, f"--gpu h100 -- {LLAMA} --use-distributed-optimizer")
+    assert status == 0
+    assert verdict.endswith("with --swap-memory-gib 75.14 --swap-optimizer auto.")
+    found = rows(table)
+    assert [found[name][-1] for name in (NOTHING, PLANNED)] == ["no", "--swap-memory-gib …"]
+    assert found[PLANNED][0].startswith("from 1")
+    assert found[STATE][-2:] == ["yes", "--swap-memory-gib … --swap-optimizer auto"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        ("", "a shorter --seq-length, --tensor-model-parallel-size 2, or take a GPU with more memory."),
+        ("--use-distributed-optimizer --tensor-model-parallel-size 2", "--tensor-model-parallel-size 4, or take"),
+        ("--global-batch-size 2", "--tensor-model-parallel-size 2, --use-distributed-optimizer, or take"),
+        ("--global-batch-size 2 --use-distributed-optimizer", "--tensor-model-parallel-size 2, or take"),
+        ("--micro-batch-size 2 --swap-optimizer 0.5", "by --swap-optimizer auto, a smaller --micro-batch-size"),
+    ],
+)
+def test_what_does_not_fit_is_told_the_least(capsys: pytest.CaptureFixture[str], flags: str, hint: str) -> None:
+    num_gpus = 2 if "global-batch" in flags or "tensor" in flags else 1
+    status, (verdict, table, *_) = planned(capsys, f"--gpu rtx4090 --num-gpus {num_gpus} -- {LLAMA} {flags}")
+    assert status == 1
+    assert verdict.startswith("Does not fit in 22.32 of the 23.5 GiB of NVIDIA GeForce RTX 4090. The least is ")
+    assert hint in verdict
+    assert {row[-1] if row[-1] in ("yes", "no") else row[-2] for row in rows(table).values()} == {"no"}
+
+
+def test_the_least_budget_as_it_is_written_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    _, (verdict, *_) = planned(capsys, f"--gpu h100 --memory-gib 5 -- {FLAGS}")
+    least = re.search(r"The least is ([\d.]+) GiB", verdict)
+    assert least
+    assert planned(capsys, f"--gpu h100 --memory-gib {least[1]} -- {FLAGS}")[0] == 0
+
+
+def test_the_default_budget_is_that_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("h100", "l40s"):
+        _, (verdict, *_) = planned(capsys, f"--gpu {name} -- --num-layers 1 {SIZES}")
+        assert verdict.startswith(f"Fits in {USUAL_FRACTION * GPUS[name].memory_gib:.4g} of the ")
+    _, (verdict, *_) = planned(capsys, f"--gpu h100 -- {FLAGS} --swap-memory-gib 25")
+    assert verdict.startswith("Fits in 25 of the ")
+
+
+def test_gpus_of_one_host_share_memory_and_link(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{LAYERS} {SIZES} --use-distributed-optimizer"
+    status, parts = planned(capsys, f"--gpu h200 --num-gpus 8 --host-gib 400 --memory-gib 11 -- {flags}")
+    assert status == 0
+    one_way, both = SHARED_GB_S[8]
+    assert parts[-1] == (
+        f"8 GPUs of a host share its memory and its link: each copies at {one_way:g} GB/s in one direction, {both:g} "
+        "in each of both, as measured on an H200 host."
+    )
+    assert words(parts[1])[-2:] == ["--swap-host-gib", "50"]
+    assert words(parts[1])[3:5] == ["--nproc-per-node", "8"]
+    _, alone = planned(capsys, f"--gpu h200 --num-gpus 8 --gpus-per-host 1 --memory-gib 11 -- {flags}")
+    assert not any("share" in part for part in alone)
+    assert words(alone[1])[4:9] == ["1", "--nnodes", "8", "--node-rank", "$NODE_RANK"]
+    _, given = planned(capsys, f"--gpu h200 --num-gpus 8 --link-gb-s 21 --memory-gib 11 -- {flags}")
+    assert any(part.endswith("at 21 GB/s in one direction, 21 in each of both, as given.") for part in given)
+
+
+@pytest.mark.parametrize(("per_host", "nearest"), [(2, 2), (3, 4), (4, 4), (5, 8), (8, 8)])
+def test_speeds_of_several_gpus_are_those_that_were_measured(per_host: int, nearest: int) -> None:
+    gpu = find_gpu("h200").beside(per_host)
+    assert (gpu.link_gb_s, gpu.link_both_gb_s) == SHARED_GB_S[nearest]
+    assert find_gpu("h200").beside(1) == find_gpu("h200")
+    slow = find_gpu("a100-80")
+    assert slow.beside(2).link_gb_s == slow.link_gb_s  # its own link is slower than its share of the host
+    assert find_gpu("gb200").beside(4) == find_gpu("gb200")  # each pair of GPUs has a processor of its own
+
+
+def test_more_gpus_than_were_measured_get_less_each() -> None:
+    assert find_gpu("h200").beside(16).link_both_gb_s == SHARED_GB_S[8][1] / 2
+
+
+def test_tokens_per_second_are_those_of_all_gpus() -> None:
+    one, eight = (read_flags(f"{FLAGS} --global-batch-size 16".split(), num) for num in (1, 8))
+    assert one.tokens == eight.tokens == 16 * 8192
+    assert (one.num_micro_batches, eight.num_micro_batches) == (16, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("custom:80,989", "three numbers above 0"), ("custom:80,989,x", "three numbers"),
+     ("custom:0,1,1", "three numbers"), ("custom:1,nan,1", "three numbers"), ("h1000", "did you mean h100?")],
+)  # fmt: skip
+def test_unknown_gpus_are_refused(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        find_gpu(name)
+
+
+def test_a_gpu_can_be_described() -> None:
+    """An H100's three figures give the H100's speeds."""
+    known, described = find_gpu("H100"), find_gpu("custom:79.1,989,63")
+    assert replace(described, name="", source="", cuda_name="", memory_gb_s=0, optimizer_gb_s=0) == replace(
+        known, name="", source="", cuda_name="", memory_gb_s=0, optimizer_gb_s=0
+    )
+    assert described.memory_gb_s == pytest.approx(known.memory_gb_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-experst 8", "--num-experst: neither Megatron 0.19.2 nor Megatron Swap has .* mean --num-experts?"),
+        ("--swap-optimiser=auto", "--swap-optimiser: neither Megatron .* Did you mean --swap-optimizer?"),
+        ("--memory-gib 3", "--memory-gib: is an option of plan, not of training. Give it before the -- ."),
+        ("--save plan.json", "--save plan.json: behind -- it is the folder of checkpoints. Give it before the -- ."),
+        ("--xyzzy", "--xyzzy: neither Megatron .* Leave it out."),
+    ],
+)  # fmt: skip
+def test_unknown_training_flags_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: str, message: str
+) -> None:
+    assert program.main(f"--gpu h200 -- {FLAGS} {flags}".split()) == 1
+    said = capsys.readouterr().err
+    assert re.match(f"error: {message.replace('?', '[?]')}", said), said
+    assert said.count("\n") == 1
+
+
+def test_a_folder_of_checkpoints_is_a_training_flag() -> None:
+    check_known(["--save", "checkpoints", "--load", "checkpoints", "--train-iters", "5", "--lr", "-1e-4"], ["--save"])
+    assert len(training_flags()) > 800
+
+
+def test_flags_that_change_memory_uncounted_are_told_once() -> None:
+    flags = f"{FLAGS} --qk-layernorm --overlap-grad-reduce --qk-layernorm --train-iters 3"
+    assert not_counted(flags.split()) == ["--qk-layernorm", "--overlap-grad-reduce"]
+    assert not_counted(["--num-layers", "1"]) == ["--hidden-dropout 0.1"]  # Megatron's default
+
+
+def test_a_wrong_number_among_the_training_flags_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(f"--gpu h200 -- {FLAGS} --seq-length many".split()) == 1
+    said = capsys.readouterr().err
+    assert said == "error: among the training flags: argument --seq-length: invalid int value: 'many'.\n"
+
+
+def test_lines_of_the_command_are_short_and_shells_read_it() -> None:
+    flags = [*FLAGS.split(), "--data-path", "a folder/$x", "--swap-modules", "mlp", "core", "--swap-optimizer=1"]
+    command = training_command(flags, ["--swap-memory-gib", "3"], 16, 8)
+    assert all(len(line) <= 120 for line in command.splitlines())
+    assert words(command)[-4:] == ["--data-path", "a folder/$x", "--swap-memory-gib", "3"]
+    assert '--nnodes 2 --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"' in command.replace("\\\n    ", "")
+
+
+def test_the_simplest_of_nearly_equal_options_is_best() -> None:
+    training = read_flags(f"{FLAGS} --global-batch-size 8".split())
+    found = of_training(training, find_gpu("h200"), 20.5, None)
+    chosen = best(found)
+    assert chosen is not None
+    assert chosen.name == PLANNED
+    fastest = min(one.prediction.step_ms for one in found if one.fits and one.prediction)
+    assert chosen.prediction is not None
+    assert chosen.prediction.step_ms <= 1.02 * fastest
+    assert best([replace(one, fits=False) for one in found]) is None
+
+
+def test_host_memory_limits_what_is_offloaded() -> None:
+    training = read_flags(f"{LLAMA} --global-batch-size 8".split())
+    found = {one.name: one for one in of_training(training, find_gpu("h100"), 75.0, 40.0)}
+    assert not found[STATE].fits
+    assert found[DISK].fits
+    assert found[DISK].host_gib <= 40.0 + 1e-6
+    assert found[DISK].disk_gib > 0
+    unlimited = {one.name: one for one in of_training(training, find_gpu("h100"), 75.0, None)}
+    assert unlimited[STATE].fits
+    speeds = [one.prediction.step_ms for one in (found[DISK], unlimited[STATE]) if one.prediction]
+    assert speeds[0] > speeds[1]  # a disk is slower than host memory

@@ -1,0 +1,70 @@
+"""An exception that ends a process leaves its paragraph: on the screen, or in torchrun's file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.swap.common import failures
+from megatron.swap.common.types import SwapError, UsageError
+
+
+def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+    print(f"Traceback of {error!r}", file=sys.stderr)
+
+
+@pytest.fixture(autouse=True)
+def reporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (failures.ERROR_FILE, failures.REPORTED):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "excepthook", hook)
+    failures.report_errors((SwapError,))
+    failures.report_errors((SwapError,))
+
+
+def fail(error: BaseException) -> None:
+    sys.excepthook(type(error), error, None)
+
+
+def test_an_error_of_ours_is_its_paragraph_alone(capsys: pytest.CaptureFixture[str]):
+    fail(UsageError("--swap-layers 99: there are 24."))
+    assert capsys.readouterr().err == "\nerror: --swap-layers 99: there are 24.\n"
+
+
+def test_any_other_keeps_its_traceback(capsys: pytest.CaptureFixture[str]):
+    fail(ValueError("the user's own"))
+    assert capsys.readouterr().err == "Traceback of ValueError(\"the user's own\")\n"
+
+
+@pytest.mark.parametrize("has_launcher", [False, True])
+def test_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_launcher: bool
+):
+    """torchrun quotes the file; our launcher prints the paragraph, so the rank need not."""
+    monkeypatch.setenv(failures.ERROR_FILE, str(tmp_path / "error.json"))
+    if has_launcher:
+        monkeypatch.setenv(failures.REPORTED, "1")
+    fail(UsageError("wrong"))
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == "wrong"
+    assert message["extraInfo"]["is_known"]
+    assert ("error: wrong" in capsys.readouterr().err) is not has_launcher
+    fail(ValueError("odd"))
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert (message["message"], message["extraInfo"]["is_known"]) == ("ValueError: odd", False)
+    assert "Traceback of" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_did_not_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(failures.ERROR_FILE, str(tmp_path / "error.json"))
+    fail(KeyboardInterrupt())
+    assert not (tmp_path / "error.json").exists()
+
+
+def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv(failures.ERROR_FILE, "/nowhere/error.json")
+    fail(UsageError("wrong"))
+    assert "No such file" in capsys.readouterr().err
