@@ -55,7 +55,7 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> li
         batch = {key: value.to(device, non_blocking=True) for key, value in next(data_iterator).items()}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        False,  # packed sequences: has_cu_seqlens, which was is_sft before 0.19
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.reset_attention_mask,
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
@@ -147,27 +147,20 @@ provide_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 def main() -> None:
     prepare(sys.argv)  # must run before Megatron is imported
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron import swap
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron.swap.arguments import add_swap_args
     from megatron.swap.attention import sdpa_layer_spec
     from megatron.swap.megatron_lm.inputs import check_data
-    from megatron.swap.session import SwapSession
     from megatron.swap.session.prepare import asks_for_debug
     from megatron.swap.session.refusals import told_refusals
 
     with told_refusals(in_full=asks_for_debug(sys.argv)):
-        args = parse_and_validate_args(extra_args_provider=add_swap_args)
+        args = parse_and_validate_args(extra_args_provider=swap.add_swap_args)
         check_data(args)
-        model_config = gpt_config_from_args(args)
-        if args.transformer_impl == "local":
-            model_config.transformer_layer_spec = sdpa_layer_spec(args.swap_deterministic, args.reset_attention_mask)
-        SwapSession.install(args, model_config)
-        container = pretrain_cfg_container_from_args(args, model_config)
-    pretrain(container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
+    is_local = args.transformer_impl == "local"
+    layer_spec = sdpa_layer_spec(args.swap_deterministic, args.reset_attention_mask) if is_local else None
+    swap.pretrain(args, provide_datasets, forward_step, layer_spec=layer_spec)
 
 
 if __name__ == "__main__":

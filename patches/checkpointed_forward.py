@@ -30,6 +30,8 @@ def checkpointed_forward_patch(around: Callable[[Any], AbstractContextManager[No
         attribute="checkpointed_forward",
         build=build,
         reason="full recomputation saves the inputs of its segments outside the boundaries of layers",
-        written_for="megatron-core 0.19.2",
-        source_sha256="163861b4ad4fa9d4a7262711df2a7b957e8a9215a7b0086960d45a05ea2c5565",
+        sources={
+            "megatron-core 0.18.2": "7f7b0af2abb9722c94f86bb6122cd8e8a33082e4e135f50e75144ea354c3694d",
+            "megatron-core 0.19.0": "163861b4ad4fa9d4a7262711df2a7b957e8a9215a7b0086960d45a05ea2c5565",
+        },
     )

@@ -28,6 +28,6 @@ PATCH = Patch(
     attribute="compile_helpers",
     build=_build,
     reason="the wheel ships helpers_cpp compiled and no Makefile, so `make` fails and upstream exits",
-    written_for="megatron-core 0.19.2",
-    source_sha256="84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63",
+    sources={"megatron-core 0.18.2": "84029a50ae8cfac18dfe03efaf3c3977e82d3a51682ae4d410616b4c01f16f63"},
+    feature="a start that leaves Megatron's dataset index builder as the wheel ships it",
 )

@@ -19,7 +19,10 @@ def cross_entropy_patch(replaced: Callable[[Callable[..., Any]], Callable[..., A
         attribute="vocab_parallel_cross_entropy",
         build=build,
         reason="copies all logits in single precision, which takes three times their memory at the peak of a step",
-        written_for="megatron-core 0.19.2",
-        source_sha256="136feeeb3234d3d9d0e8b4fb91d82e88d4cb951e50f2a4d85ee6a5e0974b7f5d",
+        sources={
+            "megatron-core 0.18.2": "6165711be6446d75a7b10cac479bfb6bc0bdb80cf1c95bd2c4cff728902f6ff6",
+            "megatron-core 0.19.0": "136feeeb3234d3d9d0e8b4fb91d82e88d4cb951e50f2a4d85ee6a5e0974b7f5d",
+        },
+        feature="the loss in chunks, which takes less memory",
         whole_module=True,
     )

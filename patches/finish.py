@@ -29,6 +29,6 @@ def finish_patch(on_end: Callable[[], None]) -> Patch:
         attribute="finish",
         build=build,
         reason="no hook runs behind the last evaluation, whose lines would follow our report",
-        written_for="megatron-core 0.19.2",
-        source_sha256="8bc8381f3b20017811fde9d720d0022db3114e3ced38537b804a62f616a45e25",
+        sources={"megatron-core 0.18.2": "8bc8381f3b20017811fde9d720d0022db3114e3ced38537b804a62f616a45e25"},
+        feature="a report behind Megatron's last line",
     )

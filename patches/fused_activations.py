@@ -43,8 +43,8 @@ def fused_activations_patches(watched: Callable[[Function], Function]) -> tuple[
             attribute=name,
             build=build,
             reason="a fused activation is a function called by name, so no hook sees its output",
-            written_for="megatron-core 0.19.2",
-            source_sha256=HASHES[name],
+            sources={"megatron-core 0.18.2": HASHES[name]},
+            feature="recomputation of fused activations",
         )
         for module, names in CALLERS.items()
         for name in names

@@ -26,6 +26,8 @@ def get_megatron_optimizer_patch(on_built: Callable[[Any], None]) -> Patch:
         attribute="get_megatron_optimizer",
         build=build,
         reason="no hook runs between the optimizer's construction and the loading of its checkpoint",
-        written_for="megatron-core 0.19.2",
-        source_sha256="b473223298c434306e3e9f6f047d7e63e3b0feb5dbb38796cc938fd2f68b4aaf",
+        sources={
+            "megatron-core 0.18.2": "0ce97eeda313412ab20e459dfe464c21645a3fea4a4c8e522c4adbcfb18164ce",
+            "megatron-core 0.19.0": "b473223298c434306e3e9f6f047d7e63e3b0feb5dbb38796cc938fd2f68b4aaf",
+        },
     )

@@ -52,6 +52,9 @@ PATCH = Patch(
     attribute="LinearWithGradAccumulationAndAsyncCommunication",
     build=_build,
     reason="reads and sets attributes of its saved weight, which is a plain tensor with saved-tensor hooks",
-    written_for="megatron-core 0.19.2",
-    source_sha256="9ffc0bd1a94437d4df8f32e6d9e68ceb63baead65e91dbefcc419d14ba4005a6",
+    sources={
+        "megatron-core 0.18.2": "992a389e92bb4d1be94f562012ea2d85c27faa99788cd76f5328e88a39c89b20",
+        "megatron-core 0.19.0": "9ffc0bd1a94437d4df8f32e6d9e68ceb63baead65e91dbefcc419d14ba4005a6",
+    },
+    feature="--gradient-accumulation-fusion",
 )

@@ -59,21 +59,29 @@ def main_params_patches(on_created: OnCreated | None = None) -> tuple[Patch, ...
     def build_static(original: Callable[..., Any]) -> Any:
         return staticmethod(_build(original, on_created))  # the class is bound to it already
 
+    feature = "main parameters that are made without clones" if on_created is None else ""
+
     return (
         Patch(
             module="megatron.core.optimizer.optimizer",
             attribute="Float16OptimizerWithFloat16Params.__init__",
             build=build,
             reason=REASON,
-            written_for="megatron-core 0.19.2",
-            source_sha256="de5b6824092210272b4cb5ca5a5fc957377012431ce5a1e18003da875545cda9",
+            sources={
+                "megatron-core 0.18.2": "1d470dedcf8e2f0ee8cf6e02bef57a96debdbc7bebbad78a52b50001d9b8b839",
+                "megatron-core 0.19.0": "de5b6824092210272b4cb5ca5a5fc957377012431ce5a1e18003da875545cda9",
+            },
+            feature=feature,
         ),
         Patch(
             module="megatron.core.optimizer.distrib_optimizer",
             attribute="DistributedOptimizer._build_model_and_main_param_groups",
             build=build_static,
             reason=REASON,
-            written_for="megatron-core 0.19.2",
-            source_sha256="3fce9be2b6d1d143559761811d30afc63d63c6405dbead686f30996997096951",
+            sources={
+                "megatron-core 0.18.2": "891e288eda54735771011fc6e1c8759b2a51dce0003d5a5a3ab763627f1e754d",
+                "megatron-core 0.19.0": "3fce9be2b6d1d143559761811d30afc63d63c6405dbead686f30996997096951",
+            },
+            feature=feature,
         ),
     )

@@ -17,8 +17,6 @@ import torch
 
 from megatron.swap.patches.registry import Patch
 
-_MEGATRON = "megatron-core 0.19.2"
-
 # Beginnings of printed lines that repeat the settings, or tell the time.
 _PRINTED = (
     "using world size: ",
@@ -48,6 +46,8 @@ _PRINTED = (
     "WARNING: one_logger package is required",
 )
 
+_FEATURE = "a start with few lines"
+
 # Modules that print them. `print_rank_0` and `print_rank_last` print in common_utils, whichever module calls them.
 _PRINTING_MODULES = (
     "megatron.training.arguments",
@@ -65,6 +65,7 @@ _WARNINGS = (
     r"MimoModelConfig is experimental",
     r"The pynvml package is deprecated",
     r"Please specify --split when using --data-path",
+    r"\s*It is recommended to use a ModelConfig",
     r"Detected a Jax installation but could not find",
     # Megatron's, with or without swapping: it names no device to its process groups, and builds DDP on a side stream.
     r"barrier\(\): using the device under current context",
@@ -152,20 +153,27 @@ QUIET_PATCHES = (
         attribute="_print_args",
         build=_nothing,
         reason="prints some 900 lines, one for each argument of Megatron",
-        written_for=_MEGATRON,
-        source_sha256="1930963d3725fcf51e3abf4c8cb726437ee9dcaed81e43ea1e86067cdaf1e99b",
+        sources={"megatron-core 0.18.2": "1930963d3725fcf51e3abf4c8cb726437ee9dcaed81e43ea1e86067cdaf1e99b"},
+        feature=_FEATURE,
     ),
     Patch(
         module="megatron.training.training",
         attribute="report_theoretical_memory",
         build=_nothing,
         reason="estimates memory by formulas that know nothing of swapping, twice",
-        written_for=_MEGATRON,
-        source_sha256="8f498c2b52a6fb610848b5f4e5d6e6a78b8026e9cda8746250077d7410de38cd",
+        sources={"megatron-core 0.18.2": "8f498c2b52a6fb610848b5f4e5d6e6a78b8026e9cda8746250077d7410de38cd"},
+        feature=_FEATURE,
     ),
     # A module's own `print` hides the builtin there: the narrowest place to drop a printed line.
     *(
-        Patch(module, "print", _print, "prints start-up lines that tell a user nothing", written_for=_MEGATRON)
+        Patch(
+            module=module,
+            attribute="print",
+            build=_print,
+            reason="prints start-up lines that tell a user nothing",
+            sources={"megatron-core 0.18.2": None},
+            feature=_FEATURE,
+        )
         for module in _PRINTING_MODULES
     ),
 )

@@ -18,5 +18,5 @@ PATCH = Patch(
     attribute="recompile_limit",
     build=lambda original: max(original, LIMIT),
     reason="beyond 8 variants a kernel runs uncompiled and rounds differently; recomputation needs more variants",
-    written_for="torch 2.11.0",
+    sources={"torch 2.11.0": None},
 )

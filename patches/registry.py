@@ -3,9 +3,9 @@
 A patch replaces one upstream symbol *where it is looked up*: a function that another upstream module has imported by
 name must be replaced in the importing module.
 
-A patch fits only the source that it was written for. A version number is not enough, because vendors build variants of
-one version. So every patch of a Megatron symbol has the hash of that symbol's source, which is compared before anything
-is changed.
+A patch fits only the sources that it was written for. A version number is not enough, because vendors build variants of
+one version. So every patch of a Megatron symbol has the hashes of that symbol's sources, which are compared before
+anything is changed. A patch that does not fit ends the run, unless the run can go on without the patch's feature.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import hashlib
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 UNCHECKED_VARIABLE = "MEGATRON_SWAP_UNCHECKED_UPSTREAM"
+
+VERSIONS = {
+    "megatron-core": ("0.18.2", "0.19.0", "0.19.2"),
+    "transformer_engine": ("2.17.0", "2.17.1", "2.18.0", "2.19.0", "2.20.2"),
+    "torch": ("2.11.0",),
+}
+"""Versions of upstream distributions whose sources the patches fit, the oldest first."""
 
 # Symbols that are replaced now. A second patch of a symbol would take the first replacement for the original.
 _in_place: set[str] = set()
@@ -42,10 +49,11 @@ class Patch:
     """Takes the original, returns the replacement."""
     reason: str
     """Reason why upstream's own behaviour is not enough, as a sentence for docs/dev/patches.md."""
-    written_for: str
-    """Upstream distribution and version, e.g. ``megatron-core 0.19.2``."""
-    source_sha256: str | None = None
-    """Hash of the original's source (``source_hash``); ``None`` for symbols whose version is pinned."""
+    sources: Mapping[str, str | None]
+    """Hash of the original's source (``source_hash``), by upstream distribution and the oldest version with this
+    source, e.g. ``megatron-core 0.18.2``. ``None`` for symbols whose version is pinned: their source is not checked."""
+    feature: str = ""
+    """Name of the feature that a run can do without if the patch does not fit; empty: the run cannot."""
     whole_module: bool = False
     """The hash is of the whole module that defines the original, since the replacement depends on more of it."""
 
@@ -59,11 +67,32 @@ class Patch:
         """The file of the patch, to review when upstream has changed."""
         return self.build.__module__.removeprefix("megatron.swap.").replace(".", "/") + ".py"
 
+    @property
+    def upstream(self) -> str:
+        """The distribution that has the symbol."""
+        return next(iter(self.sources)).split()[0]
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A patch that does not fit the installed upstream."""
+
+    patch: Patch
+    found: str
+    """The hash of the symbol's source, or why there is no such symbol."""
+    is_missing: bool = False
+    """Whether there is no such symbol."""
+
 
 class AppliedPatches:
-    """Patches that are applied, until ``revert``. Tests use it as a context manager."""
+    """Patches that are applied, until ``revert``. Tests use it as a context manager.
 
-    def __init__(self) -> None:
+    Attributes:
+        left_out: optional patches that do not fit and were not applied.
+    """
+
+    def __init__(self, left_out: Sequence[Misfit] = ()) -> None:
+        self.left_out = tuple(left_out)
         self._undo: list[tuple[str, Callable[[], None]]] = []
 
     @property
@@ -110,17 +139,23 @@ def is_patched(symbol: str) -> bool:
     return symbol in _in_place
 
 
-def apply(patches: Sequence[Patch]) -> AppliedPatches:
-    """Verify all patches, then apply them in order.
+def apply(patches: Sequence[Patch], optional: Sequence[Patch] = ()) -> AppliedPatches:
+    """Verify all patches, then apply those that fit in order, the ``optional`` ones last.
+
+    Args:
+        optional: patches whose ``feature`` the run can do without. Those that do not fit are left out.
 
     Raises:
-        PatchError: as ``verify``. Nothing was changed.
+        PatchError: as ``verify``, for ``patches``. Nothing was changed.
     """
-    verify(patches)
-    applied = AppliedPatches()
+    needed = {patch.symbol for patch in patches}
+    unfit = {misfit.patch.symbol: misfit for misfit in find_misfits([*patches, *optional])}
+    _refuse([unfit[symbol] for symbol in unfit if symbol in needed])
+    applied = AppliedPatches(list(unfit.values()))
     try:
-        for patch in patches:
-            applied._put(patch)
+        for patch in (*patches, *optional):
+            if patch.symbol not in unfit:
+                applied._put(patch)
     except BaseException:
         applied.revert()
         raise
@@ -131,25 +166,83 @@ def verify(patches: Sequence[Patch]) -> None:
     """Check every patch against the installed upstream.
 
     Raises:
-        PatchError: a symbol is missing, its source is not the expected one, or it is patched already.
+        PatchError: names all symbols that are missing or whose source differs, or one that is patched already.
+    """
+    _refuse(find_misfits(patches))
+
+
+def find_misfits(patches: Sequence[Patch]) -> list[Misfit]:
+    """Return the patches that do not fit the installed upstream, in their order.
+
+    Raises:
+        PatchError: a symbol is patched already, or named twice.
     """
     unchecked = {name.strip() for name in os.environ.get(UNCHECKED_VARIABLE, "").split(",")}
     seen: set[str] = set()
+    misfits = []
     for patch in patches:
         if patch.symbol in _in_place or patch.symbol in seen:
             raise PatchError(f"{patch.symbol} is patched already ({patch.file}): revert the first application.")
         seen.add(patch.symbol)
-        _, _, original = _locate(patch)
-        if patch.source_sha256 is None or patch.symbol in unchecked:
+        try:
+            _, _, original = _locate(patch)
+        except (ImportError, AttributeError) as error:
+            misfits.append(Misfit(patch, str(error), is_missing=True))
+            continue
+        expected = set(patch.sources.values())
+        if None in expected or patch.symbol in unchecked:
             continue
         found = source_hash(inspect.getmodule(original) if patch.whole_module else original)
-        if found != patch.source_sha256:
-            raise PatchError(
-                f"{patch.symbol} is not the one that {patch.file} was written for ({patch.written_for}): "
-                f"its source has the SHA-256 {found}, expected {patch.source_sha256}. "
-                f"Install {_requirement(patch)}, or review {patch.file} against your version and set "
-                f"{UNCHECKED_VARIABLE}={patch.symbol} (several symbols: separated by commas)."
-            )
+        if found not in expected:
+            misfits.append(Misfit(patch, found))
+    return misfits
+
+
+def lost_features(misfits: Sequence[Misfit]) -> list[str]:
+    """Return one line for each feature that is lost with the optional patches that were left out."""
+    by_feature: dict[str, list[Patch]] = {}
+    for misfit in misfits:
+        by_feature.setdefault(misfit.patch.feature, []).append(misfit.patch)
+    return [
+        f"without {feature}: {patches[0].file} was not written for this {patches[0].upstream}'s "
+        f"{', '.join(patch.attribute for patch in patches)}"
+        for feature, patches in by_feature.items()
+    ]
+
+
+def say_left_out(applied: AppliedPatches) -> None:
+    """Print on the first rank which features are lost, where there is no session yet to print it."""
+    if os.environ.get("RANK", "0") == "0":
+        for line in lost_features(applied.left_out):
+            print(f" swap: {line}", flush=True)
+
+
+def _refuse(misfits: Sequence[Misfit]) -> None:
+    """Raise an error that names all symbols that do not fit, and the way on, if there are any."""
+    if not misfits:
+        return
+    upstreams = list(dict.fromkeys(misfit.patch.upstream for misfit in misfits))
+    lines = [f"Megatron Swap was not written for this {' and '.join(upstreams)}. These symbols do not fit:"]
+    for misfit in misfits:
+        patch, how = misfit.patch, f"does not exist here, {misfit.found}" if misfit.is_missing else "differs"
+        lines.append(f"  {patch.symbol} ({how}). {patch.file} patches it: {patch.reason}.")
+    lines.append(f"Install {' and '.join(map(_requirement, upstreams))}.")
+    features = dict.fromkeys(misfit.patch.feature for misfit in misfits)
+    if all(features):
+        lines[-1] += f" Or run without {' and '.join(features)}."
+    if not any(misfit.is_missing for misfit in misfits):
+        symbols = ",".join(misfit.patch.symbol for misfit in misfits)
+        found = ", ".join(f"{misfit.patch.attribute} {misfit.found}" for misfit in misfits)
+        lines[-1] += (
+            f" Or review these patches against your version, and set {UNCHECKED_VARIABLE}={symbols} to apply them all "
+            f"the same (SHA-256 of the sources here: {found})."
+        )
+    raise PatchError("\n".join(lines))
+
+
+def _requirement(upstream: str) -> str:
+    *others, newest = VERSIONS[upstream]
+    return f"{upstream}=={newest}" + (f" ({', '.join(others)} fit too)" if others else "")
 
 
 def source_hash(symbol: Any) -> str:
@@ -162,22 +255,16 @@ def source_hash(symbol: Any) -> str:
 
 
 def _locate(patch: Patch) -> tuple[Any, str, Any]:
-    """Return the object that holds the symbol, the symbol's name there, and the symbol itself."""
+    """Return the object that holds the symbol, the symbol's name there, and the symbol itself.
+
+    Raises:
+        ImportError, AttributeError: it does not exist.
+    """
     *path, name = patch.attribute.split(".")
-    try:
-        owner: Any = importlib.import_module(patch.module)
-        for part in path:
-            owner = getattr(owner, part)
-        # A builtin (`print`) is replaced by setting its name in the module.
-        if not path and not hasattr(owner, name) and hasattr(builtins, name):
-            return owner, name, getattr(builtins, name)
-        return owner, name, getattr(owner, name)
-    except (ImportError, AttributeError) as error:
-        raise PatchError(
-            f"{patch.symbol} does not exist here ({error}), but {patch.file} was written for it "
-            f"({patch.written_for}). Install {_requirement(patch)}."
-        ) from error
-
-
-def _requirement(patch: Patch) -> str:
-    return patch.written_for.replace(" ", "==")
+    owner: Any = importlib.import_module(patch.module)
+    for part in path:
+        owner = getattr(owner, part)
+    # A builtin (`print`) is replaced by setting its name in the module.
+    if not path and not hasattr(owner, name) and hasattr(builtins, name):
+        return owner, name, getattr(builtins, name)
+    return owner, name, getattr(owner, name)

@@ -22,6 +22,9 @@ def rotary_patch(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
         attribute="apply_rotary_pos_emb",
         build=build,
         reason="rotary embedding is a function called by name, so no hook sees its output",
-        written_for="megatron-core 0.19.2",
-        source_sha256="6ebc796813c1ef91d786eef53def01cea8a613d60185be166b6d4f5f232a49ba",
+        sources={
+            "megatron-core 0.18.2": "08384c1eead5382263e070bc4664bd1581db49b07bf80170a709e50daab73055",
+            "megatron-core 0.19.0": "6ebc796813c1ef91d786eef53def01cea8a613d60185be166b6d4f5f232a49ba",
+        },
+        feature="recomputation of rotary embeddings",
     )

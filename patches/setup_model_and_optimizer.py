@@ -32,6 +32,9 @@ def setup_model_and_optimizer_patch(check: Callable[[], None]) -> Patch:
         attribute=ATTRIBUTE,
         build=build,
         reason="no hook runs before the model is built where a script has forgotten SwapSession.install",
-        written_for="megatron-core 0.19.2",
-        source_sha256="3d67da87effab5cb44eda5b118f3dc0cbf46bae4cee5da8a10b85aec550870c4",
+        sources={
+            "megatron-core 0.18.2": "a021cf35218caf04ce844f7ccc00da3d8d1b3529b69ed60436cfcd3ef419a104",
+            "megatron-core 0.19.0": "3d67da87effab5cb44eda5b118f3dc0cbf46bae4cee5da8a10b85aec550870c4",
+        },
+        feature="an error for a script that forgets SwapSession.install",
     )

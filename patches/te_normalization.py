@@ -29,6 +29,6 @@ def te_normalization_patch(on_normalized: Callable[..., None]) -> Patch:
         attribute="apply_normalization",
         build=build,
         reason="one autograd function computes the norm's output and saves it, so no hook sees it",
-        written_for="transformer_engine 2.20.2",
-        source_sha256="8e3428cbd710590537f86cb01cdb7c93ce437726103ebde78ea091801828d820",
+        sources={"transformer_engine 2.17.0": "8e3428cbd710590537f86cb01cdb7c93ce437726103ebde78ea091801828d820"},
+        feature="recomputation of norms in TransformerEngine's linear layers",
     )

@@ -31,6 +31,9 @@ def te_qkv_layout_patch(on_layout: Callable[[Any, Any], None]) -> Patch:
         attribute="get_qkv_layout",
         build=build,
         reason="the values are copied by a function called by name, and attention saves the copy",
-        written_for="transformer_engine 2.20.2",
-        source_sha256="5ad16630d088492b805225f926b93de9a923d5103c1d86723d410b4a10e96174",
+        sources={
+            "transformer_engine 2.17.0": "0322e27fe7e46aca8765404be37a0bc61dc1c3e7f55afab3aec1194b58c23aa1",
+            "transformer_engine 2.19.0": "5ad16630d088492b805225f926b93de9a923d5103c1d86723d410b4a10e96174",
+        },
+        feature="recomputation of the values that TransformerEngine copies",
     )

@@ -27,6 +27,6 @@ def tokenizer_patch(build_with: Callable[..., Any]) -> Patch:
         attribute="build_tokenizer",
         build=build,
         reason="a tokenizer whose library is missing ends in `name 'AutoTokenizer' is not defined`",
-        written_for="megatron-core 0.19.2",
-        source_sha256="8f75e55822c6a198bba553f0ccf63e9ffa5a14fcea3040b02f5600c9dc1de39e",
+        sources={"megatron-core 0.18.2": "8f75e55822c6a198bba553f0ccf63e9ffa5a14fcea3040b02f5600c9dc1de39e"},
+        feature="an error that names what a tokenizer lacks",
     )

@@ -46,6 +46,8 @@ def train_patch(
         attribute=ATTRIBUTE,
         build=build,
         reason="no hook runs when training begins, nor when it ends by sys.exit",
-        written_for="megatron-core 0.19.2",
-        source_sha256="3c2299658ae7928bf0e4a3585531f2350de38c161984f12b9e17410102965e35",
+        sources={
+            "megatron-core 0.18.2": "3ac908aaa9798235cf00d97be2c5d288cb350abc749e33f0eb1b25dea7618f01",
+            "megatron-core 0.19.0": "3c2299658ae7928bf0e4a3585531f2350de38c161984f12b9e17410102965e35",
+        },
     )

@@ -82,6 +82,8 @@ def training_log_patch(on_iteration: OnIteration) -> Patch:
         attribute="training_log",
         build=build,
         reason="no hook receives an iteration's number, losses and gradient norm",
-        written_for="megatron-core 0.19.2",
-        source_sha256="5e34a182d566e325edb4e0f342819036db16801b5d9972cd294f1b8406f51f5d",
+        sources={
+            "megatron-core 0.18.2": "ff65518b92bd54ed267946825615e8d9bceb5b5f4357eca7e16705a0d204fa2a",
+            "megatron-core 0.19.0": "5e34a182d566e325edb4e0f342819036db16801b5d9972cd294f1b8406f51f5d",
+        },
     )

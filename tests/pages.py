@@ -127,15 +127,18 @@ def all_patches() -> list[Patch]:
 
 
 def patches_table() -> str:
-    """What is patched, by file and reason."""
-    by_reason: dict[tuple[str, str], list[str]] = {}
+    """What is patched, by file and reason, with the first version of each source that the patch was written for."""
+    by_reason: dict[tuple[str, ...], list[str]] = {}
     for patch in all_patches():
-        symbols = by_reason.setdefault((patch.file, patch.reason), [])
+        versions = ", ".join(source.split()[1] for source in patch.sources)
+        cells = (patch.reason, patch.file, f"{patch.upstream} {versions}", patch.feature)
+        symbols = by_reason.setdefault(cells, [])
         if patch.symbol not in symbols:
             symbols.append(patch.symbol)
-    lines = ["| symbol | why | file |", "|---|---|---|"]
-    for (file, reason), symbols in by_reason.items():
-        lines.append(f"| {', '.join(f'`{symbol}`' for symbol in symbols)} | {reason} | `{file}` |")
+    lines = ["| symbol | why | file | sources of | feature |", "|---|---|---|---|---|"]
+    for (reason, file, sources, feature), symbols in by_reason.items():
+        names = ", ".join(f"`{symbol}`" for symbol in symbols)
+        lines.append(f"| {names} | {reason} | `{file}` | {sources} | {feature} |")
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,7 @@ import argparse
 import importlib
 import itertools
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from benchmarks.report.tables import equal_to_plain
 from benchmarks.rows import read_rows
 from megatron.swap.common.types import PRODUCERS, UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
+from megatron.swap.patches.registry import VERSIONS
 from tests.integration.harness import arguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -253,9 +254,21 @@ Does Megatron Swap work with the flags that you use? A row is a Megatron flag. A
 | CPU | A test of a tiny model without a GPU compares the last checkpoint to the bit, most tests also losses. |
 | refused | The flag is refused by name before the model is built. |
 | needs TE | A test shows that Megatron fails without TransformerEngine. |
+| sources | The patched functions have the source that the patches were written for. No run was made. |
 | – | Not tested. |
 
 GPU runs are the rows of `docs/results`. Each row names its commit; some are earlier than this version.
+"""
+
+VERSIONS_HEAD = """\
+## Versions
+
+`tests/integration/test_versions.py` trains with each version of megatron-core. Other versions train too if the patched
+functions have the same source. If they do not, [a message](../guide/troubleshooting.md) names what differs.
+"""
+
+TE_HEAD = """\
+Versions of TransformerEngine. With another one, `swap: without …` names what is not recomputed.
 """
 
 
@@ -291,6 +304,43 @@ def matrix() -> dict[str, dict[str, dict[str, str]]]:
     return table
 
 
+def versions_that_ran(distribution: str) -> set[str]:
+    """The versions of ``distribution`` in the result rows of runs on a GPU that ended well."""
+    rows = [row for path in RESULTS.glob("*.jsonl") for row in read_rows(path)]
+    return {
+        row["versions"][distribution]
+        for row in rows
+        if row["outcome"] == "ok" and (row.get("machine") or {}).get("gpu") and distribution in row["versions"]
+    }
+
+
+def versions_of_megatron() -> dict[str, list[str]]:
+    """Row → a cell for each version."""
+    from tests.integration import test_versions
+
+    known, on_gpu = VERSIONS["megatron-core"], versions_that_ran("megatron-core")
+    with_newest = matrix()["Model"]["--mtp-num-layers 1"]["offload"]
+    above = [GPU if version in on_gpu else "–" for version in known[:-1]]
+    rows = {"the tables above": [*above, f"{GPU}; {CPU}" if known[-1] in on_gpu else CPU]}
+    rows |= {feature: [CPU] * len(known) for feature in test_versions.EQUAL}
+    for feature, refusing in test_versions.REFUSED.items():
+        rows[feature] = ["refused" if version in refusing else "–" for version in known[:-1]] + [with_newest]
+    return rows
+
+
+def versions_of_te() -> dict[str, list[str]]:
+    """Row → a cell for each version."""
+    on_gpu = versions_that_ran("transformer-engine")
+    cells = [GPU if version in on_gpu else "sources" for version in VERSIONS["transformer_engine"]]
+    return {"`--transformer-impl transformer_engine`": cells}
+
+
+def table(rows: Mapping[str, Sequence[str]], columns: Sequence[str]) -> list[str]:
+    """A table of ``rows`` by name, in Markdown."""
+    head = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    return [*head, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()), ""]
+
+
 def named(feature: str) -> str:
     """A feature as a row names it: in code font, short."""
     short = feature.replace("--recompute-granularity selective ", "").replace("--recompute-num-layers 1 ", "")
@@ -301,8 +351,9 @@ def support_page() -> str:
     """The page with the matrix."""
     lines = [HEAD]
     for heading, features in matrix().items():
-        lines += [f"## {heading}", "", f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
-        lines += [f"| {named(feature)} | {' | '.join(cells.values())} |" for feature, cells in features.items()]
-        lines.append("")
+        lines += [f"## {heading}", ""]
+        lines += table({named(feature): list(cells.values()) for feature, cells in features.items()}, list(COLUMNS))
+    lines += [VERSIONS_HEAD, *table(versions_of_megatron(), VERSIONS["megatron-core"])]
+    lines += [TE_HEAD, *table(versions_of_te(), VERSIONS["transformer_engine"])]
     return "\n".join(lines)
 

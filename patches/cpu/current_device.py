@@ -23,6 +23,6 @@ PATCHES = (
         attribute="current_device",
         build=_build,
         reason="upstream uses it as a device argument; it raises without CUDA",
-        written_for="torch 2.11.0",
+        sources={"torch 2.11.0": None},
     ),
 )

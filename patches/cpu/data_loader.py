@@ -34,7 +34,6 @@ PATCHES = (
         attribute="build_pretraining_data_loader",
         build=_build,
         reason="draws from dropout's generator, so resuming is not exact, and warns about pinned memory",
-        written_for="megatron-core 0.19.2",
-        source_sha256="1f53bc68dccca32d8f845c2fb031b20f5ff2ca794bc11e3d3b0a1129a470bc97",
+        sources={"megatron-core 0.18.2": "1f53bc68dccca32d8f845c2fb031b20f5ff2ca794bc11e3d3b0a1129a470bc97"},
     ),
 )

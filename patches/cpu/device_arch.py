@@ -23,7 +23,6 @@ PATCHES = (
         attribute="get_device_arch_version",
         build=_build,
         reason="asks CUDA for the properties of device 0, which raises; tensor parallelism needs it",
-        written_for="megatron-core 0.19.2",
-        source_sha256="b7e375abfdb1f4f5b5c237090bd1df62a0fdcc1db8326564391c6d38899a09b6",
+        sources={"megatron-core 0.18.2": "b7e375abfdb1f4f5b5c237090bd1df62a0fdcc1db8326564391c6d38899a09b6"},
     ),
 )

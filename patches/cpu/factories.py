@@ -37,7 +37,7 @@ PATCHES = tuple(
         attribute=name,
         build=_build,
         reason='upstream passes device="cuda", and torch raises when it cannot initialize CUDA',
-        written_for="torch 2.11.0",
+        sources={"torch 2.11.0": None},
     )
     for name in _FACTORIES
 )

@@ -36,7 +36,9 @@ PATCHES = (
         attribute="initialize_megatron",
         build=_build,
         reason="asserts that CUDA is available; without CUDA it sets up neither process groups nor random states",
-        written_for="megatron-core 0.19.2",
-        source_sha256="d9b467adcaed1325932422670da7ee3b374bcd0f07f2f329780b54d41ca829c7",
+        sources={
+            "megatron-core 0.18.2": "5031098c1374272114cf9254e81ec6c97593aaca0c4d5f9debde90306baeba2e",
+            "megatron-core 0.19.0": "d9b467adcaed1325932422670da7ee3b374bcd0f07f2f329780b54d41ca829c7",
+        },
     ),
 )

@@ -22,7 +22,9 @@ PATCHES = (
         attribute="report_memory",
         build=_build,
         reason="reports zeros, and raises with --log-device-memory-used",
-        written_for="megatron-core 0.19.2",
-        source_sha256="ba08bcff29266712da37191bd768d0748769cf94fb6bd27907b39d8e03debd09",
+        sources={
+            "megatron-core 0.18.2": "19f3ac85868d45a13a7009c7c90fe7bbe3199444ee82b705e316a0ba0cb23628",
+            "megatron-core 0.19.0": "ba08bcff29266712da37191bd768d0748769cf94fb6bd27907b39d8e03debd09",
+        },
     ),
 )

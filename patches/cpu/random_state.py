@@ -18,8 +18,7 @@ import torch
 
 from megatron.swap.patches.registry import Patch
 
-_TORCH = "torch 2.11.0"
-_MEGATRON = "megatron-core 0.19.2"
+_TORCH = {"torch 2.11.0": None}
 
 
 def _manual_seed(original: Callable[..., Any]) -> Callable[..., None]:
@@ -100,15 +99,13 @@ PATCHES = (
         attribute="_set_cuda_rng_state",
         build=_set_cuda_rng_state,
         reason="without CUDA the original queues the call for later, so states are silently never set",
-        written_for=_MEGATRON,
-        source_sha256="b179c9d95438b61c1d9b58e8e13cc6534f2ae2f870d991c42438de53829ed398",
+        sources={"megatron-core 0.18.2": "b179c9d95438b61c1d9b58e8e13cc6534f2ae2f870d991c42438de53829ed398"},
     ),
     Patch(
         module="megatron.core.tensor_parallel.random",
         attribute="CudaRNGStatesTracker.fork",
         build=_fork,
         reason="warns at every dropout that the CPU's state has moved, as it should without CUDA",
-        written_for=_MEGATRON,
-        source_sha256="6821e1e397253d43b111f5cb8f7feab6301faacf24deaece01416a7c644322d5",
+        sources={"megatron-core 0.18.2": "6821e1e397253d43b111f5cb8f7feab6301faacf24deaece01416a7c644322d5"},
     ),
 )

@@ -73,7 +73,7 @@ def _stream_class(original: type) -> type:
 
 
 def _patch(attribute: str, build: Callable[[Any], Any], reason: str) -> Patch:
-    return Patch("torch.cuda", attribute, build, reason, written_for="torch 2.11.0")
+    return Patch("torch.cuda", attribute, build, reason, sources={"torch 2.11.0": None})
 
 
 PATCHES = (

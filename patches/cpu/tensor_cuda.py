@@ -23,6 +23,6 @@ PATCHES = (
         attribute="Tensor.cuda",
         build=_build,
         reason="upstream calls it to move parameters, batches and restored optimizer state",
-        written_for="torch 2.11.0",
+        sources={"torch 2.11.0": None},
     ),
 )

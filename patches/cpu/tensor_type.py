@@ -26,6 +26,6 @@ PATCHES = (
         attribute="Tensor.type",
         build=_build,
         reason="upstream refuses parameters whose type is not spelled torch.cuda.*",
-        written_for="torch 2.11.0",
+        sources={"torch 2.11.0": None},
     ),
 )

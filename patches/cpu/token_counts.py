@@ -26,7 +26,6 @@ PATCHES = (
         attribute="maybe_move_tensor_to_cpu",
         build=_build,
         reason="leaves split sizes that are on the CPU already as tensors, which all-to-all refuses",
-        written_for="megatron-core 0.19.2",
-        source_sha256="8fc5847a887d73195b064efc01599f8768a48bbe3327b8fa50f34112cbbf1153",
+        sources={"megatron-core 0.18.2": "8fc5847a887d73195b064efc01599f8768a48bbe3327b8fa50f34112cbbf1153"},
     ),
 )

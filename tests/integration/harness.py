@@ -126,9 +126,14 @@ def run_fresh(
 
 
 class Zygote:
-    """The process that forks trainers (``zygote.py``). Each pytest worker starts one when it first needs it."""
+    """The process that forks trainers (``zygote.py``). Each pytest worker starts one when it first needs it.
 
-    def __init__(self) -> None:
+    Args:
+        folder: has another Megatron than the one that is installed; ``None``: the installed one.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
         self._process: subprocess.Popen[str] | None = None
 
     def run(
@@ -143,10 +148,12 @@ class Zygote:
         """Run as ``run_fresh`` does, but from a process that has imported Megatron already."""
         directory.mkdir(parents=True, exist_ok=True)
         if self._process is None:
+            env = {**os.environ, **environment(0, 1, 0)}
+            if self._folder is not None:
+                env["PYTHONPATH"] += f"{os.pathsep}{self._folder}"  # behind our portion, before site-packages
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("zygote.py"))],
-                env={**os.environ, **environment(0, 1, 0)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True, start_new_session=True,
+                [sys.executable, str(Path(__file__).with_name("zygote.py"))], env=env, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, text=True, start_new_session=True,
             )  # fmt: skip
         port = 0 if ranks == 1 else _free_port()
         argv = arguments(flags)

@@ -148,7 +148,7 @@ def own_script(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.mark.parametrize(
     ("install", "flags", "words"),
     [
-        (FORGOTTEN, "--swap-layers=all", ["--swap-layers=all", "has not called SwapSession.install", "Add swap."]),
+        (FORGOTTEN, "--swap-layers=all", ["--swap-layers=all", "not called SwapSession", "Train by swap.pretrain("]),
         (FORGOTTEN, "--swap-memory-gib 1", ["--swap-memory-gib", "SwapSession.install", "or drop"]),
         (CLOSED, "--swap-layers all --swap-min-mib 0.001", ["SwapSession.install"]),
         (INSTALLED, "--swap-layer all", ["--swap-layer is not a flag", "nearest is --swap-layers"]),

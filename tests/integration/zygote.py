@@ -22,7 +22,6 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "megatron.training.training",
     "megatron.training.argument_utils",
-    "megatron.training.models.gpt",
     "megatron.core.datasets.gpt_dataset",
     "megatron.core.tokenizers.text",  # transformers, where that is installed: half of a run
     "megatron.core.datasets.blended_megatron_dataset_builder",

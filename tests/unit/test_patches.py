@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
+from megatron.swap.cli import doctor
 from megatron.swap.patches import (
     checkpointed_forward,
     compile_helpers,
@@ -28,7 +31,17 @@ from megatron.swap.patches import (
     training_log,
 )
 from megatron.swap.patches.cpu import CPU_PATCHES
-from megatron.swap.patches.registry import UNCHECKED_VARIABLE, Patch, PatchError, apply, source_hash, verify
+from megatron.swap.patches.registry import (
+    UNCHECKED_VARIABLE,
+    VERSIONS,
+    Patch,
+    PatchError,
+    apply,
+    lost_features,
+    source_hash,
+    verify,
+)
+from tests.pages import ROOT, all_patches
 
 
 class Base:
@@ -51,7 +64,9 @@ def upstream() -> Iterator[types.ModuleType]:
     module = types.ModuleType("an_upstream")
     module.function, module.other, module.Thing = function, function, Thing  # type: ignore[attr-defined]
     sys.modules["an_upstream"] = module
-    yield module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VERSIONS, "upstream", ("1.0", "1.1"))
+        yield module
     del sys.modules["an_upstream"]
 
 
@@ -59,8 +74,9 @@ def replace_by(text: str) -> Callable[[Any], Any]:
     return lambda original: lambda *arguments: text
 
 
-def make(attribute: str, source_sha256: str | None = None, text: str = "patched") -> Patch:
-    return Patch("an_upstream", attribute, replace_by(text), "a reason", "upstream 1.2", source_sha256)
+def make(attribute: str, *hashes: str, text: str = "patched", feature: str = "") -> Patch:
+    sources = {f"upstream 1.{minor}": source for minor, source in enumerate(hashes or [None])}
+    return Patch("an_upstream", attribute, replace_by(text), "a reason", sources, feature)
 
 
 def test_apply_and_revert(upstream: Any) -> None:
@@ -95,23 +111,61 @@ def test_a_builtin_can_be_shadowed_in_one_module(upstream: Any) -> None:
     assert not hasattr(upstream, "print")
 
 
-def test_other_source_is_an_error_before_anything_is_changed(upstream: Any) -> None:
+OTHER = "0" * 64
+"""A hash of no source."""
+
+
+def test_a_patch_fits_each_of_its_sources(upstream: Any) -> None:
+    for hashes in ((OTHER, source_hash(function)), (source_hash(function), OTHER)):
+        with apply([make("function", *hashes)]):
+            assert upstream.function() == "patched"
+
+
+def test_all_symbols_that_do_not_fit_are_named_before_anything_is_changed(upstream: Any) -> None:
+    upstream.third = lambda: "third"
+    patches = [make("other"), make("function", OTHER), make("third", OTHER, "1" * 64)]
     with pytest.raises(PatchError) as error:
-        apply([make("other"), make("function", "0" * 64)])
+        apply(patches)
+    first, *others = str(error.value).splitlines()
+    assert "this upstream" in first
+    assert not re.search(r"[0-9a-f]{64}", first)
+    for symbol in ("an_upstream.function", "an_upstream.third"):
+        assert any(symbol in line and "a reason" in line and "tests/unit/test_patches.py" in line for line in others)
     for part in (
-        "an_upstream.function",
-        "0" * 64,
+        "upstream==1.1 (1.0 fit too)",
+        f"{UNCHECKED_VARIABLE}=an_upstream.function,an_upstream.third",
         source_hash(function),
-        "upstream==1.2",
-        UNCHECKED_VARIABLE,
     ):
-        assert part in str(error.value)
+        assert part in others[-1]
     assert upstream.other is function
+
+
+def test_a_run_goes_on_without_optional_patches_that_do_not_fit(upstream: Any) -> None:
+    optional = [
+        make("function", OTHER, feature="one thing"), make("missing", feature="one thing"),
+        make("Thing.static", OTHER, feature="another"), make("Thing.inherited", feature="a third"),
+    ]  # fmt: skip
+    with apply([make("other")], optional) as applied:
+        assert upstream.other() == Thing().inherited() == "patched"
+        assert (upstream.function, Thing.static()) == (function, "original")
+        one, another = lost_features(applied.left_out)
+    assert one.startswith("without one thing: ")
+    assert "upstream's function, missing" in one
+    assert another.startswith("without another: ")
+    assert upstream.other is function
+
+
+def test_a_refusal_says_what_to_do_without(upstream: Any) -> None:
+    with pytest.raises(PatchError, match="Or run without one thing"):
+        verify([make("function", OTHER, feature="one thing")])
+    with pytest.raises(PatchError) as error:
+        verify([make("function", OTHER, feature="one thing"), make("other", OTHER)])
+    assert "run without" not in str(error.value)
 
 
 def test_a_reviewed_symbol_goes_unchecked(upstream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(UNCHECKED_VARIABLE, "something.else, an_upstream.function")
-    with apply([make("function", "0" * 64)]):
+    with apply([make("function", OTHER)]):
         assert upstream.function() == "patched"
 
 
@@ -127,8 +181,10 @@ def test_a_symbol_is_patched_once(upstream: Any, twice: str) -> None:
 
 @pytest.mark.parametrize("attribute", ["missing", "Thing.missing", "missing.deeper"])
 def test_a_missing_symbol_is_named(upstream: Any, attribute: str) -> None:
-    with pytest.raises(PatchError, match=f"an_upstream.{attribute}.*Install upstream==1.2"):
-        verify([make(attribute)])
+    with pytest.raises(PatchError, match=rf"(?s)an_upstream.{attribute} \(does not exist here.*upstream==1.1") as error:
+        verify([make(attribute), make("function", OTHER)])
+    assert UNCHECKED_VARIABLE not in str(error.value)
+    assert "an_upstream.function (differs)" in str(error.value)
 
 
 def test_a_failing_build_leaves_nothing_behind(upstream: Any) -> None:
@@ -136,7 +192,7 @@ def test_a_failing_build_leaves_nothing_behind(upstream: Any) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        apply([make("other"), Patch("an_upstream", "function", fail, "", "upstream 1.2")])
+        apply([make("other"), Patch("an_upstream", "function", fail, "", {"upstream 1.1": None})])
     assert upstream.other is function
     apply([make("other")]).revert()
 
@@ -162,7 +218,26 @@ def test_our_patches_fit_the_installed_upstream() -> None:
     for patch in ALL:
         assert patch.reason
         if patch.module.startswith("megatron.") and patch.attribute != "print":
-            assert patch.source_sha256, f"{patch.symbol} has no source hash"
+            assert None not in patch.sources.values(), f"{patch.symbol} has no source hash"
+
+
+def test_the_versions_that_fit_are_required_and_tested() -> None:
+    known = VERSIONS["megatron-core"]
+    assert known == doctor.TESTED_MEGATRON_CORE
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (required,) = (one for one in map(Requirement, project["dependencies"]) if one.name == "megatron-core")
+    assert all(version in required.specifier for version in known)
+    assert not any(version in required.specifier for version in ("0.18.0", "0.18.1", "0.20.0"))
+    assert f"\nmegatron-core=={known[-1]} " in (ROOT / "requirements.txt").read_text()
+
+
+def test_sources_are_of_known_versions() -> None:
+    for patch in all_patches():
+        named = [source.split() for source in patch.sources]
+        assert {upstream for upstream, _ in named} == {patch.upstream}
+        versions = [VERSIONS[patch.upstream].index(version) for _, version in named]
+        assert versions == sorted(set(versions)), patch.symbol
+        assert versions[0] == 0, f"{patch.symbol} has no source of {VERSIONS[patch.upstream][0]}"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="patches for machines without CUDA")

@@ -33,8 +33,9 @@ EXTRAS = {
     "te": {"transformer_engine": "no TransformerEngine layers; the local implementation is slower"},
 }
 """Packages of each extra in pyproject.toml, and what does not work without them."""
-TESTED_MEGATRON_CORE = "0.19.2"
-DISTRIBUTIONS = ("torch", "numpy", "scipy", f"megatron-core=={TESTED_MEGATRON_CORE}")
+TESTED_MEGATRON_CORE = ("0.18.2", "0.19.0", "0.19.2")
+"""`VERSIONS` of `patches/registry.py`: the patches fit their sources, and tests train with each."""
+DISTRIBUTIONS = ("torch", "numpy", "scipy", f"megatron-core=={TESTED_MEGATRON_CORE[-1]}")
 """Packages of REQUIRED, as pip names them."""
 ROOT = Path(__file__).resolve().parents[3]
 """The checkout's root, or a folder without requirements files if the package is installed."""
@@ -69,8 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
         found = version("megatron-core")
     except PackageNotFoundError:
         found = "a source checkout"
-    if found != TESTED_MEGATRON_CORE:
-        note(f"megatron-core is {found}; tested: {TESTED_MEGATRON_CORE}")
+    if found not in TESTED_MEGATRON_CORE:
+        note(f"megatron-core is {found}; tested: {', '.join(TESTED_MEGATRON_CORE)}")
     print(f"{sys.executable} can train with {Path(sys.modules['megatron.swap'].__file__ or '').parent}")
     return 0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.versions import default_layer_spec, make_layer_spec
 
 # Fastest first. PyTorch skips a backend that does not support a shape.
 _FASTEST = [
@@ -176,15 +176,7 @@ def sdpa_layer_spec(
     def transformer_layer_spec(
         config: Any, vp_stage: int | None = None
     ) -> ModuleSpec | TransformerBlockSubmodules:
-        from megatron.training.models.gpt import default_layer_spec
-
-        make = default_layer_spec if base is None else base
-        if isinstance(make, ModuleSpec) or not callable(make):
-            spec = make
-        elif "vp_stage" in inspect.signature(make).parameters:
-            spec = make(config, vp_stage=vp_stage)
-        else:
-            spec = make(config)
+        spec = make_layer_spec(default_layer_spec if base is None else base, config, vp_stage)
         attention = ModuleSpec(
             module=SdpaCoreAttention,
             params={"deterministic": deterministic, "use_given_mask": use_given_mask},

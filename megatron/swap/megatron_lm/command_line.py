@@ -19,9 +19,9 @@ def add_swap_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the ``--swap-…`` flags: Megatron's ``extra_args_provider``.
 
     The parser's help begins with these flags, and its errors are a paragraph. Once it has parsed the command line of
-    the program, two more things hold. A script that asks for swapping and then trains without ``SwapSession.install``
-    ends with an error before the model is built. An error of ours that nobody catches is printed without a traceback,
-    unless ``--swap-log-level debug`` is given.
+    the program, two more things hold. A script that asks for swapping and then trains without ``SwapSession.install``,
+    which ``swap.pretrain`` calls, ends with an error before the model is built. An error of ours that nobody catches is
+    printed without a traceback, unless ``--swap-log-level debug`` is given.
 
     Args:
         parser: Megatron's, or any other.
@@ -76,7 +76,8 @@ def _require_session() -> None:
     """See to it that training does not begin unswapped where the flags ask for swapping."""
     is_megatron_here = setup_model_and_optimizer.MODULE in sys.modules
     if is_megatron_here and not registry.is_patched(setup_model_and_optimizer.SYMBOL):
-        registry.apply([setup_model_and_optimizer.setup_model_and_optimizer_patch(_check_session)])
+        applied = registry.apply((), [setup_model_and_optimizer.setup_model_and_optimizer_patch(_check_session)])
+        registry.say_left_out(applied)
 
 
 def _check_session() -> None:
@@ -87,6 +88,7 @@ def _check_session() -> None:
         return
     given = " ".join(word for word in sys.argv[1:] if word.startswith("--swap-"))
     raise UsageError(
-        f"{given}: this script has not called SwapSession.install, so it would train unswapped. Add "
-        "swap.SwapSession.install(args, model_config) before pretrain(...), or drop the --swap- flags."
+        f"{given}: this script has not called SwapSession.install, so it would train unswapped. Train by "
+        "swap.pretrain(args, ...) in place of Megatron's pretrain, or add swap.SwapSession.install(args, model_config) "
+        "before it, or drop the --swap- flags."
     )

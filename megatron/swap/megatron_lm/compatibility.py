@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.training.models.gpt import GPTModelConfig
 
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.layer_ranges import MOST_LAYERS
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, UsageError
 from megatron.swap.megatron_lm.layer import known_modules
+from megatron.swap.megatron_lm.versions import SINCE_0_19, is_gpt_config
 from megatron.swap.profiling.profiler import NSYS
 
 COUNTS = (
@@ -67,13 +67,25 @@ def check_model_config(model_config: Any) -> None:
     Raises:
         UsageError: the layers are TransformerEngine's, which is not here.
     """
-    if isinstance(model_config, GPTModelConfig) and model_config.transformer_layer_spec is None:
-        kind = model_config.transformer.transformer_impl
-        if kind != "local" and not HAVE_TE:
-            raise UsageError(
-                f"--transformer-impl {kind}: TransformerEngine cannot be imported in this Python. Give "
-                "--transformer-impl local, or install it (pip install 'transformer-engine[pytorch,core_cu13]')."
-            )
+    if is_gpt_config(model_config):
+        check_layer_spec(model_config.transformer.transformer_impl, model_config.transformer_layer_spec)
+
+
+def check_layer_spec(transformer_impl: str, layer_spec: Any) -> None:
+    """Refuse Megatron's choice of layers if these are TransformerEngine's, which is not here.
+
+    Args:
+        transformer_impl: Megatron's flag.
+        layer_spec: of the model; ``None``: Megatron chooses.
+
+    Raises:
+        UsageError: these layers cannot be built.
+    """
+    if layer_spec is None and transformer_impl != "local" and not HAVE_TE:
+        raise UsageError(
+            f"--transformer-impl {transformer_impl}: TransformerEngine cannot be imported in this Python. Give "
+            "--transformer-impl local, or install it (pip install 'transformer-engine[pytorch,core_cu13]')."
+        )
 
 
 def check_settings(args: argparse.Namespace, config: SwapConfig) -> None:
@@ -173,13 +185,13 @@ def _check_module_names(patterns: Sequence[str]) -> None:
 
 
 def _check_upstream(args: argparse.Namespace) -> None:
-    """Refuse flags that Megatron 0.19.2 does not support with its local spec and does not refuse itself."""
+    """Refuse flags that Megatron does not support with its local spec and does not refuse itself."""
     if not args.train_iters and not args.train_samples and not args.skip_train:
         raise UsageError("neither --train-iters nor --train-samples is given: add one, such as --train-iters 1000.")
     recomputes_mlp = args.recompute_granularity == "selective" and "mlp" in (args.recompute_modules or [])
     if recomputes_mlp and args.transformer_impl == "local" and args.add_bias_linear:
         raise UsageError(
-            "--recompute-modules mlp with --transformer-impl local and biases never ends in Megatron 0.19.2 (the MLP "
+            "--recompute-modules mlp with --transformer-impl local and biases never ends in Megatron (the MLP "
             "hands its bias through the checkpoint). Add --disable-bias-linear, drop mlp, or use TransformerEngine."
         )
 
@@ -293,6 +305,7 @@ def _asked(args: argparse.Namespace, config: SwapConfig) -> tuple[str, str]:
 
 
 def _check_combination(args: argparse.Namespace, config: SwapConfig) -> None:
+    args = argparse.Namespace(**SINCE_0_19 | vars(args))
     same = "both would offload the same tensors"
     graph = "a captured layer replays without saved-tensor hooks"
     shards = "such weights are identified by Python attributes, which saved-tensor hooks do not preserve"

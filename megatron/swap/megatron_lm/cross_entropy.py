@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from torch.autograd.function import once_differentiable
 
 from megatron.swap.common.types import LOSS_ROWS
@@ -29,6 +30,7 @@ def chunked_cross_entropy(original: Function) -> Function:
     """Return a function with the signature of ``original``, Megatron's ``vocab_parallel_cross_entropy``.
 
     It calls ``original`` for smoothed labels, and for logits in single precision, which ``original`` overwrites.
+    ``original`` takes no ``tp_group`` before megatron-core 0.19, where every call means Megatron's own group.
     """
 
     def cross_entropy(
@@ -40,12 +42,13 @@ def chunked_cross_entropy(original: Function) -> Function:
             vocab_parallel_logits: (sequence, micro-batch, vocabulary of this rank).
             target: token ids, (sequence, micro-batch).
             label_smoothing: 0 to 1; 0: none.
-            tp_group: ranks that share the vocabulary.
+            tp_group: ranks that share the vocabulary; ``None``: Megatron's tensor-parallel group.
         """
         logits = vocab_parallel_logits
-        if logits.element_size() >= 4 or label_smoothing or tp_group is None or not logits.is_contiguous():
-            return original(logits, target, label_smoothing, tp_group)
-        return _CrossEntropy.apply(logits, target, tp_group)
+        if logits.element_size() >= 4 or label_smoothing or not logits.is_contiguous():
+            return original(logits, target, label_smoothing, **({} if tp_group is None else {"tp_group": tp_group}))
+        group = get_tensor_model_parallel_group() if tp_group is None else tp_group
+        return _CrossEntropy.apply(logits, target, group)
 
     return cross_entropy
 

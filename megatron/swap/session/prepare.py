@@ -28,18 +28,18 @@ def prepare(argv: Sequence[str] = ()) -> None:
         argv: the command line. With ``--swap-log-level debug`` Megatron's output is not shortened.
 
     Raises:
-        PatchError: the installed Megatron is not the one that a patch was written for.
+        PatchError: there is no CUDA, and the patches that replace it were not written for this Megatron.
     """
     report_errors(() if asks_for_debug(argv) else (SwapError, PatchError))
     if _applied:
         return
-    patches = [compile_helpers.PATCH, tokenizer_patch(build_tokenizer)]
-    if not torch.cuda.is_available():
-        patches += cpu.CPU_PATCHES
+    needed = () if torch.cuda.is_available() else cpu.CPU_PATCHES
+    optional = [compile_helpers.PATCH, tokenizer_patch(build_tokenizer)]
     if not asks_for_debug(argv):
         quiet.hush()
-        patches += quiet.QUIET_PATCHES
-    _applied.append(registry.apply(patches))
+        optional += quiet.QUIET_PATCHES
+    _applied.append(registry.apply(needed, optional))
+    registry.say_left_out(_applied[-1])
 
 
 def asks_for_debug(argv: Sequence[str]) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron.swap.common.types import SwapError, UsageError
+from megatron.swap.patches.registry import PatchError
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def told_refusals(*, in_full: bool) -> Iterator[None]:
     """
     try:
         yield
-    except SwapError:
+    except (SwapError, PatchError):
         raise
     except (AssertionError, ArithmeticError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         if in_full:

@@ -40,7 +40,7 @@ from megatron.swap.session.console import Console, print_at_end
 from megatron.swap.session.parts import ActivationParts, Planned
 from megatron.swap.session.run_device import RunDevice
 from megatron.swap.session.steps import StepLog
-from megatron.swap.session.upstream import patches_of
+from megatron.swap.session.upstream import patches_of, refuse_fusion, switch_fusion_off
 
 
 class SwapSession:
@@ -80,6 +80,7 @@ class SwapSession:
         self.step_log = StepLog(config, self._console, args.world_size)
         self._profiler = self._make_profiler(config.profile) if config.profile is not None else None
         self._is_attached = False
+        self._lacks_fusion = False
         self._undo: list[Callable[[], None]] = []
 
     def _plan(self, kinds: tuple[str, ...]) -> Planned:
@@ -107,7 +108,7 @@ class SwapSession:
         Raises:
             UsageError: the settings cannot work; nothing was changed.
             HostMemoryError: the host has less memory than the run needs at least.
-            PatchError: this Megatron is not the one that our patches were written for.
+            PatchError: this run needs patches that were not written for this Megatron.
         """
         check_model_config(model_config)
         config = swap_config(args)
@@ -117,11 +118,15 @@ class SwapSession:
         if not config.does_anything:
             return session
         try:
-            patches = registry.apply(patches_of(args, config, session.planned.kinds, session))
+            patches = patches_of(args, config, session.planned.kinds, session)
+            applied = registry.apply(patches.needs, patches.optional)
         except BaseException:
             session.close()
             raise
-        session._undo.append(patches.revert)
+        session._undo.append(applied.revert)
+        for line in registry.lost_features(applied.left_out):
+            session._console.say(line)
+        session._lacks_fusion = switch_fusion_off(applied.left_out, args, model_config)
         if model_config is not None:
             hooks = model_config.pre_wrap_hooks
             hooks.append(session.attach)
@@ -139,10 +144,13 @@ class SwapSession:
 
         Raises:
             UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, ``--swap-cpu-memory-gib`` has
-                no room for the model's gradients, or the run plans itself and the model has several stacks of layers.
+                no room for the model's gradients, the run plans itself and the model has several stacks of layers, or
+                the model fuses gradient accumulation in a Megatron where that loses gradients.
         """
         if self.config.auto:
             check_one_stack(chunks)
+        if self._lacks_fusion:
+            refuse_fusion(chunks)
         self._is_attached = True
         self.run_device.make()  # even if nothing is swapped: its memory is counted from here on
         self.run_device.check_room(chunks)

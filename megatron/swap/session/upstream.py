@@ -6,13 +6,14 @@ import functools
 from argparse import Namespace
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from megatron.swap.common.config import SwapConfig
-from megatron.swap.common.types import ACTIVATION, NORM, ROTARY
+from megatron.swap.common.types import ACTIVATION, NORM, ROTARY, UsageError
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import cross_entropy
 from megatron.swap.megatron_lm.producers import record_copy, record_norm_of_linear
@@ -30,7 +31,7 @@ from megatron.swap.patches import (
     training_log,
 )
 from megatron.swap.patches.cross_entropy import cross_entropy_patch
-from megatron.swap.patches.registry import Patch
+from megatron.swap.patches.registry import Misfit, Patch
 
 
 class TrainerEvents(Protocol):
@@ -66,41 +67,85 @@ class TrainerEvents(Protocol):
         """Return the recomputer of this rank; ``None`` before the model is built, or if nothing is recomputed."""
 
 
-def patches_of(args: Namespace, config: SwapConfig, kinds: Collection[str], events: TrainerEvents) -> list[Patch]:
-    """Return the patches that this run needs.
+@dataclass(frozen=True)
+class RunPatches:
+    """The patches of a run: those that it ``needs``, and ``optional`` ones whose features it can do without."""
+
+    needs: list[Patch]
+    optional: list[Patch]
+
+
+def patches_of(args: Namespace, config: SwapConfig, kinds: Collection[str], events: TrainerEvents) -> RunPatches:
+    """Return the patches that this run needs, and those that it uses where they fit.
 
     Args:
         args: Megatron's parsed arguments.
         kinds: producers whose outputs may be recomputed, some of ``PRODUCERS``.
         events: called by the patched functions.
     """
-    patches = [train.train_patch(events.on_begin, events.on_finish)]
-    patches.append(training_log.training_log_patch(events.on_iteration))
+    needs = [train.train_patch(events.on_begin, events.on_finish)]
+    needs.append(training_log.training_log_patch(events.on_iteration))
+    optional: list[Patch] = []
     if config.acts:
-        patches.append(recompile_limit.PATCH)
+        needs.append(recompile_limit.PATCH)
     if config.acts or config.optimizer:
-        patches.append(cross_entropy_patch(cross_entropy.chunked_cross_entropy))
-        patches += main_params.main_params_patches(events.on_main_param_created if config.optimizer else None)
+        optional.append(cross_entropy_patch(cross_entropy.chunked_cross_entropy))
     if config.optimizer:
-        patches.append(get_megatron_optimizer.get_megatron_optimizer_patch(events.on_optimizer_built))
+        needs += main_params.main_params_patches(events.on_main_param_created)
+        needs.append(get_megatron_optimizer.get_megatron_optimizer_patch(events.on_optimizer_built))
+    elif config.acts:
+        optional += main_params.main_params_patches()
     if args.gradient_accumulation_fusion:
-        patches.append(linear_weight_gradients.PATCH)
+        optional.append(linear_weight_gradients.PATCH)
     if config.acts and args.recompute_granularity == "full":
-        patches.append(checkpointed_forward.checkpointed_forward_patch(events.around_checkpointed_forward))
-    return patches + _producer_patches(kinds, events, with_te=args.transformer_impl == "transformer_engine")
+        needs.append(checkpointed_forward.checkpointed_forward_patch(events.around_checkpointed_forward))
+    with_te = args.transformer_impl == "transformer_engine"
+    for kind in kinds:
+        is_asked_for = kind in config.recompute  # otherwise the planner or a plan may use it
+        (needs if is_asked_for else optional).extend(_producer_patches(kind, events, with_te=with_te))
+    return RunPatches(needs, optional)
 
 
-def _producer_patches(kinds: Collection[str], events: TrainerEvents, *, with_te: bool) -> list[Patch]:
+def switch_fusion_off(left_out: Sequence[Misfit], args: Namespace, model_config: Any) -> bool:
+    """Switch Megatron's fused gradient accumulation off if its patch is among those ``left_out``; return whether it is.
+
+    Without the patch, Megatron's linear layers lose the gradients of their weights.
+
+    Args:
+        model_config: Megatron's model config, or ``None`` if the model's is made from ``args`` later.
+    """
+    if all(misfit.patch is not linear_weight_gradients.PATCH for misfit in left_out):
+        return False
+    args.gradient_accumulation_fusion = False
+    if model_config is not None:
+        model_config.gradient_accumulation_fusion = False
+    return True
+
+
+def refuse_fusion(chunks: Sequence[Any]) -> None:
+    """Refuse a model that was configured before ``switch_fusion_off``.
+
+    Raises:
+        UsageError: its linear layers would lose gradients.
+    """
+    if any(chunk.config.gradient_accumulation_fusion for chunk in chunks):
+        raise UsageError(
+            "This model fuses gradient accumulation, and with this Megatron's linear layers its gradients would be "
+            "lost. Add --no-gradient-accumulation-fusion."
+        )
+
+
+def _producer_patches(kind: str, events: TrainerEvents, *, with_te: bool) -> list[Patch]:
     """Return the patches of functions that upstream calls by name and whose outputs can be recomputed."""
     patches: list[Patch] = []
-    if ACTIVATION in kinds:
+    if kind == ACTIVATION:
         patches += fused_activations.fused_activations_patches(functools.partial(_recorded, events, ACTIVATION))
-    if NORM in kinds and with_te:
+    if kind == NORM and with_te:
         record = functools.partial(_record, events, record_norm_of_linear)
         patches.append(te_normalization.te_normalization_patch(record))
-    if ROTARY in kinds:
+    if kind == ROTARY:
         patches.append(rotary.rotary_patch(functools.partial(_recorded, events, ROTARY)))
-    if ROTARY in kinds and with_te:
+    if kind == ROTARY and with_te:
         patches.append(te_qkv_layout.te_qkv_layout_patch(functools.partial(_record, events, record_copy)))
     return patches
 

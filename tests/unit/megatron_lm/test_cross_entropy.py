@@ -165,19 +165,33 @@ def test_a_second_backward_is_refused(group: Any) -> None:
         made.backward_beside()
 
 
-@pytest.mark.parametrize("what", ["single precision", "smoothed labels", "no group", "strided"])
+@pytest.mark.parametrize("what", ["single precision", "smoothed labels", "strided"])
 def test_the_rest_stays_with_megatron(group: Any, what: str) -> None:
     dtype = torch.float32 if what == "single precision" else torch.bfloat16
     logits = torch.randn(4, BATCH, VOCABULARY, dtype=dtype, requires_grad=True)
     if what == "strided":
         logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
     target = torch.zeros(4, BATCH, dtype=torch.long)
-    smoothing, group = 0.1 if what == "smoothed labels" else 0.0, None if what == "no group" else group
-    asked: list[tuple[Any, ...]] = []
-    cross_entropy.chunked_cross_entropy(lambda *given: asked.append(given))(logits, target, smoothing, group)  # type: ignore[arg-type, return-value]
-    ((*given,),) = asked
-    assert given[0] is logits
-    assert given[1:] == [target, smoothing, group]
+    smoothing = 0.1 if what == "smoothed labels" else 0.0
+    asked: list[Any] = []
+
+    def original(*given: Any, **named: Any) -> Any:
+        asked.append((*given, named))
+
+    replaced = cross_entropy.chunked_cross_entropy(original)
+    replaced(logits, target, smoothing, group)
+    replaced(logits, target, smoothing)  # as megatron-core 0.18 does, whose function takes no group
+    for given in asked:
+        assert given[0] is logits
+    assert [given[1:] for given in asked] == [(target, smoothing, {"tp_group": group}), (target, smoothing, {})]
+
+
+def test_without_a_group_it_is_megatrons(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "get_tensor_model_parallel_group", lambda: group)
+    logits = torch.randn(4, BATCH, VOCABULARY, dtype=torch.bfloat16)
+    target = torch.zeros(4, BATCH, dtype=torch.long)
+    replaced = cross_entropy.chunked_cross_entropy(None)  # type: ignore[arg-type]  # Megatron's must not be called
+    assert torch.equal(replaced(logits, target), replaced(logits, target, 0.0, group))
 
 
 @pytest.mark.gpu

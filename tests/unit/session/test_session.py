@@ -114,7 +114,7 @@ def test_after_a_failure_no_allocation_is_rescued_any_more():
 
 
 def test_another_megatron_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(_: object) -> None:
+    def refuse(*_: object) -> None:
         raise registry.PatchError("not the one")
 
     monkeypatch.setattr(registry, "apply", refuse)

@@ -1,0 +1,166 @@
+"""Calls of Megatron that differ from version to version: a GPT made from flags, and ``pretrain``.
+
+From 0.19 on, ``gpt_config_from_args`` makes a model config from flags, and ``pretrain`` builds the model from it.
+Earlier ``pretrain`` takes a model provider. PyPI's wheel has none, so ``gpt_provider`` makes one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron.swap.common.types import UsageError
+
+SINCE_0_19 = {"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1}
+"""Arguments that Megatron has since 0.19, with the values that earlier versions behave by."""
+
+
+def has_model_config() -> bool:
+    """Return whether this Megatron makes a GPT from flags, by ``gpt_config_from_args``."""
+    from megatron.training import argument_utils
+
+    return hasattr(argument_utils, "gpt_config_from_args")
+
+
+def is_gpt_config(model_config: Any) -> bool:
+    """Return whether ``model_config`` is Megatron's model config of a GPT, which it has since 0.19."""
+    if not has_model_config():
+        return False
+    from megatron.training.models.gpt import GPTModelConfig
+
+    return isinstance(model_config, GPTModelConfig)
+
+
+def default_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Return Megatron's layer spec for a model's ``config``, and for the virtual pipeline stage ``vp_stage``."""
+    if has_model_config():
+        from megatron.training.models import gpt
+
+        return gpt.default_layer_spec(config, vp_stage)
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    with_te = config.transformer_impl == "transformer_engine"
+    if config.num_moe_experts is not None:
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, with_te, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
+        )
+    options = {
+        "qk_layernorm": config.qk_layernorm,
+        "qk_l2_norm": config.qk_l2_norm,
+        "multi_latent_attention": config.multi_latent_attention,
+    }
+    if with_te:
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            **options, use_te_activation_func=config.use_te_activation_func
+        )
+    return gpt_layer_specs.get_gpt_layer_local_spec(**options, normalization=config.normalization)
+
+
+def make_layer_spec(layer_spec: Any, config: Any, vp_stage: int | None) -> Any:
+    """Return ``layer_spec``, or if it is a function what it returns for ``config``; it may also take ``vp_stage``."""
+    if isinstance(layer_spec, ModuleSpec) or not callable(layer_spec):
+        return layer_spec
+    if "vp_stage" in inspect.signature(layer_spec).parameters:
+        return layer_spec(config, vp_stage=vp_stage)
+    return layer_spec(config)
+
+
+def model_config_of(args: Namespace, layer_spec: Any = None) -> Any:
+    """Return Megatron's model config of the GPT that ``args`` describe. It exists if ``has_model_config()``.
+
+    Args:
+        layer_spec: as for ``make_layer_spec``; ``None``: Megatron's choice.
+    """
+    from megatron.training import argument_utils
+
+    model_config = argument_utils.gpt_config_from_args(args)
+    if layer_spec is not None:
+        model_config.transformer_layer_spec = layer_spec
+    return model_config
+
+
+def gpt_provider(args: Namespace, layer_spec: Any = None) -> Callable[..., Any]:
+    """Return a model provider, as Megatron's ``pretrain`` takes it, of the GPT that ``args`` describe.
+
+    Args:
+        args: Megatron's parsed arguments.
+        layer_spec: as for ``make_layer_spec``; ``None``: ``default_layer_spec``.
+
+    Raises:
+        UsageError: a flag needs a model of another kind.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.training import argument_utils
+
+    for flag, is_given in {
+        "--mtp-num-layers": args.mtp_num_layers is not None,
+        "--spec": args.spec is not None,
+        "--heterogeneous-layers-config-path": args.heterogeneous_layers_config_path is not None,
+        "--experimental-attention-variant": args.experimental_attention_variant is not None,
+        "--yaml-cfg": args.yaml_cfg is not None,
+    }.items():
+        if is_given:
+            raise UsageError(
+                f"{flag}: this Megatron makes no such model from flags. Drop the flag, install megatron-core 0.19, or "
+                "give pretrain a model_provider of your own."
+            )
+
+    def provide(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: Any = None,
+        pg_collection: Any = None,
+    ) -> Any:
+        """Build the chunk of this pipeline stage."""
+        config = argument_utils.core_transformer_config_from_args(args) if config is None else config
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=make_layer_spec(layer_spec or default_layer_spec, config, vp_stage),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+
+    return provide
+
+
+def pretrain_call(
+    args: Namespace,
+    model_config: Any,
+    provide_datasets: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    **options: Any,
+) -> Callable[[], None]:
+    """Return the call of Megatron's ``pretrain``, whose arguments have other places in each version.
+
+    Args:
+        model_config: Megatron's model config; ``None``: ``options`` have a ``model_provider``.
+        options: more arguments of ``pretrain``.
+    """
+    from megatron.core.enums import ModelType
+    from megatron.training import argument_utils, training
+
+    return functools.partial(
+        training.pretrain,
+        argument_utils.pretrain_cfg_container_from_args(args, model_config),
+        provide_datasets,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+        **options,
+    )

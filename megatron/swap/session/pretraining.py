@@ -1,0 +1,62 @@
+"""Megatron's ``pretrain`` with swapping: one call, although its arguments differ from version to version."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron.swap.megatron_lm.compatibility import check_layer_spec
+from megatron.swap.megatron_lm.versions import gpt_provider, has_model_config, model_config_of, pretrain_call
+from megatron.swap.session.refusals import told_refusals
+from megatron.swap.session.session import SwapSession
+
+
+def pretrain(
+    args: Namespace,
+    provide_datasets: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    *,
+    model_provider: Callable[..., Any] | None = None,
+    layer_spec: Any = None,
+    **options: Any,
+) -> None:
+    """Train by Megatron's ``pretrain``, with swapping as the flags ask.
+
+    Args:
+        args: Megatron's parsed arguments, with those of ``add_swap_args``.
+        provide_datasets: as for Megatron's ``pretrain``, its ``train_valid_test_dataset_provider``.
+        forward_step: as for Megatron's ``pretrain``, its ``forward_step_func``.
+        model_provider: as for Megatron's ``pretrain``: builds one chunk of the model. ``None``: a GPT as the flags say.
+        layer_spec: layer spec of that GPT, or a function of the model's config that returns it; ``None``: Megatron's.
+        options: more arguments of Megatron's ``pretrain``, by name.
+
+    Raises:
+        SwapError, PatchError: as ``SwapSession.install``, before anything is built.
+        UsageError: this Megatron makes no such GPT from flags, or refuses the flags.
+    """
+    with told_refusals(in_full=args.swap_log_level == "debug"):
+        model_config = None
+        if model_provider is None and has_model_config():
+            model_config = model_config_of(args, layer_spec)
+        elif model_provider is None:
+            check_layer_spec(args.transformer_impl, layer_spec)
+            model_provider = gpt_provider(args, layer_spec)
+        session = SwapSession.install(args, model_config)
+        if model_provider is not None:
+            options["model_provider"] = _attached(session, model_provider)
+        train = pretrain_call(args, model_config, provide_datasets, forward_step, **options)
+    train()
+
+
+def _attached(session: SwapSession, model_provider: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a provider that attaches each chunk of ``model_provider`` to ``session``, before Megatron wraps it."""
+
+    @functools.wraps(model_provider)
+    def provide(*arguments: Any, **options: Any) -> Any:
+        chunk = model_provider(*arguments, **options)
+        session.attach([chunk])
+        return chunk
+
+    return provide

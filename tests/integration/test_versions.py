@@ -1,0 +1,122 @@
+"""Each version of Megatron that the patches fit trains with and without swapping to the same bits.
+
+``tests/support.py`` makes the table of versions in docs/reference/support.md from ``CASES`` and ``REFUSED``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.swap.common.types import GIB
+from megatron.swap.patches.registry import VERSIONS
+from tests import commands
+from tests.integration.harness import (
+    SWAP_SMALL,
+    WITH_FUSION,
+    Trainer,
+    Zygote,
+    assert_same_checkpoints,
+    assert_same_training,
+    recorded,
+)
+from tests.integration.test_gradient_fusion import FUSING, FUSION, NUM_ADDED, num_added
+from tests.integration.test_training import LLAMA, MOE
+from tests.integration.versions import folder_of
+from tests.pages import DOCS
+
+OLDEST, *_ = MEGATRON = VERSIONS["megatron-core"]
+PROVIDER = Path(__file__).with_name("provider_script.py")
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+PLANNED = "--train-iters 14 --lr-decay-iters 14"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is compared with the run without swapping, and the ``feature`` of ours or Megatron's that it uses."""
+
+    feature: str
+    flags: str
+    swap: str
+    ranks: int = 1
+
+
+CASES = (
+    Case("offload, with half of the optimizer state", "--bf16", "--swap-layers all --swap-optimizer 0.5"),
+    Case("recompute: all kinds", f"{WITH_FUSION} --bf16 {LLAMA}",
+         "--swap-layers 0-3 --swap-recompute norm activation rotary linear"),
+    Case("Megatron's full recomputation", f"--bf16 {FULL}", "--swap-layers all"),
+    Case("two data-parallel ranks, distributed optimizer", "--bf16 --use-distributed-optimizer",
+         "--swap-layers all --swap-optimizer 1", 2),
+    Case("experts, two pipeline stages of two chunks",
+         f"{MOE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", "--swap-layers all", 2),
+)  # fmt: skip
+PLANNER = "planner"
+OWN_PROVIDER = "`swap.pretrain` with a model provider"
+OWN_SCRIPT = "the script of [start](../guide/start.md)"
+MTP = "`--mtp-num-layers 1`"
+REFUSED = {MTP: ("0.18.2",)}
+"""Versions that refuse a feature, by name, before the model is built."""
+FUSED = "`--gradient-accumulation-fusion`"
+EQUAL = (*(case.feature for case in CASES), PLANNER, FUSED, OWN_PROVIDER, OWN_SCRIPT)
+"""Features whose runs are equal to the bit with each version."""
+
+OF_MEGATRON = """
+import megatron.core, megatron.training
+print("megatron", megatron.core.__version__, megatron.core.__file__, megatron.training.__file__, megatron.swap.__file__)
+"""
+
+
+@pytest.fixture(params=MEGATRON)
+def version(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def trainer(version: str, tmp_path: Path) -> Iterator[Trainer]:
+    zygote = Zygote(folder_of(version))
+    yield Trainer(zygote, tmp_path, tmp_path)
+    zygote.close()
+
+
+def test_equal_to_the_bit(trainer: Trainer, version: str, tmp_path: Path) -> None:
+    """All in one test: a process that has imported Megatron forks all runs of a version."""
+    assert_is_of(version, trainer, tmp_path)
+    for case in CASES:
+        _, swapped = trainer.pair(case.flags, case.swap, ranks=case.ranks)
+        assert "swap: without" not in swapped.output, swapped.tail
+    plain = trainer.unswapped(PLANNED)
+    budget_gib = 0.7 * plain.summary["saved_peak_bytes"] / GIB
+    planned = trainer.run(f"{PLANNED} {SWAP_SMALL} --swap-memory-gib {budget_gib} {recorded('torch')}")
+    assert_same_training(plain, planned)
+    assert planned.summary["planning"]["stages"][-1]["stage"] == "stable"
+    trainer.pair("", program=PROVIDER)
+    fused = [trainer.run(f"{FUSION} {swap}", program=FUSING) for swap in ("", f"{SWAP_SMALL} --swap-layers all")]
+    assert [num_added(run) for run in fused] == [{NUM_ADDED}] * 2
+    assert_same_checkpoints(*(run.directory / "checkpoint" for run in fused))
+    own = tmp_path / "own_pretrain.py"
+    own.write_text(next(text for words, text in commands.fences(DOCS / "guide" / "start.md") if words == "python"))
+    losses = {
+        layers: re.findall(r"lm loss: (\S+)", trainer.run(f"--swap-layers {layers} {SWAP_SMALL}", program=own).output)
+        for layers in ("none", "all")
+    }
+    assert losses["none"] == losses["all"]
+    assert len(set(losses["all"])) == 3
+    if version in REFUSED[MTP]:
+        run = trainer.failing(f"--mtp-num-layers 1 {SWAP_SMALL} --swap-layers all")
+        assert "--mtp-num-layers: this Megatron makes no such model from flags" in run.error
+
+
+def assert_is_of(version: str, trainer: Trainer, folder: Path) -> None:
+    """Check that trainers import Megatron ``version`` from where it is meant to be, and our portion beside it."""
+    program = folder / "version.py"
+    program.write_text(OF_MEGATRON)
+    _, found, core, training, ours = trainer.run(program=program).output.split()
+    assert found.split("+")[0] == version
+    where = folder_of(version)
+    assert (where is None) or all(Path(path).is_relative_to(where) for path in (core, training))
+    assert Path(ours).is_relative_to(DOCS.parent)

@@ -1,0 +1,134 @@
+"""What a run needs of upstream ends it if it does not fit; what it can do without is left out, with one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import attention
+from torch import nn
+
+from megatron.swap.common.types import PRODUCERS, UsageError
+from megatron.swap.megatron_lm.arguments import swap_config
+from megatron.swap.patches import quiet, registry
+from megatron.swap.patches.registry import AppliedPatches, Patch, PatchError
+from megatron.swap.session import prepare as preparation
+from megatron.swap.session.session import SwapSession
+from megatron.swap.session.upstream import patches_of
+from tests.unit.session.test_session import arguments
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+
+
+@pytest.fixture
+def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in which ``prepare`` has not run."""
+    monkeypatch.setattr(preparation, "_applied", [])
+    monkeypatch.setattr(quiet, "hush", lambda: None)
+
+
+@pytest.mark.usefixtures("unprepared")
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_patches_for_machines_without_cuda_never_stop_a_run_with_it(
+    monkeypatch: pytest.MonkeyPatch, has_cuda: bool
+) -> None:
+    asked: dict[str, Sequence[Patch]] = {}
+
+    def apply(needed: Sequence[Patch], optional: Sequence[Patch] = ()) -> AppliedPatches:
+        asked.update(needed=needed, optional=optional)
+        return AppliedPatches()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(registry, "apply", apply)
+    preparation.prepare()
+    assert bool(asked["needed"]) is not has_cuda
+    assert all(patch.file.startswith("patches/cpu/") for patch in asked["needed"])
+    assert not any(patch.file.startswith("patches/cpu/") for patch in asked["optional"])
+    assert all(patch.feature for patch in asked["optional"])
+
+
+@pytest.mark.usefixtures("unprepared")
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_prepare_says_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str
+) -> None:
+    unfit = Patch("megatron.training.arguments", "_print_args", lambda original: original, "a reason",
+                  {"megatron-core 0.18.2": "0" * 64}, feature="a start with few lines")  # fmt: skip
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(quiet, "QUIET_PATCHES", (unfit,))
+    preparation.prepare()
+    try:
+        lines = [line for line in capsys.readouterr().out.splitlines() if "without a start with few lines" in line]
+        assert len(lines) == (rank == "0")
+    finally:
+        preparation._applied[0].revert()
+
+
+def files(patches: Sequence[Patch]) -> set[str]:
+    return {patch.file.removeprefix("patches/").removesuffix(".py") for patch in patches}
+
+
+@pytest.mark.parametrize(
+    ("flags", "kinds", "needs", "optional"),
+    [
+        ("--swap-summary x.json", (), {"train", "training_log"}, {"linear_weight_gradients"}),
+        ("--swap-layers all", (), {"train", "training_log", "recompile_limit"},
+         {"cross_entropy", "main_params", "linear_weight_gradients"}),
+        ("--swap-memory-gib 1", PRODUCERS, {"train", "training_log", "recompile_limit"},
+         {"cross_entropy", "main_params", "linear_weight_gradients", "fused_activations", "rotary"}),
+        ("--swap-recompute rotary", ("rotary",), {"train", "training_log", "recompile_limit", "rotary"},
+         {"cross_entropy", "main_params", "linear_weight_gradients"}),
+    ],
+)  # fmt: skip
+def test_what_a_run_needs(flags: str, kinds: tuple[str, ...], needs: set[str], optional: set[str]) -> None:
+    args = arguments(*flags.split())
+    patches = patches_of(args, swap_config(args), kinds, SimpleNamespace(**dict.fromkeys(
+        ("on_begin", "on_finish", "on_iteration", "on_main_param_created", "on_optimizer_built")
+    )))  # type: ignore[arg-type]  # fmt: skip
+    assert (files(patches.needs), files(patches.optional)) == (needs, optional)
+    assert all(patch.feature for patch in patches.optional)
+
+
+def of_another_source(function: Any) -> Any:
+    def another(*given: Any, **named: Any) -> Any:
+        return function(*given, **named)
+
+    return another
+
+
+@needs_no_gpu
+def test_only_who_asks_for_rotary_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(attention, "apply_rotary_pos_emb", of_another_source(attention.apply_rotary_pos_emb))
+    SwapSession.install(arguments("--swap-memory-gib", "1"), SimpleNamespace(pre_wrap_hooks=[])).close()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "without" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(" swap: without recomputation of rotary embeddings: patches/rotary.py")
+    with pytest.raises(PatchError, match="Or run without recomputation of rotary embeddings"):
+        SwapSession.install(arguments("--swap-recompute", "rotary"), SimpleNamespace(pre_wrap_hooks=[]))
+
+
+@needs_no_gpu
+def test_gradients_are_not_fused_where_they_would_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "LinearWithGradAccumulationAndAsyncCommunication"
+    monkeypatch.setattr(layers, name, type(name, (getattr(layers, name),), {}))
+    args, model_config = arguments("--swap-layers", "all"), SimpleNamespace(pre_wrap_hooks=[])
+    model_config.gradient_accumulation_fusion = True
+    session = SwapSession.install(args, model_config)
+    try:
+        assert not args.gradient_accumulation_fusion
+        assert not model_config.gradient_accumulation_fusion
+        chunk = nn.Linear(2, 2)
+        chunk.config = SimpleNamespace(gradient_accumulation_fusion=True)  # type: ignore[assignment]
+        with pytest.raises(UsageError, match="--no-gradient-accumulation-fusion"):
+            session.attach([chunk])
+        chunk.config = SimpleNamespace(gradient_accumulation_fusion=False)  # type: ignore[assignment]
+        session.attach([chunk])
+    finally:
+        session.close()
