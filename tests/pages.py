@@ -12,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megatron.training.arguments import add_megatron_arguments
+
 from megatron.swap import patches
 from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.patches.registry import Patch
@@ -157,8 +159,6 @@ def patches_page() -> str:
 
 def training_flags() -> str:
     """The names of all training flags, one a line: those of the installed Megatron and our own."""
-    from megatron.training.arguments import add_megatron_arguments
-
     parser = add_swap_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False)))
     names = sorted({name for action in parser._actions for name in action.option_strings if name.startswith("--")})
     return "\n".join([f"made by `python -m tests.pages` from megatron-core {version('megatron-core')}", *names, ""])

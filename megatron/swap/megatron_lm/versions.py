@@ -16,7 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron.swap.common.types import UsageError
 
-SINCE_0_19 = {"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1}
+SINCE_0_19 = {"gtp_weight_remat_size": 1, "expert_gtp_weight_remat_size": 1, "freeze_all_layers": False}
 """Arguments that Megatron has since 0.19, with the values that earlier versions behave by."""
 
 
