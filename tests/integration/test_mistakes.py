@@ -184,7 +184,7 @@ PLAN: list[tuple[str, Words]] = [
     ("plam", ["'plam'", "'plan', 'doctor'"]),
     ("plan --profile none.json", ["none.json", "No such file", "path of a megatron-swap profile file"]),
     ("plan --profile /dev/zero", ["/dev/zero", "device or a pipe"]),
-    ("plan --gpu h200 --memory-gib 80GB", ["--memory-gib", "'80GB'", "limit of device memory"]),
+    ("plan --gpu h200 --memory-gib 80GB", ["--memory-gib", "'80GB'", "device memory that a step may reserve"]),
     ("plan --gpu h200 --memory-gb 80", ["--memory-gb is not a flag", "nearest is --memory-gib"]),
     ("plan --gpu h200 -- --num-layers many", ["--num-layers", "'many'"]),
     (f"plan --gpu h300 -- {MODEL}", ["--gpu h300", "h200, h100"]),
