@@ -156,6 +156,8 @@ def _plan_training(options: argparse.Namespace, training: Training) -> bool:
     given = {name: size for name, size in sizes.items() if size is not None}
     training = replace(training, model=replace(training.model, **given))
     per_host = options.gpus_per_host or min(training.num_gpus, MAX_PER_HOST)
+    if training.num_gpus > per_host and training.num_gpus % per_host:
+        raise UsageError(f"--gpus-per-host {per_host}: must divide the {training.num_gpus} GPUs of the run.")
     gpu = find_gpu(options.gpu).beside(per_host)
     budget_gib = _budget_gib(options, training.budget_gib, gpu.memory_gib)
     if budget_gib > gpu.memory_gib:
@@ -172,7 +174,7 @@ def _plan_training(options: argparse.Namespace, training: Training) -> bool:
     budget = ["--swap-plan", str(options.save)] if options.save else ["--swap-memory-gib", _floor(budget_gib)]
     flags: list[str] = []
     if chosen is None:
-        print(f"Does not fit {on}. {_advice(found, training)}", end="\n\n")
+        print(f"Does not fit {on}. {_advice(found, training, budget_gib, rank)}", end="\n\n")
     else:
         flags = [*(budget if chosen.is_planned else ()), *chosen.flags]
         if chosen.is_planned and host_gib is not None:
@@ -277,20 +279,29 @@ def _disk_dir(flags: Sequence[str]) -> str:
     return words[words.index("--swap-disk-dir") + 1] if "--swap-disk-dir" in words[:-1] else "/tmp"
 
 
-def _advice(found: Sequence[Option], training: Training) -> str:
+def _advice(found: Sequence[Option], training: Training, budget_gib: float, rank: int) -> str:
     """Return the smallest budget of all options with its flags, and changes that lower it."""
     least = min(found, key=lambda one: one.needed_gib)
     flags = " and ".join((*(("a plan",) if least.is_planned else ()), *filter(None, (" ".join(least.flags),))))
     model = training.model
-    hints = ["a smaller --micro-batch-size" if model.micro_batch_size > 1 else "a shorter --seq-length",
-             f"--tensor-model-parallel-size {2 * model.tensor_parallel}"]  # fmt: skip
+    params = params_of_rank(model, training.tied, rank)
+    least_gib = training.states.weights_gib(params) + training.states.gradients_gib(params)
+    split = f"--tensor-model-parallel-size {2 * model.tensor_parallel}"
+    if least_gib > budget_gib:  # no shorter step can help
+        hints, alone = [split], f"Weights and gradients alone take {least_gib:.1f} GiB. "
+        if training.states.gradient_bytes == 4 and model.dtype == "bf16":
+            hints.append("16-bit gradients (--main-grads-dtype bf16 --use-precision-aware-optimizer "
+                         "--use-distributed-optimizer)")  # fmt: skip
+    else:
+        shorter = "a smaller --micro-batch-size" if model.micro_batch_size > 1 else "a shorter --seq-length"
+        hints, alone = [shorter, split], ""
     if training.num_replicas * model.context_parallel > 1 and training.states.num_shards == 1:
         hints.append("--use-distributed-optimizer")
     if training.offloads and not training.states.is_auto and training.states.offload_fraction < 1:
         hints.insert(0, "--swap-optimizer auto")
     return (
-        f"The least is {least.needed_gib:g} GiB, with {flags or 'nothing'}. Lower it by {', '.join(hints)}, or take a "
-        "GPU with more memory."
+        f"The least is {least.needed_gib:g} GiB, with {flags or 'nothing'}. {alone}Lower it by {', '.join(hints)}, "
+        "or take a GPU with more memory."
     )
 
 

@@ -118,6 +118,11 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         _check_multiple(known, "num_attention_heads", known.num_query_groups, "--num-query-groups")
     if known.num_experts is not None:
         _check_multiple(known, "num_experts", known.expert_model_parallel_size, "--expert-model-parallel-size")
+    if known.max_position_embeddings is not None and known.max_position_embeddings < known.seq_length:
+        raise UsageError(
+            f"--max-position-embeddings {known.max_position_embeddings}: must be at least --seq-length "
+            f"{known.seq_length}. Megatron refuses less."
+        )
     is_precision_aware = known.use_precision_aware_optimizer
     fraction = parse_fraction(known.swap_optimizer)
     if fraction is not None and not 0 <= fraction <= 1:
@@ -147,6 +152,8 @@ def check_known(flags: Sequence[str], options: Collection[str] = ()) -> None:
     Raises:
         UsageError: names the flag, and the nearest one that exists.
     """
+    if not flags:
+        raise UsageError("--gpu needs the flags of the training command, behind -- (--gpu h100 -- --num-layers 24 …).")
     known, rest = _parser().parse_known_args(list(flags))
     for flag, value in zip(flags, [*flags[1:], ""], strict=True):
         if flag == "--save" and value.endswith(".json"):
@@ -279,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size",
                  "ffn-hidden-size", "global-batch-size", "kv-channels", "num-experts",
                  "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank",
-                 "padded-vocab-size"):  # fmt: skip
+                 "padded-vocab-size", "max-position-embeddings"):  # fmt: skip
         parser.add_argument(f"--{name}", type=int)
     for name in ("num-query-groups", "tensor-model-parallel-size", "pipeline-model-parallel-size",
                  "context-parallel-size", "expert-model-parallel-size",

@@ -137,7 +137,7 @@ def options_table(found: Sequence[Option], tokens: int) -> str:
         rows = [f"{gib:.2f}" for gib in (one.device_gib, one.host_gib, one.disk_gib)]
         speed = "" if one.prediction is None else f"{tokens / one.prediction.step_ms * 1000:,.0f}"
         if one.prediction is None:
-            rows = [f"from {one.needed_gib:g}", "", ""]
+            rows = [f"at least {one.needed_gib:g}", "", ""]
         short = ("--swap-memory-gib …", *one.flags) if one.is_planned else one.flags[:2]
         flags = " ".join(short) + (" …" if not one.is_planned and one.flags else "")
         table.append((one.name, rows[0], rows[1], rows[2], speed, "yes" if one.fits else "no", flags))

@@ -92,18 +92,20 @@ def test_a_model_whose_state_is_too_large_is_told_how_it_fits(capsys: pytest.Cap
     assert verdict.endswith("with --swap-memory-gib 75.14 --swap-optimizer auto.")
     found = rows(table)
     assert [found[name][-1] for name in (NOTHING, PLANNED)] == ["no", "--swap-memory-gib …"]
-    assert found[PLANNED][0].startswith("from 1")
+    assert found[PLANNED][0].startswith("at least 1")
     assert found[STATE][-2:] == ["yes", "--swap-memory-gib … --swap-optimizer auto"]
 
 
 @pytest.mark.parametrize(
     ("flags", "hint"),
     [
-        ("", "a shorter --seq-length, --tensor-model-parallel-size 2, or take a GPU with more memory."),
-        ("--use-distributed-optimizer --tensor-model-parallel-size 2", "--tensor-model-parallel-size 4, or take"),
-        ("--global-batch-size 2", "--tensor-model-parallel-size 2, --use-distributed-optimizer, or take"),
-        ("--global-batch-size 2 --use-distributed-optimizer", "--tensor-model-parallel-size 2, or take"),
-        ("--micro-batch-size 2 --swap-optimizer 0.5", "by --swap-optimizer auto, a smaller --micro-batch-size"),
+        ("", "gradients alone take 44.9 GiB. Lower it by --tensor-model-parallel-size 2, 16-bit gradients (--main-"),
+        ("--use-distributed-optimizer --tensor-model-parallel-size 2", "--tensor-model-parallel-size 4, 16-bit"),
+        ("--global-batch-size 2", "--use-distributed-optimizer), --use-distributed-optimizer, or take"),
+        ("--global-batch-size 2 --use-distributed-optimizer", "--use-distributed-optimizer), or take"),
+        ("--micro-batch-size 2 --swap-optimizer 0.5", "by --swap-optimizer auto, --tensor-model-parallel-size 2"),
+        ("--num-layers 8 --seq-length 131072", "by a shorter --seq-length, --tensor-model-parallel-size 2, or take"),
+        ("--num-layers 8 --seq-length 65536 --micro-batch-size 2", "by a smaller --micro-batch-size, --tensor"),
     ],
 )
 def test_what_does_not_fit_is_told_the_least(capsys: pytest.CaptureFixture[str], flags: str, hint: str) -> None:
@@ -254,3 +256,24 @@ def test_host_memory_limits_what_is_offloaded() -> None:
     assert unlimited[STATE].fits
     speeds = [one.prediction.step_ms for one in (found[DISK], unlimited[STATE]) if one.prediction]
     assert speeds[0] > speeds[1]  # a disk is slower than host memory
+
+
+def test_longer_sequences_than_positions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--max-position-embeddings 8192: must be at least --seq-length 16384" in refused(
+        capsys, f"--gpu h100 -- {LLAMA} --seq-length 16384 --max-position-embeddings 8192"
+    )
+
+
+def test_hosts_that_would_start_too_many_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--gpus-per-host 3: must divide the 8 GPUs" in refused(
+        capsys, f"--gpu h100 --num-gpus 8 --gpus-per-host 3 -- {LLAMA} --use-distributed-optimizer"
+    )
+
+
+def test_training_flags_that_are_missing_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--gpu needs the flags of the training command, behind --" in refused(capsys, "--gpu h100 --")
+
+
+def refused(capsys: pytest.CaptureFixture[str], line: str) -> str:
+    assert program.main(line.split()) == 1
+    return capsys.readouterr().err
