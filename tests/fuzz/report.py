@@ -10,17 +10,26 @@ from benchmarks import machine
 
 Row = dict[str, Any]
 DID = {
-    "offloaded_bytes": "offloaded activations", "recomputed_bytes": "recomputed activations",
-    "optimizer_bytes": "offloaded optimizer state", "disk_bytes": "used the disk",
+    "reloaded_bytes": "offloaded and reloaded activations", "recomputed_bytes": "recomputed activations",
+    "optimizer_bytes": "had optimizer state in host memory", "disk_bytes": "used the disk",
     "rescues": "were rescued by the guard", "plans": "trained by a plan that the run made itself",
     "kept_bytes": "copied and kept", "late": "reloaded late",
 }  # fmt: skip
 """Figure → what a case did in which it is not 0."""
 
 
-def shortened(error: str) -> str:
-    """Return the first line of an error, without the numbers that make it look different in each case."""
-    first = error.splitlines()[0] if error else ""
+MOVES = ("reloaded_bytes", "recomputed_bytes", "rescues", "optimizer_bytes")
+"""Figures of which one is not 0 wherever anything was offloaded and brought back, or recomputed."""
+
+
+def shortened(row: Row) -> str:
+    """Return the first line of a row's error, without the numbers that make it look different in each case.
+
+    An assertion without a message is named by the function that makes it.
+    """
+    first = row["error"].splitlines()[0]
+    if first.endswith(":"):
+        first += f" in {re.findall(r'line [0-9]+, in ([^ ]+)', row['trace'])[-1].strip()}"
     return re.sub(r"0x[0-9a-f]+|\d+", "N", first)[:200]
 
 
@@ -38,13 +47,14 @@ def counts(rows: list[Row]) -> dict[str, Any]:
         "seeds": ranges(sorted({row["seed"] for row in rows})),
         "num_cases": len(rows),
         "outcomes": dict(Counter(row["outcome"] for row in rows)),
+        "idle": sum(not any(row["figures"].get(figure) for figure in MOVES) for row in compared),
         "did": {
             what: number for figure, what in DID.items()
             if (number := sum(bool(row["figures"].get(figure)) for row in compared))
         },
         "features": dict(sorted(Counter(name for row in compared for name in row.get("features", ())).items())),
         "skipped": dict(Counter(
-            shortened(row["error"]) for row in rows if row["outcome"] == "skipped"
+            shortened(row) for row in rows if row["outcome"] == "skipped"
         ).most_common()),
         "seconds": round(sum(row.get("seconds", 0) for row in rows)),
     }  # fmt: skip
@@ -55,7 +65,7 @@ def table(rows: list[Row]) -> str:
     if not rows:
         return "no case was run"
     found = counts(rows)
-    lines = [f"{found['num_cases']} cases: {found['outcomes']}", f"of the equal ones: {found['did']}"]
+    lines = [f"{found['num_cases']} cases: {found['outcomes']}", f"of the equal ones: {found['did']}; {found['idle']} moved nothing"]
     lines += [f"{number:5} x skipped: {error}" for error, number in found["skipped"].items()]
     return "\n".join(lines)
 

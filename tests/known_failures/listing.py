@@ -90,7 +90,7 @@ HEAD = """\
 <!-- made by `python -m tests.pages` from the tests, the planted faults and their results -->
 
 What has offloading done to others, and does it happen here? Each section is a failure that people have reported, what
-Megatron Swap promises instead, and the test that shows it. Each test was also shown to fail: a fault of that kind was
+Megatron Swap promises instead, and the test that shows it. Each section was also shown to fail: a fault of that kind was
 planted in our own code, and the test caught it.
 
 The tests need no GPU: `python -m pytest tests/known_failures`. `python -m benchmarks.faults --room known_failures`
