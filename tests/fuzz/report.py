@@ -10,7 +10,7 @@ from benchmarks import machine
 
 Row = dict[str, Any]
 DID = {
-    "reloaded_bytes": "offloaded and reloaded activations", "recomputed_bytes": "recomputed activations",
+    "reloaded_bytes": "reloaded activations", "recomputed_bytes": "recomputed activations",
     "optimizer_bytes": "had optimizer state in host memory", "disk_bytes": "used the disk",
     "rescues": "were rescued by the guard", "plans": "trained by a plan that the run made itself",
     "kept_bytes": "copied and kept", "late": "reloaded late",
@@ -65,7 +65,8 @@ def table(rows: list[Row]) -> str:
     if not rows:
         return "no case was run"
     found = counts(rows)
-    lines = [f"{found['num_cases']} cases: {found['outcomes']}", f"of the equal ones: {found['did']}; {found['idle']} moved nothing"]
+    lines = [f"{found['num_cases']} cases: {found['outcomes']}"]
+    lines.append(f"of the equal ones: {found['did']}; {found['idle']} moved nothing")
     lines += [f"{number:5} x skipped: {error}" for error, number in found["skipped"].items()]
     return "\n".join(lines)
 
