@@ -90,8 +90,8 @@ HEAD = """\
 <!-- made by `python -m tests.pages` from the tests, the planted faults and their results -->
 
 What has offloading done to others, and does it happen here? Each section is a failure that people have reported, what
-Megatron Swap promises instead, and the test that shows it. For each section a fault of that kind was also planted in our
-own code, and the tests caught it.
+Megatron Swap promises instead, and the test that shows it. For each section a fault of that kind was also planted in
+our own code, and the tests caught it.
 
 The tests need no GPU: `python -m pytest tests/known_failures`. `python -m benchmarks.faults --room known_failures`
 plants the faults again, each in a copy of the tree.
