@@ -35,10 +35,6 @@ MOE = (
         pytest.param(f"{PIPELINE} --bf16", "torch", id="pp2-bf16"),
         pytest.param(f"{PIPELINE} {FULL}", "torch", id="pp2-full-recompute"),
         pytest.param(f"{PIPELINE} --mtp-num-layers 1", "torch", id="pp2-mtp"),
-        pytest.param(
-            f"{PIPELINE} --mtp-num-layers 1 --pipeline-model-parallel-layout 'Ettt|ttt|ttm|L'", "torch",
-            id="pp2-mtp-layout",
-        ),
         pytest.param(INTERLEAVED, "torch", id="pp2-vpp2"),
         pytest.param(f"{INTERLEAVED} --bf16 --eval-interval 2 --eval-iters 1", "torch", id="pp2-vpp2-eval"),
         pytest.param(f"{MOE} --expert-model-parallel-size 2", "torch", id="ep2"),

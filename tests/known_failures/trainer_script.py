@@ -18,7 +18,7 @@ import pretrain_gpt_swap as program
 
 
 def add_args(parser: Any) -> Any:
-    from megatron.swap.megatron_lm.arguments import add_swap_args
+    from megatron.swap.arguments import add_swap_args
 
     parser.add_argument("--tokens", nargs="+", type=int, default=[])
     return add_swap_args(parser)
