@@ -37,7 +37,6 @@ from megatron.swap.planner.gpus import CUSTOM_SYNTAX, GPUS, MAX_PER_HOST, Gpu, f
 from megatron.swap.planner.options import DISK, STATE, Option, best, of_profile, of_training
 from megatron.swap.planner.profile import Profile, load_profile, save_profile
 from megatron.swap.planner.shape import params_of_rank
-from megatron.swap.planner.simulate import Prediction
 from megatron.swap.planner.solve import Solution, curve
 from megatron.swap.planner.table import (
     memory_table,
@@ -182,7 +181,7 @@ def _plan_training(options: argparse.Namespace, training: Training) -> bool:
         how = f"with {' '.join(flags)}" if flags else "as it is: nothing needs to be swapped or recomputed"
         print(f"Fits {on}, {how}.", end="\n\n")
         print(training_command(options.flags, flags, training.num_gpus, per_host), end="\n\n")
-        print(prediction_text(chosen, _unswapped(found), training.tokens), end="\n\n")
+        print(prediction_text(chosen, found[0], training.tokens), end="\n\n")
     print(options_table(found, training.tokens))
     if chosen is not None and chosen.disk_gib:
         print(f"\n{DISK_NOTE}")
@@ -196,10 +195,10 @@ def _plan_training(options: argparse.Namespace, training: Training) -> bool:
         assert states is not None
         assert chosen.prediction is not None
         params = params_of_rank(training.model, training.tied, rank)
-        profile, prediction = chosen.predicted_profile, chosen.prediction
+        profile, prediction = chosen.predicted_profile, replace(chosen.prediction, peak_gib=chosen.device_gib)
         _print_tables(options, chosen)
         print(f"\n{memory_table(states, params, profile, prediction, before_disk_gib, measured)}")
-    _write(options, chosen, _unswapped(found))
+    _write(options, chosen, found[0])
     return True
 
 
@@ -221,7 +220,7 @@ def _plan_profile(options: argparse.Namespace) -> bool:
         budget = f"--swap-plan {options.save}" if options.save else f"--swap-memory-gib {_floor(budget_gib)}"
         how = " ".join((budget, *chosen.flags))
         print(f"Fits in {budget_gib:.4g} GiB of {profile.device.name}, with {how}.")
-        print(f"\n{prediction_text(chosen, _unswapped(found), tokens)}\n")
+        print(f"\n{prediction_text(chosen, found[0], tokens)}\n")
     else:
         print(f"Does not fit in {budget_gib:.4g} GiB of {profile.device.name}. The smallest budget that was found "
               f"feasible is {chosen.device_gib:g} GiB.\n")  # fmt: skip
@@ -230,7 +229,7 @@ def _plan_profile(options: argparse.Namespace) -> bool:
         return False
     if options.table:
         _print_tables(options, chosen)
-    _write(options, chosen, _unswapped(found))
+    _write(options, chosen, found[0])
     return True
 
 
@@ -241,18 +240,13 @@ def _print_tables(options: argparse.Namespace, chosen: Option) -> None:
             print(f"\n{table}")
 
 
-def _write(options: argparse.Namespace, chosen: Option, unswapped: Prediction) -> None:
+def _write(options: argparse.Namespace, chosen: Option, unswapped: Option) -> None:
     if options.save and chosen.solution is not None:
         save_plan(chosen.solution.plan, options.save)
     if options.save_profile:
         save_profile(chosen.profile, options.save_profile)
     if options.curve:
         draw(curve(chosen.profile), unswapped, chosen.profile, options.curve)
-
-
-def _unswapped(found: Sequence[Option]) -> Prediction:
-    assert found[0].prediction is not None
-    return found[0].prediction
 
 
 def _budget_gib(options: argparse.Namespace, given_gib: float | None, device_gib: float) -> float:
@@ -371,7 +365,7 @@ def check_picture(path: Path) -> None:
         raise UsageError(f"--curve {path}: must be a picture; its name ends in .{', .'.join(kinds)}.")
 
 
-def draw(points: list[Solution], unswapped: Prediction, profile: Profile, path: Path) -> None:
+def draw(points: list[Solution], unswapped: Option, profile: Profile, path: Path) -> None:
     """Draw step time, relative to nothing swapped, against device memory in GiB."""
     import matplotlib
 
@@ -380,12 +374,14 @@ def draw(points: list[Solution], unswapped: Prediction, profile: Profile, path: 
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(figsize=(9, 5.5), dpi=130, layout="constrained")
+    assert unswapped.prediction is not None
+    unswapped_ms = unswapped.prediction.step_ms
     budgets = [point.plan.budget_gib or 0.0 for point in points]
-    relative = [point.prediction.step_ms / unswapped.step_ms for point in points]
-    bounds = [point.lower_bound_ms / unswapped.step_ms for point in points]
+    relative = [point.prediction.step_ms / unswapped_ms for point in points]
+    bounds = [point.lower_bound_ms / unswapped_ms for point in points]
     axes.step(budgets, relative, where="post", color="#c2410c", label="fastest plan found")
     axes.plot(budgets, bounds, color="#94a3b8", linestyle="--", label="lower bound of all plans")
-    axes.plot(unswapped.peak_gib, 1.0, "o", color="#1e293b", label="nothing swapped")
+    axes.plot(unswapped.device_gib, 1.0, "o", color="#1e293b", label="nothing swapped")
     axes.axvline(profile.static_gib, color="#475569", linewidth=0.8)
     axes.annotate(
         "weights, gradients, optimizer", (profile.static_gib, 1.0), (6, 0), textcoords="offset points",

@@ -78,6 +78,24 @@ def test_what_fits_anyway_gets_no_flags(capsys: pytest.CaptureFixture[str]) -> N
     assert words(command)[6:] == FLAGS.split()
 
 
+def test_what_fits_is_decided_by_reserved_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """3.5B: 94.1 GiB are allocated unswapped, and 101.7 were reserved on a GPU."""
+    flags = (
+        "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
+        "--micro-batch-size 4 --global-batch-size 8 --vocab-size 32000 --swiglu --bf16 --hidden-dropout 0 "
+        "--untie-embeddings-and-output-weights"
+    )
+    _, (verdict, _, _, table, *_) = planned(capsys, f"--gpu h200 --memory-gib 100 -- {flags}")
+    assert "--swap-memory-gib 100" in verdict
+    assert rows(table)[NOTHING] == ["101.30", "0.00", "0.00", rows(table)[NOTHING][3], "no"]
+    assert float(rows(table)[FULL][0]) == pytest.approx(70.45, rel=0.02)
+    _, (verdict, _, speed, *_, memory) = planned(capsys, f"--gpu h200 --memory-gib 102 --table -- {flags}")
+    assert verdict.endswith("as it is: nothing needs to be swapped or recomputed.")
+    (device,) = (line for line in speed.splitlines() if line.startswith("device"))
+    assert device.count("101.30 GiB") == 2
+    assert memory.splitlines()[-1].split()[:2] == ["together", "101.30"]
+
+
 def test_the_tables_are_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     line = f"--gpu h200 {{}} -- {FLAGS}"
     without, with_tables = (planned(capsys, line.format(more))[1] for more in ("", "--table"))
