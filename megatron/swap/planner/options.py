@@ -135,7 +135,9 @@ def of_training(
             break
         try:
             states, profile = offloading(disk_gib)
-            found.append(_planned(name, flags, profile, budget_gib, host_gib, states, has_disk=disk_gib > 0))
+            option = _planned(name, flags, profile, budget_gib, host_gib, states, has_disk=disk_gib > 0)
+            # A given fraction must be offloaded, so that option cannot do what a plan without it does.
+            found.append(_at_least(option, found[-1]) if states.is_auto or found[-1].name == STATE else option)
         except UsageError:
             pass  # a given fraction that needs the disk
         flags = (*flags, "--swap-disk-dir", disk_dir)
@@ -217,8 +219,21 @@ def _planned(
     )  # fmt: skip
 
 
-def best(found: Sequence[Option]) -> Option | None:
-    """Return the fastest option that fits, or a simpler one that is nearly as fast; ``None``: none fits."""
+def _at_least(option: Option, simpler: Option) -> Option:
+    """Return ``option``, or what ``simpler`` does if only that fits or if it needs less: ``option`` may do the same."""
+    if option.fits or not (simpler.fits or simpler.needed_gib < option.needed_gib):
+        return option
+    return replace(simpler, name=option.name, flags=option.flags)
+
+
+def best(found: Sequence[Option], is_disk_given: bool = False) -> Option | None:
+    """Return the fastest option that fits, or a simpler one that is nearly as fast; ``None``: none fits.
+
+    Args:
+        is_disk_given: the run has a disk. Without it a disk is chosen only if nothing else fits.
+    """
     fitting = [(one, one.prediction.step_ms) for one in found if one.fits and one.prediction is not None]
+    if not is_disk_given:
+        fitting = [pair for pair in fitting if pair[0].name != DISK] or fitting
     least_ms = min((ms for _, ms in fitting), default=0.0)
     return next((one for one, ms in fitting if ms <= NEAR * least_ms), None)
