@@ -166,7 +166,7 @@ def test_gpus_of_one_host_share_memory_and_link(capsys: pytest.CaptureFixture[st
     assert words(parts[1])[3:5] == ["--nproc-per-node", "8"]
     _, alone = planned(capsys, f"--gpu h200 --num-gpus 8 --gpus-per-host 1 --memory-gib 11 -- {flags}")
     assert not any("share" in part for part in alone)
-    assert re.search(r"with [\d.]+ GiB of host memory for each GPU: --swap-memory-gib 11 --swap-host-gib 50$", parts[0])
+    assert re.search(r"with \d+ MiB of host memory for each GPU: --swap-memory-gib 11 --swap-host-gib 50$", parts[0])
     assert words(alone[1])[4:9] == ["1", "--nnodes", "8", "--node-rank", "$NODE_RANK"]
     _, given = planned(capsys, f"--gpu h200 --num-gpus 8 --link-gb-s 21 --memory-gib 11 -- {flags}")
     assert any(part.endswith("at 21 GB/s in one direction, 21 in each of both, as given.") for part in given)
