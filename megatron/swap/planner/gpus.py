@@ -63,7 +63,7 @@ class Gpu:
 
 
 WIDE, NARROW = 4096, 560
-"""The hidden size from which on linear layers are as fast as they get, and what each product costs besides, in its unit."""
+"""The hidden size from which on linear layers are fastest, and the cost of each product beside it, in the same unit."""
 TFLOPS, ATTENTION, BANDWIDTH, OPTIMIZER, LINK, BOTH_WAYS = 0.6, 0.52, 0.7, 0.48, 0.85, 0.88
 """Fractions of a data sheet's figures that training is assumed to reach: of its dense bf16 TFLOP/s in linear layers and
 in attention, of its memory bandwidth in elementwise kernels and in the optimizer, of its link in one direction, and of
