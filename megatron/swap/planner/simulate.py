@@ -68,7 +68,7 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
     peak_gib, peak_at = step.peak_mib / MIB_PER_GIB + profile.fragments_gib, step.peak_at
     if profile.loss_block_gib:
         # The logits need one block, and what layers have freed is in pieces: the allocator takes new memory for them.
-        beside_gib = step.layers_peak_mib / MIB_PER_GIB + profile.loss_block_gib + profile.fragments_gib / 2
+        beside_gib = step.layers_peak_mib / MIB_PER_GIB + profile.loss_block_gib
         if beside_gib > peak_gib:
             peak_gib, peak_at = beside_gib, "at the loss, beside what layers have freed"
     return Prediction(
