@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,14 +85,18 @@ class OptimizerSwap:
     Args:
         device: the device that trains.
         settings: see ``OffloadSettings``.
+        num_micro_batches: returns the number of micro-batches of the current step.
     """
 
-    def __init__(self, device: Device, settings: OffloadSettings) -> None:
+    def __init__(
+        self, device: Device, settings: OffloadSettings, num_micro_batches: Callable[[], int] = get_num_microbatches
+    ) -> None:
         host_limit_bytes, disk = settings.host_limit_bytes, settings.disk
         if settings.expected is not None:
             host_limit_bytes = int(STATE_HOST_FRACTION * host_limit_bytes)
         self._device = device
         self._settings = settings
+        self._num_micro_batches = num_micro_batches
         self._arena = HostArena(limit_bytes=host_limit_bytes, pinned=device.torch_device.type == "cuda")
         self._memory = StateMemory(self._arena, disk)
         bucket_bytes = BUCKET_BYTES if disk is None else bucket_bytes_before_disk(host_limit_bytes)
@@ -180,7 +185,7 @@ class OptimizerSwap:
             num_forwards = self._num_forwards[layer] = self._num_forwards.get(layer, 0) + 1
             self._overlap.on_layer_forward(is_first_micro_batch=num_forwards == 1)
             hidden_states = options.get("hidden_states", arguments[0] if arguments else None)
-            is_last = num_forwards == get_num_microbatches()
+            is_last = num_forwards == self._num_micro_batches()
             if is_last and isinstance(hidden_states, torch.Tensor) and hidden_states.requires_grad:
                 # The gradient of a layer's input is the last that its backward computes.
                 hidden_states.register_hook(lambda _: self._overlap.on_layer_backward_end())
