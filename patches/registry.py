@@ -28,6 +28,8 @@ VERSIONS = {
     "torch": ("2.11.0",),
 }
 """Versions of upstream distributions whose sources the patches fit, the oldest first."""
+BUILT_ONLY = ("0.16.1", "0.17.1")
+"""Earlier versions of megatron-core, whose models ``install`` swaps; the patches of the trainer do not fit them."""
 
 # Symbols that are replaced now. A second patch of a symbol would take the first replacement for the original.
 _in_place: set[str] = set()

@@ -19,7 +19,13 @@ from megatron.swap.common.rounding import ceil_div
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.layer_hooks import in_backward
-from megatron.swap.megatron_lm.optimizer_adapter import AdaptedOptimizer, copier_to_model, is_elementwise, unchained
+from megatron.swap.megatron_lm.optimizer_adapter import (
+    AdaptedOptimizer,
+    copier_to_model,
+    is_elementwise,
+    main_params_of,
+    unchained,
+)
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.optimizer.overlap import StepOverlap
@@ -152,6 +158,21 @@ class OptimizerSwap:
                 self._created[param] = self._transfers.offload_main_param(param)
         for one in unchained(optimizer):
             self._adapt(one)
+
+    def take_over(self, optimizer: Any) -> None:
+        """Do as ``on_main_param_created`` and ``attach`` for an ``optimizer`` that exists, and may have been stepped.
+
+        Its state was on the device until now, all at once.
+
+        Raises:
+            UsageError: the optimizer is none of Megatron's, or as for ``attach``.
+            HostMemoryError, DiskError: there is no room for its state.
+        """
+        for param in main_params_of(optimizer):
+            self.on_main_param_created(param)
+        self.attach(optimizer)
+        for adapted in self._adapted:
+            adapted.stepper.store_loaded()
 
     def _adapt(self, optimizer: Any) -> None:
         inner = optimizer.optimizer

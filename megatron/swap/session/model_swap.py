@@ -223,8 +223,11 @@ class ModelSwap:
             UsageError: no model was attached, or the class of the optimizer is unknown.
             HostMemoryError, DiskError: there is no room for its state.
         """
+        self._attached_optimizer_swap().attach(optimizer)
+        self._reserve_host_memory()
+
+    def _reserve_host_memory(self) -> None:
         swap = self._attached_optimizer_swap()
-        swap.attach(optimizer)
         self.planned.state_memory.resize(swap.needed_bytes)
         if self.parts is not None:
             pool = self.parts.pool
