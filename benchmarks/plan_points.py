@@ -3,6 +3,7 @@
     python -m benchmarks.plan_points profile mla                     # on the GPU: profiles that predictions need
     python -m benchmarks.plan_points predict                         # anywhere: plans and predictions, to be committed
     python -m benchmarks.plan_points run dense-tight 8b-64k --output points.json       # on the GPU, after the commit
+    python -m benchmarks.plan_points unswapped dense-1.3b --output points.json         # on the GPU, to compare with
 
 `predict` writes a plan file for each point and `predictions.json` into docs/results/plan-points. `run` pastes a point's
 command with --swap-summary behind it, and writes peaks and step times beside what was predicted. Points that are in
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -200,11 +202,11 @@ def run(predicted: dict[str, Any], limit_s: float) -> dict[str, Any]:
         done = paste(f"{predicted['command']} --swap-summary {summary}", limit_s)
         found = json.loads(summary.read_text()) if done.returncode == 0 and summary.exists() else None
     step_ms = [float(text) for text in TIME.findall(done.stdout)]
-    row = {
-        "command": predicted["command"], "wall_s": round(time.monotonic() - began, 1),
-        "budget_gib": predicted["budget_gib"], "predicted_device_gib": predicted["device_gib"],
-        "predicted_host_gib": predicted["host_gib"], "predicted_step_ms": predicted["step_ms"],
-    }  # fmt: skip
+    row = {"command": predicted["command"], "wall_s": round(time.monotonic() - began, 1)}
+    row |= {f"predicted_{key}": predicted[key] for key in ("device_gib", "host_gib", "step_ms") if key in predicted}
+    budget_gib = predicted.get("budget_gib", math.inf)
+    if "budget_gib" in predicted:
+        row["budget_gib"] = budget_gib
     if found is None:
         outcome = "timeout" if done.returncode == TIMED_OUT else "failed"
         return row | {"outcome": outcome, "step_ms_all": step_ms, "output_tail": done.stdout[-3000:]}
@@ -220,9 +222,9 @@ def run(predicted: dict[str, Any], limit_s: float) -> dict[str, Any]:
         "losses": found["losses"],
         "step_ms_all": step_ms,
         "step_ms_median": median_ms,
-        "is_within_budget": reserved / GIB <= predicted["budget_gib"],
-        "device_error": predicted["device_gib"] * GIB / reserved - 1,
-        "step_error": None if median_ms is None else predicted["step_ms"] / median_ms - 1,
+        "is_within_budget": reserved / GIB <= budget_gib,
+        "device_error": predicted["device_gib"] * GIB / reserved - 1 if "device_gib" in predicted else None,
+        "step_error": predicted["step_ms"] / median_ms - 1 if median_ms and "step_ms" in predicted else None,
     }
 
 
@@ -230,6 +232,8 @@ def line(name: str, row: dict[str, Any]) -> str:
     """Return a row of a run in one line."""
     if row["outcome"] != "ok":
         return f"{name}: {row['outcome']} after {row['wall_s']} s"
+    if "budget_gib" not in row:
+        return f"{name}: {row['reserved_gib']:.2f} GiB; {row['step_ms_median']:,.0f} ms; {row['wall_s']} s"
     step = "no step" if row["step_error"] is None else f"{row['step_ms_median']:,.0f} ms ({row['step_error']:+.1%})"
     within = "within" if row["is_within_budget"] else "ABOVE"
     return (f"{name}: {row['reserved_gib']:.2f} GiB, {within} {row['budget_gib']:g} (predicted "
@@ -239,7 +243,7 @@ def line(name: str, row: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Profile, predict or run points. Return 0 if all that were asked for are done and within their budgets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("profile", "predict", "run"))
+    parser.add_argument("what", choices=("profile", "predict", "run", "unswapped"))
     parser.add_argument("names", nargs="*", help="points; default: all")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="plans and predictions")
     parser.add_argument("--output", type=Path, help="run: JSON file of the rows")
@@ -267,30 +271,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_text(file, json.dumps({"points": kept}, indent=1) + "\n")
             print(*(f"{name}: {row['verdict'] if row else 'needs a profile'}" for name, row in made.items()), sep="\n")
         else:
-            return run_all(file, names, options)
+            if options.what == "unswapped":
+                flags = {name: points[name].training_flags for name in names}
+                return run_all({f"{name} unswapped": {"command": training_command(one, [], 1, 1)}
+                                for name, one in flags.items()}, options)  # fmt: skip
+            predicted = json.loads(file.read_text())["points"]
+            for name in set(names) - predicted.keys():
+                print(f"{name}: has no prediction")
+            done = run_all({name: predicted[name] for name in names if name in predicted}, options)
+            return 1 if set(names) - predicted.keys() else done
     except PointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def run_all(file: Path, names: Sequence[str], options: argparse.Namespace) -> int:
-    """Run the points that have a prediction and no row yet. Return 0 if all rows are within their budgets."""
+def run_all(wanted: dict[str, dict[str, Any]], options: argparse.Namespace) -> int:
+    """Run what has no row yet. Return 0 if all rows are there and within their budgets.
+
+    Args:
+        wanted: by name, the command, and what was predicted.
+    """
     if options.output is None:
-        raise PointError("run: --output FILE is missing")
-    began, predicted = time.monotonic(), json.loads(file.read_text())["points"]
+        raise PointError(f"{options.what}: --output FILE is missing")
+    began = time.monotonic()
     old = json.loads(options.output.read_text()) if options.output.exists() else {}
     written: dict[str, Any] = {"date": now(), **facts(), **old}
     rows = written.setdefault("points", {})
-    for name in names:
-        if name not in predicted:
-            print(f"{name}: has no prediction")
-        elif rows.get(name, {}).get("outcome") != "ok" and time.monotonic() - began < options.time_limit_s:
-            rows[name] = run(predicted[name], options.limit_s)
+    for name, one in wanted.items():
+        if rows.get(name, {}).get("outcome") != "ok" and time.monotonic() - began < options.time_limit_s:
+            rows[name] = run(one, options.limit_s)
             write_text(options.output, json.dumps(written, indent=1) + "\n")
             print(line(name, rows[name]), flush=True)
-    done = [rows[name] for name in names if name in rows and rows[name]["outcome"] == "ok"]
-    return 0 if len(done) == len(names) and all(row["is_within_budget"] for row in done) else 1
+    done = [rows[name] for name in wanted if name in rows and rows[name]["outcome"] == "ok"]
+    return 0 if len(done) == len(wanted) and all(row["is_within_budget"] for row in done) else 1
 
 
 if __name__ == "__main__":

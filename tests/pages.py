@@ -158,9 +158,15 @@ def patches_page() -> str:
 
 
 def training_flags() -> str:
-    """The names of all training flags, one a line: those of the installed Megatron and our own."""
+    """The names of all training flags, one a line: those of the installed Megatron and our own.
+
+    ``VALUE`` follows a flag that needs a value.
+    """
     parser = add_swap_flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False)))
-    names = sorted({name for action in parser._actions for name in action.option_strings if name.startswith("--")})
+    names = sorted({
+        f"{name} VALUE" if action.nargs not in (0, "?", "*") else name
+        for action in parser._actions for name in action.option_strings if name.startswith("--")
+    })  # fmt: skip
     return "\n".join([f"made by `python -m tests.pages` from megatron-core {version('megatron-core')}", *names, ""])
 
 

@@ -186,6 +186,7 @@ PLAN: list[tuple[str, Words]] = [
     ("plan --profile /dev/zero", ["/dev/zero", "device or a pipe"]),
     ("plan --gpu h200 --memory-gib 80GB", ["--memory-gib", "'80GB'", "device memory that a step may reserve"]),
     ("plan --gpu h200 --memory-gb 80", ["--memory-gb is not a flag", "nearest is --memory-gib"]),
+    (f"plan --gpu h200 {MODEL}", ["--num-layers is a training flag", "go behind --", "--gpu h100 -- --num-layers"]),
     ("plan --gpu h200 -- --num-layers many", ["--num-layers", "'many'"]),
     (f"plan --gpu h300 -- {MODEL}", ["--gpu h300", "h200, h100"]),
 ]

@@ -31,13 +31,12 @@ from megatron.swap.common.command_line import CommandLine
 from megatron.swap.common.config import USUAL_FRACTION, check_files
 from megatron.swap.common.plan import Model, load_plan, save_plan
 from megatron.swap.common.records import from_json, read_text
-from megatron.swap.common.types import MOST, MemoryRow, UsageError
-from megatron.swap.planner.flags import Training, check_known, not_counted, read_flags
+from megatron.swap.common.types import GIB, MOST, MemoryRow, UsageError, format_bytes
+from megatron.swap.planner.flags import Training, check_known, not_counted, read_flags, training_flags
 from megatron.swap.planner.gpus import CUSTOM_SYNTAX, GPUS, MAX_PER_HOST, Gpu, find_gpu
 from megatron.swap.planner.options import DISK, STATE, Option, best, of_profile, of_training
 from megatron.swap.planner.profile import Profile, load_profile, save_profile
 from megatron.swap.planner.shape import params_of_rank
-from megatron.swap.planner.simulate import Prediction
 from megatron.swap.planner.solve import Solution, curve
 from megatron.swap.planner.table import (
     memory_table,
@@ -54,13 +53,23 @@ WITH_GPU = ("num_gpus", "gpus_per_host", "pipeline_rank", "summary", "flags")
 DISK_NOTE = "The disk's speed is not known: 1.2 GB/s written and 2.2 read are assumed."
 
 
+class _PlanLine(CommandLine):
+    """The options of plan. A training flag among them has lost its ``--``."""
+
+    def unknown(self, words: list[str]) -> str:
+        lost = next((name for word in words if (name := word.partition("=")[0]) in training_flags()), None)
+        if lost is None:
+            return super().unknown(words)
+        return f"{lost} is a training flag. Training flags go behind --, as in `{self.prog} --gpu h100 -- {lost} …`."
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Plan, print and write the files that the options name. Return the exit status.
 
     Args:
         arguments: the command line after the program's name; `None`: that of this process.
     """
-    parser = CommandLine(
+    parser = _PlanLine(
         prog="megatron-swap plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -169,7 +178,8 @@ def _plan_training(options: argparse.Namespace, training: Training) -> bool:
     _check_host(options, training, host_gib, rank)
     measured = () if options.summary is None else read_measured(options.summary, training.model, rank)
     found = of_training(training, gpu, budget_gib, host_gib, rank, _disk_dir(options.flags), options.link_gb_s)
-    chosen = best(_wanted(found, training, is_saved=options.save is not None))
+    wanted = _wanted(found, training, is_saved=options.save is not None)
+    chosen = best(wanted, is_disk_given=training.disk_gib > 0)
     on = f"in {budget_gib:.4g} of the {gpu.memory_gib:g} GiB of {gpu.name}"
     budget = ["--swap-plan", str(options.save)] if options.save else ["--swap-memory-gib", _floor(budget_gib)]
     flags: list[str] = []
@@ -179,10 +189,9 @@ def _plan_training(options: argparse.Namespace, training: Training) -> bool:
         flags = [*(budget if chosen.is_planned else ()), *chosen.flags]
         if chosen.is_planned and host_gib is not None:
             flags += ["--swap-host-gib", _floor(host_gib)]
-        how = f"with {' '.join(flags)}" if flags else "as it is: nothing needs to be swapped or recomputed"
-        print(f"Fits {on}, {how}.", end="\n\n")
+        print(_verdict(chosen, found[0], on, flags, training.num_gpus, training.disk_gib > 0), end="\n\n")
         print(training_command(options.flags, flags, training.num_gpus, per_host), end="\n\n")
-        print(prediction_text(chosen, _unswapped(found), training.tokens), end="\n\n")
+        print(prediction_text(chosen, found[0], training.tokens), end="\n\n")
     print(options_table(found, training.tokens))
     if chosen is not None and chosen.disk_gib:
         print(f"\n{DISK_NOTE}")
@@ -196,10 +205,10 @@ def _plan_training(options: argparse.Namespace, training: Training) -> bool:
         assert states is not None
         assert chosen.prediction is not None
         params = params_of_rank(training.model, training.tied, rank)
-        profile, prediction = chosen.predicted_profile, chosen.prediction
+        profile, prediction = chosen.predicted_profile, replace(chosen.prediction, peak_gib=chosen.device_gib)
         _print_tables(options, chosen)
         print(f"\n{memory_table(states, params, profile, prediction, before_disk_gib, measured)}")
-    _write(options, chosen, _unswapped(found))
+    _write(options, chosen, found[0])
     return True
 
 
@@ -219,9 +228,8 @@ def _plan_profile(options: argparse.Namespace) -> bool:
     chosen = found[-1]
     if chosen.fits:
         budget = f"--swap-plan {options.save}" if options.save else f"--swap-memory-gib {_floor(budget_gib)}"
-        how = " ".join((budget, *chosen.flags))
-        print(f"Fits in {budget_gib:.4g} GiB of {profile.device.name}, with {how}.")
-        print(f"\n{prediction_text(chosen, _unswapped(found), tokens)}\n")
+        print(_verdict(chosen, found[0], f"in {budget_gib:.4g} GiB of {profile.device.name}", (budget, *chosen.flags)))
+        print(f"\n{prediction_text(chosen, found[0], tokens)}\n")
     else:
         print(f"Does not fit in {budget_gib:.4g} GiB of {profile.device.name}. The smallest budget that was found "
               f"feasible is {chosen.device_gib:g} GiB.\n")  # fmt: skip
@@ -230,7 +238,7 @@ def _plan_profile(options: argparse.Namespace) -> bool:
         return False
     if options.table:
         _print_tables(options, chosen)
-    _write(options, chosen, _unswapped(found))
+    _write(options, chosen, found[0])
     return True
 
 
@@ -241,18 +249,13 @@ def _print_tables(options: argparse.Namespace, chosen: Option) -> None:
             print(f"\n{table}")
 
 
-def _write(options: argparse.Namespace, chosen: Option, unswapped: Prediction) -> None:
+def _write(options: argparse.Namespace, chosen: Option, unswapped: Option) -> None:
     if options.save and chosen.solution is not None:
         save_plan(chosen.solution.plan, options.save)
     if options.save_profile:
         save_profile(chosen.profile, options.save_profile)
     if options.curve:
         draw(curve(chosen.profile), unswapped, chosen.profile, options.curve)
-
-
-def _unswapped(found: Sequence[Option]) -> Prediction:
-    assert found[0].prediction is not None
-    return found[0].prediction
 
 
 def _budget_gib(options: argparse.Namespace, given_gib: float | None, device_gib: float) -> float:
@@ -271,6 +274,23 @@ def _wanted(found: Sequence[Option], training: Training, is_saved: bool) -> list
     if training.offloads:
         return [one for one in found if one.name == DISK or (one.name == STATE and not training.disk_gib)]
     return [one for one in found if one.is_planned] if is_saved else list(found)
+
+
+def _verdict(
+    chosen: Option, unswapped: Option, on: str, flags: Sequence[str], num_gpus: int = 1, is_disk_given: bool = True
+) -> str:
+    """Return what fits: its step time, its memory besides the device's, and its flags."""
+    if not flags:
+        return f"Fits {on}, as it is: nothing needs to be swapped or recomputed."
+    assert chosen.prediction is not None
+    assert unswapped.prediction is not None
+    times = chosen.prediction.step_ms / unswapped.prediction.step_ms
+    tiers = [f"{format_bytes(gib * GIB)} of {what}"
+             for gib, what in ((chosen.host_gib, "host memory"), (chosen.disk_gib, "disk")) if gib]  # fmt: skip
+    only = " only with a disk," if chosen.disk_gib and not is_disk_given else ""
+    each = " for each GPU" if num_gpus > 1 else ""
+    beside = f", with {' and '.join(tiers)}{each}" if tiers else ""
+    return f"Fits {on}{only} at {times:.2f} x the unswapped step time{beside}: {' '.join(flags)}"
 
 
 def _disk_dir(flags: Sequence[str]) -> str:
@@ -371,7 +391,7 @@ def check_picture(path: Path) -> None:
         raise UsageError(f"--curve {path}: must be a picture; its name ends in .{', .'.join(kinds)}.")
 
 
-def draw(points: list[Solution], unswapped: Prediction, profile: Profile, path: Path) -> None:
+def draw(points: list[Solution], unswapped: Option, profile: Profile, path: Path) -> None:
     """Draw step time, relative to nothing swapped, against device memory in GiB."""
     import matplotlib
 
@@ -380,12 +400,14 @@ def draw(points: list[Solution], unswapped: Prediction, profile: Profile, path: 
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(figsize=(9, 5.5), dpi=130, layout="constrained")
+    assert unswapped.prediction is not None
+    unswapped_ms = unswapped.prediction.step_ms
     budgets = [point.plan.budget_gib or 0.0 for point in points]
-    relative = [point.prediction.step_ms / unswapped.step_ms for point in points]
-    bounds = [point.lower_bound_ms / unswapped.step_ms for point in points]
+    relative = [point.prediction.step_ms / unswapped_ms for point in points]
+    bounds = [point.lower_bound_ms / unswapped_ms for point in points]
     axes.step(budgets, relative, where="post", color="#c2410c", label="fastest plan found")
     axes.plot(budgets, bounds, color="#94a3b8", linestyle="--", label="lower bound of all plans")
-    axes.plot(unswapped.peak_gib, 1.0, "o", color="#1e293b", label="nothing swapped")
+    axes.plot(unswapped.device_gib, 1.0, "o", color="#1e293b", label="nothing swapped")
     axes.axvline(profile.static_gib, color="#475569", linewidth=0.8)
     axes.annotate(
         "weights, gradients, optimizer", (profile.static_gib, 1.0), (6, 0), textcoords="offset points",

@@ -17,8 +17,9 @@ from megatron.swap.common.types import MOST, UsageError
 from megatron.swap.planner.states import States
 
 FLAGS_FILE = Path(__file__).with_name("training_flags.txt")
-"""The names of all training flags, Megatron's and ours, behind a line that ends in Megatron's version. Planning imports
-neither Megatron nor torch, so it cannot ask the parser; ``python -m tests.pages`` renews the file."""
+"""The names of all training flags, Megatron's and ours, behind a line that ends in Megatron's version. Flags that need
+a value have ``VALUE`` behind them. Planning imports neither Megatron nor torch, so it cannot ask the parser;
+``python -m tests.pages`` renews the file."""
 
 UNSUPPORTED = frozenset({
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
@@ -144,7 +145,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
 
 
 def check_known(flags: Sequence[str], options: Collection[str] = ()) -> None:
-    """Refuse flags that no training command has, and those that ``shape_profile`` does not cover.
+    """Refuse flags that no training command has, that lack a value, and those that ``shape_profile`` does not cover.
 
     Args:
         options: the planner's own options, which stand before ``--``.
@@ -154,10 +155,12 @@ def check_known(flags: Sequence[str], options: Collection[str] = ()) -> None:
     """
     if not flags:
         raise UsageError("--gpu needs the flags of the training command, behind -- (--gpu h100 -- --num-layers 24 …).")
-    known, rest = _parser().parse_known_args(list(flags))
-    for flag, value in zip(flags, [*flags[1:], ""], strict=True):
+    for flag, value in zip(flags, [*flags[1:], "--"], strict=True):
         if flag == "--save" and value.endswith(".json"):
             raise UsageError(f"--save {value}: behind -- it is the folder of checkpoints. Give it before the -- .")
+        if flag in _flags_with_value() and value.startswith("--"):
+            raise UsageError(f"{flag}: needs a value among the training flags.")
+    known, rest = _parser().parse_known_args(list(flags))
     for flag in _names(flags):
         if flag in training_flags():
             continue
@@ -193,6 +196,13 @@ def _names(flags: Sequence[str]) -> list[str]:
 def training_flags() -> frozenset[str]:
     """Return the flags that a training command may have: Megatron's and our own, with their hyphens."""
     return frozenset(word for word in FLAGS_FILE.read_text().split() if word.startswith("--"))
+
+
+@functools.cache
+def _flags_with_value() -> frozenset[str]:
+    """Return the training flags that need a value."""
+    lines = map(str.split, FLAGS_FILE.read_text().splitlines())
+    return frozenset(flag for flag, *value in lines if value == ["VALUE"])
 
 
 def _check_multiple(known: argparse.Namespace, name: str, parts: int, what: str) -> None:

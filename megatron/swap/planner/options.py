@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import LAYER_SECTION, Infeasible, Plan, PlanClass
-from megatron.swap.common.types import UsageError
+from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.planner.flags import Training
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.profile import Profile
-from megatron.swap.planner.shape import params_of_rank, shape_profile, with_megatrons_loss
+from megatron.swap.planner.shape import BYTES, params_of_rank, shape_profile, with_megatrons_loss
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import Solution, empty_plan, written_budget
 from megatron.swap.planner.state_fraction import solve_fractions, with_fraction
@@ -24,6 +24,9 @@ NOTHING, FULL, PLANNED, STATE, DISK = (
 FULL_FLAGS = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 NEAR = 1.02
 """A simpler option is preferred if its step takes at most this times the fastest one's."""
+LAYERS_AHEAD = 20
+"""Layers that the host is ahead of the GPU: CUDA queues 1,024 kernels, and a layer's forward and backward launch about
+50 (docs/dev/planner.md)."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Option:
     Attributes:
         flags: what the training command gets for it, without the budget.
         profile: the step that the plan was made from.
-        device_gib: the device's peak; if no plan fits, the smallest feasible budget.
+        device_gib: the device's peak of reserved memory; if no plan fits, the smallest feasible budget.
         host_gib, disk_gib: offloaded activations and optimizer state.
         prediction: ``None``: no plan fits.
         solution: ``None``: no plan fits, or the option needs no planner.
@@ -56,7 +59,7 @@ class Option:
         """The smallest budget that was found feasible, rounded up; at most the given one if a plan fits."""
         if self.prediction is None or self.solution is not None:
             return self.device_gib
-        return float(written_budget(self.device_gib + self.profile.reserves_gib[-1]))
+        return float(written_budget(self.device_gib))
 
     @property
     def is_planned(self) -> bool:
@@ -65,7 +68,10 @@ class Option:
 
     @property
     def predicted_profile(self) -> Profile:
-        """The step that the prediction is for: with the chosen fraction of optimizer state offloaded."""
+        """The step that the prediction is for: with its fragments and its fraction of optimizer state offloaded."""
+        if self.solution is None and self.prediction is not None:
+            more_gib = self.device_gib - self.prediction.peak_gib
+            return replace(self.profile, allocator_gib=self.profile.fragments_gib + more_gib)
         fraction = None if self.solution is None else self.solution.plan.offload_fraction
         return self.profile if fraction is None else with_fraction(self.profile, fraction)
 
@@ -118,7 +124,8 @@ def of_training(
         on_disk_gib = split_before_disk(offloaded_gib, host_gib, room_gib).state_on_disk if disk_gib else 0.0
         return states, profile_of(states, room_gib, on_disk_gib)
 
-    found = without_planner(with_megatrons_loss(profile_of(kept, None)), budget_gib, kept)
+    gradients_gib = BYTES * params / GIB
+    found = without_planner(with_megatrons_loss(profile_of(kept, None)), budget_gib, kept, gradients_gib)
     found.append(_planned(PLANNED, (), profile_of(kept, host_gib), budget_gib, host_gib, kept))
     fraction = "auto" if not training.offloads or training.states.is_auto else f"{training.states.offload_fraction:g}"
     flags: tuple[str, ...] = ("--swap-optimizer", fraction)
@@ -128,7 +135,9 @@ def of_training(
             break
         try:
             states, profile = offloading(disk_gib)
-            found.append(_planned(name, flags, profile, budget_gib, host_gib, states, has_disk=disk_gib > 0))
+            option = _planned(name, flags, profile, budget_gib, host_gib, states, has_disk=disk_gib > 0)
+            # A given fraction must be offloaded, so that option cannot do what a plan without it does.
+            found.append(_at_least(option, found[-1]) if states.is_auto or found[-1].name == STATE else option)
         except UsageError:
             pass  # a given fraction that needs the disk
         flags = (*flags, "--swap-disk-dir", disk_dir)
@@ -144,8 +153,14 @@ def of_profile(profile: Profile, budget_gib: float) -> list[Option]:
     return [*found, _planned(name, flags, profile, budget_gib, profile.host_gib, None)]
 
 
-def without_planner(profile: Profile, budget_gib: float, states: States | None) -> list[Option]:
-    """Return the options without Megatron Swap: nothing, and Megatron's full recomputation if the profile knows it."""
+def without_planner(
+    profile: Profile, budget_gib: float, states: States | None, weight_gradients_gib: float = 0.0
+) -> list[Option]:
+    """Return the options without Megatron Swap: nothing, and Megatron's full recomputation if the profile knows it.
+
+    Args:
+        weight_gradients_gib: 16-bit gradients of all weights of the rank; 0: not known.
+    """
     recomputed = tuple(
         PlanClass(format_ranges(entry.layers), {}, (LAYER_SECTION,))
         for entry in profile.layers if any(part.name == LAYER_SECTION for part in entry.sections)
@@ -156,9 +171,29 @@ def without_planner(profile: Profile, budget_gib: float, states: States | None) 
     found = []
     for name, flags, plan in plans:
         prediction = simulate(profile, plan)
-        fits = prediction.peak_gib + profile.reserves_gib[-1] <= budget_gib
-        found.append(Option(name, flags, profile, prediction.peak_gib, 0.0, 0.0, fits, prediction, states=states))
+        reserved_gib = _reserved_gib(profile, prediction, weight_gradients_gib)
+        fits = reserved_gib <= budget_gib
+        found.append(Option(name, flags, profile, reserved_gib, 0.0, 0.0, fits, prediction, states=states))
     return found
+
+
+def _reserved_gib(profile: Profile, prediction: Prediction, weight_gradients_gib: float) -> float:
+    """Return the device memory that the allocator reserves in a step of Megatron alone.
+
+    Megatron accumulates weight gradients on a side stream. The allocator reuses the memory of a gradient only when an
+    event has passed on the GPU (``megatron_lm/accumulators.py``), and the host is up to ``LAYERS_AHEAD`` layers ahead.
+    So gradients of earlier micro-batches add to the peak, and those of all micro-batches to the step's last backward.
+    """
+    num_layers = sum(len(entry.layers) for entry in profile.layers)
+    ahead = LAYERS_AHEAD / num_layers
+    last_mib = max(
+        entry.saved_mib + max((mib for _, mib in entry.temporaries), default=0.0) for entry in profile.layers
+    )
+    last_gib = profile.static_gib + profile.fragments_gib + last_mib * MIB / GIB
+    return max(
+        prediction.peak_gib + weight_gradients_gib * min(profile.num_micro_batches - 1, ahead),
+        last_gib + weight_gradients_gib * min(profile.num_micro_batches, ahead),
+    )
 
 
 def _planned(
@@ -184,8 +219,21 @@ def _planned(
     )  # fmt: skip
 
 
-def best(found: Sequence[Option]) -> Option | None:
-    """Return the fastest option that fits, or a simpler one that is nearly as fast; ``None``: none fits."""
+def _at_least(option: Option, simpler: Option) -> Option:
+    """Return ``option``, or what ``simpler`` does if only that fits or if it needs less: ``option`` may do the same."""
+    if option.fits or not (simpler.fits or simpler.needed_gib < option.needed_gib):
+        return option
+    return replace(simpler, name=option.name, flags=option.flags)
+
+
+def best(found: Sequence[Option], is_disk_given: bool = False) -> Option | None:
+    """Return the fastest option that fits, or a simpler one that is nearly as fast; ``None``: none fits.
+
+    Args:
+        is_disk_given: the run has a disk. Without it a disk is chosen only if nothing else fits.
+    """
     fitting = [(one, one.prediction.step_ms) for one in found if one.fits and one.prediction is not None]
+    if not is_disk_given:
+        fitting = [pair for pair in fitting if pair[0].name != DISK] or fitting
     least_ms = min((ms for _, ms in fitting), default=0.0)
     return next((one for one, ms in fitting if ms <= NEAR * least_ms), None)

@@ -132,7 +132,7 @@ class _Step:
         self._youngest: _Group | None = None
         self._current: _Group | None = None
         self._cursor = 0
-        self.peak_mib = self.host_peak_mib = 0.0
+        self.peak_mib = self.host_peak_mib = self._layers_peak_mib = 0.0
         self.peak_at = ""
         self.timeline: list[tuple[float, float, str]] = []
         self.marks: list[tuple[float, float, float, float]] = []
@@ -165,6 +165,10 @@ class _Step:
             (self._forward if unit.is_forward else self._backward)(unit, chunks[unit.chunk])
             if not unit.is_forward:
                 self.marks.append(self.times)
+        block_mib = profile.loss_block_gib * MIB_PER_GIB
+        if block_mib and self._layers_peak_mib + block_mib > self.peak_mib:
+            self.peak_mib = self._layers_peak_mib + block_mib
+            self.peak_at = "at the loss, beside the memory of layers"
 
     @property
     def times(self) -> tuple[float, float, float, float]:
@@ -190,7 +194,7 @@ class _Step:
             self._forward_layer(layer, unit.micro_batch, forward_pass)
         if self._profile.has_loss and unit.chunk == len(self._profile.chunks) - 1:
             self._now += non_layer.forward_ms
-            self._record_peak(f"at the loss, micro-batch {unit.micro_batch}", non_layer.peak_gib * MIB_PER_GIB)
+            self._record_loss(f"at the loss, micro-batch {unit.micro_batch}", non_layer.peak_gib * MIB_PER_GIB)
         if unit.chunk == self._non_layer_chunk:
             self._mib += non_layer.kept_gib * MIB_PER_GIB
 
@@ -315,7 +319,7 @@ class _Step:
                 if i in storages and storages[i].state != "kept":
                     self._host_mib -= storages[i].mib
                     self._prefetch()
-            if self._mib + temporary_mib > self.peak_mib:
+            if self._mib + temporary_mib > self._layers_peak_mib:
                 self._record_peak(where, temporary_mib)
         self._now = max(self._now, begin + script.backward_ms)
         self.timeline.append((self._now, self._mib, where))
@@ -373,6 +377,10 @@ class _Step:
         return min(allowed, 2 * self._chosen_window_mib)
 
     def _record_peak(self, where: str, more_mib: float = 0.0) -> None:
+        self._layers_peak_mib = max(self._layers_peak_mib, self._mib + more_mib)
+        self._record_loss(where, more_mib)
+
+    def _record_loss(self, where: str, more_mib: float) -> None:
         if self._mib + more_mib > self.peak_mib + 1e-6:
             self.peak_mib = self._mib + more_mib
             self.peak_at = where

@@ -22,7 +22,7 @@ def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> 
     fractions that were tried.
 
     Raises:
-        Infeasible: no plan fits, even with the maximum offloaded.
+        Infeasible: no plan fits, neither with the maximum offloaded nor with nothing.
     """
     state = profile.offloaded_state
     if state is None or not state.fraction:
@@ -30,7 +30,10 @@ def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> 
     if state.is_fixed:
         return _at(profile, state.fraction, budget_gib, max_plans)
     most = state.fraction
-    found: dict[int, Solution | None] = {STEPS: _at(profile, most, budget_gib, max_plans)}
+    try:
+        found: dict[int, Solution | None] = {STEPS: _at(profile, most, budget_gib, max_plans)}
+    except Infeasible as error:
+        return _without_buckets(profile, budget_gib, max_plans, error)
 
     def ms(step: int) -> float:
         if step not in found:
@@ -52,14 +55,7 @@ def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> 
     best = min((best, 0), key=lambda step: (ms(step), step))  # without buckets there are fewer fragments
     solution = found[best]
     assert solution is not None
-    bound_ms = min(one.lower_bound_ms for one in found.values() if one is not None)
-    name = sha256(profile)
-    plans = []
-    for plan in solution.plans:
-        assert plan.predicted is not None
-        predicted = replace(plan.predicted, lower_bound_ms=bound_ms)
-        plans.append(replace(plan, profile_sha256=name, predicted=predicted))
-    return Solution(tuple(plans), solution.predictions, bound_ms)
+    return _named(profile, solution, min(one.lower_bound_ms for one in found.values() if one is not None))
 
 
 def with_fraction(profile: Profile, fraction: float) -> Profile:
@@ -86,11 +82,41 @@ def with_fraction(profile: Profile, fraction: float) -> Profile:
     )
 
 
+def _without_buckets(profile: Profile, budget_gib: float, max_plans: int, error: Infeasible) -> Solution:
+    """Return the best plans that offload no state, after the maximum did not fit: its buckets may leave larger gaps.
+
+    Raises:
+        Infeasible: the one with the smaller budget.
+    """
+    try:
+        solution = _at(profile, 0.0, budget_gib, max_plans)
+    except Infeasible as other:
+        raise min(error, other, key=lambda one: one.smallest_gib) from None
+    return _named(profile, solution, solution.lower_bound_ms)
+
+
+def _named(profile: Profile, solution: Solution, bound_ms: float) -> Solution:
+    """Return ``solution`` with plans that name ``profile`` and the lower bound of all fractions."""
+    name = sha256(profile)
+    plans = []
+    for plan in solution.plans:
+        assert plan.predicted is not None
+        predicted = replace(plan.predicted, lower_bound_ms=bound_ms)
+        plans.append(replace(plan, profile_sha256=name, predicted=predicted))
+    return Solution(tuple(plans), solution.predictions, bound_ms)
+
+
 def _at(profile: Profile, fraction: float, budget_gib: float, max_plans: int) -> Solution:
     """Return the best plans with ``fraction`` offloaded."""
     solution = solve(with_fraction(profile, fraction), budget_gib, max_plans)
     plans = tuple(replace(plan, offload_fraction=fraction) for plan in solution.plans)
     return replace(solution, plans=plans)
+
+
+def copies_ms(profile: Profile) -> float:
+    """Return the time that copies of the offloaded state take in a step, in ms: of the link or the disk."""
+    state = profile.offloaded_state
+    return 0.0 if state is None else max(_offload_ms(profile, state, state.fraction), state.disk_ms)
 
 
 def _state_of(profile: Profile) -> OffloadedState:

@@ -9,6 +9,7 @@ from megatron.swap.common.types import GIB, MemoryRow, format_bytes
 from megatron.swap.planner.options import Option
 from megatron.swap.planner.profile import NonLayerSite, Profile
 from megatron.swap.planner.simulate import Prediction
+from megatron.swap.planner.state_fraction import copies_ms
 from megatron.swap.planner.states import BUCKETS_GIB, States, split_before_disk
 
 
@@ -144,25 +145,32 @@ def options_table(found: Sequence[Option], tokens: int) -> str:
     return "\n".join(_aligned(table, numbers=(1, 2, 3, 4)))
 
 
-def prediction_text(option: Option, unswapped: Prediction, tokens: int) -> str:
+def prediction_text(option: Option, unswapped: Option, tokens: int) -> str:
     """Return speed, peak of each tier, stalls and recomputation of an option that fits, and the profile's source."""
-    prediction = option.prediction
+    prediction, before = option.prediction, unswapped.prediction
     assert prediction is not None, "the option has no prediction"
-    slower = f"{100 * (prediction.step_ms / unswapped.step_ms - 1):+.1f} % to nothing swapped"
+    assert before is not None, "the unswapped step has no prediction"
+    profile = option.predicted_profile
+    slower = f"{100 * (prediction.step_ms / before.step_ms - 1):+.1f} % to nothing swapped"
     if option.solution is not None:
         slower += f"; no plan is below {option.solution.lower_bound_ms:,.1f} ms in this model"
     rows = [
         ("tokens/s", f"{tokens / prediction.step_ms * 1000:,.0f}", ""),
         ("step", f"{prediction.step_ms:,.1f} ms", slower),
-        ("device", _gib(prediction.peak_gib), f"{prediction.peak_at} (nothing swapped: {_gib(unswapped.peak_gib)})"),
+        ("device", _gib(option.device_gib), f"{prediction.peak_at} (nothing swapped: {_gib(unswapped.device_gib)})"),
         ("host", _gib(option.host_gib), "pinned"),
         ("disk", _gib(option.disk_gib), ""),
         ("waits", f"{prediction.out_stall_ms + prediction.in_stall_ms:,.1f} ms",
          f"for copies out {prediction.out_stall_ms:,.1f}, for copies in {prediction.in_stall_ms:,.1f}"),
         ("recomputed", f"{prediction.recompute_ms:,.1f} ms", "of the step"),
-        ("profile", "", option.profile.source),
+        ("optimizer", f"{profile.non_layer.optimizer_ms:,.1f} ms",
+         f"of the step; copies of offloaded state take {copies_ms(profile):,.1f}"),
+        ("profile", "", profile.source),
     ]  # fmt: skip
-    return "\n".join(_aligned([row for row in rows if row[0] != "disk" or option.disk_gib], numbers=1))
+    unused = {"disk"} if not option.disk_gib else set()
+    if profile.offloaded_state is None or not profile.offloaded_state.fraction:
+        unused.add("optimizer")
+    return "\n".join(_aligned([row for row in rows if row[0] not in unused], numbers=1))
 
 
 def _gib(gib: float) -> str:

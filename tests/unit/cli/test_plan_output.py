@@ -14,7 +14,7 @@ from megatron.swap.common.config import USUAL_FRACTION
 from megatron.swap.common.types import UsageError
 from megatron.swap.planner.flags import check_known, not_counted, read_flags, training_flags
 from megatron.swap.planner.gpus import GPUS, SHARED_GB_S, find_gpu
-from megatron.swap.planner.options import DISK, FULL, NOTHING, PLANNED, STATE, best, of_training
+from megatron.swap.planner.options import DISK, FULL, NOTHING, PLANNED, STATE, Option, best, of_training
 
 LAYERS = "--num-layers 4"
 SIZES = (
@@ -48,7 +48,10 @@ def test_first_the_verdict_then_the_command(capsys: pytest.CaptureFixture[str]) 
         capsys, f"--gpu h100 --memory-gib 20.5 -- {FLAGS} --swap-layers all"
     )
     assert status == 0
-    assert verdict == "Fits in 20.5 of the 79.1 GiB of NVIDIA H100 SXM, with --swap-memory-gib 20.5."
+    assert re.fullmatch(
+        r"Fits in 20\.5 of the 79\.1 GiB of NVIDIA H100 SXM at 1\.\d\d x the unswapped step time, with \d\.\d\d GiB of "
+        r"host memory: --swap-memory-gib 20\.5", verdict,
+    ), verdict  # fmt: skip
     assert words(command) == [
         "CUDA_DEVICE_MAX_CONNECTIONS=1", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "torchrun",
         "--nproc-per-node", "1", "pretrain_gpt_swap.py", *FLAGS.split(), "--swap-memory-gib", "20.5",
@@ -78,6 +81,24 @@ def test_what_fits_anyway_gets_no_flags(capsys: pytest.CaptureFixture[str]) -> N
     assert words(command)[6:] == FLAGS.split()
 
 
+def test_what_fits_is_decided_by_reserved_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """3.5B: 94.1 GiB are allocated unswapped, and 101.7 were reserved on a GPU."""
+    flags = (
+        "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
+        "--micro-batch-size 4 --global-batch-size 8 --vocab-size 32000 --swiglu --bf16 --hidden-dropout 0 "
+        "--untie-embeddings-and-output-weights"
+    )
+    _, (verdict, _, _, table, *_) = planned(capsys, f"--gpu h200 --memory-gib 100 -- {flags}")
+    assert "--swap-memory-gib 100" in verdict
+    assert rows(table)[NOTHING] == ["101.30", "0.00", "0.00", rows(table)[NOTHING][3], "no"]
+    assert float(rows(table)[FULL][0]) == pytest.approx(70.45, rel=0.02)
+    _, (verdict, _, speed, *_, memory) = planned(capsys, f"--gpu h200 --memory-gib 102 --table -- {flags}")
+    assert verdict.endswith("as it is: nothing needs to be swapped or recomputed.")
+    (device,) = (line for line in speed.splitlines() if line.startswith("device"))
+    assert device.count("101.30 GiB") == 2
+    assert memory.splitlines()[-1].split()[:2] == ["together", "101.30"]
+
+
 def test_the_tables_are_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     line = f"--gpu h200 {{}} -- {FLAGS}"
     without, with_tables = (planned(capsys, line.format(more))[1] for more in ("", "--table"))
@@ -89,7 +110,7 @@ def test_a_model_whose_state_is_too_large_is_told_how_it_fits(capsys: pytest.Cap
     """8B on 80 GB: activations alone cannot free enough."""
     status, (verdict, _, _, table, *_) = planned(capsys, f"--gpu h100 -- {LLAMA} --use-distributed-optimizer")
     assert status == 0
-    assert verdict.endswith("with --swap-memory-gib 75.14 --swap-optimizer auto.")
+    assert verdict.endswith(" GiB of host memory: --swap-memory-gib 75.14 --swap-optimizer auto")
     found = rows(table)
     assert [found[name][-1] for name in (NOTHING, PLANNED)] == ["no", "--swap-memory-gib …"]
     assert found[PLANNED][0].startswith("at least 1")
@@ -145,6 +166,7 @@ def test_gpus_of_one_host_share_memory_and_link(capsys: pytest.CaptureFixture[st
     assert words(parts[1])[3:5] == ["--nproc-per-node", "8"]
     _, alone = planned(capsys, f"--gpu h200 --num-gpus 8 --gpus-per-host 1 --memory-gib 11 -- {flags}")
     assert not any("share" in part for part in alone)
+    assert re.search(r"with \d+ MiB of host memory for each GPU: --swap-memory-gib 11 --swap-host-gib 50$", parts[0])
     assert words(alone[1])[4:9] == ["1", "--nnodes", "8", "--node-rank", "$NODE_RANK"]
     _, given = planned(capsys, f"--gpu h200 --num-gpus 8 --link-gb-s 21 --memory-gib 11 -- {flags}")
     assert any(part.endswith("at 21 GB/s in one direction, 21 in each of both, as given.") for part in given)
@@ -256,6 +278,81 @@ def test_host_memory_limits_what_is_offloaded() -> None:
     assert unlimited[STATE].fits
     speeds = [one.prediction.step_ms for one in (found[DISK], unlimited[STATE]) if one.prediction]
     assert speeds[0] > speeds[1]  # a disk is slower than host memory
+
+
+SMALL_HOST = f"{LLAMA} --global-batch-size 8 --use-distributed-optimizer"
+
+
+def test_a_disk_is_chosen_unasked_only_if_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """8B on 80 GB with little host memory: the disk's speed makes the step many times longer."""
+    _, (verdict, *_) = planned(capsys, f"--gpu h100 --host-gib 40 -- {SMALL_HOST}")
+    said = re.search(
+        r" only with a disk, at ([\d.]+) x the unswapped step time, "
+        r"with [\d.]+ GiB of host memory and [\d.]+ GiB of disk",
+        verdict,
+    )
+    assert said, verdict
+    assert float(said[1]) > 2
+    _, (given, *_) = planned(capsys, f"--gpu h100 --host-gib 40 -- {SMALL_HOST} --swap-disk-dir /tmp")
+    assert " only " not in given
+    slow, fast = (option(name, ms) for name, ms in ((STATE, 9000.0), (DISK, 1000.0)))
+    assert best([slow, fast]) is slow
+    assert best([slow, fast], is_disk_given=True) is fast
+    assert best([replace(slow, fits=False), fast]) is fast
+
+
+def option(name: str, step_ms: float) -> Option:
+    """Return an option that fits and takes ``step_ms``."""
+    training = read_flags(FLAGS.split())
+    kept = of_training(training, find_gpu("h200"), 130.0, None)[0]
+    assert kept.prediction is not None
+    return replace(kept, name=name, prediction=replace(kept.prediction, step_ms=step_ms))
+
+
+@pytest.mark.parametrize("host_gib", [1.0, 40.0])
+def test_an_option_that_may_do_more_needs_no_more(host_gib: float) -> None:
+    training = read_flags(f"{LLAMA} --use-distributed-optimizer".split())
+    found = {one.name: one for one in of_training(training, find_gpu("rtx4090"), 22.0, host_gib)}
+    least = [found[name].needed_gib for name in (PLANNED, STATE, DISK)]
+    assert least == sorted(least, reverse=True)
+    assert not any(one.fits for one in found.values())
+    budget_gib = least[0]  # now the simplest of them fits
+    assert all(one.fits for one in of_training(training, find_gpu("h200"), budget_gib, host_gib)[2:])
+
+
+def test_the_time_of_offloaded_state_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    _, (_, _, speed, *_) = planned(capsys, f"--gpu h100 -- {LLAMA} --use-distributed-optimizer")
+    (line,) = (line for line in speed.splitlines() if line.startswith("optimizer"))
+    said = re.fullmatch(r"optimizer +([\d,.]+) ms  of the step; copies of offloaded state take ([\d,.]+)", line)
+    assert said, line
+    step_ms, copies_ms = (float(text.replace(",", "")) for text in said.groups())
+    gib = float(speed.split("host")[1].split()[0])  # nearly all of it is optimizer state
+    assert 0.5 * gib * 2**30 / (find_gpu("h100").link_gb_s * 1e6) < copies_ms < step_ms
+    _, (_, _, speed, *_) = planned(capsys, f"--gpu h100 --memory-gib 20.5 -- {FLAGS}")
+    assert "optimizer" not in speed
+
+
+def test_a_forgotten_separator_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.main(f"--gpu h100 {FLAGS}".split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "\nerror: --num-layers is a training flag. Training flags go behind --, as in `megatron-swap plan --gpu h100 "
+        "-- --num-layers …`.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [("--train-iters", "--train-iters"), ("--tokenizer-type --bf16", "--tokenizer-type"),
+     ("--lr --min-lr 1e-5", "--lr"), ("--seq-length", "--seq-length"), ("--swap-layers", "--swap-layers")],
+)  # fmt: skip
+def test_training_flags_without_their_values_are_refused(
+    capsys: pytest.CaptureFixture[str], flags: str, flag: str
+) -> None:
+    assert refused(capsys, f"--gpu h100 -- {FLAGS} {flags}") == (
+        f"error: {flag}: needs a value among the training flags.\n"
+    )
 
 
 def test_longer_sequences_than_positions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

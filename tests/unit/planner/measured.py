@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sweeps.plans import plan_of, with_mlp_section
+from megatron.swap.common.types import GIB
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.planner.options import FULL, NOTHING, without_planner
 from megatron.swap.planner.profile import Link, Profile
-from megatron.swap.planner.shape import shape_profile, with_measured_times, with_megatrons_loss
+from megatron.swap.planner.shape import params_of_rank, shape_profile, with_measured_times, with_megatrons_loss
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import empty_plan, solve
 
@@ -78,6 +80,66 @@ def allocated(training: Training) -> Profile:
     return replace(profile, allocator_gib=0.0)
 
 
+ALONE = {"none": NOTHING, "full-recompute": FULL}
+"""Methods of Megatron alone, and the options of plan that predict them."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A measured run of Megatron alone and its prediction, in GiB of reserved memory.
+
+    Attributes:
+        changes: the lengths of sequences change from step to step.
+    """
+
+    case: str
+    num_micro_batches: int
+    method: str
+    measured_gib: float
+    predicted_gib: float
+    changes: bool
+
+    @property
+    def error(self) -> float:
+        return self.predicted_gib / self.measured_gib - 1
+
+
+def alone() -> Iterator[Alone]:
+    """Yield every finished run without swapping and with Megatron's full recomputation of a dense model on one GPU."""
+    for path in sorted(RESULTS.glob("h200-*.jsonl")):
+        for row in map(json.loads, path.read_text().splitlines()):
+            if row.get("method") not in ALONE or row["outcome"] != "ok" or "--num-experts" in row["flags"]:
+                continue
+            training = read_flags(row["flags"].split())
+            found = without_planner_of(training)
+            yield Alone(
+                row["case"].split(" transformer")[0], training.num_micro_batches, row["method"],
+                row["device_reserved_gib"], found[ALONE[row["method"]]], bool(row.get("sequence_schedule")),
+            )  # fmt: skip
+
+
+def without_planner_of(training: Training) -> dict[str, float]:
+    """Return the reserved memory of the options without Megatron Swap, in GiB, by their names."""
+    gpu = find_gpu("h200")
+    states = replace(training.states, offload_fraction=0.0, is_auto=False)
+    profile = shape_profile(training.model, gpu, training.num_micro_batches, tied=training.tied, states=states)
+    gradients_gib = 2 * params_of_rank(training.model, training.tied) / GIB
+    found = without_planner(with_megatrons_loss(profile), 0.0, None, gradients_gib)
+    return {one.name: one.device_gib for one in found}
+
+
+def reserved() -> Iterator[str]:
+    """Yield Markdown rows: reserved memory of Megatron alone, predicted and measured, equal runs once."""
+    yield "| case | micro-batches | run | reserved GiB: predicted | measured | error |"
+    yield "|---|---|---|---|---|---|"
+    rows = {
+        f"| {one.case} | {one.num_micro_batches} | `{one.method}` | {one.predicted_gib:.2f} | {one.measured_gib:.2f} | "
+        f"{100 * one.error:+.1f} % |": None
+        for one in alone()
+    }  # fmt: skip
+    yield from rows
+
+
 def profile_of(file: str, case: str) -> Profile:
     """Return the profile of the unswapped run of a case."""
     rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
@@ -137,4 +199,4 @@ def promises() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join([*errors(), "", *promises(), "", *table()]))
+    print("\n".join([*errors(), "", *promises(), "", *reserved(), "", *table()]))

@@ -13,7 +13,7 @@ from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import Profile, load_profile, save_profile, sha256
 from megatron.swap.planner.shape import shape_profile
-from megatron.swap.planner.solve import solve
+from megatron.swap.planner.solve import smallest_budget, solve
 from megatron.swap.planner.state_fraction import STEPS, solve_fractions, with_fraction
 from tests.sizes import sized
 
@@ -144,6 +144,21 @@ def test_a_given_fraction_is_the_only_one(profile: Profile) -> None:
 def test_no_fraction_is_enough(profile: Profile) -> None:
     with pytest.raises(Infeasible, match="the smallest budget that was found feasible"):
         solve_fractions(profile, 15)
+
+
+def test_what_fits_without_buckets_is_found(profile: Profile) -> None:
+    """Little state leaves less memory than the gaps of its buckets take."""
+    state = profile.offloaded_state
+    assert state is not None
+    little = replace(with_fraction(profile, 0.02), allocator_gib=None)
+    least_gib, with_buckets_gib = (smallest_budget(with_fraction(little, fraction)) for fraction in (0.0, 0.02))
+    assert least_gib < with_buckets_gib
+    answer = solve_fractions(little, least_gib + 0.1)
+    assert answer.plan.offload_fraction == 0
+    assert answer.plan.profile_sha256 == sha256(little)
+    with pytest.raises(Infeasible) as error:
+        solve_fractions(little, least_gib - 1)
+    assert error.value.smallest_gib == pytest.approx(least_gib, rel=0.004)
 
 
 def test_files(profile: Profile, tmp_path) -> None:  # type: ignore[no-untyped-def]
