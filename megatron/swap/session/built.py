@@ -108,6 +108,7 @@ class BuiltStats:
         out_bytes, in_bytes: copied to host memory, and back, since the start.
         num_late: storages whose reload began only with their layer's backward.
         wait_ms: time that compute waited for copies, as far as the device has run.
+        state_bytes: optimizer state that is offloaded now.
         host_bytes: host memory that is reserved, with optimizer state.
         num_rescues: failed allocations that succeeded after an eviction.
     """
@@ -123,6 +124,7 @@ class BuiltStats:
     in_bytes: int
     num_late: int
     wait_ms: float
+    state_bytes: int
     host_bytes: int
     num_rescues: int
 
@@ -131,6 +133,8 @@ class BuiltStats:
             f"{self.num_steps} steps: {format_bytes(self.out_bytes)} out, {format_bytes(self.in_bytes)} in, "
             f"{self.num_late} late, {self.wait_ms:.1f} ms waited, {format_bytes(self.host_bytes)} of host memory"
         )
+        if self.state_bytes:
+            text += f", {format_bytes(self.state_bytes)} of optimizer state offloaded"
         if self.budget_gib is not None:
             text += f"; {self.stage} within {self.budget_gib:g} GiB"
         if self.peak_gib is not None:
@@ -229,8 +233,10 @@ class BuiltSwap(ModelSwap):
         planning = self.auto.summary() if self.auto is not None else {}
         last = self.auto.last_step if self.auto is not None else None
         host_bytes = 0 if self.parts is None else self.parts.pool.stats.reserved_bytes
+        state_bytes = 0
         if self.optimizer_swap is not None:
             host_bytes += self.optimizer_swap.reserved_bytes
+            state_bytes = sum(one.num_bytes for one in self.optimizer_swap.offloaded_tensors())
         totals = Totals() if self.parts is None else self.parts.manager.counters.totals()
         return BuiltStats(
             num_steps=self._iteration,
@@ -244,6 +250,7 @@ class BuiltSwap(ModelSwap):
             in_bytes=totals.in_bytes,
             num_late=totals.num_late,
             wait_ms=totals.wait_ms,
+            state_bytes=state_bytes,
             host_bytes=host_bytes,
             num_rescues=sum(step.num_rescues for step in self.step_log.records),
         )
