@@ -95,7 +95,7 @@ def _sequences(length: int, micro: int, batch: int) -> str:
 
 HOST = "--host-gib 108"
 POINTS = {
-    "dense-1.3b": Point(f"--gpu h200 {HOST} --memory-gib 44",
+    "dense-1.3b": Point(f"--gpu h200 {HOST} --memory-gib 40",
                         "--num-layers 24 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 "
                         f"--vocab-size 50304 {_sequences(4096, 4, 8)}"),
     "dense-roomy": Point(f"--gpu h200 {HOST} --memory-gib 86", f"{DENSE} {_sequences(4096, 4, 8)}"),

@@ -37,6 +37,15 @@ class Gpu:
     cuda_name: str
     is_link_shared: bool = True
 
+    def for_width(self, hidden_size: int) -> Gpu:
+        """Return this GPU with the speed of linear layers that it has at this hidden size.
+
+        Products over fewer than ``WIDE`` values do not fill its units. The form is that of a fixed cost beside each
+        product; its size was fitted to one unswapped run, of 2,048 (docs/results/h200-plan-points.json).
+        """
+        width = min(hidden_size, WIDE)
+        return replace(self, tflops=self.tflops * width / (width + NARROW) * (WIDE + NARROW) / WIDE)
+
     def beside(self, per_host: int) -> Gpu:
         """Return this GPU with the link speeds that it has while ``per_host`` GPUs of one host copy, itself included.
 
@@ -53,6 +62,8 @@ class Gpu:
         )  # fmt: skip
 
 
+WIDE, NARROW = 4096, 560
+"""The hidden size from which on linear layers are fastest, and the cost of each product beside it, in the same unit."""
 TFLOPS, ATTENTION, BANDWIDTH, OPTIMIZER, LINK, BOTH_WAYS = 0.6, 0.52, 0.7, 0.48, 0.85, 0.88
 """Fractions of a data sheet's figures that training is assumed to reach: of its dense bf16 TFLOP/s in linear layers and
 in attention, of its memory bandwidth in elementwise kernels and in the optimizer, of its link in one direction, and of

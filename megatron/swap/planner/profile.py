@@ -287,15 +287,10 @@ class Profile:
 
     @property
     def loss_block_gib(self) -> float:
-        """The largest tensor around the loss, if nothing that the layers free makes room for it; else 0.
-
-        The logits need one block. Where they are larger than what is left free, every step ends with their block in
-        pieces, and the next one takes another. Measured profiles have this in their fragmentation.
-        """
+        """The largest tensor around the loss, mostly the logits. A measured profile has it in its fragmentation: 0."""
         if self.allocator_gib is not None:
             return 0.0
-        block_gib = max((site.mib for site in self.non_layer.sites), default=0.0) * MIB / GIB
-        return block_gib if block_gib > MAX_FRAGMENTS * self._largest_gib else 0.0
+        return max((site.mib for site in self.non_layer.sites), default=0.0) * MIB / GIB
 
     @property
     def _has_allocator(self) -> bool:

@@ -263,6 +263,7 @@ def shape_profile(
     Raises:
         UsageError: the layers do not divide into the stages, or the formulas do not cover the model.
     """
+    gpu = gpu.for_width(model.hidden_size)
     stages, virtual = model.pipeline_parallel, model.num_virtual_stages
     if model.num_layers % (stages * virtual):
         raise UsageError(f"{model.num_layers} layers do not divide into {stages} x {virtual} pipeline stages.")

@@ -65,9 +65,15 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
     elapsed, out_stall, in_stall, recompute = (
         now + (total - played) * more for now, more in zip(times, each, strict=True)
     )
+    peak_gib, peak_at = step.peak_mib / MIB_PER_GIB + profile.fragments_gib, step.peak_at
+    if profile.loss_block_gib:
+        # The logits need one block, and what layers have freed is in pieces: the allocator takes new memory for them.
+        beside_gib = step.layers_peak_mib / MIB_PER_GIB + profile.loss_block_gib + profile.fragments_gib / 2
+        if beside_gib > peak_gib:
+            peak_gib, peak_at = beside_gib, "at the loss, beside what layers have freed"
     return Prediction(
-        peak_gib=profile.static_gib + profile.fragments_gib + step.peak_mib / MIB_PER_GIB,
-        peak_at=step.peak_at,
+        peak_gib=profile.static_gib + peak_gib,
+        peak_at=peak_at,
         step_ms=elapsed + profile.non_layer.optimizer_ms + (size - 1) / len(profile.chunks) * each[0],
         out_stall_ms=out_stall,
         in_stall_ms=in_stall,
@@ -132,7 +138,7 @@ class _Step:
         self._youngest: _Group | None = None
         self._current: _Group | None = None
         self._cursor = 0
-        self.peak_mib = self.host_peak_mib = self._layers_peak_mib = 0.0
+        self.peak_mib = self.host_peak_mib = self.layers_peak_mib = 0.0
         self.peak_at = ""
         self.timeline: list[tuple[float, float, str]] = []
         self.marks: list[tuple[float, float, float, float]] = []
@@ -165,10 +171,6 @@ class _Step:
             (self._forward if unit.is_forward else self._backward)(unit, chunks[unit.chunk])
             if not unit.is_forward:
                 self.marks.append(self.times)
-        block_mib = profile.loss_block_gib * MIB_PER_GIB
-        if block_mib and self._layers_peak_mib + block_mib > self.peak_mib:
-            self.peak_mib = self._layers_peak_mib + block_mib
-            self.peak_at = "at the loss, beside the memory of layers"
 
     @property
     def times(self) -> tuple[float, float, float, float]:
@@ -319,7 +321,7 @@ class _Step:
                 if i in storages and storages[i].state != "kept":
                     self._host_mib -= storages[i].mib
                     self._prefetch()
-            if self._mib + temporary_mib > self._layers_peak_mib:
+            if self._mib + temporary_mib > self.layers_peak_mib:
                 self._record_peak(where, temporary_mib)
         self._now = max(self._now, begin + script.backward_ms)
         self.timeline.append((self._now, self._mib, where))
@@ -377,7 +379,7 @@ class _Step:
         return min(allowed, 2 * self._chosen_window_mib)
 
     def _record_peak(self, where: str, more_mib: float = 0.0) -> None:
-        self._layers_peak_mib = max(self._layers_peak_mib, self._mib + more_mib)
+        self.layers_peak_mib = max(self.layers_peak_mib, self._mib + more_mib)
         self._record_loss(where, more_mib)
 
     def _record_loss(self, where: str, more_mib: float) -> None:
