@@ -30,7 +30,7 @@ CORE_PATCHES: tuple[Patch, ...] = (
     *random_state.PATCHES,
     *token_counts.PATCHES,
 )
-"""What ``megatron.core`` needs."""
+"""The patches that ``megatron.core`` needs."""
 CPU_PATCHES: tuple[Patch, ...] = (
     *CORE_PATCHES,
     *device_arch.PATCHES,
@@ -38,4 +38,4 @@ CPU_PATCHES: tuple[Patch, ...] = (
     *data_loader.PATCHES,
     *memory_report.PATCHES,
 )
-"""What Megatron's trainer needs."""
+"""The patches that Megatron's trainer needs."""
