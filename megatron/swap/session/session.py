@@ -40,7 +40,7 @@ from megatron.swap.session.console import Console, print_at_end
 from megatron.swap.session.parts import ActivationParts, Planned
 from megatron.swap.session.run_device import RunDevice
 from megatron.swap.session.steps import StepLog
-from megatron.swap.session.upstream import patches_of, refuse_fusion, switch_fusion_off
+from megatron.swap.session.upstream import patches_of, refuse_fusion, supply_fusion_kernel, switch_fusion_off
 
 
 class SwapSession:
@@ -115,6 +115,8 @@ class SwapSession:
         if config.oom_guard:
             build_guard(on_gpu=torch.cuda.is_available())
         session = cls(args, config)
+        for line in registry.lost_features(supply_fusion_kernel(args)):
+            session._console.say(line)
         if not config.does_anything:
             return session
         try:
