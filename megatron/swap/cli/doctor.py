@@ -68,6 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         report_problems(problems, what)
         return 1
     report_native()
+    kernel = report_kernel()
     try:
         found = version("megatron-core")
     except PackageNotFoundError:
@@ -78,6 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
     elif found not in TESTED_MEGATRON_CORE:
         note(f"megatron-core is {found}; tested: {', '.join(TESTED_MEGATRON_CORE)}")
     print(f"{sys.executable} can train with {Path(sys.modules['megatron.swap'].__file__ or '').parent}")
+    if kernel is not None:
+        print(f"--gradient-accumulation-fusion (Megatron's default) uses the kernel of {kernel}")
     return 0
 
 
@@ -114,6 +117,15 @@ def report_native() -> None:
     problem = importlib.import_module("megatron.swap.native.build").problem()
     if problem:
         note(f"{problem}: no --swap-oom-guard, and a Python fallback replaces the native transfer queue")
+
+
+def report_kernel() -> str | None:
+    """Return whose kernel will add weight gradients to ``main_grad``; print a note if there is none."""
+    weight_gradients = importlib.import_module("megatron.swap.megatron_lm.weight_gradients")
+    name: str | None = weight_gradients.kernel_name()
+    if name is None:
+        note(weight_gradients.lacks_kernel())
+    return name
 
 
 def report_problems(problems: dict[str, str], what: str) -> None:

@@ -22,7 +22,7 @@ from megatron.swap.reporting.summary import memory_lines
 from megatron.swap.session import report as reports
 from megatron.swap.session.console import print_at_end
 from megatron.swap.session.model_swap import ModelSwap, unknown_model
-from megatron.swap.session.upstream import patches_of, switch_fusion_off
+from megatron.swap.session.upstream import patches_of, supply_fusion_kernel, switch_fusion_off
 
 
 class SwapSession(ModelSwap):
@@ -59,6 +59,8 @@ class SwapSession(ModelSwap):
         if config.oom_guard:
             build_guard(on_gpu=torch.cuda.is_available())
         session = cls(args, config)
+        for line in registry.lost_features(supply_fusion_kernel(args)):
+            session._console.say(line)
         if not config.does_anything:
             return session
         try:

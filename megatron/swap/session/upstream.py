@@ -15,7 +15,7 @@ from torch import nn
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import ACTIVATION, NORM, ROTARY, UsageError
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.megatron_lm import cross_entropy
+from megatron.swap.megatron_lm import cross_entropy, weight_gradients
 from megatron.swap.megatron_lm.producers import record_copy, record_norm_of_linear
 from megatron.swap.patches import (
     checkpointed_forward,
@@ -24,14 +24,18 @@ from megatron.swap.patches import (
     linear_weight_gradients,
     main_params,
     recompile_limit,
+    registry,
     rotary,
     te_normalization,
     te_qkv_layout,
     train,
     training_log,
+    weight_gradient_kernel,
 )
 from megatron.swap.patches.cross_entropy import cross_entropy_patch
-from megatron.swap.patches.registry import Misfit, Patch
+from megatron.swap.patches.registry import AppliedPatches, Misfit, Patch
+
+_supplied: list[AppliedPatches] = []
 
 
 class ModelEvents(Protocol):
@@ -124,6 +128,34 @@ def patches_of_model(args: Namespace, config: SwapConfig, kinds: Collection[str]
         is_asked_for = kind in config.recompute  # otherwise the planner or a plan may use it
         (needs if is_asked_for else optional).extend(_producer_patches(kind, events, with_te=with_te))
     return RunPatches(needs, optional)
+
+
+def supply_fusion_kernel(args: Namespace) -> Sequence[Misfit]:
+    """Give Megatron's linear layers TransformerEngine's kernel where they fuse gradients and apex has none for them.
+
+    It stays for the whole process: the backward of every model that is built with it calls it.
+
+    Returns:
+        The patches that do not fit, so that there is no kernel.
+    """
+    kernel = weight_gradients.te_kernel() if args.gradient_accumulation_fusion else None
+    if kernel is None or weight_gradients.has_kernel():
+        return []
+    patches = weight_gradient_kernel.weight_gradient_kernel_patches(kernel)
+    misfits = registry.find_misfits(patches)
+    if not misfits:
+        _supplied.append(registry.apply(patches))
+    return misfits
+
+
+def refuse_fusion_without_kernel(args: Namespace) -> None:
+    """Refuse to fuse gradients where linear layers have no kernel for it: Megatron fails when it builds the model.
+
+    Raises:
+        UsageError: they have none.
+    """
+    if args.gradient_accumulation_fusion and not weight_gradients.has_kernel():
+        raise UsageError(weight_gradients.lacks_kernel())
 
 
 def switch_fusion_off(left_out: Sequence[Misfit], args: Namespace, model_config: Any) -> bool:
