@@ -10,6 +10,7 @@ from benchmarks.rows import Row
 BASELINES = {
     "none": "no offload",
     "none-again": "no offload, second run",
+    "unfused": "unfused gradients",
     "full-recompute": "full recompute",
     "fine-grained-offload": "fine-grained offload",
     "save-on-cpu": "torch save_on_cpu",
@@ -68,7 +69,7 @@ def method(row: Row) -> str:
     """Return what a run does to save memory, in words; a method without a rule keeps its name."""
     name = str(row["method"])
     if row.get("is_ours"):
-        return _ours(row) or name
+        return f"{_ours(row) or name}{' + unfused gradients' if name.endswith('-unfused') else ''}"
     if name in BASELINES:
         return BASELINES[name]
     found = re.fullmatch(r"megatron-(?:optimizer-)?([\d.]+)(-unpinned)?(-full-recompute)?", name)

@@ -93,7 +93,8 @@ flags=(
     --split 969,30,1 --eval-interval 1000 --eval-iters 2 --log-interval 1
     "${preset[@]}"
 )
-[ "$apex_kernel" = 1 ] || flags+=(--no-gradient-accumulation-fusion)
+# Weight gradients are added to main_grad by apex's kernel or, without it, by TransformerEngine's.
+[ "$apex_kernel" = 1 ] || [ "$transformer_engine" = 1 ] || flags+=(--no-gradient-accumulation-fusion)
 
 if [ "$gpus" -gt 0 ]; then
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"

@@ -53,6 +53,7 @@ PATCH = Patch(
     build=_build,
     reason="reads and sets attributes of its saved weight, which is a plain tensor with saved-tensor hooks",
     sources={
+        "megatron-core 0.16.1": "a2f6825a10f3f433b18edbd5202a55bcfba3579e90280afd906f9b2cc558dddc",
         "megatron-core 0.18.2": "992a389e92bb4d1be94f562012ea2d85c27faa99788cd76f5328e88a39c89b20",
         "megatron-core 0.19.0": "9ffc0bd1a94437d4df8f32e6d9e68ceb63baead65e91dbefcc419d14ba4005a6",
     },

@@ -28,6 +28,8 @@ VERSIONS = {
     "torch": ("2.11.0",),
 }
 """Versions of upstream distributions whose sources the patches fit, the oldest first."""
+BUILT_ONLY = ("0.16.1", "0.17.1")
+"""Earlier versions of megatron-core, whose models ``install`` swaps; the patches of the trainer do not fit them."""
 
 # Symbols that are replaced now. A second patch of a symbol would take the first replacement for the original.
 _in_place: set[str] = set()
@@ -56,6 +58,10 @@ class Patch:
     """Name of the feature that a run can do without if the patch does not fit; empty: the run cannot."""
     whole_module: bool = False
     """The hash is of the whole module that defines the original, since the replacement depends on more of it."""
+    source_of: str = ""
+    """The hash is of this other symbol of the module, since the original has no source; empty: of the original."""
+    may_lack: bool = False
+    """The module may lack the symbol. Then ``build`` takes ``None``, and the symbol is gone after reverting."""
 
     @property
     def symbol(self) -> str:
@@ -192,7 +198,7 @@ def find_misfits(patches: Sequence[Patch]) -> list[Misfit]:
         expected = set(patch.sources.values())
         if None in expected or patch.symbol in unchecked:
             continue
-        found = source_hash(inspect.getmodule(original) if patch.whole_module else original)
+        found = source_hash(_hashed(patch, original))
         if found not in expected:
             misfits.append(Misfit(patch, found))
     return misfits
@@ -254,6 +260,13 @@ def source_hash(symbol: Any) -> str:
     return hashlib.sha256(source.encode()).hexdigest()
 
 
+def _hashed(patch: Patch, original: Any) -> Any:
+    """Return what the hashes of a patch are of; ``None``: this upstream lacks it."""
+    if patch.source_of:
+        return getattr(importlib.import_module(patch.module), patch.source_of, None)
+    return inspect.getmodule(original) if patch.whole_module else original
+
+
 def _locate(patch: Patch) -> tuple[Any, str, Any]:
     """Return the object that holds the symbol, the symbol's name there, and the symbol itself.
 
@@ -267,4 +280,6 @@ def _locate(patch: Patch) -> tuple[Any, str, Any]:
     # A builtin (`print`) is replaced by setting its name in the module.
     if not path and not hasattr(owner, name) and hasattr(builtins, name):
         return owner, name, getattr(builtins, name)
+    if patch.may_lack:
+        return owner, name, getattr(owner, name, None)
     return owner, name, getattr(owner, name)

@@ -23,6 +23,7 @@ def rotary_patch(watched: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
         build=build,
         reason="rotary embedding is a function called by name, so no hook sees its output",
         sources={
+            "megatron-core 0.16.1": "2752798f27ef46ca8a977e6f63e3f001cd0e56aca59ec920483094e4336a7d0f",
             "megatron-core 0.18.2": "08384c1eead5382263e070bc4664bd1581db49b07bf80170a709e50daab73055",
             "megatron-core 0.19.0": "6ebc796813c1ef91d786eef53def01cea8a613d60185be166b6d4f5f232a49ba",
         },

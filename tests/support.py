@@ -23,12 +23,13 @@ from benchmarks.report.tables import equal_to_plain
 from benchmarks.rows import read_rows
 from megatron.swap.common.types import PRODUCERS, UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
-from megatron.swap.patches.registry import VERSIONS
+from megatron.swap.patches.registry import BUILT_ONLY, VERSIONS
 from tests.integration.harness import arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 TESTS = ROOT / "tests" / "integration"
+MEGATRON = (*BUILT_ONLY, *VERSIONS["megatron-core"])
 Flags = Mapping[str, list[str]]
 
 CPU, GPU, RAN = "CPU", "GPU", "ran"
@@ -265,6 +266,8 @@ VERSIONS_HEAD = """\
 
 `tests/integration/test_versions.py` trains with each version of megatron-core. Other versions train too if the patched
 functions have the same source. If they do not, [a message](../guide/troubleshooting.md) names what differs.
+`tests/integration/test_built_model.py` does so with [`swap.install`](python.md), which needs `megatron.core` alone.
+0.16.1 has no trainer, and that of 0.17.1 is refused.
 """
 
 TE_HEAD = """\
@@ -316,7 +319,7 @@ def versions_that_ran(distribution: str) -> set[str]:
 
 def versions_of_megatron() -> dict[str, list[str]]:
     """Row → a cell for each version."""
-    from tests.integration import test_versions
+    from tests.integration import test_built_model, test_versions
 
     known, on_gpu = VERSIONS["megatron-core"], versions_that_ran("megatron-core")
     with_newest = matrix()["Model"]["--mtp-num-layers 1"]["offload"]
@@ -325,7 +328,8 @@ def versions_of_megatron() -> dict[str, list[str]]:
     rows |= {feature: [CPU] * len(known) for feature in test_versions.EQUAL}
     for feature, refusing in test_versions.REFUSED.items():
         rows[feature] = ["refused" if version in refusing else "–" for version in known[:-1]] + [with_newest]
-    return rows
+    rows = {feature: ["–"] * len(BUILT_ONLY) + cells for feature, cells in rows.items()}
+    return rows | {feature: [CPU] * len(MEGATRON) for feature in test_built_model.FEATURES}
 
 
 def versions_of_te() -> dict[str, list[str]]:
@@ -353,7 +357,7 @@ def support_page() -> str:
     for heading, features in matrix().items():
         lines += [f"## {heading}", ""]
         lines += table({named(feature): list(cells.values()) for feature, cells in features.items()}, list(COLUMNS))
-    lines += [VERSIONS_HEAD, *table(versions_of_megatron(), VERSIONS["megatron-core"])]
+    lines += [VERSIONS_HEAD, *table(versions_of_megatron(), MEGATRON)]
     lines += [TE_HEAD, *table(versions_of_te(), VERSIONS["transformer_engine"])]
     return "\n".join(lines)
 

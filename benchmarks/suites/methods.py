@@ -129,6 +129,11 @@ def _optimizer_cpu_offload(arguments: list[str], num_layers: int) -> Piece:
     return Piece(flags=("--optimizer-cpu-offload", "--optimizer-offload-fraction", fraction, *more, *no_workers))
 
 
+def _unfused_gradients(arguments: list[str], num_layers: int) -> Piece:
+    _refuse_arguments("unfused-gradients", arguments)
+    return Piece(flags=("--no-gradient-accumulation-fusion",))
+
+
 def _wrapped(name: str, *requires: str) -> Callable[[list[str], int], Piece]:
     """Return the builder of a method that wraps the model with a function of `baselines.py`; it takes no arguments."""
 
@@ -168,6 +173,9 @@ KINDS: dict[str, Kind] = {
     ),
     "optimizer-cpu-offload": Kind(
         "Megatron's optimizer offload: a part of the parameters is stepped by the CPU.", _optimizer_cpu_offload,
+    ),
+    "unfused-gradients": Kind(
+        "Linear layers compute a weight's gradient in 16 bits; Megatron adds it to main_grad.", _unfused_gradients,
     ),
     "save-on-cpu": Kind(
         "torch.autograd.graph.save_on_cpu(pin_memory=True) around the decoder: every saved tensor, synchronously.",

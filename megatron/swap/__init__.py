@@ -5,6 +5,8 @@ The public names are loaded when they are first asked for: the planner runs on m
 ======================  =====================================================================================
 ``add_swap_args``       Megatron's ``extra_args_provider``: adds the ``--swap-…`` flags
 ``pretrain``            Megatron's ``pretrain`` of a GPT with swapping: one call for every version of Megatron
+``install``             a Megatron model that exists, in any training loop: a ``BuiltSwap``, whose ``stats()`` are
+                        ``BuiltStats``
 ``SwapSession``         one training run of Megatron's trainer: ``SwapSession.install(args, model_config)``
 ``activations``         any PyTorch model while it trains: ``SwappedActivations``, whose ``stats()`` are ``SwapStats``
 ``weights``             any PyTorch model while it infers: a ``WeightSwap``
@@ -28,10 +30,13 @@ if TYPE_CHECKING:
     from megatron.swap.nn.module_activations import SwappedActivations, SwapStats, activations
     from megatron.swap.nn.module_weights import WeightStats, WeightSwap, weights
     from megatron.swap.nn.tensors import TensorStats, TensorSwap
+    from megatron.swap.session.built import BuiltStats, BuiltSwap, install
     from megatron.swap.session.pretraining import pretrain
     from megatron.swap.session.session import SwapSession
 
 __all__ = [
+    "BuiltStats",
+    "BuiltSwap",
     "Policy",
     "Stash",
     "SwapError",
@@ -44,12 +49,15 @@ __all__ = [
     "WeightSwap",
     "activations",
     "add_swap_args",
+    "install",
     "pretrain",
     "stash",
     "weights",
 ]
 
 _MODULES = {
+    "BuiltStats": "session.built",
+    "BuiltSwap": "session.built",
     "Policy": "engine.policy",
     "Stash": "engine.stash",
     "SwapError": "common.types",
@@ -62,6 +70,7 @@ _MODULES = {
     "WeightSwap": "nn.module_weights",
     "activations": "nn.module_activations",
     "add_swap_args": "megatron_lm.command_line",
+    "install": "session.built",
     "pretrain": "session.pretraining",
     "stash": "engine.stash",
     "weights": "nn.module_weights",

@@ -21,16 +21,21 @@ from megatron.swap.patches.cpu import (
 )
 from megatron.swap.patches.registry import Patch
 
-CPU_PATCHES: tuple[Patch, ...] = (
+CORE_PATCHES: tuple[Patch, ...] = (
     *current_device.PATCHES,
     *factories.PATCHES,
     *tensor_cuda.PATCHES,
     *tensor_type.PATCHES,
     *streams.PATCHES,
     *random_state.PATCHES,
+    *token_counts.PATCHES,
+)
+"""The patches that ``megatron.core`` needs."""
+CPU_PATCHES: tuple[Patch, ...] = (
+    *CORE_PATCHES,
     *device_arch.PATCHES,
     *initialize.PATCHES,
     *data_loader.PATCHES,
     *memory_report.PATCHES,
-    *token_counts.PATCHES,
 )
+"""The patches that Megatron's trainer needs."""

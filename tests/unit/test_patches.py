@@ -32,6 +32,7 @@ from megatron.swap.patches import (
 )
 from megatron.swap.patches.cpu import CPU_PATCHES
 from megatron.swap.patches.registry import (
+    BUILT_ONLY,
     UNCHECKED_VARIABLE,
     VERSIONS,
     Patch,
@@ -226,8 +227,9 @@ def test_the_versions_that_fit_are_required_and_tested() -> None:
     assert known == doctor.TESTED_MEGATRON_CORE
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (required,) = (one for one in map(Requirement, project["dependencies"]) if one.name == "megatron-core")
-    assert all(version in required.specifier for version in known)
-    assert not any(version in required.specifier for version in ("0.18.0", "0.18.1", "0.20.0"))
+    assert BUILT_ONLY == doctor.BUILT_ONLY_MEGATRON_CORE
+    assert all(version in required.specifier for version in (*BUILT_ONLY, *known))
+    assert not any(version in required.specifier for version in ("0.16.0", "0.17.0", "0.18.0", "0.20.0"))
     assert f"\nmegatron-core=={known[-1]} " in (ROOT / "requirements.txt").read_text()
 
 
@@ -235,9 +237,11 @@ def test_sources_are_of_known_versions() -> None:
     for patch in all_patches():
         named = [source.split() for source in patch.sources]
         assert {upstream for upstream, _ in named} == {patch.upstream}
-        versions = [VERSIONS[patch.upstream].index(version) for _, version in named]
+        oldest = VERSIONS[patch.upstream][0]
+        known = (*(BUILT_ONLY if patch.upstream == "megatron-core" else ()), *VERSIONS[patch.upstream])
+        versions = [known.index(version) for _, version in named]
         assert versions == sorted(set(versions)), patch.symbol
-        assert versions[0] == 0, f"{patch.symbol} has no source of {VERSIONS[patch.upstream][0]}"
+        assert versions[0] <= known.index(oldest), f"{patch.symbol} has no source of {oldest}"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="patches for machines without CUDA")

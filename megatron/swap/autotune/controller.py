@@ -37,6 +37,7 @@ class AutoPlan:
 
     Attributes:
         has_switched: whether the next step holds another amount of memory than the last one.
+        last_step: measurements of the last step, the worst of all ranks; ``None``: there was none.
     """
 
     def __init__(self, target: PlanTarget, parts: RunParts, output: Output) -> None:
@@ -53,6 +54,7 @@ class AutoPlan:
         self._reported: dict[str, Plan | None] = {}
         self._undo: list[Callable[[], None]] = [self._profiler.close]
         self.has_switched = False
+        self.last_step: Step | None = None
         self._switch_guard()
         budget = format_bytes(target.budget_gib * GIB)
         output.all_ranks(f"at most {budget} of device memory; the first steps are measured")
@@ -95,7 +97,7 @@ class AutoPlan:
             Infeasible: no plan fits the budget, and none was made before.
         """
         self.has_switched = self._target.policy.is_short
-        step = self._ranks.worst(self._measure(number, short_bytes, num_retries))
+        step = self.last_step = self._ranks.worst(self._measure(number, short_bytes, num_retries))
         self._profiler.step_ended(step)
         self._carry_out(self._machine.step_ended(step), number + 1)
         self._meter.leave_step()

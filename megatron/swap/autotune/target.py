@@ -31,7 +31,8 @@ class PlanTarget:
 
     Attributes:
         config: budget, limits of the search, files for plan and profile.
-        model: shape of the whole model.
+        describe: returns the shape of the whole model. It is called once the first step has run: a model that was built
+            before it was swapped shows only then how long its sequences are.
         device_gib: memory of the device.
         recompute: producers whose outputs may be recomputed.
 
@@ -40,12 +41,17 @@ class PlanTarget:
     """
 
     config: SwapConfig
-    model: Model
+    describe: Callable[[], Model]
     device_gib: float
     recompute: Collection[str]
 
     def __post_init__(self) -> None:
         self.config.budget_gib(self.device_gib)
+
+    @property
+    def model(self) -> Model:
+        """Shape of the whole model."""
+        return self.describe()
 
     @property
     def budget_gib(self) -> float:

@@ -35,6 +35,8 @@ EXTRAS = {
 """Packages of each extra in pyproject.toml, and what does not work without them."""
 TESTED_MEGATRON_CORE = ("0.18.2", "0.19.0", "0.19.2")
 """`VERSIONS` of `patches/registry.py`: the patches fit their sources, and tests train with each."""
+BUILT_ONLY_MEGATRON_CORE = ("0.16.1", "0.17.1")
+"""`BUILT_ONLY` of `patches/registry.py`."""
 DISTRIBUTIONS = ("torch", "numpy", "scipy", f"megatron-core=={TESTED_MEGATRON_CORE[-1]}")
 """Packages of REQUIRED, as pip names them."""
 ROOT = Path(__file__).resolve().parents[3]
@@ -66,13 +68,19 @@ def main(arguments: list[str] | None = None) -> int:
         report_problems(problems, what)
         return 1
     report_native()
+    kernel = report_kernel()
     try:
         found = version("megatron-core")
     except PackageNotFoundError:
         found = "a source checkout"
-    if found not in TESTED_MEGATRON_CORE:
+    if found in BUILT_ONLY_MEGATRON_CORE:
+        oldest = TESTED_MEGATRON_CORE[0]
+        note(f"megatron-core is {found}: swap.install works; Megatron's trainer needs {oldest} or newer")
+    elif found not in TESTED_MEGATRON_CORE:
         note(f"megatron-core is {found}; tested: {', '.join(TESTED_MEGATRON_CORE)}")
     print(f"{sys.executable} can train with {Path(sys.modules['megatron.swap'].__file__ or '').parent}")
+    if kernel is not None:
+        print(f"--gradient-accumulation-fusion (Megatron's default) uses the kernel of {kernel}")
     return 0
 
 
@@ -109,6 +117,15 @@ def report_native() -> None:
     problem = importlib.import_module("megatron.swap.native.build").problem()
     if problem:
         note(f"{problem}: no --swap-oom-guard, and a Python fallback replaces the native transfer queue")
+
+
+def report_kernel() -> str | None:
+    """Return whose kernel will add weight gradients to ``main_grad``; print a note if there is none."""
+    weight_gradients = importlib.import_module("megatron.swap.megatron_lm.weight_gradients")
+    name: str | None = weight_gradients.kernel_name()
+    if name is None:
+        note(weight_gradients.lacks_kernel())
+    return name
 
 
 def report_problems(problems: dict[str, str], what: str) -> None:

@@ -18,6 +18,7 @@ from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
+    MegatronOptimizer,
     MixedPrecisionOptimizer,
 )
 
@@ -204,6 +205,26 @@ def unchained(optimizer: Any) -> Iterator[Any]:
             yield from unchained(one)
     elif optimizer.optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
         yield optimizer
+
+
+def main_params_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield the main parameters of a ``MegatronOptimizer`` that are copies of the model's, as they were made.
+
+    Raises:
+        UsageError: it is another optimizer.
+    """
+    if not isinstance(optimizer, MegatronOptimizer):
+        raise UsageError(
+            f"--swap-optimizer: {type(optimizer).__name__} is not an optimizer of Megatron, whose state alone can be "
+            "offloaded. Pass what get_megatron_optimizer returns, or leave the setting out."
+        )
+    for one in unchained(optimizer):
+        groups: Sequence[Sequence[torch.Tensor | None]] = ()
+        if isinstance(one, Float16OptimizerWithFloat16Params):
+            groups = one.fp32_from_float16_groups
+        elif isinstance(one, DistributedOptimizer):
+            groups = one.shard_fp32_from_float16_groups
+        yield from (param for group in groups for param in group if param is not None)
 
 
 def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:

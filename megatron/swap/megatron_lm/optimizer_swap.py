@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,13 @@ from megatron.swap.common.rounding import ceil_div
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.devices.base import Device
 from megatron.swap.engine.layer_hooks import in_backward
-from megatron.swap.megatron_lm.optimizer_adapter import AdaptedOptimizer, copier_to_model, is_elementwise, unchained
+from megatron.swap.megatron_lm.optimizer_adapter import (
+    AdaptedOptimizer,
+    copier_to_model,
+    is_elementwise,
+    main_params_of,
+    unchained,
+)
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.optimizer.overlap import StepOverlap
@@ -84,14 +91,18 @@ class OptimizerSwap:
     Args:
         device: the device that trains.
         settings: see ``OffloadSettings``.
+        num_micro_batches: returns the number of micro-batches of the current step.
     """
 
-    def __init__(self, device: Device, settings: OffloadSettings) -> None:
+    def __init__(
+        self, device: Device, settings: OffloadSettings, num_micro_batches: Callable[[], int] = get_num_microbatches
+    ) -> None:
         host_limit_bytes, disk = settings.host_limit_bytes, settings.disk
         if settings.expected is not None:
             host_limit_bytes = int(STATE_HOST_FRACTION * host_limit_bytes)
         self._device = device
         self._settings = settings
+        self._num_micro_batches = num_micro_batches
         self._arena = HostArena(limit_bytes=host_limit_bytes, pinned=device.torch_device.type == "cuda")
         self._memory = StateMemory(self._arena, disk)
         bucket_bytes = BUCKET_BYTES if disk is None else bucket_bytes_before_disk(host_limit_bytes)
@@ -148,6 +159,21 @@ class OptimizerSwap:
         for one in unchained(optimizer):
             self._adapt(one)
 
+    def take_over(self, optimizer: Any) -> None:
+        """Do as ``on_main_param_created`` and ``attach`` for an ``optimizer`` that exists, and may have been stepped.
+
+        Its state was on the device until now, all at once.
+
+        Raises:
+            UsageError: the optimizer is none of Megatron's, or as for ``attach``.
+            HostMemoryError, DiskError: there is no room for its state.
+        """
+        for param in main_params_of(optimizer):
+            self.on_main_param_created(param)
+        self.attach(optimizer)
+        for adapted in self._adapted:
+            adapted.stepper.store_loaded()
+
     def _adapt(self, optimizer: Any) -> None:
         inner = optimizer.optimizer
         may_slice = is_elementwise(inner, has_disk=self._settings.disk is not None)
@@ -180,7 +206,7 @@ class OptimizerSwap:
             num_forwards = self._num_forwards[layer] = self._num_forwards.get(layer, 0) + 1
             self._overlap.on_layer_forward(is_first_micro_batch=num_forwards == 1)
             hidden_states = options.get("hidden_states", arguments[0] if arguments else None)
-            is_last = num_forwards == get_num_microbatches()
+            is_last = num_forwards == self._num_micro_batches()
             if is_last and isinstance(hidden_states, torch.Tensor) and hidden_states.requires_grad:
                 # The gradient of a layer's input is the last that its backward computes.
                 hidden_states.register_hook(lambda _: self._overlap.on_layer_backward_end())

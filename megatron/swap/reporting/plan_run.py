@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -19,12 +20,12 @@ class PlanRun:
 
     Args:
         config: has the plan to compare with, or the file to save one to, or both.
-        model: model that a saved plan is for.
+        describe: returns the model that a saved plan is for. It is called at the end of training.
     """
 
-    def __init__(self, config: SwapConfig, model: Model) -> None:
+    def __init__(self, config: SwapConfig, describe: Callable[[], Model]) -> None:
         self._config = config
-        self._model = model
+        self._describe = describe
         self._log: SiteLog | None = SiteLog()
         self._num_steps = 0
 
@@ -52,6 +53,6 @@ class PlanRun:
         if logs is None:
             return
         try:
-            save_plan(plan_of_run(self._model, merged(logs), self._config.plan), self._config.save_plan)
+            save_plan(plan_of_run(self._describe(), merged(logs), self._config.plan), self._config.save_plan)
         except OSError as error:  # must not end the run: its last checkpoint is still to be written
             print(f" swap: --swap-save-plan was not written: {error}", file=sys.stderr, flush=True)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from megatron.swap.autotune.target import PlanTarget
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import MIB, SwapError
 from megatron.swap.engine.build import Engine, build_engine
 from megatron.swap.engine.manager import SwapManager
 from megatron.swap.engine.oom_guard import OomGuard
-from megatron.swap.engine.policy import Policy
+from megatron.swap.engine.policy import Policy, policy_of
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.settings import EngineSettings, Instruments
-from megatron.swap.megatron_lm.host_share import HostShare
+from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds
+from megatron.swap.megatron_lm.host_share import HostShare, host_share
 from megatron.swap.megatron_lm.layer import Boundaries
+from megatron.swap.megatron_lm.memory_needs import MemoryCheck
+from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, offload_settings
 from megatron.swap.megatron_lm.producers import Producers
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_budget import Reservation
@@ -25,6 +31,7 @@ from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.tiers.base import Tier
 from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.memory.tiers.spill import spill_tier
+from megatron.swap.planner.flags import model_of
 from megatron.swap.profiling.recorder import Recorder
 from megatron.swap.reporting.plan_run import PlanRun
 from megatron.swap.session.run_device import RunDevice
@@ -35,6 +42,9 @@ class Planned:
     """Settings and parts that follow from the flags alone, before there is a model.
 
     Attributes:
+        num_layers: of the whole model.
+        needs: what the model needs beside what there is, in words; ``None``: it is not known.
+        target: what a run that plans itself aims at; ``None``: it does not plan itself.
         policy: decides about every saved tensor.
         kinds: producers whose outputs may be recomputed.
         swaps: whether any layer of the model may be swapped.
@@ -42,16 +52,45 @@ class Planned:
         state_memory: reservation in this rank's host memory budget: what optimizer state may take, and once the
             optimizer is built, what it takes.
         disk: the file behind host memory; ``None``: no disk.
+        offload: settings of the optimizer state that is offloaded; ``None``: none is.
         plan_run: compares the run with its plan; ``None``: no comparison is wanted.
     """
 
+    num_layers: int
+    needs: str | None
+    target: PlanTarget | None
     policy: Policy
     kinds: tuple[str, ...]
     swaps: bool
     host: HostShare
     state_memory: Reservation
     disk: DiskFile | None
+    offload: OffloadSettings | None
     plan_run: PlanRun | None
+
+    @classmethod
+    def of(cls, args: Namespace, config: SwapConfig, memory: MemoryCheck) -> Planned:
+        """Return what follows from ``args``, Megatron's arguments.
+
+        Args:
+            memory: what the model needs beside what there is.
+
+        Raises:
+            UsageError, HostMemoryError: the settings ask for memory or a disk that there is not.
+        """
+        kinds, describe = recompute_kinds(args, config), functools.partial(model_of, args)
+        target = PlanTarget(config, describe, device_memory_gib(args), kinds) if config.auto else None
+        policy = policy_of(config) if target is None else target.policy
+        swaps = any(map(policy.swaps_layer, range(args.num_layers)))
+        wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)
+        host = host_share(config, args, swaps, memory.capacity)
+        state_memory = host.reserve_state(config)
+        disk = DiskFile(config.disk_dir, host.disk_bytes) if config.disk_dir is not None else None
+        return cls(
+            args.num_layers, memory.line, target, policy, kinds, swaps, host, state_memory, disk,
+            offload=offload_settings(config, args, state_memory.num_bytes, disk) if config.optimizer else None,
+            plan_run=PlanRun(config, describe) if wants_plan else None,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,14 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.compatibility import check_layer_spec
 from megatron.swap.megatron_lm.versions import gpt_provider, has_model_config, model_config_of, pretrain_call
+from megatron.swap.megatron_lm.weight_gradients import lacks_kernel
+from megatron.swap.patches.weight_gradient_kernel import APEX_MODULE
 from megatron.swap.session.refusals import told_refusals
 from megatron.swap.session.session import SwapSession
+from megatron.swap.session.upstream import refuse_fusion_without_kernel
 
 
 def pretrain(
@@ -36,6 +40,7 @@ def pretrain(
         SwapError, PatchError: as ``SwapSession.install``, before anything is built.
         UsageError: this Megatron makes no such GPT from flags, or refuses the flags.
     """
+    builds_gpt = model_provider is None
     with told_refusals(in_full=args.swap_log_level == "debug"):
         model_config = None
         if model_provider is None and has_model_config():
@@ -44,6 +49,12 @@ def pretrain(
             check_layer_spec(args.transformer_impl, layer_spec)
             model_provider = gpt_provider(args, layer_spec)
         session = SwapSession.install(args, model_config)
+        if builds_gpt:  # a model of the user's may have no linear layer of Megatron's own
+            try:
+                refuse_fusion_without_kernel(args)
+            except UsageError:
+                session.close()
+                raise
         if model_provider is not None:
             options["model_provider"] = _attached(session, model_provider)
         train = pretrain_call(args, model_config, provide_datasets, forward_step, **options)
@@ -55,7 +66,12 @@ def _attached(session: SwapSession, model_provider: Callable[..., Any]) -> Calla
 
     @functools.wraps(model_provider)
     def provide(*arguments: Any, **options: Any) -> Any:
-        chunk = model_provider(*arguments, **options)
+        try:
+            chunk = model_provider(*arguments, **options)
+        except RuntimeError as error:
+            if APEX_MODULE in str(error):  # the one thing that Megatron names it for
+                raise UsageError(lacks_kernel()) from error
+            raise
         session.attach([chunk])
         return chunk
 

@@ -25,18 +25,21 @@ further ones."""
 class RunDevice:
     """The rank's device, and the observer that counts what autograd holds.
 
+    Args:
+        has_verdict: count the first steps under each plan, for the lines at the end of a run.
+
     Attributes:
         observer: ``None`` where its figures are not needed.
         counted: the last step that was counted under the present plan; ``None``: none was.
     """
 
-    def __init__(self, config: SwapConfig, rank: int, ranges: Ranges) -> None:
+    def __init__(self, config: SwapConfig, rank: int, ranges: Ranges, *, has_verdict: bool) -> None:
         self._config = config
         self._rank = rank
         self._ranges = ranges
         counts = config.summary is not None or (config.auto and not torch.cuda.is_available())
-        has_verdict = config.acts and config.log_level != "quiet"
-        self.observer = Observer(is_always_on=counts) if counts or has_verdict else None
+        says_verdict = has_verdict and config.acts and config.log_level != "quiet"
+        self.observer = Observer(is_always_on=counts) if counts or says_verdict else None
         self.counted: CountedStep | None = None
         self._num_left = NUM_COUNTED
         if self.observer is not None and not config.auto:

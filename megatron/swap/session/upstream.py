@@ -15,7 +15,7 @@ from torch import nn
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import ACTIVATION, NORM, ROTARY, UsageError
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.megatron_lm import cross_entropy
+from megatron.swap.megatron_lm import cross_entropy, weight_gradients
 from megatron.swap.megatron_lm.producers import record_copy, record_norm_of_linear
 from megatron.swap.patches import (
     checkpointed_forward,
@@ -24,18 +24,32 @@ from megatron.swap.patches import (
     linear_weight_gradients,
     main_params,
     recompile_limit,
+    registry,
     rotary,
     te_normalization,
     te_qkv_layout,
     train,
     training_log,
+    weight_gradient_kernel,
 )
 from megatron.swap.patches.cross_entropy import cross_entropy_patch
-from megatron.swap.patches.registry import Misfit, Patch
+from megatron.swap.patches.registry import AppliedPatches, Misfit, Patch
+
+_supplied: list[AppliedPatches] = []
 
 
-class TrainerEvents(Protocol):
-    """The callbacks from Megatron's trainer, in the order of their calls."""
+class ModelEvents(Protocol):
+    """The callbacks from patched functions that a model's forward calls."""
+
+    def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Return the context for a block's forward with full recomputation."""
+
+    def recomputer(self) -> Recomputer | None:
+        """Return the recomputer of this rank; ``None`` before the model is built, or if nothing is recomputed."""
+
+
+class TrainerEvents(ModelEvents, Protocol):
+    """The callbacks from Megatron's trainer too, in the order of their calls."""
 
     def on_main_param_created(self, param: torch.Tensor) -> None:
         """Called when Megatron's optimizer has made ``param``, before it makes the next one."""
@@ -60,12 +74,6 @@ class TrainerEvents(Protocol):
     def on_finish(self, failure: BaseException | None, chunks: Sequence[nn.Module], optimizer: Any) -> None:
         """Called when training has ended, with the ``failure`` that ended it or ``None``."""
 
-    def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
-        """Return the context for a block's forward with full recomputation."""
-
-    def recomputer(self) -> Recomputer | None:
-        """Return the recomputer of this rank; ``None`` before the model is built, or if nothing is recomputed."""
-
 
 @dataclass(frozen=True)
 class RunPatches:
@@ -76,25 +84,41 @@ class RunPatches:
 
 
 def patches_of(args: Namespace, config: SwapConfig, kinds: Collection[str], events: TrainerEvents) -> RunPatches:
-    """Return the patches that this run needs, and those that it uses where they fit.
+    """Return the patches that a run of Megatron's trainer needs, and those that it uses where they fit.
 
     Args:
         args: Megatron's parsed arguments.
         kinds: producers whose outputs may be recomputed, some of ``PRODUCERS``.
         events: called by the patched functions.
     """
-    needs = [train.train_patch(events.on_begin, events.on_finish)]
-    needs.append(training_log.training_log_patch(events.on_iteration))
-    optional: list[Patch] = []
-    if config.acts:
-        needs.append(recompile_limit.PATCH)
-    if config.acts or config.optimizer:
-        optional.append(cross_entropy_patch(cross_entropy.chunked_cross_entropy))
+    of_model = patches_of_model(args, config, kinds, events)
+    needs = [
+        train.train_patch(events.on_begin, events.on_finish),
+        training_log.training_log_patch(events.on_iteration),
+        *of_model.needs,
+    ]
+    optional = of_model.optional
     if config.optimizer:
         needs += main_params.main_params_patches(events.on_main_param_created)
         needs.append(get_megatron_optimizer.get_megatron_optimizer_patch(events.on_optimizer_built))
     elif config.acts:
         optional += main_params.main_params_patches()
+    return RunPatches(needs, optional)
+
+
+def patches_of_model(args: Namespace, config: SwapConfig, kinds: Collection[str], events: ModelEvents) -> RunPatches:
+    """Return the patches that a model's forward and backward need, and those that they use where they fit.
+
+    Args:
+        args: Megatron's parsed arguments, or what they would be for this model.
+        kinds, events: as for ``patches_of``.
+    """
+    needs: list[Patch] = []
+    optional: list[Patch] = []
+    if config.acts:
+        needs.append(recompile_limit.PATCH)
+    if config.acts or config.optimizer:
+        optional.append(cross_entropy_patch(cross_entropy.chunked_cross_entropy))
     if args.gradient_accumulation_fusion:
         optional.append(linear_weight_gradients.PATCH)
     if config.acts and args.recompute_granularity == "full":
@@ -104,6 +128,34 @@ def patches_of(args: Namespace, config: SwapConfig, kinds: Collection[str], even
         is_asked_for = kind in config.recompute  # otherwise the planner or a plan may use it
         (needs if is_asked_for else optional).extend(_producer_patches(kind, events, with_te=with_te))
     return RunPatches(needs, optional)
+
+
+def supply_fusion_kernel(args: Namespace) -> Sequence[Misfit]:
+    """Give Megatron's linear layers TransformerEngine's kernel where they fuse gradients and apex has none for them.
+
+    It stays for the whole process: the backward of every model that is built with it calls it.
+
+    Returns:
+        The patches that do not fit, so that there is no kernel.
+    """
+    kernel = weight_gradients.te_kernel() if args.gradient_accumulation_fusion else None
+    if kernel is None or weight_gradients.has_kernel():
+        return []
+    patches = weight_gradient_kernel.weight_gradient_kernel_patches(kernel)
+    misfits = registry.find_misfits(patches)
+    if not misfits:
+        _supplied.append(registry.apply(patches))
+    return misfits
+
+
+def refuse_fusion_without_kernel(args: Namespace) -> None:
+    """Refuse to fuse gradients where linear layers have no kernel for it: Megatron fails when it builds the model.
+
+    Raises:
+        UsageError: they have none.
+    """
+    if args.gradient_accumulation_fusion and not weight_gradients.has_kernel():
+        raise UsageError(weight_gradients.lacks_kernel())
 
 
 def switch_fusion_off(left_out: Sequence[Misfit], args: Namespace, model_config: Any) -> bool:
@@ -135,7 +187,7 @@ def refuse_fusion(chunks: Sequence[Any]) -> None:
         )
 
 
-def _producer_patches(kind: str, events: TrainerEvents, *, with_te: bool) -> list[Patch]:
+def _producer_patches(kind: str, events: ModelEvents, *, with_te: bool) -> list[Patch]:
     """Return the patches of functions that upstream calls by name and whose outputs can be recomputed."""
     patches: list[Patch] = []
     if kind == ACTIVATION:
@@ -150,7 +202,7 @@ def _producer_patches(kind: str, events: TrainerEvents, *, with_te: bool) -> lis
     return patches
 
 
-def _recorded(events: TrainerEvents, producer: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _recorded(events: ModelEvents, producer: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls ``function`` and records its output with its inputs.
 
     Upstream may call it before there is a model; until then nothing is recorded.
@@ -167,7 +219,7 @@ def _recorded(events: TrainerEvents, producer: str, function: Callable[..., Any]
     return recorded
 
 
-def _record(events: TrainerEvents, record: Callable[..., None], *arguments: Any) -> None:
+def _record(events: ModelEvents, record: Callable[..., None], *arguments: Any) -> None:
     recomputer = events.recomputer()
     if recomputer is not None:
         record(recomputer, *arguments)

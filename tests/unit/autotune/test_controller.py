@@ -85,7 +85,7 @@ class Training:
         self.chunk = nn.Linear(2, 2)
         self.num_micro_batches = 1
         config = SwapConfig(frozenset(), auto=True, memory_gib=12.0, prefetch_gib=prefetch_gib)
-        self.target = PlanTarget(config, model(8), 80.0, ())
+        self.target = PlanTarget(config, lambda: model(8), 80.0, ())
         self.lines: list[str] = []
         unused: Any = None
         recorder = Recorder(device, Ranges(), device.taken)

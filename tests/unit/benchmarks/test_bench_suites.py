@@ -96,8 +96,8 @@ def written(folder: Path, text: str) -> Path:
 
 def test_ours_are_these_and_every_kind_of_method_is_in_one() -> None:
     assert suite_names() == [
-        "h200-dense", "h200-guard", "h200-long-context", "h200-moe", "h200-optimizer", "h200-planner", "quick",
-        "quick-planner",
+        "h200-dense", "h200-fusion", "h200-guard", "h200-long-context", "h200-moe", "h200-optimizer", "h200-planner",
+        "quick", "quick-planner",
     ]  # fmt: skip
     suites = [load_suite(find_suite(name)) for name in suite_names()]
     kinds = {
@@ -202,6 +202,7 @@ def parsed(text: str, **changed: object) -> Method:
             "optimizer-cpu-offload 0.5 unpinned",
             "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --no-pin-cpu-grads --num-workers 0",
         ),
+        ("unfused-gradients", "--no-gradient-accumulation-fusion"),
         ("ours --swap-optimizer 0.5", "--swap-optimizer 0.5"),
         (
             "ours --swap-layers 0-3 --swap-modules mlp + selective-recompute mlp",
@@ -234,6 +235,7 @@ def test_what_methods_need() -> None:
         ("optimizer-cpu-offload 0", {}, "given: 0"),
         ("optimizer-cpu-offload 0.5 often", {}, "the words overlap, unpinned; given: 0.5 often"),
         ("optimizer-cpu-offload 0.5 overlap overlap", {}, "given: 0.5 overlap overlap"),
+        ("unfused-gradients all", {}, "unfused-gradients takes no arguments; given: all"),
         ("none --swap-layers all", {}, "none takes no arguments"),
         ("ours", {}, "ours takes --swap-layers"),
         ("ours --swap-layers all --recompute-granularity full", {}, "Add recomputation as a separate part"),

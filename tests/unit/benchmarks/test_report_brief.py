@@ -50,6 +50,8 @@ def test_changing_lengths_are_in_the_name() -> None:
             "megatron-optimizer-0.55-unpinned-full-recompute", "",
             "Megatron optimizer offload 55%, unpinned + full recompute",
         ),
+        ("unfused", "", "unfused gradients"),
+        ("x-unfused", "--swap-optimizer auto", "optimizer state auto + unfused gradients"),
         ("something else", "", "something else"),
         ("x", "--swap-layers 0-3 --swap-recompute norm activation", "layers 0-3 + recompute norm, activation"),
         ("x", f"--swap-layers all {RECOMPUTE}", "all layers + recompute MLP"),

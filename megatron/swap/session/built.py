@@ -1,0 +1,311 @@
+"""Swapping for a Megatron model that exists already, in anybody's training loop: without flags, without globals."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megatron.swap.common.counters import Totals
+from megatron.swap.common.layer_ranges import format_ranges
+from megatron.swap.common.plan import check_model, load_plan
+from megatron.swap.common.types import GIB, UsageError, format_bytes
+from megatron.swap.engine.layer_hooks import in_backward
+from megatron.swap.megatron_lm.arguments import swap_config
+from megatron.swap.megatron_lm.built_model import args_of, note_batch, parse_settings, unwrapped
+from megatron.swap.megatron_lm.memory_needs import MemoryCheck
+from megatron.swap.native.guarding import build_guard
+from megatron.swap.patches import linear_weight_gradients, registry
+from megatron.swap.planner.flags import model_of
+from megatron.swap.session.model_swap import ModelSwap
+from megatron.swap.session.upstream import patches_of_model
+
+
+def install(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Any = None,
+    *,
+    memory_gib: float | None = None,
+    layers: str | Iterable[int] | None = None,
+    plan: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> BuiltSwap:
+    """Swap what the layers of a Megatron model save, from the next step on.
+
+    ::
+
+        swapped = swap.install(model, optimizer, memory_gib=60)
+        ...                      # the training loop that you have
+        print(swapped.stats())
+        swapped.close()
+
+    Losses, gradients and weights are bit-equal to a run without swapping. Call it on every rank, before training or
+    between two steps, when the model is on its device. Error messages may name the command-line flags:
+    ``--swap-host-gib`` is ``config={"host_gib": …}``.
+
+    Args:
+        model: this rank's model chunk, or its chunks in the order of the virtual pipeline stages; in Megatron's
+            wrappers or without them.
+        optimizer: Megatron's or torch's. Its ``step`` ends a training step. ``None``: a step ends when the model runs
+            forward again after some optimizer of this process was stepped, or where ``BuiltSwap.step`` is called.
+        memory_gib: most device memory that a step may take: the first steps are measured, then the planner decides.
+        layers: layers to swap: ``0-9``, ``0,4-7``, ``every:2``, ``all``, or their numbers.
+        plan: a plan file.
+        config: more of the ``--swap-`` flags, without that prefix and with underscores: ``{"min_mib": 0.1}``. With
+            ``optimizer``, ``{"optimizer": 0.5}`` offloads half of its state.
+
+    Raises:
+        UsageError: the arguments cannot work for this model; nothing was changed.
+        HostMemoryError: the host has less memory than is needed at least.
+        PatchError: this Megatron lacks what the settings need.
+    """
+    if layers is not None and not isinstance(layers, str):
+        layers = format_ranges(sorted(set(layers))) or "none"
+    settings = {"memory_gib": memory_gib, "layers": layers, "plan": plan}
+    flags = parse_settings(settings | dict(config or {}))
+    chunks = unwrapped(model)
+    args = args_of(chunks, optimizer, flags)
+    of_plan = None if flags.swap_plan is None else load_plan(flags.swap_plan).model
+    if of_plan is not None:  # the model's batches are not known yet: compared in the first step
+        args.seq_length, args.micro_batch_size = of_plan.seq_length, of_plan.micro_batch_size
+    found = swap_config(args)
+    if not found.acts and not found.optimizer:
+        raise UsageError("install: nothing is to be swapped. Give memory_gib, layers or plan.")
+    if found.optimizer and optimizer is None:
+        raise UsageError(f"optimizer {found.optimizer:g}: there is no optimizer. Pass Megatron's to install.")
+    if found.oom_guard:
+        build_guard(on_gpu=torch.cuda.is_available())
+    swapped = BuiltSwap(args, found)
+    try:
+        swapped._begin(chunks, wrapped=chunks != _listed(model), optimizer=optimizer)
+    except BaseException:
+        swapped.close()
+        raise
+    return swapped
+
+
+def _listed(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    return list(model) if isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module) else [model]
+
+
+@dataclass(frozen=True)
+class BuiltStats:
+    """Figures of this rank.
+
+    Attributes:
+        num_steps: steps that have ended.
+        stage: ``profile``, ``search`` or ``stable`` while a planner decides; ``None``: none does.
+        budget_gib: the planner's budget; ``None``: none.
+        predicted_gib, predicted_ms: peak and step time of the present plan, predicted; ``None``: there is no plan.
+        peak_gib, step_ms: those of the last step, measured; ``None``: no planner measures them.
+        out_bytes, in_bytes: copied to host memory, and back, since the start.
+        num_late: storages whose reload began only with their layer's backward.
+        wait_ms: time that compute waited for copies, as far as the device has run.
+        state_bytes: optimizer state that is offloaded now.
+        host_bytes: host memory that is reserved, with optimizer state.
+        num_rescues: failed allocations that succeeded after an eviction.
+    """
+
+    num_steps: int
+    stage: str | None
+    budget_gib: float | None
+    predicted_gib: float | None
+    predicted_ms: float | None
+    peak_gib: float | None
+    step_ms: float | None
+    out_bytes: int
+    in_bytes: int
+    num_late: int
+    wait_ms: float
+    state_bytes: int
+    host_bytes: int
+    num_rescues: int
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.num_steps} steps: {format_bytes(self.out_bytes)} out, {format_bytes(self.in_bytes)} in, "
+            f"{self.num_late} late, {self.wait_ms:.1f} ms waited, {format_bytes(self.host_bytes)} of host memory"
+        )
+        if self.state_bytes:
+            text += f", {format_bytes(self.state_bytes)} of optimizer state offloaded"
+        if self.budget_gib is not None:
+            text += f"; {self.stage} within {self.budget_gib:g} GiB"
+        if self.peak_gib is not None:
+            text += f", last step {format_bytes(self.peak_gib * GIB)}"
+        return text
+
+
+class BuiltSwap(ModelSwap):
+    """A model whose layers swap, until ``close`` or the end of its ``with``. Made by ``install``."""
+
+    def __init__(self, args: Namespace, config: Any) -> None:
+        super().__init__(args, config, MemoryCheck(None, None), self._count_micro_batches, has_verdict=False)
+        self._args = args
+        self._iteration = 0
+        self._num_forwards = self._last_num_forwards = 0
+        self._is_told = False
+        self._was_stepped = False
+        self._last: BuiltStats | None = None
+
+    def _begin(self, chunks: list[nn.Module], *, wrapped: bool, optimizer: Any) -> None:
+        patches = patches_of_model(self._args, self.config, self.planned.kinds, self)
+        applied = registry.apply(patches.needs, patches.optional)
+        self._keep(applied)
+        self._lacks_fusion = any(misfit.patch is linear_weight_gradients.PATCH for misfit in applied.left_out)
+        if wrapped:  # data parallelism holds the nodes that accumulate gradients already
+            self._attach(chunks)
+        else:
+            self.attach(chunks)
+        if self.config.optimizer:
+            self._attached_optimizer_swap().take_over(optimizer)
+            self._reserve_host_memory()
+        # Before all other hooks: the step that is over must have ended when they see the next one.
+        hook = chunks[0].register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True)
+        self._undo.append(hook.remove)
+        self._undo.append(self._follow(optimizer))
+
+    # --------------------------------------------------------------------- steps
+
+    def _follow(self, optimizer: Any) -> Callable[[], None]:
+        """Learn of each step of ``optimizer``, or of any in this process. Return a function that ends that."""
+        if optimizer is None:
+            return register_optimizer_step_post_hook(self._some_optimizer_stepped).remove
+        if isinstance(optimizer, torch.optim.Optimizer):
+            return optimizer.register_step_post_hook(self._optimizer_stepped).remove
+        return _after(optimizer, "step", self._optimizer_stepped)
+
+    def _some_optimizer_stepped(self, *_: object) -> None:
+        self._was_stepped = True  # others may follow in the same step: it ends with the next forward
+
+    def _optimizer_stepped(self, *_: object) -> None:
+        if not self._is_told:
+            self._end_step()
+
+    def _forward_begins(self, chunk: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        if self._was_stepped and not self._is_told:
+            self._end_step()
+        self._num_forwards += 1
+        if self._iteration == 0 and self._num_forwards == 1:
+            note_batch(self._args, arguments, options)
+            if self.config.plan is not None:
+                check_model(self.config.plan, model_of(self._args), f"plan {self.config.plan_file}")
+
+    def _count_micro_batches(self) -> int:
+        """Return the micro-batches of this step: as many as in the last one, until there are more."""
+        return max(self._num_forwards, self._last_num_forwards)
+
+    def step(self) -> None:
+        """Tell that a training step has ended: after the optimizer's step, before the next forward, on every rank.
+
+        From the first call on, steps of optimizers are not watched any more. A call without a forward since the last
+        end of a step does nothing.
+
+        Raises:
+            Infeasible: the planner found no plan that fits the budget.
+        """
+        self._is_told = True
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._was_stepped = False
+        if not self._num_forwards or self._last is not None:
+            return
+        self._iteration += 1
+        self._last_num_forwards, self._num_forwards = self._num_forwards, 0
+        self.step_ended(self._iteration, {}, None)
+
+    # ------------------------------------------------------------------- figures
+
+    def stats(self) -> BuiltStats:
+        """Return the figures until now, or until ``close``. Never waits for the device."""
+        return self._last or self._stats()
+
+    def _stats(self) -> BuiltStats:
+        planning = self.auto.summary() if self.auto is not None else {}
+        last = self.auto.last_step if self.auto is not None else None
+        host_bytes = 0 if self.parts is None else self.parts.pool.stats.reserved_bytes
+        state_bytes = 0
+        if self.optimizer_swap is not None:
+            host_bytes += self.optimizer_swap.reserved_bytes
+            state_bytes = sum(one.num_bytes for one in self.optimizer_swap.offloaded_tensors())
+        totals = Totals() if self.parts is None else self.parts.manager.counters.totals()
+        return BuiltStats(
+            num_steps=self._iteration,
+            stage=planning["stages"][-1]["stage"] if planning else None,
+            budget_gib=planning.get("budget_gib"),
+            predicted_gib=planning.get("predicted_peak_gib"),
+            predicted_ms=planning.get("predicted_step_ms"),
+            peak_gib=None if last is None else last.peak_gib,
+            step_ms=None if last is None else last.ms,
+            out_bytes=totals.out_bytes,
+            in_bytes=totals.in_bytes,
+            num_late=totals.num_late,
+            wait_ms=totals.wait_ms,
+            state_bytes=state_bytes,
+            host_bytes=host_bytes,
+            num_rescues=sum(step.num_rescues for step in self.step_log.records),
+        )
+
+    # ----------------------------------------------------------------------- end
+
+    def close(self) -> None:
+        """Give the model back its own forward, the optimizer its own step, and release host memory. Idempotent.
+
+        Call it after the last backward, on every rank.
+
+        Raises:
+            DiskError: a write failed, so the state on disk is incomplete. All else is restored and released.
+            OSError: the plan cannot be written.
+        """
+        if self._last is not None:
+            return
+        self._last = self._stats()
+        if self._profiler is not None:
+            self._profiler.close()
+        super().close()
+        if self._iteration and self.planned.plan_run is not None:
+            self.planned.plan_run.save()
+        if self._iteration and self.auto is not None:
+            self.auto.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._last is None:
+            self._last = self._stats()
+            self.abandon()
+            super().close()
+        self.close()
+
+
+def _after(owner: Any, name: str, call: Callable[[], None]) -> Callable[[], None]:
+    """Call ``call`` after each call of the method ``name`` of ``owner``. Return a function that restores the method."""
+    own, method = vars(owner).get(name), getattr(owner, name)
+
+    @functools.wraps(method)
+    def called(*arguments: Any, **options: Any) -> Any:
+        result = method(*arguments, **options)
+        call()
+        return result
+
+    setattr(owner, name, called)
+
+    def restore() -> None:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+    return restore

@@ -1,0 +1,229 @@
+"""Training loops around Megatron models that exist already, with ``swap.install`` and without.
+
+    python built_script.py CASE [CASE …]
+
+It needs megatron.core alone. It prints one line of JSON a case: the digest of losses, gradient norms, weights and
+optimizer state without swapping, and the same with it, with the figures of ``stats()``.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import nn
+
+from megatron.swap.patches import cpu, registry
+
+registry.apply(cpu.CORE_PATCHES)  # torch.cuda's calls in Megatron, on this machine without CUDA
+
+import megatron.core
+from megatron import swap
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+SEQUENCE, VOCABULARY, LAYERS = 64, 128, 6
+SMALL = {"min_mib": 0.001, "cpu_delay_ms": 0.2, "host_gib": 0.5, "host_unchecked": True, "log_level": "quiet"}
+Install = Callable[[nn.Module, Any], swap.BuiltSwap]
+
+
+class RenamedLayer(TransformerLayer):
+    """A fork's layer: another name, and a forward of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, context = super().forward(*args, **kwargs)
+        return hidden * 1.01, context
+
+
+class OwnModel(GPTModel):
+    """A fork's model: its forward takes a batch, and its layers are renamed."""
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(batch["tokens"], batch["positions"], batch["mask"], labels=batch["labels"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    Attributes:
+        settings: of ``install``.
+        megatrons: bf16, Megatron's wrappers and its optimizer; else fp32 and torch's AdamW.
+        distributed: Megatron's distributed optimizer.
+        tells: the loop calls ``step``; ``install`` does not know the optimizer.
+        at: the step before which ``install`` is called.
+        of_fork: the model is a fork's.
+        micro_batches: of each step in turn.
+        steps: number of steps.
+    """
+
+    settings: dict[str, Any]
+    megatrons: bool = False
+    distributed: bool = False
+    tells: bool = False
+    knows_optimizer: bool = True
+    at: int = 0
+    of_fork: bool = False
+    micro_batches: tuple[int, ...] = (2,)
+    steps: int = 5
+
+
+def planned(memory_gib: float, **more: Any) -> dict[str, Any]:
+    return {"memory_gib": memory_gib, "config": SMALL | more}
+
+
+ALL = {"layers": "all", "config": SMALL}
+CASES = {
+    "layers": Case(ALL),
+    "some layers": Case({"layers": [0, 2, 3], "config": SMALL}),
+    "recompute": Case({"layers": "0-3", "config": SMALL | {"recompute": ["norm", "activation"], "verify": True}}),
+    "budget": Case(planned(0.0028), steps=14),
+    "told": Case(planned(0.0028), tells=True, steps=14),
+    "unknown optimizer": Case(planned(0.0028), knows_optimizer=False, steps=14),
+    "wrapped": Case(ALL, megatrons=True),
+    "during training": Case(ALL, megatrons=True, at=2),
+    "state": Case({"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True),
+    "state during training": Case({"layers": "all", "config": SMALL | {"optimizer": 1}}, megatrons=True, at=2),
+    "distributed state during training": Case(
+        {"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True, distributed=True, at=2
+    ),
+    "budget with state": Case(planned(0.003, optimizer="auto"), megatrons=True, distributed=True, steps=16),
+    "fork": Case(ALL, of_fork=True),
+    "budget of a fork": Case(planned(0.0028), of_fork=True, steps=14),
+    "changing micro-batches": Case(planned(0.0028), micro_batches=(2, 3, 1), steps=18),
+}  # fmt: skip
+
+
+def model_of(case: Case) -> nn.Module:
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    half = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16} if case.megatrons else {}
+    config = TransformerConfig(
+        num_layers=LAYERS, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.1,
+        attention_dropout=0.0, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
+        bias_activation_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False, **half,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec()
+    if case.of_fork:
+        spec = dataclasses.replace(spec, module=RenamedLayer)
+    kind = OwnModel if case.of_fork else GPTModel
+    model: nn.Module = kind(config, spec, vocab_size=VOCABULARY, max_sequence_length=2 * SEQUENCE)
+    if not case.megatrons:
+        return model
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed, overlap_grad_reduce=False
+    )
+    return DistributedDataParallel(config, settings, Float16Module(config, model))
+
+
+def optimizer_of(case: Case, model: nn.Module) -> Any:
+    if not case.megatrons:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=case.distributed
+    )
+    return get_megatron_optimizer(settings, [model])
+
+
+def losses_of(case: Case, model: nn.Module, optimizer: Any, before: Callable[[int], None]) -> Iterator[float]:
+    """Train, and yield every loss and gradient norm."""
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    positions = torch.arange(SEQUENCE)[None].expand(2, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+    for step in range(case.steps):
+        before(step)
+        if case.megatrons:
+            model.zero_grad_buffer()
+        optimizer.zero_grad()
+        for _ in range(case.micro_batches[step % len(case.micro_batches)]):
+            drawn = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+            tokens, labels = drawn[:, :-1], drawn[:, 1:]
+            batch = {"tokens": tokens, "positions": positions, "mask": mask, "labels": labels}
+            loss = (model(batch) if case.of_fork else model(tokens, positions, mask, labels=labels)).mean()
+            loss.backward()
+            yield loss.item()
+        if case.megatrons:
+            finalize_model_grads([model])
+            yield float(optimizer.step()[1])
+        else:
+            optimizer.step()
+        with torch.no_grad():  # an evaluation is no part of a step
+            model.eval()
+            model(batch) if case.of_fork else model(tokens, positions, mask, labels=labels)
+            model.train()
+
+
+def run(case: Case, *, swaps: bool) -> dict[str, Any]:
+    """Train and return what came out."""
+    model = model_of(case)
+    optimizer = optimizer_of(case, model)
+    swapped: swap.BuiltSwap | None = None
+
+    def before(step: int) -> None:
+        nonlocal swapped
+        if not swaps:
+            return
+        if swapped is not None and case.tells:
+            swapped.step()
+        if step == case.at:
+            known = optimizer if case.knows_optimizer and not case.tells else None
+            swapped = swap.install(model, known, **case.settings)
+
+    losses = list(losses_of(case, model, optimizer, before))
+    stats = None
+    if swapped is not None:
+        stats = dataclasses.asdict(swapped.stats())
+        swapped.close()
+        swapped.close()
+    parts = getattr(optimizer, "chained_optimizers", [optimizer]) if case.megatrons else []
+    inner = [one.optimizer for one in parts] or [optimizer]
+    state = [
+        value for one in inner for group in one.param_groups for param in group["params"]
+        for value in (param, *(value for _, value in sorted(one.state[param].items())))
+    ]  # fmt: skip
+    tensors = [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
+    digest = hashlib.sha256(repr(losses).encode())
+    for tensor in tensors:
+        digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    left = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    return {"digest": digest.hexdigest(), "losses": losses, "stats": stats, "left": left}
+
+
+def main() -> None:
+    """Run the cases that the command line names."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    for name in sys.argv[1:]:
+        case = CASES[name]
+        plain, swapped = run(case, swaps=False), run(case, swaps=True)
+        row = {"case": name, "version": megatron.core.__version__.split("+")[0], "file": megatron.core.__file__,
+               "plain": plain, "swapped": swapped}  # fmt: skip
+        if torch.distributed.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""``swap.install`` on models that exist already: each version of Megatron, with and without its trainer.
+
+``tests/support.py`` makes rows of the table of versions in docs/reference/support.md from ``FEATURES``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.patches.registry import BUILT_ONLY, VERSIONS
+from tests.integration.versions import folder_of
+
+SCRIPT = Path(__file__).with_name("built_script.py")
+MEGATRON = (*BUILT_ONLY, *VERSIONS["megatron-core"])
+FEATURES = {
+    "`swap.install`: offload, a fork's layers and model": (
+        "layers", "some layers", "wrapped", "during training", "fork",
+    ),
+    "`swap.install`: recompute": ("recompute",),
+    "`swap.install`: planner": ("budget", "told", "unknown optimizer", "budget of a fork", "changing micro-batches"),
+    "`swap.install`: optimizer state": (
+        "state", "state during training", "distributed state during training", "budget with state",
+    ),
+}  # fmt: skip
+"""Features whose runs are equal to the bit with each version, and their cases in ``built_script.py``."""
+ON_TWO_RANKS = ("wrapped", "distributed state during training", "budget with state")
+TIMEOUT_S = 240
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its loop is for machines without CUDA")
+
+
+def rows_of(version: str, cases: tuple[str, ...], num_ranks: int = 1) -> list[dict[str, Any]]:
+    """Run ``cases`` with a version of Megatron, and return what the script prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = folder_of(version)
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), *cases],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank),
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                 "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": "" if folder is None else str(folder)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(num_ranks)
+    ]  # fmt: skip
+    printed = [process.communicate(timeout=TIMEOUT_S)[0] for process in running]
+    assert [process.returncode for process in running] == [0] * num_ranks, "\n".join(printed)[-4000:]
+    rows = [json.loads(line) for line in printed[0].splitlines() if line.startswith("{")]
+    assert [row["case"] for row in rows] == list(cases)
+    for row in rows:
+        assert row["version"] == version
+        assert folder is None or Path(row["file"]).is_relative_to(folder)
+    return rows
+
+
+def assert_equal(row: dict[str, Any]) -> None:
+    """Check that swapping changed no bit, moved bytes, kept to its budget and left nothing on the model."""
+    plain, swapped, case = row["plain"], row["swapped"], row["case"]
+    stats = swapped["stats"]
+    assert plain["losses"] == swapped["losses"], case
+    assert plain["digest"] == swapped["digest"], case
+    assert stats["out_bytes"] > 0, case
+    if stats["budget_gib"] is None:  # else the planner decides about state
+        assert ("state" in case) == (stats["state_bytes"] > 0), case
+    else:
+        assert stats["stage"] == "stable", case
+        assert stats["peak_gib"] <= stats["budget_gib"], case
+    assert swapped["left"] == [], case
+
+
+@pytest.mark.parametrize("version", MEGATRON)
+def test_equal_to_the_bit(version: str) -> None:
+    cases = tuple(case for cases in FEATURES.values() for case in cases)
+    rows = rows_of(version, cases)
+    for row in rows:
+        assert_equal(row)
+    by_case = {row["case"]: row for row in rows}
+    # The digest sees what it should: other losses, another optimizer.
+    digests = {by_case[name]["plain"]["digest"] for name in ("layers", "fork", "state", "budget")}
+    assert len(digests) == 4
+
+
+def test_two_data_parallel_ranks() -> None:
+    for row in rows_of(MEGATRON[-1], ON_TWO_RANKS, num_ranks=2):
+        assert_equal(row)

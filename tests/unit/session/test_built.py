@@ -1,0 +1,220 @@
+"""``install`` on a model that exists: what it refuses, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron import swap
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.built_model import parse_settings
+from megatron.swap.patches import cpu, registry
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds a model for machines without CUDA")
+TOKENS = torch.arange(33)[None].expand(2, -1) % 64
+POSITIONS = torch.arange(32)[None].expand(2, -1)
+MASK = torch.ones(32, 32).triu(1).bool()[None, None]
+SMALL = {"min_mib": 0.0001, "host_gib": 0.25, "host_unchecked": True, "log_level": "quiet"}
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    """A process group of one rank, and torch.cuda's calls in Megatron."""
+    with registry.apply(cpu.CORE_PATCHES):
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        yield
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def config_of(**options: Any) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
+        attention_dropout=0.0, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
+        bias_activation_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False, **options,
+    )  # fmt: skip
+
+
+def model_of(**options: Any) -> GPTModel:
+    return GPTModel(config_of(**options), get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=64)
+
+
+def model_with(**options: Any) -> GPTModel:
+    """Return a model whose config says what its layers need TransformerEngine or a GPU for."""
+    model = model_of()
+    vars(model.config).update(options)
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 1) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(TOKENS[:, :-1], POSITIONS, MASK, labels=TOKENS[:, 1:]).mean().backward()
+        optimizer.step()
+
+
+def untouched(model: nn.Module) -> bool:
+    return not any("forward" in vars(module) or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "nothing is to be swapped. Give memory_gib, layers or plan"),
+        ({"layers": "0-9"}, "--swap-layers '0-9'"),
+        ({"layers": [7]}, "--swap-layers '7'"),
+        ({"layers": "all", "memory_gib": 1.0}, "cannot be combined"),
+        ({"memory_gib": -1.0}, "--swap-memory-gib -1"),
+        ({"memory_gib": 1e6}, "--swap-memory-gib 1e\\+06: must be at most what the device has"),
+        ({"plan": "nowhere.json"}, "nowhere.json"),
+        ({"layers": "all", "config": {"min_mb": 1}}, "min_mb: there is no such setting. The nearest is min_mib"),
+        ({"layers": "all", "config": {"min_mib": "few"}}, "--swap-min-mib: invalid float value"),
+        ({"layers": "all", "config": {"summary": "x.json"}}, "summary: is a setting of runs of Megatron's trainer"),
+        ({"layers": "all", "config": {"modules": ["mlpp"]}}, "'mlpp' is not a submodule"),
+        ({"layers": "all", "config": {"optimizer": 0.5}}, "optimizer 0.5: there is no optimizer"),
+    ],
+)
+def test_refused_arguments(arguments: Mapping[str, Any], words: str) -> None:
+    model, before = model_of(), set(registry._in_place)
+    with pytest.raises(UsageError, match=words):
+        swap.install(model, **arguments)
+    assert untouched(model)
+    assert set(registry._in_place) == before
+
+
+def test_an_optimizer_that_is_not_megatrons_keeps_its_state() -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UsageError, match="AdamW is not an optimizer of Megatron"):
+        swap.install(model, optimizer, layers="all", config=SMALL | {"optimizer": 1})
+    assert untouched(model)
+    train(model, optimizer)
+
+
+class FullyShardedDataParallel(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "Sequential has no TransformerBlock of Megatron.*swap.activations"),
+        (list, "the list of model chunks is empty"),
+        (lambda: FullyShardedDataParallel(model_of()), "wrapped in FullyShardedDataParallel"),
+        (lambda: model_with(cpu_offloading=True, cpu_offloading_num_layers=1), "--cpu-offloading-num-layers 1"),
+        (lambda: model_with(cuda_graph_impl="local"), "--cuda-graph-impl local: a captured layer"),
+        (lambda: model_of(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+         "cannot be combined with --recompute-granularity full"),
+    ],
+    ids=["other", "none", "fsdp", "megatrons-offload", "graphs", "full-recomputation"],
+)  # fmt: skip
+def test_refused_models(model: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        swap.install(model(), memory_gib=0.01, config=SMALL)
+
+
+def test_full_recomputation_is_combined_with_layers() -> None:
+    model = model_of(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with swap.install(model, optimizer, layers="all", config=SMALL) as swapped:
+        train(model, optimizer, 2)
+        assert swapped.stats().out_bytes > 0
+
+
+def interrupted(swapped: swap.BuiltSwap, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with swapped:
+        train(model, optimizer)
+        _ = model(TOKENS[:, :-1], POSITIONS, MASK, labels=TOKENS[:, 1:]).mean()
+        raise KeyboardInterrupt
+
+
+def test_after_an_error_the_loop_goes_on() -> None:
+    """As in a notebook whose cell was interrupted: nothing is left, and another install works."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = set(registry._in_place)
+    for _ in range(2):
+        swapped = swap.install(model, optimizer, layers="all", config=SMALL)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(swapped, model, optimizer)
+        assert untouched(model)
+        assert set(registry._in_place) == before
+        assert swapped.stats().num_steps == 1
+    train(model, optimizer)
+
+
+def test_a_step_without_a_forward_is_none() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    swapped = swap.install(model, layers="all", config=SMALL)
+    swapped.step()
+    assert swapped.stats().num_steps == 0
+    train(model, optimizer)
+    swapped.step()
+    swapped.step()
+    assert swapped.stats().num_steps == 1
+    assert "1 steps: " in str(swapped.stats())
+    swapped.close()
+    swapped.step()
+    assert swapped.stats().num_steps == 1
+
+
+def test_the_optimizers_step_is_its_own_again() -> None:
+    """An optimizer that is torch's has a hook; another one's method is wrapped."""
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    steps: list[int] = []
+    other = SimpleNamespace(step=lambda: steps.append(1), zero_grad=inner.zero_grad)
+    own = other.step
+    swapped = swap.install(model, other, layers="all", config=SMALL)
+    train(model, other)  # type: ignore[arg-type]
+    assert (steps, swapped.stats().num_steps) == ([1], 1)
+    swapped.close()
+    assert other.step is own
+
+
+def test_a_plan_is_written_and_carried_out(tmp_path: Path) -> None:
+    """Its model knows the batches only once they were seen."""
+    path = str(tmp_path / "plan.json")
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with swap.install(model, optimizer, layers="0-1", config=SMALL | {"save_plan": path}):
+        train(model, optimizer, 2)
+    with swap.install(model, optimizer, plan=path, config=SMALL) as swapped:
+        train(model, optimizer)
+    assert swapped.stats().out_bytes > 0
+    longer = torch.arange(64)[None] % 64
+    with (
+        pytest.raises(UsageError, match="seq_length is 32 there, 64 here"),
+        swap.install(model, optimizer, plan=path, config=SMALL),
+    ):
+        model(longer, torch.arange(64)[None], torch.ones(64, 64).triu(1).bool()[None, None], labels=longer)
+    with pytest.raises(UsageError, match="made for another model: num_layers is 4 there"):
+        swap.install(model_of_depth(3), plan=path)
+
+
+def model_of_depth(num_layers: int) -> GPTModel:
+    config = config_of()
+    config.num_layers = num_layers
+    return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=64)
+
+
+def test_settings_are_those_of_the_flags() -> None:
+    given = parse_settings({"recompute": ["norm", "rotary"], "oom_guard": True, "verify": False, "disk_dir": None})
+    assert (given.swap_recompute, given.swap_oom_guard, given.swap_verify) == (["norm", "rotary"], True, False)
+    assert given.swap_disk_dir is None
