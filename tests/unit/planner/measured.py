@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plan_points
 from benchmarks.sweeps.plans import plan_of, with_mlp_section
+from megatron.swap.common.plan import load_plan
 from megatron.swap.common.types import GIB
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import find_gpu
@@ -20,6 +22,7 @@ from megatron.swap.planner.profile import Link, Profile
 from megatron.swap.planner.shape import params_of_rank, shape_profile, with_measured_times, with_megatrons_loss
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import empty_plan, solve
+from megatron.swap.planner.state_fraction import with_fraction
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 FILES = ("h200-dense.jsonl", "h200-long-context.jsonl", "h200-overhead.jsonl")
@@ -179,6 +182,27 @@ def errors() -> Iterator[str]:
                 f"| {file.removesuffix('.jsonl')} | {case} | {len(runs)} | {100 * peak.peak_error:+.2f} % | "
                 f"`{peak.method}` | {100 * step.step_error:+.1f} % | `{step.method}` |"
             )
+
+
+POINTS = RESULTS / "h200-plan-points.json"
+AS_PLANNED = ("dense-roomy", "dense-tight", "wide", "grouped-queries", "80-gb", "32k", "8b-8k", "8b-64k")
+"""Points from shapes whose last run followed the plan file that docs/results/plan-points has."""
+
+
+def pasted() -> Iterator[tuple[str, dict[str, Any], Prediction]]:
+    """Yield the last run of each point of ``AS_PLANNED``, and what is predicted of its plan today."""
+    rows: dict[str, Any] = {}
+    for call in json.loads(POINTS.read_text())["calls"]:
+        rows |= call["points"]
+    for name in AS_PLANNED:
+        training = read_flags(plan_points.POINTS[name].training_flags)
+        plan = load_plan(RESULTS / "plan-points" / f"{name}.json")
+        profile = shape_profile(
+            training.model, find_gpu("h200"), training.num_micro_batches, tied=training.tied, states=training.states
+        )
+        if plan.offload_fraction is not None and profile.offloaded_state is not None:
+            profile = with_fraction(profile, plan.offload_fraction)
+        yield name, rows[name], simulate(profile, plan)
 
 
 def promises() -> Iterator[str]:

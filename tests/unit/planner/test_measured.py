@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.planner.measured import FILES, RESULTS, alone, compared, errors, promises, reserved
+from tests.unit.planner.measured import FILES, RESULTS, alone, compared, errors, pasted, promises, reserved
 
 PEAK_WITHIN = 0.03
 STEP_WITHIN = 0.05
+PASTED_STEP_WITHIN = 0.06
 BELOW_WITHIN, ABOVE_WITHIN = 0.01, 0.08
 """Limits of the predicted reserved memory of Megatron alone: below and above the measured one."""
 EARLIER_ENGINE = {
@@ -52,6 +53,14 @@ def test_what_megatron_alone_reserves_is_hardly_above_its_prediction() -> None:
     runs = [one for one in alone() if not one.changes]  # changing lengths leave more fragments
     assert len(runs) >= 18
     assert [one for one in runs if not -BELOW_WITHIN <= one.error <= ABOVE_WITHIN] == []
+
+
+def test_what_pasted_commands_reserve_and_take_is_near_the_prediction() -> None:
+    """Reserved memory, whatever the logits' block adds to it; times from the GPU's figures alone."""
+    for name, row, predicted in pasted():
+        assert row["reserved_gib"] <= row["budget_gib"], name
+        assert abs(predicted.peak_gib / row["reserved_gib"] - 1) <= PEAK_WITHIN, name
+        assert abs(predicted.step_ms / row["step_ms_median"] - 1) <= PASTED_STEP_WITHIN, name
 
 
 def test_the_document_has_these_figures() -> None:

@@ -393,3 +393,12 @@ def test_the_planner_needs_neither_torch_nor_megatron() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_narrow_layers_are_slower_for_their_flops() -> None:
+    """2,048: 0.89 of the speed. From 4,096 on the GPU's own."""
+    gpu = find_gpu("h200")
+    assert gpu.for_width(8192).tflops == gpu.for_width(4096).tflops == pytest.approx(gpu.tflops)
+    assert gpu.for_width(2048).tflops / gpu.tflops == pytest.approx(0.893, abs=1e-3)
+    assert gpu.for_width(1024).tflops < gpu.for_width(2048).tflops
+    assert gpu.for_width(1024).attention_tflops == gpu.attention_tflops

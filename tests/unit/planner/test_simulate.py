@@ -18,7 +18,7 @@ from megatron.swap.engine.policy import PlanPolicy
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.planner.assignment import layer_script
-from megatron.swap.planner.profile import LayerClass, Link, NonLayer, Pipeline, Profile, Section
+from megatron.swap.planner.profile import LayerClass, Link, NonLayer, NonLayerSite, Pipeline, Profile, Section
 from megatron.swap.planner.schedule import Unit, schedule
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
@@ -57,6 +57,15 @@ class TestByHand:
         assert predicted.peak_gib == pytest.approx(400 / 1024 + 0.25)
         assert predicted.peak_at == "at the loss, micro-batch 0"
         assert predicted.host_gib == predicted.out_stall_ms == predicted.in_stall_ms == 0
+
+    def test_the_logits_take_a_block_beside_the_layers_peak(self) -> None:
+        """Without a measured allocator: what layers have freed is in pieces."""
+        around = NonLayer(0, 0, 0, 0, 1000 / 1024, (NonLayerSite("loss/0", 900.0, 0.0),))
+        of = profile([replace(ONE, temporaries=((0.0, 500.0),))], non_layer=around)
+        assert simulate(of, empty_plan(of)).peak_gib == gib(400 + 1000)
+        beside = simulate(replace(of, allocator_gib=None), empty_plan(of))
+        assert beside.peak_gib == gib(400 + 500 + 900)
+        assert beside.peak_at == "at the loss, beside what layers have freed"
 
     def test_a_hidden_layer_costs_memory_only_on_the_host(self) -> None:
         of = profile([ONE], non_layer=NonLayer(0, 0, 0, 0, 200 / 1024))
