@@ -9,11 +9,17 @@ Weights and data are random; nothing is downloaded. Needs a GPU. Bridge prints a
 line of all has the figures of the swapping.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import argparse
 
 import torch.nn.functional as F
+
+from megatron.swap.prepare import prepare
+
+prepare()  # before Bridge is imported: it would run `make` in megatron-core, where PyPI's wheel has no Makefile
+
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training.config import (
     CheckpointConfig,
