@@ -2,7 +2,7 @@
 
     pip install mcore-bridge 'transformer-engine[pytorch]'
     PYTHONPATH=. torchrun --nproc-per-node 1 examples/swap_mcore_bridge.py                       # without swapping
-    PYTHONPATH=. torchrun --nproc-per-node 1 examples/swap_mcore_bridge.py --memory-gib 30
+    PYTHONPATH=. torchrun --nproc-per-node 1 examples/swap_mcore_bridge.py --memory-gib 22
 
 Weights and data are random; nothing is downloaded. Needs a GPU.
 """

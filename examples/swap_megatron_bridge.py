@@ -2,7 +2,7 @@
 
     pip install megatron-bridge 'transformer-engine[pytorch]'
     PYTHONPATH=. torchrun --nproc-per-node 1 examples/swap_megatron_bridge.py                    # without swapping
-    PYTHONPATH=. torchrun --nproc-per-node 1 examples/swap_megatron_bridge.py --memory-gib 30
+    PYTHONPATH=. torchrun --nproc-per-node 1 examples/swap_megatron_bridge.py --memory-gib 22
     PYTHONPATH=. torchrun --nproc-per-node 1 examples/swap_megatron_bridge.py --layers 0-11
 
 Weights and data are random; nothing is downloaded. Needs a GPU. Bridge prints a line for each iteration, and the last
