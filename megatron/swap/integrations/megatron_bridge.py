@@ -1,0 +1,44 @@
+"""Megatron-Bridge: a callback of its trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+
+from megatron.swap.session.built import BuiltSwap, install
+
+
+class SwapCallback(Callback):
+    """Swaps from the first training step to the last; for ``callbacks=[…]`` of Bridge's ``pretrain`` and ``finetune``.
+
+    Bridge calls ``on_train_start`` when the model is wrapped, the optimizer is built and the checkpoint is loaded.
+
+    Args:
+        settings: the arguments of ``swap.install`` but the model and the optimizer.
+
+    Attributes:
+        swapped: what ``swap.install`` returned; its figures remain after training. ``None`` before training.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+        self.swapped: BuiltSwap | None = None
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Install swapping.
+
+        Raises:
+            UsageError, HostMemoryError, PatchError: as ``swap.install``.
+        """
+        self.swapped = install(context.model, context.optimizer, **self._settings)
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """End the step, also one whose optimizer skipped its update."""
+        if self.swapped is not None:
+            self.swapped.step()
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Restore the model. Not called if training fails."""
+        if self.swapped is not None:
+            self.swapped.close()

@@ -1,0 +1,27 @@
+"""Refuse a framework's own offload of optimizer state beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.swap.common.types import UsageError
+
+
+def refuse_two_offloaders(settings: Mapping[str, Any], option: str, is_on: bool) -> None:
+    """Refuse settings that offload optimizer state which the framework moves or resets itself.
+
+    Args:
+        settings: arguments of ``swap.install``.
+        option: the framework's option, as its user writes it.
+        is_on: whether the framework moves optimizer state between steps.
+
+    Raises:
+        UsageError: both are on.
+    """
+    ours = (settings.get("config") or {}).get("optimizer")
+    if is_on and ours:
+        raise UsageError(
+            f"optimizer {ours} cannot be combined with {option}, which moves or resets optimizer state between steps. "
+            f"Drop optimizer from config, or turn {option} off."
+        )

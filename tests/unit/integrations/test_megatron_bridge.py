@@ -1,0 +1,88 @@
+"""The callback for Megatron-Bridge, against a fake of what megatron-bridge 0.6.2 has in these files:
+
+``megatron/bridge/training/callbacks.py`` (``Callback``, ``CallbackContext``, ``CallbackManager.add``),
+``megatron/bridge/training/train.py`` (when ``train`` fires which event).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+EVENTS = ("on_train_start", "on_train_step_start", "on_train_step_end", "on_train_end", "on_eval_start", "on_eval_end")
+
+
+class Callback:
+    """Bridge's base class: a method for each event, which does nothing."""
+
+    def on_train_start(self, context: Any) -> None: ...
+
+    def on_train_step_start(self, context: Any) -> None: ...
+
+    def on_train_step_end(self, context: Any) -> None: ...
+
+    def on_train_end(self, context: Any) -> None: ...
+
+    def on_eval_start(self, context: Any) -> None: ...
+
+    def on_eval_end(self, context: Any) -> None: ...
+
+
+@dataclass
+class CallbackContext:
+    """Bridge's context; the optimizer is there in events of training alone."""
+
+    state: Any
+    model: list[Any]
+    user_state: dict[str, Any] = field(default_factory=dict)
+    optimizer: Any = None
+    scheduler: Any = None
+    loss_dict: dict[str, Any] | None = None
+    grad_norm: float | None = None
+    skipped_iter: bool | None = None
+    total_loss_dict: dict[str, Any] | None = None
+
+
+def train(model: list[Any], optimizer: Any, callback: Callback, skipped: tuple[bool, ...]) -> None:
+    """Fire the events of a run in Bridge's order. Like Bridge, call only methods that the callback overrides."""
+    fired = [event for event in EVENTS if getattr(type(callback), event) is not getattr(Callback, event)]
+
+    def fire(event: str, **of_event: Any) -> None:
+        if event in fired:
+            getattr(callback, event)(CallbackContext(state=None, model=model, **of_event))
+
+    fire("on_train_start", optimizer=optimizer)
+    for skipped_iter in skipped:
+        fire("on_train_step_start", optimizer=optimizer)
+        fire("on_train_step_end", optimizer=optimizer, loss_dict={}, grad_norm=1.0, skipped_iter=skipped_iter)
+        fire("on_eval_start")
+        fire("on_eval_end", total_loss_dict={})
+    fire("on_train_end", optimizer=optimizer)
+
+
+@pytest.fixture
+def bridge(adapter: Callable[..., Any]) -> Any:
+    names = {"Callback": Callback, "CallbackContext": CallbackContext}
+    return adapter("megatron_bridge", {"megatron.bridge.training.callbacks": names})
+
+
+def test_a_run_is_swapped_from_its_start_to_its_end(bridge: Any, chunks: list[Any]) -> None:
+    callback = bridge.module.SwapCallback(memory_gib=60)
+    assert callback.swapped is None
+    train(chunks, "optimizer", callback, skipped=(False, True, False))
+    (swapped,) = bridge.installed
+    assert swapped is callback.swapped
+    assert (swapped.model, swapped.optimizer, swapped.settings) == (chunks, "optimizer", {"memory_gib": 60})
+    assert swapped.num_steps == 3
+    assert swapped.is_closed
+
+
+def test_a_second_run_installs_again(bridge: Any, chunks: list[Any]) -> None:
+    callback = bridge.module.SwapCallback(layers="all")
+    for _ in range(2):
+        train(chunks, "optimizer", callback, skipped=(False,))
+    assert [swapped.num_steps for swapped in bridge.installed] == [1, 1]
+    assert all(swapped.is_closed for swapped in bridge.installed)
