@@ -75,6 +75,8 @@ class Case:
         tells: the loop calls ``step``; ``install`` does not know the optimizer.
         at: the step before which ``install`` is called.
         of_fork: the model is a fork's.
+        options: of the model's config.
+        peeks: each micro-batch begins with a pass without gradients, as a reference model's.
         micro_batches: of each step in turn.
         steps: number of steps.
     """
@@ -86,6 +88,8 @@ class Case:
     knows_optimizer: bool = True
     at: int = 0
     of_fork: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    peeks: bool = False
     micro_batches: tuple[int, ...] = (2,)
     steps: int = 5
 
@@ -112,6 +116,10 @@ CASES = {
     "budget with state": Case(planned(0.003, optimizer="auto"), megatrons=True, distributed=True, steps=16),
     "fork": Case(ALL, of_fork=True),
     "budget of a fork": Case(planned(0.0028), of_fork=True, steps=14),
+    "full recomputation": Case(ALL, options={
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+    }),
+    "passes without gradients": Case(planned(0.0028), peeks=True, steps=14),
     "changing micro-batches": Case(planned(0.0028), micro_batches=(2, 3, 1), steps=18),
 }  # fmt: skip
 
@@ -123,7 +131,7 @@ def model_of(case: Case) -> nn.Module:
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.1,
         attention_dropout=0.0, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
-        bias_activation_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False, **half,
+        bias_activation_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False, **half, **case.options,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec()
     if case.of_fork:
@@ -161,6 +169,9 @@ def losses_of(case: Case, model: nn.Module, optimizer: Any, before: Callable[[in
             drawn = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator)
             tokens, labels = drawn[:, :-1], drawn[:, 1:]
             batch = {"tokens": tokens, "positions": positions, "mask": mask, "labels": labels}
+            if case.peeks:
+                with torch.no_grad():
+                    model(tokens, positions, mask, labels=labels)
             loss = (model(batch) if case.of_fork else model(tokens, positions, mask, labels=labels)).mean()
             loss.backward()
             yield loss.item()

@@ -26,7 +26,10 @@ FEATURES = {
         "layers", "some layers", "wrapped", "during training", "fork",
     ),
     "`swap.install`: recompute": ("recompute",),
-    "`swap.install`: planner": ("budget", "told", "unknown optimizer", "budget of a fork", "changing micro-batches"),
+    "`swap.install`: Megatron's full recomputation": ("full recomputation",),
+    "`swap.install`: planner": (
+        "budget", "told", "unknown optimizer", "budget of a fork", "passes without gradients", "changing micro-batches",
+    ),
     "`swap.install`: optimizer state": (
         "state", "state during training", "distributed state during training", "budget with state",
     ),

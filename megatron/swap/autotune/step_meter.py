@@ -71,8 +71,7 @@ class StepMeter:
         self._is_between_steps = True
 
     def _chunk_begins(self, *_: object) -> None:
-        if not torch.is_grad_enabled():
-            self._is_between_steps = True
+        if not torch.is_grad_enabled():  # an evaluation between two steps, or another pass within one
             return
         if self._is_between_steps:
             self._is_between_steps = False

@@ -35,6 +35,7 @@ class PlanTarget:
             before it was swapped shows only then how long its sequences are.
         device_gib: memory of the device.
         recompute: producers whose outputs may be recomputed.
+        recomputes_layers: whether whole layers may be recomputed.
 
     Raises:
         UsageError: the device has less memory than the budget.
@@ -44,6 +45,7 @@ class PlanTarget:
     describe: Callable[[], Model]
     device_gib: float
     recompute: Collection[str]
+    recomputes_layers: bool = True
 
     def __post_init__(self) -> None:
         self.config.budget_gib(self.device_gib)

@@ -107,7 +107,7 @@ class WorkloadProfiler:
             host_gib=parts.host_bytes() / GIB,
             pipeline=Pipeline(target.model.pipeline_parallel, parts.pipeline_rank, chunks),
             min_mib=target.config.min_mib,
-            whole_layers=True,
+            whole_layers=target.recomputes_layers,
         )
         return replace(profile, offloaded_state=parts.offloaded_state())
 

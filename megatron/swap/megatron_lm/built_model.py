@@ -93,7 +93,7 @@ def unwrapped(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
                     "would be treated as activations. Wrap it in Megatron's DistributedDataParallel, or do not swap."
                 )
             chunk = wrapped
-        if not _blocks(chunk):
+        if not blocks_of(chunk):
             raise UsageError(
                 f"install: {type(chunk).__name__} has no TransformerBlock of Megatron, so there are no layers to swap. "
                 "Models of other frameworks, and layers outside such a block: swap.activations(model, layers)."
@@ -111,8 +111,16 @@ def args_of(chunks: Sequence[nn.Module], optimizer: Any, settings: Namespace) ->
         chunks: of this rank, without wrappers.
         optimizer: Megatron's or torch's; ``None``: it is not known.
         settings: from ``parse_settings``.
+
+    Raises:
+        UsageError: Megatron's process groups are not its global ones.
     """
-    config = _blocks(chunks[0])[0].config
+    if not parallel_state.is_initialized():
+        raise UsageError(
+            "install: Megatron's parallel_state is not initialized (decentralized process groups?), so this rank's "
+            "place in the pipeline is not known. Call parallel_state.initialize_model_parallel, or do not swap."
+        )
+    config = blocks_of(chunks[0])[0].config
     dtype = next((param.dtype for chunk in chunks for param in chunk.parameters()), torch.float32)
     offloads = config.cpu_offloading
     args = Namespace(
@@ -135,7 +143,7 @@ def args_of(chunks: Sequence[nn.Module], optimizer: Any, settings: Namespace) ->
     args.skip_train = True  # this package has no part in the loop
     args.rank, args.world_size = _rank_and_world_size()
     args.local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
-    args.data_parallel_size = parallel_state.get_data_parallel_world_size() if parallel_state.is_initialized() else 1
+    args.data_parallel_size = parallel_state.get_data_parallel_world_size()
     _add_optimizer(args, optimizer)
     return args
 
@@ -162,7 +170,8 @@ def _add_optimizer(args: Namespace, optimizer: Any) -> None:
     args.fp8_param_gather, args.fp4_param_gather = bool(args.fp8_param), False
 
 
-def _blocks(chunk: nn.Module) -> list[TransformerBlock]:
+def blocks_of(chunk: nn.Module) -> list[TransformerBlock]:
+    """Return the stacks of layers of a model chunk."""
     found = [module for module in chunk.modules() if isinstance(module, TransformerBlock)]
     return [block for block in found if isinstance(block.config, TransformerConfig)]
 

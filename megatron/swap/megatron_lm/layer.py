@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -90,12 +91,14 @@ class Boundaries:
         self._chunks: list[tuple[list[LayerBoundary], bool]] = []
         self._segments: dict[TransformerBlock, CheckpointedSegments] = {}
         self._non_layer_names: dict[nn.Module, SiteNames] = {}
+        self._undo: list[Callable[[], None]] = []
 
     def install(self, chunk: nn.Module, modules: Sequence[str], *, ends_in_loss: bool) -> None:
         """Put boundaries around all layers of ``chunk``, one stage of the model.
 
         Raises:
-            UsageError: a pattern in ``modules`` names no submodule of any layer of this chunk.
+            UsageError: a pattern in ``modules`` names no submodule of any layer of this chunk, or layers are to be
+                recomputed by a checkpoint that is not Megatron's.
         """
         for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
             layers = list(block.layers)
@@ -104,12 +107,17 @@ class Boundaries:
             positions = layer_positions([self._policy.swaps_layer(number) for number in numbers], ends_in_loss)
             segments = None
             if block.config.recompute_granularity == "full":
+                _check_checkpoint("full recomputation (recompute_granularity)")
                 by_number = dict(zip(numbers, positions, strict=True))
                 segments = CheckpointedSegments(self._saved_tensors, by_number)
                 self._segments[block] = segments
+                if has_own_checkpointed_forward(block):
+                    self._undo.append(_override_checkpointed_forward(block, segments))
             boundaries: list[LayerBoundary] = []
             for number, layer, position in zip(numbers, layers, positions, strict=True):
                 whole = self._policy.recomputes_whole(number)
+                if whole:
+                    _check_checkpoint(f"layer {number}, which is to be recomputed whole,")
                 if whole and (block.config.fp8 or block.config.fp4):
                     raise UsageError(
                         f"layer {number} is to be recomputed whole, with --fp8-format or --fp4-format: running twice "
@@ -163,12 +171,16 @@ class Boundaries:
     def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
         """Return a context for a block's forward with full recomputation."""
         segments = self._segments.get(block)  # type: ignore[call-overload]
-        return segments.swapping() if segments is not None else nullcontext()
+        if segments is None or has_own_checkpointed_forward(block):  # whose own method has its context already
+            return nullcontext()
+        return segments.swapping()
 
     def remove(self) -> None:
         """Give all layers back their own forward."""
         for boundary in self._layers:
             boundary.remove()
+        while self._undo:
+            self._undo.pop()()
         for names in self._non_layer_names.values():
             names.remove()
         if self._producers is not None:
@@ -242,6 +254,44 @@ class CheckpointedSegments:
         self._group = None
         self._layers.clear()
         self._num_saved = 0
+
+
+OWN_CHECKPOINTED_FORWARD = "_checkpointed_forward"
+"""A block's method for full recomputation, in megatron-core before 0.18 and in subclasses of mcore-bridge. From 0.18 on
+Megatron's block calls a function instead, which a patch reaches."""
+
+
+def has_own_checkpointed_forward(block: nn.Module) -> bool:
+    """Return whether full recomputation of ``block`` is a method of its own."""
+    return hasattr(block, OWN_CHECKPOINTED_FORWARD)
+
+
+def _override_checkpointed_forward(block: nn.Module, segments: CheckpointedSegments) -> Callable[[], None]:
+    """Run the block's own method in the context of ``segments``. Return a function that restores it."""
+    method = getattr(block, OWN_CHECKPOINTED_FORWARD)
+
+    @functools.wraps(method)
+    def checkpointed_forward(*arguments: Any, **options: Any) -> Any:
+        with segments.swapping():
+            return method(*arguments, **options)
+
+    setattr(block, OWN_CHECKPOINTED_FORWARD, checkpointed_forward)
+    return functools.partial(delattr, block, OWN_CHECKPOINTED_FORWARD)
+
+
+def has_megatrons_checkpoint() -> bool:
+    """Return whether Megatron's checkpoint is its own. verl replaces its backward by one that empties saved inputs."""
+    return tensor_parallel.random.CheckpointFunction.backward.__module__.startswith("megatron.core.")
+
+
+def _check_checkpoint(what: str) -> None:
+    """Refuse to recompute layers by a checkpoint that is not Megatron's: it may empty tensors that are ours."""
+    if not has_megatrons_checkpoint():
+        found = tensor_parallel.random.CheckpointFunction.backward.__module__
+        raise UsageError(
+            f"{what} needs Megatron's checkpoint, whose backward {found} has replaced. Recompute single tensors "
+            "instead (--swap-recompute), give a budget, or leave layers whole."
+        )
 
 
 def _checkpoint(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:

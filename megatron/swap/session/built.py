@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -19,13 +20,14 @@ from megatron.swap.common.plan import check_model, load_plan
 from megatron.swap.common.types import GIB, UsageError, format_bytes
 from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.megatron_lm.arguments import swap_config
-from megatron.swap.megatron_lm.built_model import args_of, note_batch, parse_settings, unwrapped
+from megatron.swap.megatron_lm.built_model import args_of, blocks_of, note_batch, parse_settings, unwrapped
+from megatron.swap.megatron_lm.layer import has_own_checkpointed_forward
 from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.native.guarding import build_guard
-from megatron.swap.patches import linear_weight_gradients, registry
+from megatron.swap.patches import linear_weight_gradients
 from megatron.swap.planner.flags import model_of
 from megatron.swap.session.model_swap import ModelSwap
-from megatron.swap.session.upstream import patches_of_model
+from megatron.swap.session.shared_patches import SHARED
 
 
 def install(
@@ -155,9 +157,10 @@ class BuiltSwap(ModelSwap):
         self._last: BuiltStats | None = None
 
     def _begin(self, chunks: list[nn.Module], *, wrapped: bool, optimizer: Any) -> None:
-        patches = patches_of_model(self._args, self.config, self.planned.kinds, self)
-        applied = registry.apply(patches.needs, patches.optional)
-        self._keep(applied)
+        own = [has_own_checkpointed_forward(block) for chunk in chunks for block in blocks_of(chunk)]
+        applied = SHARED.add(self, self._args, self.config, self.planned.kinds, patches_full=not all(own))
+        self._undo.append(functools.partial(SHARED.remove, self))
+        self._say_lost(applied)
         self._lacks_fusion = any(misfit.patch is linear_weight_gradients.PATCH for misfit in applied.left_out)
         if wrapped:  # data parallelism holds the nodes that accumulate gradients already
             self._attach(chunks)
@@ -198,6 +201,10 @@ class BuiltSwap(ModelSwap):
             note_batch(self._args, arguments, options)
             if self.config.plan is not None:
                 check_model(self.config.plan, model_of(self._args), f"plan {self.config.plan_file}")
+
+    def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Return the context for the forward of ``block``, which may be another model's, with full recomputation."""
+        return nullcontext() if self.parts is None else super().around_checkpointed_forward(block)
 
     def _count_micro_batches(self) -> int:
         """Return the micro-batches of this step: as many as in the last one, until there are more."""

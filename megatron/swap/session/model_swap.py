@@ -81,9 +81,8 @@ class ModelSwap:
         self._lacks_fusion = False
         self._undo: list[Callable[[], None]] = []
 
-    def _keep(self, applied: AppliedPatches) -> None:
-        """Keep the patches that were ``applied`` until the end, and say which features are lost."""
-        self._undo.append(applied.revert)
+    def _say_lost(self, applied: AppliedPatches) -> None:
+        """Say which features are lost with the patches that do not fit."""
         for line in registry.lost_features(applied.left_out):
             self._console.say(line)
 

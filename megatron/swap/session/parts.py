@@ -21,7 +21,7 @@ from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.settings import EngineSettings, Instruments
 from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds
 from megatron.swap.megatron_lm.host_share import HostShare, host_share
-from megatron.swap.megatron_lm.layer import Boundaries
+from megatron.swap.megatron_lm.layer import Boundaries, has_megatrons_checkpoint
 from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, offload_settings
 from megatron.swap.megatron_lm.producers import Producers
@@ -79,7 +79,9 @@ class Planned:
             UsageError, HostMemoryError: the settings ask for memory or a disk that there is not.
         """
         kinds, describe = recompute_kinds(args, config), functools.partial(model_of, args)
-        target = PlanTarget(config, describe, device_memory_gib(args), kinds) if config.auto else None
+        target = None
+        if config.auto:
+            target = PlanTarget(config, describe, device_memory_gib(args), kinds, has_megatrons_checkpoint())
         policy = policy_of(config) if target is None else target.policy
         swaps = any(map(policy.swaps_layer, range(args.num_layers)))
         wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)

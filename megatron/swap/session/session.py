@@ -69,7 +69,8 @@ class SwapSession(ModelSwap):
         except BaseException:
             session.close()
             raise
-        session._keep(applied)
+        session._undo.append(applied.revert)
+        session._say_lost(applied)
         session._lacks_fusion = switch_fusion_off(applied.left_out, args, model_config)
         if model_config is not None:
             hooks = model_config.pre_wrap_hooks

@@ -106,12 +106,15 @@ def patches_of(args: Namespace, config: SwapConfig, kinds: Collection[str], even
     return RunPatches(needs, optional)
 
 
-def patches_of_model(args: Namespace, config: SwapConfig, kinds: Collection[str], events: ModelEvents) -> RunPatches:
+def patches_of_model(
+    args: Namespace, config: SwapConfig, kinds: Collection[str], events: ModelEvents, *, patches_full: bool = True
+) -> RunPatches:
     """Return the patches that a model's forward and backward need, and those that they use where they fit.
 
     Args:
         args: Megatron's parsed arguments, or what they would be for this model.
         kinds, events: as for ``patches_of``.
+        patches_full: a block's full recomputation is Megatron's function, no method of the block.
     """
     needs: list[Patch] = []
     optional: list[Patch] = []
@@ -121,7 +124,7 @@ def patches_of_model(args: Namespace, config: SwapConfig, kinds: Collection[str]
         optional.append(cross_entropy_patch(cross_entropy.chunked_cross_entropy))
     if args.gradient_accumulation_fusion:
         optional.append(linear_weight_gradients.PATCH)
-    if config.acts and args.recompute_granularity == "full":
+    if config.acts and args.recompute_granularity == "full" and patches_full:
         needs.append(checkpointed_forward.checkpointed_forward_patch(events.around_checkpointed_forward))
     with_te = args.transformer_impl == "transformer_engine"
     for kind in kinds:

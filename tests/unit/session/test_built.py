@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from megatron import swap
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from megatron.swap.common.plan import load_plan, save_plan
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.built_model import parse_settings
 from megatron.swap.patches import cpu, registry
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="builds a mode
 TOKENS = torch.arange(33)[None].expand(2, -1) % 64
 POSITIONS = torch.arange(32)[None].expand(2, -1)
 MASK = torch.ones(32, 32).triu(1).bool()[None, None]
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SMALL = {"min_mib": 0.0001, "host_gib": 0.25, "host_unchecked": True, "log_level": "quiet"}
 
 
@@ -118,7 +122,7 @@ class FullyShardedDataParallel(nn.Module):
         (lambda: FullyShardedDataParallel(model_of()), "wrapped in FullyShardedDataParallel"),
         (lambda: model_with(cpu_offloading=True, cpu_offloading_num_layers=1), "--cpu-offloading-num-layers 1"),
         (lambda: model_with(cuda_graph_impl="local"), "--cuda-graph-impl local: a captured layer"),
-        (lambda: model_of(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        (lambda: model_of(**FULL),
          "cannot be combined with --recompute-granularity full"),
     ],
     ids=["other", "none", "fsdp", "megatrons-offload", "graphs", "full-recomputation"],
@@ -129,11 +133,87 @@ def test_refused_models(model: Any, words: str) -> None:
 
 
 def test_full_recomputation_is_combined_with_layers() -> None:
-    model = model_of(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    model = model_of(**FULL)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with swap.install(model, optimizer, layers="all", config=SMALL) as swapped:
         train(model, optimizer, 2)
         assert swapped.stats().out_bytes > 0
+
+
+class OwnBlock(TransformerBlock):
+    """As mcore-bridge's block: full recomputation is a method, which Megatron's function does not call."""
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **options: Any) -> Any:
+        return self.final_layernorm(self._checkpointed_forward(hidden_states, attention_mask))
+
+    def _checkpointed_forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = tensor_parallel.checkpoint(lambda x, layer=layer: layer(x, mask)[0], False, hidden)
+        return hidden
+
+
+def test_full_recomputation_may_be_a_method_of_the_block() -> None:
+    model = model_of(**FULL)
+    model.decoder.__class__ = OwnBlock
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with swap.install(model, optimizer, layers="all", config=SMALL) as swapped:
+        train(model, optimizer, 2)
+        assert swapped.stats().out_bytes > 0
+    assert "_checkpointed_forward" not in vars(model.decoder)
+
+
+def test_a_checkpoint_that_is_not_megatrons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As verl's, whose backward empties saved inputs: nothing is recomputed through it."""
+    theirs = tensor_parallel.random.CheckpointFunction.backward
+
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return theirs(ctx, *gradients)
+
+    monkeypatch.setattr(tensor_parallel.random.CheckpointFunction, "backward", staticmethod(backward))
+    with pytest.raises(UsageError, match=f"needs Megatron's checkpoint, whose backward {__name__} has replaced"):
+        swap.install(model_of(**FULL), layers="all", config=SMALL)
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    saved = str(tmp_path / "plan.json")
+    with swap.install(model, optimizer, memory_gib=0.00035, config=SMALL | {"save_plan": saved}) as swapped:
+        train(model, optimizer, 14)
+    assert swapped.stats().stage == "stable"
+    plan = load_plan(saved)
+    assert not any(plan.sections(layer) for layer in plan.layers())
+    own = replace(plan, classes=(replace(plan.classes[0], sections=("layer",)), *plan.classes[1:]))
+    save_plan(own, saved)
+    with pytest.raises(UsageError, match="which is to be recomputed whole, needs Megatron's checkpoint"):
+        swap.install(model, optimizer, plan=saved, config=SMALL)
+
+
+def test_two_models_share_the_patches() -> None:
+    """As an actor and a critic in one process."""
+    before = set(registry._in_place)
+    plain, first, second = model_of(), model_of(), model_of()
+    recompute = SMALL | {"recompute": ["norm", "activation"], "verify": True}
+    optimizers = {model: torch.optim.SGD(model.parameters(), 0.1) for model in (plain, first, second)}
+    for model in (first, second):
+        model.load_state_dict(plain.state_dict())
+    one = swap.install(first, optimizers[first], layers="all", config=recompute)
+    two = swap.install(second, optimizers[second], layers="0-1", config=SMALL)
+    for model, optimizer in optimizers.items():
+        train(model, optimizer, 2)
+    one.close()
+    train(second, optimizers[second])
+    assert two.stats().num_steps == 3
+    train(plain, optimizers[plain])
+    two.close()
+    for mine, theirs in zip(plain.parameters(), second.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert one.stats().num_steps == 2
+    assert set(registry._in_place) == before
+
+
+def test_without_megatrons_groups_the_pipeline_is_unknown() -> None:
+    model = model_of()
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(UsageError, match="parallel_state is not initialized"):
+        swap.install(model, layers="all")
 
 
 def interrupted(swapped: swap.BuiltSwap, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

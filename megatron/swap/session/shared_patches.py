@@ -1,0 +1,73 @@
+"""The patches that all models of ``install`` in one process share: an actor and a critic, for example."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.patches import registry
+from megatron.swap.patches.registry import AppliedPatches
+from megatron.swap.session.upstream import ModelEvents, patches_of_model
+
+
+class SharedPatches:
+    """Applies the patches that the first model needs, adds what further ones need, and reverts all with the last one.
+
+    The patched functions call this object, which passes each call on to the model that it concerns.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[ModelEvents] = []
+        self._applied: list[AppliedPatches] = []
+
+    def add(
+        self, model: ModelEvents, args: Namespace, config: SwapConfig, kinds: Collection[str], *, patches_full: bool
+    ) -> AppliedPatches:
+        """Apply what ``model`` needs and no other model has applied.
+
+        Args:
+            args, config, kinds, patches_full: as for ``patches_of_model``.
+
+        Returns:
+            The patches that were applied for this model; ``left_out`` are all that it goes without.
+
+        Raises:
+            PatchError: this Megatron lacks what the model needs, or a run of Megatron's trainer has it patched.
+        """
+        patches = patches_of_model(args, config, kinds, self, patches_full=patches_full)
+        there = {symbol for applied in self._applied for symbol in applied.symbols}
+        applied = registry.apply(
+            [patch for patch in patches.needs if patch.symbol not in there],
+            [patch for patch in patches.optional if patch.symbol not in there],
+        )
+        self._models.append(model)
+        self._applied.append(applied)
+        return applied
+
+    def remove(self, model: ModelEvents) -> None:
+        """Forget ``model``. Patches stay until the last model is gone: a graph of another one may call them."""
+        self._models.remove(model)
+        while self._applied and not self._models:
+            self._applied.pop().revert()
+
+    @contextmanager
+    def around_checkpointed_forward(self, block: nn.Module) -> Iterator[None]:
+        """Return the context for a block's forward with full recomputation."""
+        with ExitStack() as contexts:
+            for model in self._models:
+                contexts.enter_context(model.around_checkpointed_forward(block))
+            yield
+
+    def recomputer(self) -> Recomputer | None:
+        """Return the recomputer of the model whose layer runs now."""
+        found = (model.recomputer() for model in self._models)
+        return next((one for one in found if one is not None and one.is_recording), None)
+
+
+SHARED = SharedPatches()
+"""Upstream's functions exist once a process, and so does this."""
