@@ -142,6 +142,11 @@ class Boundaries:
             self._layers += boundaries
             self._chunks.append((boundaries, ends_in_loss))
 
+    @property
+    def has_stack(self) -> bool:
+        """Whether a chunk of this rank has a ``TransformerBlock``, with layers or without."""
+        return bool(self._chunks)
+
     def around_layers(self, chunk: nn.Module) -> AbstractContextManager[Any]:
         """Return a context for the forward of ``chunk`` that records tensors saved outside its layers."""
         if not self._saved_tensors.is_recorded:

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron.swap.common.collectives import gather
 from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.arguments import swap_config
 from megatron.swap.megatron_lm.compatibility import check_model_config
 from megatron.swap.megatron_lm.layer import num_micro_batches
@@ -90,14 +91,20 @@ class SwapSession(ModelSwap):
         self._attached_optimizer_swap().on_main_param_created(param)
 
     def on_begin(self) -> None:
-        """Refuse to train a model that was not attached.
+        """Refuse to train a model that was not attached, or that has no layers to swap.
 
         Raises:
-            UsageError: it was not, and saved tensors or optimizer state are to be offloaded or counted.
+            UsageError: it was not, and saved tensors or optimizer state are to be offloaded or counted; or it has no
+                ``TransformerBlock``.
         """
         needs_model = self.config.acts or self.config.optimizer or self.run_device.observer is not None
         if needs_model and not self._is_attached:
             raise unknown_model()
+        if self.parts is not None and not self.parts.boundaries.has_stack:
+            raise UsageError(
+                "the model has no TransformerBlock of Megatron (hybrid models have a stack of their own), so nothing "
+                "would be swapped. Train another model, or drop the --swap- flags."
+            )
 
     def on_iteration(
         self,

@@ -94,6 +94,17 @@ def test_a_model_that_nobody_told_of_does_not_train(flags: str):
     assert patched() == before
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+def test_a_model_without_a_stack_of_layers_does_not_train_unswapped():
+    """A hybrid model has a stack of another class."""
+    before = patched()
+    session = SwapSession.install(arguments("--swap-layers", "all"))
+    session.attach([nn.Linear(2, 2)])
+    with pytest.raises(UsageError, match="no TransformerBlock of Megatron"):
+        training.train(None, [], None)
+    assert patched() == before
+
+
 def test_a_trace_needs_no_boundaries(tmp_path: Path):
     session = SwapSession.install(arguments("--swap-profile", str(tmp_path)))
     session.on_begin()
