@@ -93,8 +93,7 @@ flags=(
     --split 969,30,1 --eval-interval 1000 --eval-iters 2 --log-interval 1
     "${preset[@]}"
 )
-# Weight gradients are added to main_grad by apex's kernel or, without it, by TransformerEngine's.
-[ "$apex_kernel" = 1 ] || [ "$transformer_engine" = 1 ] || flags+=(--no-gradient-accumulation-fusion)
+[ "$apex_kernel" = 1 ] || flags+=(--no-gradient-accumulation-fusion) # TransformerEngine's kernel was not run on a GPU yet
 
 if [ "$gpus" -gt 0 ]; then
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
