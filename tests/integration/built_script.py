@@ -74,6 +74,8 @@ class Case:
         distributed: Megatron's distributed optimizer.
         tells: the loop calls ``step``; ``install`` does not know the optimizer.
         at: the step before which ``install`` is called.
+        closes_at: the step before which it is closed again; ``None``: at the end.
+        schedules: a learning-rate scheduler of torch wraps the inner optimizer after ``install``.
         of_fork: the model is a fork's.
         options: of the model's config.
         peeks: each micro-batch begins with a pass without gradients, as a reference model's.
@@ -87,6 +89,8 @@ class Case:
     tells: bool = False
     knows_optimizer: bool = True
     at: int = 0
+    closes_at: int | None = None
+    schedules: bool = False
     of_fork: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     peeks: bool = False
@@ -114,6 +118,12 @@ CASES = {
         {"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True, distributed=True, at=2
     ),
     "budget with state": Case(planned(0.003, optimizer="auto"), megatrons=True, distributed=True, steps=16),
+    "state, closed during training": Case(
+        {"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True, at=1, closes_at=3, schedules=True
+    ),
+    "state, passes without gradients": Case(
+        {"layers": "all", "config": SMALL | {"optimizer": 1}}, megatrons=True, peeks=True
+    ),
     "fork": Case(ALL, of_fork=True),
     "budget of a fork": Case(planned(0.0028), of_fork=True, steps=14),
     "full recomputation": Case(ALL, options={
@@ -155,6 +165,11 @@ def optimizer_of(case: Case, model: nn.Module) -> Any:
     return get_megatron_optimizer(settings, [model])
 
 
+def inner_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return torch's optimizers in a chained optimizer of Megatron's, or torch's itself."""
+    return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [])] or [optimizer]
+
+
 def losses_of(case: Case, model: nn.Module, optimizer: Any, before: Callable[[int], None]) -> Iterator[float]:
     """Train, and yield every loss and gradient norm."""
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
@@ -191,6 +206,7 @@ def run(case: Case, *, swaps: bool) -> dict[str, Any]:
     model = model_of(case)
     optimizer = optimizer_of(case, model)
     swapped: swap.BuiltSwap | None = None
+    schedulers: list[Any] = []
 
     def before(step: int) -> None:
         nonlocal swapped
@@ -198,9 +214,14 @@ def run(case: Case, *, swaps: bool) -> dict[str, Any]:
             return
         if swapped is not None and case.tells:
             swapped.step()
+        if swapped is not None and step == case.closes_at:
+            swapped.close()
+            assert not swapped._undo
         if step == case.at:
             known = optimizer if case.knows_optimizer and not case.tells else None
             swapped = swap.install(model, known, **case.settings)
+            if case.schedules:
+                schedulers.append(torch.optim.lr_scheduler.ConstantLR(inner_of(optimizer)[0], 1.0))
 
     losses = list(losses_of(case, model, optimizer, before))
     stats = None
@@ -208,10 +229,8 @@ def run(case: Case, *, swaps: bool) -> dict[str, Any]:
         stats = dataclasses.asdict(swapped.stats())
         swapped.close()
         swapped.close()
-    parts = getattr(optimizer, "chained_optimizers", [optimizer]) if case.megatrons else []
-    inner = [one.optimizer for one in parts] or [optimizer]
     state = [
-        value for one in inner for group in one.param_groups for param in group["params"]
+        value for one in inner_of(optimizer) for group in one.param_groups for param in group["params"]
         for value in (param, *(value for _, value in sorted(one.state[param].items())))
     ]  # fmt: skip
     tensors = [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]

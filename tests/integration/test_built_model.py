@@ -31,7 +31,8 @@ FEATURES = {
         "budget", "told", "unknown optimizer", "budget of a fork", "passes without gradients", "changing micro-batches",
     ),
     "`swap.install`: optimizer state": (
-        "state", "state during training", "distributed state during training", "budget with state",
+        "state", "state during training", "distributed state during training", "state, closed during training",
+        "state, passes without gradients", "budget with state",
     ),
 }  # fmt: skip
 """Features whose runs are equal to the bit with each version, and their cases in ``built_script.py``."""

@@ -64,6 +64,16 @@ class AutoPlan:
         self._undo += [self._meter.watch(chunk), self._profiler.watch(chunk)]
 
     @property
+    def stage(self) -> str:
+        """The stage of the next step: ``profile``, ``search`` or ``stable``."""
+        return self._machine.stage.value
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the next step; ``None``: there is none yet, or everything is kept."""
+        return self._machine.plan
+
+    @property
     def is_measuring(self) -> bool:
         """Whether the next step is recorded or timed, or settles before that. Nothing else may run beside it."""
         return self._machine.stage is Stage.PROFILE

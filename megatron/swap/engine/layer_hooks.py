@@ -54,12 +54,21 @@ def _needs_gradient(value: Any) -> bool:
 def override_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     """Replace the forward of ``module`` by ``forward``. Return a function that restores the previous one.
 
-    The previous one is the class's, or one that another library has set on the instance.
+    The previous one is the class's, or one that another library has set on the instance. A wrapper that somebody puts
+    around ours stays.
     """
-    own = vars(module).get("forward")
-    module.forward = forward  # type: ignore[method-assign]
+    own, inner, is_on = vars(module).get("forward"), module.forward, True
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (forward if is_on else inner)(*args, **kwargs)
+
+    module.forward = called  # type: ignore[method-assign]
 
     def restore() -> None:
+        nonlocal is_on
+        is_on = False
+        if vars(module).get("forward") is not called:
+            return  # somebody has wrapped it since: ours passes calls on
         del module.forward
         if own is not None:
             module.forward = own  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
+from megatron.swap.integrations.two_offloaders import refuse_two_offloaders
 from megatron.swap.session.built import BuiltSwap, install
 
 
@@ -29,8 +30,11 @@ class SwapCallback(Callback):
         """Install swapping.
 
         Raises:
-            UsageError, HostMemoryError, PatchError: as ``swap.install``.
+            UsageError, HostMemoryError, PatchError: as ``swap.install``, or Bridge reads offloaded optimizer state.
         """
+        config = context.state.cfg
+        refuse_two_offloaders(self._settings, "logger.log_params_norm", config.logger.log_params_norm)
+        refuse_two_offloaders(self._settings, "checkpoint.async_save", config.checkpoint.async_save)
         self.swapped = install(context.model, context.optimizer, **self._settings)
 
     def on_train_step_end(self, context: CallbackContext) -> None:

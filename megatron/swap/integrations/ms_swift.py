@@ -33,6 +33,7 @@ class SwapCallback(MegatronCallback):
         # Only arguments of reinforcement learning have these.
         is_moved = getattr(self.args, "offload_optimizer", False)
         refuse_two_offloaders(self._settings, "--offload_optimizer", is_moved)
+        refuse_two_offloaders(self._settings, "--async_save", self.args.async_save)
         self.swapped = install(self.trainer.wrapped_models, self.trainer.optimizer, **self._settings)
 
     def on_step_end(self) -> None:

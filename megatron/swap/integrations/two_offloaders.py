@@ -1,4 +1,4 @@
-"""Refuse a framework's own offload of optimizer state beside ours."""
+"""Refuse what a framework does with optimizer state between steps beside ours: there it is offloaded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron.swap.common.types import UsageError
 
 
 def refuse_two_offloaders(settings: Mapping[str, Any], option: str, is_on: bool) -> None:
-    """Refuse settings that offload optimizer state which the framework moves or resets itself.
+    """Refuse settings that offload optimizer state which the framework moves, reads or resets between steps.
 
     Args:
         settings: arguments of ``swap.install``.
         option: the framework's option, as its user writes it.
-        is_on: whether the framework moves optimizer state between steps.
+        is_on: whether the framework does that.
 
     Raises:
         UsageError: both are on.
@@ -22,6 +22,7 @@ def refuse_two_offloaders(settings: Mapping[str, Any], option: str, is_on: bool)
     ours = (settings.get("config") or {}).get("optimizer")
     if is_on and ours:
         raise UsageError(
-            f"optimizer {ours} cannot be combined with {option}, which moves or resets optimizer state between steps. "
+            f"optimizer {ours} cannot be combined with {option}, which moves, reads or resets optimizer state between "
+            "steps. "
             f"Drop optimizer from config, or turn {option} off."
         )

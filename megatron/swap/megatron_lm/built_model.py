@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -48,9 +49,12 @@ def parse_settings(settings: Mapping[str, Any]) -> Namespace:
     """
     parser = _Settings(add_help=False, allow_abbrev=False)
     add_swap_flags(parser)
-    known = [action.dest.removeprefix("swap_") for action in parser._actions]
+    actions = {action.dest.removeprefix("swap_"): action for action in parser._actions}
+    known = list(actions)
     words: list[str] = []
     for name, value in settings.items():
+        if not isinstance(name, str):
+            raise UsageError(f"{name!r}: is no name of a setting, such as 'min_mib'.")
         if name in OF_TRAINER:
             raise UsageError(f"{name}: is a setting of runs of Megatron's trainer; {OF_TRAINER[name]}. Leave it out.")
         if name not in known:
@@ -59,21 +63,25 @@ def parse_settings(settings: Mapping[str, Any]) -> Namespace:
                              f"There are {', '.join(one for one in known if one not in OF_TRAINER)}."))  # fmt: skip
         if value is None or value is False:
             continue
-        words.append(PREFIX + name.replace("_", "-"))
-        if isinstance(value, (list, tuple)):
-            words += map(str, value)
-        elif value is not True:
-            words.append(str(value))
+        is_switch = actions[name].nargs == 0
+        if is_switch != (value is True):
+            allowed = "True or False" if is_switch else "a value"
+            raise UsageError(f"{name}: {value!r} is given; it must be {allowed}.")
+        flag = PREFIX + name.replace("_", "-")
+        if actions[name].nargs == "+":
+            words += [flag, *map(str, [value] if isinstance(value, str) else value)]
+        else:
+            words.append(flag if is_switch else f"{flag}={value}")
     return parser.parse_args(words)
 
 
 class _Settings(CommandLine):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}.")
+        raise UsageError(message if message.endswith(".") else f"{message}.")
 
 
-def unwrapped(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    """Return this rank's model chunks without what data parallelism and 16-bit parameters have wrapped around them.
+def unwrapped(model: nn.Module | Iterable[nn.Module]) -> tuple[list[nn.Module], bool]:
+    """Return this rank's model chunks without their wrappers, and whether any was wrapped for data parallelism.
 
     Args:
         model: a chunk, or several: those of the virtual pipeline stages, in their order.
@@ -85,13 +93,17 @@ def unwrapped(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     if not chunks:
         raise UsageError("install: the list of model chunks is empty. Pass the chunks of this rank.")
     inner: list[nn.Module] = []
+    is_data_parallel = False
     for chunk in chunks:
+        if not isinstance(chunk, nn.Module):
+            raise UsageError(f"install: {type(chunk).__name__} is no module. Pass this rank's model chunks.")
         while isinstance(wrapped := getattr(chunk, "module", None), nn.Module):
             if "FullyShardedDataParallel" in type(chunk).__name__:
                 raise UsageError(
                     f"install: the model is wrapped in {type(chunk).__name__}. Its weights are gathered and freed, and "
                     "would be treated as activations. Wrap it in Megatron's DistributedDataParallel, or do not swap."
                 )
+            is_data_parallel |= not isinstance(chunk, Float16Module)
             chunk = wrapped
         if not blocks_of(chunk):
             raise UsageError(
@@ -99,7 +111,7 @@ def unwrapped(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
                 "Models of other frameworks, and layers outside such a block: swap.activations(model, layers)."
             )
         inner.append(chunk)
-    return inner
+    return inner, is_data_parallel
 
 
 def args_of(chunks: Sequence[nn.Module], optimizer: Any, settings: Namespace) -> Namespace:
@@ -120,7 +132,7 @@ def args_of(chunks: Sequence[nn.Module], optimizer: Any, settings: Namespace) ->
             "install: Megatron's parallel_state is not initialized (decentralized process groups?), so this rank's "
             "place in the pipeline is not known. Call parallel_state.initialize_model_parallel, or do not swap."
         )
-    config = blocks_of(chunks[0])[0].config
+    config = max((block.config for chunk in chunks for block in blocks_of(chunk)), key=lambda one: one.num_layers)
     dtype = next((param.dtype for chunk in chunks for param in chunk.parameters()), torch.float32)
     offloads = config.cpu_offloading
     args = Namespace(
@@ -164,7 +176,7 @@ def _add_optimizer(args: Namespace, optimizer: Any) -> None:
                  "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype"):  # fmt: skip
         setattr(args, name, getattr(config, name))
     args.num_distributed_optimizer_instances = 1
-    # Megatron's trainer acts on these; without it nobody does.
+    # What a loop does between steps is not known here: the adapters refuse what their frameworks can do of it.
     args.optimizer_cuda_graph = args.log_params_norm = args.async_save = False
     args.rl_offload_optimizer_during_inference = False
     args.fp8_param_gather, args.fp4_param_gather = bool(args.fp8_param), False
@@ -184,3 +196,10 @@ def _rank_and_world_size() -> tuple[int, int]:
     if not torch.distributed.is_initialized():
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def holds_params_of(optimizer: torch.optim.Optimizer, chunks: Sequence[nn.Module]) -> bool:
+    """Return whether ``optimizer`` steps parameters of these chunks, or Megatron's main copies of them."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    mine = (param for chunk in chunks for param in chunk.parameters())
+    return any(id(param) in params or id(getattr(param, "main_param", None)) in params for param in mine)

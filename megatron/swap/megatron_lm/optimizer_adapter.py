@@ -9,6 +9,7 @@ saved or loaded, offloaded state is materialized as tensors in host memory.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -107,8 +108,7 @@ class AdaptedOptimizer:
         for override in self.overrides:
             original = getattr(override.owner, override.method)
             self._replaced.append((override, vars(override.owner).get(override.method, _MISSING)))
-            replacement = functools.update_wrapper(functools.partial(override.handler, original), original)
-            setattr(override.owner, override.method, replacement)
+            setattr(override.owner, override.method, _bound(override, original))
 
     def remove(self) -> None:
         """Restore all methods, so that the optimizer has the attributes that it had before ``install``.
@@ -196,6 +196,16 @@ class AdaptedOptimizer:
         self.stepper.materialize_for_load()
         if self._optimizer.init_state_fn is not None:
             self._optimizer.init_state_fn(self._optimizer.optimizer, self._optimizer.config)
+
+
+def _bound(override: Override, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the handler as a method of its owner: learning-rate schedulers of torch look for its function."""
+
+    @functools.wraps(original)
+    def replaced(_: Any, *arguments: Any, **options: Any) -> Any:
+        return override.handler(original, *arguments, **options)
+
+    return types.MethodType(replaced, override.owner)
 
 
 def unchained(optimizer: Any) -> Iterator[Any]:

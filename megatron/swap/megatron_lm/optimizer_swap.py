@@ -114,6 +114,7 @@ class OptimizerSwap:
         self._adapted: list[AdaptedOptimizer] = []
         self._hooks: list[RemovableHandle] = []
         self._num_forwards: dict[nn.Module, int] = {}  # of each layer in this step
+        self._has_backward = True  # of the chunk that runs
 
     # ------------------------------------------------------------ construction
 
@@ -123,6 +124,7 @@ class OptimizerSwap:
             expected_bytes = self._settings.expected.bytes_of
             self._expected_sizes += [expected_bytes(param) for param in chunk.parameters() if param.requires_grad]
             self._selection.limit(self._sure_bytes() / max(1, sum(self._expected_sizes)))
+        self._hooks.append(chunk.register_forward_pre_hook(self._chunk_begins))
         for block in (module for module in chunk.modules() if isinstance(module, TransformerBlock)):
             for layer in block.layers:
                 self._hooks.append(layer.register_forward_pre_hook(self._before_layer, with_kwargs=True))
@@ -199,8 +201,12 @@ class OptimizerSwap:
 
     # ---------------------------------------------------------------- training
 
+    def _chunk_begins(self, *_: object) -> None:
+        # A layer cannot tell: with full recomputation its first forward has no gradients in any pass.
+        self._has_backward = torch.is_grad_enabled()
+
     def _before_layer(self, layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if not layer.training:
+        if not layer.training or not self._has_backward:
             self._overlap.release_offloaded()
         elif not in_backward():  # else it is a recomputation
             num_forwards = self._num_forwards[layer] = self._num_forwards.get(layer, 0) + 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -14,13 +14,21 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megatron.swap.common.config import LAYER_SYNTAX
 from megatron.swap.common.counters import Totals
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import check_model, load_plan
 from megatron.swap.common.types import GIB, UsageError, format_bytes
 from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.megatron_lm.arguments import swap_config
-from megatron.swap.megatron_lm.built_model import args_of, blocks_of, note_batch, parse_settings, unwrapped
+from megatron.swap.megatron_lm.built_model import (
+    args_of,
+    blocks_of,
+    holds_params_of,
+    note_batch,
+    parse_settings,
+    unwrapped,
+)
 from megatron.swap.megatron_lm.layer import has_own_checkpointed_forward
 from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.native.guarding import build_guard
@@ -55,24 +63,26 @@ def install(
     Args:
         model: this rank's model chunk, or its chunks in the order of the virtual pipeline stages; in Megatron's
             wrappers or without them.
-        optimizer: Megatron's or torch's. Its ``step`` ends a training step. ``None``: a step ends when the model runs
-            forward again after some optimizer of this process was stepped, or where ``BuiltSwap.step`` is called.
+        optimizer: Megatron's or torch's. Its ``step`` ends a training step; where a gradient scaler may skip that, call
+            ``BuiltSwap.step``. ``None``: a step ends at the first forward after an optimizer of the model's parameters
+            has stepped, or where ``BuiltSwap.step`` is called.
         memory_gib: most device memory that a step may take: the first steps are measured, then the planner decides.
         layers: layers to swap: ``0-9``, ``0,4-7``, ``every:2``, ``all``, or their numbers.
         plan: a plan file.
         config: more of the ``--swap-`` flags, without that prefix and with underscores: ``{"min_mib": 0.1}``. With
             ``optimizer``, ``{"optimizer": 0.5}`` offloads half of its state.
 
+    While optimizer state is offloaded, main parameters and moments may be read through the optimizer's ``state_dict``
+    alone. A planner's ``Infeasible`` comes out of the call that ends a step: the optimizer's ``step``, or ``step``.
+
     Raises:
         UsageError: the arguments cannot work for this model; nothing was changed.
         HostMemoryError: the host has less memory than is needed at least.
         PatchError: this Megatron lacks what the settings need.
     """
-    if layers is not None and not isinstance(layers, str):
-        layers = format_ranges(sorted(set(layers))) or "none"
-    settings = {"memory_gib": memory_gib, "layers": layers, "plan": plan}
-    flags = parse_settings(settings | dict(config or {}))
-    chunks = unwrapped(model)
+    flags = parse_settings(_settings({"memory_gib": memory_gib, "layers": layers, "plan": plan}, config))
+    chunks, is_data_parallel = unwrapped(model)
+    _check_free(chunks, optimizer)
     args = args_of(chunks, optimizer, flags)
     of_plan = None if flags.swap_plan is None else load_plan(flags.swap_plan).model
     if of_plan is not None:  # the model's batches are not known yet: compared in the first step
@@ -86,15 +96,41 @@ def install(
         build_guard(on_gpu=torch.cuda.is_available())
     swapped = BuiltSwap(args, found)
     try:
-        swapped._begin(chunks, wrapped=chunks != _listed(model), optimizer=optimizer)
+        swapped._begin(chunks, is_data_parallel=is_data_parallel, optimizer=optimizer)
     except BaseException:
         swapped.close()
         raise
     return swapped
 
 
-def _listed(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    return list(model) if isinstance(model, nn.ModuleList) or not isinstance(model, nn.Module) else [model]
+def _settings(given: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return all settings, those of ``config`` included.
+
+    Raises:
+        UsageError: ``config`` is no mapping, repeats an argument, or ``layers`` are no numbers.
+    """
+    config = {} if config is None else config
+    if not isinstance(config, Mapping):
+        raise UsageError(f"config {config!r}: must be a mapping of settings, such as {{'min_mib': 0.1}}.")
+    for name, value in given.items():
+        if value is not None and name in config:
+            raise UsageError(f"{name} is given twice: as an argument and in config. Leave one out.")
+    layers = given["layers"]
+    if layers is not None and not isinstance(layers, str):
+        numbers: list[Any] = list(layers) if isinstance(layers, Iterable) else [None]
+        if not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise UsageError(f"layers {layers!r}: must be text ({LAYER_SYNTAX}) or numbers, such as [0, 1].")
+        layers = format_ranges(sorted(set(numbers))) or "none"
+    return {**given, "layers": layers, **config}
+
+
+def _check_free(chunks: Sequence[nn.Module], optimizer: Any) -> None:
+    """Refuse what cannot be an optimizer, and a model or an optimizer that another ``install`` has not given back."""
+    if optimizer is not None and not callable(getattr(optimizer, "step", None)):
+        raise UsageError(f"optimizer: {type(optimizer).__name__} has no step. Pass Megatron's optimizer or torch's.")
+    for other in SHARED.models:
+        if isinstance(other, BuiltSwap) and other.uses(chunks, optimizer):
+            raise UsageError("install: this model or its optimizer swaps already. Call close() of that install first.")
 
 
 @dataclass(frozen=True)
@@ -131,8 +167,9 @@ class BuiltStats:
     num_rescues: int
 
     def __str__(self) -> str:
+        steps = "step" if self.num_steps == 1 else "steps"
         text = (
-            f"{self.num_steps} steps: {format_bytes(self.out_bytes)} out, {format_bytes(self.in_bytes)} in, "
+            f"{self.num_steps} {steps}: {format_bytes(self.out_bytes)} out, {format_bytes(self.in_bytes)} in, "
             f"{self.num_late} late, {self.wait_ms:.1f} ms waited, {format_bytes(self.host_bytes)} of host memory"
         )
         if self.state_bytes:
@@ -155,14 +192,22 @@ class BuiltSwap(ModelSwap):
         self._is_told = False
         self._was_stepped = False
         self._last: BuiltStats | None = None
+        self._chunks: list[nn.Module] = []
+        self._optimizer: Any = None
 
-    def _begin(self, chunks: list[nn.Module], *, wrapped: bool, optimizer: Any) -> None:
+    def uses(self, chunks: Sequence[nn.Module], optimizer: Any) -> bool:
+        """Return whether one of ``chunks`` swaps by this install, or it offloads the state of ``optimizer``."""
+        offloads = self.optimizer_swap is not None and optimizer is not None and optimizer is self._optimizer
+        return offloads or any(chunk is mine for chunk in chunks for mine in self._chunks)
+
+    def _begin(self, chunks: list[nn.Module], *, is_data_parallel: bool, optimizer: Any) -> None:
+        self._chunks, self._optimizer = chunks, optimizer
         own = [has_own_checkpointed_forward(block) for chunk in chunks for block in blocks_of(chunk)]
         applied = SHARED.add(self, self._args, self.config, self.planned.kinds, patches_full=not all(own))
         self._undo.append(functools.partial(SHARED.remove, self))
         self._say_lost(applied)
         self._lacks_fusion = any(misfit.patch is linear_weight_gradients.PATCH for misfit in applied.left_out)
-        if wrapped:  # data parallelism holds the nodes that accumulate gradients already
+        if is_data_parallel:  # it holds the nodes that accumulate gradients already
             self._attach(chunks)
         else:
             self.attach(chunks)
@@ -180,12 +225,13 @@ class BuiltSwap(ModelSwap):
         """Learn of each step of ``optimizer``, or of any in this process. Return a function that ends that."""
         if optimizer is None:
             return register_optimizer_step_post_hook(self._some_optimizer_stepped).remove
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer):
             return optimizer.register_step_post_hook(self._optimizer_stepped).remove
         return _after(optimizer, "step", self._optimizer_stepped)
 
-    def _some_optimizer_stepped(self, *_: object) -> None:
-        self._was_stepped = True  # others may follow in the same step: it ends with the next forward
+    def _some_optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if holds_params_of(optimizer, self._chunks):  # else it is another model's
+            self._was_stepped = True  # further optimizers may follow in the same step: it ends with the next forward
 
     def _optimizer_stepped(self, *_: object) -> None:
         if not self._is_told:
@@ -237,8 +283,9 @@ class BuiltSwap(ModelSwap):
         return self._last or self._stats()
 
     def _stats(self) -> BuiltStats:
-        planning = self.auto.summary() if self.auto is not None else {}
-        last = self.auto.last_step if self.auto is not None else None
+        auto, target = self.auto, self.planned.target
+        last, plan = (None, None) if auto is None else (auto.last_step, auto.plan)
+        predicted = None if plan is None else plan.predicted
         host_bytes = 0 if self.parts is None else self.parts.pool.stats.reserved_bytes
         state_bytes = 0
         if self.optimizer_swap is not None:
@@ -247,10 +294,10 @@ class BuiltSwap(ModelSwap):
         totals = Totals() if self.parts is None else self.parts.manager.counters.totals()
         return BuiltStats(
             num_steps=self._iteration,
-            stage=planning["stages"][-1]["stage"] if planning else None,
-            budget_gib=planning.get("budget_gib"),
-            predicted_gib=planning.get("predicted_peak_gib"),
-            predicted_ms=planning.get("predicted_step_ms"),
+            stage=None if auto is None else auto.stage,
+            budget_gib=None if target is None else target.budget_gib,
+            predicted_gib=None if predicted is None else predicted.peak_gib,
+            predicted_ms=None if predicted is None else predicted.step_ms,
             peak_gib=None if last is None else last.peak_gib,
             step_ms=None if last is None else last.ms,
             out_bytes=totals.out_bytes,
@@ -265,9 +312,11 @@ class BuiltSwap(ModelSwap):
     # ----------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Give the model back its own forward, the optimizer its own step, and release host memory. Idempotent.
+        """Give the model back its own forward and the optimizer its own step and state. Idempotent.
 
-        Call it after the last backward, on every rank.
+        Call it on every rank, when no graph of the model is outstanding. Training may go on without swapping. Offloaded
+        optimizer state is reloaded. Where the device has no room for it, it stays in host memory: a checkpoint can be
+        saved, but the optimizer can no longer step.
 
         Raises:
             DiskError: a write failed, so the state on disk is incomplete. All else is restored and released.
@@ -275,10 +324,12 @@ class BuiltSwap(ModelSwap):
         """
         if self._last is not None:
             return
-        self._last = self._stats()
-        if self._profiler is not None:
-            self._profiler.close()
-        super().close()
+        with ExitStack() as whatever_fails:
+            whatever_fails.callback(super().close)
+            self._last = self._stats()
+            if self._profiler is not None:
+                self._profiler.close()
+            self._reload_state()
         if self._iteration and self.planned.plan_run is not None:
             self.planned.plan_run.save()
         if self._iteration and self.auto is not None:
@@ -291,25 +342,41 @@ class BuiltSwap(ModelSwap):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self._last is None:
-            self._last = self._stats()
-            self.abandon()
-            super().close()
+            with ExitStack() as whatever_fails:
+                whatever_fails.callback(super().close)
+                self._last = self._stats()
+                if self._profiler is not None:
+                    self._profiler.abandon()
+                self._reload_state()
         self.close()
+
+    def _reload_state(self) -> None:
+        if self.optimizer_swap is None:
+            return
+        try:
+            self.optimizer_swap.set_offload_fraction(0.0)
+        except torch.OutOfMemoryError:
+            self._console.say("the device has no room for the offloaded optimizer state: it stays in host memory")
 
 
 def _after(owner: Any, name: str, call: Callable[[], None]) -> Callable[[], None]:
     """Call ``call`` after each call of the method ``name`` of ``owner``. Return a function that restores the method."""
-    own, method = vars(owner).get(name), getattr(owner, name)
+    own, method, is_on = vars(owner).get(name), getattr(owner, name), True
 
     @functools.wraps(method)
     def called(*arguments: Any, **options: Any) -> Any:
         result = method(*arguments, **options)
-        call()
+        if is_on:
+            call()
         return result
 
     setattr(owner, name, called)
 
     def restore() -> None:
+        nonlocal is_on
+        is_on = False
+        if vars(owner).get(name) is not called:
+            return  # somebody has wrapped it since
         if own is None:
             delattr(owner, name)
         else:

@@ -19,10 +19,13 @@ class SharedPatches:
     """Applies the patches that the first model needs, adds what further ones need, and reverts all with the last one.
 
     The patched functions call this object, which passes each call on to the model that it concerns.
+
+    Attributes:
+        models: those that swap now.
     """
 
     def __init__(self) -> None:
-        self._models: list[ModelEvents] = []
+        self.models: list[ModelEvents] = []
         self._applied: list[AppliedPatches] = []
 
     def add(
@@ -45,27 +48,27 @@ class SharedPatches:
             [patch for patch in patches.needs if patch.symbol not in there],
             [patch for patch in patches.optional if patch.symbol not in there],
         )
-        self._models.append(model)
+        self.models.append(model)
         self._applied.append(applied)
         return applied
 
     def remove(self, model: ModelEvents) -> None:
         """Forget ``model``. Patches stay until the last model is gone: a graph of another one may call them."""
-        self._models.remove(model)
-        while self._applied and not self._models:
+        self.models.remove(model)
+        while self._applied and not self.models:
             self._applied.pop().revert()
 
     @contextmanager
     def around_checkpointed_forward(self, block: nn.Module) -> Iterator[None]:
         """Return the context for a block's forward with full recomputation."""
         with ExitStack() as contexts:
-            for model in self._models:
+            for model in self.models:
                 contexts.enter_context(model.around_checkpointed_forward(block))
             yield
 
     def recomputer(self) -> Recomputer | None:
         """Return the recomputer of the model whose layer runs now."""
-        found = (model.recomputer() for model in self._models)
+        found = (model.recomputer() for model in self.models)
         return next((one for one in found if one is not None and one.is_recording), None)
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from megatron.swap.common.types import UsageError
 
 EVENTS = ("on_train_start", "on_train_step_start", "on_train_step_end", "on_train_end", "on_eval_start", "on_eval_end")
 
@@ -46,13 +49,22 @@ class CallbackContext:
     total_loss_dict: dict[str, Any] | None = None
 
 
-def train(model: list[Any], optimizer: Any, callback: Callback, skipped: tuple[bool, ...]) -> None:
+def state_with(log_params_norm: bool = False, async_save: bool = False) -> Any:
+    """Return Bridge's global state, whose config has these options."""
+    logger, checkpoint = SimpleNamespace(log_params_norm=log_params_norm), SimpleNamespace(async_save=async_save)
+    return SimpleNamespace(cfg=SimpleNamespace(logger=logger, checkpoint=checkpoint))
+
+
+def train(
+    model: list[Any], optimizer: Any, callback: Callback, skipped: tuple[bool, ...] = (), state: Any = None
+) -> None:
     """Fire the events of a run in Bridge's order. Like Bridge, call only methods that the callback overrides."""
+    state = state_with() if state is None else state
     fired = [event for event in EVENTS if getattr(type(callback), event) is not getattr(Callback, event)]
 
     def fire(event: str, **of_event: Any) -> None:
         if event in fired:
-            getattr(callback, event)(CallbackContext(state=None, model=model, **of_event))
+            getattr(callback, event)(CallbackContext(state=state, model=model, **of_event))
 
     fire("on_train_start", optimizer=optimizer)
     for skipped_iter in skipped:
@@ -86,3 +98,12 @@ def test_a_second_run_installs_again(bridge: Any, chunks: list[Any]) -> None:
         train(chunks, "optimizer", callback, skipped=(False,))
     assert [swapped.num_steps for swapped in bridge.installed] == [1, 1]
     assert all(swapped.is_closed for swapped in bridge.installed)
+
+
+@pytest.mark.parametrize("option", ["log_params_norm", "async_save"])
+def test_what_reads_offloaded_state_is_refused(bridge: Any, chunks: list[Any], option: str) -> None:
+    state = state_with(**{option: True})
+    with pytest.raises(UsageError, match=f"{option}, which moves, reads or resets optimizer state"):
+        train(chunks, "optimizer", bridge.module.SwapCallback(memory_gib=60, config={"optimizer": 1}), state=state)
+    train(chunks, "optimizer", bridge.module.SwapCallback(memory_gib=60), state=state)
+    assert len(bridge.installed) == 1

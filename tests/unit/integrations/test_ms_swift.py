@@ -58,7 +58,7 @@ class Trainer:
 
 
 def arguments(**more: Any) -> Any:
-    return SimpleNamespace(callbacks=["swap", "print"], train_iters=3, **more)
+    return SimpleNamespace(callbacks=["swap", "print"], train_iters=3, **{"async_save": False, **more})
 
 
 @pytest.fixture
@@ -92,6 +92,8 @@ def test_optimizer_state_has_one_offloader(swift: Any, known: dict[str, Any], ch
     swift.module.register(memory_gib=60, config={"optimizer": 0.5})
     with pytest.raises(UsageError, match="--offload_optimizer"):
         Trainer(arguments(offload_optimizer=True), known, chunks).train()
+    with pytest.raises(UsageError, match="--async_save"):
+        Trainer(arguments(async_save=True), known, chunks).train()
     assert swift.installed == []
     Trainer(arguments(offload_optimizer=False), known, chunks).train()
     swift.module.register(memory_gib=60)

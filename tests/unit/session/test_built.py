@@ -89,6 +89,16 @@ def untouched(model: nn.Module) -> bool:
         ({"layers": "all", "config": {"summary": "x.json"}}, "summary: is a setting of runs of Megatron's trainer"),
         ({"layers": "all", "config": {"modules": ["mlpp"]}}, "'mlpp' is not a submodule"),
         ({"layers": "all", "config": {"optimizer": 0.5}}, "optimizer 0.5: there is no optimizer"),
+        ({"layers": 3}, "layers 3: must be text"),
+        ({"layers": ["0", "1"]}, r"layers \['0', '1'\]: must be text"),
+        ({"layers": [0, None]}, "must be text .* or numbers"),
+        ({"layers": "0-1", "config": {"layers": "2"}}, "layers is given twice"),
+        ({"layers": "all", "config": "min_mib"}, "config 'min_mib': must be a mapping"),
+        ({"layers": "all", "config": {1: 2}}, "1: is no name of a setting"),
+        ({"layers": "all", "config": {"oom_guard": "yes"}}, "oom_guard: 'yes' is given; it must be True or False"),
+        ({"memory_gib": True}, "memory_gib: True is given; it must be a value"),
+        ({"memory_gib": -1e-5}, "--swap-memory-gib -1e-05: must be a number of GiB above 0"),
+        ({"layers": "all", "optimizer": [1]}, "optimizer: list has no step"),
     ],
 )
 def test_refused_arguments(arguments: Mapping[str, Any], words: str) -> None:
@@ -248,7 +258,7 @@ def test_a_step_without_a_forward_is_none() -> None:
     swapped.step()
     swapped.step()
     assert swapped.stats().num_steps == 1
-    assert "1 steps: " in str(swapped.stats())
+    assert "1 step: " in str(swapped.stats())
     swapped.close()
     swapped.step()
     assert swapped.stats().num_steps == 1
@@ -292,6 +302,86 @@ def model_of_depth(num_layers: int) -> GPTModel:
     config = config_of()
     config.num_layers = num_layers
     return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=64)
+
+
+def test_a_model_swaps_once() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    swapped = swap.install(model, optimizer, layers="all", config=SMALL)
+    with pytest.raises(UsageError, match=r"this model or its optimizer swaps already. Call close\(\)"):
+        swap.install(model, optimizer, layers="all", config=SMALL)
+    train(model, optimizer)
+    swapped.close()
+    assert untouched(model)
+    with swap.install(model, optimizer, layers="all", config=SMALL):
+        train(model, optimizer)
+
+
+@pytest.mark.parametrize("how", ["raises", "closes"])
+def test_before_the_first_step_has_ended(how: str) -> None:
+    """With a planner, which has no stage of its own yet; the likeliest moment to run out of memory."""
+    model, before = model_of(), set(registry._in_place)
+    swapped = swap.install(model, memory_gib=0.01, config=SMALL)
+    assert swapped.stats().stage == "profile"
+    if how == "raises":
+        with pytest.raises(torch.OutOfMemoryError, match="mine"):
+            out_of_memory(swapped, model)
+    swapped.close()
+    assert untouched(model)
+    assert set(registry._in_place) == before
+
+
+def out_of_memory(swapped: swap.BuiltSwap, model: nn.Module) -> None:
+    with swapped:
+        model(TOKENS[:, :-1], POSITIONS, MASK, labels=TOKENS[:, 1:])
+        raise torch.OutOfMemoryError("mine")
+
+
+def test_only_optimizers_of_the_model_end_its_steps() -> None:
+    model, other = model_of(), nn.Linear(2, 2)
+    optimizer, others = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, other))
+    with swap.install(model, layers="all", config=SMALL) as swapped:
+        for _ in range(3):
+            for _ in range(2):  # micro-batches
+                model(TOKENS[:, :-1], POSITIONS, MASK, labels=TOKENS[:, 1:]).mean().backward()
+                other(torch.ones(2)).sum().backward()
+                others.step()
+            optimizer.step()
+    assert swapped.stats().num_steps == 2  # the third ends with the next forward
+
+
+def test_wrappers_that_were_put_on_later_stay() -> None:
+    model = model_of()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = SimpleNamespace(step=inner.step, zero_grad=inner.zero_grad)
+    swapped = swap.install(model, optimizer, layers="all", config=SMALL)
+    calls: list[str] = []
+
+    def around(owner: Any, name: str) -> None:
+        ours = getattr(owner, name)
+
+        def theirs(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return ours(*args, **kwargs)
+
+        setattr(owner, name, theirs)
+
+    around(model, "forward")
+    around(optimizer, "step")
+    train(model, optimizer)  # type: ignore[arg-type]
+    swapped.close()
+    train(model, optimizer)  # type: ignore[arg-type]
+    assert calls == ["forward", "step"] * 2
+    assert swapped.stats().num_steps == 1
+
+
+def test_of_several_stacks_the_deepest_counts() -> None:
+    model = model_of()
+    model.vision = model_of_depth(2).decoder
+    optimizer = torch.optim.SGD(model.decoder.parameters(), 0.1)
+    with swap.install(model, optimizer, layers="2-3", config=SMALL | {"prefetch_gib": 0.0001}) as swapped:
+        train(model, optimizer, 2)
+    assert swapped.stats().num_steps == 2
 
 
 def test_settings_are_those_of_the_flags() -> None:
