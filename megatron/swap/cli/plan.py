@@ -11,33 +11,34 @@ with offloaded optimizer state, and with a disk beside it. --table adds what is 
 memory of weights, gradients, optimizer state and activations on each tier. With --summary run.json the memory that a
 run measured (--swap-summary) is printed beside the prediction.
 
---swap-memory-gib, --swap-optimizer, --swap-host-gib and --swap-disk-dir among the training flags limit the plan as they
-limit training. A profile comes from training (--swap-save-profile) or from training flags (--save-profile). Exit
-status: 0, or 1 if nothing fits or an input is wrong.
+--swap-memory-gib, --swap-memory-fraction, --swap-optimizer, --swap-host-gib and --swap-disk-dir among the training
+flags limit the plan as they limit training. A profile comes from training (--swap-save-profile) or from training flags
+(--save-profile). Exit status: 0, or 1 if nothing fits or an input is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.swap.cli.plan_files import check_picture, draw, read_measured
+from megatron.swap.cli.plan_text import POSITIONS_NOTE, advice, floor, notes, stage_line, verdict
 from megatron.swap.cli.training_command import training_command
 from megatron.swap.common.command_line import CommandLine
 from megatron.swap.common.config import USUAL_FRACTION, check_files
-from megatron.swap.common.plan import Model, load_plan, save_plan
-from megatron.swap.common.records import from_json, read_text
-from megatron.swap.common.types import GIB, MOST, MemoryRow, UsageError, format_bytes
-from megatron.swap.planner.flags import Training, check_known, not_counted, read_flags, training_flags
-from megatron.swap.planner.gpus import CUSTOM_SYNTAX, GPUS, MAX_PER_HOST, Gpu, find_gpu
+from megatron.swap.common.plan import load_plan, save_plan
+from megatron.swap.common.types import MOST, UsageError
+from megatron.swap.planner.flags import Training, check_known, read_flags, training_flags
+from megatron.swap.planner.gpus import CUSTOM_SYNTAX, GPUS, MAX_PER_HOST, find_gpu
 from megatron.swap.planner.options import DISK, STATE, Option, best, of_profile, of_training
-from megatron.swap.planner.profile import Profile, load_profile, save_profile
+from megatron.swap.planner.profile import load_profile, save_profile
 from megatron.swap.planner.shape import params_of_rank
-from megatron.swap.planner.solve import Solution, curve
+from megatron.swap.planner.solve import curve
+from megatron.swap.planner.stages import decide, planned_ranks
 from megatron.swap.planner.table import (
     memory_table,
     non_layer_table,
@@ -94,7 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpus-per-host", type=int,
                         help="with --gpu: GPUs that share a host's memory and link; default: all GPUs of the run, at "
                         f"most {MAX_PER_HOST}")  # fmt: skip
-    parser.add_argument("--pipeline-rank", type=int, help="with --gpu: stage to plan; default: 0")
+    parser.add_argument("--pipeline-rank", type=int,
+                        help="with --gpu: stage to plan; default: the first and the last, of which the one that "
+                        "decides is printed; with --save: 0")  # fmt: skip
     parser.add_argument("--summary", type=Path, help="with --gpu: --swap-summary file to print beside the prediction")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="with --gpu: the training command's flags")
     options = parser.parse_args(arguments)
@@ -164,38 +167,49 @@ def _plan_training(options: argparse.Namespace, training: Training) -> bool:
     sizes = {name: getattr(options, name) for name in ("seq_length", "micro_batch_size")}
     given = {name: size for name, size in sizes.items() if size is not None}
     training = replace(training, model=replace(training.model, **given))
+    stages = training.model.pipeline_parallel
     per_host = options.gpus_per_host or min(training.num_gpus, MAX_PER_HOST)
     if training.num_gpus > per_host and training.num_gpus % per_host:
         raise UsageError(f"--gpus-per-host {per_host}: must divide the {training.num_gpus} GPUs of the run.")
     gpu = find_gpu(options.gpu).beside(per_host)
-    budget_gib = _budget_gib(options, training.budget_gib, gpu.memory_gib)
+    budget_gib = _training_budget_gib(options, training, gpu.memory_gib)
     if budget_gib > gpu.memory_gib:
         raise UsageError(f"--memory-gib {budget_gib:g}: {gpu.name} has {gpu.memory_gib:g} GiB.")
-    rank = options.pipeline_rank or 0
-    if not 0 <= rank < training.model.pipeline_parallel:
-        raise UsageError(f"--pipeline-rank {rank}: must be 0 to {training.model.pipeline_parallel - 1}.")
-    host_gib = training.host_gib if options.host_gib is None else options.host_gib / per_host
-    _check_host(options, training, host_gib, rank)
-    measured = () if options.summary is None else read_measured(options.summary, training.model, rank)
-    found = of_training(training, gpu, budget_gib, host_gib, rank, _disk_dir(options.flags), options.link_gb_s)
-    wanted = _wanted(found, training, is_saved=options.save is not None)
-    chosen = best(wanted, is_disk_given=training.disk_gib > 0)
+    if not 0 <= (options.pipeline_rank or 0) < stages:
+        raise UsageError(f"--pipeline-rank {options.pipeline_rank}: must be 0 to {stages - 1}.")
+    ranks = planned_ranks(stages, options.pipeline_rank, is_saved=options.save is not None)
+    host_gib, given_host = _host_limit(options, training, per_host)
+    for rank in ranks:
+        _check_host(training, host_gib, given_host, rank)
+    summary = options.summary
+    of_ranks = {rank: () if summary is None else read_measured(summary, training.model, rank) for rank in ranks}
+    disk_dir = _disk_dir(options.flags)
+    decision = decide(
+        {rank: of_training(training, gpu, budget_gib, host_gib, rank, disk_dir, options.link_gb_s) for rank in ranks},
+        lambda found: best(_wanted(found, training, options.save is not None), is_disk_given=training.disk_gib > 0),
+    )
+    rank, found, chosen, measured = decision.rank, decision.found, decision.chosen, of_ranks[decision.rank]
+    stage = stage_line(rank, stages, len(ranks), chosen is not None)
+    stage = f"\n{stage}" if stage else ""
     on = f"in {budget_gib:.4g} of the {gpu.memory_gib:g} GiB of {gpu.name}"
-    budget = ["--swap-plan", str(options.save)] if options.save else ["--swap-memory-gib", _floor(budget_gib)]
+    budget = ["--swap-plan", str(options.save)] if options.save else ["--swap-memory-gib", floor(budget_gib)]
     flags: list[str] = []
     if chosen is None:
-        print(f"Does not fit {on}. {_advice(found, training, budget_gib, rank)}", end="\n\n")
+        print(f"Does not fit {on}. {advice(decision.least, training, budget_gib, rank)}{stage}", end="\n\n")
     else:
         flags = [*(budget if chosen.is_planned else ()), *chosen.flags]
         if chosen.is_planned and host_gib is not None:
-            flags += ["--swap-host-gib", _floor(host_gib)]
-        print(_verdict(chosen, found[0], on, flags, training.num_gpus, training.disk_gib > 0), end="\n\n")
+            flags += ["--swap-host-gib", floor(host_gib)]
+        said = verdict(chosen, found[0], on, flags, training.num_gpus, training.disk_gib > 0)
+        print(f"{said}{stage}", end="\n\n")
         print(training_command(options.flags, flags, training.num_gpus, per_host), end="\n\n")
+        if not training.has_positions:
+            print(POSITIONS_NOTE, end="\n\n")
         print(prediction_text(chosen, found[0], training.tokens), end="\n\n")
-    print(options_table(found, training.tokens))
+    print(options_table(found, training.tokens, decision.unfit))
     if chosen is not None and chosen.disk_gib:
         print(f"\n{DISK_NOTE}")
-    for note in _notes(options, training, gpu, per_host):
+    for note in notes(options, training, gpu, per_host, decision):
         print(f"\n{note}")
     if chosen is None:
         return False
@@ -221,14 +235,14 @@ def _plan_profile(options: argparse.Namespace) -> bool:
         profile = with_link(profile, options.link_gb_s)
     if options.seq_length is not None or options.micro_batch_size is not None:
         profile = with_tokens(profile, options.seq_length, options.micro_batch_size)
-    budget_gib = _budget_gib(options, None, profile.device.memory_gib)
+    budget_gib = USUAL_FRACTION * profile.device.memory_gib if options.memory_gib is None else options.memory_gib
     model = profile.model
     tokens = model.seq_length * model.micro_batch_size * profile.num_micro_batches
     found = of_profile(profile, budget_gib)
     chosen = found[-1]
     if chosen.fits:
-        budget = f"--swap-plan {options.save}" if options.save else f"--swap-memory-gib {_floor(budget_gib)}"
-        print(_verdict(chosen, found[0], f"in {budget_gib:.4g} GiB of {profile.device.name}", (budget, *chosen.flags)))
+        budget = f"--swap-plan {options.save}" if options.save else f"--swap-memory-gib {floor(budget_gib)}"
+        print(verdict(chosen, found[0], f"in {budget_gib:.4g} GiB of {profile.device.name}", (budget, *chosen.flags)))
         print(f"\n{prediction_text(chosen, found[0], tokens)}\n")
     else:
         print(f"Does not fit in {budget_gib:.4g} GiB of {profile.device.name}. The smallest budget that was found "
@@ -258,15 +272,35 @@ def _write(options: argparse.Namespace, chosen: Option, unswapped: Option) -> No
         draw(curve(chosen.profile), unswapped, chosen.profile, options.curve)
 
 
-def _budget_gib(options: argparse.Namespace, given_gib: float | None, device_gib: float) -> float:
-    """Return the budget from --memory-gib, else from the training flags, else the one that training takes."""
-    asked: float | None = given_gib if options.memory_gib is None else options.memory_gib
+def _training_budget_gib(options: argparse.Namespace, training: Training, device_gib: float) -> float:
+    """Return the budget from --memory-gib or from the training flags, else the one that training takes.
+
+    Raises:
+        UsageError: --memory-gib and the training flags say different budgets.
+    """
+    given, fraction = training.budget_gib, training.budget_fraction
+    flag = "" if given is None else f"--swap-memory-gib {given:g}"
+    if fraction is not None:
+        given, flag = fraction * device_gib, f"--swap-memory-fraction {fraction:g}"
+    asked: float | None = options.memory_gib
+    if asked is not None and given is not None and floor(asked) != floor(given):
+        raise UsageError(
+            f"--memory-gib {asked:g} and {flag} among the training flags both say how much memory a step may take. "
+            "Drop one."
+        )
+    if asked is None:
+        asked = given
     return USUAL_FRACTION * device_gib if asked is None else asked
 
 
-def _floor(gib: float) -> str:
-    """Format GiB for a flag: rounded down to two decimals, or as it is if it is small."""
-    return f"{math.floor(100 * gib) / 100:g}" if gib >= 1 else f"{gib:.10g}"
+def _host_limit(options: argparse.Namespace, training: Training, per_host: int) -> tuple[float | None, str]:
+    """Return the smaller limit of a rank's host memory, and the flag that says it; ``None``: neither flag is given."""
+    limits = []
+    if options.host_gib is not None:
+        limits.append((options.host_gib / per_host, f"--host-gib {options.host_gib:g}"))
+    if training.host_gib is not None:
+        limits.append((training.host_gib, f"--swap-host-gib {training.host_gib:g}"))
+    return min(limits, default=(None, ""))
 
 
 def _wanted(found: Sequence[Option], training: Training, is_saved: bool) -> list[Option]:
@@ -276,151 +310,21 @@ def _wanted(found: Sequence[Option], training: Training, is_saved: bool) -> list
     return [one for one in found if one.is_planned] if is_saved else list(found)
 
 
-def _verdict(
-    chosen: Option, unswapped: Option, on: str, flags: Sequence[str], num_gpus: int = 1, is_disk_given: bool = True
-) -> str:
-    """Return what fits: its step time, its memory besides the device's, and its flags."""
-    if not flags:
-        return f"Fits {on}, as it is: nothing needs to be swapped or recomputed."
-    assert chosen.prediction is not None
-    assert unswapped.prediction is not None
-    times = chosen.prediction.step_ms / unswapped.prediction.step_ms
-    tiers = [f"{format_bytes(gib * GIB)} of {what}"
-             for gib, what in ((chosen.host_gib, "host memory"), (chosen.disk_gib, "disk")) if gib]  # fmt: skip
-    only = " only with a disk," if chosen.disk_gib and not is_disk_given else ""
-    each = " for each GPU" if num_gpus > 1 else ""
-    beside = f", with {' and '.join(tiers)}{each}" if tiers else ""
-    return f"Fits {on}{only} at {times:.2f} x the unswapped step time{beside}: {' '.join(flags)}"
-
-
 def _disk_dir(flags: Sequence[str]) -> str:
     """Return the folder of --swap-disk-dir among the training flags, or one that every machine has."""
     words = [part for word in flags for part in word.split("=", 1)]
     return words[words.index("--swap-disk-dir") + 1] if "--swap-disk-dir" in words[:-1] else "/tmp"
 
 
-def _advice(found: Sequence[Option], training: Training, budget_gib: float, rank: int) -> str:
-    """Return the smallest budget of all options with its flags, and changes that lower it."""
-    least = min(found, key=lambda one: one.needed_gib)
-    flags = " and ".join((*(("a plan",) if least.is_planned else ()), *filter(None, (" ".join(least.flags),))))
-    model = training.model
-    params = params_of_rank(model, training.tied, rank)
-    least_gib = training.states.weights_gib(params) + training.states.gradients_gib(params)
-    split = f"--tensor-model-parallel-size {2 * model.tensor_parallel}"
-    if least_gib > budget_gib:  # no shorter step can help
-        hints, alone = [split], f"Weights and gradients alone take {least_gib:.1f} GiB. "
-        if training.states.gradient_bytes == 4 and model.dtype == "bf16":
-            hints.append("16-bit gradients (--main-grads-dtype bf16 --use-precision-aware-optimizer "
-                         "--use-distributed-optimizer)")  # fmt: skip
-    else:
-        shorter = "a smaller --micro-batch-size" if model.micro_batch_size > 1 else "a shorter --seq-length"
-        hints, alone = [shorter, split], ""
-    if training.num_replicas * model.context_parallel > 1 and training.states.num_shards == 1:
-        hints.append("--use-distributed-optimizer")
-    if training.offloads and not training.states.is_auto and training.states.offload_fraction < 1:
-        hints.insert(0, "--swap-optimizer auto")
-    return (
-        f"The least is {least.needed_gib:g} GiB, with {flags or 'nothing'}. {alone}Lower it by {', '.join(hints)}, "
-        "or take a GPU with more memory."
-    )
-
-
-def _check_host(options: argparse.Namespace, training: Training, host_gib: float | None, rank: int) -> None:
+def _check_host(training: Training, host_gib: float | None, given: str, rank: int) -> None:
     """Refuse a given fraction of optimizer state that exceeds the rank's host memory."""
     offloaded_gib = training.states.offloaded_gib(params_of_rank(training.model, training.tied, rank))
     if host_gib is None or training.disk_gib or training.states.is_auto or offloaded_gib <= host_gib:
         return
-    given = f"--host-gib {options.host_gib:g}" if options.host_gib is not None else f"--swap-host-gib {host_gib:g}"
     raise UsageError(
         f"{given}: the offloaded optimizer state takes {offloaded_gib:.2f} GiB. Lower --swap-optimizer among the "
         "training flags, or add --swap-disk-dir to them."
     )
-
-
-def _notes(options: argparse.Namespace, training: Training, gpu: Gpu, per_host: int) -> Iterator[str]:
-    if per_host > 1:
-        if options.link_gb_s is not None:
-            gpu = replace(gpu, link_gb_s=options.link_gb_s, link_both_gb_s=options.link_gb_s)
-        link = f"{gpu.link_gb_s:g} GB/s in one direction, {gpu.link_both_gb_s:g} in each of both"
-        shared = f"{per_host} GPUs of a host share its memory and its link: each copies at {link}"
-        yield f"{shared}, as measured on an H200 host." if options.link_gb_s is None else f"{shared}, as given."
-    if options.host_gib is None and training.host_gib is None:
-        yield "Host memory is taken for unlimited: --host-gib says how much of it a host can pin."
-    if uncounted := not_counted(options.flags):
-        yield f"Not counted, though they change memory: {', '.join(uncounted)}."
-
-
-def read_measured(path: Path, model: Model, pipeline_rank: int) -> tuple[MemoryRow, ...]:
-    """Return the memory of the planned stage's first rank from a run's summary.
-
-    Raises:
-        UsageError: the file is no summary, or its run has another number of layers.
-    """
-    try:
-        summary = json.loads(read_text(path))
-        num_layers, ranks = summary["num_layers"], summary["ranks"]
-        rank = ranks[pipeline_rank * len(ranks) // model.pipeline_parallel]
-        rows = rank["memory"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UsageError(
-            f"--summary {path}: is not what --swap-summary writes today ({type(error).__name__}: {error}). Train again "
-            "with it, or leave --summary out."
-        ) from error
-    if num_layers != model.num_layers:
-        raise UsageError(
-            f"--summary {path}: is of {num_layers} layers, the training flags say {model.num_layers}. Give the "
-            "flags of that run."
-        )
-    return from_json(tuple[MemoryRow, ...], rows, f"--summary {path}: memory")
-
-
-def check_picture(path: Path) -> None:
-    """Refuse an image file that cannot be drawn.
-
-    Raises:
-        UsageError: matplotlib is missing, or the file name has no extension of an image format.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError as error:
-        raise UsageError(
-            f"--curve {path}: matplotlib is missing. Install it (pip install matplotlib), or leave --curve out."
-        ) from error
-    kinds = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        raise UsageError(f"--curve {path}: must be a picture; its name ends in .{', .'.join(kinds)}.")
-
-
-def draw(points: list[Solution], unswapped: Option, profile: Profile, path: Path) -> None:
-    """Draw step time, relative to nothing swapped, against device memory in GiB."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure, axes = plt.subplots(figsize=(9, 5.5), dpi=130, layout="constrained")
-    assert unswapped.prediction is not None
-    unswapped_ms = unswapped.prediction.step_ms
-    budgets = [point.plan.budget_gib or 0.0 for point in points]
-    relative = [point.prediction.step_ms / unswapped_ms for point in points]
-    bounds = [point.lower_bound_ms / unswapped_ms for point in points]
-    axes.step(budgets, relative, where="post", color="#c2410c", label="fastest plan found")
-    axes.plot(budgets, bounds, color="#94a3b8", linestyle="--", label="lower bound of all plans")
-    axes.plot(unswapped.device_gib, 1.0, "o", color="#1e293b", label="nothing swapped")
-    axes.axvline(profile.static_gib, color="#475569", linewidth=0.8)
-    axes.annotate(
-        "weights, gradients, optimizer", (profile.static_gib, 1.0), (6, 0), textcoords="offset points",
-        color="#475569", rotation=90, va="bottom",
-    )  # fmt: skip
-    axes.set_xlabel("device memory (GiB)")
-    axes.set_ylabel("step time relative to nothing swapped")
-    axes.set_title(f"{profile.device.name}, {profile.model.num_layers} layers of {profile.model.hidden_size}, "
-                   f"sequences of {profile.model.seq_length}")  # fmt: skip
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

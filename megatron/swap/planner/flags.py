@@ -38,6 +38,10 @@ NOT_COUNTED = frozenset({
     "swap-deterministic", "tp-comm-overlap", "use-nccl-ub", "window-size",
 })  # fmt: skip
 """Flags that change memory a little. A plan is made without them and says so."""
+DECIDED = {"swap-layers": "none", "swap-plan": None, "swap-recompute": None, "swap-modules": None}
+"""Flags that choose by hand what is swapped, with the values that choose nothing."""
+OF_RECOMPUTATION = frozenset({"recompute-activations", "recompute-granularity"})
+"""Those of ``UNSUPPORTED`` that the planner makes needless."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,11 @@ class Training:
         host_gib: limit of the rank's host memory; ``None``: no flag sets it.
         disk_gib: limit of the disk, used once host memory is full; infinite: no flag sets it; 0: there is no disk.
         budget_gib: limit of the rank's device memory, as ``--swap-memory-gib``; ``None``: no flag sets it.
+        budget_fraction: the same limit as a fraction of the device's memory, as ``--swap-memory-fraction``.
         num_gpus: GPUs of the run.
         num_replicas: replicas of the model, each with its own part of the batch.
+        shares_state: whether ranks that hold the same weights share their optimizer state.
+        has_positions: whether the flags say how many positions Megatron provides for.
     """
 
     model: Model
@@ -62,6 +69,9 @@ class Training:
     budget_gib: float | None = None
     num_gpus: int = 1
     num_replicas: int = 1
+    budget_fraction: float | None = None
+    shares_state: bool = False
+    has_positions: bool = True
 
     @property
     def offloads(self) -> bool:
@@ -90,6 +100,8 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     for name, value in vars(known).items():
         if type(value) is int and not 1 <= value <= MOST:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least 1 and at most {MOST:g}.")
+    if known.bf16 and known.fp16:
+        raise UsageError("--bf16 and --fp16 cannot be combined: weights have one type. Drop one of the two.")
     tensor, pipeline, context = (
         known.tensor_model_parallel_size, known.pipeline_model_parallel_size, known.context_parallel_size,
     )  # fmt: skip
@@ -140,7 +152,8 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states,
         _gib("--swap-host-gib", known.swap_host_gib),
         0.0 if known.swap_disk_dir is None else _gib("--swap-disk-gib", known.swap_disk_gib) or math.inf,
-        _gib("--swap-memory-gib", known.swap_memory_gib), replica * data, data,
+        _gib("--swap-memory-gib", known.swap_memory_gib), replica * data, data, _budget_fraction(known),
+        known.use_distributed_optimizer, known.max_position_embeddings is not None,
     )  # fmt: skip
 
 
@@ -166,17 +179,27 @@ def check_known(flags: Sequence[str], options: Collection[str] = ()) -> None:
             continue
         if flag in options:
             raise UsageError(f"{flag}: is an option of plan, not of training. Give it before the -- .")
-        near = nearest_flag(flag, sorted(training_flags()))
+        near = nearest_flag(flag, sorted(training_flags()), cutoff=0.75)
         hint = f"Did you mean {near}?" if near else "Leave it out."
         version = FLAGS_FILE.read_text().splitlines()[0].split()[-1]
         raise UsageError(f"{flag}: neither Megatron {version} nor Megatron Swap has this training flag. {hint}")
+    for name, default in DECIDED.items():
+        if (given := getattr(known, name.replace("-", "_"))) != [default]:
+            raise UsageError(f"--{name} {' '.join(given)}: plan chooses what is swapped. Leave --{name} out.")
     if known.optimizer != "adam":
         rest.append(f"--optimizer {known.optimizer}")
-    for flag in rest:
-        if flag.startswith("--") and flag[2:].split()[0].split("=")[0] in UNSUPPORTED:
+    for flag, value in zip(rest, [*rest, "--"][1:], strict=True):
+        name = flag[2:].split()[0].split("=")[0] if flag.startswith("--") and flag[2:] else ""
+        if name in OF_RECOMPUTATION:
+            given = flag if value.startswith("--") else f"{flag} {value}"
             raise UsageError(
-                f"{flag}: its memory and time are not known without a measurement. Leave it out, or measure a profile "
-                "(train with --swap-save-profile) and plan with --profile."
+                f"{given} is not needed. Leave it out: the table has a row for full recomputation, and the planner "
+                "recomputes by itself."
+            )
+        if name in UNSUPPORTED:
+            raise UsageError(
+                f"{flag}: its memory and time are not known without a measurement. Leave it out, or measure a profile: "
+                "train with --swap-save-profile FILE, then plan with --profile FILE."
             )
 
 
@@ -231,6 +254,19 @@ def _gib(flag: str, text: str | None) -> float | None:
     if given is not None and not 0 < given <= MOST:
         raise UsageError(f"{flag} {text}: a number is expected, above 0 and at most {MOST:g}.")
     return given
+
+
+def _budget_fraction(known: argparse.Namespace) -> float | None:
+    """Return the value of ``--swap-memory-fraction``; ``None``: it is not given."""
+    given = known.swap_memory_fraction
+    if given is None:
+        return None
+    if not 0 < given <= 1:
+        raise UsageError(f"--swap-memory-fraction {given:g}: must be above 0 and at most 1, of the GPU's memory.")
+    if known.swap_memory_gib is not None:
+        both = f"--swap-memory-gib {known.swap_memory_gib} and --swap-memory-fraction {given:g}"
+        raise UsageError(f"{both} both say how much memory a step may take. Drop one.")
+    return float(given)
 
 
 def state_bytes_of(args: argparse.Namespace) -> int:
@@ -310,6 +346,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--swap-disk-dir")
     parser.add_argument("--swap-disk-gib")
     parser.add_argument("--swap-memory-gib")
+    parser.add_argument("--swap-memory-fraction", type=float)
+    for name, of_training in DECIDED.items():
+        parser.add_argument(f"--{name}", nargs="+", default=[of_training])
     parser.add_argument("--hidden-dropout", type=float, default=0.1)
     parser.add_argument("--main-grads-dtype", default="fp32")
     parser.add_argument("--optimizer", default="adam")

@@ -89,10 +89,15 @@ def kernels(model: Model) -> list[Kernel]:
     Raises:
         UsageError: the formulas do not cover the layer.
     """
-    if model.transformer_impl != "transformer_engine" or model.num_experts or model.dtype != "bf16":
+    uncovered = {
+        f"--transformer-impl {model.transformer_impl}": model.transformer_impl != "transformer_engine",
+        f"--num-experts {model.num_experts}": model.num_experts,
+        f"weights in {model.dtype} (--bf16 is missing)": model.dtype != "bf16",
+    }
+    if wrong := [what for what, is_wrong in uncovered.items() if is_wrong]:
         raise UsageError(
-            f"transformer_impl {model.transformer_impl}, num_experts {model.num_experts}, dtype {model.dtype}: without "
-            "a profile only dense bf16 models of transformer_engine layers can be planned. Measure a profile."
+            f"{', '.join(wrong)}: cannot be planned without a measurement. Measure a profile: train with "
+            "--swap-save-profile FILE, then plan with --profile FILE."
         )
     size, wide = _sizes(model), model.hidden_size
     hidden, query, key = size.hidden, size.query, size.key

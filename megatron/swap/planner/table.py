@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import GIB, MemoryRow, format_bytes
@@ -128,10 +129,14 @@ def _offload_note(states: States) -> str:
     return f"{fraction}; its step takes {BUCKETS_GIB:g} GiB of buckets, once activations are gone"
 
 
-def options_table(found: Sequence[Option], tokens: int) -> str:
+def options_table(found: Sequence[Option], tokens: int, unfit: Mapping[str, int] = MappingProxyType({})) -> str:
     """Return every option with the peak of each tier, tokens per second, whether it fits, and its flags.
 
-    Where no plan fits, the device's column has the smallest feasible budget. ``tokens``: those of a step.
+    Where no plan fits, the device's column has the smallest feasible budget.
+
+    Args:
+        tokens: those of a step.
+        unfit: name of an option that fits → another pipeline stage that it does not fit.
     """
     table = [("option", "device GiB", "host GiB", "disk GiB", "tokens/s", "fits", "flags")]
     for one in found:
@@ -141,7 +146,8 @@ def options_table(found: Sequence[Option], tokens: int) -> str:
             rows = [f"at least {one.needed_gib:g}", "", ""]
         short = ("--swap-memory-gib …", *one.flags) if one.is_planned else one.flags[:2]
         flags = " ".join(short) + (" …" if not one.is_planned and one.flags else "")
-        table.append((one.name, rows[0], rows[1], rows[2], speed, "yes" if one.fits else "no", flags))
+        fits = f"not stage {unfit[one.name]}" if one.name in unfit else "yes" if one.fits else "no"
+        table.append((one.name, rows[0], rows[1], rows[2], speed, fits, flags))
     return "\n".join(_aligned(table, numbers=(1, 2, 3, 4)))
 
 

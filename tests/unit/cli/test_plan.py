@@ -66,7 +66,23 @@ def test_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, fla
         *((f"--gpu h200 -- {FLAGS} --swap-host-gib {given}", f"--swap-host-gib {given}: a number is expected")
           for given in ("lots", "nan", "inf", "0", "-1")),
         *((f"--gpu h200 -- {FLAGS} {flags}", f"{flags}: its memory and time are not known without a measurement")
-          for flags in ("--optimizer sgd", "--recompute-activations", "--fp8-format=hybrid")),
+          for flags in ("--optimizer sgd", "--fp8-format=hybrid")),
+        *((f"--gpu h200 -- {FLAGS} {flags} --bf16", f"error: {flags} is not needed. Leave it out: the table has a row")
+          for flags in ("--recompute-granularity full", "--recompute-granularity selective",
+                        "--recompute-granularity=full", "--recompute-activations")),
+        *((f"--gpu h200 -- {FLAGS} {flags}", f"error: {flags}: plan chooses what is swapped. Leave {flags.split()[0]} ")
+          for flags in ("--swap-layers all", "--swap-plan p.json", "--swap-recompute norm activation",
+                        "--swap-modules mlp")),
+        (f"--gpu h200 -- {FLAGS} --fp16", "--bf16 and --fp16 cannot be combined"),
+        (f"--gpu h200 -- {FLAGS} --swap-memory-fraction 0.5 --swap-memory-gib 40",
+         "--swap-memory-gib 40 and --swap-memory-fraction 0.5 both say how much memory a step may take. Drop one."),
+        *((f"--gpu h200 -- {FLAGS} --swap-memory-fraction {given}", f"fraction {given}: must be above 0 and at most 1")
+          for given in ("0", "1.5", "nan", "-1")),
+        *((f"--gpu h200 --memory-gib 60 -- {FLAGS} {flags}", f"--memory-gib 60 and {flags} among the training flags")
+          for flags in ("--swap-memory-gib 50", "--swap-memory-fraction 0.5")),
+        (f"--gpu h200 -- {FLAGS} --num-experts 4",
+         "error: --num-experts 4: cannot be planned without a measurement. Measure a profile: train with "),
+        (f"--gpu h200 -- {FLAGS} --use-fsdp", "has this training flag. Leave it out."),
         (f"--gpu h200 -- {FLAGS} --mtp-num-layers 1", "--mtp-num-layers: its memory and time are not known"),
         *((f"--gpu h200 -- {FLAGS} {flags}", message) for flags, message in (
             ("--num-attention-heads 5", "--hidden-size 64: must be a multiple of 5, --num-attention-heads"),

@@ -19,7 +19,8 @@ from megatron.swap.planner.options import DISK, FULL, NOTHING, PLANNED, STATE, O
 LAYERS = "--num-layers 4"
 SIZES = (
     "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
-    "--swiglu --bf16 --seq-length 8192 --micro-batch-size 1 --vocab-size 32000 --hidden-dropout 0"
+    "--swiglu --bf16 --seq-length 8192 --micro-batch-size 1 --vocab-size 32000 --hidden-dropout 0 "
+    "--max-position-embeddings 131072"
 )
 FLAGS = f"{LAYERS} {SIZES}"
 LLAMA = f"--num-layers 32 {SIZES.replace('32000', '128256')} --untie-embeddings-and-output-weights"
@@ -45,7 +46,7 @@ def words(command: str) -> list[str]:
 
 def test_first_the_verdict_then_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     status, (verdict, command, speed, table, *notes) = planned(
-        capsys, f"--gpu h100 --memory-gib 20.5 -- {FLAGS} --swap-layers all"
+        capsys, f"--gpu h100 --memory-gib 20.5 -- {FLAGS} --swap-layers none"
     )
     assert status == 0
     assert re.fullmatch(
@@ -86,7 +87,7 @@ def test_what_fits_is_decided_by_reserved_memory(capsys: pytest.CaptureFixture[s
     flags = (
         "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
         "--micro-batch-size 4 --global-batch-size 8 --vocab-size 32000 --swiglu --bf16 --hidden-dropout 0 "
-        "--untie-embeddings-and-output-weights"
+        "--untie-embeddings-and-output-weights --max-position-embeddings 4096"
     )
     _, (verdict, _, _, table, *_) = planned(capsys, f"--gpu h200 --memory-gib 100 -- {flags}")
     assert "--swap-memory-gib 100" in verdict
@@ -120,17 +121,19 @@ def test_a_model_whose_state_is_too_large_is_told_how_it_fits(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("flags", "hint"),
     [
-        ("", "gradients alone take 44.9 GiB. Lower it by --tensor-model-parallel-size 2, 16-bit gradients (--main-"),
+        ("", "alone take 44.9 GiB. Lower it by one or several of: --tensor-model-parallel-size 2, 16-bit gradients"),
         ("--use-distributed-optimizer --tensor-model-parallel-size 2", "--tensor-model-parallel-size 4, 16-bit"),
-        ("--global-batch-size 2", "--use-distributed-optimizer), --use-distributed-optimizer, or take"),
-        ("--global-batch-size 2 --use-distributed-optimizer", "--use-distributed-optimizer), or take"),
-        ("--micro-batch-size 2 --swap-optimizer 0.5", "by --swap-optimizer auto, --tensor-model-parallel-size 2"),
-        ("--num-layers 8 --seq-length 131072", "by a shorter --seq-length, --tensor-model-parallel-size 2, or take"),
-        ("--num-layers 8 --seq-length 65536 --micro-batch-size 2", "by a smaller --micro-batch-size, --tensor"),
+        ("--global-batch-size 2", "--use-precision-aware-optimizer), or take"),
+        ("--global-batch-size 2 --use-distributed-optimizer", "--use-precision-aware-optimizer), or take"),
+        ("--global-batch-size 1", "--use-precision-aware-optimizer --use-distributed-optimizer), or take"),
+        ("--micro-batch-size 2 --swap-optimizer 0.5", "of: --swap-optimizer auto, --tensor-model-parallel-size 2"),
+        ("--num-layers 8 --seq-length 131072",
+         "of: a shorter --seq-length, --tensor-model-parallel-size 2, --context-parallel-size 2, 16-"),
+        ("--num-layers 8 --seq-length 65536 --micro-batch-size 2", "of: a smaller --micro-batch-size, --tensor"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_told_the_least(capsys: pytest.CaptureFixture[str], flags: str, hint: str) -> None:
-    num_gpus = 2 if "global-batch" in flags or "tensor" in flags else 1
+    num_gpus = 2 if "global-batch-size 2" in flags or "tensor" in flags else 1
     status, (verdict, table, *_) = planned(capsys, f"--gpu rtx4090 --num-gpus {num_gpus} -- {LLAMA} {flags}")
     assert status == 1
     assert verdict.startswith("Does not fit in 22.32 of the 23.5 GiB of NVIDIA GeForce RTX 4090. The least is ")

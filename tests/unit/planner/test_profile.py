@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FLAGS = (
     "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
     "--micro-batch-size 4 --global-batch-size 8 --bf16 --swiglu --untie-embeddings-and-output-weights "
-    "--vocab-size 31999 --train-iters 7 --lr 1e-4"
+    "--vocab-size 31999 --train-iters 7 --lr 1e-4 --max-position-embeddings 4096"
 )
 
 
@@ -199,7 +199,8 @@ class TestShapes:
 
     @pytest.mark.parametrize(
         ("changes", "message"),
-        [({"transformer_impl": "local"}, "transformer_impl local"), ({"num_experts": 8}, "num_experts 8"),
+        [({"transformer_impl": "local"}, "^--transformer-impl local: cannot"),
+         ({"num_experts": 8}, "^--num-experts 8: cannot be planned .* with --profile FILE"),
          ({"pipeline_parallel": 3}, "16 layers do not divide into 3 x 1")],
     )  # fmt: skip
     def test_unsupported_models_are_refused(self, changes: dict, message: str) -> None:
