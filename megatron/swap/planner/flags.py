@@ -41,7 +41,7 @@ NOT_COUNTED = frozenset({
 DECIDED = {"swap-layers": "none", "swap-plan": None, "swap-recompute": None, "swap-modules": None}
 """Flags that choose by hand what is swapped, with the values that choose nothing."""
 OF_RECOMPUTATION = frozenset({"recompute-activations", "recompute-granularity"})
-"""Those of ``UNSUPPORTED`` that the planner makes needless."""
+"""Flags of ``UNSUPPORTED`` that the planner makes needless."""
 
 
 @dataclass(frozen=True)
