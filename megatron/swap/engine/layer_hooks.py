@@ -57,23 +57,30 @@ def override_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable
     The previous one is the class's, or one that another library has set on the instance. A wrapper that somebody puts
     around ours stays.
     """
-    own, inner, is_on = vars(module).get("forward"), module.forward, True
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return (forward if is_on else inner)(*args, **kwargs)
-
-    module.forward = called  # type: ignore[method-assign]
+    own, override = vars(module).get("forward"), _Override(forward, module.forward)
+    module.forward = override  # type: ignore[method-assign]
 
     def restore() -> None:
-        nonlocal is_on
-        is_on = False
-        if vars(module).get("forward") is not called:
-            return  # somebody has wrapped it since: ours passes calls on
+        override.is_on = False
+        if vars(module).get("forward") is not override:
+            return  # somebody has wrapped it since: it passes calls on
         del module.forward
         if own is not None:
             module.forward = own  # type: ignore[method-assign]
 
     return restore
+
+
+class _Override:
+    """Calls ``forward``, or ``inner`` once it is off. It is no function: a copy of one would swap with the original."""
+
+    def __init__(self, forward: Callable[..., Any], inner: Callable[..., Any]) -> None:
+        self.forward = forward
+        self.inner = inner
+        self.is_on = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.forward if self.is_on else self.inner)(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
