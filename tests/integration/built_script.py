@@ -25,6 +25,7 @@ warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import pytest
 import torch
 from torch import nn
 
@@ -74,6 +75,7 @@ class Case:
         distributed: Megatron's distributed optimizer.
         tells: the loop calls ``step``; ``install`` does not know the optimizer.
         at: the step before which ``install`` is called.
+        refused_first: an ``install`` before fails, since the optimizer's class is not known.
         closes_at: the step before which it is closed again; ``None``: at the end.
         schedules: a learning-rate scheduler of torch wraps the inner optimizer after ``install``.
         of_fork: the model is a fork's.
@@ -89,6 +91,7 @@ class Case:
     tells: bool = False
     knows_optimizer: bool = True
     at: int = 0
+    refused_first: bool = False
     closes_at: int | None = None
     schedules: bool = False
     of_fork: bool = False
@@ -113,7 +116,9 @@ CASES = {
     "wrapped": Case(ALL, megatrons=True),
     "during training": Case(ALL, megatrons=True, at=2),
     "state": Case({"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True),
-    "state during training": Case({"layers": "all", "config": SMALL | {"optimizer": 1}}, megatrons=True, at=2),
+    "state during training": Case(
+        {"layers": "all", "config": SMALL | {"optimizer": 1}}, megatrons=True, at=2, refused_first=True
+    ),
     "distributed state during training": Case(
         {"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True, distributed=True, at=2
     ),
@@ -201,6 +206,16 @@ def losses_of(case: Case, model: nn.Module, optimizer: Any, before: Callable[[in
             model.train()
 
 
+def refuse(model: nn.Module, optimizer: Any, settings: dict[str, Any]) -> None:
+    """Fail to install: the class of one optimizer has another name. Its state must be there again."""
+    inner = inner_of(optimizer)[-1]
+    kind = type(inner)
+    inner.__class__ = type("Unknown", (kind,), {})
+    with pytest.raises(swap.SwapError, match="Unknown"):
+        swap.install(model, optimizer, **settings)
+    inner.__class__ = kind
+
+
 def run(case: Case, *, swaps: bool) -> dict[str, Any]:
     """Train and return what came out."""
     model = model_of(case)
@@ -219,6 +234,8 @@ def run(case: Case, *, swaps: bool) -> dict[str, Any]:
             assert not swapped._undo
         if step == case.at:
             known = optimizer if case.knows_optimizer and not case.tells else None
+            if case.refused_first:
+                refuse(model, optimizer, case.settings)
             swapped = swap.install(model, known, **case.settings)
             if case.schedules:
                 schedulers.append(torch.optim.lr_scheduler.ConstantLR(inner_of(optimizer)[0], 1.0))

@@ -29,7 +29,7 @@ from megatron.swap.megatron_lm.optimizer_adapter import (
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.optimizer.overlap import StepOverlap
-from megatron.swap.optimizer.param_state import OffloadedTensor, ParamState
+from megatron.swap.optimizer.param_state import MAIN, OffloadedTensor, ParamState
 from megatron.swap.optimizer.selection import StateSelection
 from megatron.swap.optimizer.state_memory import StateMemory
 from megatron.swap.optimizer.stepper import OptimizerStepper, StepOptions
@@ -168,13 +168,32 @@ class OptimizerSwap:
 
         Raises:
             UsageError: the optimizer is none of Megatron's, or as for ``attach``.
-            HostMemoryError, DiskError: there is no room for its state.
+            HostMemoryError, DiskError: there is no room for its state. In each case the optimizer has its state again.
         """
-        for param in main_params_of(optimizer):
-            self.on_main_param_created(param)
-        self.attach(optimizer)
+        try:
+            for param in main_params_of(optimizer):
+                self.on_main_param_created(param)
+            self.attach(optimizer)
+            for adapted in self._adapted:
+                adapted.stepper.store_loaded()
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _give_back(self) -> None:
+        """Put what was taken over back on its device. The optimizer goes on without offload."""
+        self._transfers.synchronize()
+        param_states = [*self._param_states(), *filter(None, self._created.values())]
         for adapted in self._adapted:
-            adapted.stepper.store_loaded()
+            adapted.remove()
+        self._adapted.clear()
+        self._created.clear()
+        for param_state in param_states:
+            has_moments = any(shard.has_state for shard in param_state.shards)
+            for name, offloaded in param_state.tensors.items():
+                if name == MAIN or has_moments:
+                    offloaded.materialize()
+                    offloaded.tensor.data = offloaded.tensor.data.to(offloaded.device, copy=True)
 
     def _adapt(self, optimizer: Any) -> None:
         inner = optimizer.optimizer
