@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WORST = ("different", "failed", "died", "hung", "skipped", "equal")
@@ -79,10 +80,8 @@ class Pool:
         return {"kind": self._kind, "ranks": self._num_ranks, "seed": seed, **worst, "figures": figures}
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        command = ["--kind", self._kind, "--ranks", str(self._num_ranks), "--port", str(port), "--fault", self._fault]
+        port = str(free_port())
+        command = ["--kind", self._kind, "--ranks", str(self._num_ranks), "--port", port, "--fault", self._fault]
         self._ranks = [_Rank([*command, "--rank", str(rank)]) for rank in range(self._num_ranks)]
         for rank in self._ranks:
             if "ready" not in (row := rank.answer(120.0)):

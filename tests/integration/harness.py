@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt_swap.py"
@@ -155,7 +156,7 @@ class Zygote:
                 [sys.executable, str(Path(__file__).with_name("zygote.py"))], env=env, stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, text=True, start_new_session=True,
             )  # fmt: skip
-        port = 0 if ranks == 1 else _free_port()
+        port = 0 if ranks == 1 else free_port()
         argv = arguments(flags)
         request = {
             "program": str(program), "argv": argv, "cwd": str(directory), "log": str(directory / "log"),
@@ -177,12 +178,6 @@ class Zygote:
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Trainer:

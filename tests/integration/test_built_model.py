@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from megatron.swap.patches.registry import BUILT_ONLY, VERSIONS
 from tests.integration.versions import folder_of
+from tests.ports import free_port
 
 SCRIPT = Path(__file__).with_name("built_script.py")
 MEGATRON = (*BUILT_ONLY, *VERSIONS["megatron-core"])
@@ -44,9 +44,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its loop is f
 
 def rows_of(version: str, cases: tuple[str, ...], num_ranks: int = 1) -> list[dict[str, Any]]:
     """Run ``cases`` with a version of Megatron, and return what the script prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     folder = folder_of(version)
     running = [
         subprocess.Popen(
@@ -58,7 +56,14 @@ def rows_of(version: str, cases: tuple[str, ...], num_ranks: int = 1) -> list[di
         )
         for rank in range(num_ranks)
     ]  # fmt: skip
-    printed = [process.communicate(timeout=TIMEOUT_S)[0] for process in running]
+    printed = []
+    for process in running:
+        try:
+            printed.append(process.communicate(timeout=TIMEOUT_S)[0])
+        except subprocess.TimeoutExpired:
+            for other in running:
+                other.kill()
+            printed.append(process.communicate()[0])
     assert [process.returncode for process in running] == [0] * num_ranks, "\n".join(printed)[-4000:]
     rows = [json.loads(line) for line in printed[0].splitlines() if line.startswith("{")]
     assert [row["case"] for row in rows] == list(cases)

@@ -44,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
 def paragraph(failures: Mapping[int, ProcessFailure]) -> str:
     """Return what ended a run.
 
-    A rank that fails takes others with it: their connections break. So a message of ours counts before any exception,
-    and among those the first.
+    A rank that fails takes others with it: their connections break, and torchrun ends those that still run. So a
+    message of ours counts before any exception, an exception before a rank that was ended, and among equals the first.
 
     Args:
         failures: by rank, at least one.
@@ -68,9 +68,10 @@ def _recorded(failure: ProcessFailure) -> tuple[str | None, dict[str, Any]]:
     return message["message"], message["extraInfo"]
 
 
-def _order(failure: ProcessFailure) -> tuple[bool, float]:
+def _order(failure: ProcessFailure) -> tuple[bool, bool, float]:
     _, extra = _recorded(failure)
-    return not extra.get("is_known", False), extra.get("time_s", failure.timestamp)
+    was_ended = failure.exitcode == -signal.SIGTERM
+    return not extra.get("is_known", False), was_ended, extra.get("time_s", failure.timestamp)
 
 
 def _unrecorded(rank: int, failure: ProcessFailure) -> str:

@@ -47,6 +47,14 @@ def test_of_two_exceptions_the_first_counts(tmp_path: Path):
     assert paragraph(both) == "rank 1 ended with ValueError: odd\nIts traceback is above."
 
 
+def test_a_rank_that_torchrun_ended_is_not_the_one_that_failed(tmp_path: Path):
+    """Torchrun's time of its end is in whole seconds, so it may lie before the exception."""
+    both = {1: failure(tmp_path, 1, "ValueError: odd"), 0: failure(tmp_path, 0, None, exitcode=-signal.SIGTERM)}
+    both[0].timestamp = 0
+    assert paragraph(both) == "rank 1 ended with ValueError: odd\nIts traceback is above."
+    assert "rank 0 was ended by SIGTERM" in paragraph({0: both[0]})
+
+
 def test_a_rank_that_left_no_words(tmp_path: Path):
     assert "killed (SIGKILL)" in paragraph({0: failure(tmp_path, 0, None, exitcode=-signal.SIGKILL)})
     assert "ended by SIGSEGV" in paragraph({0: failure(tmp_path, 0, None, exitcode=-signal.SIGSEGV)})
