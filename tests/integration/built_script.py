@@ -31,7 +31,9 @@ from torch import nn
 
 from megatron.swap.patches import cpu, registry
 
-registry.apply(cpu.CORE_PATCHES)  # torch.cuda's calls in Megatron, on this machine without CUDA
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    registry.apply(cpu.CORE_PATCHES)  # torch.cuda's calls in Megatron
 
 import megatron.core
 from megatron import swap
@@ -46,7 +48,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 SEQUENCE, VOCABULARY, LAYERS = 64, 128, 6
-SMALL = {"min_mib": 0.001, "cpu_delay_ms": 0.2, "host_gib": 0.5, "host_unchecked": True, "log_level": "quiet"}
+SMALL = {"min_mib": 0.001, "host_gib": 0.5, "host_unchecked": True, "log_level": "quiet"}
+if ON_GPU:
+    torch.use_deterministic_algorithms(True)
+else:
+    SMALL["cpu_delay_ms"] = 0.2
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 Install = Callable[[nn.Module, Any], swap.BuiltSwap]
 
 
@@ -152,7 +159,7 @@ def model_of(case: Case) -> nn.Module:
     if case.of_fork:
         spec = dataclasses.replace(spec, module=RenamedLayer)
     kind = OwnModel if case.of_fork else GPTModel
-    model: nn.Module = kind(config, spec, vocab_size=VOCABULARY, max_sequence_length=2 * SEQUENCE)
+    model: nn.Module = kind(config, spec, vocab_size=VOCABULARY, max_sequence_length=2 * SEQUENCE).to(DEVICE)
     if not case.megatrons:
         return model
     settings = DistributedDataParallelConfig(
@@ -178,15 +185,15 @@ def inner_of(optimizer: Any) -> list[torch.optim.Optimizer]:
 def losses_of(case: Case, model: nn.Module, optimizer: Any, before: Callable[[int], None]) -> Iterator[float]:
     """Train, and yield every loss and gradient norm."""
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    positions = torch.arange(SEQUENCE)[None].expand(2, -1)
-    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+    positions = torch.arange(SEQUENCE, device=DEVICE)[None].expand(2, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE, device=DEVICE).triu(1).bool()[None, None]
     for step in range(case.steps):
         before(step)
         if case.megatrons:
             model.zero_grad_buffer()
         optimizer.zero_grad()
         for _ in range(case.micro_batches[step % len(case.micro_batches)]):
-            drawn = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+            drawn = torch.randint(0, VOCABULARY, (2, SEQUENCE + 1), generator=generator).to(DEVICE)
             tokens, labels = drawn[:, :-1], drawn[:, 1:]
             batch = {"tokens": tokens, "positions": positions, "mask": mask, "labels": labels}
             if case.peeks:
@@ -261,7 +268,7 @@ def run(case: Case, *, swaps: bool) -> dict[str, Any]:
 def main() -> None:
     """Run the cases that the command line names."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("nccl" if ON_GPU else "gloo")
     parallel_state.initialize_model_parallel()
     for name in sys.argv[1:]:
         case = CASES[name]
