@@ -27,7 +27,7 @@ class RankError(SwapError):
 
 @dataclass(frozen=True)
 class _Failed:
-    """What a rank sends in place of its result."""
+    """The error of a rank, which it sends in place of its result."""
 
     words: str
 
