@@ -23,7 +23,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from typing import Any
 from benchmarks.machine import ROOT, facts, now
 from megatron.swap.cli import plan as planner
 from megatron.swap.cli.training_command import training_command
+from megatron.swap.common.leftovers import own_folder
 from megatron.swap.common.plan import load_plan
 from megatron.swap.common.records import write_text
 from megatron.swap.common.types import GIB
@@ -197,8 +197,8 @@ def paste(command: str, limit_s: float) -> subprocess.CompletedProcess[str]:
 def run(predicted: dict[str, Any], limit_s: float) -> dict[str, Any]:
     """Paste the command of a prediction and return what was measured beside what was predicted."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        summary = Path(folder) / "run.json"
+    with own_folder("swap-plan-point-") as (folder, _):
+        summary = folder / "run.json"
         done = paste(f"{predicted['command']} --swap-summary {summary}", limit_s)
         found = json.loads(summary.read_text()) if done.returncode == 0 and summary.exists() else None
     step_ms = [float(text) for text in TIME.findall(done.stdout)]

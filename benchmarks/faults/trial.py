@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults.catalog import Fault
+from megatron.swap.common.leftovers import own_folder
 
 NOT_COPIED = {".git", ".venv", ".venv.lock", ".whl", ".data", ".hypothesis", ".ci", "build", "runs", "checkpoints"}
 """Names in the root of the tree that tests do not need."""
@@ -66,8 +66,8 @@ def run_trial(root: Path, fault: Fault | None, tests: Sequence[str], timeout_s: 
     Raises:
         FaultError: the fault does not apply.
     """
-    with tempfile.TemporaryDirectory(prefix="swap-fault-") as name:
-        scratch = Path(name).resolve()
+    with own_folder("swap-fault-") as (folder, _):
+        scratch = folder.resolve()
         tree = scratch / "tree"
         copy_tree(root, tree)
         if fault is not None:

@@ -74,7 +74,7 @@ def main() -> None:
     request = Request.from_json(Path(sys.argv[1]).read_text())
     result_path = Path(sys.argv[2])
     channel = Channel(int(sys.argv[3]) if len(sys.argv) > 3 else None)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=result_path.parent) as folder:
         sys.argv = ["pretrain_gpt_swap.py", *request.flags, *_more_flags(request, folder)]
         import torch
 

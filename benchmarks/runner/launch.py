@@ -9,17 +9,16 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import ROOT, host_used_bytes
 from benchmarks.rows import GIB
 from benchmarks.runner.outcome import STAGES, TIMED_OUT, classify, tail
 from benchmarks.runner.request import Request
+from megatron.swap.common.leftovers import own_folder
 
 POLL_S = 0.1
 READY_S = 180.0
@@ -47,8 +46,8 @@ class Child:
 
     def __init__(self, request: Request, *, on_gpu: bool, num_ranks: int = 1) -> None:
         self.request = request
-        self._folder = tempfile.TemporaryDirectory(prefix="measured-run-")
-        folder = Path(self._folder.name)
+        self._closing = contextlib.ExitStack()
+        folder, owner = self._closing.enter_context(own_folder("measured-run-"))
         (folder / "request.json").write_text(request.to_json())
         self._result, self._log = folder / "result.json", folder / "log"
         self._stage = "starting"
@@ -57,7 +56,7 @@ class Child:
         self._quiet_by = time.monotonic() + READY_S
         self._why_stopped = ""
         command = ["-m", "benchmarks.runner.child", str(folder / "request.json"), str(self._result)]
-        passed: tuple[int, ...] = ()
+        passed: tuple[int, ...] = (owner,)  # while the run lives, nobody removes its folder
         env = {**(GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT), **os.environ, **request.env}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         if not on_gpu:
@@ -66,7 +65,7 @@ class Child:
             env.update(LONE_RANK)
             self._channel, theirs = os.pipe()
             command.append(str(theirs))
-            passed = (theirs,)
+            passed += (theirs,)
         else:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
             command = [*launcher, *command]
@@ -75,7 +74,7 @@ class Child:
                 [sys.executable, *command], cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=log,
                 stderr=subprocess.STDOUT, pass_fds=passed, start_new_session=True,
             )  # fmt: skip
-        for descriptor in passed:
+        for descriptor in passed[1:]:
             os.close(descriptor)
 
     def __enter__(self) -> Child:
@@ -137,7 +136,7 @@ class Child:
         if self._channel is not None:
             os.close(self._channel)
             self._channel = None
-        self._folder.cleanup()
+        self._closing.close()
 
     def _kill(self) -> None:
         """Kill the process and its children: data loaders would notice its end only after a while."""

@@ -2,11 +2,17 @@
 
 With ``allow_no_cuda`` upstream skips both if there is no CUDA device. So ``torch.cuda.device_count`` returns 1 while it
 initializes, and only then.
+
+The process groups are gloo's. Their threads hold tensors of past collectives for some time. A thread that drops the
+last reference to a tensor while the interpreter is finalized aborts the process ("terminate called without an active
+exception"), after training has ended well. So the groups are destroyed before that, which joins the threads.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -24,9 +30,21 @@ def _build(original: Callable[..., Any]) -> Callable[..., Any]:
             mock.patch.object(torch.cuda, "device_count", return_value=1),
             mock.patch.object(torch.cuda, "set_device"),
         ):
-            return original(*arguments, **options)
+            result = original(*arguments, **options)
+        atexit.unregister(_destroy_process_groups)  # if it runs twice
+        atexit.register(_destroy_process_groups)
+        return result
 
     return initialize_megatron
+
+
+def _destroy_process_groups() -> None:
+    """Destroy all process groups of a process that ends well.
+
+    After an error a collective may be under way, for which joining its thread would wait.
+    """
+    if torch.distributed.is_initialized() and not hasattr(sys, "last_exc"):
+        torch.distributed.destroy_process_group()
 
 
 # `pretrain` calls the function that megatron.training.training has imported by name.

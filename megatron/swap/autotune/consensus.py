@@ -1,41 +1,81 @@
 """Agreement of all ranks between steps: a few numbers each step, profiles and plans now and then.
 
 The process group runs on the CPU (gloo), so that no rank waits for its device. One rank alone communicates nothing.
+
+An error on one rank ends all of them. What a rank computes between two collectives is passed as a function, so that
+the rank takes part in the next collective even if the function fails, and tells the others why.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from megatron.swap.autotune.workload import Step
+from megatron.swap.common.types import SwapError
 
 UNKNOWN_MS = float("inf")
 
 
-class Ranks:
-    """All ranks of the run. Every rank creates one at the same point, and calls the same methods in the same order."""
+class RankError(SwapError):
+    """Error: another rank failed while all ranks agreed. The message quotes that rank's error."""
 
-    def __init__(self) -> None:
+
+@dataclass(frozen=True)
+class _Failed:
+    """The error of a rank, which it sends in place of its result."""
+
+    words: str
+
+
+class Ranks:
+    """All ranks of the run. Every rank creates one at the same point, and calls the same methods in the same order.
+
+    Args:
+        timeout_minutes: how long a rank waits for the others; ``None``: as long as torch does by default.
+    """
+
+    def __init__(self, timeout_minutes: float | None = None) -> None:
         self._group: Any = None
         self.num_ranks = 1
         self.rank = 0
         if torch.distributed.is_initialized():
             self.num_ranks, self.rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
             if self.num_ranks > 1:
-                self._group = torch.distributed.new_group(backend="gloo")
+                timeout = None if timeout_minutes is None else timedelta(minutes=timeout_minutes)
+                self._group = torch.distributed.new_group(backend="gloo", timeout=timeout)
 
-    def worst(self, step: Step) -> Step:
-        """Return ``step`` with the largest value of all ranks for each measurement; an unknown time stays unknown."""
+    def worst(self, measure: Callable[[], Step]) -> Step:
+        """Return the measured step with the largest value of all ranks for each measurement.
+
+        A time that one rank does not know stays unknown.
+
+        Args:
+            measure: returns the step of this rank.
+
+        Raises:
+            Exception: ``measure`` failed on this rank.
+            RankError: it failed on another rank.
+        """
         if self.num_ranks == 1:
-            return step
-        ms = UNKNOWN_MS if step.ms is None else step.ms
-        figures = [ms, step.peak_gib, step.num_tensors, step.saved_mib, step.num_micro_batches, step.full_gib]
-        most = torch.tensor(figures, dtype=torch.float64)
+            return measure()
+        failure: Exception | None = None
+        figures = [0.0] * 6
+        try:
+            step = measure()
+            ms = UNKNOWN_MS if step.ms is None else step.ms
+            figures = [ms, step.peak_gib, step.num_tensors, step.saved_mib, step.num_micro_batches, step.full_gib]
+        except Exception as error:
+            failure = error
+        most = torch.tensor([*figures, failure is not None], dtype=torch.float64)
         torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=self._group)
-        ms, peak_gib, num_tensors, saved_mib, num_micro_batches, full_gib = most.tolist()
+        ms, peak_gib, num_tensors, saved_mib, num_micro_batches, full_gib, has_failed = most.tolist()
+        if has_failed:
+            self.gather(lambda: _result_or_raise(failure))
         return replace(
             step,
             ms=None if ms == UNKNOWN_MS else ms,
@@ -46,10 +86,39 @@ class Ranks:
             full_gib=full_gib,
         )
 
-    def gather[T](self, item: T) -> list[T]:
-        """Return ``item`` of every rank, in the order of ranks."""
+    def gather[T](self, compute: Callable[[], T]) -> list[T]:
+        """Return what ``compute`` returns on every rank, in the order of ranks.
+
+        Raises:
+            Exception: ``compute`` failed on this rank.
+            RankError: it failed on another rank.
+        """
         if self.num_ranks == 1:
-            return [item]
+            return [compute()]
+        failure: Exception | None = None
+        mine: Any = None
+        try:
+            mine = compute()
+        except Exception as error:
+            failure, mine = error, _Failed(f"{type(error).__name__}: {error}")
         items: list[Any] = [None] * self.num_ranks
-        torch.distributed.all_gather_object(items, item, group=self._group)
+        torch.distributed.all_gather_object(items, mine, group=self._group)
+        if failure is not None:
+            raise failure
+        for rank, item in enumerate(items):
+            if isinstance(item, _Failed):
+                raise RankError(f"rank {rank} failed between two steps, so all ranks end. Its error: {item.words}")
         return items
+
+    def all_or_none[T](self, compute: Callable[[], T]) -> T:
+        """Return what ``compute`` returns on this rank, once it has succeeded on every rank. Raises as ``gather``."""
+        if self.num_ranks == 1:
+            return compute()
+        found: list[T] = []
+        self.gather(lambda: found.append(compute()))
+        return found[0]
+
+
+def _result_or_raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure

@@ -44,10 +44,10 @@ class AutoPlan:
         self._target = target
         self._parts = parts
         self._output = output
-        self._ranks = Ranks()
+        self._ranks = Ranks(target.timeout_minutes)
         self._machine = StateMachine(target.search_limits(parts.device.keeps_time), self._make_plans)
         self._meter = StepMeter(target, parts, self._swap_all)
-        self._profiler = WorkloadProfiler(target, parts)
+        self._profiler = WorkloadProfiler(target, parts, self._ranks)
         self._planner = PipelinePlanner(self._ranks, parts.pipeline_rank, target.config.max_candidates)
         self._files = PlanFiles(target.config, self._ranks.rank, parts.pipeline_rank)
         self._guard = parts.guard
@@ -105,9 +105,10 @@ class AutoPlan:
 
         Raises:
             Infeasible: no plan fits the budget, and none was made before.
+            RankError: another rank failed.
         """
         self.has_switched = self._target.policy.is_short
-        step = self.last_step = self._ranks.worst(self._measure(number, short_bytes, num_retries))
+        step = self.last_step = self._ranks.worst(lambda: self._measure(number, short_bytes, num_retries))
         self._profiler.step_ended(step)
         self._carry_out(self._machine.step_ended(step), number + 1)
         self._meter.leave_step()
@@ -131,16 +132,18 @@ class AutoPlan:
         for line in transition.lines:
             self._output.all_ranks(line)
         if transition.measurement is Measurement.FINISH_RECORDING:
-            profile = self._profiler.finish_recording(self._meter.num_micro_batches)
-            plan = self._planner.whole_layers(profile, self._target.budget_gib)
+            num_micro_batches = self._meter.num_micro_batches
+            plan = self._planner.whole_layers(
+                lambda: self._profiler.finish_recording(num_micro_batches), self._target.budget_gib
+            )
             if plan is not None:  # layers that are recomputed whole can be timed with little beside them
-                self._apply_plan(plan)
+                self._ranks.all_or_none(lambda: self._apply_plan(plan))
         elif transition.measurement is not Measurement.RECORD:
             self._profiler.stop_recording()
         if transition.measurement is Measurement.TIME:
             self._profiler.time(number)
         if transition.is_new_plan:
-            self._apply_plan(transition.plan)
+            self._ranks.all_or_none(lambda: self._apply_plan(transition.plan))
         elif self._target.policy.is_short:
             self._target.policy.is_short = False
             self._parts.boundaries.apply_policy(self._target.config.window_bytes(transition.plan))
@@ -168,7 +171,7 @@ class AutoPlan:
         self._target.policy.is_short = True
 
     def _make_plans(self, workload: Workload, budget_gib: float) -> Sequence[Plan]:
-        return self._planner.plans(self._profiler.measured(workload).profile, budget_gib)
+        return self._planner.plans(lambda: self._profiler.measured(workload).profile, budget_gib)
 
     def _switch_guard(self) -> None:
         """Switch the out-of-memory guard on while steps are measured, and off afterwards."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron.swap.autotune.consensus import Ranks
 from megatron.swap.common.plan import Infeasible, Plan, merged
 from megatron.swap.planner.profile import Profile
@@ -27,34 +29,49 @@ class PipelinePlanner:
         self._max_candidates = max_candidates
         self.leaders: dict[int, int] = {}
 
-    def whole_layers(self, profile: Profile, budget_gib: float) -> Plan | None:
-        """Return this rank's plan that recomputes every layer whole; ``None`` if such plans do not fit on all ranks."""
-        plan = whole_layers(profile, budget_gib)
-        return None if None in self._ranks.gather(plan) else plan
+    def whole_layers(self, profile: Callable[[], Profile], budget_gib: float) -> Plan | None:
+        """Return this rank's plan that recomputes every layer whole; ``None`` if such plans do not fit on all ranks.
 
-    def plans(self, profile: Profile, budget_gib: float) -> list[Plan]:
+        Args:
+            profile: returns the profile of this rank.
+            budget_gib: budget of each device.
+
+        Raises:
+            Exception: this rank failed.
+            RankError: another rank failed.
+        """
+        of_ranks = self._ranks.gather(lambda: whole_layers(profile(), budget_gib))
+        return None if None in of_ranks else of_ranks[self._ranks.rank]
+
+    def plans(self, profile: Callable[[], Profile], budget_gib: float) -> list[Plan]:
         """Return the best plans of the whole model, the same on all ranks.
 
         Args:
-            profile: profile of this rank. In each stage, the rank that saves most solves.
+            profile: returns the profile of this rank. In each stage, the rank that saves most solves.
             budget_gib: budget of each device.
 
         Raises:
             Infeasible: a stage has no plan; ``smallest_gib`` is enough for all stages.
+            Exception: this rank failed in another way.
+            RankError: another rank failed in another way.
         """
-        of_ranks = self._ranks.gather((self._pipeline_rank, profile))
+        of_ranks = self._ranks.gather(lambda: (self._pipeline_rank, profile()))
         leaders: dict[int, int] = {}
         for rank, (stage, other) in enumerate(of_ranks):
             if stage not in leaders or other.saved_mib > of_ranks[leaders[stage]][1].saved_mib:
                 leaders[stage] = rank
         self.leaders = leaders
-        mine: list[Plan] | tuple[str, float] = []
-        if leaders[self._pipeline_rank] == self._ranks.rank:
+        mine = of_ranks[self._ranks.rank][1]
+
+        def answer_of_stage() -> list[Plan] | tuple[str, float]:
+            if leaders[self._pipeline_rank] != self._ranks.rank:
+                return []
             try:
-                mine = list(solve_fractions(profile, budget_gib, self._max_candidates).plans)
+                return list(solve_fractions(mine, budget_gib, self._max_candidates).plans)
             except Infeasible as error:
-                mine = str(error), error.smallest_gib  # the exception itself cannot be sent to other ranks
-        answers = self._ranks.gather(mine)
+                return str(error), error.smallest_gib  # the exception itself cannot be sent to other ranks
+
+        answers = self._ranks.gather(answer_of_stage)
         of_stages: list[list[Plan]] = []
         refusals: list[tuple[str, float]] = []
         for answer in (answers[leaders[stage]] for stage in sorted(leaders)):

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from megatron.swap.autotune.consensus import Ranks
 from megatron.swap.autotune.target import PlanTarget, RunParts
 from megatron.swap.autotune.workload import Step, Workload
 from megatron.swap.common.types import GIB
@@ -37,8 +38,9 @@ class _Untimed:
 class WorkloadProfiler:
     """Makes a profile of each workload that is recorded."""
 
-    def __init__(self, target: PlanTarget, parts: RunParts) -> None:
+    def __init__(self, target: PlanTarget, parts: RunParts, ranks: Ranks) -> None:
         self._target = target
+        self._ranks = ranks
         self._parts = parts
         self._recorder = parts.recorder
         self._timer = parts.recorder.for_times()
@@ -92,7 +94,7 @@ class WorkloadProfiler:
 
     def _build(self, num_micro_batches: int) -> Profile:
         parts, target = self._parts, self._target
-        recording = self._recorder.stop()
+        recording = self._ranks.all_or_none(self._recorder.stop)  # before collectives that measure the link
         if self._link is None:
             self._link = slowest_link(parts.device, measure_link(parts.device, parts.host_tier))
         saving = {entry.layer for entry in self._recorded.layers if entry.num_tensors}  # frozen layers may save nothing

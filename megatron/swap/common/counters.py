@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 
@@ -25,7 +26,7 @@ class LayerCounters:
     """Saved bytes that are not held, but recomputed in backward."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Totals:
     """The counters at one moment, or the difference between two moments."""
 
@@ -50,19 +51,30 @@ class Totals:
 
     def since(self, earlier: Totals) -> Totals:
         """Return what was added since ``earlier``."""
+        return self._combined(earlier, -1, self.layers)
+
+    def plus(self, other: Totals) -> Totals:
+        """Return the sum of both."""
+        return self._combined(other, 1, self.layers | other.layers)
+
+    def without_layers(self) -> Totals:
+        """Return the same totals in little memory: the bytes of all layers under the number -1."""
+        return replace(self, layers={-1: (self.out_bytes, self.in_bytes)})
+
+    def _combined(self, other: Totals, sign: int, numbers: Iterable[int]) -> Totals:
         layers = {}
-        for number, (out_bytes, in_bytes) in self.layers.items():
-            out_before, in_before = earlier.layers.get(number, (0, 0))
-            layers[number] = (out_bytes - out_before, in_bytes - in_before)
+        for number in numbers:
+            (out_bytes, in_bytes), (other_out, other_in) = (one.layers.get(number, (0, 0)) for one in (self, other))
+            layers[number] = (out_bytes + sign * other_out, in_bytes + sign * other_in)
         return Totals(
             layers=layers,
-            num_groups=self.num_groups - earlier.num_groups,
-            num_late=self.num_late - earlier.num_late,
-            num_out_copies=self.num_out_copies - earlier.num_out_copies,
-            num_in_copies=self.num_in_copies - earlier.num_in_copies,
-            wait_ms=self.wait_ms - earlier.wait_ms,
-            recomputed_bytes=self.recomputed_bytes - earlier.recomputed_bytes,
-            num_recomputed=self.num_recomputed - earlier.num_recomputed,
+            num_groups=self.num_groups + sign * other.num_groups,
+            num_late=self.num_late + sign * other.num_late,
+            num_out_copies=self.num_out_copies + sign * other.num_out_copies,
+            num_in_copies=self.num_in_copies + sign * other.num_in_copies,
+            wait_ms=self.wait_ms + sign * other.wait_ms,
+            recomputed_bytes=self.recomputed_bytes + sign * other.recomputed_bytes,
+            num_recomputed=self.num_recomputed + sign * other.num_recomputed,
         )
 
 

@@ -13,6 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from megatron.swap.common.leftovers import own_file
 from megatron.swap.common.types import MOST, UsageError
 
 SHORT = re.compile(r"[\[{]\s+([^\[\]{}]*?)\s+[\]}]")
@@ -104,12 +105,9 @@ def write_text(path: str | Path, text: str) -> None:
         return
     whole = Path(os.path.realpath(path))  # replace the target of a link, not the link
     whole.parent.mkdir(parents=True, exist_ok=True)
-    part = whole.with_name(f".{whole.name}.{os.getpid()}")
-    try:
+    with own_file(whole.parent, f".{whole.name}.swap-part-", 0o666) as (part, _):
         part.write_text(text)
         part.replace(whole)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def to_text(record: Any, name: str, version: int) -> str:

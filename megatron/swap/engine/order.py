@@ -5,12 +5,15 @@ the same in every step, so the last step's order is expected again. In the first
 micro-batch is assumed. A wrong guess costs time, never correctness: a group that was not prefetched is reloaded on
 demand.
 
-An *episode* runs from an empty graph to the next empty graph: one micro-batch without pipelining, one step with it.
+An *episode* runs from an empty graph to the next empty graph: one micro-batch without pipelining, one step with it. It
+never ends in a loop that always has a graph outstanding (the loss of one step is kept until the next step's forward has
+run, say). So a limit bounds what is observed: the order of a longer episode is not learned.
 """
 
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -19,7 +22,9 @@ from megatron.swap.common.types import GroupKey, LayerPosition
 from megatron.swap.engine.handle import ForwardPass, Group
 
 MANY = 1 << 24
-"""More than the number of groups in any episode."""
+"""More than the number of groups in any episode that is learned."""
+MAX_OBSERVED = 1 << 16
+"""The number of groups up to which an episode is learned."""
 
 
 class BackwardOrder:
@@ -32,7 +37,8 @@ class BackwardOrder:
         self._num_forwards = 0
         self._expected: list[GroupKey] = []
         self._turns: dict[GroupKey, int] = {}
-        self._observed: list[GroupKey] = []
+        self._observed = array("q")  # layer and micro-batch in turn: 16 bytes a group, and no objects
+        self._num_observed = 0
         self._cursor = 0
         self._last: Group | None = None
         self._forward_pass = ForwardPass()
@@ -59,7 +65,7 @@ class BackwardOrder:
         group.forward_pass.begin_backward(group)
         if self._waiting.get(group.key) is group:
             del self._waiting[group.key]
-        self._observed.append(group.key)
+        self._observe(group.key)
         self._last = group
         if self._cursor < len(self._expected) and self._expected[self._cursor] == group.key:
             self._cursor += 1
@@ -95,13 +101,23 @@ class BackwardOrder:
         return sum(group.prefetched_bytes for group in self._waiting.values())
 
     def _begin_episode(self) -> None:
-        if self._observed:  # else a forward had no backward, or nothing was saved
-            self._expected, self._observed = self._observed, []
+        if self._observed:  # else a forward had no backward, nothing was saved, or the episode was too long
+            numbers = iter(self._observed)
+            self._expected = [GroupKey(layer, micro_batch) for layer, micro_batch in zip(numbers, numbers, strict=True)]
             self._turns = {key: turn for turn, key in enumerate(self._expected)}
+        self._observed = array("q")
+        self._num_observed = 0
         self._cursor = 0
         self._num_runs.clear()
         self._num_forwards = 0
         self._last = None
+
+    def _observe(self, key: GroupKey) -> None:
+        self._num_observed += 1
+        if self._num_observed <= MAX_OBSERVED:
+            self._observed.extend((key.layer, key.micro_batch))
+        elif self._observed:
+            self._observed = array("q")
 
     def _resynchronise(self, key: GroupKey) -> None:
         # The order of backward has changed (with the number of micro-batches, say).

@@ -154,6 +154,7 @@ def args_of(chunks: Sequence[nn.Module], optimizer: Any, settings: Namespace) ->
     args.train_iters = args.train_samples = None
     args.skip_train = True  # this package has no part in the loop
     args.rank, args.world_size = _rank_and_world_size()
+    args.distributed_timeout_minutes = None
     args.local_rank = torch.cuda.current_device() if torch.cuda.is_available() else 0
     args.data_parallel_size = parallel_state.get_data_parallel_world_size()
     _add_optimizer(args, optimizer)

@@ -15,7 +15,6 @@ import logging
 import mmap
 import os
 import shutil
-import tempfile
 import threading
 import time
 import weakref
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 
 from megatron.swap.common.disk_buffers import BLOCK_BYTES
+from megatron.swap.common.leftovers import own_file
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import GIB, MIB, SwapError, UsageError, format_bytes
 
@@ -293,6 +293,6 @@ def _open_nameless(folder: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
             raise
-    descriptor, name = tempfile.mkstemp(prefix=".swap-", dir=folder)
-    Path(name).unlink()
-    return descriptor
+    with own_file(folder, ".megatron-swap-disk-", 0o600) as (path, descriptor):
+        path.unlink()
+        return os.dup(descriptor)

@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Protocol, cast
 
 import torch
 
+from megatron.swap.common.leftovers import own_folder
 from megatron.swap.native.base import Core
 
 logger = logging.getLogger(__name__)
@@ -154,8 +154,8 @@ def build(folder: Path, library: Library = NATIVE) -> Path:
     with built.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with its process, however that ends
         if not built.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                made = Path(scratch) / built.name
+            with own_folder(f"{built.stem}-", folder) as (scratch, _):
+                made = scratch / built.name
                 _compile(library, made)
                 made.replace(built)  # atomic: other processes and hosts see the whole file or none
     return built

@@ -20,9 +20,9 @@ FEW_FULL_STEPS = 2
 """Steps with a full device that need no hint: first uses and trials of plans may fill it for a moment."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One iteration of one rank."""
+    """One iteration of one rank, or the sum of several."""
 
     iteration: int
     moved: Totals
@@ -37,6 +37,27 @@ class StepRecord:
     """Most bytes that the device was short of at once."""
     num_alloc_retries: int = 0
     """Allocations for which PyTorch's allocator released its whole cache, which makes the host wait."""
+    num_full_of_several: int | None = None
+    """In a sum of several iterations: in how many the allocator did that. ``None``: this is one iteration."""
+
+    @property
+    def num_full(self) -> int:
+        """Number of iterations in which the allocator released its whole cache."""
+        return int(self.num_alloc_retries > 0) if self.num_full_of_several is None else self.num_full_of_several
+
+    def plus(self, later: StepRecord) -> StepRecord:
+        """Return the sum of this and a later iteration: it has neither loss nor gradient norm."""
+        return StepRecord(
+            iteration=later.iteration,
+            moved=self.moved.plus(later.moved),
+            loss=None,
+            grad_norm=None,
+            num_rescues=self.num_rescues + later.num_rescues,
+            rescued_bytes=self.rescued_bytes + later.rescued_bytes,
+            short_bytes=max(self.short_bytes, later.short_bytes),
+            num_alloc_retries=self.num_alloc_retries + later.num_alloc_retries,
+            num_full_of_several=self.num_full + later.num_full,
+        )
 
 
 @dataclass(frozen=True)
@@ -59,6 +80,7 @@ class RankReport:
     """Figures of one rank at the end of a run. Names are keys of the summary file."""
 
     steps: list[StepRecord]
+    """One for each iteration if a summary is written; else the sum of all but the last, and the last."""
     device: str
     device_peak_bytes: int | None
     saved_peak_bytes: int | None
@@ -265,7 +287,7 @@ def build_summary(
         "rescued_bytes": sum(step.rescued_bytes for step in all_steps),
         "short_bytes": max((step.short_bytes for step in all_steps), default=0),
         "num_alloc_retries": sum(step.num_alloc_retries for step in all_steps),
-        "num_full_steps": max((sum(step.num_alloc_retries > 0 for step in rank.steps) for rank in ranks), default=0),
+        "num_full_steps": max((sum(step.num_full for step in rank.steps) for rank in ranks), default=0),
         "layers": [
             {"layer": layer, "swapped_out_bytes": out_bytes, "swapped_in_bytes": in_bytes}
             for layer, (out_bytes, in_bytes) in layers.items()

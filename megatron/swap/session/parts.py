@@ -81,7 +81,10 @@ class Planned:
         kinds, describe = recompute_kinds(args, config), functools.partial(model_of, args)
         target = None
         if config.auto:
-            target = PlanTarget(config, describe, device_memory_gib(args), kinds, has_megatrons_checkpoint())
+            target = PlanTarget(
+                config, describe, device_memory_gib(args), kinds, has_megatrons_checkpoint(),
+                args.distributed_timeout_minutes,
+            )  # fmt: skip
         policy = policy_of(config) if target is None else target.policy
         swaps = any(map(policy.swaps_layer, range(args.num_layers)))
         wants_plan = config.plan is not None or (config.save_plan is not None and not config.auto)

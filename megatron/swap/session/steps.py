@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +16,20 @@ from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.reporting.summary import StepRecord, idle_line, refused_lines, rescue_lines, scalars, step_line
 from megatron.swap.session.console import Console
 
+NUM_UNREAD = 256
+"""Losses that stay on the device until all of them are read at once: each takes 512 bytes of a GPU."""
+
 
 class StepLog:
     """The records of all steps of this rank.
+
+    With ``--swap-summary`` each step adds about a kilobyte of host memory. Else memory does not grow.
 
     Args:
         world_size: number of ranks.
 
     Attributes:
-        records: one per iteration.
+        records: one per iteration with ``--swap-summary``; else the sum of all but the last, and the last.
     """
 
     def __init__(self, config: SwapConfig, console: Console, world_size: int) -> None:
@@ -53,7 +59,7 @@ class StepLog:
         moved, self._totals = totals.since(self._totals), totals
         rescues = manager.guard.take_rescues() if manager is not None else []
         self._console.say_here(rescue_lines(rescues))
-        # The loss is read at the end of the run: reading it now would make the host wait for the device.
+        # The loss is read later: reading it now would make the host wait for the device.
         loss = next(iter(losses.values()), None) if self._config.summary is not None else None
         step = StepRecord(
             iteration=iteration,
@@ -65,8 +71,24 @@ class StepLog:
             short_bytes=max((rescue.short_bytes for rescue in rescues), default=0),
             num_alloc_retries=device.take_retries(),
         )
+        self._compact()
         self.records.append(step)
         return step
+
+    def _compact(self) -> None:
+        """Reduce what is kept of the steps so far. Only the last step's layers are reported."""
+        if not self.records:
+            return
+        if self._config.summary is None:
+            self.records = [self.records[0].plus(self.records[1])] if len(self.records) > 1 else self.records
+            return
+        last = self.records[-1]
+        self.records[-1] = replace(last, moved=last.moved.without_layers())
+        if len(self.records) % NUM_UNREAD == 0:
+            unread = [number for number, record in enumerate(self.records) if isinstance(record.loss, torch.Tensor)]
+            losses = torch.stack([self.records[number].loss.view(()) for number in unread]).tolist() if unread else []
+            for number, loss in zip(unread, losses, strict=True):
+                self.records[number] = replace(self.records[number], loss=loss)
 
     def say_refused(self, recomputer: Recomputer) -> None:
         """Print each tensor that should be recomputed and is not, once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from benchmarks.runner import launch
 from benchmarks.runner.launch import Child
 from benchmarks.runner.outcome import TIMED_OUT
 from benchmarks.runner.request import Request
+from megatron.swap.common.leftovers import LOCK
 
 # A fake trainer: it follows its first flag and prints the words of the real one.
 SCRIPT = """#!{python}
@@ -21,6 +23,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 from benchmarks.runner.child import Channel, leave
 from benchmarks.runner.request import Request
+from megatron.swap.common.leftovers import LOCK
 _, _, _, request_path, result_path, descriptor = sys.argv
 request = Request.from_json(Path(request_path).read_text())
 what, channel = request.flags[0], Channel(int(descriptor))
@@ -150,8 +153,23 @@ def test_whoever_waits_for_its_word_ends_with_the_one_who_should_say_it() -> Non
 
 def test_nothing_is_left_behind() -> None:
     child = Child(request("hangs"), on_gpu=False)
-    folder = Path(child._folder.name)
+    folder = child._log.parent
     quiet(child)
     child.close()
     assert child._process.poll() is not None
     assert not folder.exists()
+
+
+def test_the_folder_of_a_program_that_was_killed_is_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of a run that goes on stays."""
+    parent = tmp_path / "temporary"
+    left = parent / "measured-run-left"
+    left.mkdir(parents=True)
+    (left / LOCK).touch()
+    (left / "request.json").write_text("{}")
+    monkeypatch.setattr(tempfile, "tempdir", str(parent))
+    with Child(request("hangs"), on_gpu=False) as first, Child(request("hangs"), on_gpu=False) as second:
+        assert set(parent.iterdir()) == {first._log.parent, second._log.parent}
+    assert list(parent.iterdir()) == []

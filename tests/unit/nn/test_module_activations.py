@@ -242,7 +242,7 @@ def test_nothing_piles_up() -> None:
         assert len(manager.counters._stalls) < 100
         assert not manager._state.orphans
         assert not len(manager._state.offloading)
-        assert len(manager._state.order._observed) <= 6
+        assert manager._state.order._num_observed <= 6
         assert not list(manager._state.order._waiting.keys())
 
 

@@ -1,0 +1,152 @@
+"""Soak: thousands of steps on a CPU, with swapping and without, and what the process holds on the way.
+
+The cases ``planned`` and ``guarded`` train through Megatron's trainer: plans and lengths change, evaluations and
+checkpoints come between, the guard rescues, optimizer state or activations lie on disk. The other cases are loops
+around ``swap.activations``. Ends with status 1 if a metric grows, or if a loss differs from the run without swapping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import ROOT, facts, now
+from benchmarks.soak import loops, trainer
+from benchmarks.soak.meters import changes, curve, read_samples
+from megatron.swap.common.leftovers import own_folder
+from megatron.swap.common.records import write_text
+
+LONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": "0"}  # fmt: skip
+CPU = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+PLAIN = "--swap-layers none"
+TRAINED = {
+    "planned": "--swap-memory-gib 0.0017 --swap-oom-guard --swap-cpu-memory-gib 1 --swap-optimizer 0.5 "
+               "--swap-host-gib 0.04 --swap-disk-dir {folder}",
+    "guarded": "--swap-layers 0-2 --swap-oom-guard --swap-cpu-memory-gib 0.0047 --swap-host-gib 0.02 "
+               "--swap-disk-dir {folder}",
+}  # fmt: skip
+"""The flags of each case of Megatron's trainer."""
+LEAST_CYCLES = 9
+"""Cycles of steps that each third has to have, behind the warm-up, together."""
+MOST_POINTS = 200
+"""Points of each curve in the result file."""
+
+
+class Process:
+    """A process that runs one case, beside others."""
+
+    def __init__(self, folder: Path, module: str, arguments: Sequence[str]) -> None:
+        folder.mkdir()
+        self._folder = folder
+        env = {**os.environ, **LONE_RANK, **CPU, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+        command = [sys.executable, "-m", module, f"{folder}/samples", f"{folder}/result", *arguments]
+        self._began = time.monotonic()
+        with (folder / "log").open("w") as log:
+            self._process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
+
+    def end(self) -> dict[str, Any]:
+        """Wait for the process and return what it has found.
+
+        Raises:
+            RuntimeError: it has failed. The message has its last lines.
+        """
+        code = self._process.wait()
+        if code:
+            lines = (self._folder / "log").read_text(errors="replace").splitlines()[-30:]
+            raise RuntimeError(f"exit status {code}:\n" + "\n".join(lines))
+        found = json.loads((self._folder / "result").read_text())
+        return {**found, "seconds": round(time.monotonic() - self._began, 1)}
+
+    def samples(self) -> list[dict[str, int]]:
+        return read_samples(self._folder / "samples")
+
+    def kill(self) -> None:
+        """End the process, if it has not ended."""
+        self._process.kill()
+        self._process.wait()
+
+
+def run_case(case: str, num_steps: int, folder: Path) -> dict[str, Any]:
+    """Run a case with swapping and without, side by side, and return its row."""
+    if case in TRAINED:
+        swap, cycle = TRAINED[case].format(folder=folder), trainer.CYCLE
+        given = [
+            (trainer.__name__, [*trainer.flags(num_steps, folder / kind / "saved"), *words.split()])
+            for kind, words in (("swapped", swap), ("plain", PLAIN))
+        ]
+        flags = TRAINED[case].format(folder="FOLDER")
+    else:
+        given = [(loops.__name__, [case, f"{num_steps}", kind]) for kind in ("swapped", "plain")]
+        cycle, flags = loops.CYCLE, "swap.activations(model.blocks, min_mib=0)"
+    processes: list[Process] = []
+    try:
+        for kind, (module, words) in zip(("swapped", "plain"), given, strict=True):
+            processes.append(Process(folder / kind, module, words))
+        swapped, plain = (process.end() for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    samples = processes[0].samples()
+    losses, expected = swapped.pop("losses"), plain["losses"]
+    return {
+        "case": case, "flags": flags, "num_steps": num_steps, "cycle": cycle, **swapped,
+        "losses_equal": losses == expected and len(losses) == num_steps,
+        "losses_sha256": hashlib.sha256("\n".join(losses).encode()).hexdigest(),
+        "changes": [change.to_json() for change in changes(samples, cycle)],
+        "curves": curve(samples, cycle, MOST_POINTS),
+    }  # fmt: skip
+
+
+def is_good(row: dict[str, Any]) -> bool:
+    """Return whether a case is flat, its losses are equal, and it has moved something."""
+    return row["losses_equal"] and row["offloaded_bytes"] > 0 and all(one["is_flat"] for one in row["changes"])
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return the result of a case as a line."""
+    grown = [f"{one['metric']} {one['middle']:g} -> {one['last']:g}" for one in row["changes"] if not one["is_flat"]]
+    words = ["losses equal" if row["losses_equal"] else "LOSSES DIFFER", "flat" if not grown else f"GROWS: {grown}"]
+    more = [f"{row[key]} {key.removeprefix('num_').replace('_', ' ')}" for key in ("num_rescues", "num_plan_changes")
+            if row.get(key)]  # fmt: skip
+    return f"{row['case']}: {row['num_steps']} steps in {row['seconds']:g} s: {', '.join([*words, *more])}"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    every = [*TRAINED, *loops.LOOPS]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    parser.add_argument("--steps", type=int, default=10_000, help="steps of Megatron's trainer (default 10000)")
+    parser.add_argument("--loop-steps", type=int, default=10_000, help="steps of the other loops (default 10000)")
+    parser.add_argument("--case", nargs="+", default=every, choices=every, metavar="NAME", help="run these cases alone")
+    parser.add_argument("--output", type=Path, help="also write the results as JSON, for docs/results")
+    arguments = parser.parse_args(argv)
+    for name, least in (("steps", LEAST_CYCLES * trainer.CYCLE), ("loop_steps", LEAST_CYCLES * loops.CYCLE)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name.replace('_', '-')}: at least {least}, so that each third has whole cycles")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    rows = []
+    for case in arguments.case:
+        with own_folder("swap-soak-") as (folder, _):
+            rows.append(run_case(case, arguments.steps if case in TRAINED else arguments.loop_steps, folder))
+        print(line(rows[-1]), flush=True)
+        if arguments.output is not None:
+            words = " ".join(sys.argv[1:] if argv is None else argv)
+            about = {"date": now(), "command": f"python -m benchmarks.soak {words}"}
+            write_text(arguments.output, json.dumps({**facts(), **about, "rows": rows}) + "\n")
+    return 0 if all(map(is_good, rows)) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

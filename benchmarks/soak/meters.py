@@ -1,0 +1,137 @@
+"""Samples of a process between steps, and the verdict on them: flat, or growing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import rss_bytes
+
+KIB, MIB = 1 << 10, 1 << 20
+FRACTION = 0.001
+"""Change from the middle third to the last that counts as flat, as a fraction."""
+TOLERANCE: dict[str, int] = {
+    "device_bytes": 64 * KIB, "pinned_bytes": 64 * KIB, "resident_bytes": 8 * MIB, "num_files": 0, "num_threads": 0,
+    "num_objects": 0,
+}  # fmt: skip
+"""For each metric the change that counts as flat where it is more than ``FRACTION``."""
+WARM_UP_STEPS = 40
+"""Objects made before this step are not looked at by later collections, which makes counting fast."""
+
+Metrics = dict[str, int]
+
+
+class Meter:
+    """Samples this process, and writes each sample to a file at once, so that nothing is kept.
+
+    Args:
+        path: gets one JSON object a line.
+        cycle: steps after which everything repeats. Objects are counted in a cycle's last step, after a collection.
+        device_bytes: returns the bytes of live tensors.
+        pinned_bytes: returns the host memory that is reserved for offloaded tensors.
+    """
+
+    def __init__(
+        self, path: Path, cycle: int, device_bytes: Callable[[], int], pinned_bytes: Callable[[], int]
+    ) -> None:
+        self._file = path.open("w", buffering=1)
+        self._cycle = cycle
+        self._device_bytes = device_bytes
+        self._pinned_bytes = pinned_bytes
+
+    def sample(self, step: int) -> None:
+        """Sample the process between step ``step`` and the next one."""
+        if step == WARM_UP_STEPS:
+            gc.collect()
+            gc.freeze()
+        metrics: Metrics = {}
+        if step > WARM_UP_STEPS and step % self._cycle == 0:
+            gc.collect()
+            metrics["num_objects"] = gc.get_freeze_count() + len(gc.get_objects())
+        metrics |= {
+            "device_bytes": self._device_bytes(),
+            "pinned_bytes": self._pinned_bytes(),
+            "resident_bytes": rss_bytes(),
+            "num_files": _num_entries("/proc/self/fd"),
+            "num_threads": _num_entries("/proc/self/task"),
+        }
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+
+def _num_entries(folder: str) -> int:
+    return sum(1 for _ in os.scandir(folder))
+
+
+def read_samples(path: Path) -> list[Metrics]:
+    """Return the samples that a meter has written."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class Change:
+    """The largest change of a metric from the middle third of a run to the last, among all phases of the cycle."""
+
+    metric: str
+    phase: int
+    middle: float
+    last: float
+    allowed: float
+
+    @property
+    def is_flat(self) -> bool:
+        return self.last - self.middle <= self.allowed
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "is_flat": self.is_flat}
+
+
+def changes(samples: Sequence[Metrics], cycle: int) -> list[Change]:
+    """Return the largest change of each metric. The medians of both thirds are compared at the same phase.
+
+    Raises:
+        ValueError: a third has no sample of some phase.
+    """
+    if samples[-1]["step"] < 3 * cycle:
+        raise ValueError(f"{samples[-1]['step']} steps have no three cycles of {cycle}")
+    thirds = _thirds(samples, cycle)
+    found: list[Change] = []
+    for metric, tolerance in TOLERANCE.items():
+        of_metric: list[Change] = []
+        for phase in range(cycle):
+            middle, last = (
+                [sample[metric] for sample in third if sample["step"] % cycle == phase and metric in sample]
+                for third in thirds
+            )
+            if not middle and not last:
+                continue  # objects are counted in one phase
+            if not middle or not last:
+                raise ValueError(f"phase {phase} of {cycle} has no {metric} in a third of {len(samples)} steps")
+            before, after = statistics.median(middle), statistics.median(last)
+            of_metric.append(Change(metric, phase, before, after, max(FRACTION * before, tolerance)))
+        found.append(max(of_metric, key=lambda change: (change.last - change.middle) - change.allowed))
+    return found
+
+
+def _thirds(samples: Sequence[Metrics], cycle: int) -> tuple[list[Metrics], list[Metrics]]:
+    """Return the middle and the last third, in whole cycles, of the steps that are in whole cycles."""
+    num_cycles = samples[-1]["step"] // cycle
+    length = num_cycles // 3 * cycle
+    end = num_cycles * cycle
+    middle = [sample for sample in samples if end - 2 * length < sample["step"] <= end - length]
+    return middle, [sample for sample in samples if end - length < sample["step"] <= end]
+
+
+def curve(samples: Iterable[Metrics], cycle: int, most: int) -> dict[str, list[list[int]]]:
+    """Return at most ``most`` points of each metric for a picture: step and value at the end of cycles."""
+    ends = [sample for sample in samples if sample["step"] % cycle == 0 and sample["step"] > WARM_UP_STEPS]
+    stride = max(1, -(-len(ends) // most))
+    return {
+        metric: [[sample["step"], sample[metric]] for sample in ends[::stride] if metric in sample]
+        for metric in TOLERANCE
+    }

@@ -1,0 +1,103 @@
+"""The process of a soak of Megatron's trainer: ``python -m benchmarks.soak.trainer SAMPLES RESULT FLAG …``.
+
+Lengths change within each cycle of steps, which ends with an evaluation and a checkpoint. Two checkpoints are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runner.schedule import cut, length_at
+from benchmarks.soak.meters import Meter
+
+CYCLE = 20
+LENGTHS = ((12, 64), (8, 48))
+"""Steps and their sequence length, in turn: one cycle."""
+NUM_KEPT_CHECKPOINTS = 2
+SHAPE = (
+    "--transformer-impl local --distributed-backend gloo --num-workers 0 --no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
+    "--no-rope-fusion --no-bias-swiglu-fusion --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 2 --lr 1e-4 --min-lr 1e-5 --clip-grad 1.0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --position-embedding-type rope --bf16 "
+    "--attention-dropout 0.1 --hidden-dropout 0.1 --no-create-attention-mask-in-dataloader --log-interval 100 "
+    "--swap-min-mib 0.001 --swap-host-unchecked"
+)
+
+
+def flags(num_steps: int, folder: Path) -> list[str]:
+    """Return Megatron's flags for a run of ``num_steps``. Checkpoints go to ``folder``."""
+    return [
+        *SHAPE.split(), "--train-iters", f"{num_steps}", "--lr-decay-iters", f"{num_steps}", "--eval-iters", "1",
+        "--eval-interval", f"{CYCLE}", "--save", f"{folder}", "--save-interval", f"{CYCLE}", "--ckpt-format", "torch",
+    ]  # fmt: skip
+
+
+def remove_old(folder: Path) -> None:
+    """Remove all checkpoints but the last two."""
+    for old in sorted(folder.glob("iter_*"))[:-NUM_KEPT_CHECKPOINTS]:
+        shutil.rmtree(old)
+
+
+def main(argv: Sequence[str]) -> None:
+    samples_path, result_path, *rest = argv
+    sys.argv = ["pretrain_gpt_swap.py", *rest]
+    from megatron.swap.session.prepare import prepare
+
+    prepare(sys.argv)
+    from megatron.training import training
+
+    import pretrain_gpt_swap
+    from megatron.swap.native.guarding import native
+    from megatron.swap.session.session import SwapSession
+
+    sessions: list[SwapSession] = []
+    losses: list[str] = []
+    step = 0
+
+    def pinned_bytes() -> int:
+        parts = sessions[0].parts
+        return 0 if parts is None else parts.tier.stats().reserved_bytes
+
+    meter = Meter(Path(samples_path), CYCLE, lambda: int(native().ram_in_use()), pinned_bytes)
+    install, train_step = SwapSession.install, training.train_step
+
+    def install_and_keep(args: Any, model_config: Any = None) -> SwapSession:
+        sessions.append(install(args, model_config))
+        return sessions[-1]
+
+    @functools.wraps(train_step)
+    def measured_step(*arguments: Any, **options: Any) -> Any:
+        nonlocal step
+        if step:  # here the evaluation and the checkpoint of the step before are over, too
+            remove_old(Path(rest[rest.index("--save") + 1]))
+            meter.sample(step)
+        step += 1
+        result = train_step(*arguments, **options)
+        losses.append(float(next(iter(result[0].values()))).hex())
+        return result
+
+    SwapSession.install = install_and_keep  # type: ignore[method-assign, assignment]
+    training.train_step = measured_step
+    cut(pretrain_gpt_swap, lambda: length_at(LENGTHS, max(step, 1)))
+    pretrain_gpt_swap.main()
+    records = sessions[0].step_log.records
+    planning = sessions[0].auto.summary() if sessions[0].auto is not None else None
+    facts = {
+        "losses": losses,
+        "offloaded_bytes": sum(record.moved.out_bytes for record in records),
+        "recomputed_bytes": sum(record.moved.recomputed_bytes for record in records),
+        "num_rescues": sum(record.num_rescues for record in records),
+        "num_plan_changes": 0 if planning is None else len(planning["stages"]),
+    }
+    Path(result_path).write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,126 @@
+"""Files and folders of this process that a later process removes if this one is killed.
+
+The owner holds a lock (``flock``), which ends with the owner, however it ends, and with its host. Whoever makes a file
+or folder of the same prefix removes those whose lock is free, if they belong to the same user. Links are never
+followed, and nothing without a lock is touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+LOCK = ".owner"
+"""The file in a folder whose lock the owner holds."""
+
+
+@contextmanager
+def own_folder(prefix: str, parent: str | Path | None = None) -> Iterator[tuple[Path, int]]:
+    """Make a folder for the time of the context, and remove those that killed processes have left.
+
+    Args:
+        prefix: of its name.
+        parent: where it is made; ``None``: the system's folder for temporary files.
+
+    Yields:
+        The folder, and the descriptor of its lock. A child that gets the descriptor keeps the folder alive, too.
+    """
+    parent = Path(tempfile.gettempdir() if parent is None else parent)
+    sweep(parent, prefix)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        if (lock := _locked(folder / LOCK, os.O_CREAT, 0o600)) is not None:
+            break
+    try:
+        yield folder, lock
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+@contextmanager
+def own_file(parent: Path, prefix: str, mode: int) -> Iterator[tuple[Path, int]]:
+    """Make a file for the time of the context, and remove those that killed processes have left.
+
+    Args:
+        parent: the folder.
+        prefix: of its name; so particular that no other program's file begins with it.
+        mode: its permissions, before the process's mask.
+
+    Yields:
+        The file, which the caller may move to another name, and its descriptor.
+    """
+    sweep(parent, prefix)
+    while True:
+        path = parent / f"{prefix}{secrets.token_hex(4)}"
+        if (descriptor := _locked(path, os.O_CREAT | os.O_EXCL, mode)) is not None:
+            break
+    try:
+        yield path, descriptor
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def sweep(parent: Path, prefix: str) -> None:
+    """Remove files and folders in ``parent`` whose name begins with ``prefix`` and whose owner has ended."""
+    with suppress(OSError):
+        for entry in list(os.scandir(parent)):
+            if entry.name.startswith(prefix):
+                with suppress(OSError):  # another user's, or another process removes it
+                    _remove_if_left(Path(entry.path))
+
+
+def _remove_if_left(path: Path) -> None:
+    status = path.lstat()
+    if status.st_uid != os.geteuid():
+        return
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if not is_folder and not stat.S_ISREG(status.st_mode):
+        return
+    lock = _locked(path / LOCK if is_folder else path)
+    if lock is None:
+        return
+    try:
+        if is_folder:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+
+
+def _locked(path: Path, flags: int = 0, mode: int = 0) -> int | None:
+    """Open and lock a regular file; ``None``: another process has locked or removed it.
+
+    Args:
+        path: the file.
+        flags: with ``O_CREAT`` it is made, with ``mode``. Where the file system has no locks it stays without one, and
+            nobody ever removes it.
+        mode: see ``flags``.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, mode)
+    except FileNotFoundError:
+        if flags:
+            raise
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = path.lstat()  # it may have been removed before it was locked
+        mine = os.fstat(descriptor)
+        if stat.S_ISREG(mine.st_mode) and (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino):
+            return descriptor
+    except OSError as error:
+        if flags and error.errno not in (errno.EWOULDBLOCK, errno.ENOENT):
+            return descriptor
+    os.close(descriptor)
+    return None

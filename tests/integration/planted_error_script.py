@@ -1,0 +1,36 @@
+"""The trainer, in whose planner one rank has an error: ``--planted solve 1``, as the last flags.
+
+The first word says where: a function that ``megatron.swap.autotune`` calls while it makes plans. The second one is the
+rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pretrain_gpt_swap as program
+from megatron.swap.autotune import pipeline_planner, workload_profiler
+from megatron.swap.profiling.recorder import Recorder
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "solve": (pipeline_planner, "solve_fractions"),
+    "layers": (pipeline_planner, "whole_layers"),
+    "link": (workload_profiler, "measure_link"),
+    "profile": (workload_profiler, "build_profile"),
+    "recorder": (Recorder, "stop"),
+}
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("planted")
+
+
+if __name__ == "__main__":
+    rank, place = sys.argv.pop(), sys.argv.pop()
+    assert sys.argv.pop() == "--planted"
+    if os.environ["RANK"] == rank:
+        setattr(*PLACES[place], broken)
+    program.prepare(sys.argv)
+    program.main()

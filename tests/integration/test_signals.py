@@ -1,0 +1,93 @@
+"""Signals, kills and clocks through the real trainer: nothing is lost, and the next run goes on to the bit."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import SWAP_SMALL, Run, Trainer, assert_same_checkpoints, recorded
+
+SIGNALLED = Path(__file__).with_name("signalled_script.py")
+STEPS = "--train-iters 8 --lr-decay-iters 8 --bf16"
+MORE_STEPS = "--train-iters 24 --lr-decay-iters 24 --bf16"
+ALL = "--swap-layers all --swap-optimizer 0.5 --swap-disk-dir disk --swap-host-gib 0.05"
+HANDLED = "--exit-signal-handler"
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> str:
+    """Flags of a run with all parts of the product, whose disk is ``tmp_path/disk``."""
+    (tmp_path / "disk").mkdir()
+    return f"{STEPS} {SWAP_SMALL} {ALL.replace(' disk ', f' {tmp_path}/disk ')} {recorded('torch')}"
+
+
+def goes_on(trainer: Trainer, flags: str, ended: Run, from_step: int) -> None:
+    """Check that the next run goes on from step ``from_step`` and ends as a run that nothing happened to."""
+    plain = trainer.unswapped(STEPS)
+    saved = int((ended.directory / "checkpoint" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved == from_step
+    went_on = trainer.run(f"{flags} --load {ended.directory}/checkpoint")
+    assert went_on.summary["losses"] == plain.summary["losses"][saved:]
+    assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
+
+
+def assert_nothing_left(run: Run, disk: Path) -> None:
+    """Check that a run has left its checkpoints and its log, and nothing else."""
+    assert list(disk.iterdir()) == []
+    left = {path.name for path in run.directory.iterdir()}
+    assert left <= {"checkpoint", "log", "summary.json"}, left
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])
+def test_megatrons_handler_saves_and_ends(trainer: Trainer, flags: str, tmp_path: Path, name: str) -> None:
+    """The signal comes in the fourth step. Megatron ends that step and saves it."""
+    handled = f"{flags} {HANDLED} --exit-signal {name}"
+    ended = trainer.run(f"{handled} {name} 7", program=SIGNALLED)
+    assert "exiting program after receiving" in ended.output
+    assert_nothing_left(ended, tmp_path / "disk")
+    goes_on(trainer, flags, ended, 4)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 1), ("SIGTERM", -signal.SIGTERM)])
+def test_without_a_handler_the_last_checkpoint_stays(
+    trainer: Trainer, flags: str, tmp_path: Path, name: str, code: int
+) -> None:
+    ended = trainer.run(f"{flags} --save-interval 2 {name} 11", check=False, program=SIGNALLED)
+    assert ended.returncode == code, ended.tail
+    assert ("KeyboardInterrupt" in ended.output) == (name == "SIGINT")
+    assert_nothing_left(ended, tmp_path / "disk")
+    goes_on(trainer, flags, ended, 4)
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_killed_at_a_random_moment(trainer: Trainer, flags: str, tmp_path: Path, seed: int) -> None:
+    """Every step is saved, so that some are killed in a checkpoint. ``python -m benchmarks.soak.kills`` does 50."""
+    flags = flags.replace(STEPS, MORE_STEPS)
+    killed = trainer.run(f"{flags} --save-interval 1 SIGKILL random:{seed}", check=False, program=SIGNALLED)
+    assert killed.returncode == -signal.SIGKILL, killed.tail
+    assert_nothing_left(killed, tmp_path / "disk")
+    tracker = killed.directory / "checkpoint" / "latest_checkpointed_iteration.txt"
+    saved = int(tracker.read_text()) if tracker.exists() else 0
+    plain = trainer.unswapped(MORE_STEPS)
+    load = f"--load {killed.directory}/checkpoint" if saved else ""
+    went_on = trainer.run(f"{flags} {load}")
+    assert went_on.summary["losses"] == plain.summary["losses"][saved:]
+    assert_same_checkpoints(plain.directory / "checkpoint", went_on.directory / "checkpoint")
+
+
+def test_a_clock_that_jumps_changes_no_plan_and_no_figure(trainer: Trainer) -> None:
+    """What is timed is timed by a clock that never jumps. Megatron's own lines show the jumps."""
+    flags = "--train-iters 14 --lr-decay-iters 14"
+    plain = trainer.unswapped(flags)
+    run = trainer.run(
+        f"{flags} {SWAP_SMALL} --swap-memory-gib 0.003 --swap-optimizer auto {recorded('torch')} clock 2",
+        program=SIGNALLED,
+    )
+    assert run.summary["losses"] == plain.summary["losses"]
+    assert_same_checkpoints(plain.directory / "checkpoint", run.directory / "checkpoint")
+    planning = run.summary["planning"]
+    assert planning["stages"][-1]["stage"] == "stable"
+    assert 0 < planning["predicted_step_ms"] < 600_000
+    assert all(0 <= step["wait_ms"] < 600_000 for step in run.summary["steps"])

@@ -1,0 +1,114 @@
+"""The soak: its verdict finds growth, and three hundred steps are flat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.soak import command
+from benchmarks.soak.meters import MIB, Metrics, changes, curve
+
+CYCLE = 4
+
+
+def samples(num_steps: int, **grown: float) -> list[Metrics]:
+    """Return samples of a flat process, whose phases differ. ``grown``: bytes or numbers that each step adds."""
+    made = []
+    for step in range(1, num_steps + 1):
+        metrics: Metrics = {
+            "step": step, "device_bytes": 10 * MIB + step % CYCLE * MIB, "pinned_bytes": 50 * MIB,
+            "resident_bytes": 900 * MIB + (step * 7919 % 13 - 6) * MIB // 8, "num_files": 20, "num_threads": 9,
+        }  # fmt: skip
+        if step % CYCLE == 0:
+            metrics["num_objects"] = 300_000
+        for name, more in grown.items():
+            if name in metrics:
+                metrics[name] += int(more * step)
+        made.append(metrics)
+    return made
+
+
+def grown(found: list[Metrics]) -> set[str]:
+    return {change.metric for change in changes(found, CYCLE) if not change.is_flat}
+
+
+def test_a_flat_process_is_flat() -> None:
+    assert grown(samples(301)) == set()
+
+
+@pytest.mark.parametrize(
+    ("metric", "more"),
+    [("device_bytes", 1024), ("pinned_bytes", 4096), ("resident_bytes", 100_000), ("num_files", 0.02),
+     ("num_threads", 0.02), ("num_objects", 6)],
+)  # fmt: skip
+def test_a_little_of_each_step_is_found(metric: str, more: float) -> None:
+    assert grown(samples(300, **{metric: more})) == {metric}
+
+
+def test_growth_in_one_phase_is_found() -> None:
+    """Each evaluation leaves something that the next step frees, say."""
+    found = samples(300)
+    for sample in found:
+        if sample["step"] % CYCLE == 2:
+            sample["device_bytes"] += 1000 * sample["step"]
+    (change,) = [change for change in changes(found, CYCLE) if not change.is_flat]
+    assert (change.metric, change.phase) == ("device_bytes", 2)
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(SystemExit):
+        command.parse(["--steps", "100"])
+    with pytest.raises(ValueError, match="7 steps have no three cycles of 4"):
+        changes(samples(7), CYCLE)
+
+
+def test_a_curve_has_few_points() -> None:
+    found = curve(samples(3000), CYCLE, 50)
+    assert {name: len(points) <= 50 for name, points in found.items()} == dict.fromkeys(found, True)
+    assert found["num_files"][0] == [44, 20]
+
+
+def run(tmp_path: Path, case: str, num_steps: int) -> dict[str, Any]:
+    row = command.run_case(case, num_steps, tmp_path)
+    assert row["losses_equal"]
+    assert row["offloaded_bytes"] > 0
+    assert [change for change in row["changes"] if not change["is_flat"]] == []
+    assert command.is_good(row)
+    return row
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_hundred_steps_of_the_trainer(tmp_path: Path) -> None:
+    """Plans and lengths change, evaluations and checkpoints come between, optimizer state lies on disk."""
+    assert run(tmp_path, "planned", 300)["num_plan_changes"] >= 6
+
+
+@pytest.mark.slow
+def test_a_loop_that_always_has_a_graph_outstanding(tmp_path: Path) -> None:
+    run(tmp_path, "outstanding graphs", 300)
+
+
+def test_a_loop_whose_steps_are_interrupted(tmp_path: Path) -> None:
+    run(tmp_path, "interrupted steps", 150)
+
+
+def test_a_case_that_differs_or_grows_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        "case": "generators", "num_steps": 5, "seconds": 1.0, "losses_equal": True, "offloaded_bytes": 1, "changes": []
+    }
+    shown: list[dict[str, Any]] = []
+
+    def next_row(*_: Any) -> dict[str, Any]:
+        return shown.pop()
+
+    monkeypatch.setattr(command, "run_case", next_row)
+    grows = {"metric": "num_files", "middle": 3.0, "last": 9.0, "is_flat": False}
+    for change, code in (({}, 0), ({"losses_equal": False}, 1), ({"changes": [grows]}, 1), ({"offloaded_bytes": 0}, 1)):
+        shown.append({**row, **change})
+        assert command.main(["--case", "generators"]) == code
+    assert "GROWS: ['num_files 3 -> 9']" in capsys.readouterr().out

@@ -1,0 +1,146 @@
+"""What a killed process leaves is removed by the next one; what lives, or is another's, is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.swap.common import leftovers, records
+from megatron.swap.common.leftovers import own_file, own_folder
+
+OWNER = """
+import subprocess, sys, time
+from pathlib import Path
+from megatron.swap.common.leftovers import own_file, own_folder
+parent = Path(sys.argv[1])
+with own_folder("run-", parent) as (folder, lock), own_file(parent, ".part-", 0o600) as (file, descriptor):
+    (folder / "content").write_text("x")
+    child = subprocess.Popen(["sleep", "60"], pass_fds=(lock,)) if sys.argv[2:] else None
+    print(child.pid if child else 0, flush=True)
+    time.sleep(60)
+"""
+
+
+def owner(parent: Path, *more: str) -> tuple[subprocess.Popen[str], int]:
+    """Start a process that owns a folder and a file in ``parent``. Returns it and its child, 0 if it has none."""
+    process = subprocess.Popen([sys.executable, "-c", OWNER, parent, *more], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def killed(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def names(parent: Path) -> set[str]:
+    return {path.name[:5] for path in parent.iterdir()}
+
+
+def make_both(parent: Path) -> None:
+    with own_folder("run-", parent) as (folder, _), own_file(parent, ".part-", 0o600) as (file, _):
+        assert folder.parent == file.parent == parent
+
+
+def test_both_end_with_their_context(tmp_path: Path) -> None:
+    make_both(tmp_path)
+
+
+    def fail() -> None:
+        with own_folder("run-", tmp_path) as (folder, _):
+            (folder / "inside").mkdir()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert names(tmp_path) == set()
+
+
+def test_a_killed_owners_are_removed_and_a_living_owners_are_not(tmp_path: Path) -> None:
+    process, _ = owner(tmp_path)
+    make_both(tmp_path)
+    assert names(tmp_path) == {"run-" + next(tmp_path.glob("run-*")).name[4], ".part"}
+    assert (next(tmp_path.glob("run-*")) / "content").exists()
+    killed(process)
+    assert len(list(tmp_path.iterdir())) == 2
+    make_both(tmp_path)
+    assert names(tmp_path) == set()
+
+
+def test_a_child_with_the_lock_keeps_the_folder(tmp_path: Path) -> None:
+    """The process of a measured run goes on for a while when the program that started it was killed."""
+    process, child = owner(tmp_path, "child")
+    killed(process)
+    make_both(tmp_path)
+    assert len(list(tmp_path.glob("run-*"))) == 1
+    os.kill(child, signal.SIGKILL)
+    deadline = 200
+    while list(tmp_path.glob("run-*")) and deadline:
+        make_both(tmp_path)
+        deadline -= 1
+    assert names(tmp_path) == set()
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    kept, parent = tmp_path / "kept", tmp_path / "parent"
+    kept.mkdir()
+    parent.mkdir()
+    (kept / leftovers.LOCK).touch()
+    (kept / "precious").touch()
+    (parent / "run-link").symlink_to(kept)
+    (parent / ".part-link").symlink_to(kept / "precious")
+    inside = parent / "run-dead"
+    inside.mkdir()
+    (inside / leftovers.LOCK).touch()
+    (inside / "link").symlink_to(kept)
+    locked_by_link = parent / "run-odd"
+    locked_by_link.mkdir()
+    (locked_by_link / leftovers.LOCK).symlink_to(kept / "precious")
+    make_both(parent)
+    assert sorted(path.name for path in parent.iterdir()) == [".part-link", "run-link", "run-odd"]
+    assert sorted(path.name for path in kept.iterdir()) == [leftovers.LOCK, "precious"]
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    (tmp_path / "run-of-another-program").mkdir()  # it has no lock
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / leftovers.LOCK).touch()
+    os.mkfifo(tmp_path / ".part-pipe")
+    make_both(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_another_users_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".part-old").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 12345)
+        make_both(tmp_path)
+    assert names(tmp_path) == {".part"}
+    make_both(tmp_path)
+    assert names(tmp_path) == set()
+
+
+def test_a_file_system_without_locks_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    (tmp_path / ".part-old").touch()
+    monkeypatch.setattr(leftovers.fcntl, "flock", unsupported)
+    make_both(tmp_path)
+    assert names(tmp_path) == {".part"}
+
+
+def test_a_plan_whose_writer_was_killed_is_written_by_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / ".plan.json.swap-part-1234abcd").write_text("hal")
+    (tmp_path / ".plan.json.swp").write_text("an editor's")
+    records.write_text(tmp_path / "plan.json", "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".plan.json.swp", "plan.json"]
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "plan.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
