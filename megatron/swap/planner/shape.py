@@ -177,10 +177,11 @@ FP8_RECOMPUTE_INPUTS = {
     "self_attention.linear_proj/0": ("self_attention.core_attention.fused_attention/3",),
     "mlp.linear_fc1/1": ("mlp.linear_fc1/0",),
     "mlp.linear_fc2/0": ("mlp/0",),
+    "mlp/0": ("mlp.linear_fc1/0",),
 }
-"""The same in FP8 layers, where each is quantized again."""
+"""The same in FP8 layers. All but linear_fc1's output are quantized again."""
 FP8_RECOMPUTED: frozenset[str] = frozenset()
-"""The sites of ``FP8_RECOMPUTE_INPUTS`` that the engine can recompute: none yet."""
+"""The sites of ``FP8_RECOMPUTE_INPUTS``, and the sections, that the engine can recompute in FP8: none yet."""
 ONLY_QUANTIZED = frozenset({"self_attention.linear_proj/0"})
 """Quantized sites without a kernel before the quantization: what they are made from is saved in bf16."""
 LINEAR_OUTPUTS = {"mlp/0": "fc1"}
@@ -248,7 +249,8 @@ def layer_class(
         peak_mib = max(peak_mib, (size.hidden + 1.5 * size.activation) / MIB)
     sections = _sections(model, gpu, sites, peak_mib)
     if model.fp8_recipe is not None:
-        sections = tuple(part for part in sections if is_megatrons and part.name == LAYER_SECTION)
+        allowed = {*FP8_RECOMPUTED, LAYER_SECTION} if is_megatrons else FP8_RECOMPUTED
+        sections = tuple(part for part in sections if part.name in allowed)
     return LayerClass(layers, forward_ms, now, sites, sections, tuple(temporaries), peak_mib)
 
 
@@ -261,10 +263,14 @@ def kernel_ms(model: Model, gpu: Gpu) -> dict[str, float]:
 
 
 def _fp8_recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, float]:
-    """Return the time to recompute and quantize each site of an FP8 layer that the engine can recompute, in ms."""
+    """Return the time to recompute each site of an FP8 layer that the engine can recompute, in ms."""
     assert model.fp8_recipe is not None
-    costs = {}
-    for site in FP8_RECOMPUTED:
+    costs, times = {}, kernel_ms(model, gpu)
+    for site in FP8_RECOMPUTED & FP8_RECOMPUTE_INPUTS.keys():
+        if site in LINEAR_OUTPUTS:
+            if not model.sequence_parallel:
+                costs[site] = times[LINEAR_OUTPUTS[site]]
+            continue
         in_bf16 = BYTES * sizes[site]  # a quantized value has one byte
         made = 0.0 if site in ONLY_QUANTIZED else in_bf16 + sum(sizes[need] for need in FP8_RECOMPUTE_INPUTS[site])
         costs[site] = (made + moved_bytes(model.fp8_recipe, in_bf16)) / (gpu.memory_gb_s * 1e6)
