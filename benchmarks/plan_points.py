@@ -62,6 +62,17 @@ LLAMA = (
     "--vocab-size 128256"
 )
 STATE = "--use-distributed-optimizer --use-precision-aware-optimizer"
+WIDE = (
+    "--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
+    "--num-query-groups 8 --vocab-size 32000"
+)
+FP8 = "--fp8-format hybrid --fp8-recipe"
+FP8_BUDGETS = {
+    "fp8-l16-tensorwise-60": 88.11, "fp8-l16-blockwise-60": 88.22, "fp8-l4-tensorwise-60": 88.86,
+    "fp8-l4-blockwise-60": 88.93,
+}  # fmt: skip
+"""GiB: static memory with FP8 weights, and 60 % of what the option `nothing` reserves beyond it. At 40 and 28 %
+(L16: 80.34 and 75.68) swapping alone is too slow, so those points wait for recomputation in FP8."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +112,7 @@ POINTS = {
     "dense-roomy": Point(f"--gpu h200 {HOST} --memory-gib 86", f"{DENSE} {_sequences(4096, 4, 8)}"),
     "dense-tight": Point(f"--gpu h200 {HOST} --memory-gib 70", f"{DENSE} {_sequences(4096, 4, 8)}"),
     "wide": Point(f"--gpu h200 {HOST} --memory-gib 82",
-                  "--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
-                  f"--group-query-attention --num-query-groups 8 --vocab-size 32000 {_sequences(8192, 2, 4)}"),
+                  f"{WIDE} {_sequences(8192, 2, 4)}"),
     "grouped-queries": Point(f"--gpu h200 {HOST} --memory-gib 62", f"--num-layers 10 {LLAMA} {_sequences(8192, 1, 8)}"),
     "80-gb": Point(f"--gpu h200 {HOST} --memory-gib 75", f"--num-layers 13 {LLAMA} {_sequences(8192, 1, 4)}"),
     "32k": Point(f"--gpu h200 {HOST} --memory-gib 80", f"{LONG} {_sequences(32768, 1, 1)}"),
@@ -123,6 +133,15 @@ POINTS = {
                  "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
                  f"--v-head-dim 128 --vocab-size 102400 {_sequences(4096, 4, 8)}",
                  profile=f"{FOLDER}/profile-mla.json"),
+    **{
+        name: Point(f"--gpu h200 {HOST} --memory-gib {gib:g}",
+                    f"{DENSE if 'l16' in name else WIDE} {FP8} {name.split('-')[2]} "
+                    f"{_sequences(4096, 4, 8) if 'l16' in name else _sequences(8192, 2, 4)}")
+        for name, gib in FP8_BUDGETS.items()
+    },
+    "fp8-8b-8k": Point(f"--gpu h200 {HOST} --memory-gib 134",
+                       f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer auto {FP8} tensorwise "
+                       f"{_sequences(8192, 1, 16)}"),
 }  # fmt: skip
 """The points of an H200 with 112 GiB of host memory. The profile of `mla` is measured before it is predicted."""
 CPU_POINTS = {

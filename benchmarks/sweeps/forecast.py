@@ -16,6 +16,7 @@ from megatron.swap.common.plan import Infeasible, Model, load_plan
 from megatron.swap.common.types import GIB, UsageError, format_bytes
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.options import states_on
 from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile, with_megatrons_loss
 from megatron.swap.planner.simulate import simulate
@@ -121,7 +122,7 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     """
     flags = _apart(flags)
     training = read_flags(flags)
-    states = training.states
+    states = training.states if gpu is None else states_on(training, gpu)
     offloaded, room = _offloaded(flags), room_of(flags, tiers)
     if offloaded:
         # Kept state is in fp32 as well, and offloaded gradients have a copy.

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from megatron.swap.cli.plan_files import check_picture, draw, read_measured
 from megatron.swap.cli.plan_text import POSITIONS_NOTE, advice, floor, notes, stage_line, verdict
+from megatron.swap.cli.remedies import is_needed, remedies, remedy_line
 from megatron.swap.cli.training_command import training_command
 from megatron.swap.common.command_line import CommandLine
 from megatron.swap.common.config import USUAL_FRACTION, check_files
@@ -38,7 +39,7 @@ from megatron.swap.planner.options import DISK, STATE, Option, best, of_profile,
 from megatron.swap.planner.profile import load_profile, save_profile
 from megatron.swap.planner.shape import params_of_rank
 from megatron.swap.planner.solve import curve
-from megatron.swap.planner.stages import decide, planned_ranks
+from megatron.swap.planner.stages import Decision, decide, planned_ranks
 from megatron.swap.planner.table import (
     memory_table,
     non_layer_table,
@@ -164,9 +165,7 @@ def plan(options: argparse.Namespace, own: Collection[str] = ()) -> bool:
 
 def _plan_training(options: argparse.Namespace, training: Training) -> bool:
     """Plan a run from its flags. Return whether something fits."""
-    sizes = {name: getattr(options, name) for name in ("seq_length", "micro_batch_size")}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    training = replace(training, model=replace(training.model, **given))
+    training = _of_sizes(training, options)
     stages = training.model.pipeline_parallel
     per_host = options.gpus_per_host or min(training.num_gpus, MAX_PER_HOST)
     if training.num_gpus > per_host and training.num_gpus % per_host:
@@ -184,24 +183,33 @@ def _plan_training(options: argparse.Namespace, training: Training) -> bool:
     summary = options.summary
     of_ranks = {rank: () if summary is None else read_measured(summary, training.model, rank) for rank in ranks}
     disk_dir = _disk_dir(options.flags)
-    decision = decide(
-        {rank: of_training(training, gpu, budget_gib, host_gib, rank, disk_dir, options.link_gb_s) for rank in ranks},
-        lambda found: best(_wanted(found, training, options.save is not None), is_disk_given=training.disk_gib > 0),
-    )
+
+    def planned(training: Training) -> Decision:
+        return decide(
+            {one: of_training(training, gpu, budget_gib, host_gib, one, disk_dir, options.link_gb_s) for one in ranks},
+            lambda found: best(_wanted(found, training, options.save is not None), is_disk_given=training.disk_gib > 0),
+        )
+
+    def planned_with(flags: Sequence[str]) -> Decision:
+        return planned(_of_sizes(read_flags([*options.flags, *flags], options.num_gpus), options))
+
+    decision = planned(training)
     rank, found, chosen, measured = decision.rank, decision.found, decision.chosen, of_ranks[decision.rank]
     stage = stage_line(rank, stages, len(ranks), chosen is not None)
     stage = f"\n{stage}" if stage else ""
+    better = remedies(training, planned_with) if is_needed(chosen, found[0], training) else []
+    remedy = f"\n{remedy_line(better, training.tokens, chosen is not None)}" if better else ""
     on = f"in {budget_gib:.4g} of the {gpu.memory_gib:g} GiB of {gpu.name}"
     budget = ["--swap-plan", str(options.save)] if options.save else ["--swap-memory-gib", floor(budget_gib)]
     flags: list[str] = []
     if chosen is None:
-        print(f"Does not fit {on}. {advice(decision.least, training, budget_gib, rank)}{stage}", end="\n\n")
+        print(f"Does not fit {on}. {advice(decision.least, training, budget_gib, rank)}{stage}{remedy}", end="\n\n")
     else:
         flags = [*(budget if chosen.is_planned else ()), *chosen.flags]
         if chosen.is_planned and host_gib is not None:
             flags += ["--swap-host-gib", floor(host_gib)]
         said = verdict(chosen, found[0], on, flags, training.num_gpus, training.disk_gib > 0)
-        print(f"{said}{stage}", end="\n\n")
+        print(f"{said}{stage}{remedy}", end="\n\n")
         print(training_command(options.flags, flags, training.num_gpus, per_host), end="\n\n")
         if not training.has_positions:
             print(POSITIONS_NOTE, end="\n\n")
@@ -224,6 +232,13 @@ def _plan_training(options: argparse.Namespace, training: Training) -> bool:
         print(f"\n{memory_table(states, params, profile, prediction, before_disk_gib, measured)}")
     _write(options, chosen, found[0])
     return True
+
+
+def _of_sizes(training: Training, options: argparse.Namespace) -> Training:
+    """Return ``training`` with the sequence length and the micro-batch size that the options assume."""
+    sizes = {name: getattr(options, name) for name in ("seq_length", "micro_batch_size")}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    return replace(training, model=replace(training.model, **given))
 
 
 def _plan_profile(options: argparse.Namespace) -> bool:

@@ -31,7 +31,7 @@ def verdict(
     """Return what fits: its step time, its memory besides the device's, and its flags."""
     if not flags:
         return f"Fits {on}, as it is: nothing needs to be swapped or recomputed."
-    times = _times(chosen, unswapped)
+    times = relative_time(chosen, unswapped)
     tiers = [f"{format_bytes(gib * GIB)} of {what}"
              for gib, what in ((chosen.host_gib, "host memory"), (chosen.disk_gib, "disk")) if gib]  # fmt: skip
     only = " only with a disk," if chosen.disk_gib and not is_disk_given else ""
@@ -69,7 +69,7 @@ def advice(least: Option, training: Training, budget_gib: float, rank: int) -> s
     if model.seq_length >= LONG:
         hints.append(f"--context-parallel-size {2 * model.context_parallel}")
     if states.gradient_bytes == 4 and model.dtype == "bf16":
-        shares = training.shares_state or _num_holders(training) > 1  # a note advises it
+        shares = training.shares_state or num_holders(training) > 1  # a note advises it
         flag = "" if shares else " --use-distributed-optimizer"
         hints.append(f"16-bit gradients (--main-grads-dtype bf16 --use-precision-aware-optimizer{flag})")
     if training.offloads and not training.states.is_auto and training.states.offload_fraction < 1:
@@ -81,7 +81,7 @@ def advice(least: Option, training: Training, budget_gib: float, rank: int) -> s
     )
 
 
-def _num_holders(training: Training) -> int:
+def num_holders(training: Training) -> int:
     """Return how many ranks hold the same weights, and can share their optimizer state."""
     return training.num_replicas * training.model.context_parallel
 
@@ -93,8 +93,9 @@ def notes(
     stages, chosen = training.model.pipeline_parallel, decision.chosen
     if options.save is not None and stages > 1:
         yield f"The plan is for stage {decision.rank} of {stages}. --pipeline-rank plans another stage."
-    holders = _num_holders(training)
-    if holders > 1 and not training.shares_state and (chosen is None or _times(chosen, decision.found[0]) >= SLOW):
+    holders = num_holders(training)
+    is_slow = chosen is None or relative_time(chosen, decision.found[0]) >= SLOW
+    if holders > 1 and not training.shares_state and is_slow:
         which = "data-parallel" if training.model.context_parallel == 1 else "data- and context-parallel"
         yield f"Add --use-distributed-optimizer: the {holders} {which} ranks then share the optimizer state."
     if training.num_gpus > 1:
@@ -111,7 +112,7 @@ def notes(
         yield f"Not counted, though they change memory: {', '.join(uncounted)}."
 
 
-def _times(option: Option, unswapped: Option) -> float:
+def relative_time(option: Option, unswapped: Option) -> float:
     """Return the step time of ``option`` relative to that of ``unswapped``."""
     assert option.prediction is not None
     assert unswapped.prediction is not None

@@ -58,6 +58,10 @@ class Model:
     num_virtual_stages: int = 1
     context_parallel: int = 1
     expert_parallel: int = 1
+    fp8_recipe: str | None = None
+    """How linear layers are scaled to FP8 (``tensorwise``, ``delayed``, ``blockwise`` …); ``None``: no FP8."""
+    bf16_layers: tuple[int, ...] = ()
+    """The layers without FP8, if others have it."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

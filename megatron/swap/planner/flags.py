@@ -14,6 +14,7 @@ from megatron.swap.common.command_line import CommandLine, nearest_flag
 from megatron.swap.common.plan import Model
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import MOST, UsageError
+from megatron.swap.planner.fp8 import RECIPES
 from megatron.swap.planner.states import States
 
 FLAGS_FILE = Path(__file__).with_name("training_flags.txt")
@@ -24,22 +25,27 @@ a value have ``VALUE`` behind them. Planning imports neither Megatron nor torch,
 UNSUPPORTED = frozenset({
     "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split",
     "cpu-offloading-num-layers", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers",
-    "fine-grained-activation-offloading", "fp4-format", "fp8-format", "moe-ffn-hidden-size", "moe-layer-freq",
-    "moe-shared-expert-intermediate-size", "mtp-num-layers", "multi-latent-attention", "optimizer",
+    "disable-fp8-wgrad", "fine-grained-activation-offloading", "fp4-format", "fp8-output-proj",
+    "fp8-quantizer-factory", "moe-ffn-hidden-size", "moe-layer-freq", "moe-shared-expert-intermediate-size",
+    "mtp-num-layers", "multi-latent-attention", "no-fp8-wgrad", "optimizer",
     "optimizer-cpu-offload", "pipeline-model-parallel-layout", "recompute-activations", "recompute-granularity",
     "use-megatron-fsdp", "use-torch-fsdp2",
 })  # fmt: skip
 """Megatron's flags that change the memory or time of a step so much that ``shape_profile`` has no answer."""
 NOT_COUNTED = frozenset({
     "add-qkv-bias", "apply-layernorm-1p", "attention-backend", "cross-entropy-loss-fusion", "cuda-graph-impl",
-    "ddp-bucket-size", "delay-wgrad-compute", "deterministic-mode", "enable-cuda-graph", "exp-avg-dtype",
-    "exp-avg-sq-dtype", "external-cuda-graph", "grad-reduce-in-bf16", "main-params-dtype", "overlap-grad-reduce",
-    "overlap-param-gather", "overlap-param-gather-with-optimizer-step", "qk-layernorm", "softmax-type", "squared-relu",
-    "swap-deterministic", "tp-comm-overlap", "use-nccl-ub", "window-size",
+    "ddp-bucket-size", "delay-wgrad-compute", "deterministic-mode", "enable-cuda-graph", "external-cuda-graph",
+    "grad-reduce-in-bf16", "overlap-grad-reduce", "overlap-param-gather", "overlap-param-gather-with-optimizer-step",
+    "qk-layernorm", "softmax-type", "squared-relu", "swap-deterministic", "tp-comm-overlap", "use-nccl-ub",
+    "window-size",
 })  # fmt: skip
 """Flags that change memory a little. A plan is made without them and says so."""
 DECIDED = {"swap-layers": "none", "swap-plan": None, "swap-recompute": None, "swap-modules": None}
 """Flags that choose by hand what is swapped, with the values that choose nothing."""
+OF_STATE = {"exp-avg-dtype": "fp32", "exp-avg-sq-dtype": "fp32", "main-params-dtype": "fp32"}
+"""Flags for the types of optimizer state, with Megatron's defaults. Megatron Swap offloads fp32 state alone."""
+TYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
+"""Bytes of one value, by the flags' words and by the types that Megatron makes of them."""
 OF_RECOMPUTATION = frozenset({"recompute-activations", "recompute-granularity"})
 """Flags of ``UNSUPPORTED`` that the planner makes needless."""
 
@@ -58,6 +64,7 @@ class Training:
         num_replicas: replicas of the model, each with its own part of the batch.
         shares_state: whether ranks that hold the same weights share their optimizer state.
         has_positions: whether the flags say how many positions Megatron provides for.
+        state_stays: a flag with which optimizer state cannot be offloaded; ``None``: it can.
     """
 
     model: Model
@@ -72,6 +79,7 @@ class Training:
     budget_fraction: float | None = None
     shares_state: bool = False
     has_positions: bool = True
+    state_stays: str | None = None
 
     @property
     def offloads(self) -> bool:
@@ -136,10 +144,15 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
             f"--max-position-embeddings {known.max_position_embeddings}: must be at least --seq-length "
             f"{known.seq_length}. Megatron refuses less."
         )
+    _check_fp8(known)
+    stays = _state_stays(known)
     is_precision_aware = known.use_precision_aware_optimizer
     fraction = parse_fraction(known.swap_optimizer)
     if fraction is not None and not 0 <= fraction <= 1:
         raise UsageError(f"--swap-optimizer {fraction:g}: must be a fraction of the state, 0 to 1, or auto.")
+    if stays is not None and fraction != 0:
+        given = known.swap_optimizer
+        raise UsageError(f"--swap-optimizer {given} cannot be combined with {stays}. Drop one of the two.")
     states = States(
         gradient_bytes=2 if is_precision_aware and known.main_grads_dtype == "bf16" else 4,
         state_bytes=state_bytes_of(known),
@@ -147,13 +160,14 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         offload_fraction=1.0 if fraction is None else fraction,
         is_auto=fraction is None,
         weight_bytes=2 if known.bf16 or known.fp16 else 4,
+        has_fp8_weights=known.fp8_param_gather,
     )
     return Training(
         model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states,
         _gib("--swap-host-gib", known.swap_host_gib),
         0.0 if known.swap_disk_dir is None else _gib("--swap-disk-gib", known.swap_disk_gib) or math.inf,
         _gib("--swap-memory-gib", known.swap_memory_gib), replica * data, data, _budget_fraction(known),
-        known.use_distributed_optimizer, known.max_position_embeddings is not None,
+        known.use_distributed_optimizer, known.max_position_embeddings is not None, stays,
     )  # fmt: skip
 
 
@@ -228,6 +242,42 @@ def _flags_with_value() -> frozenset[str]:
     return frozenset(flag for flag, *value in lines if value == ["VALUE"])
 
 
+def _check_fp8(known: argparse.Namespace) -> None:
+    """Refuse FP8 flags that Megatron refuses, and recipes that the formulas do not cover."""
+    if known.fp8_param_gather and (known.fp8 is None or not known.use_distributed_optimizer):
+        missing = "--fp8-format" if known.fp8 is None else "--use-distributed-optimizer"
+        raise UsageError(f"--fp8-param-gather: Megatron needs {missing} beside it.")
+    if known.fp8 is None:
+        return
+    if known.fp8_recipe not in RECIPES:
+        raise UsageError(
+            f"--fp8-recipe {known.fp8_recipe}: its memory and time are not known without a measurement. Known are "
+            f"{', '.join(RECIPES)}; for another one measure a profile: train with --swap-save-profile FILE, then plan "
+            "with --profile FILE."
+        )
+    if known.first_last_layers_bf16 and known.fp8_recipe == "delayed":
+        raise UsageError("--first-last-layers-bf16: Megatron refuses it with --fp8-recipe delayed. Drop one of them.")
+    for where in ("start", "end"):
+        given, most = getattr(known, f"num_layers_at_{where}_in_bf16"), known.num_layers
+        if given > most // known.pipeline_model_parallel_size:
+            raise UsageError(f"--num-layers-at-{where}-in-bf16 {given}: is more than the layers of a pipeline stage.")
+
+
+def _state_stays(known: argparse.Namespace) -> str | None:
+    """Return a flag with which Megatron Swap does not offload optimizer state; ``None``: none is given.
+
+    Raises:
+        UsageError: a type of optimizer state is given without the optimizer that has it.
+    """
+    for name, default in OF_STATE.items():
+        given = getattr(known, name.replace("-", "_"))
+        if given != default:
+            if not known.use_precision_aware_optimizer:
+                raise UsageError(f"--{name} {given}: Megatron needs --use-precision-aware-optimizer beside it.")
+            return f"--{name} {given}"
+    return "--fp8-param-gather" if known.fp8_param_gather else None
+
+
 def _check_multiple(known: argparse.Namespace, name: str, parts: int, what: str) -> None:
     if getattr(known, name) % parts:
         raise UsageError(f"--{name.replace('_', '-')} {getattr(known, name)}: must be a multiple of {parts}, {what}.")
@@ -270,10 +320,24 @@ def _budget_fraction(known: argparse.Namespace) -> float | None:
 
 
 def state_bytes_of(args: argparse.Namespace) -> int:
-    """Return ``States.state_bytes`` for Adam with fp32 moments: an upper bound for others."""
-    if args.use_precision_aware_optimizer and args.bf16 and getattr(args, "fp8_recipe", None) in (None, "delayed"):
-        return 10  # 16 bits of the main value; the bf16 weight has the other 16
-    return 12 if args.bf16 or args.fp16 else 8
+    """Return ``States.state_bytes`` for Adam: an upper bound for other optimizers.
+
+    TransformerEngine's precision-aware optimizer stores the main value itself, except with FP8 recipes of current
+    scaling: then Megatron does, in fp32 (``use_precision_aware_optimizer_no_fp8_or_ds_fp8``).
+    """
+    if not args.use_precision_aware_optimizer:
+        return 12 if args.bf16 or args.fp16 else 8
+    main = _type_bytes(args.main_params_dtype)
+    moments = _type_bytes(args.exp_avg_dtype) + _type_bytes(args.exp_avg_sq_dtype)
+    is_in_optimizer = main < 4 or getattr(args, "fp8_recipe", None) in (None, "delayed")
+    if main == 4 and is_in_optimizer and args.bf16 and not args.fp8_param_gather:
+        main = 2  # 16 bits of the main value; the bf16 weight has the other 16
+    return (main if args.bf16 or args.fp16 else 0) + moments
+
+
+def _type_bytes(given: object) -> int:
+    """Return the bytes of a value: of a type as a flag names it, or as torch does (``torch.bfloat16``)."""
+    return TYPE_BYTES[str(given).removeprefix("torch.")]
 
 
 def model_of(args: argparse.Namespace) -> Model:
@@ -304,7 +368,15 @@ def model_of(args: argparse.Namespace) -> Model:
         num_virtual_stages=args.virtual_pipeline_model_parallel_size or 1,
         context_parallel=args.context_parallel_size,
         expert_parallel=args.expert_model_parallel_size,
+        fp8_recipe=args.fp8_recipe if args.fp8 else None,
+        bf16_layers=_bf16_layers(args) if args.fp8 and args.first_last_layers_bf16 else (),
     )
+
+
+def _bf16_layers(args: argparse.Namespace) -> tuple[int, ...]:
+    """Return the first and last layers, which have no FP8."""
+    first, last = args.num_layers_at_start_in_bf16, args.num_layers - args.num_layers_at_end_in_bf16
+    return tuple(layer for layer in range(args.num_layers) if layer < first or layer >= last)
 
 
 def _padded_vocab_size(args: argparse.Namespace) -> int:
@@ -350,9 +422,17 @@ def _parser() -> argparse.ArgumentParser:
     for name, of_training in DECIDED.items():
         parser.add_argument(f"--{name}", nargs="+", default=[of_training])
     parser.add_argument("--hidden-dropout", type=float, default=0.1)
-    parser.add_argument("--main-grads-dtype", default="fp32")
+    parser.add_argument("--main-grads-dtype", default="fp32", choices=("fp32", "bf16"))
+    for name, default in OF_STATE.items():
+        types = ("fp32", "fp16") if name == "main-params-dtype" else ("fp32", "fp16", "bf16", "fp8")
+        parser.add_argument(f"--{name}", default=default, choices=types)
+    parser.add_argument("--fp8-format", dest="fp8", choices=("e4m3", "hybrid"))
+    parser.add_argument("--fp8-recipe", default="delayed")
+    for where in ("start", "end"):
+        parser.add_argument(f"--num-layers-at-{where}-in-bf16", type=int, default=1)
     parser.add_argument("--optimizer", default="adam")
     for name in ("group-query-attention", "swiglu", "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer",
-                 "use-precision-aware-optimizer", "untie-embeddings-and-output-weights"):  # fmt: skip
+                 "use-precision-aware-optimizer", "untie-embeddings-and-output-weights", "fp8-param-gather",
+                 "first-last-layers-bf16"):  # fmt: skip
         parser.add_argument(f"--{name}", action="store_true")
     return parser

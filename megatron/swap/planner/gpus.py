@@ -22,6 +22,9 @@ class Gpu:
         peak_tflops: dense bf16 TFLOP/s of the data sheet.
         cuda_name: the device name that CUDA reports.
         is_link_shared: the GPUs of a host share what the host can copy.
+        fp8_tflops: TFLOP/s of linear layers in FP8; 0: it has no FP8.
+        fp8_recipes: recipes that TransformerEngine supports on it and that ``planner/fp8.py`` covers.
+        num_fp8_layouts: copies of an FP8 weight: 2 where a product needs its transpose, too.
     """
 
     name: str
@@ -36,15 +39,25 @@ class Gpu:
     peak_tflops: float
     cuda_name: str
     is_link_shared: bool = True
+    fp8_tflops: float = 0.0
+    fp8_recipes: tuple[str, ...] = ()
+    num_fp8_layouts: int = 2
 
     def for_width(self, hidden_size: int) -> Gpu:
         """Return this GPU with the speed of linear layers that it has at this hidden size.
 
         Products over fewer than ``WIDE`` values do not fill its units. The form is that of a fixed cost beside each
-        product; its size was fitted to one unswapped run, of 2,048 (docs/results/h200-plan-points.json).
+        product; its size was fitted to one unswapped run, of 2,048 (docs/results/h200-plan-points.json). Beside a
+        product in FP8, which takes half the time, the same cost counts twice.
         """
         width = min(hidden_size, WIDE)
-        return replace(self, tflops=self.tflops * width / (width + NARROW) * (WIDE + NARROW) / WIDE)
+
+        def slower(cost: int) -> float:
+            return width / (width + cost) * (WIDE + cost) / WIDE
+
+        return replace(
+            self, tflops=self.tflops * slower(NARROW), fp8_tflops=self.fp8_tflops * slower(int(FP8_SPEED * NARROW))
+        )
 
     def beside(self, per_host: int) -> Gpu:
         """Return this GPU with the link speeds that it has while ``per_host`` GPUs of one host copy, itself included.
@@ -70,9 +83,18 @@ in attention, of its memory bandwidth in elementwise kernels and in the optimize
 that in each of both directions. An H200 reached 0.69, 0.59, 0.71, 0.48, 0.88 and 0.89."""
 
 
+FP8_SPEED = 2
+"""Dense FP8 TFLOP/s over dense bf16 TFLOP/s in the data sheet of every GPU of the table that has FP8 (H100 and H200:
+1,979 and 989). Linear layers are assumed to reach the same fraction of both."""
+ADA: tuple[str, ...] = ("tensorwise", "delayed")
+HOPPER: tuple[str, ...] = (*ADA, "blockwise")
+"""FP8 recipes by generation (TransformerEngine 2.20.2). Blackwell computes ``blockwise`` by another format, MXFP8, so
+it is not covered there."""
+
+
 def _sheet(
     name: str, peak_tflops: float, memory_gb_s: float, memory_gib: float, link_gb_s: float, cuda_name: str,
-    both_ways: float = BOTH_WAYS, is_link_shared: bool = True,
+    both_ways: float = BOTH_WAYS, is_link_shared: bool = True, fp8: tuple[str, ...] = (), num_fp8_layouts: int = 2,
 ) -> Gpu:  # fmt: skip
     """Return a GPU with the figures of its data sheet. ``link_gb_s``: its link in one direction."""
     return Gpu(
@@ -80,7 +102,7 @@ def _sheet(
         memory_gib, LINK * link_gb_s, LINK * both_ways * link_gb_s,
         f"data sheet: {TFLOPS:g} of its dense bf16 TFLOP/s, {BANDWIDTH:g} of its memory's speed, {LINK:g} of its "
         "link's; not measured",
-        peak_tflops, cuda_name, is_link_shared,
+        peak_tflops, cuda_name, is_link_shared, FP8_SPEED * TFLOPS * peak_tflops if fp8 else 0.0, fp8, num_fp8_layouts,
     )  # fmt: skip
 
 
@@ -93,17 +115,18 @@ for the two GPUs: 128 GB/s each way."""
 
 GPUS = {
     "h200": Gpu("NVIDIA H200", 681, 588, 3400, 2300, 139.8, 55.3, 49, "measured on one H200 (docs/results)", 989,
-                "NVIDIA H200"),
-    "h100": _sheet("NVIDIA H100 SXM", 989, 3350, 79.1, PCIE5, "NVIDIA H100 80GB HBM3"),
-    "h100-pcie": _sheet("NVIDIA H100 PCIe", 756, 2000, 79.1, PCIE5, "NVIDIA H100 PCIe"),
-    "h100-nvl": _sheet("NVIDIA H100 NVL", 835, 3900, 93.1, PCIE5, "NVIDIA H100 NVL"),
-    "b200": _sheet("NVIDIA B200", 2250, 8000, 178.0, PCIE5, "NVIDIA B200"),
-    "gb200": _sheet("NVIDIA GB200", 2500, 8000, 184.0, C2C, "NVIDIA GB200", 128 / (LINK * C2C), is_link_shared=False),
+                "NVIDIA H200", fp8_tflops=FP8_SPEED * 681, fp8_recipes=HOPPER),
+    "h100": _sheet("NVIDIA H100 SXM", 989, 3350, 79.1, PCIE5, "NVIDIA H100 80GB HBM3", fp8=HOPPER),
+    "h100-pcie": _sheet("NVIDIA H100 PCIe", 756, 2000, 79.1, PCIE5, "NVIDIA H100 PCIe", fp8=HOPPER),
+    "h100-nvl": _sheet("NVIDIA H100 NVL", 835, 3900, 93.1, PCIE5, "NVIDIA H100 NVL", fp8=HOPPER),
+    "b200": _sheet("NVIDIA B200", 2250, 8000, 178.0, PCIE5, "NVIDIA B200", fp8=ADA, num_fp8_layouts=1),
+    "gb200": _sheet("NVIDIA GB200", 2500, 8000, 184.0, C2C, "NVIDIA GB200", 128 / (LINK * C2C), is_link_shared=False,
+                    fp8=ADA, num_fp8_layouts=1),
     "a100-80": _sheet("NVIDIA A100 80 GB SXM", 312, 2039, 79.1, PCIE4, "NVIDIA A100-SXM4-80GB"),
     "a100-40": _sheet("NVIDIA A100 40 GB SXM", 312, 1555, 39.4, PCIE4, "NVIDIA A100-SXM4-40GB"),
-    "l40s": _sheet("NVIDIA L40S", 362, 864, 44.4, PCIE4, "NVIDIA L40S"),
-    "rtx4090": _sheet("NVIDIA GeForce RTX 4090", 165, 1008, 23.5, PCIE4, "NVIDIA GeForce RTX 4090"),
-    "rtx5090": _sheet("NVIDIA GeForce RTX 5090", 209.5, 1792, 31.3, PCIE5, "NVIDIA GeForce RTX 5090"),
+    "l40s": _sheet("NVIDIA L40S", 362, 864, 44.4, PCIE4, "NVIDIA L40S", fp8=ADA),
+    "rtx4090": _sheet("NVIDIA GeForce RTX 4090", 165, 1008, 23.5, PCIE4, "NVIDIA GeForce RTX 4090", fp8=ADA),
+    "rtx5090": _sheet("NVIDIA GeForce RTX 5090", 209.5, 1792, 31.3, PCIE5, "NVIDIA GeForce RTX 5090", fp8=ADA),
 }
 """GPUs by their name on the command line. Link speeds are those of one GPU alone (``Gpu.beside``).
 

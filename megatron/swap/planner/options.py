@@ -9,9 +9,10 @@ from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import LAYER_SECTION, Infeasible, Plan, PlanClass
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.planner.flags import Training
+from megatron.swap.planner.fp8 import fp8_params, with_fp8_weights
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.profile import Profile
-from megatron.swap.planner.shape import BYTES, params_of_rank, shape_profile, with_megatrons_loss
+from megatron.swap.planner.shape import BYTES, chunks_of, params_of_rank, shape_profile, with_megatrons_loss
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import Solution, empty_plan, written_budget
 from megatron.swap.planner.state_fraction import solve_fractions, with_fraction
@@ -76,6 +77,18 @@ class Option:
         return self.profile if fraction is None else with_fraction(self.profile, fraction)
 
 
+def states_on(training: Training, gpu: Gpu, pipeline_rank: int = 0) -> States:
+    """Return the storage of a rank's weights, gradients and state on ``gpu``, with the FP8 copies of its weights.
+
+    Raises:
+        UsageError: the layers do not divide into the stages.
+    """
+    model, states = training.model, training.states
+    num_fp8 = fp8_params(model, tuple(layer for chunk in chunks_of(model, pipeline_rank) for layer in chunk))
+    params = params_of_rank(model, training.tied, pipeline_rank)
+    return with_fp8_weights(states, gpu, num_fp8, params)
+
+
 def of_training(
     training: Training, gpu: Gpu, budget_gib: float, host_gib: float | None, pipeline_rank: int = 0,
     disk_dir: str = "/tmp", link_gb_s: float | None = None,
@@ -97,13 +110,16 @@ def of_training(
     if link_gb_s is not None:
         gpu = replace(gpu, link_gb_s=link_gb_s, link_both_gb_s=link_gb_s)
     params = params_of_rank(training.model, training.tied, pipeline_rank)
+    training = replace(training, states=states_on(training, gpu, pipeline_rank))
     kept = replace(training.states, offload_fraction=0.0, is_auto=False)
     state_gib = kept.state_gib(params)
 
-    def profile_of(states: States, room_gib: float | None, on_disk_gib: float = 0.0) -> Profile:
+    def profile_of(
+        states: States, room_gib: float | None, on_disk_gib: float = 0.0, is_megatrons: bool = False
+    ) -> Profile:
         return shape_profile(
             training.model, gpu, training.num_micro_batches, tied=training.tied, states=states,
-            pipeline_rank=pipeline_rank, host_gib=room_gib, state_on_disk_gib=on_disk_gib,
+            pipeline_rank=pipeline_rank, host_gib=room_gib, state_on_disk_gib=on_disk_gib, is_megatrons=is_megatrons,
         )  # fmt: skip
 
     def offloading(disk_gib: float) -> tuple[States, Profile]:
@@ -125,8 +141,11 @@ def of_training(
         return states, profile_of(states, room_gib, on_disk_gib)
 
     gradients_gib = BYTES * params / GIB
-    found = without_planner(with_megatrons_loss(profile_of(kept, None)), budget_gib, kept, gradients_gib)
+    alone = with_megatrons_loss(profile_of(kept, None, is_megatrons=True))
+    found = without_planner(alone, budget_gib, kept, gradients_gib)
     found.append(_planned(PLANNED, (), profile_of(kept, host_gib), budget_gib, host_gib, kept))
+    if training.state_stays is not None:
+        return found
     fraction = "auto" if not training.offloads or training.states.is_auto else f"{training.states.offload_fraction:g}"
     flags: tuple[str, ...] = ("--swap-optimizer", fraction)
     for name, disk_gib in ((STATE, 0.0), (DISK, training.disk_gib or float("inf"))):

@@ -1,15 +1,25 @@
 """Estimates a profile from a model's shape and a GPU's figures: FLOPs and bytes of every kernel of a dense layer.
 
-The formulas are those of TransformerEngine layers (rotary positions, fused attention, bf16). Sites and sizes were
-checked against traces, and memory byte for byte against measured peaks (docs/dev/planner.md).
+The formulas are those of TransformerEngine layers (rotary positions, fused attention, linear layers in bf16 or FP8).
+In bf16, sites and sizes were checked against traces, and memory byte for byte against measured peaks
+(docs/dev/planner.md).
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
-from megatron.swap.common.plan import Model
+from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.types import GIB, LOSS_ROWS, MIB, UsageError
+from megatron.swap.planner.fp8 import (
+    check_gpu,
+    fp8_params,
+    linear_params,
+    moved_bytes,
+    quantize_weights_ms,
+    saved_sites,
+)
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.profile import (
     Device,
@@ -29,6 +39,7 @@ BYTES = 2
 """Bytes of one bf16 value."""
 WORKSPACE_GIB = 0.096
 """Measured memory of libraries besides weights, gradients and optimizer state."""
+FP8_SOURCE = "; FP8 by arithmetic, not measured"
 OPTIMIZER_BYTES_PER_PARAM = 38
 """Bytes per parameter that an Adam step, the gradient norm and clearing gradients read and write."""
 
@@ -49,6 +60,10 @@ class Kernel:
     weight_gradient: float = 0.0
     """Bytes of its weight's bf16 gradient, which is added to an fp32 buffer."""
     is_attention: bool = False
+    is_fp8: bool = False
+    quantized_bytes: float = 0.0
+    """Bytes that quantizing the input reads and writes in forward; ``gradient_quantized_bytes``: in backward."""
+    gradient_quantized_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,7 @@ def kernels(model: Model) -> list[Kernel]:
     weights = wide / size.tokens  # bytes of a weight's gradient, per byte of its other side
     context, core = "self_attention.core_attention.fused_attention", 2 * size.tokens * model.seq_length / BYTES
     qkv = query + 2 * key
-    return [
+    steps = [
         Kernel("qkv", per_byte * qkv, 2 * hidden + qkv,
                (("self_attention.linear_qkv/0", size.sharded), ("self_attention.linear_qkv/1", size.sharded)),
                gradients=2 * hidden + qkv + weights * qkv, weight_gradient=weights * qkv),
@@ -127,6 +142,24 @@ def kernels(model: Model) -> list[Kernel]:
                weight_gradient=weights * size.activation),
         Kernel("residual", 0, 3 * size.sharded, backward_bytes=0.4, gradients=hidden),
     ]  # fmt: skip
+    if model.fp8_recipe is None:
+        return steps
+    recipe = model.fp8_recipe
+    linears = {
+        "qkv": (hidden, qkv, saved_sites(recipe, "self_attention.linear_qkv", size.sharded, size.sharded)),
+        "proj": (query, hidden, saved_sites(recipe, "self_attention.linear_proj", query)),
+        "fc1": (hidden, size.fc1, saved_sites(recipe, "mlp.linear_fc1", size.sharded, size.sharded)),
+        "fc2": (size.activation, hidden, saved_sites(recipe, "mlp.linear_fc2", size.activation)),
+    }  # bytes of input and output in bf16, and the sites
+    for index, step in enumerate(steps):
+        if step.name in linears:
+            inputs, outputs, saves = linears[step.name]
+            steps[index] = replace(
+                step, saves=saves, is_fp8=True, quantized_bytes=moved_bytes(recipe, inputs),
+                gradient_quantized_bytes=moved_bytes(recipe, outputs),
+                gradients=step.gradients + outputs,  # the output's gradient in FP8, in two layouts
+            )  # fmt: skip
+    return steps
 
 
 # Sites that a later kernel than the saving one reads too: attention and proj share the context, which is saved once.
@@ -139,23 +172,45 @@ RECOMPUTE_INPUTS = {
     "mlp/0": ("mlp.linear_fc1/0",),
 }
 """Sites that one elementwise kernel or linear recomputes, and the sites it reads, which may be recomputed too."""
+FP8_RECOMPUTE_INPUTS = {
+    "self_attention.linear_qkv/1": ("self_attention.linear_qkv/0",),
+    "self_attention.linear_proj/0": ("self_attention.core_attention.fused_attention/3",),
+    "mlp.linear_fc1/1": ("mlp.linear_fc1/0",),
+    "mlp.linear_fc2/0": ("mlp/0",),
+    "mlp/0": ("mlp.linear_fc1/0",),
+}
+"""The same in FP8 layers. All but linear_fc1's output are quantized again."""
+FP8_RECOMPUTED: frozenset[str] = frozenset()
+"""The sites of ``FP8_RECOMPUTE_INPUTS``, and the sections, that the engine can recompute in FP8: none yet."""
+ONLY_QUANTIZED = frozenset({"self_attention.linear_proj/0"})
+"""Quantized sites without a kernel before the quantization: what they are made from is saved in bf16."""
 LINEAR_OUTPUTS = {"mlp/0": "fc1"}
 """Recomputable outputs of linear layers. With sequence parallelism they are not recomputed, because the linear gathers
 its input from other ranks."""
 
 
 def _forward_ms(step: Kernel, gpu: Gpu) -> float:
-    tflops = gpu.attention_tflops if step.is_attention else gpu.tflops
-    return step.flops / (tflops * 1e9) + step.num_bytes / (gpu.memory_gb_s * 1e6)
+    tflops = gpu.attention_tflops if step.is_attention else gpu.fp8_tflops if step.is_fp8 else gpu.tflops
+    return step.flops / (tflops * 1e9) + (step.num_bytes + step.quantized_bytes) / (gpu.memory_gb_s * 1e6)
 
 
 def _backward_ms(step: Kernel, gpu: Gpu) -> float:
     num_bytes = step.num_bytes * step.backward_bytes + step.weight_gradient * (BYTES + 8) / BYTES
-    return _forward_ms(replace(step, flops=step.flops * step.backward_flops, num_bytes=num_bytes), gpu)
+    backward = replace(
+        step, flops=step.flops * step.backward_flops, num_bytes=num_bytes, quantized_bytes=step.gradient_quantized_bytes
+    )
+    return _forward_ms(backward, gpu)
 
 
-def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: bool = False) -> LayerClass:
-    """Return a class of equal layers. ``is_input_held``: there are other references to their input."""
+def layer_class(
+    model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: bool = False, is_megatrons: bool = False
+) -> LayerClass:
+    """Return a class of equal layers.
+
+    Args:
+        is_input_held: there are other references to their input.
+        is_megatrons: Megatron alone trains. It can recompute whole layers in FP8, which no plan can.
+    """
     steps = kernels(model)
     saved_at: dict[str, float] = {}
     needed_at: dict[str, float] = {}
@@ -172,23 +227,30 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: 
     for step in reversed(steps):
         temporaries.append((now, step.gradients / MIB))
         for site, kernel in FIRST_NEEDED_BY.items():
-            if kernel == step.name:
+            if kernel == step.name and not step.is_fp8:  # in FP8 proj saves its own copy
                 first_needed[site] = now
         for site, _ in step.saves:
             needed_at[site] = first_needed.get(site, now)
         now += _backward_ms(step, gpu)
         done_at.update((site, now) for site, _ in step.saves)
-    costs = _recompute_ms(model, gpu, sizes)
+    costs = _recompute_ms(model, gpu, sizes) if model.fp8_recipe is None else _fp8_recompute_ms(model, gpu, sizes)
+    inputs = RECOMPUTE_INPUTS if model.fp8_recipe is None else FP8_RECOMPUTE_INPUTS
     sites = tuple(
         SiteProfile(
             site, sizes[site] / MIB, saved_at[site], needed_at[site], done_at[site],
-            recompute_ms=costs.get(site), recompute_needs=RECOMPUTE_INPUTS[site] if site in costs else (),
+            recompute_ms=costs.get(site), recompute_needs=inputs[site] if site in costs else (),
             is_ineligible=is_input_held and site == "self_attention.linear_qkv/0",
         )
         for site in sizes
     )  # fmt: skip
-    peak_mib = 2 * _sizes(model).hidden / MIB
+    size = _sizes(model)
+    peak_mib = 2 * size.hidden / MIB
+    if model.fp8_recipe is not None:  # linear_fc2 holds its bf16 input, which is not saved, and both its FP8 layouts
+        peak_mib = max(peak_mib, (size.hidden + 1.5 * size.activation) / MIB)
     sections = _sections(model, gpu, sites, peak_mib)
+    if model.fp8_recipe is not None:
+        allowed = {*FP8_RECOMPUTED, LAYER_SECTION} if is_megatrons else FP8_RECOMPUTED
+        sections = tuple(part for part in sections if part.name in allowed)
     return LayerClass(layers, forward_ms, now, sites, sections, tuple(temporaries), peak_mib)
 
 
@@ -200,8 +262,23 @@ def kernel_ms(model: Model, gpu: Gpu) -> dict[str, float]:
     return times
 
 
+def _fp8_recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, float]:
+    """Return the time to recompute each site of an FP8 layer that the engine can recompute, in ms."""
+    assert model.fp8_recipe is not None
+    costs, times = {}, kernel_ms(model, gpu)
+    for site in FP8_RECOMPUTED & FP8_RECOMPUTE_INPUTS.keys():
+        if site in LINEAR_OUTPUTS:
+            if not model.sequence_parallel:
+                costs[site] = times[LINEAR_OUTPUTS[site]]
+            continue
+        in_bf16 = BYTES * sizes[site]  # a quantized value has one byte
+        made = 0.0 if site in ONLY_QUANTIZED else in_bf16 + sum(sizes[need] for need in FP8_RECOMPUTE_INPUTS[site])
+        costs[site] = (made + moved_bytes(model.fp8_recipe, in_bf16)) / (gpu.memory_gb_s * 1e6)
+    return costs
+
+
 def _recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, float]:
-    """Return the time to recompute each site, in ms."""
+    """Return the time to recompute each site of a bf16 layer, in ms."""
     times = kernel_ms(model, gpu)
     costs = {}
     for site, needs in RECOMPUTE_INPUTS.items():
@@ -221,20 +298,33 @@ def _sections(model: Model, gpu: Gpu, sites: tuple[SiteProfile, ...], peak_mib: 
     times = kernel_ms(model, gpu)
     names = [site.site for site in sites]
     qkv = tuple(f"self_attention.core_attention.fused_attention/{i}" for i in range(3))
-    whole = Section("layer", tuple(names[1:]), (names[0],), sum(times.values()), peak_mib)
+    whole = Section(LAYER_SECTION, tuple(names[1:]), (names[0],), sum(times.values()), peak_mib)
     if model.sequence_parallel:
         return (whole,)
     intermediates_mib = sum(site.mib for site in sites if site.site in qkv)
     return Section("qkv", qkv, (names[0],), times["qkv"] + times["rotary"], intermediates_mib), whole
 
 
+def chunks_of(model: Model, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of each virtual stage of a pipeline stage.
+
+    Raises:
+        UsageError: the layers do not divide into the stages.
+    """
+    stages, virtual = model.pipeline_parallel, model.num_virtual_stages
+    if model.num_layers % (stages * virtual):
+        raise UsageError(f"{model.num_layers} layers do not divide into {stages} x {virtual} pipeline stages.")
+    deep = model.num_layers // (stages * virtual)
+    return tuple(
+        tuple(range((stage * stages + pipeline_rank) * deep, (stage * stages + pipeline_rank + 1) * deep))
+        for stage in range(virtual)
+    )
+
+
 def num_params(model: Model, tied: bool) -> tuple[float, float]:
     """Return the parameters of one layer, and those of embedding, final norm and output layer, over all ranks."""
-    head = model.head_size or model.hidden_size // model.num_attention_heads
     wide = model.hidden_size
-    attention = wide * head * (2 * model.num_attention_heads + 2 * model.num_query_groups)
-    mlp = wide * model.ffn_hidden_size * (3 if model.gated else 2)
-    return attention + mlp + 2 * wide, wide * model.padded_vocab_size * (1 if tied else 2) + wide
+    return linear_params(model) + 2 * wide, wide * model.padded_vocab_size * (1 if tied else 2) + wide
 
 
 def params_of_rank(model: Model, tied: bool, pipeline_rank: int = 0) -> float:
@@ -256,6 +346,7 @@ def shape_profile(
     pipeline_rank: int = 0,
     host_gib: float | None = None,
     state_on_disk_gib: float = 0.0,
+    is_megatrons: bool = False,
 ) -> Profile:
     """Estimate the profile of ``model`` on ``gpu``.
 
@@ -264,37 +355,38 @@ def shape_profile(
         states: storage of weights, gradients and optimizer state.
         host_gib: limit of host memory for activations; ``None``: no limit.
         state_on_disk_gib: the part of the offloaded state that host memory has no room for.
+        is_megatrons: as in ``layer_class``.
 
     Raises:
-        UsageError: the layers do not divide into the stages, or the formulas do not cover the model.
+        UsageError: the layers do not divide into the stages, the formulas do not cover the model, or the GPU has no
+            FP8.
     """
+    check_gpu(model, gpu)
     gpu = gpu.for_width(model.hidden_size)
-    stages, virtual = model.pipeline_parallel, model.num_virtual_stages
-    if model.num_layers % (stages * virtual):
-        raise UsageError(f"{model.num_layers} layers do not divide into {stages} x {virtual} pipeline stages.")
-    deep = model.num_layers // (stages * virtual)
-    chunks = tuple(
-        tuple(range((stage * stages + pipeline_rank) * deep, (stage * stages + pipeline_rank + 1) * deep))
-        for stage in range(virtual)
-    )
+    stages = model.pipeline_parallel
+    chunks = chunks_of(model, pipeline_rank)
     here = [layer for chunk in chunks for layer in chunk]
     heads = {chunk[0] for chunk in chunks}  # the pipeline schedule holds a stage's input
-    classes = [layer_class(model, gpu, tuple(sorted(heads)), is_input_held=True)]
-    inner = tuple(layer for layer in here if layer not in heads)
-    if inner:
-        classes.append(layer_class(model, gpu, inner))
+    in_bf16, classes = set(model.bf16_layers), []
+    for is_head, is_bf16 in itertools.product((True, False), repeat=2):
+        alike = tuple(layer for layer in here if (layer in heads) is is_head and (layer in in_bf16) is is_bf16)
+        if alike:
+            of_layer = replace(model, fp8_recipe=None) if is_bf16 else model
+            classes.append(layer_class(of_layer, gpu, alike, is_head, is_megatrons))
 
     has_input, has_loss = pipeline_rank == 0, pipeline_rank == stages - 1
     params = params_of_rank(model, tied, pipeline_rank)
     layers_ms = sum(len(entry.layers) * (entry.forward_ms + entry.backward_ms) for entry in classes)
     optimizer_ms = params * OPTIMIZER_BYTES_PER_PARAM / (gpu.optimizer_gb_s * 1e6)
+    if model.fp8_recipe is not None:
+        optimizer_ms += quantize_weights_ms(model.fp8_recipe, gpu, fp8_params(model, tuple(here)))
     fraction, disk_ms = states.offload_fraction, state_on_disk_gib * DISK_MS_PER_GIB
     optimizer_ms += max(states.copy_ms(params, gpu.link_both_gb_s), disk_ms)
     state = OffloadedState(
         states.state_gib(params), fraction, 0.0, state_on_disk_gib, disk_ms, is_fixed=not states.is_auto
     )
     return Profile(
-        source=f"arithmetic; {gpu.source}",
+        source=f"arithmetic; {gpu.source}{FP8_SOURCE if model.fp8_recipe else ''}",
         model=model,
         device=Device(gpu.name, gpu.memory_gib),
         link=Link(gpu.link_gb_s, gpu.link_gb_s, gpu.link_both_gb_s, gpu.link_both_gb_s),

@@ -83,6 +83,8 @@ class States:
         offload_fraction: fraction of the state that is offloaded to host memory (``--swap-optimizer``).
         is_auto: the planner decides how much is offloaded, at most ``offload_fraction``.
         weight_bytes: bytes of one weight: 2 in bf16, or 4 in fp32, where weights are the main values.
+        has_fp8_weights: linear layers in FP8 have no weights in bf16 (``--fp8-param-gather``).
+        fp8_bytes: bytes that FP8 adds to the average weight of a rank; below 0 if it saves some.
     """
 
     gradient_bytes: int = 4
@@ -91,6 +93,8 @@ class States:
     offload_fraction: float = 0.0
     is_auto: bool = False
     weight_bytes: int = 2
+    has_fp8_weights: bool = False
+    fp8_bytes: float = 0.0
 
     @property
     def param_bytes(self) -> int:
@@ -99,7 +103,7 @@ class States:
 
     def weights_gib(self, num_params: float) -> float:
         """Return the weights of ``num_params`` parameters on a rank, in GiB."""
-        return num_params * self.weight_bytes / GIB
+        return num_params * (self.weight_bytes + self.fp8_bytes) / GIB
 
     def gradients_gib(self, num_params: float) -> float:
         return num_params * self.gradient_bytes / GIB

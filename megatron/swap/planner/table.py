@@ -89,7 +89,8 @@ def memory_table(
     libraries_gib = profile.static_gib - states.device_gib(num_params)
     activations_gib = prediction.peak_gib - profile.static_gib - profile.fragments_gib
     predicted: dict[str, tuple[tuple[float, ...], str]] = {
-        "weights": ((states.weights_gib(num_params), 0, 0), f"{num_params / 1e9:.2f} billion on this rank"),
+        "weights": ((states.weights_gib(num_params), 0, 0),
+                    f"{num_params / 1e9:.2f} billion on this rank{'; FP8 and its caches' if states.fp8_bytes else ''}"),
         "gradients": ((states.gradients_gib(num_params), 0, 0), ""),
         "optimizer": ((states.state_gib(num_params) - offloaded_gib, split.state_in_host, split.state_on_disk),
                       _offload_note(states)),

@@ -66,7 +66,7 @@ def test_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, fla
         *((f"--gpu h200 -- {FLAGS} --swap-host-gib {given}", f"--swap-host-gib {given}: a number is expected")
           for given in ("lots", "nan", "inf", "0", "-1")),
         *((f"--gpu h200 -- {FLAGS} {flags}", f"{flags}: its memory and time are not known without a measurement")
-          for flags in ("--optimizer sgd", "--fp8-format=hybrid")),
+          for flags in ("--optimizer sgd", "--fp4-format=e2m1", "--fp8-output-proj")),
         *((f"--gpu h200 -- {FLAGS} {flags} --bf16", f"error: {flags} is not needed. Leave it out: the table has a row")
           for flags in ("--recompute-granularity full", "--recompute-granularity selective",
                         "--recompute-granularity=full", "--recompute-activations")),

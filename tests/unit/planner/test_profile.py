@@ -228,7 +228,7 @@ class TestShapes:
             padded_vocab_size=None, make_vocab_size_divisible_by=128, transformer_impl="transformer_engine", bf16=True,
             fp16=False, swiglu=True, num_experts=None, tensor_model_parallel_size=2, sequence_parallel=False,
             pipeline_model_parallel_size=1, virtual_pipeline_model_parallel_size=None, context_parallel_size=1,
-            expert_model_parallel_size=1,
+            expert_model_parallel_size=1, fp8=None,
         )  # fmt: skip
         assert model_of(parsed) == raw
         assert raw.padded_vocab_size == 32000

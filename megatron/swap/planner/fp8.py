@@ -1,0 +1,100 @@
+"""FP8 layers: the bytes that quantization moves, the tensors that are saved, and the copies of weights.
+
+Read from TransformerEngine 2.20.2 (``module/layernorm_linear.py``, ``module/linear.py``, ``tensor/storage/``). Linear
+layers quantize three tensors: their input, their weight, and the gradient of their output. Each is quantized in two
+layouts, since the product of each direction reads another one. Backward needs the input in the second layout alone, so
+that is what autograd saves, in place of the bf16 input. Norms, attention, the activation function, residuals and the
+output layer compute in bf16 and save bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.swap.common.plan import Model
+from megatron.swap.common.types import UsageError
+from megatron.swap.planner.gpus import GPUS, Gpu
+from megatron.swap.planner.states import States
+
+RECIPES = ("tensorwise", "delayed", "blockwise")
+"""The FP8 recipes that the formulas cover."""
+NUM_READS = {"tensorwise": 2, "delayed": 1, "blockwise": 1}
+"""How often quantization reads its input. ``tensorwise`` reads it once more, for the scale."""
+BLOCK = 128
+"""Values with a scale of their own, in fp32, under the recipe ``blockwise``."""
+BF16, FP32 = 2, 4
+"""Bytes of one value."""
+
+
+def check_gpu(model: Model, gpu: Gpu) -> None:
+    """Refuse a model with FP8 layers on a GPU that has no FP8, or that computes the recipe otherwise.
+
+    Raises:
+        UsageError: names the recipe and the GPUs that have it.
+    """
+    if model.fp8_recipe is None or model.fp8_recipe in gpu.fp8_recipes:
+        return
+    others = [name for name, one in GPUS.items() if model.fp8_recipe in one.fp8_recipes]
+    if gpu.fp8_recipes:
+        raise UsageError(
+            f"--fp8-recipe {model.fp8_recipe}: is not known on {gpu.name}. Known there: "
+            f"{', '.join(gpu.fp8_recipes)}. GPUs with {model.fp8_recipe}: {', '.join(others)}."
+        )
+    raise UsageError(
+        f"--fp8-format: {gpu.name} has no FP8 in the table. Leave it out, or choose one of {', '.join(others)}."
+    )
+
+
+def moved_bytes(recipe: str, bf16_bytes: float) -> float:
+    """Return the bytes that quantizing a bf16 tensor in both layouts reads and writes."""
+    return bf16_bytes * NUM_READS[recipe] + 2 * bf16_bytes / BF16
+
+
+def saved_sites(
+    recipe: str, path: str, quantized: float, norm_input: float | None = None
+) -> tuple[tuple[str, float], ...]:
+    """Return the sites of a linear layer, in the order in which it saves them, and their bytes.
+
+    Args:
+        quantized: bytes of the input that is quantized, in bf16. Its scales follow it. They are a site of their own
+            under ``blockwise``; one scale for a whole tensor is too small to count.
+        norm_input: bytes of the norm's input, which a layer with a norm saves first, in bf16.
+    """
+    num_values = quantized / BF16
+    sizes = [num_values, FP32 * num_values / BLOCK] if recipe == "blockwise" else [num_values]
+    if norm_input is not None:
+        sizes.insert(0, norm_input)
+    return tuple((f"{path}/{ordinal}", size) for ordinal, size in enumerate(sizes))
+
+
+def linear_params(model: Model) -> float:
+    """Return the weights of one layer's linear layers, over all ranks."""
+    head = model.head_size or model.hidden_size // model.num_attention_heads
+    attention = head * (2 * model.num_attention_heads + 2 * model.num_query_groups)
+    return model.hidden_size * (attention + model.ffn_hidden_size * (3 if model.gated else 2))
+
+
+def fp8_params(model: Model, layers: tuple[int, ...]) -> float:
+    """Return the weights in FP8 that one rank of a pipeline stage has.
+
+    Args:
+        layers: those of the stage.
+    """
+    if model.fp8_recipe is None:
+        return 0.0
+    return linear_params(model) * len(set(layers) - set(model.bf16_layers)) / model.tensor_parallel
+
+
+def with_fp8_weights(states: States, gpu: Gpu, num_fp8: float, num_params: float) -> States:
+    """Return ``states`` with the FP8 copies of weights, which a step keeps for all its micro-batches.
+
+    Args:
+        num_fp8: weights of linear layers in FP8, of ``num_params`` weights.
+    """
+    saved = states.weight_bytes if states.has_fp8_weights else 0
+    return replace(states, fp8_bytes=(gpu.num_fp8_layouts - saved) * num_fp8 / num_params)
+
+
+def quantize_weights_ms(recipe: str, gpu: Gpu, num_fp8: float) -> float:
+    """Return the time in which a step quantizes its weights once, in ms."""
+    return moved_bytes(recipe, BF16 * num_fp8) / (gpu.memory_gb_s * 1e6)

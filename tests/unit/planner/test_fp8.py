@@ -1,0 +1,258 @@
+"""FP8 layers: what they save, how long they take, and the memory of their weights. TransformerEngine is not needed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.swap.common.plan import Model, check_model, load_plan, save_plan
+from megatron.swap.common.types import GIB, MIB, UsageError
+from megatron.swap.planner import shape
+from megatron.swap.planner.flags import model_of, read_flags, state_bytes_of
+from megatron.swap.planner.gpus import GPUS, find_gpu
+from megatron.swap.planner.options import DISK, FULL, PLANNED, STATE, of_training, states_on
+from megatron.swap.planner.profile import LayerClass, Profile
+from megatron.swap.planner.shape import shape_profile
+from megatron.swap.planner.simulate import simulate
+from megatron.swap.planner.solve import empty_plan, solve
+
+H, FFN, KV, TOKENS, LAYERS = 4096, 14336, 1024, 8192, 14
+FLAGS = (
+    f"--num-layers {LAYERS} --hidden-size {H} --ffn-hidden-size {FFN} --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --vocab-size 128256 --swiglu --bf16 --seq-length 8192 "
+    "--micro-batch-size 1 --global-batch-size 4 --untie-embeddings-and-output-weights --use-distributed-optimizer"
+)
+"""14 layers of the 8B: 4.1 billion parameters."""
+FP8 = "--fp8-format hybrid --fp8-recipe"
+H200 = find_gpu("h200")
+IN_FP8 = {
+    "self_attention.linear_qkv/1": H, "self_attention.linear_proj/0": H, "mlp.linear_fc1/1": H, "mlp.linear_fc2/0": FFN,
+}  # fmt: skip
+"""Values of a token that are saved in 8 bits."""
+IN_BF16 = {
+    "self_attention.linear_qkv/0": H, "self_attention.core_attention.fused_attention/0": H,
+    "self_attention.core_attention.fused_attention/1": KV, "self_attention.core_attention.fused_attention/2": KV,
+    "self_attention.core_attention.fused_attention/3": H, "mlp.linear_fc1/0": H, "mlp/0": 2 * FFN,
+}  # fmt: skip
+ATTENTION = {"self_attention.core_attention.fused_attention/6": 32 * 4}
+"""Bytes of a token: the log-sum-exp of attention, in fp32."""
+
+
+def profile_of(more: str = "", gpu: str = "h200", flags: str = FLAGS) -> Profile:
+    training, found = read_flags(f"{flags} {more}".split()), find_gpu(gpu)
+    return shape_profile(
+        training.model, found, training.num_micro_batches, tied=training.tied, states=states_on(training, found)
+    )
+
+
+def inner(profile: Profile) -> LayerClass:
+    return profile.layers[-1]
+
+
+def token_bytes(entry: LayerClass) -> dict[str, float]:
+    return {site.site: site.mib * MIB / TOKENS for site in entry.sites}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_inputs_of_linear_layers_are_saved_in_8_bits_and_all_else_in_bf16(recipe: str) -> None:
+    """Arithmetic of its own: the tables above are read from TransformerEngine's modules."""
+    expected = IN_FP8 | {site: 2 * num for site, num in IN_BF16.items()} | ATTENTION
+    assert token_bytes(inner(profile_of(f"{FP8} {recipe}"))) == pytest.approx(expected)
+
+
+def test_block_scales_are_sites_of_their_own() -> None:
+    expected = IN_FP8 | {site: 2 * num for site, num in IN_BF16.items()} | ATTENTION
+    for site, num in IN_FP8.items():
+        path, ordinal = site.split("/")
+        expected[f"{path}/{int(ordinal) + 1}"] = 4 * num / 128
+    assert token_bytes(inner(profile_of(f"{FP8} blockwise"))) == pytest.approx(expected)
+
+
+def test_linear_layers_are_faster_and_the_rest_of_the_step_is_not() -> None:
+    """Measured on one H200: a 4.1B took 1,136 ms in FP8 and 1,580 ms in bf16. Nothing was fitted to it."""
+    bf16, fp8 = profile_of(), profile_of(f"{FP8} tensorwise")
+    assert fp8.non_layer.forward_ms == bf16.non_layer.forward_ms  # the output layer computes in bf16
+    linear_ms = 2 * TOKENS * (H * (2 * H + 2 * KV) + 3 * H * FFN) / (681e9)
+    moved_ms = TOKENS * (2 * 2 + 2) * (3 * H + FFN) / 3400e6  # read twice, written in two layouts
+    assert inner(bf16).forward_ms - inner(fp8).forward_ms == pytest.approx(linear_ms / 2 - moved_ms, rel=1e-6)
+    step = {one: simulate(one, empty_plan(one)).step_ms for one in (bf16, fp8)}
+    assert step[fp8] / step[bf16] == pytest.approx(1136 / 1580, rel=0.05)
+
+
+def test_quantization_costs_more_where_the_scale_is_that_of_the_tensor_itself() -> None:
+    slow, fast = inner(profile_of(f"{FP8} tensorwise")), inner(profile_of(f"{FP8} delayed"))
+    assert slow.forward_ms > fast.forward_ms
+    assert slow.backward_ms > fast.backward_ms
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "bytes_more"),
+    [("tensorwise", "h200", 2), ("blockwise", "h200", 2), ("tensorwise --fp8-param-gather", "h200", 0),
+     ("tensorwise", "b200", 1), ("delayed --fp8-param-gather", "b200", -1)],
+)  # fmt: skip
+def test_weights_in_both_layouts_are_static_memory(flags: str, gpu: str, bytes_more: int) -> None:
+    """Bf16 weights stay beside their FP8 copies, unless weights are FP8. Blackwell needs no transposed copy."""
+    num_linear = LAYERS * (H * (2 * H + 2 * KV) + 3 * H * FFN)
+    more_gib = profile_of(f"{FP8} {flags}", gpu).static_gib - profile_of("", gpu).static_gib
+    assert more_gib == pytest.approx(bytes_more * num_linear / GIB)
+
+
+def test_first_and_last_layers_stay_in_bf16() -> None:
+    bf16 = inner(profile_of())
+    profile = profile_of(f"{FP8} tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2")
+    assert [entry.layers for entry in profile.layers] == [(0,), (12, 13), tuple(range(1, 12))]
+    assert [entry.saved_mib == bf16.saved_mib for entry in profile.layers] == [True, True, False]
+    assert profile.layers[1].sites == bf16.sites
+    assert not profile.layers[2].sections
+    assert profile.model.bf16_layers == (0, 12, 13)
+    num_linear = 11 * (H * (2 * H + 2 * KV) + 3 * H * FFN)
+    assert profile.static_gib - profile_of().static_gib == pytest.approx(2 * num_linear / GIB)
+
+
+def test_a_plan_recomputes_nothing_that_the_engine_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = profile_of(f"{FP8} tensorwise")
+    assert all(site.recompute_ms is None for entry in profile.layers for site in entry.sites)
+    assert not any(entry.sections for entry in profile.layers)
+    budget_gib = profile.static_gib + 0.75 * profile.saved_mib / 1024
+    without = solve(replace(profile, allocator_gib=0.0), budget_gib)
+    monkeypatch.setattr(shape, "FP8_RECOMPUTED", frozenset(shape.FP8_RECOMPUTE_INPUTS))
+    able = profile_of(f"{FP8} tensorwise")
+    costs = {site.site: site.recompute_ms for site in inner(able).sites if site.recompute_ms is not None}
+    assert costs == pytest.approx({
+        site: TOKENS * num * (2 * 2 + 2 + (0 if "proj" in site else 4 if "norm" in site else 2 + 2 * of)) / 3400e6
+        for site, num, of in (
+            ("self_attention.linear_qkv/1", H, 1), ("self_attention.linear_proj/0", H, 0), ("mlp.linear_fc1/1", H, 1),
+            ("mlp.linear_fc2/0", FFN, 2),
+        )
+    } | {"mlp/0": shape.kernel_ms(able.model, H200)["fc1"]})  # fmt: skip
+    assert solve(replace(able, allocator_gib=0.0), budget_gib).predictions[0].step_ms < without.predictions[0].step_ms
+
+
+def test_full_recomputation_is_megatrons_alone() -> None:
+    training = read_flags(f"{FLAGS} {FP8} tensorwise".split())
+    names = {one.name: one for one in of_training(training, H200, 75.0, 64.0)}
+    full, states = names[FULL].prediction, names[PLANNED].states
+    assert full is not None
+    assert full.recompute_ms > 0
+    assert {STATE, DISK} <= names.keys()
+    assert states is not None
+    assert states.fp8_bytes > 1.4
+
+
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "message"),
+    [("a100-80", "tensorwise", "NVIDIA A100 80 GB SXM has no FP8 in the table. Leave it out, or choose one of h200"),
+     ("custom:79,989,63", "delayed", "a GPU of 79 GiB has no FP8 in the table"),
+     ("rtx4090", "blockwise", "--fp8-recipe blockwise: is not known on NVIDIA GeForce RTX 4090. Known there: tensorw"),
+     ("b200", "blockwise", "GPUs with blockwise: h200, h100, h100-pcie, h100-nvl.")],
+)  # fmt: skip
+def test_gpus_without_fp8_are_refused(gpu: str, recipe: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        profile_of(f"{FP8} {recipe}", gpu)
+
+
+def test_fp8_is_twice_as_fast_where_it_is() -> None:
+    for gpu in GPUS.values():
+        assert gpu.fp8_tflops == pytest.approx(2 * gpu.tflops if gpu.fp8_recipes else 0)
+    narrow = H200.for_width(2048)
+    assert H200.tflops < H200.fp8_tflops
+    assert narrow.fp8_tflops / narrow.tflops < H200.fp8_tflops / H200.tflops  # the same cost beside a shorter product
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--fp8-recipe mxfp8", "--fp8-recipe mxfp8: its memory and time are not known .* tensorwise, delayed, blockwise"),
+     ("--fp8-recipe custom", "--fp8-recipe custom: its memory"),
+     ("--first-last-layers-bf16", "Megatron refuses it with --fp8-recipe delayed"),
+     ("--num-layers-at-start-in-bf16 15", "--num-layers-at-start-in-bf16 15: is more than the layers of a pipeline")],
+)  # fmt: skip
+def test_flags_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_flags(f"{FLAGS} --fp8-format hybrid {flags}".split())
+
+
+def test_weights_in_fp8_need_what_megatron_asks_for() -> None:
+    with pytest.raises(UsageError, match="--fp8-param-gather: Megatron needs --fp8-format beside it"):
+        read_flags(f"{FLAGS} --fp8-param-gather".split())
+    flags = FLAGS.replace(" --use-distributed-optimizer", "")
+    with pytest.raises(UsageError, match="--fp8-param-gather: Megatron needs --use-distributed-optimizer beside it"):
+        read_flags(f"{flags} {FP8} tensorwise --fp8-param-gather".split())
+
+
+def test_a_plan_for_bf16_is_not_used_in_fp8(tmp_path: Path) -> None:
+    bf16, fp8 = (read_flags(f"{FLAGS} {more}".split()).model for more in ("", f"{FP8} tensorwise"))
+    path = tmp_path / "plan.json"
+    save_plan(empty_plan(profile_of()), path)
+    check_model(load_plan(path), bf16)
+    with pytest.raises(UsageError, match="fp8_recipe is not set there, tensorwise here"):
+        check_model(load_plan(path), fp8)
+    assert Model(**{**vars(fp8), "fp8_recipe": None}) == bf16
+
+
+# ------------------------------------------------------------------------ types of optimizer state
+
+
+class Args:
+    """Megatron's parsed arguments: their types are those of torch."""
+
+    bf16, fp16, fp8, fp8_param_gather, use_precision_aware_optimizer = True, False, "hybrid", False, True
+    fp8_recipe = "tensorwise"
+    main_params_dtype = exp_avg_dtype = "torch.float32"
+    exp_avg_sq_dtype = "torch.uint8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "state", "gradient"),
+    [
+        ("", 12, 4),
+        ("--use-precision-aware-optimizer", 10, 4),
+        ("--use-precision-aware-optimizer --main-grads-dtype bf16", 10, 2),
+        ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 6, 4),
+        ("--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16", 5, 4),
+        (f"--use-precision-aware-optimizer {FP8} delayed", 10, 4),
+        (f"--use-precision-aware-optimizer {FP8} delayed --fp8-param-gather", 12, 4),
+        (f"--use-precision-aware-optimizer {FP8} tensorwise", 12, 4),
+        (f"--use-precision-aware-optimizer {FP8} tensorwise --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 8, 4),
+        (f"--use-precision-aware-optimizer {FP8} blockwise --main-params-dtype fp16 --exp-avg-dtype fp8", 7, 4),
+    ],
+)
+def test_bytes_of_optimizer_state(flags: str, state: int, gradient: int) -> None:
+    """TransformerEngine keeps 16 bits of the main value beside a bf16 weight, and all of it beside an FP8 weight."""
+    states = read_flags(f"{FLAGS} {flags}".split()).states
+    assert (states.state_bytes, states.gradient_bytes) == (state, gradient)
+
+
+def test_types_may_be_torchs() -> None:
+    assert state_bytes_of(Args) == 4 + 4 + 1  # type: ignore[arg-type]
+
+
+def test_state_that_cannot_be_offloaded_is_not_offered() -> None:
+    lean = f"{FLAGS} --use-precision-aware-optimizer --exp-avg-dtype bf16"
+    training = read_flags(lean.split())
+    assert [one.name for one in of_training(training, H200, 60.0, 64.0)][-1] == PLANNED
+    with pytest.raises(UsageError, match="auto cannot be combined with --exp-avg-dtype bf16"):
+        read_flags(f"{lean} --swap-optimizer auto".split())
+    gathered = f"{FLAGS} {FP8} tensorwise --fp8-param-gather --swap-optimizer 0.5"
+    with pytest.raises(UsageError, match="cannot be combined with --fp8-param-gather"):
+        read_flags(gathered.split())
+    with pytest.raises(UsageError, match="--exp-avg-dtype bf16: Megatron needs --use-precision-aware-optimizer"):
+        read_flags(f"{FLAGS} --exp-avg-dtype bf16".split())
+
+
+def test_the_model_of_parsed_arguments_has_fp8() -> None:
+    """Megatron's arguments and raw flags name the same model, with the layers that stay in bf16."""
+    flags = f"{FLAGS} {FP8} blockwise --first-last-layers-bf16"
+    raw = read_flags(flags.split()).model
+    parsed = Namespace(
+        num_layers=LAYERS, hidden_size=H, ffn_hidden_size=FFN, num_attention_heads=32, num_query_groups=8,
+        group_query_attention=True, kv_channels=128, seq_length=8192, micro_batch_size=1, padded_vocab_size=128256,
+        transformer_impl="transformer_engine", bf16=True, fp16=False, swiglu=True, num_experts=None,
+        tensor_model_parallel_size=1, sequence_parallel=False, pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None, context_parallel_size=1, expert_model_parallel_size=1, fp8="e4m3",
+        fp8_recipe="blockwise", first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1,
+    )  # fmt: skip
+    assert model_of(parsed) == raw
+    assert raw.bf16_layers == (0, LAYERS - 1)
