@@ -31,9 +31,9 @@ SAME_NAME = (
     "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "recompute_granularity", "recompute_method", "recompute_num_layers",
-    "recompute_modules", "fp8", "fp4", "use_te_activation_func", "multi_latent_attention", "add_bias_linear",
-    "gradient_accumulation_fusion", "fine_grained_activation_offloading", "cuda_graph_impl", "variable_seq_lengths",
-    "fp8_param", "qk_clip",
+    "recompute_modules", "fp8", "fp8_recipe", "fp4", "use_te_activation_func", "multi_latent_attention",
+    "add_bias_linear", "gradient_accumulation_fusion", "fine_grained_activation_offloading", "cuda_graph_impl",
+    "variable_seq_lengths", "fp8_param", "qk_clip",
 )  # fmt: skip
 """Attributes of Megatron's ``TransformerConfig`` that have the names of the flags."""
 

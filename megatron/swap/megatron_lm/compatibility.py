@@ -11,7 +11,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.layer_ranges import MOST_LAYERS
-from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, UsageError
+from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, QUANTIZED, UsageError
 from megatron.swap.megatron_lm.layer import known_modules
 from megatron.swap.megatron_lm.versions import SINCE_0_19, is_gpt_config
 from megatron.swap.profiling.profiler import NSYS
@@ -234,6 +234,11 @@ def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
                 )
     if LINEAR in config.recompute:
         _check_linear(args, ours, modules)
+    if QUANTIZED in config.recompute and not args.fp8:
+        raise UsageError(
+            f"{ours}: no tensor is quantized without --fp8-format. Add --fp8-format, or drop {QUANTIZED} from "
+            "--swap-recompute."
+        )
     one_function = args.bias_swiglu_fusion or args.use_te_activation_func if args.swiglu else True
     if ACTIVATION in config.recompute and not one_function:
         raise UsageError(
@@ -245,7 +250,10 @@ def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
 def _check_linear(args: argparse.Namespace, ours: str, modules: Sequence[str]) -> None:
     """Refuse flags that are incompatible with running a linear layer again in backward."""
     excluded = {
-        f"--fp8-format {args.fp8}": (args.fp8, "running twice would update the scaling factors twice"),
+        f"--fp8-recipe {args.fp8_recipe}": (
+            args.fp8 and args.fp8_recipe in ("delayed", "custom"),
+            "running twice would update the scaling factors twice",
+        ),
         f"--fp4-format {args.fp4}": (args.fp4, "running twice would update the scaling factors twice"),
         "--sequence-parallel": (
             args.sequence_parallel and args.tensor_model_parallel_size > 1,

@@ -28,7 +28,7 @@ def parsed(flags: str, **theirs: object) -> argparse.Namespace:
         virtual_pipeline_model_parallel_size=None, context_parallel_size=1, expert_model_parallel_size=1,
         rank=0, local_rank=0, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
         bias_swiglu_fusion=True, use_te_activation_func=False, add_bias_linear=True, recompute_granularity=None,
-        recompute_method=None, recompute_modules=None, fp8=None, fp4=None, use_megatron_fsdp=False,
+        recompute_method=None, recompute_modules=None, fp8=None, fp8_recipe="delayed", fp4=None, use_megatron_fsdp=False,
         use_torch_fsdp2=False, cpu_offloading_num_layers=0,
         fine_grained_activation_offloading=False, cuda_graph_impl="none", gtp_weight_remat_size=1,
         expert_gtp_weight_remat_size=1, optimizer_cpu_offload=False, optimizer_cuda_graph=False, log_params_norm=False,
@@ -179,9 +179,12 @@ def test_the_kinds_that_have_to_tell(folder: Path) -> None:
 
     assert kinds("--swap-layers all") == ()
     assert kinds("--swap-recompute norm") == ("norm",)
-    assert kinds("--swap-plan plan.json") == kinds("--swap-policy auto") == PRODUCERS
+    in_bf16 = tuple(kind for kind in PRODUCERS if kind != "quantized")
+    assert kinds("--swap-plan plan.json") == kinds("--swap-policy auto") == in_bf16
     unfused = kinds("--swap-policy auto", swiglu=True, bias_swiglu_fusion=False)
-    assert unfused == tuple(kind for kind in PRODUCERS if kind != "activation")
+    assert unfused == tuple(kind for kind in in_bf16 if kind != "activation")
+    assert kinds("--swap-policy auto", fp8="hybrid", fp8_recipe="tensorwise") == PRODUCERS
+    assert kinds("--swap-policy auto", fp8="hybrid") == PRODUCERS[:-1]  # delayed scaling
     save_plan(replace(PLAN, classes=(PlanClass("2", {"mlp/0": SitePlan("swap")}),)), "plan.json")
     assert kinds("--swap-plan plan.json") == ()
 
