@@ -144,7 +144,8 @@ def test_whose_window_counts(auto: bool, users: float | None, plans: float | Non
 def test_a_kind_that_cannot_be_recomputed_is_named():
     assert SwapConfig(layers=frozenset(), recompute=("norm", "activation")).acts
     assert not SwapConfig(layers=frozenset()).acts
-    with pytest.raises(UsageError, match="--swap-recompute dropout: must be norm or activation or rotary or quantized or linear"):
+    kinds = "norm or activation or rotary or quantized or linear"
+    with pytest.raises(UsageError, match=f"--swap-recompute dropout: must be {kinds}"):
         SwapConfig(layers=frozenset(), recompute=("norm", "dropout"))
 
 
@@ -163,7 +164,8 @@ def test_a_kind_that_cannot_be_recomputed_is_named():
 )
 def test_what_a_linear_layer_that_runs_again_would_disturb(changes: dict, words: list[str]):
     args = SimpleNamespace(**{
-        "fp8": None, "fp8_recipe": "delayed", "fp4": None, "sequence_parallel": False, "tensor_model_parallel_size": 1, "swiglu": False,
+        "fp8": None, "fp8_recipe": "delayed", "fp4": None, "swiglu": False, "sequence_parallel": False,
+        "tensor_model_parallel_size": 1,
         "recompute_granularity": None, "recompute_modules": None, "recompute_method": None, **changes,
     })  # fmt: skip
     if words:
