@@ -272,7 +272,7 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
     same = "both would offload the same state"
     reads = "it reads the main parameters between steps, when they are offloaded"
     quantized = "it computes the model's weights from all main parameters at once"
-    scaled = "such state may have one scale for a whole parameter, but parameters are stepped in slices"
+    in_8_bits = "such moments are tensors around others that have no parameter's shape"
     sharded = "it keeps state in its own buffers"
     excluded = [
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", same),
@@ -286,9 +286,8 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
         (args.fp4_param_gather, "--fp4-param-gather", quantized),
         (args.use_megatron_fsdp, "--use-megatron-fsdp", sharded),
         (args.use_torch_fsdp2, "--use-torch-fsdp2", sharded),
-        (args.exp_avg_dtype != torch.float32, "--exp-avg-dtype below fp32", scaled),
-        (args.exp_avg_sq_dtype != torch.float32, "--exp-avg-sq-dtype below fp32", scaled),
-        (args.main_params_dtype != torch.float32, "--main-params-dtype below fp32", scaled),
+        (args.exp_avg_dtype.itemsize == 1, "--exp-avg-dtype fp8", in_8_bits),
+        (args.exp_avg_sq_dtype.itemsize == 1, "--exp-avg-sq-dtype fp8", in_8_bits),
     ]
     for given, flag, why in excluded:
         if given:

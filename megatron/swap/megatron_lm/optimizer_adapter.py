@@ -24,6 +24,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron.swap.common.types import UsageError
+from megatron.swap.optimizer.partial_step import Table
 from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
 
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
@@ -34,6 +35,9 @@ NUM_MOMENTS = {"AdaptiveMuon": 2, "OrthogonalizedOptimizer": 1, "SOAP": 2}
 """Number of moments that the first step of such an optimizer creates for each parameter."""
 MOMENT_BYTES = 4
 """Most bytes of a moment per element of its parameter."""
+
+TYPES, SCALES = "name_to_dtype_map", "_scales"
+"""Attributes of TransformerEngine's Adam: the types of its state by name, and scales by parameter and name."""
 
 _MISSING = object()
 
@@ -261,6 +265,41 @@ def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
             f"between disk and device. Leave --swap-disk-dir out, or take one of {', '.join(sorted(ELEMENTWISE))}."
         )
     return False
+
+
+def has_scale_per_param(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
+    """Return whether ``inner`` scales some of its state by the largest value of a whole parameter.
+
+    TransformerEngine's Adam scales 16-bit floats of IEEE's kind. Slices would get scales of their own, and other bits.
+
+    Args:
+        has_disk: whether state may go to disk.
+
+    Raises:
+        UsageError: its state is in 8 bits, or such state may go to disk.
+    """
+    types: dict[str, torch.dtype] = dict(getattr(inner, TYPES, {}))
+    if not getattr(inner, "master_weights", False):
+        types.pop("master_param", None)
+    in_8_bits = [name for name, dtype in types.items() if dtype.itemsize == 1]
+    if in_8_bits:
+        raise UsageError(
+            f"--swap-optimizer: {in_8_bits[0]} is kept in 8 bits, as a tensor around others that have no parameter's "
+            "shape. Choose bf16 (--exp-avg-dtype, --exp-avg-sq-dtype), or leave --swap-optimizer out."
+        )
+    scaled = [name for name, dtype in types.items() if dtype is torch.float16]
+    if scaled and has_disk:
+        raise UsageError(
+            f"--swap-disk-dir: {scaled[0]} is kept in fp16 with one scale for a whole parameter, and whole parameters "
+            "do not pass through buffers between disk and device. Choose fp32 or bf16, or leave --swap-disk-dir out."
+        )
+    return bool(scaled)
+
+
+def tables_of(inner: torch.optim.Optimizer) -> list[Table]:
+    """Return what ``inner`` keeps by parameter beside its state: TransformerEngine's Adam, the scales of moments."""
+    scales = getattr(inner, SCALES, None)
+    return [scales] if isinstance(scales, dict) else []
 
 
 def num_moments(inner: torch.optim.Optimizer) -> int:

@@ -209,9 +209,8 @@ def test_the_window_is_the_plans_unless_the_user_says_another(folder: Path, flag
         ({"fp4_param_gather": True}, "--fp4-param-gather"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
-        ({"exp_avg_dtype": torch.bfloat16}, "--exp-avg-dtype below fp32"),
-        ({"exp_avg_sq_dtype": torch.float16}, "--exp-avg-sq-dtype below fp32"),
-        ({"main_params_dtype": torch.float16}, "--main-params-dtype below fp32"),
+        ({"exp_avg_dtype": torch.uint8}, "--exp-avg-dtype fp8"),
+        ({"exp_avg_sq_dtype": torch.uint8}, "--exp-avg-sq-dtype fp8"),
     ],
 )
 def test_what_of_megatrons_does_not_go_with_optimizer_state_that_rests(theirs: dict, flag: str) -> None:

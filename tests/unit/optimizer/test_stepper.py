@@ -373,7 +373,8 @@ def test_before_the_state_is_there_its_size_is_known(
     args = Namespace(
         data_parallel_size=4, context_parallel_size=3, num_distributed_optimizer_instances=3,
         tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1,
-        use_distributed_optimizer=True, fp8_recipe=recipe,
+        use_distributed_optimizer=True, fp8_recipe=recipe, main_params_dtype=torch.float32,
+        exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
         **{name: name in flags for name in ("bf16", "fp16", "use_precision_aware_optimizer")},
     )  # fmt: skip
     chunk = nn.ParameterList(torch.empty(MIB, device="meta") for _ in range(100))

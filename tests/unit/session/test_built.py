@@ -185,7 +185,8 @@ def test_activation_inputs_that_are_kept_in_8_bits(recompute: tuple[str, ...]) -
         model = model_of(**options)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         if swaps:
-            with swap.install(model, optimizer, layers="all", config=SMALL | {"recompute": recompute or None}) as swapped:
+            settings = SMALL | {"recompute": recompute or None}
+            with swap.install(model, optimizer, layers="all", config=settings) as swapped:
                 train(model, optimizer, 2)
             assert swapped.stats().out_bytes > 0
         else:
