@@ -282,7 +282,16 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
         (args.async_save, "--async-save", "its writer process cannot read offloaded state"),
         (args.qk_clip, "--qk-clip", "it writes to main parameters between steps, when they are offloaded"),
         (args.rl_offload_optimizer_during_inference, "--rl-offload-optimizer-during-inference", same),
-        (args.fp8_param_gather, "--fp8-param-gather", quantized),
+        (
+            args.fp8_param_gather and args.fp8_recipe == "mxfp8",
+            "--fp8-param-gather with --fp8-recipe mxfp8",
+            "it may stage main parameters in the gradients' memory",
+        ),
+        (
+            args.fp8_param_gather and args.use_precision_aware_optimizer and args.fp8_recipe == "delayed",
+            "--use-precision-aware-optimizer with --fp8-param-gather and --fp8-recipe delayed",
+            "its step scales whole parameters, but parameters are stepped in slices",
+        ),
         (args.fp4_param_gather, "--fp4-param-gather", quantized),
         (args.use_megatron_fsdp, "--use-megatron-fsdp", sharded),
         (args.use_torch_fsdp2, "--use-torch-fsdp2", sharded),

@@ -24,6 +24,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.quantized_params import has_quantized_params, quantize_params, quantized_params
 from megatron.swap.optimizer.partial_step import Table
 from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
 
@@ -84,7 +85,7 @@ class AdaptedOptimizer:
         ]
         if isinstance(optimizer, MixedPrecisionOptimizer):  # main parameters are copies of the model's
             overrides += [
-                Override(optimizer, "_copy_main_params_to_model_params", self._skip),
+                Override(optimizer, "_copy_main_params_to_model_params", self._copy_the_rest),
                 Override(optimizer, "_copy_model_params_to_main_params", self._copy_one_by_one),
             ]
         if isinstance(optimizer, DistributedOptimizer):
@@ -151,8 +152,10 @@ class AdaptedOptimizer:
         self.stepper.end_materialize()
         return original(*arguments, **options)
 
-    def _skip(self, original: Callable[..., Any]) -> None:
-        """Skip Megatron's copy to the model: each bucket was copied before it was offloaded again."""
+    def _copy_the_rest(self, original: Callable[..., Any]) -> None:
+        """Copy to the model only what is in 8 bits there: else each bucket was copied before it was offloaded again."""
+        if has_quantized_params(self._optimizer):
+            quantize_params(self._optimizer, self.stepper)
 
     def _copy_one_by_one(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Copy the model's parameters to the main ones one at a time, which gives the same bits.
@@ -363,6 +366,9 @@ def _values_of_shards(optimizer: DistributedOptimizer) -> ModelValues:
         for mains, models in zip(main_groups, model_groups, strict=True):
             pairs += ((main, model) for main, model in zip(mains, models, strict=True) if main is not None)
     of_shard = dict(pairs)
+    if has_quantized_params(optimizer):
+        quantized = set(map(id, quantized_params(optimizer)))
+        of_shard = {main: model for main, model in of_shard.items() if id(model) not in quantized}
 
     def values(main: torch.Tensor) -> torch.Tensor | None:
         model = of_shard.get(main)

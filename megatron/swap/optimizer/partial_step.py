@@ -13,7 +13,7 @@ from megatron.swap.optimizer.param_state import has_shape_of
 Settings = dict[str, Any]
 """A parameter group without its parameters: learning rate, counters of steps and others."""
 Table = dict[torch.Tensor, Any]
-"""What an optimizer keeps by parameter beside its ``state``."""
+"""Entries by parameter that an optimizer keeps beside its ``state``."""
 
 
 class PartialStep:

@@ -210,6 +210,15 @@ class OptimizerStepper:
         self.state.publish(param_state)
         return moves
 
+    def values_of(self, param: torch.Tensor) -> torch.Tensor:
+        """Return the values of a main parameter on the device, in its shape, wherever they are."""
+        param_state = self.state.offloaded.get(param)
+        if param_state is None or MAIN not in param_state.tensors:
+            return param.detach()
+        if self.state.is_materialized:
+            return param.detach().to(param_state.tensors[MAIN].device)
+        return self._transfers.load_main(param_state).view(param.shape)
+
     # -------------------------------------------------------- between two steps
 
     def load_ahead(self, room_bytes: int) -> None:

@@ -34,7 +34,7 @@ def parsed(flags: str, **theirs: object) -> argparse.Namespace:
         expert_gtp_weight_remat_size=1, optimizer_cpu_offload=False, optimizer_cuda_graph=False, log_params_norm=False,
         async_save=False, qk_clip=False, rl_offload_optimizer_during_inference=False, fp8_param_gather=False,
         fp4_param_gather=False, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
-        main_params_dtype=torch.float32,
+        main_params_dtype=torch.float32, use_precision_aware_optimizer=False,
     )  # fmt: skip
     vars(args).update(theirs)
     return args
@@ -205,7 +205,9 @@ def test_the_window_is_the_plans_unless_the_user_says_another(folder: Path, flag
         ({"async_save": True}, "--async-save"),
         ({"qk_clip": True}, "--qk-clip"),
         ({"rl_offload_optimizer_during_inference": True}, "--rl-offload-optimizer-during-inference"),
-        ({"fp8_param_gather": True}, "--fp8-param-gather"),
+        ({"fp8_param_gather": True, "fp8_recipe": "mxfp8"}, "--fp8-param-gather with --fp8-recipe mxfp8"),
+        ({"fp8_param_gather": True, "use_precision_aware_optimizer": True},
+         "--use-precision-aware-optimizer with --fp8-param-gather and --fp8-recipe delayed"),
         ({"fp4_param_gather": True}, "--fp4-param-gather"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
