@@ -125,16 +125,30 @@ def quantization_context() -> Callable[[], AbstractContextManager[Any]] | None:
     """
     if not HAVE_TE:
         return None
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
-
-    if not FP8GlobalStateManager.is_fp8_enabled():
+    manager, autocast = _upstream()
+    if not manager.is_fp8_enabled():
         return None
-    recipe, group = FP8GlobalStateManager.get_fp8_recipe(), FP8GlobalStateManager.get_fp8_group()
+    recipe, group = manager.get_fp8_recipe(), manager.get_fp8_group()
 
     def context() -> AbstractContextManager[Any]:
         stack = ExitStack()
-        stack.enter_context(autocast(enabled=False))
-        stack.enter_context(autocast(enabled=True, recipe=recipe, amax_reduction_group=group))
+        stack.enter_context(autocast(False, None, None))
+        stack.enter_context(autocast(True, recipe, group))
         return stack
 
     return context
+
+
+def _upstream() -> tuple[Any, Callable[[bool, Any, Any], AbstractContextManager[Any]]]:
+    """Return TransformerEngine's state of 8 bits, and a function that makes its context of: on, recipe, group."""
+    try:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
+    except ImportError:  # before TransformerEngine 2.8
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast
+
+        return FP8GlobalStateManager, lambda on, recipe, group: fp8_autocast(
+            enabled=on, fp8_recipe=recipe, fp8_group=group
+        )
+    return FP8GlobalStateManager, lambda on, recipe, group: autocast(
+        enabled=on, recipe=recipe, amax_reduction_group=group
+    )
