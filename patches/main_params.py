@@ -28,7 +28,9 @@ class _WithoutClones(TorchFunctionMode):
         self._on_created = on_created
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_short = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype in (torch.bfloat16, torch.float16)
+        # A parameter in 8 bits says that it is in bf16. What is computed from it is cut into shards only afterwards.
+        is_plain = bool(args) and type(args[0]) in (torch.Tensor, torch.nn.Parameter)
+        is_short = is_plain and args[0].dtype in (torch.bfloat16, torch.float16)
         if function is torch.Tensor.clone and is_short:
             return args[0].detach()
         result = function(*args, **(kwargs or {}))

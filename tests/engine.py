@@ -31,6 +31,7 @@ from megatron.swap.engine.oom_guard import OomGuard
 from megatron.swap.engine.policy import ManualPolicy, Policy
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.settings import EngineSettings, Instruments
+from megatron.swap.engine.wrapper_tensors import WrapperRules
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.tiers.base import Tier
@@ -141,6 +142,7 @@ class Engine:
         host_bytes, disk: host memory, and what takes what it has no room for.
         commit_bytes: instead of the product's 16 MiB, so that copies start inside a layer.
         guarded: what nobody uses is taken when an allocation fails.
+        wrappers: the wrapper tensors that are taken apart.
     """
 
     def __init__(
@@ -166,6 +168,7 @@ class Engine:
         host_bytes: int = 256 * MIB,
         disk: DiskFile | None = None,
         guarded: bool = False,
+        wrappers: WrapperRules | None = None,
     ) -> None:
         layers = list(layers)
         numbers = range(len(layers))
@@ -186,7 +189,8 @@ class Engine:
             assert observer is not None
             self.recorder = Recorder(self.device, ranges, observer.take_peak, from_use)
         engine = build_engine(
-            self.device, self.tier, policy, EngineSettings(window_bytes=window_bytes, verify=verify, recomputes=True),
+            self.device, self.tier, policy,
+            EngineSettings(window_bytes=window_bytes, verify=verify, recomputes=True, wrappers=wrappers),
             Instruments(ranges=ranges, observer=observer, recorder=self.recorder), self.guard,
         )  # fmt: skip
         assert engine.recomputer is not None

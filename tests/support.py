@@ -21,7 +21,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 from benchmarks.report.tables import equal_to_plain
 from benchmarks.rows import read_rows
-from megatron.swap.common.types import PRODUCERS, UsageError
+from megatron.swap.common.types import PRODUCERS, QUANTIZED, UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_flags, swap_config
 from megatron.swap.patches.registry import BUILT_ONLY, VERSIONS
 from tests.integration.harness import arguments
@@ -142,12 +142,18 @@ FEATURES: dict[str, dict[str, Callable[[Run], bool] | None]] = {
         "fp32": lacks("--bf16", "--fp16", "--fp8-format"),
         "--bf16": None,
         "--fp16": None,
-        "--fp8-format hybrid": has("--fp8-format"),
+        "--fp8-format hybrid --fp8-recipe tensorwise": has("--fp8-recipe", "tensorwise"),
+        "--fp8-format hybrid --fp8-recipe delayed":
+            lambda run: "--fp8-format" in run.flags and run.flags.get("--fp8-recipe", ["delayed"]) == ["delayed"],
+        "--fp8-format e4m3 --fp8-recipe blockwise": has("--fp8-recipe", "blockwise"),
     },
     "Optimizer": {
         "--optimizer adam": lambda run: run.flags.get("--optimizer", ["adam"]) == ["adam"],
         **{f"--optimizer {name}": has("--optimizer", name) for name in ("sgd", "lion", "muon", "dist_muon", "soap")},
         "--use-precision-aware-optimizer": None,
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16": has("--exp-avg-dtype", "bf16"),
+        "--exp-avg-dtype fp8": has("--exp-avg-dtype", "fp8"),
+        "--fp8-param-gather": None,
     },
 }  # fmt: skip
 
@@ -204,7 +210,7 @@ def runs_of_results() -> Iterator[Run]:
 # ------------------------------------------------------------------------------------------------------ refusals
 
 SHAPE = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --train-iters 5"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 
 def is_refused(parser: argparse.ArgumentParser, feature: str, ours: str) -> bool:
@@ -231,8 +237,9 @@ def refusal(parser: argparse.ArgumentParser, feature: str, column: str) -> str:
     ours, _ = COLUMNS[column]
     if column != "recompute":
         return "refused" if is_refused(parser, feature, ours) else ""
-    kinds = [kind for kind in PRODUCERS if is_refused(parser, feature, ours.format(kind=kind))]
-    if kinds == list(PRODUCERS):
+    possible = [kind for kind in PRODUCERS if kind != QUANTIZED or "--fp8-format" in feature]
+    kinds = [kind for kind in possible if is_refused(parser, feature, ours.format(kind=kind))]
+    if kinds == possible:
         return "refused"
     return f"refused: {', '.join(kinds)}" if kinds else ""
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.swap.common.types import PRODUCERS
+from megatron.swap.common.types import PRODUCERS, QUANTIZED
 
 BASE = (
     "--transformer-impl local --distributed-backend gloo --num-workers 0 --no-gradient-accumulation-fusion "
@@ -280,7 +280,7 @@ class _Generator:
 
     def _recompute(self, may_be_full: bool) -> None:
         """Let Megatron recompute. Note which kinds are left for us."""
-        kinds = list(PRODUCERS)
+        kinds = [kind for kind in PRODUCERS if kind != QUANTIZED]  # 8 bits need a GPU
         if self._is_gated and not self._is_fused:
             kinds.remove("activation")
         if may_be_full and self._chance(0.2):

@@ -64,6 +64,25 @@ def test_fifty_steps_from_disk(trainer: Trainer, flags: str, ranks: int) -> None
     assert "on disk: " in run.output
 
 
+PRECISE = f"{BF16} --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype {{}}"
+PRECISE_ADAM = Path(__file__).with_name("precise_adam_script.py")
+
+
+@pytest.mark.parametrize(
+    ("grads", "types"),
+    [
+        ("bf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+        ("fp32", "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"),
+    ],
+)
+def test_lean_state_of_the_precision_aware_optimizer(trainer: Trainer, grads: str, types: str) -> None:
+    flags = f"{PRECISE.format(grads)} {types}"
+    plain = trainer.unswapped(flags, program=PRECISE_ADAM)
+    run = trainer.run(f"{flags} {SWAP_SMALL} --swap-optimizer 1 {recorded('torch')}", program=PRECISE_ADAM)
+    assert_same_training(plain, run)
+    assert run.summary["optimizer_host_bytes"] > 0
+
+
 MUON = "--optimizer muon"
 
 

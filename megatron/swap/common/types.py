@@ -25,9 +25,12 @@ NORM = "norm"
 ACTIVATION = "activation"
 ROTARY = "rotary"
 """Queries, keys and values as attention receives them: rotated, and copied out of linear_qkv's output."""
+QUANTIZED = "quantized"
+"""8-bit values of tensors that are there in bf16. Those of a norm's or an activation's output count as NORM and
+ACTIVATION."""
 LINEAR = "linear"
 """Outputs of linear_qkv and linear_fc1."""
-PRODUCERS = (NORM, ACTIVATION, ROTARY, LINEAR)
+PRODUCERS = (NORM, ACTIVATION, ROTARY, QUANTIZED, LINEAR)
 """Kinds of kernels whose outputs can be recomputed."""
 
 FEW_LAYERS = 8

@@ -53,4 +53,5 @@ def build_engine(
     if settings.recomputes:
         on_spec = None if instruments.recorder is None else instruments.recorder.recomputed
         recomputer = Recomputer(device, manager.decider, manager.counters, manager.ranges, settings.verify, on_spec)
-    return Engine(manager, SavedTensors(manager, device.torch_device, recomputer, instruments), recomputer)
+    saved_tensors = SavedTensors(manager, device.torch_device, recomputer, instruments, settings.wrappers)
+    return Engine(manager, saved_tensors, recomputer)

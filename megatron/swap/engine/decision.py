@@ -15,6 +15,7 @@ class Reason(Enum):
     BELOW_MIN_SIZE = "it is smaller than the policy's minimum"
     EMPTY = "its storage was emptied before it was saved"
     TRAILING_LAYER = "its layer is one of the last before the loss: backward needs it at once"
+    CACHE = "it is a cache that its owner may drop or rebuild"
     REFUSED_BEFORE = "it could not be released the last times: it had external references, or was changed"
 
     # Why a storage that the policy wants to recompute is kept or offloaded instead.
@@ -51,3 +52,4 @@ class Decision(NamedTuple):
 
 
 RECOMPUTE = Decision(Action.RECOMPUTE, Reason.POLICY)
+CACHE = Decision(Action.KEEP, Reason.CACHE)

@@ -129,6 +129,7 @@ class LayerBoundary:
         self._position = position
         self._names = SiteNames(layer, module) if options.hooked else None
         self._constants = [*module.parameters(), *module.buffers()]
+        self._weight_shapes = frozenset(one.shape for one in module.parameters() if one.dim() > 1)
         self._inner = module.forward
         self._restore = override_forward(module, self._forward)
 
@@ -211,11 +212,12 @@ class LayerBoundary:
         if self._checkpoint is not None:
             ordinals = count()
             where = lambda: (group, Site(self.layer, CHECKPOINT_PATH, next(ordinals)))  # noqa: E731
-            return self._saved_tensors.hooks(where, constants)
+            return self._saved_tensors.hooks(where, constants, self._weight_shapes)
         if names is None:
-            return self._saved_tensors.keeping(group, constants)
+            return self._saved_tensors.keeping(group, constants, self._weight_shapes)
         names.begin()
         stack = ExitStack()
         stack.enter_context(self._saved_tensors.recording())
-        stack.enter_context(self._saved_tensors.hooks(lambda: (group, names.next_site()), constants))
+        where = lambda: (group, names.next_site())  # noqa: E731
+        stack.enter_context(self._saved_tensors.hooks(where, constants, self._weight_shapes))
         return stack

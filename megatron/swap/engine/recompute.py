@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -91,11 +91,19 @@ class Recomputer:
             recording.clear()
             self._recording = outer
 
-    def recorded(self, producer: str, function: Callable[..., Any], part: int | None = None) -> Callable[..., Any]:
+    def recorded(
+        self,
+        producer: str,
+        function: Callable[..., Any],
+        part: int | None = None,
+        circumstances: Callable[[], Callable[[], AbstractContextManager[Any]] | None] = lambda: None,
+    ) -> Callable[..., Any]:
         """Return ``function`` so that each call with gradients records its output.
 
         Args:
             part: index of the recorded item, if the function returns a tuple.
+            circumstances: returns what makes the context in which the function would compute the same in backward;
+                ``None``: it computes the same everywhere.
         """
         makes = function if part is None else lambda *given, **named: function(*given, **named)[part]
 
@@ -103,7 +111,8 @@ class Recomputer:
         def records(*arguments: Any, **options: Any) -> Any:
             result = function(*arguments, **options)
             if torch.is_grad_enabled():
-                self.record(producer, makes, arguments, options, result if part is None else result[part])
+                again = _within(circumstances(), makes)
+                self.record(producer, again, arguments, options, result if part is None else result[part])
             return result
 
         return records
@@ -330,6 +339,18 @@ class Recomputer:
                 "autograd saved. Either something wrote to one of its inputs, or its kernel is not deterministic. "
                 "Please report this with the model's flags; until then drop --swap-recompute."
             )
+
+
+def _within(context: Callable[[], AbstractContextManager[Any]] | None, function: Callable[..., Any]) -> Any:
+    """Return ``function``, called in a context that ``context`` makes."""
+    if context is None:
+        return function
+
+    def within(*arguments: Any, **options: Any) -> Any:
+        with context():
+            return function(*arguments, **options)
+
+    return within
 
 
 def _joined(record: ProducerRecord, group: Group, packing: Packing) -> tuple[Any, ...]:

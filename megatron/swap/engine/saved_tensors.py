@@ -12,13 +12,14 @@ import torch
 from megatron.swap.common.site_paths import LOSS_PATH, MODEL_PATH
 from megatron.swap.common.types import Action, Site
 from megatron.swap.engine.decider import is_ineligible
-from megatron.swap.engine.decision import RECOMPUTE
+from megatron.swap.engine.decision import CACHE, RECOMPUTE
 from megatron.swap.engine.handle import Group, Handle, check_version
 from megatron.swap.engine.manager import SwapManager
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.engine.sites import SiteNames
+from megatron.swap.engine.wrapper_tensors import WrapperRules, apart
 from megatron.swap.planner.recording import NonLayerStorage, SavedStorage
 from megatron.swap.profiling.footprint import FootprintMeter
 from megatron.swap.profiling.observer import Hooks
@@ -111,13 +112,19 @@ class SavedTensors:
         device: tensors on other devices are kept as they are.
         recomputer: recomputes storages; ``None``: nothing is recomputed.
         instruments: count and record saved tensors.
+        wrappers: the wrapper tensors that are taken apart; ``None``: all are kept whole.
 
     Attributes:
         footprint: counts the bytes that layers save.
     """
 
     def __init__(
-        self, manager: SwapManager, device: torch.device, recomputer: Recomputer | None, instruments: Instruments
+        self,
+        manager: SwapManager,
+        device: torch.device,
+        recomputer: Recomputer | None,
+        instruments: Instruments,
+        wrappers: WrapperRules | None = None,
     ) -> None:
         self.footprint = FootprintMeter()
         self.recomputer = recomputer
@@ -126,6 +133,7 @@ class SavedTensors:
         self.on_saved = instruments.on_saved
         self._recorder = instruments.recorder
         self._observer = instruments.observer
+        self._wrappers = wrappers
         hooks = Hooks(keep, self.unpack)
         self._unpack_input = (hooks if self._observer is None else self._observer.around(hooks)).unpack
 
@@ -143,17 +151,23 @@ class SavedTensors:
         if self._recorder is not None:
             self._recorder.called_with(group.label, hidden)
 
-    def hooks(self, where: Where, constants: Collection[int] = ()) -> AbstractContextManager[Any]:
+    def hooks(
+        self, where: Where, constants: Collection[int] = (), weight_shapes: Collection[torch.Size] = ()
+    ) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors are kept, offloaded or recomputed.
 
         Args:
             where: returns the group and site of each saved tensor.
             constants: addresses of storages that are kept whatever the policy says (parameters).
+            weight_shapes: as for ``WrapperRules.take_apart``.
         """
-        return self._enter(Hooks(LayerPacker(self, where, constants).pack, self.unpack))
+        packer = LayerPacker(self, where, constants)
+        return self._enter(Hooks(packer.pack, self.unpack), Hooks(packer.pack_cache, self.unpack), weight_shapes)
 
-    def keeping(self, group: Group, constants: Collection[int]) -> AbstractContextManager[Any]:
-        """Return a context in which all tensors are kept and their bytes counted; ``constants`` as in ``hooks``."""
+    def keeping(
+        self, group: Group, constants: Collection[int], weight_shapes: Collection[torch.Size]
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which all tensors are kept and their bytes counted; arguments as for ``hooks``."""
 
         def pack(tensor: torch.Tensor) -> Packed:
             if not is_ineligible(tensor, self.device) and tensor.untyped_storage()._cdata not in constants:
@@ -161,7 +175,8 @@ class SavedTensors:
                 self.manager.offload.account_kept(tensor.untyped_storage(), group)
             return keep(tensor)
 
-        return self._enter(Hooks(pack, self.unpack))
+        hooks = Hooks(pack, self.unpack)
+        return self._enter(hooks, hooks, weight_shapes)
 
     @property
     def is_recorded(self) -> bool:
@@ -186,7 +201,7 @@ class SavedTensors:
 
     def untouched(self, *, observed: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which all tensors are kept, whatever the outer hooks are."""
-        return self._enter(Hooks(keep, self.unpack), observed)
+        return self._enter(Hooks(keep, self.unpack), observed=observed)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor as it was saved: same bytes, offset, shape and stride.
@@ -214,9 +229,20 @@ class SavedTensors:
             self._recorder.used(storage)
         return packed.layout.view(storage)
 
-    def _enter(self, hooks: Hooks, observed: bool = True) -> AbstractContextManager[Any]:
+    def _enter(
+        self,
+        hooks: Hooks,
+        keeping: Hooks | None = None,
+        weight_shapes: Collection[torch.Size] = (),
+        *,
+        observed: bool = True,
+    ) -> AbstractContextManager[Any]:
+        """Return a context with ``hooks``. With ``keeping``, wrapper tensors are taken apart."""
         if observed and self._observer is not None:
             hooks = self._observer.around(hooks)
+            keeping = None if keeping is None else self._observer.around(keeping)
+        if keeping is not None and self._wrappers is not None:
+            hooks = apart(self._wrappers, hooks, keeping, weight_shapes)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
 
@@ -266,6 +292,20 @@ class LayerPacker:
         if self._on_saved is not None:
             self._on_saved(site, storage, decision)
         return packed
+
+    def pack_cache(self, tensor: torch.Tensor) -> Packed:
+        """Return the packed form of a wrapper's cache, which is kept."""
+        found = None if self.is_constant(tensor) else self._where()
+        if found is None:
+            return keep(tensor)
+        group, site = found
+        storage = tensor.untyped_storage()
+        self._footprint.add(storage.nbytes())
+        record = None if self._recorder is None else self._recorder.saved(site, group.label, tensor)
+        self._offload.account_kept(storage, group)
+        if self._on_saved is not None:
+            self._on_saved(site, storage, CACHE)
+        return keep(tensor, group, record)
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is kept whatever the policy says."""

@@ -10,6 +10,7 @@ import torch
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import Site, SwapError
 from megatron.swap.engine.decision import Decision
+from megatron.swap.engine.wrapper_tensors import WrapperRules
 from megatron.swap.profiling.observer import Observer
 from megatron.swap.profiling.recorder import Recorder
 
@@ -23,11 +24,13 @@ class EngineSettings:
             release when a forward ends (0 if it ends in the loss); ``None``: the bytes of the largest group.
         verify: compare checksums of every reloaded or recomputed storage.
         recomputes: the policy may choose RECOMPUTE, and producers record their outputs.
+        wrappers: the wrapper tensors that are taken apart; ``None``: all are kept whole.
     """
 
     window_bytes: int | None = None
     verify: bool = False
     recomputes: bool = False
+    wrappers: WrapperRules | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

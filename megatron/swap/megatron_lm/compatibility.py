@@ -11,7 +11,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.layer_ranges import MOST_LAYERS
-from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, UsageError
+from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, QUANTIZED, UsageError
 from megatron.swap.megatron_lm.layer import known_modules
 from megatron.swap.megatron_lm.versions import SINCE_0_19, is_gpt_config
 from megatron.swap.profiling.profiler import NSYS
@@ -234,6 +234,11 @@ def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
                 )
     if LINEAR in config.recompute:
         _check_linear(args, ours, modules)
+    if QUANTIZED in config.recompute and not args.fp8:
+        raise UsageError(
+            f"{ours}: no tensor is quantized without --fp8-format. Add --fp8-format, or drop {QUANTIZED} from "
+            "--swap-recompute."
+        )
     one_function = args.bias_swiglu_fusion or args.use_te_activation_func if args.swiglu else True
     if ACTIVATION in config.recompute and not one_function:
         raise UsageError(
@@ -245,7 +250,10 @@ def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
 def _check_linear(args: argparse.Namespace, ours: str, modules: Sequence[str]) -> None:
     """Refuse flags that are incompatible with running a linear layer again in backward."""
     excluded = {
-        f"--fp8-format {args.fp8}": (args.fp8, "running twice would update the scaling factors twice"),
+        f"--fp8-recipe {args.fp8_recipe}": (
+            args.fp8 and args.fp8_recipe in ("delayed", "custom"),
+            "running twice would update the scaling factors twice",
+        ),
         f"--fp4-format {args.fp4}": (args.fp4, "running twice would update the scaling factors twice"),
         "--sequence-parallel": (
             args.sequence_parallel and args.tensor_model_parallel_size > 1,
@@ -264,7 +272,7 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
     same = "both would offload the same state"
     reads = "it reads the main parameters between steps, when they are offloaded"
     quantized = "it computes the model's weights from all main parameters at once"
-    scaled = "such state may have one scale for a whole parameter, but parameters are stepped in slices"
+    in_8_bits = "such moments are tensors around others that have no parameter's shape"
     sharded = "it keeps state in its own buffers"
     excluded = [
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", same),
@@ -274,13 +282,21 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
         (args.async_save, "--async-save", "its writer process cannot read offloaded state"),
         (args.qk_clip, "--qk-clip", "it writes to main parameters between steps, when they are offloaded"),
         (args.rl_offload_optimizer_during_inference, "--rl-offload-optimizer-during-inference", same),
-        (args.fp8_param_gather, "--fp8-param-gather", quantized),
+        (
+            args.fp8_param_gather and args.fp8_recipe == "mxfp8",
+            "--fp8-param-gather with --fp8-recipe mxfp8",
+            "it may stage main parameters in the gradients' memory",
+        ),
+        (
+            args.fp8_param_gather and args.use_precision_aware_optimizer and args.fp8_recipe == "delayed",
+            "--use-precision-aware-optimizer with --fp8-param-gather and --fp8-recipe delayed",
+            "its step scales whole parameters, but parameters are stepped in slices",
+        ),
         (args.fp4_param_gather, "--fp4-param-gather", quantized),
         (args.use_megatron_fsdp, "--use-megatron-fsdp", sharded),
         (args.use_torch_fsdp2, "--use-torch-fsdp2", sharded),
-        (args.exp_avg_dtype != torch.float32, "--exp-avg-dtype below fp32", scaled),
-        (args.exp_avg_sq_dtype != torch.float32, "--exp-avg-sq-dtype below fp32", scaled),
-        (args.main_params_dtype != torch.float32, "--main-params-dtype below fp32", scaled),
+        (args.exp_avg_dtype.itemsize == 1, "--exp-avg-dtype fp8", in_8_bits),
+        (args.exp_avg_sq_dtype.itemsize == 1, "--exp-avg-sq-dtype fp8", in_8_bits),
     ]
     for given, flag, why in excluded:
         if given:

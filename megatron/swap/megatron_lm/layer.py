@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.attention import CrossAttentionSubmodules, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -32,6 +32,7 @@ from megatron.swap.engine.layer_hooks import BoundaryOptions, LayerBoundary
 from megatron.swap.engine.policy import Policy, matches
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
+from megatron.swap.megatron_lm.layer_checkpoint import check_full_recomputation, layer_checkpoint
 from megatron.swap.megatron_lm.producers import Producers
 
 
@@ -107,7 +108,7 @@ class Boundaries:
             positions = layer_positions([self._policy.swaps_layer(number) for number in numbers], ends_in_loss)
             segments = None
             if block.config.recompute_granularity == "full":
-                _check_checkpoint("full recomputation (recompute_granularity)")
+                check_full_recomputation(block.config)
                 by_number = dict(zip(numbers, positions, strict=True))
                 segments = CheckpointedSegments(self._saved_tensors, by_number)
                 self._segments[block] = segments
@@ -116,13 +117,7 @@ class Boundaries:
             boundaries: list[LayerBoundary] = []
             for number, layer, position in zip(numbers, layers, positions, strict=True):
                 whole = self._policy.recomputes_whole(number)
-                if whole:
-                    _check_checkpoint(f"layer {number}, which is to be recomputed whole,")
-                if whole and (block.config.fp8 or block.config.fp4):
-                    raise UsageError(
-                        f"layer {number} is to be recomputed whole, with --fp8-format or --fp4-format: running twice "
-                        "would update the scaling factors twice. Drop that format, or swap the layer."
-                    )
+                checkpoint = layer_checkpoint(number, layer.config) if whole else None
                 if recomputed := self._producers is not None and self._policy.recomputes_layer(number) and not whole:
                     self._producers.wrap(layer)
                 boundaries.append(
@@ -136,7 +131,7 @@ class Boundaries:
                             on_run_without_grad=segments.on_run if segments else None,
                             is_idle=lambda: self._policy.is_idle and not self._manager.guard.is_on,
                         ),
-                        checkpoint=_checkpoint if whole else None,
+                        checkpoint=checkpoint,
                     )
                 )
             self._layers += boundaries
@@ -170,7 +165,8 @@ class Boundaries:
             swapped = [self._policy.swaps_layer(boundary.layer) for boundary in boundaries]
             for boundary, position in zip(boundaries, layer_positions(swapped, ends_in_loss), strict=True):
                 whole = self._policy.recomputes_whole(boundary.layer)
-                boundary.set_position(position, _checkpoint if whole else None)
+                checkpoint = layer_checkpoint(boundary.layer, boundary.module.config) if whole else None
+                boundary.set_position(position, checkpoint)
         self._manager.apply_policy(window_bytes)
 
     def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
@@ -282,26 +278,6 @@ def _override_checkpointed_forward(block: nn.Module, segments: CheckpointedSegme
 
     setattr(block, OWN_CHECKPOINTED_FORWARD, checkpointed_forward)
     return functools.partial(delattr, block, OWN_CHECKPOINTED_FORWARD)
-
-
-def has_megatrons_checkpoint() -> bool:
-    """Return whether Megatron's checkpoint is its own. verl replaces its backward by one that empties saved inputs."""
-    return tensor_parallel.random.CheckpointFunction.backward.__module__.startswith("megatron.core.")
-
-
-def _check_checkpoint(what: str) -> None:
-    """Refuse to recompute layers by a checkpoint that is not Megatron's: it may empty tensors that are ours."""
-    if not has_megatrons_checkpoint():
-        found = tensor_parallel.random.CheckpointFunction.backward.__module__
-        raise UsageError(
-            f"{what} needs Megatron's checkpoint, whose backward {found} has replaced. Recompute single tensors "
-            "instead (--swap-recompute), give a budget, or leave layers whole."
-        )
-
-
-def _checkpoint(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """Call Megatron's checkpoint, which restores all random states before ``function`` runs again in backward."""
-    return tensor_parallel.checkpoint(function, False, *tensors)
 
 
 def _check_modules(patterns: Sequence[str], layers: Sequence[nn.Module]) -> None:

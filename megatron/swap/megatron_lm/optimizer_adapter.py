@@ -24,6 +24,8 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.quantized_params import has_quantized_params, quantize_params, quantized_params
+from megatron.swap.optimizer.partial_step import Table
 from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
 
 ELEMENTWISE = frozenset({"Adam", "AdamW", "CPUAdam", "FusedAdam", "FusedSGD", "Lion", "SGD"})
@@ -34,6 +36,9 @@ NUM_MOMENTS = {"AdaptiveMuon": 2, "OrthogonalizedOptimizer": 1, "SOAP": 2}
 """Number of moments that the first step of such an optimizer creates for each parameter."""
 MOMENT_BYTES = 4
 """Most bytes of a moment per element of its parameter."""
+
+TYPES, SCALES = "name_to_dtype_map", "_scales"
+"""Attributes of TransformerEngine's Adam: the types of its state by name, and scales by parameter and name."""
 
 _MISSING = object()
 
@@ -80,7 +85,7 @@ class AdaptedOptimizer:
         ]
         if isinstance(optimizer, MixedPrecisionOptimizer):  # main parameters are copies of the model's
             overrides += [
-                Override(optimizer, "_copy_main_params_to_model_params", self._skip),
+                Override(optimizer, "_copy_main_params_to_model_params", self._copy_the_rest),
                 Override(optimizer, "_copy_model_params_to_main_params", self._copy_one_by_one),
             ]
         if isinstance(optimizer, DistributedOptimizer):
@@ -147,8 +152,10 @@ class AdaptedOptimizer:
         self.stepper.end_materialize()
         return original(*arguments, **options)
 
-    def _skip(self, original: Callable[..., Any]) -> None:
-        """Skip Megatron's copy to the model: each bucket was copied before it was offloaded again."""
+    def _copy_the_rest(self, original: Callable[..., Any]) -> None:
+        """Copy to the model only what is in 8 bits there: else each bucket was copied before it was offloaded again."""
+        if has_quantized_params(self._optimizer):
+            quantize_params(self._optimizer, self.stepper)
 
     def _copy_one_by_one(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Copy the model's parameters to the main ones one at a time, which gives the same bits.
@@ -263,6 +270,41 @@ def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
     return False
 
 
+def has_scale_per_param(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
+    """Return whether ``inner`` scales some of its state by the largest value of a whole parameter.
+
+    TransformerEngine's Adam scales 16-bit floats of IEEE's kind. Slices would get scales of their own, and other bits.
+
+    Args:
+        has_disk: whether state may go to disk.
+
+    Raises:
+        UsageError: its state is in 8 bits, or such state may go to disk.
+    """
+    types: dict[str, torch.dtype] = dict(getattr(inner, TYPES, {}))
+    if not getattr(inner, "master_weights", False):
+        types.pop("master_param", None)
+    in_8_bits = [name for name, dtype in types.items() if dtype.itemsize == 1]
+    if in_8_bits:
+        raise UsageError(
+            f"--swap-optimizer: {in_8_bits[0]} is kept in 8 bits, as a tensor around others that have no parameter's "
+            "shape. Choose bf16 (--exp-avg-dtype, --exp-avg-sq-dtype), or leave --swap-optimizer out."
+        )
+    scaled = [name for name, dtype in types.items() if dtype is torch.float16]
+    if scaled and has_disk:
+        raise UsageError(
+            f"--swap-disk-dir: {scaled[0]} is kept in fp16 with one scale for a whole parameter, and whole parameters "
+            "do not pass through buffers between disk and device. Choose fp32 or bf16, or leave --swap-disk-dir out."
+        )
+    return bool(scaled)
+
+
+def tables_of(inner: torch.optim.Optimizer) -> list[Table]:
+    """Return what ``inner`` keeps by parameter beside its state: TransformerEngine's Adam, the scales of moments."""
+    scales = getattr(inner, SCALES, None)
+    return [scales] if isinstance(scales, dict) else []
+
+
 def num_moments(inner: torch.optim.Optimizer) -> int:
     """Return how many moments the first step of ``inner`` creates for each parameter; 0: they exist before it."""
     return max((NUM_MOMENTS.get(kind.__name__, 0) for kind in type(inner).__mro__), default=0)
@@ -324,6 +366,9 @@ def _values_of_shards(optimizer: DistributedOptimizer) -> ModelValues:
         for mains, models in zip(main_groups, model_groups, strict=True):
             pairs += ((main, model) for main, model in zip(mains, models, strict=True) if main is not None)
     of_shard = dict(pairs)
+    if has_quantized_params(optimizer):
+        quantized = set(map(id, quantized_params(optimizer)))
+        of_shard = {main: model for main, model in of_shard.items() if id(model) not in quantized}
 
     def values(main: torch.Tensor) -> torch.Tensor | None:
         model = of_shard.get(main)

@@ -22,8 +22,10 @@ from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.megatron_lm.optimizer_adapter import (
     AdaptedOptimizer,
     copier_to_model,
+    has_scale_per_param,
     is_elementwise,
     main_params_of,
+    tables_of,
     unchained,
 )
 from megatron.swap.memory.disk_file import DiskFile
@@ -197,8 +199,11 @@ class OptimizerSwap:
 
     def _adapt(self, optimizer: Any) -> None:
         inner = optimizer.optimizer
-        may_slice = is_elementwise(inner, has_disk=self._settings.disk is not None)
-        options = StepOptions(may_slice, copier_to_model(optimizer), self._overlap.note_room)
+        has_disk = self._settings.disk is not None
+        may_probe = is_elementwise(inner, has_disk=has_disk)
+        may_slice = may_probe and not has_scale_per_param(inner, has_disk=has_disk)
+        on_updated, tables = copier_to_model(optimizer), tables_of(inner)
+        options = StepOptions(may_slice, on_updated, self._overlap.note_room, tables, may_probe)
         # First the stepper, which stores the optimizer's own step, then ``install``, which replaces that step.
         stepper = OptimizerStepper(inner, self._transfers, self._chosen(inner), options)
         if stepper.state.offloaded:
@@ -383,6 +388,8 @@ def expected_state(args: Any) -> ExpectedState:
         of_experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
         num_ranks, num_expert_ranks = of_shards, max(1, of_shards * args.tensor_model_parallel_size // of_experts)
     state_bytes = state_bytes_of(args)
-    if args.use_precision_aware_optimizer and not is_te_min_version("2.1.0"):
-        state_bytes = 12  # main values are stored in full
+    if args.use_precision_aware_optimizer:
+        has_remainders = args.bf16 and args.fp8_recipe in (None, "delayed") and is_te_min_version("2.1.0")
+        main_bytes = min(args.main_params_dtype.itemsize, 2 if has_remainders else 4)  # else stored in full
+        state_bytes = main_bytes + args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     return ExpectedState(num_ranks, num_expert_ranks, state_bytes)

@@ -16,6 +16,7 @@ from torch import nn
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, PRODUCERS, ROTARY
 from megatron.swap.engine.layer_hooks import override_forward
 from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.megatron_lm.quantized import quantization_context, record_values
 
 LINEARS = ("linear_qkv", "linear_fc1")
 """Linear layers whose outputs are saved, by attention and by the activation function."""
@@ -25,7 +26,7 @@ class Producers:
     """Wraps kernels of a model's layers so that they record their outputs; ``remove`` unwraps them.
 
     Kernels that are functions of a Megatron or TransformerEngine module are reached by patches instead
-    (``fused_activations``, ``te_normalization``, ``rotary`` and ``te_qkv_layout`` in ``patches/``).
+    (``fused_activations``, ``te_normalization``, ``te_quantize``, ``rotary`` and ``te_qkv_layout`` in ``patches/``).
 
     Args:
         recomputer: receives the records.
@@ -68,7 +69,8 @@ class Producers:
 
     def _wrap_module(self, producer: str, module: nn.Module, part: int | None = None) -> None:
         if producer in self._kinds:
-            self._undo.append(override_forward(module, self._recomputer.recorded(producer, module.forward, part)))
+            recorded = self._recomputer.recorded(producer, module.forward, part, quantization_context)
+            self._undo.append(override_forward(module, recorded))
 
     def _wrap_queries(self, attention: SelfAttention) -> None:
         """Record queries that are a copy from linear_qkv's output, as in grouped-query attention."""
@@ -116,6 +118,12 @@ def record_norm_of_linear(
 ) -> None:
     """Record the norm output of TransformerEngine's norm-and-linear module: ``result`` is output and statistics.
 
+    With 8 bits one kernel normalizes and quantizes, and the output is quantized.
+
     This runs inside an autograd function, where gradients are always off, so ``is_grad_enabled`` is not checked.
     """
-    recomputer.record(NORM, lambda *given, **named: function(*given, **named)[0], arguments, options, result[0])
+    output = lambda *given, **named: function(*given, **named)[0]  # noqa: E731
+    if type(result[0]) is torch.Tensor:
+        recomputer.record(NORM, output, arguments, options, result[0])
+    elif recomputer.is_recording:
+        record_values(recomputer, NORM, output, arguments, options, result[0])

@@ -12,6 +12,8 @@ from megatron.swap.optimizer.param_state import has_shape_of
 
 Settings = dict[str, Any]
 """A parameter group without its parameters: learning rate, counters of steps and others."""
+Table = dict[torch.Tensor, Any]
+"""Entries by parameter that an optimizer keeps beside its ``state``."""
 
 
 class PartialStep:
@@ -19,13 +21,15 @@ class PartialStep:
 
     Args:
         optimizer: complete, with all of its parameters.
+        tables: what the optimizer keeps by parameter beside its ``state`` (scales of 16-bit moments, say).
 
     Raises:
         UsageError: a group keeps settings in tensors, which each call would change.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, tables: Sequence[Table] = ()) -> None:
         self._optimizer = optimizer
+        self._tables = tables
         self._step = optimizer.step
         self._group_of: dict[torch.Tensor, int] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -68,4 +72,20 @@ class PartialStep:
         group = self._group_of[param]
         self([[probe] if number == group else [] for number in range(len(self._optimizer.param_groups))])
         state = self._optimizer.state.pop(probe, {})
+        for table in self._tables:
+            if (entry := table.pop(probe, None)) is not None:
+                table.setdefault(param, entry)  # as the first step would begin
         return {name: value.dtype for name, value in state.items() if has_shape_of(value, probe)}
+
+    def lend(self, whole: torch.Tensor, param: torch.Tensor) -> None:
+        """Give ``param``, a slice of ``whole`` or all of it, the entries of ``whole`` in the tables."""
+        for table in self._tables:
+            if whole in table:
+                table[param] = table[whole]
+
+    def take_back(self, whole: torch.Tensor, param: torch.Tensor) -> dict[str, Any]:
+        """Remove ``param`` and return its state. Its entries in the tables become those of ``whole``."""
+        for table in self._tables:
+            if (entry := table.pop(param, None)) is not None:
+                table[whole] = entry
+        return self._optimizer.state.pop(param, {})  # type: ignore[no-any-return]

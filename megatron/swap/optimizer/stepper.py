@@ -11,7 +11,7 @@ released after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from megatron.swap.common.types import SwapError
 from megatron.swap.devices.base import Mark
 from megatron.swap.optimizer.bucket_loader import BucketLoader
 from megatron.swap.optimizer.param_state import MAIN, ParamShard, ParamState, has_shape_of
-from megatron.swap.optimizer.partial_step import PartialStep, Settings
+from megatron.swap.optimizer.partial_step import PartialStep, Settings, Table
 from megatron.swap.optimizer.state import OptimizerState
 from megatron.swap.optimizer.state_memory import TensorRequest
 from megatron.swap.optimizer.transfers import Bucket, Move, StateTransfers, as_bytes
@@ -38,14 +38,23 @@ class StepOptions:
 
     Attributes:
         is_elementwise: whether the optimizer may step slices of its parameters.
+        may_probe: whether it may step a small parameter of its own, which shows the state that it keeps.
         on_updated: called with new values while they are on the device, also of parameters that are not offloaded.
         measure_room: called during a step; returns the device bytes that buckets may use now, and that offloads may
             still use when the step ends. ``NUM_BUFFERS`` buckets are always allowed during the step.
+        tables: as for ``PartialStep``.
     """
 
     is_elementwise: bool
     on_updated: OnUpdated = lambda *_: None
     measure_room: Callable[[], int] = lambda: 0
+    tables: Sequence[Table] = ()
+    may_probe: bool | None = None
+
+    @property
+    def probes(self) -> bool:
+        """Whether state is allocated before the first step: by default that of elementwise optimizers."""
+        return self.is_elementwise if self.may_probe is None else self.may_probe
 
 
 class OptimizerStepper:
@@ -75,11 +84,11 @@ class OptimizerStepper:
         self._optimizer = optimizer
         self._transfers = transfers
         self._options = options
-        self._partial_step = PartialStep(optimizer)
+        self._partial_step = PartialStep(optimizer, options.tables)
         self._loader = BucketLoader(transfers)
         self._updates: list[tuple[Mark, Mark]] = []
         self.state = OptimizerState(optimizer, transfers, param_states, options.is_elementwise)
-        if options.is_elementwise:  # allocate all, so that an error comes before training
+        if options.probes:  # allocate all, so that an error comes before training
             transfers.memory.allocate([
                 TensorRequest(one, name, dtype)
                 for one in self.state.param_states
@@ -159,8 +168,8 @@ class OptimizerStepper:
         try:
             advanced = self._partial_step(params)
         except BaseException:
-            for param in slices.values():
-                self._optimizer.state.pop(param, None)
+            for shard, param in slices.items():
+                self._partial_step.take_back(shard.param_state.param, param)
             self._transfers.discard(bucket)
             raise
         self._updates.append((began, self._transfers.mark()))
@@ -179,6 +188,7 @@ class OptimizerStepper:
         if shard.has_state:
             moments = {name: tensor.view(param.shape) for name, tensor in tensors.items() if name != MAIN}
             self._optimizer.state[param] = moments | shard.small_state
+        self._partial_step.lend(whole, param)
         return param
 
     def _take_back(self, shard: ParamShard, param: torch.Tensor) -> list[Move]:
@@ -187,7 +197,7 @@ class OptimizerStepper:
         self._options.on_updated(param_state.param, shard.start, shard.stop, param)
         large = {MAIN: param} if MAIN in param_state.tensors else {}
         shard.has_state, shard.small_state = True, {}
-        for name, value in self._optimizer.state.pop(param, {}).items():
+        for name, value in self._partial_step.take_back(param_state.param, param).items():
             if has_shape_of(value, param):
                 large[name] = value
             else:
@@ -199,6 +209,15 @@ class OptimizerStepper:
         ]
         self.state.publish(param_state)
         return moves
+
+    def values_of(self, param: torch.Tensor) -> torch.Tensor:
+        """Return the values of a main parameter on the device, in its shape, wherever they are."""
+        param_state = self.state.offloaded.get(param)
+        if param_state is None or MAIN not in param_state.tensors:
+            return param.detach()
+        if self.state.is_materialized:
+            return param.detach().to(param_state.tensors[MAIN].device)
+        return self._transfers.load_main(param_state).view(param.shape)
 
     # -------------------------------------------------------- between two steps
 

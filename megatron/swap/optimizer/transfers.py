@@ -180,6 +180,19 @@ class StateTransfers:
             self.discard(bucket)
         return whole
 
+    def load_main(self, param_state: ParamState) -> torch.Tensor:
+        """Return the parameter's own values, flat, in device memory of their own. Compute waits for the copies."""
+        self.release_offloaded()  # the shards below are others than those of offloads in flight
+        offloaded = param_state.tensors[MAIN]
+        whole = self._device.allocate(offloaded.num_bytes).view(offloaded.dtype)
+        for shard in param_state.shards or [ParamShard(param_state, 0, param_state.param.numel())]:
+            without_moments = ParamShard(param_state, shard.start, shard.stop)
+            bucket = self.load(self.begin_load([without_moments]))
+            self.wait_for(bucket)
+            whole[shard.start : shard.stop].copy_(bucket.tensors[without_moments][MAIN])
+            self.discard(bucket)
+        return whole
+
     def discard(self, bucket: Bucket) -> None:
         """Release the memory of a loaded bucket without stepping it."""
         self.wait_for(bucket)  # the copies still write there

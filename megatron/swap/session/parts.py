@@ -21,10 +21,12 @@ from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.settings import EngineSettings, Instruments
 from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds
 from megatron.swap.megatron_lm.host_share import HostShare, host_share
-from megatron.swap.megatron_lm.layer import Boundaries, has_megatrons_checkpoint
+from megatron.swap.megatron_lm.layer import Boundaries
+from megatron.swap.megatron_lm.layer_checkpoint import can_recompute_layers
 from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, offload_settings
 from megatron.swap.megatron_lm.producers import Producers
+from megatron.swap.megatron_lm.quantized import wrapper_rules
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_budget import Reservation
 from megatron.swap.memory.host_pool import HostPool
@@ -82,7 +84,7 @@ class Planned:
         target = None
         if config.auto:
             target = PlanTarget(
-                config, describe, device_memory_gib(args), kinds, has_megatrons_checkpoint(),
+                config, describe, device_memory_gib(args), kinds, can_recompute_layers(args),
                 args.distributed_timeout_minutes,
             )  # fmt: skip
         policy = policy_of(config) if target is None else target.policy
@@ -153,7 +155,8 @@ class ActivationParts:
         guard = OomGuard(device, pool, int(config.min_mib * MIB), planned.host.guard_bytes)
         recorder = Recorder(device, ranges, take_peak, from_use=not on_gpu)
         settings = EngineSettings(
-            window_bytes=config.window_bytes(config.plan), verify=config.verify, recomputes=bool(planned.kinds)
+            window_bytes=config.window_bytes(config.plan), verify=config.verify, recomputes=bool(planned.kinds),
+            wrappers=wrapper_rules(),
         )
         instruments = Instruments(
             ranges=ranges, observer=run_device.observer, recorder=recorder,

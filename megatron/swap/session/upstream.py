@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from megatron.swap.common.config import SwapConfig
-from megatron.swap.common.types import ACTIVATION, NORM, ROTARY, UsageError
+from megatron.swap.common.types import ACTIVATION, NORM, QUANTIZED, ROTARY, UsageError
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import cross_entropy, weight_gradients
 from megatron.swap.megatron_lm.producers import record_copy, record_norm_of_linear
+from megatron.swap.megatron_lm.quantized import record_quantization
 from megatron.swap.patches import (
     checkpointed_forward,
     fused_activations,
@@ -28,6 +29,7 @@ from megatron.swap.patches import (
     rotary,
     te_normalization,
     te_qkv_layout,
+    te_quantize,
     train,
     training_log,
     weight_gradient_kernel,
@@ -130,6 +132,10 @@ def patches_of_model(
     for kind in kinds:
         is_asked_for = kind in config.recompute  # otherwise the planner or a plan may use it
         (needs if is_asked_for else optional).extend(_producer_patches(kind, events, with_te=with_te))
+    quantized = {ACTIVATION, QUANTIZED}.intersection(kinds)
+    if quantized and args.fp8 and with_te:
+        record = functools.partial(_record, events, record_quantization)
+        (needs if quantized.intersection(config.recompute) else optional).append(te_quantize.te_quantize_patch(record))
     return RunPatches(needs, optional)
 
 

@@ -144,14 +144,17 @@ def test_whose_window_counts(auto: bool, users: float | None, plans: float | Non
 def test_a_kind_that_cannot_be_recomputed_is_named():
     assert SwapConfig(layers=frozenset(), recompute=("norm", "activation")).acts
     assert not SwapConfig(layers=frozenset()).acts
-    with pytest.raises(UsageError, match="--swap-recompute dropout: must be norm or activation or rotary or linear"):
+    kinds = "norm or activation or rotary or quantized or linear"
+    with pytest.raises(UsageError, match=f"--swap-recompute dropout: must be {kinds}"):
         SwapConfig(layers=frozenset(), recompute=("norm", "dropout"))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"fp8": "hybrid"}, ["--fp8-format hybrid", "scaling factors", "Drop linear"]),
+        ({"fp8": "hybrid"}, ["--fp8-recipe delayed", "scaling factors", "Drop linear"]),
+        ({"fp8": "hybrid", "fp8_recipe": "custom"}, ["--fp8-recipe custom", "scaling factors"]),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, []),
         ({"fp4": "e2m1"}, ["--fp4-format e2m1", "scaling factors"]),
         ({"sequence_parallel": True, "tensor_model_parallel_size": 2}, ["--sequence-parallel", "from all ranks"]),
         ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, ["--recompute-modules layernorm"]),
@@ -161,9 +164,9 @@ def test_a_kind_that_cannot_be_recomputed_is_named():
 )
 def test_what_a_linear_layer_that_runs_again_would_disturb(changes: dict, words: list[str]):
     args = SimpleNamespace(**{
-        "fp8": None, "fp4": None, "sequence_parallel": False, "tensor_model_parallel_size": 1, "swiglu": False,
-        "recompute_granularity": None, "recompute_modules": None,
-        "recompute_method": None, **changes,
+        "fp8": None, "fp8_recipe": "delayed", "fp4": None, "swiglu": False, "sequence_parallel": False,
+        "tensor_model_parallel_size": 1,
+        "recompute_granularity": None, "recompute_modules": None, "recompute_method": None, **changes,
     })  # fmt: skip
     if words:
         with pytest.raises(UsageError) as refusal:
@@ -172,3 +175,6 @@ def test_what_a_linear_layer_that_runs_again_would_disturb(changes: dict, words:
     else:
         _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("linear",)))
     _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("rotary",)))
+    if "fp8" not in changes:
+        with pytest.raises(UsageError, match=r"without --fp8-format. Add --fp8-format, or drop quantized"):
+            _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("quantized",)))

@@ -28,13 +28,13 @@ def parsed(flags: str, **theirs: object) -> argparse.Namespace:
         virtual_pipeline_model_parallel_size=None, context_parallel_size=1, expert_model_parallel_size=1,
         rank=0, local_rank=0, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
         bias_swiglu_fusion=True, use_te_activation_func=False, add_bias_linear=True, recompute_granularity=None,
-        recompute_method=None, recompute_modules=None, fp8=None, fp4=None, use_megatron_fsdp=False,
-        use_torch_fsdp2=False, cpu_offloading_num_layers=0,
+        recompute_method=None, recompute_modules=None, fp8=None, fp8_recipe="delayed", fp4=None,
+        use_megatron_fsdp=False, use_torch_fsdp2=False, cpu_offloading_num_layers=0,
         fine_grained_activation_offloading=False, cuda_graph_impl="none", gtp_weight_remat_size=1,
         expert_gtp_weight_remat_size=1, optimizer_cpu_offload=False, optimizer_cuda_graph=False, log_params_norm=False,
         async_save=False, qk_clip=False, rl_offload_optimizer_during_inference=False, fp8_param_gather=False,
         fp4_param_gather=False, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
-        main_params_dtype=torch.float32,
+        main_params_dtype=torch.float32, use_precision_aware_optimizer=False,
     )  # fmt: skip
     vars(args).update(theirs)
     return args
@@ -179,9 +179,12 @@ def test_the_kinds_that_have_to_tell(folder: Path) -> None:
 
     assert kinds("--swap-layers all") == ()
     assert kinds("--swap-recompute norm") == ("norm",)
-    assert kinds("--swap-plan plan.json") == kinds("--swap-policy auto") == PRODUCERS
+    in_bf16 = tuple(kind for kind in PRODUCERS if kind != "quantized")
+    assert kinds("--swap-plan plan.json") == kinds("--swap-policy auto") == in_bf16
     unfused = kinds("--swap-policy auto", swiglu=True, bias_swiglu_fusion=False)
-    assert unfused == tuple(kind for kind in PRODUCERS if kind != "activation")
+    assert unfused == tuple(kind for kind in in_bf16 if kind != "activation")
+    assert kinds("--swap-policy auto", fp8="hybrid", fp8_recipe="tensorwise") == PRODUCERS
+    assert kinds("--swap-policy auto", fp8="hybrid") == PRODUCERS[:-1]  # delayed scaling
     save_plan(replace(PLAN, classes=(PlanClass("2", {"mlp/0": SitePlan("swap")}),)), "plan.json")
     assert kinds("--swap-plan plan.json") == ()
 
@@ -202,13 +205,14 @@ def test_the_window_is_the_plans_unless_the_user_says_another(folder: Path, flag
         ({"async_save": True}, "--async-save"),
         ({"qk_clip": True}, "--qk-clip"),
         ({"rl_offload_optimizer_during_inference": True}, "--rl-offload-optimizer-during-inference"),
-        ({"fp8_param_gather": True}, "--fp8-param-gather"),
+        ({"fp8_param_gather": True, "fp8_recipe": "mxfp8"}, "--fp8-param-gather with --fp8-recipe mxfp8"),
+        ({"fp8_param_gather": True, "use_precision_aware_optimizer": True},
+         "--use-precision-aware-optimizer with --fp8-param-gather and --fp8-recipe delayed"),
         ({"fp4_param_gather": True}, "--fp4-param-gather"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
-        ({"exp_avg_dtype": torch.bfloat16}, "--exp-avg-dtype below fp32"),
-        ({"exp_avg_sq_dtype": torch.float16}, "--exp-avg-sq-dtype below fp32"),
-        ({"main_params_dtype": torch.float16}, "--main-params-dtype below fp32"),
+        ({"exp_avg_dtype": torch.uint8}, "--exp-avg-dtype fp8"),
+        ({"exp_avg_sq_dtype": torch.uint8}, "--exp-avg-sq-dtype fp8"),
     ],
 )
 def test_what_of_megatrons_does_not_go_with_optimizer_state_that_rests(theirs: dict, flag: str) -> None:

@@ -48,7 +48,7 @@ def config_of(**options: Any) -> TransformerConfig:
     return TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
         attention_dropout=0.0, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
-        bias_activation_fusion=False, bias_dropout_fusion=False, persist_layer_norm=False, **options,
+        bias_dropout_fusion=False, persist_layer_norm=False, **{"bias_activation_fusion": False, **options},
     )  # fmt: skip
 
 
@@ -170,6 +170,29 @@ def test_full_recomputation_may_be_a_method_of_the_block() -> None:
         train(model, optimizer, 2)
         assert swapped.stats().out_bytes > 0
     assert "_checkpointed_forward" not in vars(model.decoder)
+
+
+@pytest.mark.parametrize("recompute", [(), ("norm", "activation", "linear")])
+def test_activation_inputs_that_are_kept_in_8_bits(recompute: tuple[str, ...]) -> None:
+    """Megatron has no flag for this, only an entry of the model's config."""
+    options = {
+        "activation_func": nn.functional.silu, "gated_linear_unit": True, "bias_activation_fusion": True,
+        "add_bias_linear": False, "activation_func_fp8_input_store": True,
+    }  # fmt: skip
+    grads = []
+    for swaps in (False, True):
+        torch.manual_seed(3)
+        model = model_of(**options)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if swaps:
+            settings = SMALL | {"recompute": recompute or None}
+            with swap.install(model, optimizer, layers="all", config=settings) as swapped:
+                train(model, optimizer, 2)
+            assert swapped.stats().out_bytes > 0
+        else:
+            train(model, optimizer, 2)
+        grads.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
 
 
 def test_a_checkpoint_that_is_not_megatrons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def arguments(*flags: str) -> argparse.Namespace:
         num_layers=2, rank=0, world_size=1, train_iters=5, profile=False, transformer_impl="local", swiglu=False,
         distributed_timeout_minutes=10,
         add_bias_linear=True, recompute_granularity="selective", recompute_modules=["core_attn"], fp8=None,
+        fp8_recipe="delayed",
         cpu_offloading_num_layers=0, fine_grained_activation_offloading=False, cuda_graph_impl="none",
         gradient_accumulation_fusion=True, gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1,
         use_megatron_fsdp=False, use_torch_fsdp2=False, fp4=None, sequence_parallel=False, hidden_size=64,

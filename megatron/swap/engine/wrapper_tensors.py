@@ -1,0 +1,104 @@
+"""Wrapper tensors: subclasses without memory of their own around plain ones (quantized values, their scales).
+
+Autograd saves such a tensor as one object. The hooks here take it apart by torch's flatten protocol, so that every
+inner tensor is kept, offloaded or recomputed by its own storage. Unpack rebuilds the same subclass, with the same
+metadata, around the tensors that came back.
+
+TransformerEngine's modules split most quantized tensors themselves and save their plain tensors. What reaches autograd
+whole are its cached weights, which must stay as they are, and what attention in 8 bits saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from megatron.swap.profiling.observer import Hooks
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapperRules:
+    """The wrapper tensors that may be taken apart; all others are kept whole.
+
+    Attributes:
+        kinds: their classes. The classes rebuild themselves by ``__tensor_unflatten__``, whichever tensors are inside.
+        caches: returns the names of inner tensors that are computed from the others, or are out of date. They are kept:
+            their owner may drop or rebuild them at any time, so a copy would be wasted.
+    """
+
+    kinds: tuple[type[torch.Tensor], ...]
+    caches: Callable[[torch.Tensor], Collection[str]] = lambda _: ()
+
+    def take_apart(self, tensor: torch.Tensor, weight_shapes: Collection[torch.Size]) -> WrapperParts | None:
+        """Return the parts of ``tensor``; ``None``: it is kept whole.
+
+        Args:
+            weight_shapes: shapes of the layer's weights. A wrapper of such a shape is a quantized weight that its
+                module caches and updates in place, or may be one: it is kept whole.
+        """
+        if not isinstance(tensor, self.kinds) or isinstance(tensor, torch.nn.Parameter):
+            return None
+        if tensor.shape in weight_shapes or not is_traceable_wrapper_subclass(tensor):
+            return None
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: getattr(tensor, name) for name in names}
+        if not inner or any(type(one) is not torch.Tensor for one in inner.values()):
+            return None
+        return WrapperParts(type(tensor), inner, context, tensor.shape, tensor.stride(), frozenset(self.caches(tensor)))
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperParts:
+    """A wrapper tensor taken apart.
+
+    Attributes:
+        kind: its class.
+        inner: its inner tensors by name.
+        context: what its class needs beside them.
+        shape, stride: its own.
+        caches: names of the inner tensors that are caches.
+    """
+
+    kind: Any
+    inner: dict[str, torch.Tensor]
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+    caches: Collection[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWrapper:
+    """The graph's entry for a wrapper tensor: ``inner`` has the packed inner tensors."""
+
+    kind: Any
+    inner: dict[str, Any]
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def apart(rules: WrapperRules, hooks: Hooks, keeping: Hooks, weight_shapes: Collection[torch.Size]) -> Hooks:
+    """Return ``hooks`` that get the inner tensors of wrappers instead of the wrappers; ``keeping`` gets the caches."""
+
+    def pack(tensor: torch.Tensor) -> Any:
+        parts = None if type(tensor) is torch.Tensor else rules.take_apart(tensor, weight_shapes)
+        if parts is None:
+            return hooks.pack(tensor)
+        inner = {
+            name: (keeping if name in parts.caches else hooks).pack(tensor) for name, tensor in parts.inner.items()
+        }
+        return PackedWrapper(parts.kind, inner, parts.context, parts.shape, parts.stride)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if type(packed) is not PackedWrapper:
+            return hooks.unpack(packed)
+        inner = {name: hooks.unpack(one) for name, one in packed.inner.items()}
+        rebuilt: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.shape, packed.stride)
+        return rebuilt
+
+    return Hooks(pack, unpack)

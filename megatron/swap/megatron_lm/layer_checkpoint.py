@@ -1,0 +1,79 @@
+"""The checkpoint that runs a whole layer again in backward: Megatron's, or TransformerEngine's in 8 bits.
+
+Megatron's restores random states. TransformerEngine's restores the recipe too, which nobody has switched on in
+backward, and with delayed scaling the scales of forward; histories get no value twice. Megatron uses it in 8 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine import HAVE_TE, te_checkpoint
+
+from megatron.swap.common.types import UsageError
+
+Checkpoint = Callable[..., Any]
+"""Calls a function with tensors, and again in backward."""
+
+
+def can_recompute_layers(args: argparse.Namespace) -> bool:
+    """Return whether a plan may recompute whole layers of the model of these arguments."""
+    if args.fp8 or args.fp4:
+        return bool(args.fp8) and HAVE_TE
+    return has_megatrons_checkpoint()
+
+
+def layer_checkpoint(number: int, config: Any) -> Checkpoint:
+    """Return the checkpoint for layer ``number``, whose configuration is Megatron's ``config``.
+
+    Raises:
+        UsageError: there is none for this layer.
+    """
+    if config.fp4:
+        raise UsageError(
+            f"layer {number} is to be recomputed whole, with --fp4-format {config.fp4}: values that are rounded at "
+            "random would differ. Drop --fp4-format, or swap the layer."
+        )
+    if config.fp8:
+        return _te_checkpoint
+    _check_megatrons(f"layer {number}, which is to be recomputed whole,")
+    return _checkpoint
+
+
+def check_full_recomputation(config: Any) -> None:
+    """Refuse Megatron's full recomputation by a checkpoint that is not Megatron's.
+
+    Raises:
+        UsageError: its backward was replaced.
+    """
+    if not config.fp8 and not config.fp4:
+        _check_megatrons("full recomputation (recompute_granularity)")
+
+
+def has_megatrons_checkpoint() -> bool:
+    """Return whether Megatron's checkpoint is its own. verl replaces its backward by one that empties saved inputs."""
+    return tensor_parallel.random.CheckpointFunction.backward.__module__.startswith("megatron.core.")
+
+
+def _check_megatrons(what: str) -> None:
+    """Refuse to recompute layers by a checkpoint that is not Megatron's: it may empty tensors that are ours."""
+    if not has_megatrons_checkpoint():
+        found = tensor_parallel.random.CheckpointFunction.backward.__module__
+        raise UsageError(
+            f"{what} needs Megatron's checkpoint, whose backward {found} has replaced. Recompute single tensors "
+            "instead (--swap-recompute), give a budget, or leave layers whole."
+        )
+
+
+def _checkpoint(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """Call Megatron's checkpoint, which restores all random states before ``function`` runs again in backward."""
+    return tensor_parallel.checkpoint(function, False, *tensors)
+
+
+def _te_checkpoint(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """Call TransformerEngine's checkpoint as Megatron's full recomputation in 8 bits does."""
+    return te_checkpoint(function, False, tensor_parallel.random.get_cuda_rng_tracker, None, *tensors)

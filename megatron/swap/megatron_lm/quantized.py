@@ -1,0 +1,154 @@
+"""TransformerEngine's quantized tensors: which may be taken apart, and how their values are computed again.
+
+A quantizer turns a tensor into 8-bit values and their scales. Its module keeps, for backward, the values for one
+direction of the matrix product; they reach autograd as plain tensors, and are records' outputs here. Scales are small:
+they are kept or offloaded.
+
+With delayed scaling a quantizer reads a scale that the next steps overwrite, and notes the largest value for its
+history. A recomputation reads a copy of the scale, and notes the largest value where nobody looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+
+from megatron.swap.common.types import QUANTIZED
+from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.engine.wrapper_tensors import WrapperRules
+
+ROWWISE, TRANSPOSE = "_data", "_transpose"
+"""Values of a tensor with one scale, and the same values transposed."""
+VALUES = (ROWWISE, TRANSPOSE, "_rowwise_data", "_columnwise_data")
+"""Attributes of quantized tensors that hold 8-bit values. The others hold scales."""
+
+
+def wrapper_rules() -> WrapperRules | None:
+    """Return the rules for TransformerEngine's wrapper tensors; ``None``: it is not here, or has none."""
+    if not HAVE_TE:
+        return None
+    try:
+        from transformer_engine.pytorch.tensor import QuantizedTensor
+    except ImportError:  # before TransformerEngine 2.0
+        return None
+    return WrapperRules(kinds=(QuantizedTensor,), caches=caches)
+
+
+def caches(tensor: Any) -> Collection[str]:
+    """Return the inner tensors that TransformerEngine makes of the others: a transpose beside what it transposes."""
+    if getattr(tensor, ROWWISE, None) is None or getattr(tensor, TRANSPOSE, None) is None:
+        return ()
+    return (TRANSPOSE,)
+
+
+def is_quantizer(value: Any) -> bool:
+    """Return whether ``value`` is a quantizer of TransformerEngine."""
+    return hasattr(value, "rowwise_usage") and hasattr(value, "quantize")
+
+
+def private_copy(quantizer: Any) -> Any | None:
+    """Return a copy of ``quantizer`` that gives the same values later, and whose use changes no other's state.
+
+    ``None``: there is none. It rounds at random, or the largest value is agreed on with other ranks.
+    """
+    if getattr(quantizer, "with_amax_reduction", False):
+        return None
+    scale, amax = getattr(quantizer, "scale", None), getattr(quantizer, "amax", None)
+    if isinstance(scale, torch.Tensor) and isinstance(amax, torch.Tensor):
+        copy = quantizer.copy()
+        copy.scale, copy.amax = scale.clone(), torch.zeros_like(amax)
+        return copy
+    is_safe = getattr(quantizer, "is_requantization_safe", None)
+    return quantizer.copy() if is_safe is not None and is_safe() else None
+
+
+def record_values(
+    recomputer: Recomputer,
+    producer: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    quantized: Any,
+) -> None:
+    """Record the values of ``quantized``, which ``function`` returned; a quantizer is among the arguments."""
+    quantizers = [value for value in (*arguments, *options.values()) if is_quantizer(value)]
+    copies = {id(quantizer): private_copy(quantizer) for quantizer in quantizers}
+    if None in copies.values():
+        return
+    arguments = tuple(copies.get(id(value), value) for value in arguments)
+    options = {name: copies.get(id(value), value) for name, value in options.items()}
+    for name in VALUES:
+        values = getattr(quantized, name, None)
+        if values is not None:
+            recomputer.record(producer, _taking(name, function), arguments, options, values)
+
+
+def _taking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that returns only the values ``name`` of what ``function`` returns."""
+
+    def values(*arguments: Any, **options: Any) -> Any:
+        return getattr(function(*arguments, **options), name)
+
+    return values
+
+
+def record_quantization(
+    recomputer: Recomputer,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    quantized: Any,
+) -> None:
+    """Record the values that a quantizer made of a tensor. They are of the kind of what made the tensor.
+
+    This runs inside autograd functions, where gradients are always off, so ``is_grad_enabled`` is not checked.
+
+    Args:
+        function: the method that quantizes; called with the quantizer, the tensor and options.
+        quantized: what it returned.
+    """
+    if not recomputer.is_recording or len(arguments) != 2 or options.get("out") is not None:
+        return  # a cached weight is updated in place
+    producer = recomputer.producer_of(arguments[1].untyped_storage()) or QUANTIZED
+    record_values(recomputer, producer, function, arguments, options, quantized)
+
+
+def quantization_context() -> Callable[[], AbstractContextManager[Any]] | None:
+    """Return what makes contexts in which TransformerEngine's modules compute as at this moment; ``None``: as always.
+
+    In backward nobody has switched 8 bits on. Each context switches them off first, wherever it is entered, so that a
+    recomputation that is compared within forward runs as those in backward do.
+    """
+    if not HAVE_TE:
+        return None
+    manager, autocast = _upstream()
+    if not manager.is_fp8_enabled():
+        return None
+    recipe, group = manager.get_fp8_recipe(), manager.get_fp8_group()
+
+    def context() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(autocast(False, None, None))
+        stack.enter_context(autocast(True, recipe, group))
+        return stack
+
+    return context
+
+
+def _upstream() -> tuple[Any, Callable[[bool, Any, Any], AbstractContextManager[Any]]]:
+    """Return TransformerEngine's state of 8 bits, and a function that makes its context of: on, recipe, group."""
+    try:
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
+    except ImportError:  # before TransformerEngine 2.8
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast
+
+        return FP8GlobalStateManager, lambda on, recipe, group: fp8_autocast(
+            enabled=on, fp8_recipe=recipe, fp8_group=group
+        )
+    return FP8GlobalStateManager, lambda on, recipe, group: autocast(
+        enabled=on, recipe=recipe, amax_reduction_group=group
+    )

@@ -1,0 +1,128 @@
+"""A stand-in for TransformerEngine's Adam of the precision-aware optimizer, on the CPU.
+
+Types of main values and moments, scales by parameter, remainders of main values: names and order of events are
+TransformerEngine's. The arithmetic is ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LARGEST = torch.finfo(torch.float16).max / 2
+
+
+class FusedAdam(torch.optim.Optimizer):
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+    ) -> None:
+        assert adam_w_mode
+        assert not capturable
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype,
+        }  # fmt: skip
+        self.store_param_remainders = (
+            store_param_remainders and master_weights and master_weight_dtype is torch.float32
+        )
+        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+    def has_remainders(self, param: torch.Tensor) -> bool:
+        return self.store_param_remainders and param.dtype is torch.bfloat16
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
+        for name, dtype in self.name_to_dtype_map.items():
+            if name == "master_param" and not self.master_weights:
+                continue
+            is_remainder = name == "master_param" and store_param_remainders
+            dtype = torch.int16 if is_remainder else dtype
+            self.state[param][name] = torch.zeros_like(param, dtype=dtype)
+            if self.name_to_dtype_map[name] is not torch.float32:
+                self._scales.setdefault(param, {})[name] = torch.ones(1)
+            if name == "master_param" and not is_remainder:
+                self.store(param, name, param.detach().float())
+
+    def values(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a state in fp32, a copy unless it is in fp32."""
+        state = self.state[param][name]
+        if state.dtype is torch.int16:
+            bits = (param.detach().view(torch.int16).int() << 16) + state.int()
+            return bits.view(torch.float32)
+        if state.dtype is torch.float16:
+            return state.float() * self._scales[param][name]
+        if state.dtype is torch.bfloat16:
+            assert name in self._scales[param]
+        return state.float()
+
+    def store(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
+        state = self.state[param][name]
+        if state.dtype is torch.int16:
+            bits = values.view(torch.int32)
+            high = (bits + 0x8000) >> 16
+            state.copy_((bits - (high << 16)).short())
+            param.copy_(high.short().view(torch.bfloat16))
+        elif state.dtype is torch.float16:
+            scale = self._scales[param][name]
+            scale.copy_(values.abs().max() / LARGEST)
+            state.copy_(values * torch.where(scale > 0, 1 / scale, 0.0))
+        elif state is not values:
+            state.copy_(values)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                gradient = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+                if gradient is None:
+                    continue
+                if not self.state[param]:
+                    self.initialize_state(param, self.has_remainders(param))
+                self._update(group, param, gradient.float())
+
+    def _update(self, group: dict[str, Any], param: torch.Tensor, gradient: torch.Tensor) -> None:
+        (one, two), number = group["betas"], group["step"]
+        mean, square = self.values(param, "exp_avg"), self.values(param, "exp_avg_sq")
+        has_main = "master_param" in self.state[param]
+        main = self.values(param, "master_param") if has_main else param
+        mean.lerp_(gradient, 1 - one)
+        square.mul_(two).addcmul_(gradient, gradient, value=1 - two)
+        root = (square / (1 - two**number)).sqrt_().add_(group["eps"])
+        main.mul_(1 - group["lr"] * group["weight_decay"]).addcdiv_(mean, root, value=-group["lr"] / (1 - one**number))
+        self.store(param, "exp_avg", mean)
+        self.store(param, "exp_avg_sq", square)
+        if has_main:
+            if not self.has_remainders(param):
+                param.copy_(main)
+            self.store(param, "master_param", main)
+
+    def get_unscaled_state(self, param: torch.Tensor, name: str, skip_unscale: bool = False) -> torch.Tensor:
+        """Return a state in fp32, for a checkpoint; remainders as they are."""
+        state = self.state[param][name]
+        return state if state.dtype is torch.int16 else self.values(param, name)
+
+    def set_scaled_state(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
+        """Set a state from a checkpoint."""
+        if name not in self.state[param]:
+            raise NotImplementedError
+        state = self.state[param][name]
+        if state.dtype is torch.int16:
+            state.copy_(values)
+        else:
+            self.store(param, name, values)
