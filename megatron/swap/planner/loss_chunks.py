@@ -62,6 +62,11 @@ def loss_bytes(model: Model, num_chunks: int = 1) -> LossBytes:
     )
 
 
+def saved_bytes(model: Model) -> float:
+    """Return what ``choose_num_chunks`` takes from the peak at the loss."""
+    return loss_bytes(model).peak - loss_bytes(model, choose_num_chunks(model)).peak
+
+
 def choose_num_chunks(model: Model) -> int:
     """Return the fewest chunks with which the loss takes no more memory than a layer's MLP in backward.
 

@@ -104,6 +104,7 @@ def of_training(
         return shape_profile(
             training.model, gpu, training.num_micro_batches, tied=training.tied, states=states,
             pipeline_rank=pipeline_rank, host_gib=room_gib, state_on_disk_gib=on_disk_gib,
+            loss_chunks=training.num_loss_chunks,
         )  # fmt: skip
 
     def offloading(disk_gib: float) -> tuple[States, Profile]:
@@ -125,7 +126,10 @@ def of_training(
         return states, profile_of(states, room_gib, on_disk_gib)
 
     gradients_gib = BYTES * params / GIB
-    found = without_planner(with_megatrons_loss(profile_of(kept, None)), budget_gib, kept, gradients_gib)
+    unswapped = profile_of(kept, None)
+    if training.loss_chunks is None:
+        unswapped = with_megatrons_loss(unswapped)
+    found = without_planner(unswapped, budget_gib, kept, gradients_gib)
     found.append(_planned(PLANNED, (), profile_of(kept, host_gib), budget_gib, host_gib, kept))
     fraction = "auto" if not training.offloads or training.states.is_auto else f"{training.states.offload_fraction:g}"
     flags: tuple[str, ...] = ("--swap-optimizer", fraction)
