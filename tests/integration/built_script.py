@@ -46,6 +46,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 SEQUENCE, VOCABULARY, LAYERS = 64, 128, 6
+OVERRIDDEN = {"forward", "compute_language_model_loss"}
 SMALL = {"min_mib": 0.001, "cpu_delay_ms": 0.2, "host_gib": 0.5, "host_unchecked": True, "log_level": "quiet"}
 Install = Callable[[nn.Module, Any], swap.BuiltSwap]
 
@@ -114,6 +115,7 @@ CASES = {
     "told": Case(planned(0.0028), tells=True, steps=14),
     "unknown optimizer": Case(planned(0.0028), knows_optimizer=False, steps=14),
     "wrapped": Case(ALL, megatrons=True),
+    "loss": Case({"layers": "all", "config": SMALL | {"loss_chunks": 1}}, megatrons=True, peeks=True, at=1),
     "during training": Case(ALL, megatrons=True, at=2),
     "state": Case({"layers": "all", "config": SMALL | {"optimizer": 0.5}}, megatrons=True),
     "state during training": Case(
@@ -254,7 +256,7 @@ def run(case: Case, *, swaps: bool) -> dict[str, Any]:
     digest = hashlib.sha256(repr(losses).encode())
     for tensor in tensors:
         digest.update(tensor.detach().float().cpu().numpy().tobytes())
-    left = [name for name, module in model.named_modules() if "forward" in vars(module)]
+    left = [name for name, module in model.named_modules() if OVERRIDDEN & set(vars(module))]
     return {"digest": digest.hexdigest(), "losses": losses, "stats": stats, "left": left}
 
 

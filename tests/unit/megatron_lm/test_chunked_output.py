@@ -16,6 +16,7 @@ from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm import cross_entropy
 from megatron.swap.megatron_lm.chunked_output import OutputLayer, chunked_losses
 from megatron.swap.megatron_lm.loss_chunks import DeferredLogits
+from megatron.swap.megatron_lm.weight_gradients import te_kernel
 from tests.known_failures.meters import tensor_memory
 
 TOKENS, BATCH, WIDTH, WORDS = 96, 2, 64, 1000
@@ -28,14 +29,18 @@ cross_entropy_of = cross_entropy.chunked_cross_entropy(vocab_parallel_cross_entr
 @pytest.fixture(scope="module")
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     store = tmp_path_factory.mktemp("group") / "store"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
     yield torch.distributed.group.WORLD
     torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
-def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the kernel that adds a weight's gradient, which rounds once."""
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that adds a weight's gradient: TransformerEngine's; without a GPU a stand-in, which rounds once."""
+    if "gpu" in request.keywords:
+        monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", te_kernel(), raising=False)
+        return
 
     def add(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
         main_grad.copy_((main_grad.float() + grad_output.t().float().matmul(inputs.float())).to(main_grad.dtype))
@@ -55,18 +60,19 @@ class Head:
     tokens: int = TOKENS
     words: int = WORDS
     wide: int = WIDTH
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         chance = torch.Generator().manual_seed(1)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=chance)
+            return torch.randn(shape, generator=chance).to(self.device)
 
         self.hidden = random(self.tokens, BATCH, self.wide).bfloat16().to(self.dtype).requires_grad_()
         self.weight = torch.nn.Parameter((random(self.words, self.wide) / 8).bfloat16().to(self.dtype))
-        self.labels = torch.randint(self.words, (BATCH, self.tokens), generator=chance)
+        self.labels = torch.randint(self.words, (BATCH, self.tokens), generator=chance).to(self.device)
         # As a loss mask and a normalization leave it: some tokens do not count, all others may count differently.
-        self.factors = random(BATCH, self.tokens) * (torch.rand(BATCH, self.tokens, generator=chance) > 0.3)
+        self.factors = random(BATCH, self.tokens) * (random(BATCH, self.tokens) > -0.5)
         if self.fused is not None:
             self.weight.main_grad = random(self.words, self.wide).to(self.fused)
             self.weight.grad_added_to_main_grad = False
@@ -266,3 +272,44 @@ def test_scaled_logits(group: Any) -> None:
     (of_hidden,) = torch.autograd.grad(losses, head.hidden, head.factors)
     (theirs,) = torch.autograd.grad(expected, plain.hidden, plain.factors)
     torch.testing.assert_close(of_hidden, theirs)
+
+
+# ---------------------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", WAYS)
+def test_on_a_gpu(group: Any, fused: torch.dtype | None) -> None:
+    """One chunk equals Megatron's to the bit, with its kernels; several are no worse than the whole."""
+    if fused is not None and te_kernel() is None:
+        pytest.skip("needs TransformerEngine")
+    sizes: dict[str, Any] = {"tokens": 1024, "words": 32000, "wide": 1024, "device": "cuda"}
+    whole, one, eight = (Head(group, fused=fused, **sizes) for _ in range(3))
+    exact = Head(group, torch.float64, **sizes)
+    truth, theirs = exact.results(exact.whole()), whole.results(whole.whole())
+    if fused is not None:
+        truth[2] = truth[2] + whole.before.double()
+    assert_equal(one.results(one.in_chunks(1)), theirs)
+    for mine, other, true in zip(eight.results(eight.in_chunks(8)), theirs, truth, strict=True):
+        errors = [float((found.double() - true).square().mean().sqrt()) for found in (mine, other)]
+        assert errors[0] <= 1.01 * errors[1], errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [None, torch.float32])
+def test_the_peak_of_8b_on_a_gpu(group: Any, fused: torch.dtype | None) -> None:
+    """Eight chunks take at least 80 % of the logits from the peak, if the weight's gradient is added to main_grad."""
+    if fused is not None and te_kernel() is None:
+        pytest.skip("needs TransformerEngine")
+    head = Head(group, fused=fused, tokens=8192 // BATCH, words=128256, wide=4096, device="cuda")
+    peaks = []
+    for losses_of in (head.whole, lambda: head.in_chunks(8)):
+        losses_of().backward(head.factors)  # what is created once exists
+        head.hidden.grad = head.weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        losses_of().backward(head.factors)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        head.hidden.grad = head.weight.grad = None
+    logits_bytes = 2 * 8192 * head.words
+    assert peaks[0] - peaks[1] >= (0.8 * logits_bytes if fused is not None else 0)
