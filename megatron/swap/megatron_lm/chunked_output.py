@@ -5,6 +5,9 @@ and turns them into gradients, chunk by chunk. That holds for any gradient of th
 and costs the output layer's product and the loss again. The last chunk's logits are kept from forward, since backward
 begins with them: of N chunks, N - 1 are computed twice, and one chunk is what Megatron computes, to the bit.
 
+Where the loss is Megatron's cross entropy of 16-bit logits, each token's maximum and sum are kept from forward too, so
+that backward computes the product and the gradient alone. Any other loss runs again, with a graph.
+
 Gradients made in forward, as Liger Kernel does, would save the second product. They need the losses' gradients before
 there are any, or the gradient of the whole weight in single precision beside Megatron's.
 """
@@ -18,6 +21,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron.swap.megatron_lm import cross_entropy
+from megatron.swap.megatron_lm.cross_entropy import Statistics
 from megatron.swap.megatron_lm.weight_gradients import WeightGradient
 
 LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,12 +37,14 @@ class OutputLayer:
         loss_of: returns the losses (micro-batch, tokens) of labels (micro-batch, tokens) and logits (tokens,
             micro-batch, vocabulary of this rank).
         num_chunks: most chunks of the sequence; a chunk has at least one token.
+        is_cross_entropy: ``loss_of`` is Megatron's cross entropy, as ``cross_entropy.py`` computes it.
         scale: factor of the logits.
     """
 
     module: Any
     loss_of: LossOf
     num_chunks: int
+    is_cross_entropy: bool = False
     scale: float = 1.0
 
     @property
@@ -69,6 +76,13 @@ class OutputLayer:
     def logits(self, total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the logits of gathered hidden states."""
         return self._scaled(total.matmul(weight.t()))
+
+    def logits_into(self, total: torch.Tensor, weight: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """Return the logits of gathered hidden states in ``memory``, which is flat and large enough."""
+        rows = total.reshape(-1, total.size(-1))
+        logits = memory[: len(rows) * len(weight)].view(len(rows), len(weight))
+        torch.mm(rows, weight.t(), out=logits)
+        return (logits if self.scale == 1.0 else logits.mul_(self.scale)).view(*total.shape[:-1], len(weight))
 
     def losses(self, total: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the losses of gathered hidden states, without a graph."""
@@ -126,11 +140,14 @@ def chunked_losses(
         labels: (micro-batch, tokens), of all ranks that share the sequence by sequence parallelism.
     """
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _ChunkedLosses.apply(hidden, weight, labels, output, has_backward)
+    by_statistics = output.is_cross_entropy and weight.element_size() < 4 and hidden.dtype == weight.dtype
+    return (_ChunkedCrossEntropy if by_statistics else _ChunkedLosses).apply(
+        hidden, weight, labels, output, has_backward
+    )
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Losses of hidden states, chunk by chunk."""
+    """Losses of any kind, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -161,29 +178,92 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
         output: OutputLayer = ctx.output
-        chunks = output.chunks(len(hidden))
-        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
-        of_weight = None
-        if ctx.needs_input_grad[1]:
-            of_weight = WeightGradient(
-                ctx.weight, is_fused=output.module.gradient_accumulation_fusion, is_whole=len(chunks) == 1
-            )
+        sums = _Gradients(ctx, hidden, weight)
         kept, ctx.kept = ctx.kept, None  # a second backward computes the last chunk again, too
-        for chunk in reversed(chunks):
+        for chunk in reversed(output.chunks(len(hidden))):
             total = output.gathered(hidden[chunk])
             losses = kept or output.losses_with_graph(total, weight, output.of_chunk(labels, chunk))
             of_logits = losses.backward(output.of_chunk(gradient, chunk))
-            del losses
-            kept = None
-            wait = None
-            if of_hidden is not None:
-                wait = _add_hidden(output, of_logits.matmul(weight), of_hidden[chunk])
-            if of_weight is not None:  # beside the communication of the hidden states' gradient
-                of_weight.add(total, of_logits)
-            del of_logits, total
-            if wait is not None:
-                wait()
-        return of_hidden, None if of_weight is None else of_weight.result(), None, None, None
+            kept = losses = None
+            sums.add(chunk, total, of_logits)
+            del of_logits
+        return sums.results()
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Losses by Megatron's cross entropy, chunk by chunk. Backward computes all logits in the memory of the last."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, output: OutputLayer,
+        has_backward: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.output = output
+        whole = hidden.new_empty(labels.shape, dtype=torch.float32)
+        found: list[Statistics] = []
+        logits = None
+        for chunk in output.chunks(len(hidden)):
+            logits = None  # else two chunks would exist at once
+            logits = output.logits(output.gathered(hidden[chunk]), weight)
+            target = output.of_chunk(labels, chunk).t().contiguous()
+            values, statistics = cross_entropy.losses_of(logits, target, output.module.tp_group)
+            output.set_chunk(whole, chunk, values.t())
+            found.append(statistics)
+        if has_backward:
+            ctx.weight = weight  # as in _ChunkedLosses
+            ctx.save_for_backward(hidden, weight, logits, *map(torch.cat, zip(*found, strict=True)))
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, last, *statistics = ctx.saved_tensors
+        output: OutputLayer = ctx.output
+        sums = _Gradients(ctx, hidden, weight)
+        chunks = output.chunks(len(hidden))  # of which the last is the longest
+        rows_of_token = output.num_blocks * hidden.size(1)
+        for chunk in reversed(chunks):
+            total = output.gathered(hidden[chunk])
+            logits = last if chunk is chunks[-1] else output.logits_into(total, weight, last.view(-1))
+            rows = slice(chunk.start * rows_of_token, chunk.stop * rows_of_token)
+            of_losses = output.of_chunk(gradient, chunk).t()
+            cross_entropy.write_gradients(logits, Statistics(*(one[rows] for one in statistics)), of_losses, logits)
+            sums.add(chunk, total, logits if output.scale == 1.0 else logits.mul_(output.scale))
+        return sums.results()
+
+
+class _Gradients:
+    """The gradients of hidden states and weight, as chunks are added.
+
+    Args:
+        ctx: of a function whose first arguments are hidden states and weight.
+        hidden, weight: its saved tensors.
+    """
+
+    def __init__(self, ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        self._output: OutputLayer = ctx.output
+        self._weight = weight
+        self._of_hidden: torch.Tensor | None = None
+        self._of_weight: WeightGradient | None = None
+        if ctx.needs_input_grad[0]:
+            self._of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        if ctx.needs_input_grad[1]:
+            is_fused, chunks = self._output.module.gradient_accumulation_fusion, self._output.chunks(len(hidden))
+            self._of_weight = WeightGradient(ctx.weight, is_fused=is_fused, is_whole=len(chunks) == 1)
+
+    def add(self, chunk: slice, total: torch.Tensor, of_logits: torch.Tensor) -> None:
+        """Add a chunk: its gathered hidden states, and the gradient of its logits."""
+        wait = None
+        if self._of_hidden is not None:
+            wait = _add_hidden(self._output, of_logits.matmul(self._weight), self._of_hidden[chunk])
+        if self._of_weight is not None:  # beside the communication of the hidden states' gradient
+            self._of_weight.add(total, of_logits)
+        if wait is not None:
+            wait()
+
+    def results(self) -> tuple[torch.Tensor | None, ...]:
+        """Return what backward gives autograd."""
+        return self._of_hidden, None if self._of_weight is None else self._of_weight.result(), None, None, None
 
 
 def _add_hidden(output: OutputLayer, total: torch.Tensor, into: torch.Tensor) -> Callable[[], Any] | None:

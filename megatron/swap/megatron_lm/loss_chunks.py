@@ -12,11 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import nn
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.engine.layer_hooks import override_forward, override_method
+from megatron.swap.megatron_lm import cross_entropy
 from megatron.swap.megatron_lm.chunked_output import OutputLayer, chunked_losses
 
 FLAG = "--swap-loss-chunks"
@@ -112,14 +115,14 @@ def chunk_loss(model: nn.Module, num_chunks: Callable[[], int]) -> Callable[[], 
     if not getattr(model, "post_process", True):
         return _nothing
     layer = checked_output(model)
-    whole, loss_of = layer.forward, getattr(model, LOSS)
+    whole, loss_of, is_own = layer.forward, getattr(model, LOSS), is_cross_entropy(model)
 
     def deferred(
         input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Any, None]:
         if runtime_gather_output and layer.tp_group.size() > 1:  # generation, which gathers words from all ranks
             return whole(input_, weight=weight, runtime_gather_output=runtime_gather_output)
-        output = OutputLayer(layer, loss_of, num_chunks())
+        output = OutputLayer(layer, loss_of, num_chunks(), is_own)
         given = layer.weight if weight is None else weight
         return DeferredLogits(output, input_, given, lambda: whole(input_, weight=weight)[0]), None
 
@@ -133,6 +136,13 @@ def chunk_loss(model: nn.Module, num_chunks: Callable[[], int]) -> Callable[[], 
             one()
 
     return restore
+
+
+def is_cross_entropy(model: Any) -> bool:
+    """Return whether the loss of ``model`` is ``cross_entropy.py``'s: Megatron's method, unfused, and patched."""
+    is_patched = tensor_parallel.vocab_parallel_cross_entropy.__module__ == cross_entropy.__name__
+    is_own = getattr(type(model), LOSS) is getattr(LanguageModule, LOSS) and LOSS not in vars(model)
+    return is_patched and is_own and not model.config.cross_entropy_loss_fusion
 
 
 def checked_output(model: nn.Module) -> ColumnParallelLinear:

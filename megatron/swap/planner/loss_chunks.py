@@ -24,8 +24,8 @@ class LossBytes:
     Attributes:
         inputs: the final norm's input and output, which are saved.
         logits: those that exist at a time.
-        rows: those of them that exist in single precision at a time.
-        gradients: of the final norm's output, while chunks are computed in backward.
+        rows: those of them that exist in single precision at a time, in forward.
+        gradients: of the final norm's output, in backward of several chunks.
     """
 
     inputs: float
@@ -40,8 +40,8 @@ class LossBytes:
 
     @property
     def peak(self) -> float:
-        """All of them."""
-        return self.kept + self.rows + self.gradients
+        """The most of them at once, in forward or in backward."""
+        return self.kept + max(self.rows, self.gradients)
 
 
 def num_tokens(model: Model) -> float:

@@ -318,8 +318,8 @@ def _non_layer(
     """Return the figures of final norm, logits and the chunked cross entropy (``cross_entropy.py``).
 
     The cross entropy saves the logits. The embedding saves the token numbers, which the batch holds anyway. The output
-    layer saves the final norm's output, which the model's frames hold until forward ends. Of several chunks, backward
-    computes all but one again.
+    layer saves the final norm's output, which the model's frames hold until forward ends. Backward
+    computes the logits of all chunks but one again.
 
     Args:
         loss_chunks: 0: the loss is on another rank.
@@ -331,7 +331,7 @@ def _non_layer(
         flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
         held = loss_bytes(model, loss_chunks)
         entropy_ms, gradient_ms = 12 * logits / (gpu.memory_gb_s * 1e6), 4 * logits / (gpu.memory_gb_s * 1e6)
-        again_ms = (flops + entropy_ms) * (loss_chunks - 1) / loss_chunks
+        again_ms = flops * (loss_chunks - 1) / loss_chunks
         loss_ms = 3 * flops + entropy_ms + gradient_ms + again_ms
         sites = [
             NonLayerSite("decoder.final_layernorm/0", size.sharded / MIB, loss_ms),

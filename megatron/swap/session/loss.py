@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 
+import torch
 from torch import nn
 
 from megatron.swap.common.config import SwapConfig
@@ -29,12 +29,21 @@ class RunLoss:
         self._config = config
         self._describe = describe
         self._is_told = False
+        self._chosen: int | None = None
 
-    @cached_property
+    @property
     def num_chunks(self) -> int:
-        """The number of chunks, which stays for the run."""
+        """The number of chunks, which stays for the run from the first forward with gradients on.
+
+        A model that exists may run without gradients before, when the length of its sequences is not known yet.
+        """
         asked = self._config.loss_chunks
-        return choose_num_chunks(self._describe()) if asked == "auto" else asked or 1
+        if asked != "auto":
+            return asked or 1
+        chosen = self._chosen or choose_num_chunks(self._describe())
+        if torch.is_grad_enabled():
+            self._chosen = chosen
+        return chosen
 
     def attach(self, chunk: nn.Module) -> Callable[[], None]:
         """Let ``chunk`` of the model run its loss in chunks, if that is asked for. Return what undoes it.

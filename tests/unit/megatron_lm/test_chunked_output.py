@@ -61,6 +61,8 @@ class Head:
     words: int = WORDS
     wide: int = WIDTH
     device: str = "cpu"
+    knows: bool = True
+    """The loss is known to be the cross entropy; else it is any function."""
 
     def __post_init__(self) -> None:
         chance = torch.Generator().manual_seed(1)
@@ -92,7 +94,7 @@ class Head:
         return cross_entropy_of(logits, labels.t().contiguous(), 0.0, self.group).t().contiguous()
 
     def in_chunks(self, num_chunks: int, **options: Any) -> torch.Tensor:
-        output = OutputLayer(self.module, self.loss_of, num_chunks, **options)
+        output = OutputLayer(self.module, self.loss_of, num_chunks, **{"is_cross_entropy": self.knows, **options})
         return chunked_losses(output, self.hidden, self.weight, self.labels)
 
     def whole(self) -> torch.Tensor:
@@ -123,10 +125,13 @@ def assert_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> None:
 WAYS = [None, torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fused", WAYS)
-def test_one_chunk_is_megatrons_to_the_bit(group: Any, dtype: torch.dtype, fused: torch.dtype | None) -> None:
-    ours, theirs = Head(group, dtype, fused), Head(group, dtype, fused)
+def test_one_chunk_is_megatrons_to_the_bit(
+    group: Any, dtype: torch.dtype, fused: torch.dtype | None, knows: bool
+) -> None:
+    ours, theirs = Head(group, dtype, fused, knows=knows), Head(group, dtype, fused)
     assert_equal(ours.results(ours.in_chunks(1)), theirs.results(theirs.whole()))
 
 
@@ -145,14 +150,24 @@ def test_several_chunks_are_no_worse_than_the_whole(group: Any, num_chunks: int,
         assert 0 < mine <= MORE * theirs, errors
 
 
-def test_equal_from_run_to_run(group: Any) -> None:
-    one, other = Head(group), Head(group)
-    assert_equal(one.results(one.in_chunks(5)), other.results(other.in_chunks(5)))
+@pytest.mark.parametrize("num_chunks", [1, 5])
+def test_any_loss_gives_the_same_as_the_known_one(group: Any, num_chunks: int) -> None:
+    """And both are equal from run to run."""
+    one, other, again = Head(group), Head(group, knows=False), Head(group)
+    expected = one.results(one.in_chunks(num_chunks))
+    assert_equal(expected, other.results(other.in_chunks(num_chunks)))
+    assert_equal(expected, again.results(again.in_chunks(num_chunks)))
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
-def test_a_second_backward_gives_the_same(group: Any, num_chunks: int) -> None:
-    head = Head(group)
+def test_a_second_backward_is_refused_or_gives_the_same(group: Any, num_chunks: int) -> None:
+    """The kept logits are gone by then, as those of ``cross_entropy.py`` are. Any other loss runs again."""
+    known = Head(group)
+    losses = known.in_chunks(num_chunks)
+    losses.backward(known.factors, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.backward(known.factors)
+    head = Head(group, knows=False)
     losses = head.in_chunks(num_chunks)
     losses.backward(head.factors, retain_graph=True)
     first = [head.hidden.grad, head.weight.grad]
@@ -201,16 +216,17 @@ class Peak:
             self.backward = memory.peak
 
 
+@pytest.mark.parametrize("knows", [True, False])
 @pytest.mark.parametrize("num_chunks", [1, 4, 8])
 def test_the_logits_of_one_chunk_exist_at_a_time(
-    group: Any, num_chunks: int, monkeypatch: pytest.MonkeyPatch
+    group: Any, num_chunks: int, knows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By formula: a chunk's logits; beside them the rows in single precision that the cross entropy takes at once."""
     rows = 32
     monkeypatch.setattr(cross_entropy, "LOSS_ROWS", rows)
     none = SimpleNamespace(wgrad_gemm_accum_fp32=lambda *_: None)  # as the kernel on a GPU, it takes no memory
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", none)
-    head = Head(group, fused=torch.float32, tokens=1024, words=4096, wide=16)
+    head = Head(group, fused=torch.float32, tokens=1024, words=4096, wide=16, knows=knows)
     head.in_chunks(num_chunks).backward(head.factors)  # what is created once exists
     found = Peak(head, lambda: head.in_chunks(num_chunks))
     logits_bytes = 2 * head.tokens * BATCH * head.words
@@ -228,7 +244,7 @@ def test_the_logits_of_one_chunk_exist_at_a_time(
 
 def deferred(head: Head, num_chunks: int = 5) -> tuple[DeferredLogits, torch.Tensor]:
     whole = torch.nn.functional.linear(head.hidden, head.weight)
-    output = OutputLayer(head.module, head.loss_of, num_chunks)
+    output = OutputLayer(head.module, head.loss_of, num_chunks, head.knows)
     return DeferredLogits(output, head.hidden, head.weight, lambda: whole), whole
 
 
@@ -262,8 +278,9 @@ def test_in_training_no_other_use_is_made_of_them(group: Any) -> None:
             use()
 
 
-def test_scaled_logits(group: Any) -> None:
-    head, plain = Head(group), Head(group)
+@pytest.mark.parametrize("knows", [True, False])
+def test_scaled_logits(group: Any, knows: bool) -> None:
+    head, plain = Head(group, knows=knows), Head(group)
     logits, _ = deferred(head)
     losses = (logits * 0.25).losses(head.labels)
     scaled = torch.nn.functional.linear(plain.hidden, plain.weight) * 0.25
