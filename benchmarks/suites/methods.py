@@ -15,8 +15,8 @@ from benchmarks.suites import budgets
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-OUR_CHOICES = ("--swap-layers", PLAN_FLAG, *SEARCHES, "--swap-policy", "--swap-optimizer")
-"""A method of ours has at least one of these flags: they choose what is swapped."""
+OUR_CHOICES = ("--swap-layers", PLAN_FLAG, *SEARCHES, "--swap-policy", "--swap-optimizer", "--swap-loss-chunks")
+"""A method of ours has at least one of these flags: they choose what is swapped or split."""
 NUM_LAYERS_WORDS = ("all-but-one", "half")
 OPTIMIZER_WORDS = {"overlap": "--overlap-cpu-optimizer-d2h-h2d", "unpinned": "--no-pin-cpu-grads"}
 """Options of Megatron's optimizer offload. Pinned blocks are rounded up to powers of two; unpinned, larger models

@@ -26,6 +26,7 @@ FEATURES = {
         "layers", "some layers", "wrapped", "during training", "fork",
     ),
     "`swap.install`: recompute": ("recompute",),
+    "`swap.install`: `loss_chunks`, one": ("loss",),
     "`swap.install`: Megatron's full recomputation": ("full recomputation",),
     "`swap.install`: planner": (
         "budget", "told", "unknown optimizer", "budget of a fork", "passes without gradients", "changing micro-batches",

@@ -36,7 +36,8 @@ VARYING = Path(__file__).with_name("varying_script.py")
 PATIENCE_S = 240.0
 
 SUITES = (
-    "h200-dense", "h200-fp8", "h200-fusion", "h200-guard", "h200-long-context", "h200-moe", "h200-optimizer",
+    "h200-dense", "h200-fp8", "h200-fusion", "h200-guard", "h200-long-context", "h200-loss", "h200-moe",
+    "h200-optimizer",
     "h200-planner", "quick", "quick-planner",
 )  # fmt: skip
 SWEEPS = ("h200-depth", "h200-family", "h200-micro-batch", "h200-sequence", "h200-width", "quick")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from megatron.swap.common.types import GIB, format_bytes
 from megatron.swap.planner.flags import Training, not_counted
 from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.loss_chunks import choose_num_chunks, saved_bytes
 from megatron.swap.planner.options import Option
 from megatron.swap.planner.shape import params_of_rank
 from megatron.swap.planner.stages import Decision
@@ -72,6 +73,8 @@ def advice(least: Option, training: Training, budget_gib: float, rank: int) -> s
         shares = training.shares_state or num_holders(training) > 1  # a note advises it
         flag = "" if shares else " --use-distributed-optimizer"
         hints.append(f"16-bit gradients (--main-grads-dtype bf16 --use-precision-aware-optimizer{flag})")
+    if not is_full and rank == model.pipeline_parallel - 1 and _may_chunk(training):
+        hints.insert(0, f"--swap-loss-chunks {choose_num_chunks(model)}")
     if training.offloads and not training.states.is_auto and training.states.offload_fraction < 1:
         hints.insert(0, "--swap-optimizer auto")
     alone = f"Weights and gradients alone take {weights_gib:.1f} GiB. " if weights_gib > budget_gib else ""
@@ -79,6 +82,11 @@ def advice(least: Option, training: Training, budget_gib: float, rank: int) -> s
         f"The least is {least.needed_gib:g} GiB, with {flags or 'nothing'}. {alone}Lower it by one or several "
         f"of: {', '.join(hints)}, or take a GPU with more memory."
     )
+
+
+def _may_chunk(training: Training) -> bool:
+    """Return whether a loss in chunks would save memory."""
+    return training.loss_chunks is None and choose_num_chunks(training.model) > 1
 
 
 def num_holders(training: Training) -> int:
@@ -108,6 +116,12 @@ def notes(
         yield f"{shared}, as measured on an H200 host." if options.link_gb_s is None else f"{shared}, as given."
     if options.host_gib is None and training.host_gib is None:
         yield "Host memory is taken for unlimited: --host-gib says how much of it a host can pin."
+    prediction = None if chosen is None else chosen.prediction
+    if prediction is not None and prediction.peak_at.startswith("at the loss") and _may_chunk(training):
+        yield (
+            f"The loss sets the peak. --swap-loss-chunks {choose_num_chunks(training.model)} takes up to "
+            f"{format_bytes(saved_bytes(training.model))} less there, and computes the logits twice."
+        )
     if uncounted := not_counted(options.flags):
         yield f"Not counted, though they change memory: {', '.join(uncounted)}."
 

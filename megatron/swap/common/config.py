@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron.swap.common.layer_ranges import parse_ranges
 from megatron.swap.common.plan import Plan
@@ -17,6 +18,7 @@ LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
 LOG_LEVELS = ("quiet", "info", "debug")
 POLICIES = ("manual", "auto")
 MOST_CANDIDATES = 10
+MOST_LOSS_CHUNKS = 1024
 MOST_DELAY_MS = 1000
 """Each copy is delayed by up to that long, and a step makes hundreds."""
 USUAL_FRACTION = 0.95
@@ -87,6 +89,8 @@ class SwapConfig:
     """Memory of the emulated device for tensors that are created after the model, in GiB. Only without a GPU."""
     oom_guard: bool = False
     """Evict saved tensors when an allocation on the device fails."""
+    loss_chunks: int | Literal["auto"] | None = None
+    """Chunks of the sequence in which output layer and loss run; ``None``: as Megatron runs them."""
 
     @property
     def acts(self) -> bool:
@@ -97,7 +101,12 @@ class SwapConfig:
     def does_anything(self) -> bool:
         """Whether training differs from a run without this package."""
         asked = self.summary, self.profile, self.cpu_memory_gib
-        return self.acts or bool(self.optimizer) or any(one is not None for one in asked)
+        return self.attaches or any(one is not None for one in asked)
+
+    @property
+    def attaches(self) -> bool:
+        """Whether the model itself is changed: its layers, its optimizer or its loss."""
+        return self.acts or bool(self.optimizer) or self.loss_chunks is not None
 
     def window_bytes(self, plan: Plan | None) -> int | None:
         """Return the prefetch window in bytes: the user's, else that of ``plan``; ``None``: the engine chooses.
@@ -183,6 +192,19 @@ def parse_steps(text: str) -> tuple[int, int]:
     if match is None:
         raise UsageError(f"--swap-profile-steps {text!r}: must be a step or a range of steps, such as 4-5.")
     return int(match[1]), int(match[2] or match[1])
+
+
+def parse_loss_chunks(text: str) -> int | Literal["auto"]:
+    """Return the value of ``--swap-loss-chunks``.
+
+    Raises:
+        UsageError: the text is neither ``auto`` nor a number that is allowed.
+    """
+    if text == "auto":
+        return "auto"
+    number = int(text) if re.fullmatch(r"\d{1,20}", text) else 0
+    _require(1 <= number <= MOST_LOSS_CHUNKS, "--swap-loss-chunks", text, f"1 to {MOST_LOSS_CHUNKS}, or auto")
+    return number
 
 
 def parse_layers(text: str, num_layers: int) -> frozenset[int]:

@@ -52,35 +52,40 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def override_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Replace the forward of ``module`` by ``forward``. Return a function that restores the previous one.
+    """Replace the forward of ``module`` by ``forward``. Return a function that restores the previous one."""
+    return override_method(module, "forward", forward)
+
+
+def override_method(module: nn.Module, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Replace the method ``name`` of ``module`` by ``function``. Return a function that restores the previous one.
 
     The previous one is the class's, or one that another library has set on the instance. A wrapper that somebody puts
     around ours stays.
     """
-    own, override = vars(module).get("forward"), _Override(forward, module.forward)
-    module.forward = override  # type: ignore[method-assign]
+    own, override = vars(module).get(name), _Override(function, getattr(module, name))
+    setattr(module, name, override)
 
     def restore() -> None:
         override.is_on = False
-        if vars(module).get("forward") is not override:
+        if vars(module).get(name) is not override:
             return  # somebody has wrapped it since: it passes calls on
-        del module.forward
+        delattr(module, name)
         if own is not None:
-            module.forward = own  # type: ignore[method-assign]
+            setattr(module, name, own)
 
     return restore
 
 
 class _Override:
-    """Calls ``forward``, or ``inner`` once it is off. It is no function: a copy of one would swap with the original."""
+    """Calls ``function``, or ``inner`` once it is off. It is no function: a copy would swap with the original."""
 
-    def __init__(self, forward: Callable[..., Any], inner: Callable[..., Any]) -> None:
-        self.forward = forward
+    def __init__(self, function: Callable[..., Any], inner: Callable[..., Any]) -> None:
+        self.function = function
         self.inner = inner
         self.is_on = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.forward if self.is_on else self.inner)(*args, **kwargs)
+        return (self.function if self.is_on else self.inner)(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from megatron.swap.common.config import (
     USUAL_FRACTION,
     SwapConfig,
     parse_layers,
+    parse_loss_chunks,
     parse_steps,
 )
 from megatron.swap.common.plan import LAYER_SECTION, Plan, check_model, load_plan
@@ -72,6 +73,11 @@ def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="When an allocation on the GPU fails, evict saved tensors to host memory and retry the allocation. A "
         "step with evictions is slower. The planner guards its first steps without this flag. Default: off. Set it "
         "when a few steps need more memory than the GPU has.")
+    add("--swap-loss-chunks", default=None, metavar="N",
+        help="Run the output layer and the loss in N chunks of the sequence, so that the logits of one chunk exist at "
+        "a time. Backward computes the logits again. Sums over several chunks differ in their last bits from the "
+        "whole's. auto: as few chunks as keep the loss below a layer's own peak. Default: the whole at once. Set it "
+        "when the logits set the peak: long sequences, large vocabularies.")
 
     add = parser.add_argument_group(
         "swap: planner", "Measure the model, then keep, swap or recompute each saved tensor within a memory budget."
@@ -194,6 +200,7 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         cpu_delay_ms=args.swap_cpu_delay_ms,
         cpu_memory_gib=args.swap_cpu_memory_gib,
         oom_guard=args.swap_oom_guard,
+        loss_chunks=None if args.swap_loss_chunks is None else parse_loss_chunks(str(args.swap_loss_chunks)),
     )
     if auto:
         config.budget_gib(device_memory_gib(args))

@@ -103,6 +103,8 @@ def check_settings(args: argparse.Namespace, config: SwapConfig) -> None:
         _check_recompute(args, config)
     if config.optimizer:
         _check_optimizer(args, config)
+    if config.loss_chunks is not None:
+        _check_loss(args, config)
 
 
 def can_recompute(args: argparse.Namespace, kind: str) -> bool:
@@ -303,6 +305,22 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
             raise UsageError(
                 f"--swap-optimizer {config.optimizer:g} cannot be combined with {flag}: {why}. Drop {flag}, or "
                 "--swap-optimizer."
+            )
+
+
+def _check_loss(args: argparse.Namespace, config: SwapConfig) -> None:
+    """Refuse flags with which the output layer cannot run in chunks. ``checked_output`` refuses models."""
+    fsdp = "its weights are gathered and freed, and each chunk needs the output layer's"
+    excluded = [
+        (args.cuda_graph_impl != "none", f"--cuda-graph-impl {args.cuda_graph_impl}", "a graph replays without chunks"),
+        (args.use_megatron_fsdp, "--use-megatron-fsdp", fsdp),
+        (args.use_torch_fsdp2, "--use-torch-fsdp2", fsdp),
+    ]
+    for given, flag, why in excluded:
+        if given:
+            raise UsageError(
+                f"--swap-loss-chunks {config.loss_chunks} cannot be combined with {flag}: {why}. Drop {flag}, or "
+                "--swap-loss-chunks."
             )
 
 

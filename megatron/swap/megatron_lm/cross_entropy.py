@@ -11,7 +11,7 @@ forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
@@ -58,45 +58,88 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:
-        rows = logits.view(-1, logits.size(-1))
-        first_word = torch.distributed.get_rank(group) * rows.size(-1)
-        word = target.reshape(-1).long() - first_word  # the kernels take no other integers
-        elsewhere = (word < 0) | (word >= rows.size(-1))
-        word.masked_fill_(elsewhere, 0)
-
-        largest = rows.amax(dim=-1).float()
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
-        predicted = rows.gather(-1, word.unsqueeze(-1)).squeeze(-1) - largest
-        predicted.masked_fill_(elsewhere, 0.0)
-        total = torch.empty_like(largest)
-        for chunk in _chunks(rows):
-            total[chunk] = _exponentials(rows[chunk], largest[chunk]).sum(dim=-1)
-        torch.distributed.all_reduce(predicted, group=group)
-        torch.distributed.all_reduce(total, group=group)
-        # An alias is saved, so that backward can count other references to the logits. Clones are saved, because
-        # threads of a process group may hold the reduced tensors for some time.
-        ctx.save_for_backward(logits.detach(), largest.clone(), total.clone(), word, elsewhere)
-        return (total.log() - predicted).view_as(target)
+        losses, statistics = losses_of(logits, target, group)
+        # An alias is saved, so that backward can count other references to the logits.
+        ctx.save_for_backward(logits.detach(), *statistics)
+        return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, largest, total, word, elsewhere = ctx.saved_tensors
+        logits, *statistics = ctx.saved_tensors
         is_shared = torch._C._storage_Use_Count(logits.untyped_storage()._cdata) > NUM_OWN_REFERENCES
         gradient = torch.empty_like(logits) if is_shared else logits
-        rows, gradient_rows = logits.view(-1, logits.size(-1)), gradient.view(-1, logits.size(-1))
-        factor, here = loss_gradient.reshape(-1).contiguous(), 1.0 - elsewhere.float()
-        kernels = loss_kernels.kernels_for(rows)
-        if kernels is not None:
-            kernels.gradients(rows, largest, total, word, here, factor, gradient_rows)
-            torch.autograd.graph.increment_version(gradient)
-            return gradient, None, None
-        for chunk in _chunks(rows):
-            softmax = _exponentials(rows[chunk], largest[chunk]).div_(total[chunk].unsqueeze(-1))
-            softmax[torch.arange(len(softmax), device=softmax.device), word[chunk]] -= here[chunk]
-            torch.mul(softmax, factor[chunk].unsqueeze(-1), out=gradient_rows[chunk])
-            del softmax  # else two chunks would exist at once
+        write_gradients(logits, Statistics(*statistics), loss_gradient, gradient)
         return gradient, None, None
+
+
+class Statistics(NamedTuple):
+    """What backward needs of each token's logits, besides the logits.
+
+    Attributes:
+        largest: the largest logit of all ranks.
+        total: the sum of the exponentials of all logits less the largest.
+        word: the target's place among this rank's words; 0 if it is another rank's.
+        elsewhere: whether it is another rank's.
+    """
+
+    largest: torch.Tensor
+    total: torch.Tensor
+    word: torch.Tensor
+    elsewhere: torch.Tensor
+
+
+def losses_of(logits: torch.Tensor, target: torch.Tensor, group: Any) -> tuple[torch.Tensor, Statistics]:
+    """Return the losses, in the shape of ``target``, and the statistics of all tokens.
+
+    Args:
+        logits: (…, vocabulary of this rank), contiguous, of 16 bits.
+        target: token ids.
+        group: ranks that share the vocabulary.
+    """
+    rows = logits.view(-1, logits.size(-1))
+    first_word = torch.distributed.get_rank(group) * rows.size(-1)
+    word = target.reshape(-1).long() - first_word  # the kernels take no other integers
+    elsewhere = (word < 0) | (word >= rows.size(-1))
+    word.masked_fill_(elsewhere, 0)
+
+    largest = rows.amax(dim=-1).float()
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
+    predicted = rows.gather(-1, word.unsqueeze(-1)).squeeze(-1) - largest
+    predicted.masked_fill_(elsewhere, 0.0)
+    total = torch.empty_like(largest)
+    for chunk in _chunks(rows):
+        total[chunk] = _exponentials(rows[chunk], largest[chunk]).sum(dim=-1)
+    torch.distributed.all_reduce(predicted, group=group)
+    torch.distributed.all_reduce(total, group=group)
+    # Clones, because threads of a process group may hold the reduced tensors for some time.
+    statistics = Statistics(largest.clone(), total.clone(), word, elsewhere)
+    return (total.log() - predicted).view_as(target), statistics
+
+
+def write_gradients(
+    logits: torch.Tensor, statistics: Statistics, loss_gradient: torch.Tensor, gradient: torch.Tensor
+) -> None:
+    """Write the gradient of ``logits`` into ``gradient``, which may be the logits.
+
+    Args:
+        logits: as for ``losses_of``.
+        statistics: those that it returned.
+        loss_gradient: gradient of each loss.
+    """
+    rows, gradient_rows = logits.view(-1, logits.size(-1)), gradient.view(-1, logits.size(-1))
+    largest, total, word, elsewhere = statistics
+    factor, here = loss_gradient.reshape(-1).contiguous(), 1.0 - elsewhere.float()
+    kernels = loss_kernels.kernels_for(rows)
+    if kernels is not None:
+        kernels.gradients(rows, largest, total, word, here, factor, gradient_rows)
+        torch.autograd.graph.increment_version(gradient)
+        return
+    for chunk in _chunks(rows):
+        softmax = _exponentials(rows[chunk], largest[chunk]).div_(total[chunk].unsqueeze(-1))
+        softmax[torch.arange(len(softmax), device=softmax.device), word[chunk]] -= here[chunk]
+        torch.mul(softmax, factor[chunk].unsqueeze(-1), out=gradient_rows[chunk])
+        del softmax  # else two chunks would exist at once
 
 
 def _exponentials(rows: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,68 @@ class TransformerEngineKernel:
     """Megatron's call for a ``main_grad`` of 16 bits."""
 
 
+class WeightGradient:
+    """The gradient of an output layer's weight, as a sum over chunks of the tokens.
+
+    A single chunk gives what Megatron's linear layer gives, to the bit. The products of several chunks are added in
+    single precision, so that the sum is rounded once, as that of a whole is: in Megatron's ``main_grad`` if that is
+    single precision and the layer fuses the addition, else in a buffer.
+
+    Args:
+        weight: the parameter.
+        is_fused: the layer adds to ``main_grad`` itself.
+        is_whole: there is one chunk.
+    """
+
+    def __init__(self, weight: Any, *, is_fused: bool, is_whole: bool) -> None:
+        self._weight = weight
+        self._is_fused = is_fused
+        self._sum: torch.Tensor | None = None
+        if is_fused and (is_whole or weight.main_grad.dtype == torch.float32):
+            self._sum = weight.main_grad
+        elif not is_whole:
+            self._sum = torch.zeros_like(weight, dtype=torch.float32)
+        self._product: torch.Tensor | None = None
+
+    def add(self, inputs: torch.Tensor, grad_output: torch.Tensor) -> None:
+        """Add the product of a chunk.
+
+        Args:
+            inputs: tokens × width; more dimensions than two are tokens too.
+            grad_output: tokens × vocabulary of this rank.
+        """
+        inputs, grad_output = (given.reshape(-1, given.shape[-1]) for given in (inputs, grad_output))
+        if self._sum is None:
+            self._product = grad_output.t().matmul(inputs)
+        elif self._is_fused:
+            kernel = layers.fused_weight_gradient_mlp_cuda
+            in_single = self._sum.dtype == torch.float32
+            (kernel.wgrad_gemm_accum_fp32 if in_single else kernel.wgrad_gemm_accum_fp16)(
+                inputs, grad_output, self._sum
+            )
+        elif inputs.is_cuda and inputs.dtype != torch.float32:
+            torch.addmm(self._sum, grad_output.t(), inputs, out_dtype=torch.float32, out=self._sum)
+        else:
+            self._sum.addmm_(grad_output.t().float(), inputs.float())
+
+    def result(self) -> torch.Tensor | None:
+        """Return what backward gives autograd: the gradient, or what Megatron's wrapper expects if it was added."""
+        if not self._is_fused:
+            return self._product if self._sum is None else self._sum.to(self._weight.dtype)
+        main_grad: torch.Tensor = self._weight.main_grad
+        if self._sum is not main_grad:
+            assert self._sum is not None
+            main_grad.add_(self._sum)
+        if not hasattr(self._weight, "grad_added_to_main_grad"):
+            return None
+        # The wrapper's hook runs when autograd has a gradient: any, or zeros where others are added to it.
+        self._weight.grad_added_to_main_grad = True
+        shape, zero = list(main_grad.shape), bool(getattr(self._weight, "zero_out_wgrad", False))
+        if layers.HAVE_TE:
+            return layers.get_dummy_wgrad(shape, self._weight.dtype, **({"zero": True} if zero else {}))
+        return (torch.zeros if zero else torch.empty)(shape, dtype=self._weight.dtype, device=main_grad.device)
+
+
 def te_kernel() -> TransformerEngineKernel | None:
     """Return TransformerEngine's kernel; ``None``: it cannot be imported, or takes other arguments."""
     try:

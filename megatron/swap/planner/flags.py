@@ -8,13 +8,15 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from megatron.swap.common.command_line import CommandLine, nearest_flag
+from megatron.swap.common.config import parse_loss_chunks
 from megatron.swap.common.plan import Model
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import MOST, UsageError
 from megatron.swap.planner.fp8 import RECIPES
+from megatron.swap.planner.loss_chunks import choose_num_chunks
 from megatron.swap.planner.states import States
 
 FLAGS_FILE = Path(__file__).with_name("training_flags.txt")
@@ -65,6 +67,7 @@ class Training:
         shares_state: whether ranks that hold the same weights share their optimizer state.
         has_positions: whether the flags say how many positions Megatron provides for.
         state_stays: a flag with which optimizer state cannot be offloaded; ``None``: it can.
+        loss_chunks: as ``SwapConfig.loss_chunks``.
     """
 
     model: Model
@@ -80,6 +83,12 @@ class Training:
     shares_state: bool = False
     has_positions: bool = True
     state_stays: str | None = None
+    loss_chunks: int | Literal["auto"] | None = None
+
+    @property
+    def num_loss_chunks(self) -> int:
+        """Chunks of the sequence in which output layer and loss run."""
+        return choose_num_chunks(self.model) if self.loss_chunks == "auto" else self.loss_chunks or 1
 
     @property
     def offloads(self) -> bool:
@@ -168,6 +177,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         0.0 if known.swap_disk_dir is None else _gib("--swap-disk-gib", known.swap_disk_gib) or math.inf,
         _gib("--swap-memory-gib", known.swap_memory_gib), replica * data, data, _budget_fraction(known),
         known.use_distributed_optimizer, known.max_position_embeddings is not None, stays,
+        None if known.swap_loss_chunks is None else parse_loss_chunks(known.swap_loss_chunks),
     )  # fmt: skip
 
 
@@ -419,6 +429,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--swap-disk-gib")
     parser.add_argument("--swap-memory-gib")
     parser.add_argument("--swap-memory-fraction", type=float)
+    parser.add_argument("--swap-loss-chunks")
     for name, of_training in DECIDED.items():
         parser.add_argument(f"--{name}", nargs="+", default=[of_training])
     parser.add_argument("--hidden-dropout", type=float, default=0.1)

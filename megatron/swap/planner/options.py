@@ -120,6 +120,7 @@ def of_training(
         return shape_profile(
             training.model, gpu, training.num_micro_batches, tied=training.tied, states=states,
             pipeline_rank=pipeline_rank, host_gib=room_gib, state_on_disk_gib=on_disk_gib, is_megatrons=is_megatrons,
+            loss_chunks=training.num_loss_chunks,
         )  # fmt: skip
 
     def offloading(disk_gib: float) -> tuple[States, Profile]:
@@ -141,7 +142,9 @@ def of_training(
         return states, profile_of(states, room_gib, on_disk_gib)
 
     gradients_gib = BYTES * params / GIB
-    alone = with_megatrons_loss(profile_of(kept, None, is_megatrons=True))
+    alone = profile_of(kept, None, is_megatrons=True)
+    if training.loss_chunks is None:
+        alone = with_megatrons_loss(alone)
     found = without_planner(alone, budget_gib, kept, gradients_gib)
     found.append(_planned(PLANNED, (), profile_of(kept, host_gib), budget_gib, host_gib, kept))
     if training.state_stays is not None:

@@ -21,6 +21,7 @@ from megatron.swap.planner.fp8 import (
     saved_sites,
 )
 from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.loss_chunks import loss_bytes
 from megatron.swap.planner.profile import (
     Device,
     LayerClass,
@@ -347,6 +348,7 @@ def shape_profile(
     host_gib: float | None = None,
     state_on_disk_gib: float = 0.0,
     is_megatrons: bool = False,
+    loss_chunks: int = 1,
 ) -> Profile:
     """Estimate the profile of ``model`` on ``gpu``.
 
@@ -356,6 +358,7 @@ def shape_profile(
         host_gib: limit of host memory for activations; ``None``: no limit.
         state_on_disk_gib: the part of the offloaded state that host memory has no room for.
         is_megatrons: as in ``layer_class``.
+        loss_chunks: chunks of the sequence in which output layer and loss run.
 
     Raises:
         UsageError: the layers do not divide into the stages, the formulas do not cover the model, or the GPU has no
@@ -394,7 +397,7 @@ def shape_profile(
         allocator_gib=None,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,
-        non_layer=_non_layer(model, gpu, has_input, has_loss, layers_ms, optimizer_ms),
+        non_layer=_non_layer(model, gpu, has_input, loss_chunks if has_loss else 0, layers_ms, optimizer_ms),
         layers=tuple(classes),
         pipeline=Pipeline(stages, pipeline_rank, chunks),
         offloaded_state=state if fraction else None,
@@ -402,32 +405,37 @@ def shape_profile(
 
 
 def _non_layer(
-    model: Model, gpu: Gpu, has_input: bool, has_loss: bool, layers_ms: float, optimizer_ms: float
+    model: Model, gpu: Gpu, has_input: bool, loss_chunks: int, layers_ms: float, optimizer_ms: float
 ) -> NonLayer:
     """Return the figures of final norm, logits and the chunked cross entropy (``cross_entropy.py``).
 
     The cross entropy saves the logits. The embedding saves the token numbers, which the batch holds anyway. The output
-    layer saves the final norm's output, which the model's frames hold until forward ends.
+    layer saves the final norm's output, which the model's frames hold until forward ends. Backward
+    computes the logits of all chunks but one again.
+
+    Args:
+        loss_chunks: 0: the loss is on another rank.
     """
     size, sites, loss_ms = _sizes(model), [], 0.0
     non_layer = NonLayer(0.0, 0.0, optimizer_ms, 0.0, 0.0)
-    if has_loss:
+    if loss_chunks:
         logits = size.tokens * model.padded_vocab_size / model.tensor_parallel
         flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
-        chunk_bytes = 4 * logits / max(1, size.tokens // LOSS_ROWS)
+        held = loss_bytes(model, loss_chunks)
         entropy_ms, gradient_ms = 12 * logits / (gpu.memory_gb_s * 1e6), 4 * logits / (gpu.memory_gb_s * 1e6)
-        loss_ms = 3 * flops + entropy_ms + gradient_ms
+        again_ms = flops * (loss_chunks - 1) / loss_chunks
+        loss_ms = 3 * flops + entropy_ms + gradient_ms + again_ms
         sites = [
             NonLayerSite("decoder.final_layernorm/0", size.sharded / MIB, loss_ms),
-            NonLayerSite("output_layer/0", size.sharded / MIB, entropy_ms + gradient_ms, "held"),
-            NonLayerSite("loss/0", 2 * logits / MIB, 0.0),
+            NonLayerSite("output_layer/0", size.sharded / MIB, entropy_ms + gradient_ms + again_ms, "held"),
+            NonLayerSite("loss/0", held.logits / MIB, 0.0),
         ]
         non_layer = NonLayer(
             forward_ms=flops + entropy_ms,
-            backward_ms=2 * flops + gradient_ms,
+            backward_ms=2 * flops + gradient_ms + again_ms,
             optimizer_ms=optimizer_ms,
-            kept_gib=(2 * size.sharded + 2 * logits) / GIB,
-            peak_gib=(2 * size.sharded + 2 * logits + chunk_bytes) / GIB,
+            kept_gib=held.kept / GIB,
+            peak_gib=held.peak / GIB,
         )
     if has_input:
         sites.insert(0, NonLayerSite("embedding.word_embeddings/0", 8 * size.tokens / MIB, layers_ms + loss_ms, "held"))

@@ -88,7 +88,7 @@ def install(
     if of_plan is not None:  # the model's batches are not known yet: compared in the first step
         args.seq_length, args.micro_batch_size = of_plan.seq_length, of_plan.micro_batch_size
     found = swap_config(args)
-    if not found.acts and not found.optimizer:
+    if not found.attaches:
         raise UsageError("install: nothing is to be swapped. Give memory_gib, layers or plan.")
     if found.optimizer and optimizer is None:
         raise UsageError(f"optimizer {found.optimizer:g}: there is no optimizer. Pass Megatron's to install.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -23,10 +24,12 @@ from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap
 from megatron.swap.patches import registry
 from megatron.swap.patches.registry import AppliedPatches
+from megatron.swap.planner.flags import model_of
 from megatron.swap.planner.profile import OffloadedState
 from megatron.swap.profiling.profiler import Profiler
 from megatron.swap.reporting.summary import StepRecord, start_table
 from megatron.swap.session.console import Console
+from megatron.swap.session.loss import RunLoss
 from megatron.swap.session.parts import ActivationParts, Planned
 from megatron.swap.session.run_device import RunDevice
 from megatron.swap.session.steps import StepLog
@@ -72,6 +75,7 @@ class ModelSwap:
         self.parts: ActivationParts | None = None
         self.optimizer_swap: OptimizerSwap | None = None
         self.auto: AutoPlan | None = None
+        self._loss = RunLoss(config, functools.partial(model_of, args))
         self.step_log = StepLog(config, self._console, args.world_size)
         self._profiler: Profiler | None = None
         if config.profile is not None:
@@ -99,8 +103,9 @@ class ModelSwap:
 
         Raises:
             UsageError: a pattern of ``--swap-modules`` names no submodule of any layer, ``--swap-cpu-memory-gib`` has
-                no room for the model's gradients, the run plans itself and the model has several stacks of layers, or
-                the model fuses gradient accumulation in a Megatron where that loses gradients.
+                no room for the model's gradients, the run plans itself and the model has several stacks of layers,
+                the model's loss does not run in chunks, or the model fuses gradient accumulation in a Megatron where
+                that loses gradients.
         """
         for chunk in chunks:
             if self.config.acts or self.config.optimizer:
@@ -119,6 +124,7 @@ class ModelSwap:
         self.run_device.check_room(chunks)
         config, observer = self.config, self.run_device.observer
         for chunk in chunks:
+            self._undo.append(self._loss.attach(chunk))
             if config.acts or observer is not None:
                 self._undo.append(override_forward(chunk, self._observed(chunk)))
             if self.planned.offload is not None:
@@ -260,6 +266,9 @@ class ModelSwap:
             self.planned.state_memory.resize(self.optimizer_swap.needed_bytes)
         if self.planned.plan_run is not None:
             self._console.say_here(self.planned.plan_run.step_ended())
+        target = self.planned.target
+        if (line := self._loss.step_ended(None if target is None else target.budget_gib)) is not None:
+            self._console.say(line)
         if parts is not None and parts.recomputer is not None:
             self.step_log.say_refused(parts.recomputer)
         return step

@@ -97,7 +97,7 @@ class SwapSession(ModelSwap):
             UsageError: it was not, and saved tensors or optimizer state are to be offloaded or counted; or it has no
                 ``TransformerBlock``.
         """
-        needs_model = self.config.acts or self.config.optimizer or self.run_device.observer is not None
+        needs_model = self.config.attaches or self.run_device.observer is not None
         if needs_model and not self._is_attached:
             raise unknown_model()
         if self.parts is not None and not self.parts.boundaries.has_stack:

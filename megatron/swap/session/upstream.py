@@ -122,7 +122,7 @@ def patches_of_model(
     optional: list[Patch] = []
     if config.acts:
         needs.append(recompile_limit.PATCH)
-    if config.acts or config.optimizer:
+    if config.attaches:
         optional.append(cross_entropy_patch(cross_entropy.chunked_cross_entropy))
     if args.gradient_accumulation_fusion:
         optional.append(linear_weight_gradients.PATCH)

@@ -96,7 +96,8 @@ def written(folder: Path, text: str) -> Path:
 
 def test_ours_are_these_and_every_kind_of_method_is_in_one() -> None:
     assert suite_names() == [
-        "h200-dense", "h200-fp8", "h200-fusion", "h200-guard", "h200-long-context", "h200-moe", "h200-optimizer",
+        "h200-dense", "h200-fp8", "h200-fusion", "h200-guard", "h200-long-context", "h200-loss", "h200-moe",
+        "h200-optimizer",
         "h200-planner", "quick", "quick-planner",
     ]  # fmt: skip
     suites = [load_suite(find_suite(name)) for name in suite_names()]

@@ -1,0 +1,116 @@
+"""``--swap-loss-chunks``: which models and flags run in chunks, and that nothing is left on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import nn
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.arguments import swap_config
+from megatron.swap.megatron_lm.loss_chunks import DeferredLogits, chunk_loss
+from tests.unit.megatron_lm.test_arguments import parsed
+
+
+def output_layer(num_ranks: int = 1, **more: Any) -> ColumnParallelLinear:
+    """Return an output layer that was not built: the seam reads its attributes alone."""
+    layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    nn.Module.__init__(layer)
+    layer.weight = nn.Parameter(torch.zeros(8, 4))
+    group = SimpleNamespace(size=lambda: num_ranks)
+    usual = {"bias": None, "gather_output": False, "grad_output_buffer": None, "tp_group": group}
+    for name, value in (usual | more).items():
+        setattr(layer, name, value)
+    return layer
+
+
+class Model(nn.Module):
+    """A model's end."""
+
+    def __init__(self, layer: nn.Module | None, *, post_process: bool = True) -> None:
+        super().__init__()
+        self.post_process = post_process
+        if layer is not None:
+            self.output_layer = layer
+
+    def compute_language_model_loss(self, labels: Any, logits: Any) -> tuple[Any, Any]:
+        return labels, logits
+
+
+def test_other_logits_than_those_of_the_output_layer_are_megatrons() -> None:
+    model = Model(output_layer())
+    chunk_loss(model, lambda: 2)
+    logits = torch.zeros(1)
+    assert model.compute_language_model_loss("labels", logits) == ("labels", logits)
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    model = Model(output_layer())
+    undo = chunk_loss(model, lambda: 2)
+    assert isinstance(model.output_layer(torch.zeros(3, 1, 4))[0], DeferredLogits)
+    undo()
+    assert "forward" not in vars(model.output_layer)
+    assert "compute_language_model_loss" not in vars(model)
+
+
+def test_generation_gathers_the_words_of_all_ranks() -> None:
+    layer = output_layer(num_ranks=2)
+    layer.forward = lambda hidden, **options: (hidden, options)  # type: ignore[assignment]
+    chunk_loss(Model(layer), lambda: 2)
+    hidden = torch.zeros(3, 1, 4)
+    assert layer(hidden, weight=None, runtime_gather_output=True) == (
+        hidden, {"weight": None, "runtime_gather_output": True},
+    )  # fmt: skip
+
+
+def test_a_stage_without_output_layer_is_left_alone() -> None:
+    model = Model(None, post_process=False)
+    chunk_loss(model, lambda: 2)()
+    assert "compute_language_model_loss" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Model(None), "Model has no output_layer, as"),
+        (lambda: nn.Linear(1, 1), "Linear has no output_layer, as"),
+        (lambda: Model(nn.Linear(1, 1)), "is a Linear; it must be Megatron's ColumnParallelLinear"),
+        (lambda: Model(output_layer(bias=torch.zeros(8))), "has a bias, which does not run in chunks"),
+        (lambda: Model(output_layer(2, gather_output=True)), "gathers the words of all tensor-parallel ranks"),
+        (lambda: Model(output_layer(grad_output_buffer=[])), "--defer-embedding-wgrad-compute"),
+        (lambda: Model(output_layer(gtp_remat_size=2)), "has its weight in 2 shards"),
+    ],
+)
+def test_models_that_are_refused(make: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(UsageError, match=why) as refused:
+        chunk_loss(make(), lambda: 2)
+    assert str(refused.value).endswith("Drop --swap-loss-chunks.")
+
+
+@pytest.mark.parametrize(
+    ("flags", "theirs", "why"),
+    [
+        ("0", {}, "--swap-loss-chunks 0: must be 1 to 1024, or auto"),
+        ("many", {}, "--swap-loss-chunks many: must be"),
+        ("4", {"use_torch_fsdp2": True}, "cannot be combined with --use-torch-fsdp2: its weights are gathered"),
+        ("4", {"use_megatron_fsdp": True}, "cannot be combined with --use-megatron-fsdp"),
+        ("auto", {"cuda_graph_impl": "full_iteration"}, "auto cannot be combined with --cuda-graph-impl full_iter"),
+    ],
+)
+def test_flags_that_are_refused(flags: str, theirs: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        swap_config(parsed(f"--swap-loss-chunks {flags}", **theirs))
+
+
+@pytest.mark.parametrize(("given", "found"), [("1", 1), ("1024", 1024), ("auto", "auto")])
+def test_settings(given: str, found: object) -> None:
+    config = swap_config(parsed(f"--swap-loss-chunks {given}"))
+    assert config.loss_chunks == found
+    assert config.attaches
+    assert config.does_anything
+    assert not config.acts

@@ -1,0 +1,58 @@
+"""The number of chunks of a run's loss, and the line that tells of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.plan import Model
+from megatron.swap.session.loss import RunLoss
+
+MODEL = Model(32, 4096, 14336, 32, 8, 8192, 1, 128256, "transformer_engine", "bf16", gated=True)
+
+
+def run_loss(model: Model = MODEL, **settings: object) -> RunLoss:
+    return RunLoss(SwapConfig(layers=frozenset(), **settings), lambda: model)  # type: ignore[arg-type]
+
+
+def test_the_number_stays_from_the_first_forward_with_gradients_on() -> None:
+    model = replace(MODEL, seq_length=1)
+    loss = RunLoss(SwapConfig(layers=frozenset(), loss_chunks="auto"), lambda: model)
+    with torch.no_grad():
+        assert loss.num_chunks == 1  # the batch is not known yet
+    model = MODEL
+    assert loss.num_chunks == 11
+    model = replace(MODEL, seq_length=131072)
+    assert loss.num_chunks == 11
+
+
+def test_a_given_number_needs_no_model() -> None:
+    assert RunLoss(SwapConfig(layers=frozenset(), loss_chunks=7), lambda: pytest.fail("asked")).num_chunks == 7
+
+
+def test_without_the_flag_no_model_is_touched() -> None:
+    run_loss().attach(nn.Linear(1, 1))()
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "budget_gib", "line"),
+    [
+        ({"loss_chunks": "auto"}, MODEL, None, "auto: the loss runs in 11 chunks and takes 675 MiB"),
+        ({"loss_chunks": "auto"}, replace(MODEL, padded_vocab_size=1024), 80.0, "the loss runs as a whole and takes"),
+        ({"loss_chunks": 8}, MODEL, 80.0, None),
+        ({}, MODEL, None, None),
+        ({}, MODEL, 80.0, "the loss takes 2.57 GiB. --swap-loss-chunks 11 would take 675 MiB and compute the logits"),
+        ({}, MODEL, 400.0, None),
+        ({}, replace(MODEL, padded_vocab_size=1024), 80.0, None),
+    ],
+)  # fmt: skip
+def test_the_line(settings: dict[str, object], model: Model, budget_gib: float | None, line: str | None) -> None:
+    loss = run_loss(model, **settings)
+    said = loss.step_ended(budget_gib)
+    assert (said is None) == (line is None), said
+    assert line is None or line in str(said)
+    assert loss.step_ended(budget_gib) is None, "said once"
