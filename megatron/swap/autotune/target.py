@@ -36,6 +36,7 @@ class PlanTarget:
         device_gib: memory of the device.
         recompute: producers whose outputs may be recomputed.
         recomputes_layers: whether whole layers may be recomputed.
+        remedy: what to do if the model alone exceeds the budget; empty: what Megatron's flags can do.
 
     Raises:
         UsageError: the device has less memory than the budget.
@@ -46,6 +47,7 @@ class PlanTarget:
     device_gib: float
     recompute: Collection[str]
     recomputes_layers: bool = True
+    remedy: str = ""
 
     def __post_init__(self) -> None:
         self.config.budget_gib(self.device_gib)
