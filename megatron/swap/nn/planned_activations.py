@@ -19,6 +19,7 @@ from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Infeasible, Model
 from megatron.swap.common.types import GIB, SwapError, UsageError
 from megatron.swap.devices.base import Device
+from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.layer_hooks import LayerBoundary, in_backward, override_forward
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.memory.host_memory import machine_memory_gib
@@ -70,7 +71,9 @@ class PlannedActivations(SwappedActivations):
             raise
 
     def _instruments(self, device: Device) -> Instruments:
-        self._recorder = Recorder(device, self._ranges, self._take_peak, from_use=self._observer is not None)
+        if isinstance(device, EmulatedDevice) and self._observer is not None:
+            device.on_allocate = self._observer.note_buffer  # as on a device, they count before their first use
+        self._recorder = Recorder(device, self._ranges, self._take_peak)
         return Instruments(
             ranges=self._ranges, observer=self._observer, recorder=self._recorder, on_full=self._on_tier_full
         )

@@ -78,6 +78,11 @@ def build_profile(
     )
 
 
+def trained_layers(recording: Recording) -> set[int]:
+    """Return the layers that ran backward. A layer whose output nobody uses saves tensors, but has no backward."""
+    return {one.pass_key.layer for one in Timeline(recording).passes if one.is_whole}
+
+
 def with_recorded_times(profile: Profile, recordings: Sequence[Recording]) -> Profile:
     """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed as a whole.
 
@@ -322,7 +327,8 @@ def _whole_layer(
         unsaved = (SiteProfile(name, mib, 0.0, 0.0, backward_ms, is_ineligible=is_ineligible),)
     if not frees or not (inputs or unsaved):
         return None
-    peak_mib = max(one.forward_peak_bytes for one in passes) / MIB
+    # Temporaries of backward have what is saved outside the layers already.
+    peak_mib = max(max(0, one.forward_peak_bytes - one.non_layer_bytes) for one in passes) / MIB
     needs = (*(site.site for site in unsaved), *inputs)
     return _WholeLayer(Section(LAYER_SECTION, frees, needs, forward_ms, peak_mib), unsaved)
 

@@ -107,7 +107,8 @@ class Event:
         now_bytes: allocated memory.
         pass_key: the pass, for FORWARD_BEGIN, FORWARD_END, BACKWARD_BEGIN and BACKWARD_END.
         storage, num_bytes: the storage, for SAVED, ASKED, ARRIVED and FREED, and the bytes allocated or freed. For
-            INPUTS all of them as one storage, which is none of its own.
+            INPUTS all of them as one storage, which is none of its own. For FORWARD_BEGIN the bytes saved outside the
+            layers so far.
         work, of: for WORK_BEGIN and WORK_END, one of ``WORKS`` and its subject (``layers.3/mlp/0 mb0``), or
             ``EVALUATION``.
         chunk: number of the chunk in model order, for CHUNK_BEGIN and CHUNK_END.

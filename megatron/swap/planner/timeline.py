@@ -37,6 +37,7 @@ class LayerPass:
         moments: time of each moment since the begin of backward, in order.
         temporaries: from each moment to the next, the peak in use besides static memory and saved storages.
         forward_peak_bytes: peak of forward above the sum of all its saved storages.
+        non_layer_bytes: bytes saved outside the layers before its forward. ``temporaries`` and the peak have them too.
         intermediate_bytes: peak of the unsaved intermediates of recomputations.
         has_trials: recomputations were tried in its forward. The host waited for the device, so its time is not usual.
     """
@@ -50,6 +51,7 @@ class LayerPass:
     forward_ms: float | None = None
     backward_ms: float | None = None
     forward_peak_bytes: int = 0
+    non_layer_bytes: int = 0
     intermediate_bytes: int = 0
     has_trials: bool = False
 
@@ -216,6 +218,7 @@ class Timeline:
             case What.FORWARD_BEGIN:
                 assert event.pass_key is not None
                 self._forward = self._pass_of[event.pass_key] = LayerPass(event.pass_key)
+                self._forward.non_layer_bytes = event.num_bytes
                 self._leave_backward()
                 self.passes.append(self._forward)
                 self._begin_ms = now_ms

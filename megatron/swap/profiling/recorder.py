@@ -215,7 +215,7 @@ class Recorder:
     @contextmanager
     def _forward(self, label: str) -> Iterator[None]:
         run = self._runs[label] = _layer_run(label)
-        self._note(What.FORWARD_BEGIN, pass_key=run)
+        self._note(What.FORWARD_BEGIN, pass_key=run, num_bytes=self._non_layer.num_bytes)
         yield
         if self.is_on:
             self._note(What.FORWARD_END, pass_key=run)
