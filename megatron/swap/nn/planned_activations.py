@@ -161,7 +161,10 @@ class PlannedActivations(SwappedActivations):
     def _end_step(self, number: int) -> None:
         if self._last is not None or self._auto is None:
             return
-        self._planned.learn_order(self._target.config.window_bytes(None))
+        if apart := self._planned.learn_order(self._target.config.window_bytes(None)):
+            names = {module: name for name, module in self._model.named_modules()}
+            untrained = ", ".join(names.get(module, "") for module in apart)
+            self._say(f"no backward has entered {untrained}: what these layers save is kept")
         self._recorder.step_ended(number + 1)
         rescues = self._manager.guard.take_rescues()
         self._rescues += rescues

@@ -43,6 +43,10 @@ class PlannedBoundary(ModuleBoundary):
     Args:
         number: of the layer before the order of the runs is known.
         on_run: called when a forward runs the layer; returns the run.
+
+    Attributes:
+        has_backward: whether a backward has entered the layer.
+        is_apart: the layer runs as if it had no boundary, so that what it saves counts as saved outside the layers.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class PlannedBoundary(ModuleBoundary):
         on_run: Callable[[PlannedBoundary, Any], LayerRun],
     ) -> None:
         self._on_run = on_run
+        self.has_backward = self.is_apart = False
         super().__init__(number, module, saved_tensors, position, options)
 
     @torch.compiler.disable
@@ -64,6 +69,8 @@ class PlannedBoundary(ModuleBoundary):
                 f"{type(self.module).__name__} runs inside an activation checkpoint of the model, and memory_gib plans "
                 "what is recomputed. Switch the model's checkpointing off."
             )
+        if self.is_apart:
+            return self._inner(*args, **kwargs)
         if torch.is_grad_enabled():
             self._refuse_caches(args, kwargs)
             run = self._on_run(self, self._hidden(args, kwargs))
@@ -88,6 +95,13 @@ class PlannedBoundary(ModuleBoundary):
     def _note_inputs(self, group: Group, hidden: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = [tensor for tensor in _tensors([args, kwargs]) if _is_input(tensor, hidden)]
         self._saved_tensors.inputs(group, inputs)
+
+    def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
+        def begins() -> None:
+            self.has_backward = True
+            on_backward()
+
+        return super()._mark(result, begins)
 
     def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._checkpoint is not None:
@@ -147,7 +161,6 @@ class PlannedLayers:
         ]
         self.hidden_shape: tuple[int, ...] = ()
         self._order: list[PlannedBoundary] = list(self.boundaries)
-        self._num_ordered = len(self._order)
         self._runs_of: dict[PlannedBoundary, list[LayerRun]] = {}
         self._forward: list[PlannedBoundary] = []
         self._longest: list[PlannedBoundary] = []
@@ -158,7 +171,7 @@ class PlannedLayers:
 
     @property
     def num_runs(self) -> int:
-        """Numbers of runs: those of a forward, and one for each layer that took no part."""
+        """Runs of a forward."""
         return len(self._order)
 
     def begin_forward(self) -> None:
@@ -166,22 +179,28 @@ class PlannedLayers:
         self._num_runs.clear()
         self._forward = []
 
-    def learn_order(self, window_bytes: int | None) -> None:
+    def learn_order(self, window_bytes: int | None) -> Sequence[nn.Module]:
         """Number the runs as the longest forward of the first step ran them. Later calls change nothing.
 
         Args:
             window_bytes: as in ``apply_policy``.
+
+        Returns:
+            Layers that no backward has entered. What they save is kept from now on.
         """
-        if self._is_known:
-            return
-        self._is_known = True
-        unseen = [boundary for boundary in self.boundaries if boundary not in self._longest]
-        self._order, self._num_ordered = [*self._longest, *unseen], len(self._longest)
+        found = [boundary for boundary in self._longest if boundary.has_backward]
+        if self._is_known or not found:
+            return ()
+        self._is_known, self._order = True, found
+        apart = [boundary for boundary in self.boundaries if boundary not in found]
+        for boundary in apart:
+            boundary.is_apart = True
         self.apply_policy(window_bytes)
+        return [boundary.module for boundary in apart]
 
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """Return the numbers of the runs of a forward, in order, as the only chunk."""
-        return (tuple(range(self._num_ordered)),)
+        return (tuple(range(len(self._order))),)
 
     def apply_policy(self, window_bytes: int | None) -> None:
         """Apply the changed policy from the next forward on. Call this between steps."""
@@ -193,7 +212,7 @@ class PlannedLayers:
         if not self._saved_tensors.is_recorded:
             return nullcontext()
         if self._names is None:
-            layers = [boundary.module for boundary in self.boundaries]
+            layers = [boundary.module for boundary in self._order]
             self._names = SiteNames(NON_LAYER, model, without=layers)
         return self._saved_tensors.outside_layers(self._names)
 
@@ -205,11 +224,9 @@ class PlannedLayers:
             self._names.remove()
 
     def _set_runs(self) -> None:
-        swapped = [self._policy.swaps_layer(number) for number in range(len(self._order))]
-        ordered = layer_positions(swapped[: self._num_ordered], ends_in_loss=True)
-        apart = [LayerPosition(self._num_ordered, 0, True, flag, len(swapped)) for flag in swapped[self._num_ordered :]]
+        positions = layer_positions([self._policy.swaps_layer(number) for number in range(len(self._order))], True)
         self._runs_of = {}
-        for number, (boundary, position) in enumerate(zip(self._order, [*ordered, *apart], strict=True)):
+        for number, (boundary, position) in enumerate(zip(self._order, positions, strict=True)):
             run = LayerRun(number, position, self._policy.recomputes_whole(number))
             self._runs_of.setdefault(boundary, []).append(run)
 

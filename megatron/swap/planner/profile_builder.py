@@ -56,9 +56,6 @@ def build_profile(
     """
     timeline = Timeline(recording)
     passes = [one for one in timeline.passes if one.is_whole]
-    if unused := {one.pass_key.layer for one in timeline.passes} - {one.pass_key.layer for one in passes}:
-        timeline = Timeline(recording, without=unused)
-        passes = [one for one in timeline.passes if one.is_whole]
     if not passes:
         raise SwapError("the recording has no forward of a layer with its backward: record whole training steps.")
     layers = tuple(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from megatron.swap.planner.recording import (
@@ -89,9 +88,6 @@ class NonLayerStep:
 class Timeline:
     """Layer passes and steps of a recording.
 
-    Args:
-        without: layers whose storages count as memory outside the layers, because they have no backward.
-
     Attributes:
         static_bytes: memory allocated when a step begins; of several steps the most.
         peak_bytes: peak of allocated memory.
@@ -100,8 +96,7 @@ class Timeline:
         costs: times of recomputations in ms, without waits and nested work, by layer and site.
     """
 
-    def __init__(self, recording: Recording, without: Collection[int] = ()) -> None:
-        self._without = without
+    def __init__(self, recording: Recording) -> None:
         events = recording.events
         self.static_bytes = max(event.now_bytes for event in events if event.what is What.STEP)
         self.peak_bytes = max(event.peak_bytes for event in events[1:])
@@ -184,8 +179,6 @@ class Timeline:
         storage = event.storage
         if storage is not None and event.what is What.FREED:
             self._drop(storage)
-        elif storage is not None and storage.pass_key.layer in self._without:
-            return
         elif storage is not None and event.what in (What.SAVED, What.ARRIVED):
             self._resident[storage] = event.num_bytes
             self._resident_bytes += event.num_bytes
