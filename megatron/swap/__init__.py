@@ -8,7 +8,8 @@ The public names are loaded when they are first asked for: the planner runs on m
 ``install``             a Megatron model that exists, in any training loop: a ``BuiltSwap``, whose ``stats()`` are
                         ``BuiltStats``
 ``SwapSession``         one training run of Megatron's trainer: ``SwapSession.install(args, model_config)``
-``activations``         any PyTorch model while it trains: ``SwappedActivations``, whose ``stats()`` are ``SwapStats``
+``activations``         any PyTorch model while it trains: ``SwappedActivations``, or within a budget
+                        ``PlannedActivations``, whose ``stats()`` are ``SwapStats``
 ``weights``             any PyTorch model while it infers: a ``WeightSwap``
 ``TensorSwap``          tensor by tensor
 ``stash``               what an autograd function keeps on its context, as saved tensors
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from megatron.swap.engine.policy import Policy
     from megatron.swap.engine.stash import Stash, stash
     from megatron.swap.megatron_lm.command_line import add_swap_args
-    from megatron.swap.nn.module_activations import SwappedActivations, SwapStats, activations
+    from megatron.swap.nn.module_activations import activations
     from megatron.swap.nn.module_weights import WeightStats, WeightSwap, weights
+    from megatron.swap.nn.planned_activations import PlannedActivations
+    from megatron.swap.nn.swapped_activations import SwappedActivations, SwapStats
     from megatron.swap.nn.tensors import TensorStats, TensorSwap
     from megatron.swap.session.built import BuiltStats, BuiltSwap, install
     from megatron.swap.session.pretraining import pretrain
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BuiltStats",
     "BuiltSwap",
+    "PlannedActivations",
     "Policy",
     "Stash",
     "SwapError",
@@ -58,12 +62,13 @@ __all__ = [
 _MODULES = {
     "BuiltStats": "session.built",
     "BuiltSwap": "session.built",
+    "PlannedActivations": "nn.planned_activations",
     "Policy": "engine.policy",
     "Stash": "engine.stash",
     "SwapError": "common.types",
     "SwapSession": "session.session",
-    "SwapStats": "nn.module_activations",
-    "SwappedActivations": "nn.module_activations",
+    "SwapStats": "nn.swapped_activations",
+    "SwappedActivations": "nn.swapped_activations",
     "TensorStats": "nn.tensors",
     "TensorSwap": "nn.tensors",
     "WeightStats": "nn.module_weights",

@@ -30,7 +30,7 @@ ONLY: dict[str, set[str]] = {
     "cli": {"planner", "common"},
     "integrations": {"session", "common"},
     "planner": {"common"},
-    "nn": {"engine", "memory", "devices", "native", "common"},
+    "nn": {"autotune", "engine", "profiling", "planner", "memory", "devices", "native", "common"},
     "optimizer": {"memory", "devices", "common"},
     "engine": {"profiling", "planner.recording", "memory", "devices", "native", "common"},
     "profiling": {"planner.recording", "planner.profile", "memory", "devices", "common"},

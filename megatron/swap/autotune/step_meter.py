@@ -105,13 +105,14 @@ class StepMeter:
         """
         budget_gib = self._target.budget_gib
         if held_bytes > budget_gib * GIB:
-            is_offloaded = self._target.config.optimizer_auto
-            offload = "" if is_offloaded else "offload optimizer state (--swap-optimizer auto), "
+            offload = "" if self._target.config.optimizer_auto else "offload optimizer state (--swap-optimizer auto), "
+            remedy = self._target.remedy or (
+                f"Raise --swap-memory-gib or --swap-memory-fraction, {offload}or split the model further "
+                "(--use-distributed-optimizer, --tensor-model-parallel-size, --pipeline-model-parallel-size)."
+            )
             raise UsageError(
                 f"the planner may use {budget_gib:g} GiB of device memory, and weights, gradients and optimizer "
-                f"state take {format_bytes(held_bytes)} before the first step. Raise --swap-memory-gib or "
-                f"--swap-memory-fraction, {offload}or split the model further (--use-distributed-optimizer, "
-                "--tensor-model-parallel-size, --pipeline-model-parallel-size)."
+                f"state take {format_bytes(held_bytes)} before the first step. {remedy}"
             )
 
     def _peak_gib(self) -> float:

@@ -37,6 +37,7 @@ class PlanTarget:
         recompute: producers whose outputs may be recomputed.
         recomputes_layers: whether whole layers may be recomputed.
         timeout_minutes: how long a rank waits for the others when they agree; ``None``: torch's default.
+        remedy: what to do if the model alone exceeds the budget; empty: what Megatron's flags can do.
 
     Raises:
         UsageError: the device has less memory than the budget.
@@ -48,6 +49,7 @@ class PlanTarget:
     recompute: Collection[str]
     recomputes_layers: bool = True
     timeout_minutes: float | None = None
+    remedy: str = ""
 
     def __post_init__(self) -> None:
         self.config.budget_gib(self.device_gib)

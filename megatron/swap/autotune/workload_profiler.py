@@ -13,7 +13,7 @@ from megatron.swap.autotune.target import PlanTarget, RunParts
 from megatron.swap.autotune.workload import Step, Workload
 from megatron.swap.common.types import GIB
 from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
-from megatron.swap.planner.profile_builder import build_profile, with_recorded_times
+from megatron.swap.planner.profile_builder import build_profile, trained_layers, with_recorded_times
 from megatron.swap.planner.recording import Recording
 from megatron.swap.profiling.footprint import Footprint
 from megatron.swap.profiling.link_benchmark import measure_link, slowest_link
@@ -98,6 +98,7 @@ class WorkloadProfiler:
         if self._link is None:
             self._link = slowest_link(parts.device, measure_link(parts.device, parts.host_tier))
         saving = {entry.layer for entry in self._recorded.layers if entry.num_tensors}  # frozen layers may save nothing
+        saving &= trained_layers(recording)
         chunks = tuple(tuple(layer for layer in chunk if layer in saving) for chunk in parts.boundaries.chunks())
         profile = build_profile(
             recording,

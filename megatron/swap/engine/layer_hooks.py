@@ -81,7 +81,7 @@ class _Override:
 
     def __init__(self, function: Callable[..., Any], inner: Callable[..., Any]) -> None:
         self.function = function
-        self.inner = inner
+        self.inner = self.__wrapped__ = inner  # whoever asks for the signature gets that of ``inner``
         self.is_on = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ class LayerBoundary:
             with self._manager.ranges.forward(self.layer), self._saved_tensors.untouched():
                 return self._inner(*args, **kwargs)
         manager, footprint = self._manager, self._saved_tensors.footprint
-        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        hidden = self._hidden(args, kwargs)
         footprint.begin_layer(self.layer, hidden.nbytes if isinstance(hidden, torch.Tensor) else 0)
         if self._options.is_idle() and not manager.ranges.is_on:  # asked now: a larger input may just have changed that
             result = self._inner(*args, **kwargs)
@@ -173,12 +173,20 @@ class LayerBoundary:
             group = manager.begin_forward(self.layer, self._position)
             if manager.ranges.is_on:
                 _mark_end_of_backward(manager.ranges, group, hidden)
-                self._saved_tensors.called_with(group, hidden)
+                self._note_inputs(group, hidden, args, kwargs)
             with self._saved_tensors_context(group):
                 result = self._run(group, args, kwargs)
             footprint.end_layer(self.layer, is_unseen=self._checkpoint is not None)
             manager.end_forward(group)
         return self._mark(result, lambda: manager.begin_backward(group))
+
+    def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the hidden states among the arguments of the layer."""
+        return kwargs.get("hidden_states", args[0] if args else None)
+
+    def _note_inputs(self, group: Group, hidden: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note, for the recording of this run, what the layer is called with."""
+        self._saved_tensors.called_with(group, hidden)
 
     def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
         """Return ``result`` with a hook: ``on_backward`` is called before backward enters the layer."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,16 @@ class SavedTensors:
         if self._recorder is not None:
             self._recorder.called_with(group.label, hidden)
 
+    def inputs(self, group: Group, tensors: Sequence[torch.Tensor]) -> None:
+        """Record all tensors that a layer must save to run again, in place of ``called_with``."""
+        if self._recorder is not None:
+            self._recorder.inputs(group.label, tensors)
+
+    def not_repeatable(self, group: Group) -> None:
+        """Record that a layer has changed its inputs or its buffers, so that it must not run again."""
+        if self._recorder is not None and self._recorder.is_on:
+            self._recorder.not_repeatable(group.label)
+
     def hooks(
         self, where: Where, constants: Collection[int] = (), weight_shapes: Collection[torch.Size] = ()
     ) -> AbstractContextManager[Any]:
@@ -202,6 +212,16 @@ class SavedTensors:
     def untouched(self, *, observed: bool = True) -> AbstractContextManager[Any]:
         """Return a context in which all tensors are kept, whatever the outer hooks are."""
         return self._enter(Hooks(keep, self.unpack), observed=observed)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Return a context in which what the present hooks hold is counted: a checkpoint's, while it recomputes."""
+        if self._observer is None:
+            yield
+            return
+        hooks = self._observer.around(Hooks(*torch._C._autograd._top_saved_tensors_default_hooks(False)))
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+            yield
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor as it was saved: same bytes, offset, shape and stride.

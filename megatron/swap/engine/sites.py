@@ -16,7 +16,7 @@ class SiteNames:
     """Tracks which submodule of a layer, or of a chunk outside its layers, is running.
 
     Args:
-        layer: number of the layer, the first part of its sites' names.
+        layer: number of the layer, the first part of its sites' names. It may change between forwards.
         module: the module whose forward is tracked.
         without: submodules that are not tracked, with all their submodules.
 
@@ -25,7 +25,7 @@ class SiteNames:
     """
 
     def __init__(self, layer: int, module: nn.Module, without: Collection[nn.Module] = ()) -> None:
-        self._layer = layer
+        self.layer = layer
         left_out = {inner for one in without for inner in one.modules()}
         self.modules = [one for one in module.modules() if one not in left_out]
         self._stack: list[str] = []
@@ -45,7 +45,7 @@ class SiteNames:
         path = self._stack[-1] if self._stack else own_path
         ordinal = self._ordinals[path]
         self._ordinals[path] += 1
-        return Site(self._layer, path, ordinal)
+        return Site(self.layer, path, ordinal)
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -22,7 +22,7 @@ from megatron.swap.common.config import (
 from megatron.swap.common.plan import LAYER_SECTION, Plan, check_model, load_plan
 from megatron.swap.common.types import GIB, PRODUCERS, UsageError
 from megatron.swap.megatron_lm.compatibility import can_recompute, check_one_way, check_settings, memory_flags
-from megatron.swap.memory.host_memory import safe_host_bytes
+from megatron.swap.memory.host_memory import machine_memory_gib
 from megatron.swap.planner.flags import model_of, parse_fraction
 
 
@@ -215,8 +215,7 @@ def device_memory_gib(args: argparse.Namespace) -> float:
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(args.local_rank).total_memory / GIB
-    host = safe_host_bytes(1)
-    machine_gib = min(host.total_bytes, host.cgroup_limit_bytes or host.total_bytes) / GIB
+    machine_gib = machine_memory_gib()
     return min(machine_gib, args.swap_cpu_memory_gib or machine_gib)
 
 

@@ -198,10 +198,3 @@ def _rank_and_world_size() -> tuple[int, int]:
     if not torch.distributed.is_initialized():
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def holds_params_of(optimizer: torch.optim.Optimizer, chunks: Sequence[nn.Module]) -> bool:
-    """Return whether ``optimizer`` steps parameters of these chunks, or Megatron's main copies of them."""
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    mine = (param for chunk in chunks for param in chunk.parameters())
-    return any(id(param) in params or id(getattr(param, "main_param", None)) in params for param in mine)

@@ -119,6 +119,12 @@ def safe_host_bytes(local_world_size: int, *, root: Path = Path("/")) -> HostCap
     )
 
 
+def machine_memory_gib() -> float:
+    """Return the memory of this machine that this process may use, in GiB. It stands for a device's on the CPU."""
+    host = safe_host_bytes(1)
+    return min(host.total_bytes, host.cgroup_limit_bytes or host.total_bytes) / GIB
+
+
 def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: bool) -> None:
     """Refuse a request of one rank that the host cannot hold.
 

@@ -1,5 +1,5 @@
 """Swapping for any PyTorch model, without Megatron.
 
-Owns `activations` (training), `weights` (inference) and `TensorSwap` (tensor by tensor). May import `engine`,
-`memory`, `devices`, `native` and `common`. Knows nothing of Megatron.
+Owns `activations` (training), `weights` (inference) and `TensorSwap` (tensor by tensor). May import `autotune`,
+`engine`, `profiling`, `planner`, `memory`, `devices`, `native` and `common`. Knows nothing of Megatron.
 """

@@ -133,6 +133,7 @@ def layer_script(
             units.append(_section_unit(section, tuple(together)))
             of_section.update(together)
 
+    saved = [site for site in entry.sites if LAYER_SECTION in sections or not site.is_checkpoint_input]
     needed = {name: site.needed_at_ms for name, site in sites.items()}
     done = {name: site.done_at_ms for name, site in sites.items()}
     units = _in_dependency_order(units, where)
@@ -149,8 +150,8 @@ def layer_script(
     return LayerScript(
         forward_ms=entry.forward_ms,
         backward_ms=entry.backward_ms,
-        saves=tuple((site.saved_at_ms, site.mib, chosen.get(site.site, Action.KEEP)) for site in entry.sites),
-        needs=tuple((needed[site.site], done[site.site]) for site in entry.sites),
+        saves=tuple((site.saved_at_ms, site.mib, chosen.get(site.site, Action.KEEP)) for site in saved),
+        needs=tuple((needed[site.site], done[site.site]) for site in saved),
         recomputations=tuple(recomputations),
         temporaries=entry.temporaries,
         forward_peak_mib=entry.forward_peak_mib,

@@ -13,6 +13,7 @@ from typing import Literal
 
 from megatron.swap.common import records
 from megatron.swap.common.plan import Model
+from megatron.swap.common.site_paths import CHECKPOINT_PATH
 from megatron.swap.common.types import GIB, MIB, MOST, UsageError
 from megatron.swap.planner.states import GAPS_GIB
 
@@ -155,6 +156,11 @@ class SiteProfile:
     recompute_needs: tuple[str, ...] = ()
     is_ineligible: bool = field(metadata={"key": "stays"}, default=False)
 
+    @property
+    def is_checkpoint_input(self) -> bool:
+        """Whether it is the layer's input, which only a layer that is recomputed whole saves."""
+        return self.site.startswith(f"{CHECKPOINT_PATH}/")
+
 
 @dataclass(frozen=True)
 class Section:
@@ -219,8 +225,8 @@ class LayerClass:
 
     @property
     def saved_mib(self) -> float:
-        """MiB that one layer saves."""
-        return sum(site.mib for site in self.sites)
+        """MiB that one layer saves, unless it is recomputed whole."""
+        return sum(site.mib for site in self.sites if not site.is_checkpoint_input)
 
 
 @dataclass(frozen=True)

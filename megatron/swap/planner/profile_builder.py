@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
@@ -78,6 +78,11 @@ def build_profile(
     )
 
 
+def trained_layers(recording: Recording) -> set[int]:
+    """Return the layers that ran backward. A layer whose output nobody uses saves tensors, but has no backward."""
+    return {one.pass_key.layer for one in Timeline(recording).passes if one.is_whole}
+
+
 def with_recorded_times(profile: Profile, recordings: Sequence[Recording]) -> Profile:
     """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed as a whole.
 
@@ -147,7 +152,7 @@ def _classes(passes: Sequence[LayerPass], min_mib: float) -> list[tuple[int, ...
         sizes = {site: _size_range(mine, site) for site in sites}
         kind = tuple(
             (site, _is_ineligible(mine, site, min_mib), _needs(mine, site), _is_input(mine, site)) for site in sites
-        )
+        ) + _unsaved_inputs(mine)
         for numbers, other_kind, other_sizes in classes:
             if kind == other_kind and all(_same_size(sizes[site], other_sizes[site]) for site in sites):
                 numbers.append(layer)
@@ -227,12 +232,13 @@ def _layer_class(
                 is_ineligible=_is_ineligible(passes, name, min_mib),
             )
         )
+    whole = _whole_layer(passes, sites, forward_ms, backward_ms, min_mib) if whole_layers else None
     return LayerClass(
         layers,
         forward_ms,
         backward_ms,
-        tuple(sites),
-        (*sections, *(_whole_layer(passes, sites, forward_ms) if whole_layers else ())),
+        (*sites, *(whole.needs_unsaved if whole else ())),
+        (*sections, *((whole.section,) if whole else ())),
         _temporaries(passes, timed, backward_ms),
         max(one.forward_peak_bytes for one in passes) / MIB,
     )
@@ -293,12 +299,38 @@ def _temporaries(
     return tuple(levels)
 
 
-def _whole_layer(passes: Sequence[LayerPass], sites: Sequence[SiteProfile], forward_ms: float) -> tuple[Section, ...]:
-    """Return a section that recomputes the layer from its input; none if that is not saved or needs no gradient."""
+@dataclass(frozen=True)
+class _WholeLayer:
+    """The section ``layer``, and sites of inputs that it saves and the layer's own operators do not."""
+
+    section: Section
+    needs_unsaved: tuple[SiteProfile, ...]
+
+
+def _unsaved_inputs(passes: Sequence[LayerPass]) -> tuple[int, bool]:
+    """Return the bytes of inputs that the layer does not save, and whether others hold some of them."""
+    found = [one.unsaved_inputs for one in passes if one.unsaved_inputs is not None]
+    return max((one.num_bytes for one in found), default=0), any(one.has_external_refs for one in found)
+
+
+def _whole_layer(
+    passes: Sequence[LayerPass], sites: Sequence[SiteProfile], forward_ms: float, backward_ms: float, min_mib: float
+) -> _WholeLayer | None:
+    """Return how the layer is recomputed from its inputs; ``None``: they are not known, or nothing would be freed."""
     inputs = tuple(site.site for site in sites if _is_input(passes, site.site))
     frees = tuple(site.site for site in sites if site.site not in inputs)
-    peak_mib = max(one.forward_peak_bytes for one in passes) / MIB
-    return (Section(LAYER_SECTION, frees, inputs, forward_ms, peak_mib),) if inputs and frees else ()
+    num_bytes, is_held = _unsaved_inputs(passes)
+    unsaved: tuple[SiteProfile, ...] = ()
+    if num_bytes:
+        is_ineligible = is_held or num_bytes < min_mib * MIB
+        name, mib = f"{CHECKPOINT_PATH}/0", num_bytes / MIB
+        unsaved = (SiteProfile(name, mib, 0.0, 0.0, backward_ms, is_ineligible=is_ineligible),)
+    if not frees or not (inputs or unsaved):
+        return None
+    # Temporaries of backward have what is saved outside the layers already.
+    peak_mib = max(max(0, one.forward_peak_bytes - one.non_layer_bytes) for one in passes) / MIB
+    needs = (*(site.site for site in unsaved), *inputs)
+    return _WholeLayer(Section(LAYER_SECTION, frees, needs, forward_ms, peak_mib), unsaved)
 
 
 def _non_layer(

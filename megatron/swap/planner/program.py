@@ -49,6 +49,11 @@ class Block:
         """Return the sites that ``section`` frees, without ineligible ones."""
         return [site for site in self.entry.sites if site.site in section.frees and not site.is_ineligible]
 
+    def freed_mib(self, section: Section) -> float:
+        """Return the MiB that ``section`` frees, less those of inputs that are saved for it alone."""
+        added = (site.mib for site in self.entry.sites if site.is_checkpoint_input and site.site in section.needs)
+        return sum(site.mib for site in self.freed(section)) - sum(added)
+
 
 def blocks(profile: Profile) -> list[Block]:
     """Return the blocks of a profile, in model order."""
@@ -294,6 +299,13 @@ class Program:
                     row = self._row()
                     row[column], row[self._index[number, "touched", ""]] = 1, -1
                     at_most(row, 0)
+                    if site.is_checkpoint_input:
+                        row = self._row()
+                        row[column] = 1
+                        for part in block.sections:
+                            if site.site in part.needs:
+                                row[self._index[number, "section", part.name]] = -1
+                        at_most(row, 0)
 
     def _memory_row(self, live: Sequence[int]) -> tuple[np.ndarray, float]:
         """Return the MiB that each column frees, as a negative row, and the MiB held if everything is kept."""
@@ -304,7 +316,7 @@ class Program:
             block = self.blocks[number]
             if kind == "section":
                 part = next(part for part in block.sections if part.name == name)
-                row[i] = -live[block.chunk] * sum(site.mib for site in block.freed(part))
+                row[i] = -live[block.chunk] * block.freed_mib(part)
             elif kind != "touched":
                 row[i] = -live[block.chunk] * next(site.mib for site in block.entry.sites if site.site == name)
         return row, full

@@ -34,6 +34,8 @@ class What(Enum):
     """Backward needs a storage. The event comes before any wait or recomputation."""
     ARRIVED = auto()
     """A storage has device memory again: the buffer of a reload, or a recomputed storage."""
+    INPUTS = auto()
+    """A layer's inputs that it does not save, and would save if it were recomputed whole."""
     FREED = auto()
     """The device memory of a storage is about to be freed."""
 
@@ -104,7 +106,9 @@ class Event:
         peak_bytes: peak of allocated memory since the previous event.
         now_bytes: allocated memory.
         pass_key: the pass, for FORWARD_BEGIN, FORWARD_END, BACKWARD_BEGIN and BACKWARD_END.
-        storage, num_bytes: the storage, for SAVED, ASKED, ARRIVED and FREED, and the bytes allocated or freed.
+        storage, num_bytes: the storage, for SAVED, ASKED, ARRIVED and FREED, and the bytes allocated or freed. For
+            INPUTS all of them as one storage, which is none of its own. For FORWARD_BEGIN the bytes saved outside the
+            layers so far.
         work, of: for WORK_BEGIN and WORK_END, one of ``WORKS`` and its subject (``layers.3/mlp/0 mb0``), or
             ``EVALUATION``.
         chunk: number of the chunk in model order, for CHUNK_BEGIN and CHUNK_END.

@@ -279,8 +279,9 @@ def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], recompute_last: 
     for block, counts in zip(blocks, answer, strict=True):
         for layer in block.layers:
             of_layer[layer] = block.entry, {}, []
+        inputs = {site.site for site in block.entry.sites if site.is_checkpoint_input}
         for site, count in counts.swapped.items():
-            for layer in block.layers[:count]:
+            for layer in block.layers[: 0 if site in inputs else count]:
                 of_layer[layer][1][site] = "swap"
         order = block.layers[::-1] if recompute_last else block.layers
         for part in sorted(block.sections, key=lambda part: -len(part.frees)):
@@ -289,6 +290,10 @@ def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], recompute_last: 
             for layer in free[: counts.sections.get(part.name, 0)]:
                 of_layer[layer][1].update((site, f"section {part.name}") for site in freed)
                 of_layer[layer][2].append(part.name)
+        for site in inputs:
+            whole = [layer for layer in block.layers if LAYER_SECTION in of_layer[layer][2]]
+            for layer in whole[: counts.swapped.get(site, 0)]:
+                of_layer[layer][1][site] = "swap"
         for site, count in counts.recomputed.items():
             free = [layer for layer in order if site not in of_layer[layer][1]]
             for layer in free[:count]:
@@ -305,6 +310,8 @@ def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
         actions = dict(chosen)
         sites = {}
         for site in entry.sites:
+            if site.is_checkpoint_input and LAYER_SECTION not in sections:
+                continue
             action = actions.get(site.site, "keep")
             why = "not eligible" if site.is_ineligible else "there is room"
             if action == "swap":

@@ -32,22 +32,26 @@ class LayerPass:
 
     Attributes:
         sites: saved storages, by site.
+        unsaved_inputs: what a layer that is recomputed whole saves in addition; ``None``: nothing.
         saved_at: time of each save since the begin of forward, by site.
         moments: time of each moment since the begin of backward, in order.
         temporaries: from each moment to the next, the peak in use besides static memory and saved storages.
         forward_peak_bytes: peak of forward above the sum of all its saved storages.
+        non_layer_bytes: bytes saved outside the layers before its forward. ``temporaries`` and the peak have them too.
         intermediate_bytes: peak of the unsaved intermediates of recomputations.
         has_trials: recomputations were tried in its forward. The host waited for the device, so its time is not usual.
     """
 
     pass_key: PassKey
     sites: dict[str, SavedStorage] = field(default_factory=dict)
+    unsaved_inputs: SavedStorage | None = None
     saved_at: dict[str, float] = field(default_factory=dict)
     moments: dict[Moment, float] = field(default_factory=dict)
     temporaries: dict[Moment, int] = field(default_factory=dict)
     forward_ms: float | None = None
     backward_ms: float | None = None
     forward_peak_bytes: int = 0
+    non_layer_bytes: int = 0
     intermediate_bytes: int = 0
     has_trials: bool = False
 
@@ -204,7 +208,7 @@ class Timeline:
             case What.CHUNK_BEGIN:
                 if self._backward_end_ms is not None:
                     self._non_layer.between_ms.append(now_ms - self._backward_end_ms)
-                self._backward = self._backward_end_ms = None
+                self._leave_backward()
                 self._chunk_ms, self._layers_ms = now_ms, 0.0
                 self._kept_before_bytes = self._kept_bytes(event)
             case What.CHUNK_END:
@@ -214,7 +218,8 @@ class Timeline:
             case What.FORWARD_BEGIN:
                 assert event.pass_key is not None
                 self._forward = self._pass_of[event.pass_key] = LayerPass(event.pass_key)
-                self._backward = self._backward_end_ms = None
+                self._forward.non_layer_bytes = event.num_bytes
+                self._leave_backward()
                 self.passes.append(self._forward)
                 self._begin_ms = now_ms
                 self._saved_bytes = self._forward_peak_bytes = 0
@@ -233,6 +238,10 @@ class Timeline:
                     self._forward.sites[event.storage.site] = event.storage
                     self._forward.saved_at[event.storage.site] = now_ms - self._begin_ms
                     self._saved_bytes += event.num_bytes
+            case What.INPUTS:
+                assert event.storage is not None
+                if (one := self._pass_of.get(event.storage.pass_key)) is not None:
+                    one.unsaved_inputs = event.storage
             case What.ASKED | What.FREED:
                 self._note_use(event, now_ms)
 
@@ -243,8 +252,15 @@ class Timeline:
             self._non_layer.step_ms = now_ms - self._step_ms
             self.steps.append(self._non_layer)
         self._non_layer, self._step_ms = NonLayerStep(), now_ms
-        self._backward = self._backward_end_ms = self._chunk_end_ms = self._last_forward = None
+        self._leave_backward()
+        self._chunk_end_ms = self._last_forward = None
         self._pass_of.clear()
+
+    def _leave_backward(self) -> None:
+        """Something else begins. A backward without an end, because the layer's input needs no gradient, is over."""
+        one, self._backward, self._backward_end_ms = self._backward, None, None
+        if one is not None and one.backward_ms is None:
+            one.backward_ms = max(one.moments.values(), default=0.0)
 
     def _end_forward(self, now_ms: float) -> None:
         one = self._forward

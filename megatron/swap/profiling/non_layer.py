@@ -24,6 +24,11 @@ class NonLayerRecorder:
         self._marks: dict[NonLayerStorage, dict[What, Mark]] = {}
         self._saved_in_forward: list[TrackedStorage[NonLayerStorage]] = []
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the storages that are not freed yet."""
+        return self._tracker.num_bytes
+
     def saved(self, chunk: int, site: Site, tensor: torch.Tensor) -> NonLayerStorage:
         """Note that autograd saves ``tensor`` at ``site`` of ``chunk``. Return its storage's record."""
         storage = tensor.untyped_storage()

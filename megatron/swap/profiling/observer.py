@@ -140,6 +140,10 @@ class Observer:
         hooks = self.around(PLAIN)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
+    def note_buffer(self, buffer: torch.Tensor) -> None:
+        """Count ``buffer``, which the device has allocated for a reload, before its first use."""
+        self._note(buffer)
+
     def take_peak(self) -> tuple[int, int]:
         """Return the most bytes held at once since the last call, and the bytes held now."""
         peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self.live_bytes

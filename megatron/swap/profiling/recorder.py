@@ -90,7 +90,10 @@ class Recorder:
         self._records: dict[str, SavedStorage] = {}
         self._tracker.forget()
         self._saved_in_run: dict[PassKey, list[TrackedStorage[SavedStorage]]] = {}
-        self._inputs: dict[str, int] = {}
+        self._inputs: dict[str, set[int]] = {}
+        self._called_with: dict[str, list[tuple[Reference, int]]] = {}
+        self._unsaved: dict[PassKey, list[tuple[Reference, int]]] = {}
+        self._shared: list[Reference] = []
         self._last_forward: PassKey | None = None
         self._is_evaluating = False
         self._unused: dict[int, tuple[SavedStorage, Reference]] = {}
@@ -116,7 +119,12 @@ class Recorder:
             self._records.clear()
             self._saved_in_run.clear()
             self._unused.clear()
+            self._forget_inputs()
             self._last_forward = None
+
+    def _forget_inputs(self) -> None:
+        for notes in (self._inputs, self._called_with, self._unsaved, self._shared):
+            notes.clear()
 
     def stop(self) -> Recording:
         """Stop, and return what was recorded up to the end of the last whole step. Waits for the device.
@@ -207,12 +215,13 @@ class Recorder:
     @contextmanager
     def _forward(self, label: str) -> Iterator[None]:
         run = self._runs[label] = _layer_run(label)
-        self._note(What.FORWARD_BEGIN, pass_key=run)
+        self._note(What.FORWARD_BEGIN, pass_key=run, num_bytes=self._non_layer.num_bytes)
         yield
         if self.is_on:
             self._note(What.FORWARD_END, pass_key=run)
             if self._last_forward is not None:
                 self._find_external_refs(self._last_forward)
+            self._find_unsaved(run)
             self._last_forward = run
 
     @contextmanager
@@ -230,9 +239,11 @@ class Recorder:
     @contextmanager
     def _work(self, work: str, of: str) -> Iterator[None]:
         self._note(What.WORK_BEGIN, work=work, of=of)
-        yield
-        if self.is_on:
-            self._note(What.WORK_END, work=work, of=of)
+        try:  # a recomputation may end early, by an exception
+            yield
+        finally:
+            if self.is_on:
+                self._note(What.WORK_END, work=work, of=of)
 
     def _find_external_refs(self, run: PassKey) -> None:
         """Find storages of ``run`` that others hold or have emptied: once, when the layer's own frames are gone."""
@@ -244,13 +255,45 @@ class Recorder:
                 tracked.record.has_external_refs = True
             elif tracked.has_external_refs():
                 tracked.record.has_external_refs = True
+        if unsaved := self._unsaved.pop(run, None):
+            alive = [reference for reference, _ in unsaved if reference() is not None]
+            self._shared += alive
+            total = sum(num_bytes for _, num_bytes in unsaved)
+            inputs = SavedStorage(run, "", total, is_input=True, has_external_refs=bool(alive))
+            self._note(What.INPUTS, storage=inputs, num_bytes=total)
+
+    def _find_unsaved(self, run: PassKey) -> None:
+        """Find inputs of ``run``, whose forward ends, that nobody saves. One that is held counts for its first layer."""
+        held = [reference() for reference in self._shared]
+        self._unsaved[run] = [
+            (reference, num_bytes) for reference, num_bytes in self._called_with.pop(run.label, ())
+            if (storage := reference()) is not None and self._tracker.get(storage) is None
+            and all(storage is not other for other in held)
+        ]  # fmt: skip
 
     # ------------------------------------------------------------ saved storages
 
     def called_with(self, label: str, hidden: Any) -> None:
         """Note ``hidden``, the hidden states that the layer's run ``label`` begins with."""
         if self.is_on and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-            self._inputs[label] = hidden.untyped_storage()._cdata
+            self._inputs[label] = {hidden.untyped_storage()._cdata}
+
+    def inputs(self, label: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Note ``tensors``, which a layer that is recomputed whole saves, instead of ``called_with``.
+
+        Those that the run ``label`` does not save by itself are recorded when it ends.
+        """
+        if self.is_on:
+            storages = [tensor.untyped_storage() for tensor in tensors]
+            self._inputs[label] = {storage._cdata for storage in storages}
+            unique = {storage._cdata: storage for storage in storages}.values()
+            self._called_with[label] = [(weakref.ref(storage), storage.nbytes()) for storage in unique]
+
+    def not_repeatable(self, label: str) -> None:
+        """Note that the run ``label`` must not run twice, because it has changed its inputs or the layer's buffers."""
+        self._called_with.pop(label, None)
+        for tracked in self._saved_in_run.get(self._runs[label], ()):
+            tracked.record.is_input = False
 
     def saved(self, site: Site, label: str, tensor: torch.Tensor) -> SavedStorage:
         """Note that autograd saves ``tensor`` at ``site`` in the run ``label``. Return its storage's record."""
@@ -260,7 +303,7 @@ class Recorder:
             self._records[f"{site} {_micro_batch(label)}"] = tracked.record
             return tracked.record
         run = self._runs[label]
-        is_input = self._inputs.get(label) == storage._cdata
+        is_input = storage._cdata in self._inputs.get(label, ())
         record = SavedStorage(run, f"{site.path}/{site.ordinal}", storage.nbytes(), is_input)
         self._records[f"{site} {_micro_batch(label)}"] = record
         self._note(What.SAVED, storage=record, num_bytes=record.num_bytes)

@@ -64,6 +64,11 @@ class StorageTracker[Record]:
         entry = tracked[address] = TrackedStorage(record, weakref.ref(storage, freed), storage.nbytes())
         return entry
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tracked storages."""
+        return sum(entry.num_bytes for entry in self._tracked.values())
+
     def forget(self) -> None:
         """Track no storage any longer."""
         self._tracked = {}

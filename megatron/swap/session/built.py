@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megatron.swap.autotune.training_steps import TrainingSteps
 from megatron.swap.common.config import LAYER_SYNTAX
 from megatron.swap.common.counters import Totals
 from megatron.swap.common.layer_ranges import format_ranges
@@ -24,7 +24,6 @@ from megatron.swap.megatron_lm.arguments import swap_config
 from megatron.swap.megatron_lm.built_model import (
     args_of,
     blocks_of,
-    holds_params_of,
     note_batch,
     parse_settings,
     unwrapped,
@@ -185,12 +184,10 @@ class BuiltSwap(ModelSwap):
     """A model whose layers swap, until ``close`` or the end of its ``with``. Made by ``install``."""
 
     def __init__(self, args: Namespace, config: Any) -> None:
-        super().__init__(args, config, MemoryCheck(None, None), self._count_micro_batches, has_verdict=False)
+        self._steps = TrainingSteps(self._end_step)
+        num_micro_batches = lambda: self._steps.num_micro_batches  # noqa: E731
+        super().__init__(args, config, MemoryCheck(None, None), num_micro_batches, has_verdict=False)
         self._args = args
-        self._iteration = 0
-        self._num_forwards = self._last_num_forwards = 0
-        self._is_told = False
-        self._was_stepped = False
         self._last: BuiltStats | None = None
         self._chunks: list[nn.Module] = []
         self._optimizer: Any = None
@@ -224,26 +221,19 @@ class BuiltSwap(ModelSwap):
     def _follow(self, optimizer: Any) -> Callable[[], None]:
         """Learn of each step of ``optimizer``, or of any in this process. Return a function that ends that."""
         if optimizer is None:
-            return register_optimizer_step_post_hook(self._some_optimizer_stepped).remove
+            return self._steps.watch_optimizers(self._chunks)
         if isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer):
             return optimizer.register_step_post_hook(self._optimizer_stepped).remove
         return _after(optimizer, "step", self._optimizer_stepped)
 
-    def _some_optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if holds_params_of(optimizer, self._chunks):  # else it is another model's
-            self._was_stepped = True  # further optimizers may follow in the same step: it ends with the next forward
-
     def _optimizer_stepped(self, *_: object) -> None:
-        if not self._is_told:
-            self._end_step()
+        self._steps.optimizer_stepped()
 
     def _forward_begins(self, chunk: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         if not torch.is_grad_enabled() or in_backward():
             return
-        if self._was_stepped and not self._is_told:
-            self._end_step()
-        self._num_forwards += 1
-        if self._iteration == 0 and self._num_forwards == 1:
+        self._steps.forward_begins()
+        if self._steps.number == 0 and self._steps.num_forwards == 1:
             note_batch(self._args, arguments, options)
             if self.config.plan is not None:
                 check_model(self.config.plan, model_of(self._args), f"plan {self.config.plan_file}")
@@ -251,10 +241,6 @@ class BuiltSwap(ModelSwap):
     def around_checkpointed_forward(self, block: nn.Module) -> AbstractContextManager[None]:
         """Return the context for the forward of ``block``, which may be another model's, with full recomputation."""
         return nullcontext() if self.parts is None else super().around_checkpointed_forward(block)
-
-    def _count_micro_batches(self) -> int:
-        """Return the micro-batches of this step: as many as in the last one, until there are more."""
-        return max(self._num_forwards, self._last_num_forwards)
 
     def step(self) -> None:
         """Tell that a training step has ended: after the optimizer's step, before the next forward, on every rank.
@@ -265,16 +251,11 @@ class BuiltSwap(ModelSwap):
         Raises:
             Infeasible: the planner found no plan that fits the budget.
         """
-        self._is_told = True
-        self._end_step()
+        self._steps.tell()
 
-    def _end_step(self) -> None:
-        self._was_stepped = False
-        if not self._num_forwards or self._last is not None:
-            return
-        self._iteration += 1
-        self._last_num_forwards, self._num_forwards = self._num_forwards, 0
-        self.step_ended(self._iteration, {}, None)
+    def _end_step(self, number: int) -> None:
+        if self._last is None:
+            self.step_ended(number, {}, None)
 
     # ------------------------------------------------------------------- figures
 
@@ -293,7 +274,7 @@ class BuiltSwap(ModelSwap):
             state_bytes = sum(one.num_bytes for one in self.optimizer_swap.offloaded_tensors())
         totals = Totals() if self.parts is None else self.parts.manager.counters.totals()
         return BuiltStats(
-            num_steps=self._iteration,
+            num_steps=self._steps.number,
             stage=None if auto is None else auto.stage,
             budget_gib=None if target is None else target.budget_gib,
             predicted_gib=None if predicted is None else predicted.peak_gib,
@@ -330,9 +311,9 @@ class BuiltSwap(ModelSwap):
             if self._profiler is not None:
                 self._profiler.close()
             self._reload_state()
-        if self._iteration and self.planned.plan_run is not None:
+        if self._steps.number and self.planned.plan_run is not None:
             self.planned.plan_run.save()
-        if self._iteration and self.auto is not None:
+        if self._steps.number and self.auto is not None:
             self.auto.finish()
 
     def __enter__(self) -> Self:

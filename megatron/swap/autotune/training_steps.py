@@ -1,0 +1,76 @@
+"""Training steps of a loop that was not written for this package: seen by themselves, or told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+def holds_params_of(optimizer: torch.optim.Optimizer, chunks: Iterable[nn.Module]) -> bool:
+    """Return whether ``optimizer`` steps parameters of these chunks, or Megatron's main copies of them."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    mine = (param for chunk in chunks for param in chunk.parameters())
+    return any(id(param) in params or id(getattr(param, "main_param", None)) in params for param in mine)
+
+
+class TrainingSteps:
+    """Counts forwards and steps. A step without a forward does not end.
+
+    Args:
+        on_end: called with the number of the step that has ended, from 1.
+
+    Attributes:
+        number: steps that have ended.
+        num_forwards: forwards of the present step.
+    """
+
+    def __init__(self, on_end: Callable[[int], None]) -> None:
+        self.number = 0
+        self.num_forwards = self._last_num_forwards = 0
+        self._on_end = on_end
+        self._is_told = self._was_stepped = False
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The micro-batches of this step: as many as in the last one, until there are more."""
+        return max(self.num_forwards, self._last_num_forwards)
+
+    def watch_optimizers(self, chunks: Iterable[nn.Module]) -> Callable[[], None]:
+        """End each step at the first forward after an optimizer of the chunks' parameters has stepped.
+
+        Several optimizers may step in a step. Returns a function that ends the watching.
+        """
+        mine = list(chunks)
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if holds_params_of(optimizer, mine):  # else it is another model's
+                self._was_stepped = True
+
+        return register_optimizer_step_post_hook(stepped).remove
+
+    def optimizer_stepped(self) -> None:
+        """End the step, since its only optimizer has stepped, unless the ends of steps are told."""
+        if not self._is_told:
+            self._end()
+
+    def forward_begins(self) -> None:
+        """Count a forward, after the end of the last step, if that was seen."""
+        if self._was_stepped and not self._is_told:
+            self._end()
+        self.num_forwards += 1
+
+    def tell(self) -> None:
+        """End the step. From the first call on, optimizers are not watched any more."""
+        self._is_told = True
+        self._end()
+
+    def _end(self) -> None:
+        self._was_stepped = False
+        if not self.num_forwards:
+            return
+        self.number += 1
+        self._last_num_forwards, self.num_forwards = self.num_forwards, 0
+        self._on_end(self.number)

@@ -1,0 +1,95 @@
+"""Layers of a PyTorch model, in the order of its stacks, and the device that they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.engine.layer_hooks import LayerBoundary
+from megatron.swap.engine.sites import is_hooked
+
+
+def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the layers of ``model``, or the passed layers, each once.
+
+    Raises:
+        UsageError: there are none, or boundaries cannot be put around them.
+    """
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise UsageError(
+            "nn.DataParallel runs copies of the layers on other GPUs, which have no boundaries. Use "
+            "torch.nn.parallel.DistributedDataParallel, one process for each GPU."
+        )
+    # A module is never taken as a list of layers: nn.ModuleList is iterable, but may contain another one.
+    found = list(dict.fromkeys(_stacked(model) if isinstance(model, nn.Module) else _given(model)))
+    name = type(model).__name__
+    if not found:
+        raise UsageError(
+            f"no layers were found in {name}: it has no nn.ModuleList and no nn.Sequential with modules in it. Pass "
+            "the layers themselves, in the order of forward: swap.activations([model.block1, model.block2])."
+        )
+    numbers = {layer: number for number, layer in enumerate(found)}
+    for number, layer in enumerate(found):
+        what = f"layer {number} of {name} ({type(layer).__name__})"
+        for inner in layer.modules():
+            if inner is not layer and inner in numbers:
+                raise UsageError(
+                    f"{what} contains layer {numbers[inner]}: layers stand one after the other, never inside each "
+                    "other. Pass one of both."
+                )
+            if is_hooked(inner) or isinstance(getattr(inner.forward, "__self__", None), LayerBoundary):
+                raise UsageError(f"{what} is swapped already: close() the other swap.activations(...) first.")
+            if isinstance(inner, torch.jit.ScriptModule) or is_compiled(inner):
+                raise UsageError(
+                    f"{what} is compiled ({type(inner).__name__}), so its saved tensors are not visible one by one. "
+                    "Swap it uncompiled, and compile the whole model instead: swapped layers then run uncompiled."
+                )
+    return found
+
+
+def _stacked(module: nn.Module) -> Iterable[nn.Module]:
+    """Yield the children of the outermost stacks; of a container without a forward its children instead."""
+    is_stack = isinstance(module, nn.ModuleList | nn.Sequential)
+    for child in module.children():
+        if is_stack and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield child
+        else:
+            yield from _stacked(child)
+
+
+def _given(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    try:
+        found = list(layers)
+    except TypeError:
+        found = [layers]  # type: ignore[list-item]
+    for layer in found:
+        if not isinstance(layer, nn.Module) or isinstance(layer, nn.ModuleList | nn.ModuleDict):
+            raise UsageError(
+                f"swap.activations was given {type(layer).__name__} as a layer: it must be an nn.Module with a "
+                "forward. Pass a model, or its layers as a list of modules."
+            )
+    return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    # torch.compile(module) wraps it, module.compile() notes it. Their types would import the compiler.
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def device_of(layers: list[nn.Module]) -> torch.device:
+    """Return the device that all layers are on.
+
+    Raises:
+        UsageError: on several devices, on none, or on one that is neither the CPU nor CUDA.
+    """
+    found = {tensor.device for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
+    if len(found) != 1 or next(iter(found)).type not in ("cpu", "cuda"):
+        names = ", ".join(sorted(map(str, found))) or "no device: none has parameters"
+        raise UsageError(
+            f"the layers are on {names}. They must all be on one, the CPU or a CUDA GPU: move the model there first, "
+            "and swap the layers of each GPU by a call of its own."
+        )
+    return found.pop()

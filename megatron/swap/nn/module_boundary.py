@@ -1,0 +1,65 @@
+"""The boundary around a layer of any PyTorch model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.engine.layer_hooks import LayerBoundary, in_backward
+
+
+class ModuleBoundary(LayerBoundary):
+    """The boundary of a layer of any PyTorch model. ``torch.compile`` leaves the layer uncompiled."""
+
+    @torch.compiler.disable
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        # The boundary's hooks would hide the layer from the checkpoint, which would save all and recompute nothing.
+        if in_checkpoint():
+            if self._position.swapped:
+                self._refuse_checkpoint()
+            return self._inner(*args, **kwargs)
+        if in_backward() and torch.is_grad_enabled() and self._position.swapped:
+            self._refuse_checkpoint()
+        # Count the finished waits here: without calls of ``stats`` their events would pile up.
+        self._manager.counters.wait_ms()
+        return super()._forward(*args, **kwargs)
+
+    def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
+        # Return the same tensors, in their structure: a caller may change them in place.
+        for tensor in tensors_in(result):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda _: on_backward())
+        return result
+
+    def _refuse_checkpoint(self) -> NoReturn:
+        raise UsageError(
+            f"layer {self.layer} ({type(self.module).__name__}) is to be swapped, but runs inside an activation "
+            "checkpoint, so it saves no tensors. Switch checkpointing off for it "
+            "(Hugging Face: model.gradient_checkpointing_disable()) or swap other layers."
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "a model whose activations are swapped can be neither copied nor pickled: do that before "
+            "swap.activations(...), or after close(). Its state_dict() can."
+        )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in ``value``, a layer's output: in tuples, lists and mappings of any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+
+
+def in_checkpoint() -> bool:
+    """Whether this forward runs inside a ``torch.utils.checkpoint`` with ``use_reentrant=False``."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

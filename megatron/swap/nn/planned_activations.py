@@ -1,0 +1,276 @@
+"""Activation swapping within a budget for any PyTorch model: profile, search, stable, around any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.swap.autotune.controller import AutoPlan
+from megatron.swap.autotune.target import Output, PlanTarget, RunParts
+from megatron.swap.autotune.training_steps import TrainingSteps
+from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.plan import Infeasible, Model
+from megatron.swap.common.types import GIB, SwapError, UsageError
+from megatron.swap.devices.base import Device
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.engine.layer_hooks import LayerBoundary, in_backward, override_forward
+from megatron.swap.engine.settings import Instruments
+from megatron.swap.memory.host_memory import machine_memory_gib
+from megatron.swap.nn.found_layers import is_compiled
+from megatron.swap.nn.planned_layers import PlannedLayers
+from megatron.swap.nn.swapped_activations import SwappedActivations, SwapStats
+from megatron.swap.planner.table import plan_heading, plan_table
+from megatron.swap.profiling.observer import Observer
+from megatron.swap.profiling.recorder import Recorder
+
+REMEDY = "Raise the budget, or train with a smaller optimizer state or on more GPUs."
+
+
+class PlannedActivations(SwappedActivations):
+    """A model whose layers are kept, offloaded or recomputed as a planner decides. Made by ``activations``.
+
+    Args:
+        model: the whole model.
+        layers: its layers.
+        config: the budget and more settings.
+        device: of the layers.
+        log: takes the planner's lines.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[nn.Module],
+        config: SwapConfig,
+        device: torch.device,
+        log: Callable[[str], None],
+    ) -> None:
+        refuse_unplannable(model)
+        self._model = model
+        self._log = log
+        self._ranges = Ranges()
+        self._observer = None if device.type == "cuda" else Observer()
+        self._target = PlanTarget(config, self._describe, _memory_gib(device), (), remedy=REMEDY)
+        self._undo: list[Callable[[], None]] = []
+        self._planned: PlannedLayers
+        self._recorder: Recorder
+        self._auto: AutoPlan | None = None
+        self._steps = TrainingSteps(self._end_step)
+        super().__init__(layers, self._target.policy, config, device, self._instruments)
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _instruments(self, device: Device) -> Instruments:
+        if isinstance(device, EmulatedDevice) and self._observer is not None:
+            device.on_allocate = self._observer.note_buffer  # as on a device, they count before their first use
+        self._recorder = Recorder(device, self._ranges, self._take_peak)
+        return Instruments(
+            ranges=self._ranges, observer=self._observer, recorder=self._recorder, on_full=self._on_tier_full
+        )
+
+    def _put_boundaries(self, is_swapped: list[bool]) -> Sequence[LayerBoundary]:
+        self._planned = PlannedLayers(self.layers, self._saved_tensors, self._target.policy)
+        return self._planned.boundaries
+
+    def _begin(self) -> None:
+        for switched, line in take_over(self._model):
+            self._undo += switched
+            self._log(line)
+        parts = RunParts(
+            boundaries=self._planned,
+            device=self._device,
+            host_tier=self._tier,
+            recorder=self._recorder,
+            footprint=self._saved_tensors.footprint,
+            pipeline_rank=0,
+            num_micro_batches=lambda: self._steps.num_micro_batches,
+            host_bytes=lambda: self._tier.pool.limit_bytes,
+            take_peak=self._take_peak,
+            guard=None if self._guard.is_on else self._guard,
+        )
+        self._undo.append(override_forward(self._model, self._observed(self._model.forward)))
+        self._undo.append(self._recorder.watch(self._model))
+        self._auto = AutoPlan(self._target, parts, Output(self._say, lambda lines: [*map(self._log, lines)]))
+        self._auto.watch(self._model)
+        # Before all other hooks: the step that is over must have ended when they see the next one.
+        hook = self._model.register_forward_pre_hook(self._forward_begins, prepend=True)
+        self._undo += [hook.remove, self._steps.watch_optimizers([self._model])]
+
+    def _observed(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                if self._observer is not None:
+                    stack.enter_context(self._observer.context(self._model))
+                stack.enter_context(self._planned.around(self._model))
+                return inner(*args, **kwargs)
+
+        return forward
+
+    def _say(self, line: str) -> None:
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            self._log(line)
+
+    def _on_tier_full(self, error: SwapError) -> None:
+        if self._auto is not None:
+            self._auto.tier_is_full(error)
+
+    def _take_peak(self) -> tuple[int, int]:
+        peak = self._device.take_peak()
+        if peak is None and self._observer is not None:
+            peak = self._observer.take_peak()
+        return peak or (0, 0)
+
+    def _describe(self) -> Model:
+        """Return what a plan file says of the model. What only a Megatron model has is 1."""
+        batch, *middle, width = self._planned.hidden_shape if len(self._planned.hidden_shape) > 1 else (1, 1)
+        parameter = next(self._model.parameters())
+        return Model(
+            num_layers=self._planned.num_runs, hidden_size=max(1, width), ffn_hidden_size=1, num_attention_heads=1,
+            num_query_groups=1, seq_length=max(1, prod(middle)), micro_batch_size=max(1, batch), padded_vocab_size=1,
+            transformer_impl=type(self._model).__name__, dtype=str(parameter.dtype).removeprefix("torch."), gated=False,
+        )  # fmt: skip
+
+    # --------------------------------------------------------------------- steps
+
+    def _forward_begins(self, *_: object) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self._steps.forward_begins()
+            self._planned.begin_forward()
+
+    def step(self) -> None:
+        """Tell that a training step has ended: after the optimizer's step, before the next forward, on every rank.
+
+        From the first call on, steps of optimizers are not watched any more. A call without a forward since the last
+        end of a step does nothing.
+
+        Raises:
+            Infeasible: no plan fits the budget.
+        """
+        self._steps.tell()
+
+    def _end_step(self, number: int) -> None:
+        if self._last is not None or self._auto is None:
+            return
+        if apart := self._planned.learn_order(self._target.config.window_bytes(None)):
+            names = {module: name for name, module in self._model.named_modules()}
+            untrained = ", ".join(names.get(module, "") for module in apart)
+            self._say(f"no backward has entered {untrained}: what these layers save is kept")
+        self._recorder.step_ended(number + 1)
+        rescues = self._manager.guard.take_rescues()
+        self._rescues += rescues
+        short_bytes = max((rescue.short_bytes for rescue in rescues), default=0)
+        try:
+            self._auto.step_ended(number, short_bytes, self._device.take_retries())
+        except Infeasible as error:
+            least = f"{error.smallest_gib:.10g}"
+            raise Infeasible(
+                f"no plan stays below {self._target.budget_gib:.10g} GiB: the smallest budget that was found feasible "
+                f"is {least} GiB. Give memory_gib={least} or more, a smaller batch, or shorter sequences.",
+                error.smallest_gib,
+            ) from error
+        if self._observer is not None:
+            self._observer.end_step()
+
+    # ------------------------------------------------------------------- figures
+
+    def plan(self) -> str:
+        """Return a table of what the planner does with each saved tensor of each layer, and why; its stage before."""
+        auto = self._auto
+        if auto is None or auto.plan is None:
+            stage = "closed" if auto is None else auto.stage
+            return f"no plan yet ({stage}): the first steps are measured, and keep as little as they can"
+        return f"{plan_heading(auto.plan)}\n\n{plan_table(auto.plan)}"
+
+    def _figures(self) -> SwapStats:
+        auto = self._auto
+        last, plan = (None, None) if auto is None else (auto.last_step, auto.plan)
+        predicted = None if plan is None else plan.predicted
+        return replace(
+            super()._figures(),
+            num_steps=self._steps.number,
+            stage=None if auto is None else auto.stage,
+            budget_gib=self._target.budget_gib,
+            predicted_gib=None if predicted is None else predicted.peak_gib,
+            predicted_ms=None if predicted is None else predicted.step_ms,
+            peak_gib=None if last is None else last.peak_gib,
+            step_ms=None if last is None else last.ms,
+        )
+
+    def close(self) -> None:
+        """Restore the model and release host memory. A second call does nothing.
+
+        Call it after the last backward, on every rank. Files that were asked for are written when a plan is chosen.
+        """
+        if self._last is not None:
+            return
+        with ExitStack() as whatever_fails:
+            whatever_fails.callback(super().close)
+            if self._auto is not None:
+                if self._steps.number:
+                    whatever_fails.callback(self._auto.finish)
+                whatever_fails.callback(self._auto.close)
+            whatever_fails.callback(self._recorder.abandon)
+            whatever_fails.callback(self._planned.remove)
+            while self._undo:
+                self._undo.pop()()
+
+
+def refuse_unplannable(model: Any) -> None:
+    """Refuse a model that cannot be planned.
+
+    Raises:
+        UsageError: says why, and what to do.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "memory_gib and memory_fraction plan a whole model, and a list of layers was given. Pass the model, whose "
+            "layers are in nn.ModuleList or nn.Sequential."
+        )
+    if is_compiled(model):
+        raise UsageError(
+            f"{type(model).__name__} is compiled as a whole: its steps and layers cannot be measured. Pass the model "
+            "before torch.compile, and train it uncompiled."
+        )
+    for name, module in model.named_modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            raise UsageError(
+                f"{name or 'the model'} is wrapped by fully_shard, which frees weights between uses: that is not "
+                "planned. Use DistributedDataParallel, or swap layers by number: swap.activations(model, '0-9')."
+            )
+
+
+def take_over(model: nn.Module) -> list[tuple[list[Callable[[], None]], str]]:
+    """Switch off what would work against the planner in a transformers model. Return how to undo each, and a line."""
+    found = []
+    modules = list(model.modules())
+    checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False) is True]
+    if checkpointing:
+        undo = [_switch_off(module, "gradient_checkpointing") for module in checkpointing]
+        found.append((undo, "the model's gradient checkpointing is off until close(): the planner decides instead"))
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    if caching:
+        undo = [_switch_off(config, "use_cache") for config in caching]
+        found.append((undo, "the model's use_cache is off until close(): a cache would hold keys and values"))
+    return found
+
+
+def _switch_off(owner: Any, name: str) -> Callable[[], None]:
+    setattr(owner, name, False)
+    return lambda: setattr(owner, name, True)
+
+
+def _memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / GIB
+    return machine_memory_gib()

@@ -1,0 +1,252 @@
+"""Boundaries around the layers of a model that a planner handles. Runs, not modules, have numbers.
+
+A layer may run several times in a forward, and a model may run its layers in another order than it lists them. So the
+first step, which is not recorded, shows which layer runs when. From the second step on the runs of a forward are
+numbered in their order, and each has an action of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
+
+from megatron.swap.common.site_paths import NON_LAYER
+from megatron.swap.common.types import LayerPosition, UsageError, layer_positions
+from megatron.swap.engine.handle import Group
+from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
+from megatron.swap.engine.policy import Policy
+from megatron.swap.engine.saved_tensors import SavedTensors
+from megatron.swap.engine.sites import SiteNames
+from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One run of a layer in a forward. ``is_whole``: it is recomputed whole in backward."""
+
+    number: int
+    position: LayerPosition
+    is_whole: bool
+
+
+class PlannedBoundary(ModuleBoundary):
+    """The boundary of a layer whose next run says what is done.
+
+    Args:
+        number: of the layer before the order of the runs is known.
+        on_run: called when a forward runs the layer; returns the run.
+
+    Attributes:
+        has_backward: whether a backward has entered the layer.
+        is_apart: the layer runs as if it had no boundary, so that what it saves counts as saved outside the layers.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        module: nn.Module,
+        saved_tensors: SavedTensors,
+        position: LayerPosition,
+        options: BoundaryOptions,
+        on_run: Callable[[PlannedBoundary, Any], LayerRun],
+    ) -> None:
+        self._on_run = on_run
+        self.has_backward = self.is_apart = False
+        super().__init__(number, module, saved_tensors, position, options)
+
+    @torch.compiler.disable
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if in_checkpoint() or (in_backward() and torch.is_grad_enabled()):
+            raise UsageError(
+                f"{type(self.module).__name__} runs inside an activation checkpoint of the model, and memory_gib plans "
+                "what is recomputed. Switch the model's checkpointing off."
+            )
+        if self.is_apart:
+            return self._inner(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._refuse_caches(args, kwargs)
+            run = self._on_run(self, self._hidden(args, kwargs))
+            self.layer = run.number
+            if self._names is not None:
+                self._names.layer = run.number
+            self.set_position(run.position, checkpoint if run.is_whole else None)
+        return super()._forward(*args, **kwargs)
+
+    def _refuse_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if type(value).__name__.endswith("Cache"):
+                raise UsageError(
+                    f"{type(self.module).__name__} is called with a {type(value).__name__}, which a layer that runs "
+                    "again would fill twice. Call the model with use_cache=False, or without past_key_values."
+                )
+
+    def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = kwargs.get("hidden_states")
+        return named if isinstance(named, torch.Tensor) else next(_tensors([args, kwargs]), None)
+
+    def _note_inputs(self, group: Group, hidden: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = [tensor for tensor in _tensors([args, kwargs]) if _is_input(tensor, hidden)]
+        self._saved_tensors.inputs(group, inputs)
+
+    def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
+        def begins() -> None:
+            self.has_backward = True
+            on_backward()
+
+        return super()._mark(result, begins)
+
+    def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._checkpoint is not None:
+            return self._run_checkpointed(group, args, kwargs)
+        if not self._manager.ranges.is_on:
+            return self._inner(*args, **kwargs)
+        read = [*_tensors([args, kwargs]), *self._constants]
+        versions = [tensor._version for tensor in read]
+        result = self._inner(*args, **kwargs)
+        if versions != [tensor._version for tensor in read]:  # such as batch norm, which counts what it has seen
+            self._saved_tensors.not_repeatable(group)
+        return result
+
+    def _run_checkpointed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer in torch's checkpoint, which saves the inputs, and restores random state and autocast."""
+        leaves, structure = _pytree.tree_flatten([list(args), kwargs])
+        hidden = self._hidden(args, kwargs)
+        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _is_input(leaf, hidden)]
+        inputs = [leaves[i] for i in indices]
+        others = [None if i in indices else leaf for i, leaf in enumerate(leaves)]
+
+        def run(*tensors: torch.Tensor) -> Any:
+            full = list(others)
+            for i, tensor in zip(indices, tensors, strict=True):
+                full[i] = tensor
+            again_args, again_kwargs = _pytree.tree_unflatten(full, structure)
+            work = self._manager.ranges.storage("recompute", group) if in_backward() else nullcontext()
+            with work:
+                return self._inner(*again_args, **again_kwargs)
+
+        contexts = lambda: (nullcontext(), self._saved_tensors.counting())  # noqa: E731
+        return checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts)
+
+
+class PlannedLayers:
+    """The boundaries around all layers of a model: ``engine.boundaries.LayerBoundaries``.
+
+    Args:
+        modules: the layers, each once.
+        saved_tensors: the engine's hooks.
+        policy: decides about the runs by their numbers.
+
+    Attributes:
+        boundaries: one a module.
+        hidden_shape: of the hidden states of the first run; empty before it.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], saved_tensors: SavedTensors, policy: Policy) -> None:
+        self._saved_tensors = saved_tensors
+        self._policy = policy
+        guard = saved_tensors.manager.guard
+        options = BoundaryOptions(hooked=True, is_idle=lambda: policy.is_idle and not guard.is_on)
+        positions = layer_positions([True] * len(modules), ends_in_loss=True)
+        self.boundaries = [
+            PlannedBoundary(number, module, saved_tensors, position, options, self._on_run)
+            for number, (module, position) in enumerate(zip(modules, positions, strict=True))
+        ]
+        self.hidden_shape: tuple[int, ...] = ()
+        self._order: list[PlannedBoundary] = list(self.boundaries)
+        self._runs_of: dict[PlannedBoundary, list[LayerRun]] = {}
+        self._forward: list[PlannedBoundary] = []
+        self._longest: list[PlannedBoundary] = []
+        self._num_runs: Counter[PlannedBoundary] = Counter()
+        self._names: SiteNames | None = None
+        self._is_known = False
+        self._set_runs()
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of a forward."""
+        return len(self._order)
+
+    def begin_forward(self) -> None:
+        """Begin a forward of the model."""
+        self._num_runs.clear()
+        self._forward = []
+
+    def learn_order(self, window_bytes: int | None) -> Sequence[nn.Module]:
+        """Number the runs as the longest forward of the first step ran them. Later calls change nothing.
+
+        Args:
+            window_bytes: as in ``apply_policy``.
+
+        Returns:
+            Layers that no backward has entered. What they save is kept from now on.
+        """
+        found = [boundary for boundary in self._longest if boundary.has_backward]
+        if self._is_known or not found:
+            return ()
+        self._is_known, self._order = True, found
+        apart = [boundary for boundary in self.boundaries if boundary not in found]
+        for boundary in apart:
+            boundary.is_apart = True
+        self.apply_policy(window_bytes)
+        return [boundary.module for boundary in apart]
+
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """Return the numbers of the runs of a forward, in order, as the only chunk."""
+        return (tuple(range(len(self._order))),)
+
+    def apply_policy(self, window_bytes: int | None) -> None:
+        """Apply the changed policy from the next forward on. Call this between steps."""
+        self._set_runs()
+        self._saved_tensors.manager.apply_policy(window_bytes)
+
+    def around(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return a context for the forward of ``model`` that records tensors saved outside its layers."""
+        if not self._saved_tensors.is_recorded:
+            return nullcontext()
+        if self._names is None:
+            layers = [boundary.module for boundary in self._order]
+            self._names = SiteNames(NON_LAYER, model, without=layers)
+        return self._saved_tensors.outside_layers(self._names)
+
+    def remove(self) -> None:
+        """Give all layers back their own forward."""
+        for boundary in self.boundaries:
+            boundary.remove()
+        if self._names is not None:
+            self._names.remove()
+
+    def _set_runs(self) -> None:
+        positions = layer_positions([self._policy.swaps_layer(number) for number in range(len(self._order))], True)
+        self._runs_of = {}
+        for number, (boundary, position) in enumerate(zip(self._order, positions, strict=True)):
+            run = LayerRun(number, position, self._policy.recomputes_whole(number))
+            self._runs_of.setdefault(boundary, []).append(run)
+
+    def _on_run(self, boundary: PlannedBoundary, hidden: Any) -> LayerRun:
+        if not self.hidden_shape and isinstance(hidden, torch.Tensor):
+            self.hidden_shape = tuple(hidden.shape)
+        if not self._is_known:
+            self._forward.append(boundary)
+            if len(self._forward) > len(self._longest):
+                self._longest = list(self._forward)
+        runs = self._runs_of[boundary]
+        run = runs[min(self._num_runs[boundary], len(runs) - 1)]  # more runs than known are like the last one
+        self._num_runs[boundary] += 1
+        return run
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _is_input(tensor: torch.Tensor, hidden: Any) -> bool:
+    """Whether a layer that is recomputed whole saves ``tensor``; masks and such stay on the device anyway."""
+    return tensor.requires_grad or tensor is hidden

@@ -1,0 +1,75 @@
+"""Shared parts of the tests of ``swap.activations`` within a budget: planned training beside unswapped training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron import swap
+from torch import nn
+
+from megatron.swap.common.types import GIB
+from megatron.swap.engine.layer_hooks import override_forward
+from megatron.swap.profiling.observer import Observer
+from tests.plain_loop import Trained, rows, train
+
+NUM_STEPS = 15
+"""Enough for the planner to choose, and for a step after that."""
+QUIET: dict[str, Any] = {"min_mib": 0, "host_gib": 0.1, "log": lambda _: None}
+Backward = Callable[[nn.Module, Any, int], torch.Tensor]
+
+
+def unswapped(model: nn.Module, data: Callable[[int], Any], **options: Any) -> tuple[Trained, float]:
+    """Train a copy without swapping. Return what came out, and the GiB that autograd held at once."""
+    copied, observer = copy.deepcopy(model), Observer()
+    inner = copied.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with observer.context(copied):
+            return inner(*args, **kwargs)
+
+    override_forward(copied, forward)
+    return train(copied, data, NUM_STEPS, **options), observer.peak_bytes / GIB
+
+
+def fraction_gib(model: nn.Module, fraction: float) -> float:
+    return fraction * unswapped(model, rows)[1]
+
+
+def check(stats: swap.SwapStats, tolerance: float = 0.03, unseen_gib: float = 0.0) -> None:
+    """Check that the last step stayed within the budget, and held what was predicted.
+
+    ``unseen_gib``: predicted memory that autograd need not hold.
+    """
+    assert stats.stage == "stable"
+    assert stats.budget_gib is not None
+    assert stats.predicted_gib is not None
+    assert stats.peak_gib is not None
+    assert stats.peak_gib <= stats.budget_gib
+    least_gib = (1 - tolerance) * stats.predicted_gib - unseen_gib
+    assert least_gib <= stats.peak_gib <= (1 + tolerance) * stats.predicted_gib
+
+
+def assert_planned(
+    make: Callable[[], nn.Module],
+    data: Callable[[int], Any] = rows,
+    fractions: tuple[float, ...] = (0.6, 0.3),
+    backward: Backward | None = None,
+    unseen_gib: Callable[[], float] = lambda: 0.0,
+    tolerance: float = 0.03,
+) -> list[str]:
+    """Check planned training at fractions of the unswapped activations. Return the plans."""
+    torch.manual_seed(7)
+    model = make()
+    plain, full_gib = unswapped(model, data, backward=backward)
+    plans = []
+    for fraction in fractions:
+        copied = copy.deepcopy(model)
+        with swap.activations(copied, memory_gib=fraction * full_gib, **QUIET) as swapped:
+            assert train(copied, data, NUM_STEPS, backward).same_as(plain)
+            check(swapped.stats(), tolerance, unseen_gib())
+            plans.append(swapped.plan())
+        assert not any("forward" in vars(module) or module._forward_pre_hooks for module in copied.modules())
+    return plans

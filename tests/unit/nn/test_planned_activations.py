@@ -1,0 +1,391 @@
+"""``swap.activations(model, memory_gib=…)``: equal to the bit, within the budget, as predicted, clear errors."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron import swap
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from megatron.swap.autotune import workload_profiler
+from megatron.swap.common.plan import Infeasible, load_plan
+from megatron.swap.common.types import GIB, UsageError
+from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.engine.saved_tensors import SavedTensors
+from megatron.swap.nn import planned_activations, planned_layers
+from megatron.swap.planner.profile import Link, load_profile
+from tests.planned_loop import NUM_STEPS, QUIET, assert_planned, check, fraction_gib, unswapped
+from tests.plain_loop import (
+    Cnn,
+    Mlp,
+    OfKeyed,
+    Twice,
+    encoder,
+    images,
+    loss_of,
+    mlps,
+    rows,
+    tokens,
+    train,
+)
+
+@pytest.fixture
+def no_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans offload and recompute no layer, as on a device whose link is fast."""
+    monkeypatch.setattr(workload_profiler, "measure_link", lambda *_: Link(1e3, 1e3, 1e3, 1e3))
+    target = functools.partial(planned_activations.PlanTarget, recomputes_layers=False)
+    monkeypatch.setattr(planned_activations, "PlanTarget", target)
+
+
+def planned(model: nn.Module, memory_gib: float = 1.0, **options: Any) -> swap.PlannedActivations:
+    swapped = swap.activations(model, memory_gib=memory_gib, **{**QUIET, **options})
+    assert isinstance(swapped, swap.PlannedActivations)
+    return swapped
+
+
+# ------------------------------------------------------------------------ equal to the bit, within the budget
+
+
+def test_layers_recomputed_whole() -> None:
+    for plan in assert_planned(mlps):
+        assert "recomputed as a whole" in plan
+
+
+@pytest.mark.usefixtures("no_sections")
+def test_layers_offloaded() -> None:
+    assert " swap " in assert_planned(lambda: mlps(8), fractions=(0.6,))[0]
+
+
+@pytest.mark.slow
+def test_dropout_is_restored() -> None:
+    assert "recomputed as a whole" in assert_planned(encoder, tokens)[1]
+
+
+def test_dropout_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = functools.partial(torch_checkpoint.checkpoint, preserve_rng_state=False)
+    monkeypatch.setattr(planned_layers, "checkpoint", planted)
+    with pytest.raises(AssertionError):
+        assert_planned(encoder, tokens, (0.3,))
+
+
+def of_autocast(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        loss = loss_of(model(batch).float())
+    loss.backward()
+    return loss
+
+
+@pytest.mark.slow
+def test_autocast_is_restored() -> None:
+    assert "recomputed as a whole" in assert_planned(mlps, rows, (0.6, 0.4), of_autocast)[1]
+
+
+@pytest.mark.slow
+def test_autocast_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {"enabled": False, "dtype": torch.bfloat16, "cache_enabled": False}
+    monkeypatch.setattr(torch_checkpoint, "_get_autocast_kwargs", lambda device_type: (off, off))
+    with pytest.raises((AssertionError, torch_checkpoint.CheckpointError)):
+        assert_planned(mlps, rows, (0.4,), of_autocast)
+
+
+class Towers(nn.Module):
+    """The stack that runs last is listed first. ``skips``: nobody uses what the other one's last layer returns."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.head = nn.ModuleList([Mlp(48) for _ in range(3)])
+        self.tower = nn.ModuleList([Mlp() for _ in range(4)])
+        self.between = nn.Linear(32, 48)
+        self.skips = skips
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        states = [hidden]
+        for layer in self.tower:
+            states = [states[-1], layer(states[-1])]
+        hidden = self.between(states[0 if self.skips else 1])
+        del states
+        for layer in self.head:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_layers_that_differ_in_two_stacks_in_another_order() -> None:
+    plan = assert_planned(lambda: Towers(False), fractions=(0.5,))[0]
+    assert plan.startswith("model        7 layers of 32, Towers, float32")
+
+
+@pytest.mark.slow
+def test_a_layer_without_a_backward() -> None:
+    """What it saves is kept, and a line says so."""
+    assert_planned(lambda: Towers(True), fractions=(0.6,))
+    lines: list[str] = []
+    model = Towers(True)
+    with planned(model, log=lines.append):
+        train(model, num_steps=2)
+    assert lines[1] == "no backward has entered tower.3: what these layers save is kept"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_sections")
+def test_a_layer_that_runs_twice_behind_a_frozen_one() -> None:
+    plan = assert_planned(Twice, fractions=(0.8,))[0]
+    assert plan.startswith("model        5 layers")  # four modules, and each run has a number
+
+
+@pytest.mark.slow
+def test_layers_that_change_their_inputs_or_buffers_are_not_run_again() -> None:
+    plan = assert_planned(Cnn, images, (0.8,))[0]
+    assert " swap " in plan
+    assert "recompute" not in plan
+
+
+@pytest.mark.slow
+def test_layers_run_again_that_count_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SavedTensors, "not_repeatable", lambda *_: None)
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_planned(Cnn, images, (0.5,))
+
+
+@pytest.mark.slow
+def test_layers_called_by_keywords_with_mappings() -> None:
+    assert_planned(OfKeyed, fractions=(0.5,))
+
+
+@pytest.mark.slow
+def test_accumulation_and_evaluation() -> None:
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        losses = []
+        for part in batch.split(8):
+            with torch.no_grad():
+                model(batch)
+            losses.append(loss_of(model(part.clone())))
+            losses[-1].backward()
+        return torch.stack(losses).sum()
+
+    assert_planned(mlps, backward=backward)
+
+
+@pytest.mark.slow
+def test_steps_that_are_told() -> None:
+    torch.manual_seed(7)
+    model = mlps()
+    with planned(model, fraction_gib(model, 0.4)) as swapped:
+        for step in range(NUM_STEPS):
+            loss_of(model(rows(step))).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 1e-3 * parameter.grad
+                    parameter.grad = None
+            swapped.step()
+        swapped.step()  # without a forward it ends nothing
+        assert swapped.stats().num_steps == NUM_STEPS
+        check(swapped.stats())
+
+
+@pytest.mark.slow
+def test_more_is_saved_later() -> None:
+    """Twice as many rows: such steps are measured and planned anew, within the same budget."""
+    torch.manual_seed(7)
+    model = mlps()
+    data = lambda step: rows(step) if step < 14 else torch.cat([rows(step), rows(step + 1)])  # noqa: E731
+    plain = train(copy.deepcopy(model), data, 32)
+    with planned(model, fraction_gib(model, 0.7)) as swapped:
+        assert train(model, data, 32).same_as(plain)
+        check(swapped.stats())
+
+
+def test_training_goes_on_after_close() -> None:
+    torch.manual_seed(7)
+    model = mlps()
+    plain = train(copy.deepcopy(model), num_steps=6)
+    swapped = planned(model)
+
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        if step == 3:
+            swapped.close()
+            swapped.close()
+        loss = loss_of(model(batch))
+        loss.backward()
+        return loss
+
+    assert train(model, num_steps=6, backward=backward).same_as(plain)
+    assert swapped.stats().num_steps == 2
+    assert swapped.plan() == "no plan yet (profile): the first steps are measured, and keep as little as they can"
+
+
+# ----------------------------------------------------------------------------------------- what users see
+
+
+@pytest.mark.slow
+def test_lines_figures_and_files(tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    model = mlps()
+    lines: list[str] = []
+    files = {"save_plan": str(tmp_path / "plan.json"), "save_profile": str(tmp_path / "profile.json")}
+    with planned(model, fraction_gib(model, 0.4), log=lines.append, **files) as swapped:
+        assert "no plan yet (profile)" in swapped.plan()
+        train(model, num_steps=NUM_STEPS)
+        assert "stable within" in str(swapped.stats())
+        table = swapped.plan()
+    assert [line.split()[0] for line in lines] == ["at", "search", "stable"]
+    assert "6 layers of 32, Sequential, float32" in table
+    assert "16 x 1" in table
+    assert load_plan(files["save_plan"]).model == load_profile(files["save_profile"]).model
+
+
+def test_lines_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    swap.activations(mlps(), memory_gib=1.0).close()
+    assert capsys.readouterr().out.startswith(" swap: at most 1.00 GiB of device memory")
+
+
+def test_a_fraction_of_the_memory() -> None:
+    model = mlps()
+    with swap.activations(model, memory_fraction=0.5, **QUIET) as swapped:
+        budget_gib = swapped.stats().budget_gib
+    with planned(model, budget_gib) as swapped:
+        assert swapped.stats().budget_gib == budget_gib
+
+
+def test_the_signature_of_the_model_stays() -> None:
+    model = Twice()
+    signature = inspect.signature(model.forward)
+    with planned(model):
+        assert inspect.signature(model.forward) == signature
+
+
+def test_the_least_budget_works() -> None:
+    torch.manual_seed(7)
+    model = mlps()
+    with planned(model, 1e-6) as swapped, pytest.raises(Infeasible, match="Give memory_gib=") as refused:
+        train(model, num_steps=NUM_STEPS)
+    assert swapped.stats().stage is not None
+    least = float(str(refused.value).split("memory_gib=")[1].split()[0])
+    assert least == refused.value.smallest_gib
+    with planned(model, least) as swapped:
+        train(model, num_steps=NUM_STEPS)
+        check(swapped.stats())
+
+
+def test_a_model_that_exceeds_the_budget_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatedDevice, "allocated_bytes", lambda _: 2 * GIB)
+    with planned(mlps()) as swapped, pytest.raises(UsageError, match="take 2.00 GiB before .* Raise the budget, or"):
+        train(swapped._model, num_steps=1)
+
+
+class Caching(nn.Module):
+    """A model as transformers makes them: a flag for checkpointing, and a config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlps(3)
+        self.config = SimpleNamespace(use_cache=True)
+        self.gradient_checkpointing = True
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.layers(hidden)
+
+
+def test_checkpointing_and_caches_of_transformers_are_taken_over() -> None:
+    model, lines = Caching(), list[str]()
+    with planned(model, log=lines.append):
+        assert not model.gradient_checkpointing
+        assert not model.config.use_cache
+    assert model.gradient_checkpointing
+    assert model.config.use_cache
+    assert "gradient checkpointing is off" in lines[0]
+    assert "use_cache is off" in lines[1]
+
+
+def test_a_cache_is_refused() -> None:
+    class DynamicCache:
+        pass
+
+    class Layer(Mlp):
+        def forward(self, hidden: torch.Tensor, past: Any = None) -> torch.Tensor:
+            return super().forward(hidden)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer() for _ in range(3)])
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                hidden = layer(hidden, past=DynamicCache())
+            return hidden
+
+    with planned(Model()) as swapped, pytest.raises(UsageError, match="Layer is called with a DynamicCache"):
+        swapped._model(rows(0))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_a_layer_is_refused(use_reentrant: bool) -> None:
+    class Model(Caching):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                hidden = torch_checkpoint.checkpoint(layer, hidden, use_reentrant=use_reentrant)
+            return hidden
+
+    with planned(Model()) as swapped, pytest.raises(UsageError, match="runs inside an activation checkpoint"):
+        swapped._model(rows(0).requires_grad_()).sum().backward()
+
+
+class FSDPModule(nn.Module):
+    pass
+
+
+class Sharded(Mlp, FSDPModule):
+    pass
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    module.compile()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "said"),
+    [
+        (mlps, {"layers": "0-3", "memory_gib": 1.0}, "layers '0-3' beside memory_gib"),
+        (mlps, {"memory_fraction": 0.5, "memory_gib": 1.0}, "memory_fraction beside memory_gib"),
+        (mlps, {"memory_gib": 0.0}, "--swap-memory-gib 0"),
+        (mlps, {"memory_gib": 1e9}, "at most what the device has"),
+        (mlps, {"memory_fraction": 2.0}, "--swap-memory-fraction 2"),
+        (mlps, {"save_plan": "plan.json"}, "give memory_gib too"),
+        (lambda: list(mlps()), {"memory_gib": 1.0}, "plan a whole model"),
+        (lambda: compiled(mlps()), {"memory_gib": 1.0}, "Sequential is compiled as a whole"),
+        (lambda: nn.Sequential(compiled(Mlp()), Mlp(), Mlp()), {"memory_gib": 1.0}, "layer 0 .* is compiled"),
+        (lambda: nn.Sequential(Sharded(), Sharded()), {"memory_gib": 1.0}, "0 is wrapped by fully_shard"),
+    ],
+)
+def test_refused(make: Callable[[], Any], arguments: dict[str, Any], said: str) -> None:
+    model = make()
+    with pytest.raises(UsageError, match=said):
+        swap.activations(model, **arguments)
+    modules = model.modules() if isinstance(model, nn.Module) else model
+    assert not any("forward" in vars(module) for module in modules if isinstance(module, Mlp | nn.Sequential))
+
+
+@pytest.mark.slow
+def test_data_parallel() -> None:
+    torch.manual_seed(7)
+    model = mlps()
+    plain, full_gib = unswapped(model, rows)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(model)
+        with planned(parallel, 0.4 * full_gib) as swapped:
+            result = train(parallel, num_steps=NUM_STEPS)
+            check(swapped.stats())
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(torch.equal(one, other) for one, other in zip(result.losses, plain.losses, strict=True))
