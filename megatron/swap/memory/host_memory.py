@@ -119,6 +119,12 @@ def safe_host_bytes(local_world_size: int, *, root: Path = Path("/")) -> HostCap
     )
 
 
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Return the host memory that this process can take now: of the machine, and below the limits of its cgroups."""
+    _, available_bytes = _physical_memory(root)
+    return min([available_bytes, *(left_bytes for _, left_bytes in _cgroup_limits(root))])
+
+
 def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: bool) -> None:
     """Refuse a request of one rank that the host cannot hold.
 
