@@ -112,6 +112,12 @@ FEATURES: dict[str, dict[str, Callable[[Run], bool] | None]] = {
         "--num-virtual-stages-per-pipeline-rank 2": lambda run: any(flag in run.flags for flag in VIRTUAL),
         "--context-parallel-size 2": more_than_one("--context-parallel-size"),
         "--expert-model-parallel-size 2": more_than_one("--expert-model-parallel-size"),
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2":
+            lambda run: run.number("--tensor-model-parallel-size") > 1 < run.number("--pipeline-model-parallel-size"),
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2":
+            lambda run: run.number("--pipeline-model-parallel-size") > 2 and any(flag in run.flags for flag in VIRTUAL),
+        "--expert-model-parallel-size 2, data parallel":
+            lambda run: 1 < run.number("--expert-model-parallel-size") < run.data_parallel,
         "data parallel": lambda run: run.data_parallel > 1,
         "data parallel, --use-distributed-optimizer":
             lambda run: run.data_parallel > 1 and "--use-distributed-optimizer" in run.flags,

@@ -125,6 +125,12 @@ def machine_memory_gib() -> float:
     return min(host.total_bytes, host.cgroup_limit_bytes or host.total_bytes) / GIB
 
 
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Return the host memory that this process can take now: of the machine, and below the limits of its cgroups."""
+    _, available_bytes = _physical_memory(root)
+    return min([available_bytes, *(left_bytes for _, left_bytes in _cgroup_limits(root))])
+
+
 def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: bool) -> None:
     """Refuse a request of one rank that the host cannot hold.
 

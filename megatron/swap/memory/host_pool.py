@@ -147,6 +147,8 @@ class HostPool:
         strategy: how fresh memory is made ready.
         poison: fill memory that is not leased with 0xFF bytes (NaN in every floating type), so that a copy that runs
             too late or too early yields NaN instead of a plausible number. Whole slabs become resident: use small ones.
+        available_bytes: returns the host memory that there is now. The pool does not grow beyond it: another
+            process may have taken what there was at the start. ``None``: only ``limit`` counts.
         wait_fence: called with a fence before memory that was freed with that fence is poisoned. It returns when that
             copy, which may still read the memory, is over. It must not call the pool.
 
@@ -168,6 +170,7 @@ class HostPool:
         strategy: PinStrategy | None = None,
         poison: bool = False,
         wait_fence: Callable[[int], None] | None = None,
+        available_bytes: Callable[[], int] | None = None,
     ) -> None:
         if slab_bytes <= 0 or slab_bytes % PAGE_BYTES:
             raise ValueError(f"slab_bytes must be a positive multiple of {PAGE_BYTES}, got {slab_bytes}")
@@ -192,6 +195,7 @@ class HostPool:
         self._strategy = strategy or PinStrategy(touch="pages" if pinned else "none")
         self._poison = poison
         self._wait_fence = wait_fence
+        self._available_bytes = available_bytes
         self._lock = threading.Lock()
         self._freed: deque[tuple[tuple[Extent, ...], int]] = deque()
         self._slabs: list[HostRegion] = []
@@ -311,6 +315,26 @@ class HostPool:
             ctypes.memset(self._slabs[extent.slab].address + extent.offset, 0xFF, extent.nbytes)
         self._free.add(extent, fence)
 
+    def _slab_sizes(self, short_bytes: int, room_bytes: int, purpose: str) -> list[int]:
+        """Return the sizes of slabs for ``short_bytes``: whole slabs if the machine has the memory now."""
+        available_bytes = None if self._available_bytes is None else self._available_bytes()
+        if available_bytes is not None and available_bytes < short_bytes:
+            raise HostMemoryError(
+                f"the host pool cannot provide {purpose}: {format_bytes(available_bytes)} of host memory are available "
+                f"now, fewer than at the start: another process has taken them, or a limit of the cgroup. "
+                f"{format_bytes(self._reserved_bytes)} are reserved. End that process, swap fewer layers "
+                "(--swap-layers), or, if this machine's memory grows on demand, add --swap-host-unchecked."
+            )
+        sizes: list[int] = []
+        needed_bytes = short_bytes
+        while needed_bytes > 0:
+            sizes.append(min(self.slab_bytes, room_bytes))
+            needed_bytes -= sizes[-1]
+            room_bytes -= sizes[-1]
+        if available_bytes is not None and sum(sizes) > available_bytes:
+            sizes[-1] -= sum(sizes) - short_bytes
+        return sizes
+
     def _grow(self, short_bytes: int, purpose: str) -> None:
         """Reserve slabs for at least ``short_bytes`` more. Runs under the lock."""
         limit_bytes = self.limit_bytes
@@ -322,11 +346,7 @@ class HostPool:
                 f"(reserved by others: {self.budget.holders()}). "
                 "Raise --swap-host-gib or swap fewer layers (--swap-layers)."
             )
-        sizes = []
-        while short_bytes > 0:
-            sizes.append(min(self.slab_bytes, room_bytes))
-            short_bytes -= sizes[-1]
-            room_bytes -= sizes[-1]
+        sizes = self._slab_sizes(short_bytes, room_bytes, purpose)
         regions, self.last_growth = prepare_regions(
             sizes, strategy=self._strategy, device=self._device, numa_node=self._numa_node
         )

@@ -38,7 +38,7 @@ class StepRecord:
     num_alloc_retries: int = 0
     """Allocations for which PyTorch's allocator released its whole cache, which makes the host wait."""
     num_full_of_several: int | None = None
-    """In a sum of several iterations: in how many the allocator did that. ``None``: this is one iteration."""
+    """Number of iterations in a sum in which the allocator did that; ``None``: this is one iteration."""
 
     @property
     def num_full(self) -> int:

@@ -29,6 +29,7 @@ from megatron.swap.megatron_lm.producers import Producers
 from megatron.swap.megatron_lm.quantized import wrapper_rules
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_budget import Reservation
+from megatron.swap.memory.host_memory import available_host_bytes
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.tiers.base import Tier
 from megatron.swap.memory.tiers.host import HostTier
@@ -145,7 +146,10 @@ class ActivationParts:
             on_tier_full: called when the tier has no room for a storage; ``None``: that is an error.
         """
         device, on_gpu = run_device.device, torch.cuda.is_available()
-        pool = HostPool(limit=planned.state_memory.budget, pinned=on_gpu)
+        pool = HostPool(
+            limit=planned.state_memory.budget, pinned=on_gpu,
+            available_bytes=None if config.host_unchecked else available_host_bytes,
+        )  # fmt: skip
         host_tier = HostTier(pool)
         tier: Tier = host_tier
         if planned.disk is not None and planned.swaps:

@@ -19,6 +19,7 @@ from megatron.swap.memory.host_memory import (
     HostMemoryError,
     HostRegion,
     PinStrategy,
+    available_host_bytes,
     check_host_request,
     pci_numa_node,
     prepare_regions,
@@ -346,3 +347,9 @@ class TestNuma:
         assert not HostRegion(MIB, huge_pages=False, numa_node=None).near_node
         assert not HostRegion(MIB, huge_pages=False, numa_node=900).near_node  # no such node: no error
         HostRegion(MIB, huge_pages=False, numa_node=0).tensor.fill_(1)
+
+
+def test_what_is_available_now_is_the_least_of_machine_and_cgroups(tmp_path):
+    assert available_host_bytes(write(tmp_path / "a", meminfo(256, 200))) == 200 * GIB
+    files = meminfo(256, 200) | {"proc/self/cgroup": "0::/pod\n"} | cgroup2("/pod", str(64 * GIB), 60)
+    assert available_host_bytes(write(tmp_path / "b", files)) == 4 * GIB

@@ -477,3 +477,24 @@ def test_untouched_by_default_without_registration():
     assert pool._strategy.touch == "none"
     pool.lease(MIB).views()[0].fill_(1)
     pool.close(force=True)
+
+class TestMemoryThatAnotherProcessTakes:
+    def test_the_pool_does_not_grow_beyond_what_there_is_now(self):
+        available = [64 * MIB]
+        pool = make_pool(available_bytes=lambda: available[0])
+        pool.lease(10 * MIB)
+        available[0] = 20 * MIB
+        with pytest.raises(HostMemoryError, match=r"20.* are available now, .* another process has taken them"):
+            pool.lease(40 * MIB)
+        assert pool.stats.reserved_bytes == 16 * MIB
+        pool.lease(24 * MIB)  # what is free in its slab, and 18 MiB more: no whole slabs
+        assert pool.stats.reserved_bytes == 34 * MIB
+        pool.close(force=True)
+
+    def test_what_is_reserved_is_used_however_little_is_left(self):
+        available = [64 * MIB]
+        pool = make_pool(available_bytes=lambda: available[0])
+        pool.reserve(32 * MIB)
+        available[0] = 0
+        pool.lease(32 * MIB)
+        pool.close(force=True)
