@@ -3,8 +3,9 @@
 Read from TransformerEngine 2.20.2 (``module/layernorm_linear.py``, ``module/linear.py``, ``tensor/storage/``). Linear
 layers quantize three tensors: their input, their weight, and the gradient of their output. Each is quantized in two
 layouts, since the product of each direction reads another one. Backward needs the input in the second layout alone, so
-that is what autograd saves, in place of the bf16 input. Norms, attention, the activation function, residuals and the
-output layer compute in bf16 and save bf16.
+that is what autograd saves, in place of the bf16 input. Except with ``delayed``, Megatron lets linear_proj save its
+bf16 input, which attention saves anyway (``core/transformer/attention.py``), and quantize it again in backward. Norms,
+attention, the activation function, residuals and the output layer compute in bf16 and save bf16.
 """
 
 from __future__ import annotations
@@ -20,8 +21,24 @@ RECIPES = ("tensorwise", "delayed", "blockwise")
 """The FP8 recipes that the formulas cover."""
 NUM_READS = {"tensorwise": 2, "delayed": 1, "blockwise": 1}
 """How often quantization reads its input. ``tensorwise`` reads it once more, for the scale."""
+KEEP_CONTEXT = ("tensorwise", "blockwise")
+"""Recipes with which linear_proj saves its input in bf16."""
 BLOCK = 128
 """Values with a scale of their own, in fp32, under the recipe ``blockwise``."""
+PROJ = "self_attention.linear_proj"
+RECOMPUTE_INPUTS = {
+    "self_attention.linear_qkv/1": ("self_attention.linear_qkv/0",),
+    f"{PROJ}/0": ("self_attention.core_attention.fused_attention/3",),
+    "mlp.linear_fc1/1": ("mlp.linear_fc1/0",),
+    "mlp.linear_fc2/0": ("mlp/0",),
+    "mlp/0": ("mlp.linear_fc1/0",),
+}
+"""Sites of an FP8 layer that can be recomputed alone, and the sites it takes. All but linear_fc1's output are quantized
+again."""
+ONLY_QUANTIZED = frozenset({f"{PROJ}/0"})
+"""Quantized sites without a kernel before the quantization: what they are made from is saved in bf16."""
+RECOMPUTED: dict[str, frozenset[str]] = dict.fromkeys(RECIPES, frozenset())
+"""The sites of ``RECOMPUTE_INPUTS``, and the sections, that the engine can recompute with each recipe: none yet."""
 BF16, FP32 = 2, 4
 """Bytes of one value."""
 
@@ -45,9 +62,9 @@ def check_gpu(model: Model, gpu: Gpu) -> None:
     )
 
 
-def moved_bytes(recipe: str, bf16_bytes: float) -> float:
-    """Return the bytes that quantizing a bf16 tensor in both layouts reads and writes."""
-    return bf16_bytes * NUM_READS[recipe] + 2 * bf16_bytes / BF16
+def moved_bytes(recipe: str, bf16_bytes: float, num_layouts: int = 2) -> float:
+    """Return the bytes that quantizing a bf16 tensor reads and writes."""
+    return bf16_bytes * NUM_READS[recipe] + num_layouts * bf16_bytes / BF16
 
 
 def saved_sites(

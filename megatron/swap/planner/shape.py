@@ -13,12 +13,19 @@ from dataclasses import dataclass, replace
 from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.types import GIB, LOSS_ROWS, MIB, UsageError
 from megatron.swap.planner.fp8 import (
+    KEEP_CONTEXT,
+    ONLY_QUANTIZED,
+    PROJ,
+    RECOMPUTED,
     check_gpu,
     fp8_params,
     linear_params,
     moved_bytes,
     quantize_weights_ms,
     saved_sites,
+)
+from megatron.swap.planner.fp8 import (
+    RECOMPUTE_INPUTS as FP8_RECOMPUTE_INPUTS,
 )
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.loss_chunks import loss_bytes
@@ -148,16 +155,17 @@ def kernels(model: Model) -> list[Kernel]:
     recipe = model.fp8_recipe
     linears = {
         "qkv": (hidden, qkv, saved_sites(recipe, "self_attention.linear_qkv", size.sharded, size.sharded)),
-        "proj": (query, hidden, saved_sites(recipe, "self_attention.linear_proj", query)),
+        "proj": (query, hidden, () if recipe in KEEP_CONTEXT else saved_sites(recipe, PROJ, query)),
         "fc1": (hidden, size.fc1, saved_sites(recipe, "mlp.linear_fc1", size.sharded, size.sharded)),
         "fc2": (size.activation, hidden, saved_sites(recipe, "mlp.linear_fc2", size.activation)),
     }  # bytes of input and output in bf16, and the sites
     for index, step in enumerate(steps):
         if step.name in linears:
             inputs, outputs, saves = linears[step.name]
+            later = 0 if saves else 1  # layouts of the input that backward makes
             steps[index] = replace(
-                step, saves=saves, is_fp8=True, quantized_bytes=moved_bytes(recipe, inputs),
-                gradient_quantized_bytes=moved_bytes(recipe, outputs),
+                step, saves=saves, is_fp8=True, quantized_bytes=moved_bytes(recipe, inputs, 2 - later),
+                gradient_quantized_bytes=moved_bytes(recipe, outputs) + later * moved_bytes(recipe, inputs, 1),
                 gradients=step.gradients + outputs,  # the output's gradient in FP8, in two layouts
             )  # fmt: skip
     return steps
@@ -173,18 +181,6 @@ RECOMPUTE_INPUTS = {
     "mlp/0": ("mlp.linear_fc1/0",),
 }
 """Sites that one elementwise kernel or linear recomputes, and the sites it reads, which may be recomputed too."""
-FP8_RECOMPUTE_INPUTS = {
-    "self_attention.linear_qkv/1": ("self_attention.linear_qkv/0",),
-    "self_attention.linear_proj/0": ("self_attention.core_attention.fused_attention/3",),
-    "mlp.linear_fc1/1": ("mlp.linear_fc1/0",),
-    "mlp.linear_fc2/0": ("mlp/0",),
-    "mlp/0": ("mlp.linear_fc1/0",),
-}
-"""The same in FP8 layers. All but linear_fc1's output are quantized again."""
-FP8_RECOMPUTED: frozenset[str] = frozenset()
-"""The sites of ``FP8_RECOMPUTE_INPUTS``, and the sections, that the engine can recompute in FP8: none yet."""
-ONLY_QUANTIZED = frozenset({"self_attention.linear_proj/0"})
-"""Quantized sites without a kernel before the quantization: what they are made from is saved in bf16."""
 LINEAR_OUTPUTS = {"mlp/0": "fc1"}
 """Recomputable outputs of linear layers. With sequence parallelism they are not recomputed, because the linear gathers
 its input from other ranks."""
@@ -228,7 +224,7 @@ def layer_class(
     for step in reversed(steps):
         temporaries.append((now, step.gradients / MIB))
         for site, kernel in FIRST_NEEDED_BY.items():
-            if kernel == step.name and not step.is_fp8:  # in FP8 proj saves its own copy
+            if kernel == step.name and not step.saves:  # else it has saved a copy in FP8
                 first_needed[site] = now
         for site, _ in step.saves:
             needed_at[site] = first_needed.get(site, now)
@@ -250,7 +246,7 @@ def layer_class(
         peak_mib = max(peak_mib, (size.hidden + 1.5 * size.activation) / MIB)
     sections = _sections(model, gpu, sites, peak_mib)
     if model.fp8_recipe is not None:
-        allowed = {*FP8_RECOMPUTED, LAYER_SECTION} if is_megatrons else FP8_RECOMPUTED
+        allowed = RECOMPUTED[model.fp8_recipe] | ({LAYER_SECTION} if is_megatrons else frozenset())
         sections = tuple(part for part in sections if part.name in allowed)
     return LayerClass(layers, forward_ms, now, sites, sections, tuple(temporaries), peak_mib)
 
@@ -267,7 +263,7 @@ def _fp8_recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[s
     """Return the time to recompute each site of an FP8 layer that the engine can recompute, in ms."""
     assert model.fp8_recipe is not None
     costs, times = {}, kernel_ms(model, gpu)
-    for site in FP8_RECOMPUTED & FP8_RECOMPUTE_INPUTS.keys():
+    for site in RECOMPUTED[model.fp8_recipe] & FP8_RECOMPUTE_INPUTS.keys() & sizes.keys():
         if site in LINEAR_OUTPUTS:
             if not model.sequence_parallel:
                 costs[site] = times[LINEAR_OUTPUTS[site]]

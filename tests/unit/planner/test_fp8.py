@@ -12,6 +12,7 @@ from megatron.swap.common.plan import Model, check_model, load_plan, save_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.planner import shape
 from megatron.swap.planner.flags import model_of, read_flags, state_bytes_of
+from megatron.swap.planner.fp8 import RECIPES, RECOMPUTE_INPUTS
 from megatron.swap.planner.gpus import GPUS, find_gpu
 from megatron.swap.planner.options import DISK, FULL, PLANNED, STATE, of_training, states_on
 from megatron.swap.planner.profile import LayerClass, Profile
@@ -28,10 +29,9 @@ FLAGS = (
 """14 layers of the 8B: 4.1 billion parameters."""
 FP8 = "--fp8-format hybrid --fp8-recipe"
 H200 = find_gpu("h200")
-IN_FP8 = {
-    "self_attention.linear_qkv/1": H, "self_attention.linear_proj/0": H, "mlp.linear_fc1/1": H, "mlp.linear_fc2/0": FFN,
-}  # fmt: skip
-"""Values of a token that are saved in 8 bits."""
+IN_FP8 = {"self_attention.linear_qkv/1": H, "mlp.linear_fc1/1": H, "mlp.linear_fc2/0": FFN}
+"""Values of a token that are saved in 8 bits. With ``delayed`` the input of linear_proj is, too."""
+PROJ = {"self_attention.linear_proj/0": H}
 IN_BF16 = {
     "self_attention.linear_qkv/0": H, "self_attention.core_attention.fused_attention/0": H,
     "self_attention.core_attention.fused_attention/1": KV, "self_attention.core_attention.fused_attention/2": KV,
@@ -60,7 +60,11 @@ def token_bytes(entry: LayerClass) -> dict[str, float]:
 def test_inputs_of_linear_layers_are_saved_in_8_bits_and_all_else_in_bf16(recipe: str) -> None:
     """Arithmetic of its own: the tables above are read from TransformerEngine's modules."""
     expected = IN_FP8 | {site: 2 * num for site, num in IN_BF16.items()} | ATTENTION
-    assert token_bytes(inner(profile_of(f"{FP8} {recipe}"))) == pytest.approx(expected)
+    entry = inner(profile_of(f"{FP8} {recipe}"))
+    assert token_bytes(entry) == pytest.approx(expected | (PROJ if recipe == "delayed" else {}))
+    needed = {site.site: site.needed_at_ms for site in entry.sites}
+    context, queries = (needed[f"self_attention.core_attention.fused_attention/{i}"] for i in (3, 0))
+    assert (context < queries) is (recipe == "tensorwise")  # the backward of linear_proj reads it
 
 
 def test_block_scales_are_sites_of_their_own() -> None:
@@ -76,7 +80,7 @@ def test_linear_layers_are_faster_and_the_rest_of_the_step_is_not() -> None:
     bf16, fp8 = profile_of(), profile_of(f"{FP8} tensorwise")
     assert fp8.non_layer.forward_ms == bf16.non_layer.forward_ms  # the output layer computes in bf16
     linear_ms = 2 * TOKENS * (H * (2 * H + 2 * KV) + 3 * H * FFN) / (681e9)
-    moved_ms = TOKENS * (2 * 2 + 2) * (3 * H + FFN) / 3400e6  # read twice, written in two layouts
+    moved_ms = TOKENS * ((2 * 2 + 2) * (2 * H + FFN) + (2 * 2 + 1) * H) / 3400e6  # read twice; mostly two layouts
     assert inner(bf16).forward_ms - inner(fp8).forward_ms == pytest.approx(linear_ms / 2 - moved_ms, rel=1e-6)
     step = {one: simulate(one, empty_plan(one)).step_ms for one in (bf16, fp8)}
     assert step[fp8] / step[bf16] == pytest.approx(1136 / 1580, rel=0.05)
@@ -118,16 +122,17 @@ def test_a_plan_recomputes_nothing_that_the_engine_cannot(monkeypatch: pytest.Mo
     assert not any(entry.sections for entry in profile.layers)
     budget_gib = profile.static_gib + 0.75 * profile.saved_mib / 1024
     without = solve(replace(profile, allocator_gib=0.0), budget_gib)
-    monkeypatch.setattr(shape, "FP8_RECOMPUTED", frozenset(shape.FP8_RECOMPUTE_INPUTS))
-    able = profile_of(f"{FP8} tensorwise")
+    monkeypatch.setattr(shape, "RECOMPUTED", dict.fromkeys(RECIPES, frozenset(RECOMPUTE_INPUTS)))
+    able, delayed = profile_of(f"{FP8} tensorwise"), profile_of(f"{FP8} delayed")
     costs = {site.site: site.recompute_ms for site in inner(able).sites if site.recompute_ms is not None}
     assert costs == pytest.approx({
-        site: TOKENS * num * (2 * 2 + 2 + (0 if "proj" in site else 4 if "norm" in site else 2 + 2 * of)) / 3400e6
+        site: TOKENS * num * (2 * 2 + 2 + 2 + 2 * of) / 3400e6
         for site, num, of in (
-            ("self_attention.linear_qkv/1", H, 1), ("self_attention.linear_proj/0", H, 0), ("mlp.linear_fc1/1", H, 1),
-            ("mlp.linear_fc2/0", FFN, 2),
+            ("self_attention.linear_qkv/1", H, 1), ("mlp.linear_fc1/1", H, 1), ("mlp.linear_fc2/0", FFN, 2),
         )
     } | {"mlp/0": shape.kernel_ms(able.model, H200)["fc1"]})  # fmt: skip
+    costs = {site.site: site.recompute_ms for site in inner(delayed).sites if site.site in PROJ}
+    assert costs == pytest.approx({site: TOKENS * num * (2 + 2) / 3400e6 for site, num in PROJ.items()})
     assert solve(replace(able, allocator_gib=0.0), budget_gib).predictions[0].step_ms < without.predictions[0].step_ms
 
 
