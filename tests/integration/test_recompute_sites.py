@@ -141,7 +141,8 @@ def test_a_kind_that_nothing_makes_is_told(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--swap-recompute dropout", ["--swap-recompute dropout", "norm or activation or rotary or linear"]),
+        ("--swap-recompute dropout",
+         ["--swap-recompute dropout", "norm or activation or rotary or quantized or linear"]),
         (
             f"{ALL_KINDS} --recompute-granularity selective --recompute-modules mlp --disable-bias-linear",
             ["--recompute-modules mlp", "Drop activation"],

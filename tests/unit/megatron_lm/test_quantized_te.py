@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.swap.engine.wrapper_tensors import apart
 from megatron.swap.megatron_lm.quantized import VALUES, private_copy, wrapper_rules
+from megatron.swap.profiling.observer import Hooks
 
 te = pytest.importorskip("transformer_engine.pytorch")
 
@@ -60,6 +62,50 @@ def test_parameters_and_cached_weights_stay_whole() -> None:
     assert rules is not None
     assert rules.take_apart(torch.nn.Parameter(tensor), ()) is None
     assert rules.take_apart(tensor, [torch.Size([32, 64])]) is None
+
+
+class _Quantized(torch.autograd.Function):
+    """Returns a wrapper, and saves it too, as attention in 8 bits does with its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        tensor = a_tensor()
+        ctx.save_for_backward(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (tensor,) = ctx.saved_tensors
+        assert type(tensor) is Float8Tensor
+        return grad * tensor._data.float()
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        ctx.save_for_backward(tensor)
+        return tensor._data.float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        (tensor,) = ctx.saved_tensors
+        assert type(tensor) is Float8Tensor
+        return grad * tensor._data.float()
+
+
+def test_a_wrapper_in_the_middle_of_a_graph() -> None:
+    rules, hooks = wrapper_rules(), Hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+    assert rules is not None
+    grads = []
+    for taken_apart in (False, True):
+        torch.manual_seed(1)
+        x = torch.rand(32, 64, device=DEVICE, requires_grad=True)
+        around = apart(rules, hooks, hooks, ()) if taken_apart else Hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with torch.autograd.graph.saved_tensors_hooks(around.pack, around.unpack):
+            result = _Read.apply(_Quantized.apply(x))
+        result.sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
 
 
 def quantizers() -> dict[str, Any]:
