@@ -99,7 +99,7 @@ def notes(
 ) -> Iterator[str]:
     """Yield what the figures leave out or assume, and what would make the run faster."""
     stages, chosen = training.model.pipeline_parallel, decision.chosen
-    prediction = None if chosen is None else chosen.prediction
+    prediction = None if chosen is None or not chosen.is_planned else chosen.prediction
     if prediction is not None and prediction.peak_at.startswith("at the loss") and _may_chunk(training):
         yield (
             f"The loss sets the peak. --swap-loss-chunks {choose_num_chunks(training.model)} takes up to "
