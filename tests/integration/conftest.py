@@ -24,6 +24,10 @@ SHORT = {
         "test_a_run_that_has_enough_is_not_touched",
     ],
     "test_ledger.py": ["test_nothing_is_swapped", "test_saved_in_its_last_step"],
+    "test_loss_chunks.py": [
+        "test_one_chunk_is_equal_to_the_bit[tp2]",
+        "test_sequence_parallelism",
+    ],
     "test_mistakes.py": [
         "test_help_begins_with_our_flags",
         "test_of_a_training_command[--hidden-size 66]",

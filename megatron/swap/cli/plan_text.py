@@ -99,6 +99,12 @@ def notes(
 ) -> Iterator[str]:
     """Yield what the figures leave out or assume, and what would make the run faster."""
     stages, chosen = training.model.pipeline_parallel, decision.chosen
+    prediction = None if chosen is None or not chosen.is_planned else chosen.prediction
+    if prediction is not None and prediction.peak_at.startswith("at the loss") and _may_chunk(training):
+        yield (
+            f"The loss sets the peak. --swap-loss-chunks {choose_num_chunks(training.model)} takes up to "
+            f"{format_bytes(saved_bytes(training.model))} less there, and computes the logits twice."
+        )
     if options.save is not None and stages > 1:
         yield f"The plan is for stage {decision.rank} of {stages}. --pipeline-rank plans another stage."
     holders = num_holders(training)
@@ -116,12 +122,6 @@ def notes(
         yield f"{shared}, as measured on an H200 host." if options.link_gb_s is None else f"{shared}, as given."
     if options.host_gib is None and training.host_gib is None:
         yield "Host memory is taken for unlimited: --host-gib says how much of it a host can pin."
-    prediction = None if chosen is None else chosen.prediction
-    if prediction is not None and prediction.peak_at.startswith("at the loss") and _may_chunk(training):
-        yield (
-            f"The loss sets the peak. --swap-loss-chunks {choose_num_chunks(training.model)} takes up to "
-            f"{format_bytes(saved_bytes(training.model))} less there, and computes the logits twice."
-        )
     if uncounted := not_counted(options.flags):
         yield f"Not counted, though they change memory: {', '.join(uncounted)}."
 

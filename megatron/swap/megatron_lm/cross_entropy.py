@@ -74,7 +74,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class Statistics(NamedTuple):
-    """What backward needs of each token's logits, besides the logits.
+    """Figures of each token that backward needs besides the logits.
 
     Attributes:
         largest: the largest logit of all ranks.

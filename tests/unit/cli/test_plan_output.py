@@ -63,7 +63,10 @@ def test_first_the_verdict_then_the_command(capsys: pytest.CaptureFixture[str]) 
     assert list(rows(table)) == [NOTHING, FULL, PLANNED, STATE, DISK]
     assert rows(table)[NOTHING][-1] == "no"
     assert rows(table)[PLANNED][-2:] == ["yes", "--swap-memory-gib …"]
-    assert notes == ["Host memory is taken for unlimited: --host-gib says how much of it a host can pin."]
+    assert notes == [
+        "The loss sets the peak. --swap-loss-chunks 2 takes up to 250 MiB less there, and computes the logits twice.",
+        "Host memory is taken for unlimited: --host-gib says how much of it a host can pin.",
+    ]
 
 
 def test_the_command_reads_as_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,8 +131,8 @@ def test_a_model_whose_state_is_too_large_is_told_how_it_fits(capsys: pytest.Cap
         ("--global-batch-size 1", "--use-precision-aware-optimizer --use-distributed-optimizer), or take"),
         ("--micro-batch-size 2 --swap-optimizer 0.5", "of: --swap-optimizer auto, --tensor-model-parallel-size 2"),
         ("--num-layers 8 --seq-length 131072",
-         "of: a shorter --seq-length, --tensor-model-parallel-size 2, --context-parallel-size 2, 16-"),
-        ("--num-layers 8 --seq-length 65536 --micro-batch-size 2", "of: a smaller --micro-batch-size, --tensor"),
+         "of: --swap-loss-chunks 4, a shorter --seq-length, --tensor-model-parallel-size 2, --context-parallel-size 2"),
+        ("--num-layers 8 --seq-length 65536 --micro-batch-size 2", "of: --swap-loss-chunks 4, a smaller --micro"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_told_the_least(capsys: pytest.CaptureFixture[str], flags: str, hint: str) -> None:

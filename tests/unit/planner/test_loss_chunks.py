@@ -93,7 +93,7 @@ def test_plan_predicts_the_flag_and_names_it(capsys: pytest.CaptureFixture[str])
     """The unswapped peak falls, and without the flag a note says what it would save."""
     found = {}
     for flag in ("", " --swap-loss-chunks 8", " --swap-loss-chunks auto"):
-        assert program.main(f"--gpu h200 --memory-gib 75 -- {FLAGS}{flag}".split()) == 0
+        assert program.main(f"--gpu h200 --memory-gib 29 -- {FLAGS}{flag}".split()) == 0
         text = capsys.readouterr().out
         found[flag] = float(re.findall(r"^nothing +([\d.]+)", text, re.MULTILINE)[0])
         assert (flag in text.replace("\\\n   ", "")) or not flag
