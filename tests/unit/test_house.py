@@ -28,7 +28,7 @@ PUBLIC_PATHS = {"arguments", "attention", "prepare", "tensors", "types"}
 # Rooms that may import less than all that is below them: other rooms, or single modules of them.
 ONLY: dict[str, set[str]] = {
     "cli": {"planner", "common"},
-    "integrations": {"session", "common"},
+    "integrations": {"session", "nn", "common"},
     "planner": {"common"},
     "nn": {"autotune", "engine", "profiling", "planner", "memory", "devices", "native", "common"},
     "optimizer": {"memory", "devices", "common"},

@@ -63,7 +63,8 @@ def activations(
             stays ``all``. Steps end at the first forward after an optimizer of the model's parameters has stepped, or
             where ``PlannedActivations.step`` says so. Call it on every rank.
         memory_fraction: the same, as a fraction of the device's memory.
-        save_plan, save_profile: files for the plan that is chosen, and for the profile that it was made from.
+        save_plan: file for the plan that is chosen.
+        save_profile: file for the profile that it was made from.
         log: takes the lines that the planner prints; ``None``: they go to standard output.
 
     A planner's ``Infeasible`` comes out of the call that ends a step: ``step``, or the model's forward.

@@ -100,7 +100,7 @@ class PlannedActivations(SwappedActivations):
         )
         self._undo.append(override_forward(self._model, self._observed(self._model.forward)))
         self._undo.append(self._recorder.watch(self._model))
-        self._auto = AutoPlan(self._target, parts, Output(self._say, lambda lines: [*map(self._log, lines)]))
+        self._auto = AutoPlan(self._target, parts, Output(self._say, self._say_here))
         self._auto.watch(self._model)
         # Before all other hooks: the step that is over must have ended when they see the next one.
         hook = self._model.register_forward_pre_hook(self._forward_begins, prepend=True)
@@ -118,6 +118,10 @@ class PlannedActivations(SwappedActivations):
 
     def _say(self, line: str) -> None:
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            self._log(line)
+
+    def _say_here(self, lines: Sequence[str]) -> None:
+        for line in lines:
             self._log(line)
 
     def _on_tier_full(self, error: SwapError) -> None:

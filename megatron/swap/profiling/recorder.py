@@ -263,7 +263,7 @@ class Recorder:
             self._note(What.INPUTS, storage=inputs, num_bytes=total)
 
     def _find_unsaved(self, run: PassKey) -> None:
-        """Find inputs of ``run``, whose forward ends, that nobody saves. One that is held counts for its first layer."""
+        """Find inputs of ``run``, whose forward ends, that nobody saves. A held one counts for its first layer."""
         held = [reference() for reference in self._shared]
         self._unsaved[run] = [
             (reference, num_bytes) for reference, num_bytes in self._called_with.pop(run.label, ())

@@ -23,7 +23,6 @@ from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.nn import planned_activations, planned_layers
 from megatron.swap.planner.profile import Link, load_profile
-from tests.planned_loop import NUM_STEPS, QUIET, assert_planned, check, fraction_gib, unswapped
 from tests.plain_loop import (
     Cnn,
     Mlp,
@@ -37,6 +36,8 @@ from tests.plain_loop import (
     tokens,
     train,
 )
+from tests.planned_loop import NUM_STEPS, QUIET, assert_planned, check, fraction_gib, unswapped
+
 
 @pytest.fixture
 def no_sections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +278,7 @@ def test_the_least_budget_works() -> None:
 
 def test_a_model_that_exceeds_the_budget_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedDevice, "allocated_bytes", lambda _: 2 * GIB)
-    with planned(mlps()) as swapped, pytest.raises(UsageError, match="take 2.00 GiB before .* Raise the budget, or"):
+    with planned(mlps()) as swapped, pytest.raises(UsageError, match=r"take 2.00 GiB before .* Raise the budget, or"):
         train(swapped._model, num_steps=1)
 
 
