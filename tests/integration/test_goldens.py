@@ -73,7 +73,9 @@ ROWS = {
 }
 
 MODULES = {
-    "megatron.swap": ("PlannedActivations", "SwapStats", "SwappedActivations", "TensorSwap", "WeightSwap", "activations", "weights"),
+    "megatron.swap": (
+        "PlannedActivations", "SwapStats", "SwappedActivations", "TensorSwap", "WeightSwap", "activations", "weights",
+    ),
     "megatron.swap.arguments": ("add_swap_args",),
     "megatron.swap.attention": ("sdpa_layer_spec",),
     "megatron.swap.prepare": ("prepare",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback
 
 from megatron.swap.nn.module_activations import activations
@@ -28,14 +27,14 @@ class SwapCallback(TrainerCallback):
         self.swapped: SwappedActivations | None = None
         self._settings = settings
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Put the boundaries around the layers.
 
         Raises:
             UsageError, HostMemoryError: as ``swap.activations`` raises them.
         """
         self._close()  # a training before this one may have failed
-        self.swapped = activations(model, **self._settings)
+        self.swapped = activations(options["model"], **self._settings)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Tell that a step has ended.

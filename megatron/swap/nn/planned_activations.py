@@ -246,10 +246,11 @@ def refuse_unplannable(model: Any) -> None:
             "before torch.compile, and train it uncompiled."
         )
     for name, module in model.named_modules():
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+        sharded = {"FSDPModule", "FullyShardedDataParallel"} & {kind.__name__ for kind in type(module).__mro__}
+        if sharded:
             raise UsageError(
-                f"{name or 'the model'} is wrapped by fully_shard, which frees weights between uses: that is not "
-                "planned. Use DistributedDataParallel, or swap layers by number: swap.activations(model, '0-9')."
+                f"{name or 'the model'} is sharded ({sharded.pop()}), so its weights are freed between uses: that is "
+                "not planned. Use DistributedDataParallel."
             )
 
 

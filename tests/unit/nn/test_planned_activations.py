@@ -365,7 +365,7 @@ def compiled(module: nn.Module) -> nn.Module:
         (lambda: list(mlps()), {"memory_gib": 1.0}, "plan a whole model"),
         (lambda: compiled(mlps()), {"memory_gib": 1.0}, "Sequential is compiled as a whole"),
         (lambda: nn.Sequential(compiled(Mlp()), Mlp(), Mlp()), {"memory_gib": 1.0}, "layer 0 .* is compiled"),
-        (lambda: nn.Sequential(Sharded(), Sharded()), {"memory_gib": 1.0}, "0 is wrapped by fully_shard"),
+        (lambda: nn.Sequential(Sharded(), Sharded()), {"memory_gib": 1.0}, "0 is sharded .FSDPModule."),
     ],
 )
 def test_refused(make: Callable[[], Any], arguments: dict[str, Any], said: str) -> None:
