@@ -66,13 +66,17 @@ WIDE = (
     "--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
     "--num-query-groups 8 --vocab-size 32000"
 )
-FP8 = "--fp8-format hybrid --fp8-recipe"
+FP8 = {
+    "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+}
 FP8_BUDGETS = {
-    "fp8-l16-tensorwise-60": 88.11, "fp8-l16-blockwise-60": 88.22, "fp8-l4-tensorwise-60": 88.86,
-    "fp8-l4-blockwise-60": 88.93,
+    "fp8-l16-tensorwise-60": 87.51, "fp8-l16-tensorwise-40": 79.94, "fp8-l16-tensorwise-28": 75.4,
+    "fp8-l16-blockwise-60": 87.6, "fp8-l16-blockwise-40": 80.0, "fp8-l16-blockwise-28": 75.44,
+    "fp8-l4-tensorwise-60": 88.56, "fp8-l4-blockwise-60": 88.62,
 }  # fmt: skip
-"""GiB: static memory with FP8 weights, and 60 % of what the option `nothing` reserves beyond it. At 40 and 28 %
-(L16: 80.34 and 75.68) swapping alone is too slow, so those points wait for recomputation in FP8."""
+"""GiB: static memory with FP8 weights, and that percentage of what the option `nothing` reserves beyond it. By the
+planner, L4-h8192 does not fit at 40 and 28 %."""
 
 
 @dataclass(frozen=True)
@@ -135,12 +139,12 @@ POINTS = {
                  profile=f"{FOLDER}/profile-mla.json"),
     **{
         name: Point(f"--gpu h200 {HOST} --memory-gib {gib:g}",
-                    f"{DENSE if 'l16' in name else WIDE} {FP8} {name.split('-')[2]} "
+                    f"{DENSE if 'l16' in name else WIDE} {FP8[name.split('-')[2]]} "
                     f"{_sequences(4096, 4, 8) if 'l16' in name else _sequences(8192, 2, 4)}")
         for name, gib in FP8_BUDGETS.items()
     },
     "fp8-8b-8k": Point(f"--gpu h200 {HOST} --memory-gib 134",
-                       f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer auto {FP8} tensorwise "
+                       f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer auto {FP8['tensorwise']} "
                        f"{_sequences(8192, 1, 16)}"),
 }  # fmt: skip
 """The points of an H200 with 112 GiB of host memory. The profile of `mla` is measured before it is predicted."""

@@ -45,7 +45,7 @@ NOT_COUNTED = frozenset({
 DECIDED = {"swap-layers": "none", "swap-plan": None, "swap-recompute": None, "swap-modules": None}
 """Flags that choose by hand what is swapped, with the values that choose nothing."""
 OF_STATE = {"exp-avg-dtype": "fp32", "exp-avg-sq-dtype": "fp32", "main-params-dtype": "fp32"}
-"""Flags for the types of optimizer state, with Megatron's defaults. Megatron Swap offloads fp32 state alone."""
+"""Flags for the types of optimizer state, with Megatron's defaults."""
 TYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
 """Bytes of one value, by the flags' words and by the types that Megatron makes of them."""
 OF_RECOMPUTATION = frozenset({"recompute-activations", "recompute-granularity"})
@@ -279,13 +279,15 @@ def _state_stays(known: argparse.Namespace) -> str | None:
     Raises:
         UsageError: a type of optimizer state is given without the optimizer that has it.
     """
-    for name, default in OF_STATE.items():
-        given = getattr(known, name.replace("-", "_"))
-        if given != default:
-            if not known.use_precision_aware_optimizer:
-                raise UsageError(f"--{name} {given}: Megatron needs --use-precision-aware-optimizer beside it.")
-            return f"--{name} {given}"
-    return "--fp8-param-gather" if known.fp8_param_gather else None
+    given = {name: getattr(known, name.replace("-", "_")) for name in OF_STATE}
+    if not known.use_precision_aware_optimizer:
+        for name, default in OF_STATE.items():
+            if given[name] != default:
+                raise UsageError(f"--{name} {given[name]}: Megatron needs --use-precision-aware-optimizer beside it.")
+        return None
+    in_8_bits = next((f"--{name} fp8" for name, value in given.items() if value == "fp8"), None)
+    scales_whole = known.fp8_param_gather and known.fp8_recipe == "delayed"
+    return in_8_bits or ("--fp8-param-gather with --fp8-recipe delayed" if scales_whole else None)
 
 
 def _check_multiple(known: argparse.Namespace, name: str, parts: int, what: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.swap.common.plan import Model
+from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.types import UsageError
 from megatron.swap.planner.gpus import GPUS, Gpu
 from megatron.swap.planner.states import States
@@ -37,8 +37,15 @@ RECOMPUTE_INPUTS = {
 again."""
 ONLY_QUANTIZED = frozenset({f"{PROJ}/0"})
 """Quantized sites without a kernel before the quantization: what they are made from is saved in bf16."""
-RECOMPUTED: dict[str, frozenset[str]] = dict.fromkeys(RECIPES, frozenset())
-"""The sites of ``RECOMPUTE_INPUTS``, and the sections, that the engine can recompute with each recipe: none yet."""
+OF_LINEARS = frozenset({"mlp/0", "qkv"})
+"""Sites and sections that run a linear layer again. With ``delayed`` the engine refuses that, since it would write the
+next scales."""
+RECOMPUTED = {
+    recipe: frozenset({*RECOMPUTE_INPUTS, "qkv", LAYER_SECTION} - (OF_LINEARS if recipe == "delayed" else set()))
+    for recipe in RECIPES
+}
+"""The sites of ``RECOMPUTE_INPUTS``, and the sections, that the engine can recompute with each recipe. Block scales
+are kept or swapped."""
 BF16, FP32 = 2, 4
 """Bytes of one value."""
 

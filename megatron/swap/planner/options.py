@@ -114,12 +114,10 @@ def of_training(
     kept = replace(training.states, offload_fraction=0.0, is_auto=False)
     state_gib = kept.state_gib(params)
 
-    def profile_of(
-        states: States, room_gib: float | None, on_disk_gib: float = 0.0, is_megatrons: bool = False
-    ) -> Profile:
+    def profile_of(states: States, room_gib: float | None, on_disk_gib: float = 0.0) -> Profile:
         return shape_profile(
             training.model, gpu, training.num_micro_batches, tied=training.tied, states=states,
-            pipeline_rank=pipeline_rank, host_gib=room_gib, state_on_disk_gib=on_disk_gib, is_megatrons=is_megatrons,
+            pipeline_rank=pipeline_rank, host_gib=room_gib, state_on_disk_gib=on_disk_gib,
             loss_chunks=training.num_loss_chunks,
         )  # fmt: skip
 
@@ -142,10 +140,10 @@ def of_training(
         return states, profile_of(states, room_gib, on_disk_gib)
 
     gradients_gib = BYTES * params / GIB
-    alone = profile_of(kept, None, is_megatrons=True)
+    unswapped = profile_of(kept, None)
     if training.loss_chunks is None:
-        alone = with_megatrons_loss(alone)
-    found = without_planner(alone, budget_gib, kept, gradients_gib)
+        unswapped = with_megatrons_loss(unswapped)
+    found = without_planner(unswapped, budget_gib, kept, gradients_gib)
     found.append(_planned(PLANNED, (), profile_of(kept, host_gib), budget_gib, host_gib, kept))
     if training.state_stays is not None:
         return found

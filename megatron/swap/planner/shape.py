@@ -199,15 +199,8 @@ def _backward_ms(step: Kernel, gpu: Gpu) -> float:
     return _forward_ms(backward, gpu)
 
 
-def layer_class(
-    model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: bool = False, is_megatrons: bool = False
-) -> LayerClass:
-    """Return a class of equal layers.
-
-    Args:
-        is_input_held: there are other references to their input.
-        is_megatrons: Megatron alone trains. It can recompute whole layers in FP8, which no plan can.
-    """
+def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: bool = False) -> LayerClass:
+    """Return a class of equal layers. ``is_input_held``: there are other references to their input."""
     steps = kernels(model)
     saved_at: dict[str, float] = {}
     needed_at: dict[str, float] = {}
@@ -246,8 +239,7 @@ def layer_class(
         peak_mib = max(peak_mib, (size.hidden + 1.5 * size.activation) / MIB)
     sections = _sections(model, gpu, sites, peak_mib)
     if model.fp8_recipe is not None:
-        allowed = RECOMPUTED[model.fp8_recipe] | ({LAYER_SECTION} if is_megatrons else frozenset())
-        sections = tuple(part for part in sections if part.name in allowed)
+        sections = tuple(part for part in sections if part.name in RECOMPUTED[model.fp8_recipe])
     return LayerClass(layers, forward_ms, now, sites, sections, tuple(temporaries), peak_mib)
 
 
@@ -343,7 +335,6 @@ def shape_profile(
     pipeline_rank: int = 0,
     host_gib: float | None = None,
     state_on_disk_gib: float = 0.0,
-    is_megatrons: bool = False,
     loss_chunks: int = 1,
 ) -> Profile:
     """Estimate the profile of ``model`` on ``gpu``.
@@ -353,7 +344,6 @@ def shape_profile(
         states: storage of weights, gradients and optimizer state.
         host_gib: limit of host memory for activations; ``None``: no limit.
         state_on_disk_gib: the part of the offloaded state that host memory has no room for.
-        is_megatrons: as in ``layer_class``.
         loss_chunks: chunks of the sequence in which output layer and loss run.
 
     Raises:
@@ -371,7 +361,7 @@ def shape_profile(
         alike = tuple(layer for layer in here if (layer in heads) is is_head and (layer in in_bf16) is is_bf16)
         if alike:
             of_layer = replace(model, fp8_recipe=None) if is_bf16 else model
-            classes.append(layer_class(of_layer, gpu, alike, is_head, is_megatrons))
+            classes.append(layer_class(of_layer, gpu, alike, is_head))
 
     has_input, has_loss = pipeline_rank == 0, pipeline_rank == stages - 1
     params = params_of_rank(model, tied, pipeline_rank)
