@@ -281,7 +281,9 @@ def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], recompute_last: 
             of_layer[layer] = block.entry, {}, []
         inputs = {site.site for site in block.entry.sites if site.is_checkpoint_input}
         for site, count in counts.swapped.items():
-            for layer in block.layers[: 0 if site in inputs else count]:
+            if site in inputs:
+                continue
+            for layer in block.layers[:count]:
                 of_layer[layer][1][site] = "swap"
         order = block.layers[::-1] if recompute_last else block.layers
         for part in sorted(block.sections, key=lambda part: -len(part.frees)):

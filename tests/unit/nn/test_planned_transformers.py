@@ -48,7 +48,7 @@ WAYS = {
     "gpt_neox": BF16,
     "mamba": Way(),
     # The tower's unused end is held in forward alone, and the planner adds it to a layer that it takes for saved whole.
-    "llava": Way(tolerance=0.2),
+    "llava": Way((0.6, 0.4), tolerance=0.2),
     "albert": Way(),
 }
 
