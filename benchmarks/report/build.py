@@ -12,7 +12,7 @@ import jinja2
 
 from benchmarks import names
 from benchmarks.flags import OFFLOADS, RECOMPUTES, is_ours, is_planned, means, swapped_layers
-from benchmarks.report import brief, compare, guard, optimizer, overhead, planner, profiles, sweeps, tables, text
+from benchmarks.report import brief, compare, guard, optimizer, overhead, planner, profiles, soak, sweeps, tables, text
 from benchmarks.report.cases import Case, Suite
 from benchmarks.report.page import joined, to_html
 from benchmarks.report.pictures import Picture, frontier_picture, load_picture
@@ -111,6 +111,8 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         if not name.endswith(OVERHEAD)
     }  # fmt: skip
     curve = load_picture(folder / "overhead.png", titled) if titled else None
+    soaked = soak.read_soak(results.folder)
+    soak_picture = soak.picture(folder / "cpu-soak.png", soaked) if soaked else None
     pictures = [sweep.picture for sweep in swept]
     pictures += [case.picture for suite in suites for case in suite.cases if case.picture is not None]
     equality = {name: tables.equal_runs(results.suites.get(name, [])) for name in ("prove-equality", "prove-ranks")}
@@ -123,6 +125,8 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
             for name, rows in measured.items()
             if name not in ladders and any(swapped_layers(row) is not None and not is_planned(row) for row in rows)
         },
+        "soak": soak,
+        "soaked": soaked,
         "optimizer": optimizer,
         "state_moved": {name: points for name, rows in measured.items() if (points := optimizer.moved(rows))},
         "costs": [cost for rows in measured.values() if (cost := overhead.case_cost(rows)) is not None],
@@ -160,7 +164,7 @@ def context(results: Results, output: Path) -> tuple[dict[str, Any], list[Pictur
         "is_ours": is_ours,
         "outcome": outcome,
     }
-    return named, [*pictures, *([curve] if curve else [])]
+    return named, [*pictures, *([curve] if curve else []), *([soak_picture] if soak_picture else [])]
 
 
 def _versions(results: Results) -> dict[str, list[str]]:

@@ -120,6 +120,12 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['case']}: {row['num_steps']} steps in {row['seconds']:g} s: {', '.join([*words, *more])}"
 
 
+def cpu_name() -> str:
+    """Return the model of this machine's processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((words.partition(":")[2].strip() for words in lines if words.startswith("model name")), "unknown")
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     every = [*TRAINED, *loops.LOOPS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
@@ -142,9 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(run_case(case, arguments.steps if case in TRAINED else arguments.loop_steps, folder))
         print(line(rows[-1]), flush=True)
         if arguments.output is not None:
-            words = " ".join(sys.argv[1:] if argv is None else argv)
-            about = {"date": now(), "command": f"python -m benchmarks.soak {words}"}
-            write_text(arguments.output, json.dumps({**facts(), **about, "rows": rows}) + "\n")
+            words = " ".join(sys.argv[1:] if argv is None else argv).replace(str(arguments.output), "FILE")
+            about = facts()
+            about["machine"]["cpu"] = cpu_name()
+            about |= {"date": now(), "command": f"python -m benchmarks.soak {words}", "rows": rows}
+            write_text(arguments.output, json.dumps(about) + "\n")
     return 0 if all(map(is_good, rows)) else 1
 
 

@@ -63,7 +63,7 @@ def test_without_a_handler_the_last_checkpoint_stays(
 
 @pytest.mark.parametrize("seed", [1, 3])
 def test_killed_at_a_random_moment(trainer: Trainer, flags: str, tmp_path: Path, seed: int) -> None:
-    """Every step is saved, so that some are killed in a checkpoint. ``python -m benchmarks.soak.kills`` does 50."""
+    """Every step is saved, so that some are killed in a checkpoint. ``python -m benchmarks.soak.kills`` does more."""
     flags = flags.replace(STEPS, MORE_STEPS)
     killed = trainer.run(f"{flags} --save-interval 1 SIGKILL random:{seed}", check=False, program=SIGNALLED)
     assert killed.returncode == -signal.SIGKILL, killed.tail

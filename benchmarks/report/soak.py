@@ -1,0 +1,70 @@
+"""Soaks: what processes hold after thousands of steps on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmarks.report.pictures import COLOURS, Picture
+from benchmarks.report.text import Table
+
+FILE = "cpu-soak.json"
+METRICS = {
+    "device_bytes": ("device MiB", 2**20), "pinned_bytes": ("host MiB", 2**20),
+    "resident_bytes": ("resident MiB", 2**20), "num_files": ("files", 1), "num_threads": ("threads", 1),
+    "num_objects": ("Python objects", 1),
+}  # fmt: skip
+"""Metric -> its name and unit."""
+
+
+def read_soak(results: Path) -> dict[str, Any] | None:
+    """Return the soak's result file; ``None``: there is none."""
+    path = results / FILE
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def table(soak: dict[str, Any]) -> Table:
+    """Build the table: medians of the middle third and of the last, at the phase where they differ most."""
+    head = ["case", "steps", "losses equal", "flat", *(name for name, _ in METRICS.values())]
+    lines = []
+    for row in soak["rows"]:
+        changes = {change["metric"]: change for change in row["changes"]}
+        lines.append([
+            row["case"], f"{row['num_steps']:,}", "yes" if row["losses_equal"] else "**no**",
+            "yes" if all(change["is_flat"] for change in row["changes"]) else "**no**",
+            *(
+                f"{changes[metric]['middle'] / unit:,.1f} → {changes[metric]['last'] / unit:,.1f}"
+                if unit > 1 else f"{changes[metric]['middle']:,.0f} → {changes[metric]['last']:,.0f}"
+                for metric, (_, unit) in METRICS.items()
+            ),
+        ])  # fmt: skip
+    return Table(head, lines)
+
+
+def picture(path: Path, soak: dict[str, Any]) -> Picture:
+    """Return the picture: each metric over the steps, as a change from its first point."""
+    shown = [{"case": row["case"], "curves": row["curves"]} for row in soak["rows"]]
+    return Picture(path, shown, lambda target: _draw(shown, target))
+
+
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+    figure, panels = plt.subplots(2, 3, figsize=(12, 6.2), dpi=120, layout="constrained")
+    for panel, (metric, (name, unit)) in zip(panels.flat, METRICS.items(), strict=True):
+        for index, row in enumerate(rows):
+            points = row["curves"][metric]
+            first = points[0][1]
+            values = [(value - first) / unit for _, value in points]
+            panel.plot([step for step, _ in points], values, color=COLOURS[index % len(COLOURS)], lw=1.2,
+                       ls="-" if index < len(COLOURS) else "--", label=row["case"])  # fmt: skip
+        panel.set_title(name, loc="left", fontsize=10)
+        panel.set_xlabel("step", fontsize=9)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    figure.suptitle("Change since step 40 or so", x=0.01, ha="left", fontsize=12, weight="bold")
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
