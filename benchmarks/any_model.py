@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {"method": method, "layers": options.layers, "tokens": options.tokens, "losses": losses[:2]}
     last = sorted(times[-7:])
     row |= {"ms": round(last[len(last) // 2], 1), "reserved_gib": round(reserved / GIB, 3)}
-    if swapped is not None:
+    if isinstance(swapped, swap.PlannedActivations):
         stats = swapped.stats()
         row |= {name: getattr(stats, name) for name in ("stage", "predicted_gib", "predicted_ms", "peak_gib")}
         print(swapped.plan(), file=sys.stderr)

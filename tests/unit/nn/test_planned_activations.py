@@ -139,7 +139,7 @@ def test_a_layer_without_a_backward() -> None:
 @pytest.mark.usefixtures("no_sections")
 def test_a_layer_that_runs_twice_behind_a_frozen_one() -> None:
     plan = assert_planned(Twice, fractions=(0.8,))[0]
-    assert plan.startswith("model        5 layers")  # four modules, and each run has a number
+    assert plan.startswith("model        4 layers")  # three modules: the shared one runs twice, the frozen one is apart
 
 
 def test_layers_that_change_their_inputs_or_buffers_are_not_run_again(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def test_memory_in_the_simulator() -> None:
     assert peak["hold"] == pytest.approx(5 * 10 + 40)
 
 
-@pytest.mark.parametrize("gb_s", [5.0, 40.0, 400.0])
-@pytest.mark.parametrize("room", [0.1, 0.4, 0.7])
+@pytest.mark.parametrize("gb_s", [5.0, 40.0])
+@pytest.mark.parametrize("room", [0.1, 0.5])
 def test_the_solver_finds_what_all_plans_offer(gb_s: float, room: float) -> None:
     of = five_layers(gb_s)
     least, most = smallest_budget(of), simulate(of, planned(of, ("keep",) * 5)).peak_gib
