@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     from megatron.swap.session.prepare import prepare
 
     prepare(sys.argv)
-    from megatron.training import training
+    from megatron.training import get_args, training
 
     import pretrain_gpt_swap
     from megatron.swap.native.guarding import native
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
 
     SwapSession.install = install_and_keep  # type: ignore[method-assign, assignment]
     training.train_step = measured_step
-    cut(pretrain_gpt_swap, lambda: length_at(LENGTHS, max(step, 1)))
+    cut(pretrain_gpt_swap, lambda: length_at(LENGTHS, get_args().curr_iteration + 1))  # of the run, if it is resumed
     pretrain_gpt_swap.main()
     records = sessions[0].step_log.records
     planning = sessions[0].auto.summary() if sessions[0].auto is not None else None

@@ -1,0 +1,79 @@
+"""Kills runs of Megatron's trainer at random moments, and trains on from what they leave: ``… .kills --count 50``.
+
+Each run saves after every step, and has activations in host memory and optimizer state on disk. Every kill must leave
+an empty disk folder and a checkpoint from which the next run ends with the losses of a run that nobody killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.soak import trainer
+from benchmarks.soak.command import PLAIN, Process
+from megatron.swap.common.leftovers import own_folder
+
+NUM_STEPS = 40
+LONGEST_S = 9.0
+"""The last random moment, after the process was started. The first ones lie before training."""
+SWAP = "--swap-layers all --swap-optimizer 0.5 --swap-host-gib 0.04 --swap-disk-dir {disk}"
+
+
+def flags(saved: Path, swap: str) -> list[str]:
+    """Return the flags of a run whose checkpoints go to ``saved``, one each step."""
+    return [*trainer.flags(NUM_STEPS, saved), "--save-interval", "1", *swap.split()]
+
+
+def saved_step(saved: Path) -> int:
+    """Return the step of the last checkpoint; 0: there is none."""
+    tracker = saved / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() else 0
+
+
+def kill_one(folder: Path, moment_s: float, expected: list[str]) -> dict[str, Any]:
+    """Kill a run after ``moment_s``, train on, and return what was found.
+
+    Args:
+        folder: empty; for all files.
+        moment_s: seconds after the start.
+        expected: the losses of all steps.
+    """
+    disk, saved = folder / "disk", folder / "saved"
+    disk.mkdir()
+    swap = SWAP.format(disk=disk)
+    killed = Process(folder / "killed", trainer.__name__, flags(saved, swap))
+    time.sleep(moment_s)
+    killed.kill()
+    step = saved_step(saved)
+    left = sorted(path.name for path in disk.iterdir())
+    load = ["--load", f"{saved}"] if step else []
+    went_on = Process(folder / "next", trainer.__name__, [*flags(saved, swap), *load]).end()
+    is_equal = went_on["losses"] == expected[step:]
+    return {"moment_s": round(moment_s, 3), "saved_step": step, "left": left, "is_equal": is_equal}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak.kills", description=__doc__)
+    parser.add_argument("--count", type=int, default=50, help="number of kills (default 50)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
+    arguments = parser.parse_args(argv)
+    moments = random.Random(arguments.seed)
+    num_bad = 0
+    with own_folder("swap-kills-") as (folder, _):
+        expected = Process(folder / "plain", trainer.__name__, flags(folder / "saved", PLAIN)).end()["losses"]
+        for number in range(arguments.count):
+            here = folder / f"{number}"
+            here.mkdir()
+            found = kill_one(here, moments.uniform(0.0, LONGEST_S), expected)
+            num_bad += not found["is_equal"] or bool(found["left"])
+            print(f"{number}: killed by {signal.SIGKILL.name} {found}", flush=True)
+    return 1 if num_bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
