@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import tempfile
 import traceback
 from pathlib import Path
@@ -56,7 +57,7 @@ class _Pair:
         except torch.distributed.DistStoreError:  # the other ranks wait for this one in upstream's collectives
             return {"outcome": "skipped", "error": error, "restart": True}
         if errors:
-            causes = [text for text in errors if "Connection closed by peer" not in text]
+            causes = [text for text in errors if not re.search("Connection (closed|reset) by peer", text)]
             return {"outcome": "skipped", "error": (causes or errors)[0], "trace": trace}
         try:
             with mock.patch.object(offload, "COMMIT_BYTES", self._case.commit_bytes):

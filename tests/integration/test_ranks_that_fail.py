@@ -29,7 +29,7 @@ def test_an_error_in_the_planner_of_one_rank(trainer: Trainer, place: str, rank:
     assert re.search(rf"^\[rank{rank}\]: ZeroDivisionError: planted", run.output, flags=re.MULTILINE), run.tail
     told = rf"^\[rank{1 - rank}\]: error: rank {rank} failed between two steps, .*Its error: ZeroDivisionError: planted"
     assert re.search(told, run.output, flags=re.MULTILINE), run.tail
-    assert "Connection closed by peer" not in run.output
+    assert not re.search("Connection (closed|reset) by peer", run.output)
 
 
 @pytest.mark.parametrize("flags", ["--swap-layers all", "--swap-memory-gib 1"])
@@ -38,7 +38,8 @@ def test_a_rank_that_is_killed_ends_the_others(trainer: Trainer, flags: str) -> 
     steps = f"--train-iters 14 --lr-decay-iters 14 {SWAP_SMALL}"
     run = trainer.run(f"{steps} {flags} SIGKILL 7:1", ranks=2, program=SIGNALLED, check=False)
     assert run.returncode == 1, run.tail
-    assert re.search(r"^\[rank0\]: RuntimeError: .*Connection closed by peer", run.output, flags=re.MULTILINE), run.tail
+    broken = r"^\[rank0\]: RuntimeError: .*Connection (closed|reset) by peer"  # as the system finds it first
+    assert re.search(broken, run.output, flags=re.MULTILINE), run.tail
     assert "[rank1]:" not in run.output
 
 
