@@ -285,9 +285,9 @@ def _state_stays(known: argparse.Namespace) -> str | None:
             if given[name] != default:
                 raise UsageError(f"--{name} {given[name]}: Megatron needs --use-precision-aware-optimizer beside it.")
         return None
-    in_8_bits = next((f"--{name} fp8" for name, value in given.items() if value == "fp8"), None)
+    refused = next((f"--{name} {value}" for name, value in given.items() if value in ("fp8", "fp16")), None)
     scales_whole = known.fp8_param_gather and known.fp8_recipe == "delayed"
-    return in_8_bits or ("--fp8-param-gather with --fp8-recipe delayed" if scales_whole else None)
+    return refused or ("--fp8-param-gather with --fp8-recipe delayed" if scales_whole else None)
 
 
 def _check_multiple(known: argparse.Namespace, name: str, parts: int, what: str) -> None:

@@ -250,8 +250,9 @@ def test_types_may_be_torchs() -> None:
 @pytest.mark.parametrize(
     ("flags", "stays"),
     [("--exp-avg-sq-dtype fp8", "--exp-avg-sq-dtype fp8"),
+     ("--exp-avg-dtype bf16 --main-params-dtype fp16", "--main-params-dtype fp16"),
      (f"{FP8} delayed --fp8-param-gather", "--fp8-param-gather with --fp8-recipe delayed"),
-     ("--exp-avg-dtype bf16 --main-params-dtype fp16", None), (f"{FP8} tensorwise --fp8-param-gather", None)],
+     ("--exp-avg-dtype bf16", None), (f"{FP8} tensorwise --fp8-param-gather", None)],
 )  # fmt: skip
 def test_state_that_cannot_be_offloaded_is_not_offered(flags: str, stays: str | None) -> None:
     given = f"{FLAGS} --use-precision-aware-optimizer {flags}"
