@@ -80,7 +80,7 @@ class AdaptedOptimizer:
             Override(optimizer, "prepare_grads", self._end_materialize_first),
             Override(optimizer, "reload_model_params", self._load),
             Override(optimizer, "load_state_dict", self._load_state_dict),
-            Override(optimizer, "state_dict", self._save, is_for_saving=True),
+            Override(optimizer, "state_dict", self._state_dict, is_for_saving=True),
             Override(optimizer, "sharded_state_dict", self._sharded_state_dict, is_for_saving=True),
         ]
         if isinstance(optimizer, MixedPrecisionOptimizer):  # main parameters are copies of the model's
@@ -174,6 +174,17 @@ class AdaptedOptimizer:
     def _save(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.stepper.materialize()
         return original(*arguments, **options)
+
+    def _state_dict(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Save. A distributed optimizer drops the inner one's values, which TransformerEngine would copy to fp32."""
+        inner = self._optimizer.optimizer
+        if not isinstance(self._optimizer, DistributedOptimizer) or "state_dict" in vars(inner):
+            return self._save(original, *arguments, **options)
+        inner.state_dict = types.MethodType(torch.optim.Optimizer.state_dict, inner)
+        try:
+            return self._save(original, *arguments, **options)
+        finally:
+            del inner.state_dict
 
     def _load(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.stepper.materialize()
