@@ -16,12 +16,12 @@ from megatron.swap.planner.fp8 import (
     KEEP_CONTEXT,
     ONLY_QUANTIZED,
     PROJ,
-    RECOMPUTED,
     check_gpu,
     fp8_params,
     linear_params,
     moved_bytes,
     quantize_weights_ms,
+    recomputed,
     saved_sites,
 )
 from megatron.swap.planner.fp8 import (
@@ -239,7 +239,7 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: 
         peak_mib = max(peak_mib, (size.hidden + 1.5 * size.activation) / MIB)
     sections = _sections(model, gpu, sites, peak_mib)
     if model.fp8_recipe is not None:
-        sections = tuple(part for part in sections if part.name in RECOMPUTED[model.fp8_recipe])
+        sections = tuple(part for part in sections if part.name in recomputed(model))
     return LayerClass(layers, forward_ms, now, sites, sections, tuple(temporaries), peak_mib)
 
 
@@ -255,7 +255,7 @@ def _fp8_recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[s
     """Return the time to recompute each site of an FP8 layer that the engine can recompute, in ms."""
     assert model.fp8_recipe is not None
     costs, times = {}, kernel_ms(model, gpu)
-    for site in RECOMPUTED[model.fp8_recipe] & FP8_RECOMPUTE_INPUTS.keys() & sizes.keys():
+    for site in recomputed(model) & FP8_RECOMPUTE_INPUTS.keys() & sizes.keys():
         if site in LINEAR_OUTPUTS:
             if not model.sequence_parallel:
                 costs[site] = times[LINEAR_OUTPUTS[site]]
