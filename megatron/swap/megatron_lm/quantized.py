@@ -10,6 +10,7 @@ history. A recomputation reads a copy of the scale, and notes the largest value 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -139,6 +140,7 @@ def quantization_context() -> Callable[[], AbstractContextManager[Any]] | None:
     return context
 
 
+@functools.cache
 def _upstream() -> tuple[Any, Callable[[bool, Any, Any], AbstractContextManager[Any]]]:
     """Return TransformerEngine's state of 8 bits, and a function that makes its context of: on, recipe, group."""
     try:

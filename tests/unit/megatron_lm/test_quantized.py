@@ -276,11 +276,14 @@ class Coarse(nn.Linear):
 
 
 @pytest.fixture
-def te_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def te_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    quantized._upstream.cache_clear()
     module = types.ModuleType("transformer_engine.pytorch.quantization")
     module.FP8GlobalStateManager, module.autocast = State, autocast  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(quantized, "HAVE_TE", True)
+    yield
+    quantized._upstream.cache_clear()
 
 
 def coarse(monkeypatch: pytest.MonkeyPatch) -> Engine:
@@ -323,6 +326,12 @@ def test_in_bf16_nothing_is_around_a_recomputation():
     recorded = Recomputer.recorded
     assert recorded.__defaults__ is not None
     assert recorded.__defaults__[-1]() is None
+
+
+def test_where_nothing_records_nobody_asks_for_a_context():
+    with engine_of(stack(1), recompute=[LINEAR]) as engine:
+        function = engine.recomputer.recorded(LINEAR, torch.sin, None, lambda: pytest.fail("asked"))
+        function(torch.ones(2, requires_grad=True))
 
 
 # ----------------------------------------------------------------------------------------------------- whole layers
