@@ -27,6 +27,9 @@ ROWWISE, TRANSPOSE = "_data", "_transpose"
 VALUES = (ROWWISE, TRANSPOSE, "_rowwise_data", "_columnwise_data")
 """Attributes of quantized tensors that hold 8-bit values. The others hold scales."""
 
+DETERMINISTIC = frozenset({"Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "MXFP8Quantizer"})
+"""Quantizers that give the same values again. TransformerEngine says so itself from 2.19 on."""
+
 
 def wrapper_rules() -> WrapperRules | None:
     """Return the rules for TransformerEngine's wrapper tensors; ``None``: it is not here, or has none."""
@@ -64,7 +67,8 @@ def private_copy(quantizer: Any) -> Any | None:
         copy.scale, copy.amax = scale.clone(), torch.zeros_like(amax)
         return copy
     is_safe = getattr(quantizer, "is_requantization_safe", None)
-    return quantizer.copy() if is_safe is not None and is_safe() else None
+    gives_same = type(quantizer).__name__ in DETERMINISTIC if is_safe is None else is_safe()
+    return quantizer.copy() if gives_same else None
 
 
 def record_values(
