@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-LARGEST = torch.finfo(torch.float16).max / 2
-
 
 class FusedAdam(torch.optim.Optimizer):
     def __init__(
@@ -64,8 +62,6 @@ class FusedAdam(torch.optim.Optimizer):
         if state.dtype is torch.int16:
             bits = (param.detach().view(torch.int16).int() << 16) + state.int()
             return bits.view(torch.float32)
-        if state.dtype is torch.float16:
-            return state.float() * self._scales[param][name]
         if state.dtype is torch.bfloat16:
             assert name in self._scales[param]
         return state.float()
@@ -77,10 +73,6 @@ class FusedAdam(torch.optim.Optimizer):
             high = (bits + 0x8000) >> 16
             state.copy_((bits - (high << 16)).short())
             param.copy_(high.short().view(torch.bfloat16))
-        elif state.dtype is torch.float16:
-            scale = self._scales[param][name]
-            scale.copy_(values.abs().max() / LARGEST)
-            state.copy_(values * torch.where(scale > 0, 1 / scale, 0.0))
         elif state is not values:
             state.copy_(values)
 

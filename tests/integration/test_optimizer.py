@@ -72,7 +72,7 @@ PRECISE_ADAM = Path(__file__).with_name("precise_adam_script.py")
     ("grads", "types"),
     [
         ("bf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
-        ("fp32", "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"),
+        ("fp32", "--exp-avg-dtype bf16"),
     ],
 )
 def test_lean_state_of_the_precision_aware_optimizer(trainer: Trainer, grads: str, types: str) -> None:

@@ -74,7 +74,7 @@ def advice(least: Option, training: Training, budget_gib: float, rank: int) -> s
         flag = "" if shares else " --use-distributed-optimizer"
         hints.append(f"16-bit gradients (--main-grads-dtype bf16 --use-precision-aware-optimizer{flag})")
     if not is_full and rank == model.pipeline_parallel - 1 and _may_chunk(training):
-        hints.insert(0, f"--swap-loss-chunks {choose_num_chunks(model)}")
+        hints.insert(0, f"--swap-loss-chunks {choose_num_chunks(model, training.has_sum_in_loss)}")
     if training.offloads and not training.states.is_auto and training.states.offload_fraction < 1:
         hints.insert(0, "--swap-optimizer auto")
     alone = f"Weights and gradients alone take {weights_gib:.1f} GiB. " if weights_gib > budget_gib else ""
@@ -86,7 +86,7 @@ def advice(least: Option, training: Training, budget_gib: float, rank: int) -> s
 
 def _may_chunk(training: Training) -> bool:
     """Return whether a loss in chunks would save memory."""
-    return training.loss_chunks is None and choose_num_chunks(training.model) > 1
+    return training.loss_chunks is None and choose_num_chunks(training.model, training.has_sum_in_loss) > 1
 
 
 def num_holders(training: Training) -> int:
@@ -101,9 +101,10 @@ def notes(
     stages, chosen = training.model.pipeline_parallel, decision.chosen
     prediction = None if chosen is None or not chosen.is_planned else chosen.prediction
     if prediction is not None and prediction.peak_at.startswith("at the loss") and _may_chunk(training):
+        shape = training.model, training.has_sum_in_loss
         yield (
-            f"The loss sets the peak. --swap-loss-chunks {choose_num_chunks(training.model)} takes up to "
-            f"{format_bytes(saved_bytes(training.model))} less there, and computes the logits twice."
+            f"The loss sets the peak. --swap-loss-chunks {choose_num_chunks(*shape)} takes up to "
+            f"{format_bytes(saved_bytes(*shape))} less there, and computes the logits twice."
         )
     if options.save is not None and stages > 1:
         yield f"The plan is for stage {decision.rank} of {stages}. --pipeline-rank plans another stage."

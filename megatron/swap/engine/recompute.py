@@ -96,22 +96,22 @@ class Recomputer:
         producer: str,
         function: Callable[..., Any],
         part: int | None = None,
-        circumstances: Callable[[], Callable[[], AbstractContextManager[Any]] | None] = lambda: None,
+        context_of: Callable[[], Callable[[], AbstractContextManager[Any]] | None] = lambda: None,
     ) -> Callable[..., Any]:
         """Return ``function`` so that each call with gradients records its output.
 
         Args:
             part: index of the recorded item, if the function returns a tuple.
-            circumstances: returns what makes the context in which the function would compute the same in backward;
-                ``None``: it computes the same everywhere.
+            context_of: called after a recorded call; returns what makes the context in which the function would
+                compute the same in backward; ``None``: it computes the same everywhere.
         """
         makes = function if part is None else lambda *given, **named: function(*given, **named)[part]
 
         @functools.wraps(function)
         def records(*arguments: Any, **options: Any) -> Any:
             result = function(*arguments, **options)
-            if torch.is_grad_enabled():
-                again = _within(circumstances(), makes)
+            if self.is_recording and torch.is_grad_enabled():
+                again = _within(context_of(), makes)
                 self.record(producer, again, arguments, options, result if part is None else result[part])
             return result
 

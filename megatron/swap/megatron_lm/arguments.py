@@ -76,8 +76,9 @@ def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add("--swap-loss-chunks", default=None, metavar="N",
         help="Run the output layer and the loss in N chunks of the sequence, so that the logits of one chunk exist at "
         "a time. Backward computes the logits again. Sums over several chunks differ in their last bits from the "
-        "whole's. auto: as few chunks as keep the loss below a layer's own peak. Default: the whole at once. Set it "
-        "when the logits set the peak: long sequences, large vocabularies.")
+        "whole's. auto: as few chunks as keep the loss below a layer's own peak. With "
+        "--no-gradient-accumulation-fusion chunks hold a sum in fp32 (width x vocabulary). Default: the whole at "
+        "once. Set it when the logits set the peak: long sequences, large vocabularies.")
 
     add = parser.add_argument_group(
         "swap: planner", "Measure the model, then keep, swap or recompute each saved tensor within a memory budget."

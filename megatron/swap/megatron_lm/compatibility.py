@@ -275,6 +275,7 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
     reads = "it reads the main parameters between steps, when they are offloaded"
     quantized = "it computes the model's weights from all main parameters at once"
     in_8_bits = "such moments are tensors around others that have no parameter's shape"
+    in_fp16 = "such state has scales on the device, but checkpoints read state in host memory"
     sharded = "it keeps state in its own buffers"
     excluded = [
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", same),
@@ -299,6 +300,9 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
         (args.use_torch_fsdp2, "--use-torch-fsdp2", sharded),
         (args.exp_avg_dtype.itemsize == 1, "--exp-avg-dtype fp8", in_8_bits),
         (args.exp_avg_sq_dtype.itemsize == 1, "--exp-avg-sq-dtype fp8", in_8_bits),
+        (args.exp_avg_dtype is torch.float16, "--exp-avg-dtype fp16", in_fp16),
+        (args.exp_avg_sq_dtype is torch.float16, "--exp-avg-sq-dtype fp16", in_fp16),
+        (args.main_params_dtype is torch.float16, "--main-params-dtype fp16", in_fp16),
     ]
     for given, flag, why in excluded:
         if given:

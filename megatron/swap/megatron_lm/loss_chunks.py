@@ -30,8 +30,8 @@ LOSS = "compute_language_model_loss"
 class DeferredLogits:
     """The logits of a forward pass, before anybody has computed them.
 
-    The model's loss, the largest logit and its index are computed in chunks. Without gradients, any other use computes
-    the whole.
+    The model's loss, the largest logit and its index are computed in chunks, and the shape is known. Without gradients,
+    any other use computes the whole.
 
     Args:
         output: the output layer.
@@ -56,6 +56,15 @@ class DeferredLogits:
         """Return the logits scaled, as μP does."""
         scaled = replace(self._output, scale=self._output.scale * factor)
         return DeferredLogits(scaled, self._hidden, self._weight, lambda: self._whole() * factor)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the whole on this rank: tokens of all gathered ranks, micro-batch, words."""
+        return torch.Size((self._output.num_blocks * len(self._hidden), *self._hidden.shape[1:-1], len(self._weight)))
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Return the shape, or one number of it, as ``Tensor.size`` does."""
+        return self.shape if dim is None else self.shape[dim]
 
     def max(self, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's largest logit on this rank, and its index, as ``Tensor.max(-1)`` does."""

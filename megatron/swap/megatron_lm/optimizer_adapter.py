@@ -80,7 +80,7 @@ class AdaptedOptimizer:
             Override(optimizer, "prepare_grads", self._end_materialize_first),
             Override(optimizer, "reload_model_params", self._load),
             Override(optimizer, "load_state_dict", self._load_state_dict),
-            Override(optimizer, "state_dict", self._save, is_for_saving=True),
+            Override(optimizer, "state_dict", self._state_dict, is_for_saving=True),
             Override(optimizer, "sharded_state_dict", self._sharded_state_dict, is_for_saving=True),
         ]
         if isinstance(optimizer, MixedPrecisionOptimizer):  # main parameters are copies of the model's
@@ -174,6 +174,17 @@ class AdaptedOptimizer:
     def _save(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.stepper.materialize()
         return original(*arguments, **options)
+
+    def _state_dict(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Save. A distributed optimizer drops the inner one's values, which TransformerEngine would copy to fp32."""
+        inner = self._optimizer.optimizer
+        if not isinstance(self._optimizer, DistributedOptimizer) or "state_dict" in vars(inner):
+            return self._save(original, *arguments, **options)
+        inner.state_dict = types.MethodType(torch.optim.Optimizer.state_dict, inner)
+        try:
+            return self._save(original, *arguments, **options)
+        finally:
+            del inner.state_dict
 
     def _load(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.stepper.materialize()
@@ -270,33 +281,26 @@ def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
     return False
 
 
-def has_scale_per_param(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
-    """Return whether ``inner`` scales some of its state by the largest value of a whole parameter.
-
-    TransformerEngine's Adam scales 16-bit floats of IEEE's kind. Slices would get scales of their own, and other bits.
-
-    Args:
-        has_disk: whether state may go to disk.
+def check_types(inner: torch.optim.Optimizer) -> None:
+    """Refuse types of state that TransformerEngine's Adam keeps with more than a value for each element.
 
     Raises:
-        UsageError: its state is in 8 bits, or such state may go to disk.
+        UsageError: names the state and its type.
     """
     types: dict[str, torch.dtype] = dict(getattr(inner, TYPES, {}))
     if not getattr(inner, "master_weights", False):
         types.pop("master_param", None)
-    in_8_bits = [name for name, dtype in types.items() if dtype.itemsize == 1]
-    if in_8_bits:
-        raise UsageError(
-            f"--swap-optimizer: {in_8_bits[0]} is kept in 8 bits, as a tensor around others that have no parameter's "
-            "shape. Choose bf16 (--exp-avg-dtype, --exp-avg-sq-dtype), or leave --swap-optimizer out."
-        )
-    scaled = [name for name, dtype in types.items() if dtype is torch.float16]
-    if scaled and has_disk:
-        raise UsageError(
-            f"--swap-disk-dir: {scaled[0]} is kept in fp16 with one scale for a whole parameter, and whole parameters "
-            "do not pass through buffers between disk and device. Choose fp32 or bf16, or leave --swap-disk-dir out."
-        )
-    return bool(scaled)
+    for name, dtype in types.items():
+        why = None
+        if dtype.itemsize == 1:
+            why = "in 8 bits, as a tensor around others that have no parameter's shape"
+        elif dtype is torch.float16:
+            why = "in fp16 with a scale on the device, but checkpoints read state in host memory"
+        if why is not None:
+            raise UsageError(
+                f"--swap-optimizer: {name} is kept {why}. Choose bf16 or fp32 (--exp-avg-dtype, --exp-avg-sq-dtype) "
+                "and fp32 (--main-params-dtype), or leave --swap-optimizer out."
+            )
 
 
 def tables_of(inner: torch.optim.Optimizer) -> list[Table]:

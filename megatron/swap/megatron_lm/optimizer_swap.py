@@ -21,8 +21,8 @@ from megatron.swap.devices.base import Device
 from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.megatron_lm.optimizer_adapter import (
     AdaptedOptimizer,
+    check_types,
     copier_to_model,
-    has_scale_per_param,
     is_elementwise,
     main_params_of,
     tables_of,
@@ -200,10 +200,9 @@ class OptimizerSwap:
     def _adapt(self, optimizer: Any) -> None:
         inner = optimizer.optimizer
         has_disk = self._settings.disk is not None
-        may_probe = is_elementwise(inner, has_disk=has_disk)
-        may_slice = may_probe and not has_scale_per_param(inner, has_disk=has_disk)
-        on_updated, tables = copier_to_model(optimizer), tables_of(inner)
-        options = StepOptions(may_slice, on_updated, self._overlap.note_room, tables, may_probe)
+        check_types(inner)
+        may_slice = is_elementwise(inner, has_disk=has_disk)
+        options = StepOptions(may_slice, copier_to_model(optimizer), self._overlap.note_room, tables_of(inner))
         # First the stepper, which stores the optimizer's own step, then ``install``, which replaces that step.
         stepper = OptimizerStepper(inner, self._transfers, self._chosen(inner), options)
         if stepper.state.offloaded:

@@ -10,6 +10,7 @@ history. A recomputation reads a copy of the scale, and notes the largest value 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -25,6 +26,9 @@ ROWWISE, TRANSPOSE = "_data", "_transpose"
 """Values of a tensor with one scale, and the same values transposed."""
 VALUES = (ROWWISE, TRANSPOSE, "_rowwise_data", "_columnwise_data")
 """Attributes of quantized tensors that hold 8-bit values. The others hold scales."""
+
+DETERMINISTIC = frozenset({"Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "MXFP8Quantizer"})
+"""Quantizers that give the same values again. TransformerEngine says so itself from 2.19 on."""
 
 
 def wrapper_rules() -> WrapperRules | None:
@@ -63,7 +67,8 @@ def private_copy(quantizer: Any) -> Any | None:
         copy.scale, copy.amax = scale.clone(), torch.zeros_like(amax)
         return copy
     is_safe = getattr(quantizer, "is_requantization_safe", None)
-    return quantizer.copy() if is_safe is not None and is_safe() else None
+    gives_same = type(quantizer).__name__ in DETERMINISTIC if is_safe is None else is_safe()
+    return quantizer.copy() if gives_same else None
 
 
 def record_values(
@@ -139,6 +144,7 @@ def quantization_context() -> Callable[[], AbstractContextManager[Any]] | None:
     return context
 
 
+@functools.cache
 def _upstream() -> tuple[Any, Callable[[bool, Any, Any], AbstractContextManager[Any]]]:
     """Return TransformerEngine's state of 8 bits, and a function that makes its context of: on, recipe, group."""
     try:

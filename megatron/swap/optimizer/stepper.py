@@ -38,7 +38,6 @@ class StepOptions:
 
     Attributes:
         is_elementwise: whether the optimizer may step slices of its parameters.
-        may_probe: whether it may step a small parameter of its own, which shows the state that it keeps.
         on_updated: called with new values while they are on the device, also of parameters that are not offloaded.
         measure_room: called during a step; returns the device bytes that buckets may use now, and that offloads may
             still use when the step ends. ``NUM_BUFFERS`` buckets are always allowed during the step.
@@ -49,12 +48,6 @@ class StepOptions:
     on_updated: OnUpdated = lambda *_: None
     measure_room: Callable[[], int] = lambda: 0
     tables: Sequence[Table] = ()
-    may_probe: bool | None = None
-
-    @property
-    def probes(self) -> bool:
-        """Whether state is allocated before the first step: by default that of elementwise optimizers."""
-        return self.is_elementwise if self.may_probe is None else self.may_probe
 
 
 class OptimizerStepper:
@@ -88,7 +81,7 @@ class OptimizerStepper:
         self._loader = BucketLoader(transfers)
         self._updates: list[tuple[Mark, Mark]] = []
         self.state = OptimizerState(optimizer, transfers, param_states, options.is_elementwise)
-        if options.probes:  # allocate all, so that an error comes before training
+        if options.is_elementwise:  # allocate all, so that an error comes before training
             transfers.memory.allocate([
                 TensorRequest(one, name, dtype)
                 for one in self.state.param_states

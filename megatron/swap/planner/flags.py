@@ -68,6 +68,7 @@ class Training:
         has_positions: whether the flags say how many positions Megatron provides for.
         state_stays: a flag with which optimizer state cannot be offloaded; ``None``: it can.
         loss_chunks: as ``SwapConfig.loss_chunks``.
+        has_sum_in_loss: as for ``loss_bytes``.
     """
 
     model: Model
@@ -84,11 +85,14 @@ class Training:
     has_positions: bool = True
     state_stays: str | None = None
     loss_chunks: int | Literal["auto"] | None = None
+    has_sum_in_loss: bool = False
 
     @property
     def num_loss_chunks(self) -> int:
         """Chunks of the sequence in which output layer and loss run."""
-        return choose_num_chunks(self.model) if self.loss_chunks == "auto" else self.loss_chunks or 1
+        if self.loss_chunks == "auto":
+            return choose_num_chunks(self.model, self.has_sum_in_loss)
+        return self.loss_chunks or 1
 
     @property
     def offloads(self) -> bool:
@@ -178,6 +182,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         _gib("--swap-memory-gib", known.swap_memory_gib), replica * data, data, _budget_fraction(known),
         known.use_distributed_optimizer, known.max_position_embeddings is not None, stays,
         None if known.swap_loss_chunks is None else parse_loss_chunks(known.swap_loss_chunks),
+        has_sum_in_loss(known),
     )  # fmt: skip
 
 
@@ -285,9 +290,9 @@ def _state_stays(known: argparse.Namespace) -> str | None:
             if given[name] != default:
                 raise UsageError(f"--{name} {given[name]}: Megatron needs --use-precision-aware-optimizer beside it.")
         return None
-    in_8_bits = next((f"--{name} fp8" for name, value in given.items() if value == "fp8"), None)
+    refused = next((f"--{name} {value}" for name, value in given.items() if value in ("fp8", "fp16")), None)
     scales_whole = known.fp8_param_gather and known.fp8_recipe == "delayed"
-    return in_8_bits or ("--fp8-param-gather with --fp8-recipe delayed" if scales_whole else None)
+    return refused or ("--fp8-param-gather with --fp8-recipe delayed" if scales_whole else None)
 
 
 def _check_multiple(known: argparse.Namespace, name: str, parts: int, what: str) -> None:
@@ -345,6 +350,15 @@ def state_bytes_of(args: argparse.Namespace) -> int:
     if main == 4 and is_in_optimizer and args.bf16 and not args.fp8_param_gather:
         main = 2  # 16 bits of the main value; the bf16 weight has the other 16
     return (main if args.bf16 or args.fp16 else 0) + moments
+
+
+def has_sum_in_loss(args: argparse.Namespace) -> bool:
+    """Return whether several chunks of the loss hold the sum of the output weight's gradients, in fp32.
+
+    Otherwise they add to Megatron's own gradient, where the layer fuses that and the gradient is in fp32.
+    """
+    is_short = _type_bytes(args.main_grads_dtype) < 4 or getattr(args, "grad_reduce_in_bf16", False)
+    return is_short or not args.gradient_accumulation_fusion
 
 
 def _type_bytes(given: object) -> int:
@@ -446,6 +460,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", default="adam")
     for name in ("group-query-attention", "swiglu", "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer",
                  "use-precision-aware-optimizer", "untie-embeddings-and-output-weights", "fp8-param-gather",
-                 "first-last-layers-bf16"):  # fmt: skip
+                 "first-last-layers-bf16", "grad-reduce-in-bf16"):  # fmt: skip
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument(
+        "--no-gradient-accumulation-fusion", dest="gradient_accumulation_fusion", action="store_false"
+    )
     return parser

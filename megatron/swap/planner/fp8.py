@@ -46,8 +46,18 @@ RECOMPUTED = {
 }
 """The sites of ``RECOMPUTE_INPUTS``, and the sections, that the engine can recompute with each recipe. Block scales
 are kept or swapped."""
+OF_ONE_SCALE = frozenset({"self_attention.linear_qkv/1", "mlp.linear_fc1/1"})
+"""Inputs of column-parallel layers. With ``tensorwise`` and sequence parallelism ranks agree on their scale, and the
+engine does not recompute them."""
 BF16, FP32 = 2, 4
 """Bytes of one value."""
+
+
+def recomputed(model: Model) -> frozenset[str]:
+    """Return the sites and sections of an FP8 layer of ``model`` that the engine can recompute."""
+    assert model.fp8_recipe is not None
+    agree = model.fp8_recipe == "tensorwise" and model.sequence_parallel and model.tensor_parallel > 1
+    return RECOMPUTED[model.fp8_recipe] - (OF_ONE_SCALE if agree else frozenset())
 
 
 def check_gpu(model: Model, gpu: Gpu) -> None:

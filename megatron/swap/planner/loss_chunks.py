@@ -1,6 +1,7 @@
 """The memory around the loss, and the number of chunks that ``--swap-loss-chunks auto`` takes.
 
-The number follows from the shape of the model alone, so that all ranks, and a run that resumes, add in one order.
+The number follows from the shape of the model and from flags, so that all ranks, and a run that resumes, add in one
+order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class LossBytes:
         inputs: the final norm's input and output, which are saved.
         logits: those that exist at a time.
         rows: those of them that exist in single precision at a time, in forward.
-        gradients: of the final norm's output, in backward of several chunks.
+        gradients: in backward of several chunks: of the final norm's output, and the sum of the weight's if they hold
+            it.
     """
 
     inputs: float
@@ -49,35 +51,40 @@ def num_tokens(model: Model) -> float:
     return model.seq_length / model.context_parallel * model.micro_batch_size
 
 
-def loss_bytes(model: Model, num_chunks: int = 1) -> LossBytes:
-    """Return the bytes around the loss in ``num_chunks`` chunks of the sequence."""
+def loss_bytes(model: Model, num_chunks: int = 1, has_sum: bool = False) -> LossBytes:
+    """Return the bytes around the loss in ``num_chunks`` chunks of the sequence.
+
+    Args:
+        has_sum: several chunks hold the sum of the weight's gradients in fp32 (``flags.has_sum_in_loss``).
+    """
     tokens, words = num_tokens(model), model.padded_vocab_size / model.tensor_parallel
     hidden = tokens * model.hidden_size * BYTES / (model.tensor_parallel if model.sequence_parallel else 1)
-    of_chunk = tokens / num_chunks
+    of_chunk, of_weight = tokens / num_chunks, 4 * model.hidden_size * words if has_sum else 0.0
     return LossBytes(
         inputs=2 * hidden,
         logits=BYTES * of_chunk * words,
         rows=4 * of_chunk * words / max(1, of_chunk // LOSS_ROWS),
-        gradients=hidden if num_chunks > 1 else 0.0,
+        gradients=hidden + of_weight if num_chunks > 1 else 0.0,
     )
 
 
-def saved_bytes(model: Model) -> float:
+def saved_bytes(model: Model, has_sum: bool = False) -> float:
     """Return what ``choose_num_chunks`` takes from the peak at the loss."""
-    return loss_bytes(model).peak - loss_bytes(model, choose_num_chunks(model)).peak
+    return loss_bytes(model).peak - loss_bytes(model, choose_num_chunks(model, has_sum), has_sum).peak
 
 
-def choose_num_chunks(model: Model) -> int:
+def choose_num_chunks(model: Model, has_sum: bool = False) -> int:
     """Return the fewest chunks with which the loss takes no more memory than a layer's MLP in backward.
 
-    With them the loss does not set the peak of a step any more. 1: it does not set it as a whole.
+    With them the loss does not set the peak of a step any more. 1: it does not set it as a whole, or chunks with a sum
+    (``has_sum``, as for ``loss_bytes``) take more.
     """
     tokens = num_tokens(model)
     wide = model.ffn_hidden_size / model.tensor_parallel * (2 if model.gated else 1)
     of_layer = tokens * BYTES * (2 * model.hidden_size + wide)
     most = int(max(1, min(MOST_LOSS_CHUNKS, tokens // FEWEST_TOKENS)))
     for num_chunks in range(1, most + 1):
-        sizes = loss_bytes(model, num_chunks)
+        sizes = loss_bytes(model, num_chunks, has_sum)
         if sizes.peak - sizes.inputs <= of_layer:
             return num_chunks
-    return most
+    return most if loss_bytes(model, most, has_sum).peak < loss_bytes(model).peak else 1

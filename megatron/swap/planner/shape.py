@@ -16,12 +16,12 @@ from megatron.swap.planner.fp8 import (
     KEEP_CONTEXT,
     ONLY_QUANTIZED,
     PROJ,
-    RECOMPUTED,
     check_gpu,
     fp8_params,
     linear_params,
     moved_bytes,
     quantize_weights_ms,
+    recomputed,
     saved_sites,
 )
 from megatron.swap.planner.fp8 import (
@@ -239,7 +239,7 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: 
         peak_mib = max(peak_mib, (size.hidden + 1.5 * size.activation) / MIB)
     sections = _sections(model, gpu, sites, peak_mib)
     if model.fp8_recipe is not None:
-        sections = tuple(part for part in sections if part.name in RECOMPUTED[model.fp8_recipe])
+        sections = tuple(part for part in sections if part.name in recomputed(model))
     return LayerClass(layers, forward_ms, now, sites, sections, tuple(temporaries), peak_mib)
 
 
@@ -255,7 +255,7 @@ def _fp8_recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[s
     """Return the time to recompute each site of an FP8 layer that the engine can recompute, in ms."""
     assert model.fp8_recipe is not None
     costs, times = {}, kernel_ms(model, gpu)
-    for site in RECOMPUTED[model.fp8_recipe] & FP8_RECOMPUTE_INPUTS.keys() & sizes.keys():
+    for site in recomputed(model) & FP8_RECOMPUTE_INPUTS.keys() & sizes.keys():
         if site in LINEAR_OUTPUTS:
             if not model.sequence_parallel:
                 costs[site] = times[LINEAR_OUTPUTS[site]]
@@ -336,6 +336,7 @@ def shape_profile(
     host_gib: float | None = None,
     state_on_disk_gib: float = 0.0,
     loss_chunks: int = 1,
+    has_sum_in_loss: bool = False,
 ) -> Profile:
     """Estimate the profile of ``model`` on ``gpu``.
 
@@ -344,7 +345,7 @@ def shape_profile(
         states: storage of weights, gradients and optimizer state.
         host_gib: limit of host memory for activations; ``None``: no limit.
         state_on_disk_gib: the part of the offloaded state that host memory has no room for.
-        loss_chunks: chunks of the sequence in which output layer and loss run.
+        loss_chunks, has_sum_in_loss: chunks of the sequence in which output layer and loss run; ``loss_bytes``.
 
     Raises:
         UsageError: the layers do not divide into the stages, the formulas do not cover the model, or the GPU has no
@@ -383,7 +384,9 @@ def shape_profile(
         allocator_gib=None,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,
-        non_layer=_non_layer(model, gpu, has_input, loss_chunks if has_loss else 0, layers_ms, optimizer_ms),
+        non_layer=_non_layer(
+            model, gpu, has_input, loss_chunks if has_loss else 0, has_sum_in_loss, layers_ms, optimizer_ms
+        ),
         layers=tuple(classes),
         pipeline=Pipeline(stages, pipeline_rank, chunks),
         offloaded_state=state if fraction else None,
@@ -391,8 +394,9 @@ def shape_profile(
 
 
 def _non_layer(
-    model: Model, gpu: Gpu, has_input: bool, loss_chunks: int, layers_ms: float, optimizer_ms: float
-) -> NonLayer:
+    model: Model, gpu: Gpu, has_input: bool, loss_chunks: int, has_sum_in_loss: bool, layers_ms: float,
+    optimizer_ms: float,
+) -> NonLayer:  # fmt: skip
     """Return the figures of final norm, logits and the chunked cross entropy (``cross_entropy.py``).
 
     The cross entropy saves the logits. The embedding saves the token numbers, which the batch holds anyway. The output
@@ -407,7 +411,7 @@ def _non_layer(
     if loss_chunks:
         logits = size.tokens * model.padded_vocab_size / model.tensor_parallel
         flops = 2 * logits * model.hidden_size / (gpu.tflops * 1e9)
-        held = loss_bytes(model, loss_chunks)
+        held = loss_bytes(model, loss_chunks, has_sum_in_loss)
         entropy_ms, gradient_ms = 12 * logits / (gpu.memory_gb_s * 1e6), 4 * logits / (gpu.memory_gb_s * 1e6)
         again_ms = flops * (loss_chunks - 1) / loss_chunks
         loss_ms = 3 * flops + entropy_ms + gradient_ms + again_ms

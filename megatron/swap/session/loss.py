@@ -23,11 +23,13 @@ class RunLoss:
     Args:
         config: the settings.
         describe: returns the shape of the model; called in the first forward or later.
+        has_sum: returns whether several chunks hold a sum (``loss_bytes``); called as ``describe``.
     """
 
-    def __init__(self, config: SwapConfig, describe: Callable[[], Model]) -> None:
+    def __init__(self, config: SwapConfig, describe: Callable[[], Model], has_sum: Callable[[], bool]) -> None:
         self._config = config
         self._describe = describe
+        self._has_sum = has_sum
         self._is_told = False
         self._chosen: int | None = None
 
@@ -40,7 +42,7 @@ class RunLoss:
         asked = self._config.loss_chunks
         if asked != "auto":
             return asked or 1
-        chosen = self._chosen or choose_num_chunks(self._describe())
+        chosen = self._chosen or choose_num_chunks(self._describe(), self._has_sum())
         if torch.is_grad_enabled():
             self._chosen = chosen
         return chosen
@@ -65,14 +67,15 @@ class RunLoss:
             return None
         self._is_told = True
         if self._config.loss_chunks == "auto":
-            peak_bytes = loss_bytes(self._describe(), self.num_chunks).peak
+            peak_bytes = loss_bytes(self._describe(), self.num_chunks, self._has_sum()).peak
             as_a_whole = "as a whole" if self.num_chunks == 1 else f"in {self.num_chunks} chunks"
             return f"--swap-loss-chunks auto: the loss runs {as_a_whole} and takes {format_bytes(peak_bytes)}"
         if self._config.loss_chunks is not None or budget_gib is None:
             return None
         model = self._describe()
-        num_chunks = choose_num_chunks(model)
-        before_bytes, after_bytes = loss_bytes(model).peak, loss_bytes(model, num_chunks).peak
+        has_sum = self._has_sum()
+        num_chunks = choose_num_chunks(model, has_sum)
+        before_bytes, after_bytes = loss_bytes(model).peak, loss_bytes(model, num_chunks, has_sum).peak
         if before_bytes - after_bytes < WORTH * budget_gib * GIB:
             return None
         return (

@@ -24,7 +24,7 @@ from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap
 from megatron.swap.patches import registry
 from megatron.swap.patches.registry import AppliedPatches
-from megatron.swap.planner.flags import model_of
+from megatron.swap.planner.flags import has_sum_in_loss, model_of
 from megatron.swap.planner.profile import OffloadedState
 from megatron.swap.profiling.profiler import Profiler
 from megatron.swap.reporting.summary import StepRecord, start_table
@@ -75,7 +75,9 @@ class ModelSwap:
         self.parts: ActivationParts | None = None
         self.optimizer_swap: OptimizerSwap | None = None
         self.auto: AutoPlan | None = None
-        self._loss = RunLoss(config, functools.partial(model_of, args))
+        self._loss = RunLoss(
+            config, functools.partial(model_of, args), functools.partial(has_sum_in_loss, args)
+        )
         self.step_log = StepLog(config, self._console, args.world_size)
         self._profiler: Profiler | None = None
         if config.profile is not None:

@@ -19,6 +19,7 @@ from megatron.swap.engine.oom_guard import OomGuard
 from megatron.swap.engine.policy import Policy, policy_of
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.settings import EngineSettings, Instruments
+from megatron.swap.engine.wrapper_tensors import WrapperRules
 from megatron.swap.megatron_lm.arguments import device_memory_gib, recompute_kinds
 from megatron.swap.megatron_lm.host_share import HostShare, host_share
 from megatron.swap.megatron_lm.layer import Boundaries
@@ -57,6 +58,7 @@ class Planned:
         disk: the file behind host memory; ``None``: no disk.
         offload: settings of the optimizer state that is offloaded; ``None``: none is.
         plan_run: compares the run with its plan; ``None``: no comparison is wanted.
+        wrappers: rules for the wrapper tensors of low precision; ``None``: there are none.
     """
 
     num_layers: int
@@ -70,6 +72,7 @@ class Planned:
     disk: DiskFile | None
     offload: OffloadSettings | None
     plan_run: PlanRun | None
+    wrappers: WrapperRules | None
 
     @classmethod
     def of(cls, args: Namespace, config: SwapConfig, memory: MemoryCheck) -> Planned:
@@ -98,6 +101,7 @@ class Planned:
             args.num_layers, memory.line, target, policy, kinds, swaps, host, state_memory, disk,
             offload=offload_settings(config, args, state_memory.num_bytes, disk) if config.optimizer else None,
             plan_run=PlanRun(config, describe) if wants_plan else None,
+            wrappers=wrapper_rules() if args.fp8 or args.fp4 else None,
         )  # fmt: skip
 
 
@@ -160,7 +164,7 @@ class ActivationParts:
         recorder = Recorder(device, ranges, take_peak, from_use=not on_gpu)
         settings = EngineSettings(
             window_bytes=config.window_bytes(config.plan), verify=config.verify, recomputes=bool(planned.kinds),
-            wrappers=wrapper_rules(),
+            wrappers=planned.wrappers,
         )
         instruments = Instruments(
             ranges=ranges, observer=run_device.observer, recorder=recorder,

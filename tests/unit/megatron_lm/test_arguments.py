@@ -213,6 +213,9 @@ def test_the_window_is_the_plans_unless_the_user_says_another(folder: Path, flag
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"exp_avg_dtype": torch.uint8}, "--exp-avg-dtype fp8"),
         ({"exp_avg_sq_dtype": torch.uint8}, "--exp-avg-sq-dtype fp8"),
+        ({"exp_avg_dtype": torch.float16}, "--exp-avg-dtype fp16"),
+        ({"exp_avg_sq_dtype": torch.float16}, "--exp-avg-sq-dtype fp16"),
+        ({"main_params_dtype": torch.float16}, "--main-params-dtype fp16"),
     ],
 )
 def test_what_of_megatrons_does_not_go_with_optimizer_state_that_rests(theirs: dict, flag: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer import multi_token_prediction
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm import cross_entropy
@@ -255,6 +256,18 @@ def test_the_largest_logits_are_found_in_chunks(group: Any) -> None:
         assert torch.equal(values, whole.max(dim=-1).values)
         assert torch.equal(indices, whole.max(dim=-1).indices)
         assert torch.equal(torch.argmax(logits, dim=-1), whole.argmax(dim=-1))  # type: ignore[call-overload]
+
+
+def test_acceptance_of_later_tokens_needs_no_whole(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron counts accepted tokens by a largest logit over ranks, and multiplies by the words of a rank."""
+    head = Head(group)
+    logits, whole = deferred(head)
+    logits._whole = lambda: pytest.fail("the whole was computed")  # type: ignore[assignment, return-value]
+    with torch.no_grad():
+        found = multi_token_prediction._vocab_parallel_argmax(logits, group, 1)  # type: ignore[arg-type]
+    assert torch.equal(found, whole.argmax(dim=-1))
+    assert logits.shape == logits.size() == whole.shape
+    assert [logits.size(dim) for dim in (0, 1, -1)] == [whole.size(dim) for dim in (0, 1, -1)]
 
 
 def test_without_gradients_they_are_the_whole(group: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from torch import nn
 
@@ -115,3 +117,28 @@ def test_after_training_broke_off_state_can_be_saved() -> None:
     assert all(torch.equal(moment, torch.full_like(moment, 0.05)) for moment in moments)
     swap.close()
     assert set(vars(optimizer)) == before
+
+
+def test_a_distributed_optimizer_is_saved_without_copies_of_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FusedAdam(torch.optim.Adam):
+        """As TransformerEngine's, which copies all state to fp32."""
+
+        def state_dict(self) -> dict[str, Any]:
+            pytest.fail("all state was copied")
+
+    monkeypatch.setattr(DistributedOptimizer, "state_dict", lambda self: self.optimizer.state_dict()["param_groups"])
+    plain, optimizer = megatrons_optimizer(), DistributedOptimizer.__new__(DistributedOptimizer)
+    inner = FusedAdam(params_of(megatrons_optimizer()))
+    groups: dict[str, Any] = {
+        f"{name}_groups": []
+        for name in ("shard_fp32", "model_fp32", "shard_fp32_from_float16", "model_float16")
+    }
+    vars(optimizer).update(
+        optimizer=inner, is_stub_optimizer=False, ddp_config=SimpleNamespace(fp8_param_gather=False), **groups
+    )
+    swap = swapped(optimizer)
+    step(optimizer, 0)
+    step(plain, 0)
+    assert optimizer.state_dict() == plain.optimizer.state_dict()["param_groups"]
+    assert "state_dict" not in vars(inner)
+    swap.close()

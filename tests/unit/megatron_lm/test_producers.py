@@ -32,7 +32,7 @@ class Recorder:
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def recorded(self, producer: str, function: Any, part: int | None = None, circumstances: Any = None) -> Any:
+    def recorded(self, producer: str, function: Any, part: int | None = None, context_of: Any = None) -> Any:
         def tells(*arguments: Any) -> Any:
             self.told.append(producer if part is None else f"{producer} {part}")
             return function(*arguments)

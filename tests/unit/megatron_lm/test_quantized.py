@@ -140,6 +140,12 @@ def test_random_rounding_and_agreement_among_ranks_are_not_recomputed():
     assert private_copy(current) is None
     assert private_copy(Quantizer()) is None
 
+    class Float8BlockQuantizer(SimpleNamespace):
+        """As before TransformerEngine 2.19, which does not say whether it gives the same again."""
+
+    assert private_copy(Float8BlockQuantizer(copy=lambda: "copy")) == "copy"
+    assert private_copy(SimpleNamespace(copy=lambda: "copy")) is None
+
     class Rounding(Current):
         def is_requantization_safe(self) -> bool:
             return False
@@ -276,11 +282,14 @@ class Coarse(nn.Linear):
 
 
 @pytest.fixture
-def te_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def te_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    quantized._upstream.cache_clear()
     module = types.ModuleType("transformer_engine.pytorch.quantization")
     module.FP8GlobalStateManager, module.autocast = State, autocast  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(quantized, "HAVE_TE", True)
+    yield
+    quantized._upstream.cache_clear()
 
 
 def coarse(monkeypatch: pytest.MonkeyPatch) -> Engine:
@@ -323,6 +332,12 @@ def test_in_bf16_nothing_is_around_a_recomputation():
     recorded = Recomputer.recorded
     assert recorded.__defaults__ is not None
     assert recorded.__defaults__[-1]() is None
+
+
+def test_where_nothing_records_nobody_asks_for_a_context():
+    with engine_of(stack(1), recompute=[LINEAR]) as engine:
+        function = engine.recomputer.recorded(LINEAR, torch.sin, None, lambda: pytest.fail("asked"))
+        function(torch.ones(2, requires_grad=True))
 
 
 # ----------------------------------------------------------------------------------------------------- whole layers

@@ -1,8 +1,7 @@
-"""Lean optimizer state, of every type that TransformerEngine's Adam keeps in 16 or 32 bits: equal to the bit."""
+"""Lean optimizer state, of the types that TransformerEngine's Adam keeps in bf16 and fp32: equal to the bit."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from megatron.swap.common.types import KIB, MIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.megatron_lm import optimizer_adapter
-from megatron.swap.megatron_lm.optimizer_adapter import has_scale_per_param, is_elementwise, tables_of
+from megatron.swap.megatron_lm.optimizer_adapter import check_types, is_elementwise, tables_of
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.optimizer.param_state import ParamState
 from megatron.swap.optimizer.partial_step import PartialStep
@@ -26,7 +25,6 @@ MAINS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "Megatron's in fp32": (FP32, {}),  # with 8 bits, except by delayed scaling
     "remainders": (BF16, {"master_weights": True, "store_param_remainders": True}),
     "Adam's in fp32": (BF16, {"master_weights": True}),
-    "Adam's in fp16": (BF16, {"master_weights": True, "master_weight_dtype": FP16}),
 }
 
 
@@ -39,9 +37,8 @@ def train(adam: dict[str, Any], dtype: torch.dtype, *, swapped: bool, num_steps:
     if swapped:
         memory = StateMemory(HostArena(limit_bytes=MIB, pinned=False, region_bytes=64 * KIB))
         transfers = StateTransfers(EmulatedDevice(0.0005), memory, 4 * KIB)
-        may_slice = not has_scale_per_param(optimizer, has_disk=False)
         make_state = transfers.offload_main_param if dtype is FP32 else ParamState
-        options = StepOptions(may_slice, tables=tables_of(optimizer), may_probe=True)
+        options = StepOptions(is_elementwise=True, tables=tables_of(optimizer))
         stepper = OptimizerStepper(optimizer, transfers, {param: make_state(param) for param in params}, options)
     for _ in range(num_steps):
         for param in params:
@@ -60,18 +57,12 @@ def same(adam: dict[str, Any], dtype: torch.dtype) -> bool:
     return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
 
 
-@pytest.mark.parametrize("mean", [FP32, BF16, FP16])
-@pytest.mark.parametrize("square", [FP32, BF16, FP16])
+@pytest.mark.parametrize("mean", [FP32, BF16])
+@pytest.mark.parametrize("square", [FP32, BF16])
 @pytest.mark.parametrize("main", MAINS)
 def test_every_type_is_equal_to_the_bit(main: str, square: torch.dtype, mean: torch.dtype) -> None:
     dtype, options = MAINS[main]
     assert same({"exp_avg_dtype": mean, "exp_avg_sq_dtype": square, **options}, dtype)
-
-
-def test_a_scale_for_each_slice_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without ``has_scale_per_param``, parameters would be stepped in slices."""
-    monkeypatch.setattr(f"{__name__}.has_scale_per_param", lambda *_, **__: False)
-    assert not same({"exp_avg_dtype": FP16}, FP32)
 
 
 def test_without_its_scales_the_optimizer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,19 +71,20 @@ def test_without_its_scales_the_optimizer_fails(monkeypatch: pytest.MonkeyPatch)
         same({"exp_avg_dtype": BF16}, FP32)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused() -> None:
     def adam(**options: Any) -> FusedAdam:
         return FusedAdam([torch.zeros(2)], **options)
 
-    with pytest.raises(UsageError, match=r"exp_avg is kept in 8 bits.*Choose bf16"):
-        has_scale_per_param(adam(exp_avg_dtype=torch.uint8), has_disk=False)
-    with pytest.raises(UsageError, match=r"exp_avg_sq is kept in fp16 .* Choose fp32 or bf16"):
-        has_scale_per_param(adam(exp_avg_sq_dtype=FP16), has_disk=True)
-    assert not has_scale_per_param(adam(exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16), has_disk=True)
-    assert not has_scale_per_param(adam(master_weight_dtype=FP16), has_disk=True)  # it keeps no main values
-    assert has_scale_per_param(adam(master_weights=True, master_weight_dtype=FP16), has_disk=False)
+    with pytest.raises(UsageError, match=r"exp_avg is kept in 8 bits.*Choose bf16 or fp32"):
+        check_types(adam(exp_avg_dtype=torch.uint8))
+    with pytest.raises(UsageError, match=r"exp_avg_sq is kept in fp16 .* Choose bf16 or fp32"):
+        check_types(adam(exp_avg_sq_dtype=FP16))
+    with pytest.raises(UsageError, match="master_param is kept in fp16"):
+        check_types(adam(master_weights=True, master_weight_dtype=FP16))
+    check_types(adam(exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16))
+    check_types(adam(master_weight_dtype=FP16))  # it keeps no main values
     plain = torch.optim.Adam([torch.zeros(2)])
-    assert not has_scale_per_param(plain, has_disk=True)
+    check_types(plain)
     assert tables_of(plain) == []
     assert is_elementwise(adam(), has_disk=True)
     assert optimizer_adapter.SCALES in vars(adam())

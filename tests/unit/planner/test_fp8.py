@@ -10,7 +10,7 @@ import pytest
 
 from megatron.swap.common.plan import Model, check_model, load_plan, save_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
-from megatron.swap.planner import shape
+from megatron.swap.planner import fp8, shape
 from megatron.swap.planner.flags import model_of, read_flags, state_bytes_of
 from megatron.swap.planner.fp8 import RECIPES, RECOMPUTE_INPUTS
 from megatron.swap.planner.gpus import GPUS, find_gpu
@@ -140,9 +140,20 @@ def test_quantized_values_are_recomputed_and_linear_layers_except_with_delayed_s
     assert needs == {site: RECOMPUTE_INPUTS[site] for site in expected}
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inputs_whose_scale_ranks_agree_on_are_not_recomputed(recipe: str) -> None:
+    """TransformerEngine takes the largest value of a sequence that ranks share; no rank could take it alone again."""
+    agreed = {"self_attention.linear_qkv/1", "mlp.linear_fc1/1"}
+    for flags in ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"):
+        entry = inner(profile_of(f"{FP8} {recipe} {flags}"))
+        costs = {site.site for site in entry.sites if site.recompute_ms is not None}
+        assert costs & agreed == (set() if recipe == "tensorwise" and "sequence" in flags else agreed)
+        assert "mlp.linear_fc2/0" in costs
+
+
 def test_recomputation_helps_where_copies_do_not_fit_the_shorter_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     able = profile_of(f"{FP8} tensorwise")
-    monkeypatch.setattr(shape, "RECOMPUTED", dict.fromkeys(RECIPES, frozenset()))
+    monkeypatch.setattr(fp8, "RECOMPUTED", dict.fromkeys(RECIPES, frozenset()))
     without = profile_of(f"{FP8} tensorwise")
     budget_gib = able.static_gib + 0.75 * able.saved_mib / 1024
     step_ms = [solve(replace(one, allocator_gib=0.0), budget_gib).predictions[0].step_ms for one in (able, without)]
@@ -250,8 +261,9 @@ def test_types_may_be_torchs() -> None:
 @pytest.mark.parametrize(
     ("flags", "stays"),
     [("--exp-avg-sq-dtype fp8", "--exp-avg-sq-dtype fp8"),
+     ("--exp-avg-dtype bf16 --main-params-dtype fp16", "--main-params-dtype fp16"),
      (f"{FP8} delayed --fp8-param-gather", "--fp8-param-gather with --fp8-recipe delayed"),
-     ("--exp-avg-dtype bf16 --main-params-dtype fp16", None), (f"{FP8} tensorwise --fp8-param-gather", None)],
+     ("--exp-avg-dtype bf16", None), (f"{FP8} tensorwise --fp8-param-gather", None)],
 )  # fmt: skip
 def test_state_that_cannot_be_offloaded_is_not_offered(flags: str, stays: str | None) -> None:
     given = f"{FLAGS} --use-precision-aware-optimizer {flags}"

@@ -67,6 +67,26 @@ def test_auto_takes_the_fewest_that_suffice(model: object) -> None:
     assert saved_bytes(model) == loss_bytes(model).peak - loss_bytes(model, num).peak > 0
 
 
+def test_a_sum_of_the_weights_gradients_is_counted_unless_megatrons_own_takes_it() -> None:
+    """Several chunks sum in fp32. Without fusion, or beside gradients in 16 bits, that is a buffer of their own."""
+    for more, has_sum in (
+        ("", False), ("--no-gradient-accumulation-fusion", True), ("--grad-reduce-in-bf16", True),
+        ("--use-precision-aware-optimizer --main-grads-dtype bf16", True),
+    ):  # fmt: skip
+        assert read_flags(f"{FLAGS} {more}".split()).has_sum_in_loss == has_sum
+    sum_bytes = 4 * 4096 * 128256
+    assert loss_bytes(MODEL, 8, has_sum=True).peak - loss_bytes(MODEL, 8).peak == pytest.approx(
+        sum_bytes + loss_bytes(MODEL, 8).gradients - max(loss_bytes(MODEL, 8).rows, loss_bytes(MODEL, 8).gradients)
+    )
+    assert loss_bytes(MODEL, 1, has_sum=True) == loss_bytes(MODEL)
+    short = replace(MODEL, seq_length=4096)
+    assert choose_num_chunks(short) > 1
+    assert choose_num_chunks(short, has_sum=True) == 1, "chunks would take more than the whole"
+    gpu = find_gpu("h200")
+    profiles = [shape_profile(MODEL, gpu, 4, loss_chunks=8, has_sum_in_loss=given) for given in (False, True)]
+    assert profiles[1].non_layer.peak_gib > profiles[0].non_layer.peak_gib + 1.5
+
+
 def test_auto_leaves_small_losses_alone() -> None:
     assert choose_num_chunks(replace(MODEL, padded_vocab_size=1024)) == 1
     wide = replace(MODEL, ffn_hidden_size=64, hidden_size=64, num_attention_heads=1, num_query_groups=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ MODEL = Model(32, 4096, 14336, 32, 8, 8192, 1, 128256, "transformer_engine", "bf
 
 
 def run_loss(model: Model = MODEL, **settings: object) -> RunLoss:
-    return RunLoss(SwapConfig(layers=frozenset(), **settings), lambda: model)  # type: ignore[arg-type]
+    return RunLoss(SwapConfig(layers=frozenset(), **settings), lambda: model, lambda: False)  # type: ignore[arg-type]
 
 
 def test_the_number_stays_from_the_first_forward_with_gradients_on() -> None:
     model = replace(MODEL, seq_length=1)
-    loss = RunLoss(SwapConfig(layers=frozenset(), loss_chunks="auto"), lambda: model)
+    loss = RunLoss(SwapConfig(layers=frozenset(), loss_chunks="auto"), lambda: model, lambda: False)
     with torch.no_grad():
         assert loss.num_chunks == 1  # the batch is not known yet
     model = MODEL
@@ -31,7 +32,10 @@ def test_the_number_stays_from_the_first_forward_with_gradients_on() -> None:
 
 
 def test_a_given_number_needs_no_model() -> None:
-    assert RunLoss(SwapConfig(layers=frozenset(), loss_chunks=7), lambda: pytest.fail("asked")).num_chunks == 7
+    def ask() -> Any:
+        pytest.fail("asked")
+
+    assert RunLoss(SwapConfig(layers=frozenset(), loss_chunks=7), ask, ask).num_chunks == 7
 
 
 def test_without_the_flag_no_model_is_touched() -> None:
@@ -56,3 +60,12 @@ def test_the_line(settings: dict[str, object], model: Model, budget_gib: float |
     assert (said is None) == (line is None), said
     assert line is None or line in str(said)
     assert loss.step_ended(budget_gib) is None, "said once"
+
+
+def test_a_sum_in_fp32_is_told() -> None:
+    """Without fused gradients it takes 2 GiB here: of half the tokens, chunks would save less."""
+    auto = SwapConfig(layers=frozenset(), loss_chunks="auto")
+    line = RunLoss(auto, lambda: MODEL, lambda: True).step_ended(None)
+    assert line == "--swap-loss-chunks auto: the loss runs in 32 chunks and takes 2.21 GiB"
+    short = replace(MODEL, seq_length=4096)
+    assert "as a whole" in str(RunLoss(auto, lambda: short, lambda: True).step_ended(None))

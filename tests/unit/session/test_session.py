@@ -17,6 +17,7 @@ from megatron.swap.common.types import MIB, UsageError
 from megatron.swap.megatron_lm.arguments import add_swap_flags
 from megatron.swap.memory.disk_file import DiskError
 from megatron.swap.patches import registry
+from megatron.swap.session import parts
 from megatron.swap.session.session import SwapSession
 
 
@@ -110,6 +111,19 @@ def test_a_model_without_a_stack_of_layers_does_not_train_unswapped():
 def test_a_trace_needs_no_boundaries(tmp_path: Path):
     session = SwapSession.install(arguments("--swap-profile", str(tmp_path)))
     session.on_begin()
+    session.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
+@pytest.mark.parametrize(("fp8", "rules"), [(None, None), ("hybrid", "rules")])
+def test_only_a_run_in_8_bits_takes_wrappers_apart(
+    monkeypatch: pytest.MonkeyPatch, fp8: str | None, rules: str | None
+):
+    monkeypatch.setattr(parts, "wrapper_rules", lambda: "rules")
+    args = arguments("--swap-layers", "all")
+    args.fp8 = fp8
+    session = SwapSession.install(args)
+    assert session.planned.wrappers == rules
     session.close()
 
 
