@@ -3,12 +3,16 @@
 The owner holds a lock (``flock``), which ends with the owner, however it ends, and with its host. Whoever makes a file
 or folder of the same prefix removes those whose lock is free, if they belong to the same user. Links are never
 followed, and nothing without a lock is touched.
+
+On a shared file system another host's locks may not show (Lustre with ``localflock``, NFS with ``nolock``). So names
+contain the boot id, and only files and folders of this host's present boot are removed.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import secrets
 import shutil
@@ -20,6 +24,15 @@ from pathlib import Path
 
 LOCK = ".owner"
 """The file in a folder whose lock the owner holds."""
+
+
+@functools.cache
+def boot() -> str:
+    """Return the short id of this host's boot; empty: it is not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    except OSError:
+        return ""
 
 
 @contextmanager
@@ -36,7 +49,7 @@ def own_folder(prefix: str, parent: str | Path | None = None) -> Iterator[tuple[
     parent = Path(tempfile.gettempdir() if parent is None else parent)
     sweep(parent, prefix)
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{boot()}-", dir=parent))
         if (lock := _locked(folder / LOCK, os.O_CREAT, 0o600)) is not None:
             break
     try:
@@ -60,7 +73,7 @@ def own_file(parent: Path, prefix: str, mode: int) -> Iterator[tuple[Path, int]]
     """
     sweep(parent, prefix)
     while True:
-        path = parent / f"{prefix}{secrets.token_hex(4)}"
+        path = parent / f"{prefix}{boot()}-{secrets.token_hex(4)}"
         if (descriptor := _locked(path, os.O_CREAT | os.O_EXCL, mode)) is not None:
             break
     try:
@@ -71,10 +84,12 @@ def own_file(parent: Path, prefix: str, mode: int) -> Iterator[tuple[Path, int]]
 
 
 def sweep(parent: Path, prefix: str) -> None:
-    """Remove files and folders in ``parent`` whose name begins with ``prefix`` and whose owner has ended."""
+    """Remove this boot's files and folders in ``parent`` with ``prefix`` whose owner has ended."""
+    if not boot():
+        return
     with suppress(OSError):
         for entry in list(os.scandir(parent)):
-            if entry.name.startswith(prefix):
+            if entry.name.startswith(f"{prefix}{boot()}-"):
                 with suppress(OSError):  # another user's, or another process removes it
                     _remove_if_left(Path(entry.path))
 

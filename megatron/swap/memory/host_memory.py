@@ -126,9 +126,13 @@ def machine_memory_gib() -> float:
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Return the host memory that this process can take now: of the machine, and below the limits of its cgroups."""
+    """Return the host memory that this process can take now: of the machine, and below the limits of its cgroups.
+
+    The whole page cache counts as available: the kernel reclaims it before it refuses memory.
+    """
     _, available_bytes = _physical_memory(root)
-    return min([available_bytes, *(left_bytes for _, left_bytes in _cgroup_limits(root))])
+    limits = _cgroup_limits(root, cache=("inactive_file", "active_file"))
+    return min([available_bytes, *(left_bytes for _, left_bytes in limits)])
 
 
 def check_host_request(requested_bytes: int, capacity: HostCapacity, unchecked: bool) -> None:
@@ -176,8 +180,10 @@ def _physical_memory(root: Path) -> tuple[int, int]:
     return total_bytes, min(total_bytes, fields.get("MemAvailable", fallback_bytes))
 
 
-def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+def _cgroup_limits(root: Path, cache: Sequence[str] = ("inactive_file",)) -> list[tuple[int, int]]:
     """Return (limit, bytes left below it) of every cgroup with a memory limit between this process and the root.
+
+    Page cache of the kinds ``cache`` counts as left.
 
     Inside a container /proc/self/cgroup may give the host's path although only the container's own cgroup is mounted,
     at the mount's root. The loop walks up from the path and skips folders that do not exist, so it works for both.
@@ -191,10 +197,10 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers == "":
-            mount, limit_name, usage_name, cache_name = "", "memory.max", "memory.current", "inactive_file"
+            mount, limit_name, usage_name, prefix = "", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
             mount, limit_name, usage_name = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache_name = "total_inactive_file"
+            prefix = "total_"
         else:
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]
@@ -205,7 +211,8 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
             if limit_bytes is None or limit_bytes >= 1 << 60:
                 continue
             used_bytes = _read_int(folder / usage_name) or 0
-            used_bytes -= min(used_bytes, _read_stat(folder / "memory.stat", cache_name))
+            cache_bytes = sum(_read_stat(folder / "memory.stat", f"{prefix}{name}") for name in cache)
+            used_bytes -= min(used_bytes, cache_bytes)
             limits.append((limit_bytes, max(0, limit_bytes - used_bytes)))
     return limits
 

@@ -322,8 +322,9 @@ class HostPool:
             raise HostMemoryError(
                 f"the host pool cannot provide {purpose}: {format_bytes(available_bytes)} of host memory are available "
                 f"now, fewer than at the start: another process has taken them, or a limit of the cgroup. "
-                f"{format_bytes(self._reserved_bytes)} are reserved. End that process, swap fewer layers "
-                "(--swap-layers), or, if this machine's memory grows on demand, add --swap-host-unchecked."
+                f"{format_bytes(self._reserved_bytes)} are reserved. End that process or swap fewer layers "
+                "(--swap-layers or layers=…). In training by flags, --swap-host-unchecked ends this check, for a "
+                "machine whose memory grows on demand."
             )
         sizes: list[int] = []
         needed_bytes = short_bytes

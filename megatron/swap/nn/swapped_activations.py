@@ -20,7 +20,12 @@ from megatron.swap.engine.layer_hooks import BoundaryOptions, LayerBoundary
 from megatron.swap.engine.oom_guard import GUARD_HOST_FRACTION, OomGuard, Rescue
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.settings import EngineSettings, Instruments
-from megatron.swap.memory.host_memory import check_host_request, local_world_size, safe_host_bytes
+from megatron.swap.memory.host_memory import (
+    available_host_bytes,
+    check_host_request,
+    local_world_size,
+    safe_host_bytes,
+)
 from megatron.swap.memory.host_pool import HostPool
 from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.nn.module_boundary import ModuleBoundary
@@ -104,7 +109,9 @@ class SwappedActivations:
         self.chosen = tuple(number for number, flag in enumerate(is_swapped) if flag)
         self._device = _engine_device(device, config.cpu_delay_ms / 1e3)
         guard_bytes = int(GUARD_HOST_FRACTION * limit_bytes) if config.oom_guard else 0
-        self._tier = HostTier(HostPool(limit=limit_bytes, pinned=device.type == "cuda", device=device.index))
+        pinned = device.type == "cuda"
+        pool = HostPool(limit=limit_bytes, pinned=pinned, device=device.index, available_bytes=available_host_bytes)
+        self._tier = HostTier(pool)
         self._guard = OomGuard(self._device, self._tier.pool, int(config.min_mib * MIB), guard_bytes)
         if config.oom_guard:
             self._guard.begin()

@@ -14,7 +14,7 @@ from benchmarks.runner import launch
 from benchmarks.runner.launch import Child
 from benchmarks.runner.outcome import TIMED_OUT
 from benchmarks.runner.request import Request
-from megatron.swap.common.leftovers import LOCK
+from megatron.swap.common.leftovers import LOCK, boot
 
 # A fake trainer: it follows its first flag and prints the words of the real one.
 SCRIPT = """#!{python}
@@ -165,7 +165,7 @@ def test_the_folder_of_a_program_that_was_killed_is_removed_by_the_next_run(
 ) -> None:
     """The folder of a run that goes on stays."""
     parent = tmp_path / "temporary"
-    left = parent / "measured-run-left"
+    left = parent / f"measured-run-{boot()}-left"
     left.mkdir(parents=True)
     (left / LOCK).touch()
     (left / "request.json").write_text("{}")

@@ -352,4 +352,21 @@ class TestNuma:
 def test_what_is_available_now_is_the_least_of_machine_and_cgroups(tmp_path):
     assert available_host_bytes(write(tmp_path / "a", meminfo(256, 200))) == 200 * GIB
     files = meminfo(256, 200) | {"proc/self/cgroup": "0::/pod\n"} | cgroup2("/pod", str(64 * GIB), 60)
-    assert available_host_bytes(write(tmp_path / "b", files)) == 4 * GIB
+    assert available_host_bytes(write(tmp_path / "b", files)) == 4 * GIB + 7
+
+
+def test_page_cache_in_use_is_available_to_growth_and_not_to_the_default(tmp_path):
+    """A mapped data set that is read again and again is active page cache, which the kernel reclaims all the same."""
+    two = meminfo(256, 200) | {"proc/self/cgroup": "0::/pod\n"} | cgroup2("/pod", str(64 * GIB), 60, cache_gib=5)
+    two["sys/fs/cgroup/pod/memory.stat"] = f"inactive_file {5 * GIB}\nactive_file {40 * GIB}\n"
+    base = "sys/fs/cgroup/memory/pod"
+    one = meminfo(256, 200) | {
+        "proc/self/cgroup": "4:memory:/pod\n",
+        f"{base}/memory.limit_in_bytes": f"{64 * GIB}\n",
+        f"{base}/memory.usage_in_bytes": f"{60 * GIB}\n",
+        f"{base}/memory.stat": f"active_file 1\ntotal_inactive_file {5 * GIB}\ntotal_active_file {40 * GIB}\n",
+    }
+    for name, files in (("one", one), ("two", two)):
+        root = write(tmp_path / name, files)
+        assert available_host_bytes(root) == 49 * GIB
+        assert safe_host_bytes(1, root=root).available_bytes == 9 * GIB
