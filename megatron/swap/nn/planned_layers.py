@@ -26,6 +26,7 @@ from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint
+from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,11 @@ class PlannedBoundary(ModuleBoundary):
     def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._checkpoint is not None:
             return self._run_checkpointed(group, args, kwargs)
-        if not self._manager.ranges.is_on:
+        if self._saved_tensors.active_recorder is None:
             return self._inner(*args, **kwargs)
-        read = [*_tensors([args, kwargs]), *self._constants]
-        versions = [tensor._version for tensor in read]
+        before = RunSnapshot(self.module, args, kwargs)
         result = self._inner(*args, **kwargs)
-        if versions != [tensor._version for tensor in read]:  # such as batch norm, which counts what it has seen
+        if not before.is_unchanged():  # such as batch norm, which counts what it has seen
             self._saved_tensors.not_repeatable(group)
         return result
 
@@ -122,8 +122,12 @@ class PlannedBoundary(ModuleBoundary):
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _is_input(leaf, hidden)]
         inputs = [leaves[i] for i in indices]
         others = [None if i in indices else leaf for i, leaf in enumerate(leaves)]
+        versions = versions_of(list(_tensors(others)))
+        # The checkpoint restores the random numbers of the devices of its arguments: there is always one on this.
+        on_device = torch.empty(0, device=self._saved_tensors.device)
 
-        def run(*tensors: torch.Tensor) -> Any:
+        def run(_: torch.Tensor, *tensors: torch.Tensor) -> Any:
+            check_unchanged(versions, type(self.module).__name__)
             full = list(others)
             for i, tensor in zip(indices, tensors, strict=True):
                 full[i] = tensor
@@ -133,7 +137,7 @@ class PlannedBoundary(ModuleBoundary):
                 return self._inner(*again_args, **again_kwargs)
 
         contexts = lambda: (nullcontext(), self._saved_tensors.counting())  # noqa: E731
-        return checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts)
+        return checkpoint(run, on_device, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 class PlannedLayers:
