@@ -36,11 +36,7 @@ class SwapCallback(TrainerCallback):
         self._settings = settings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Put the boundaries around the layers.
-
-        Raises:
-            UsageError, HostMemoryError: for an argument in ``REFUSED``, or as ``swap.activations`` raises them.
-        """
+        """Put the boundaries around the layers. Raises ``UsageError`` for ``REFUSED``, and as ``swap.activations``."""
         for name, remedy in REFUSED.items():
             if (given := getattr(args, name, None)) and (name != "n_gpu" or given > 1):
                 raise UsageError(f"SwapCallback with {name}={given!r} of TrainingArguments: {remedy}")

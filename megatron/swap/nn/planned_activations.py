@@ -147,9 +147,13 @@ class PlannedActivations(SwappedActivations):
     # --------------------------------------------------------------------- steps
 
     def _forward_begins(self, *_: object) -> None:
-        if torch.is_grad_enabled() and not in_backward():
-            self._steps.forward_begins()
-            self._planned.begin_forward()
+        if in_backward():
+            return
+        if not torch.is_grad_enabled():
+            self._steps.evaluation_begins()
+            return
+        self._steps.forward_begins()
+        self._planned.begin_forward()
 
     def step(self) -> None:
         """Tell that a training step has ended: after the optimizer's step, before the next forward, on every rank.

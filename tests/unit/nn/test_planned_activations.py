@@ -194,6 +194,27 @@ def test_steps_that_are_told() -> None:
         check(swapped.stats())
 
 
+def test_an_evaluation_between_steps_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = {"bytes": GIB // 8}
+    monkeypatch.setattr(EmulatedDevice, "reserved_bytes", lambda _: reserved["bytes"])
+    monkeypatch.setattr(EmulatedDevice, "release_cached", lambda _: reserved.update(bytes=GIB // 8))
+    model = mlps(3)
+    peaks = []
+
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        with torch.inference_mode():
+            model(batch)
+        reserved["bytes"] = GIB // 2
+        loss = loss_of(model(batch))
+        loss.backward()
+        peaks.append(swapped.stats().peak_gib)
+        return loss
+
+    with planned(model) as swapped:
+        train(model, num_steps=NUM_STEPS, backward=backward)
+    assert peaks == [None, *(NUM_STEPS - 1) * [0.125]]
+
+
 @pytest.mark.slow
 def test_more_is_saved_later() -> None:
     """Twice as many rows: such steps are measured and planned anew, within the same budget."""
