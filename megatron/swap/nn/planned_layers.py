@@ -7,9 +7,10 @@ numbered in their order, and each has an action of its own.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,7 @@ class PlannedBoundary(ModuleBoundary):
 
     Attributes:
         has_backward: whether a backward has entered the layer.
+        is_entered: whether one has since the last forward of the model began.
         is_apart: the layer runs as if it had no boundary, so that what it saves counts as saved outside the layers.
     """
 
@@ -60,7 +62,8 @@ class PlannedBoundary(ModuleBoundary):
         on_run: Callable[[PlannedBoundary, Any], LayerRun],
     ) -> None:
         self._on_run = on_run
-        self.has_backward = self.is_apart = False
+        self.has_backward = self.is_entered = self.is_apart = False
+        self._graph: weakref.ref[Any] | None = None
         super().__init__(number, module, saved_tensors, position, options)
 
     @torch.compiler.disable
@@ -99,10 +102,16 @@ class PlannedBoundary(ModuleBoundary):
 
     def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
         def begins() -> None:
-            self.has_backward = True
+            self.has_backward = self.is_entered = True
             on_backward()
 
+        self._graph = weakref.ref(begins)  # the graph holds it
         return super()._mark(result, begins)
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether the graph of the layer's last run exists."""
+        return self._graph is not None and self._graph() is not None
 
     def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._checkpoint is not None:
@@ -170,7 +179,8 @@ class PlannedLayers:
         self._longest: list[PlannedBoundary] = []
         self._num_runs: Counter[PlannedBoundary] = Counter()
         self._names: SiteNames | None = None
-        self._is_known = False
+        self._is_known = self._has_begun = False
+        self._depth = 0  # of the model's forwards that run now
         self._set_runs()
 
     @property
@@ -179,9 +189,23 @@ class PlannedLayers:
         return len(self._order)
 
     def begin_forward(self) -> None:
-        """Begin a forward of the model."""
+        """Begin a forward of the model.
+
+        Raises:
+            UsageError: while the first steps are measured, the forward before this one waits for its backward.
+        """
+        is_measuring = not self._is_known or self._saved_tensors.active_recorder is not None
+        was_entered = any(boundary.is_entered for boundary in self.boundaries)
+        if is_measuring and not was_entered and any(boundary.has_graph for boundary in self.boundaries):
+            raise UsageError(
+                "a forward begins before the backward of the last one, and memory_gib plans one forward at a time. "
+                "Run backward after each forward, concatenate the batches into one, or swap layers without a budget."
+            )
+        for boundary in self.boundaries:
+            boundary.is_entered = False
         self._num_runs.clear()
         self._forward = []
+        self._has_begun = True
 
     def learn_order(self, window_bytes: int | None) -> Sequence[nn.Module]:
         """Number the runs as the longest forward of the first step ran them. Later calls change nothing.
@@ -211,8 +235,24 @@ class PlannedLayers:
         self._set_runs()
         self._saved_tensors.manager.apply_policy(window_bytes)
 
-    def around(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context for the forward of ``model`` that records tensors saved outside its layers."""
+    @contextmanager
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """Return a context for the forward of ``model`` that records tensors saved outside its layers.
+
+        Raises:
+            UsageError: it trains, and did not begin: its ``forward`` was called, and not the model.
+        """
+        if torch.is_grad_enabled() and not in_backward() and not self._has_begun:
+            raise UsageError(f"{type(model).__name__}.forward is called by itself: call the model, model(...).")
+        self._depth += 1
+        try:
+            with self._recorded(model):
+                yield
+        finally:
+            self._depth -= 1
+            self._has_begun &= self._depth > 0
+
+    def _recorded(self, model: nn.Module) -> AbstractContextManager[Any]:
         if not self._saved_tensors.is_recorded:
             return nullcontext()
         if self._names is None:
@@ -235,6 +275,11 @@ class PlannedLayers:
             self._runs_of.setdefault(boundary, []).append(run)
 
     def _on_run(self, boundary: PlannedBoundary, hidden: Any) -> LayerRun:
+        if not self._depth:
+            raise UsageError(
+                f"a layer ({type(boundary.module).__name__}) runs, but not through the forward of the model that "
+                "memory_gib was given for: pass the module that your loop calls."
+            )
         if not self.hidden_shape and isinstance(hidden, torch.Tensor):
             self.hidden_shape = tuple(hidden.shape)
         if not self._is_known:

@@ -16,7 +16,7 @@ from torch import nn
 from megatron.swap.common.types import UsageError
 from megatron.swap.nn import planned_layers
 from megatron.swap.nn.run_snapshot import RunSnapshot
-from tests.plain_loop import WIDTH, Mlp, mlps, rows, train
+from tests.plain_loop import WIDTH, Mlp, loss_of, mlps, rows, train
 from tests.planned_loop import QUIET, assert_planned
 
 
@@ -132,3 +132,37 @@ def test_the_checkpoint_always_gets_a_tensor_of_the_device(monkeypatch: pytest.M
         model(rows(0))
         device = swapped._saved_tensors.device
     assert [(tensors[0].numel(), tensors[0].device) for tensors in seen] == 3 * [(0, device)]
+
+
+def test_layers_outside_the_forward_of_the_model() -> None:
+    """Nothing would be planned: nobody sees the forward begin."""
+    model = Model()
+    layer = lambda: model.layers[0](rows(0), [])  # noqa: E731
+    with swap.activations(model, memory_gib=1.0, **QUIET):
+        with pytest.raises(UsageError, match=r"Layer.* runs, but not through .*: pass the module that your loop calls"):
+            layer()
+        with pytest.raises(UsageError, match=r"Model.forward is called by itself: call the model"):
+            model.forward(rows(0))
+        with torch.no_grad():
+            layer()
+            model.forward(rows(0))
+        model(rows(0)).sum().backward()
+
+
+def test_several_forwards_before_a_backward() -> None:
+    def chosen_and_rejected(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        loss = loss_of(model(batch)) - loss_of(model(batch + 1))
+        loss.backward()
+        return loss
+
+    def dropped(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        model(batch + 1)
+        loss = loss_of(model(batch))
+        loss.backward()
+        return loss
+
+    model = mlps(3)
+    with swap.activations(model, memory_gib=1.0, **QUIET):
+        with pytest.raises(UsageError, match="backward after each forward, concatenate the batches"):
+            train(model, backward=chosen_and_rejected)
+        train(model, backward=dropped)
