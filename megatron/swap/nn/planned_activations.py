@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -169,10 +170,8 @@ class PlannedActivations(SwappedActivations):
     def _end_step(self, number: int) -> None:
         if self._last is not None or self._auto is None:
             return
-        if apart := self._planned.learn_order(self._target.config.window_bytes(None)):
-            names = {module: name for name, module in self._model.named_modules()}
-            untrained = ", ".join(names.get(module, "") for module in apart)
-            self._say(f"no backward has entered {untrained}: what these layers save is kept")
+        if not self._planned.is_known:
+            self._learn_order(self._auto)
         self._recorder.step_ended(number + 1)
         rescues = self._manager.guard.take_rescues()
         self._rescues += rescues
@@ -188,6 +187,30 @@ class PlannedActivations(SwappedActivations):
             ) from error
         if self._observer is not None:
             self._observer.end_step()
+
+    def _learn_order(self, auto: AutoPlan) -> None:
+        """Number the runs of layers, once backward has entered some, equally on all ranks.
+
+        Raises:
+            UsageError: the ranks have run other layers, or in another order.
+        """
+        names = {module: name for name, module in self._model.named_modules()}
+        first, *others = auto.gather(lambda: [names.get(module, "") for module in self._planned.seen_order()])
+        for rank, other in enumerate(others, 1):
+            for number, (one, another) in enumerate(zip_longest(first, other)):
+                if one != another:
+                    raise UsageError(
+                        f"the ranks run different layers: run {number} of the longest forward is of {one or 'none'} on "
+                        f"rank 0, and of {another or 'none'} on rank {rank}. One plan is for all ranks: let every "
+                        "rank run the same layers, or swap layers without a budget."
+                    )
+        if not first:
+            return
+        idle, elsewhere = self._planned.learn_order(self._target.config.window_bytes(None))
+        for layers, why in (idle, "no backward has entered"), (elsewhere, "the longest forward does not run"):
+            if layers:
+                known = ", ".join(names.get(layer, "") for layer in layers)
+                self._say(f"{why} {known}: what these layers save is kept")
 
     # ------------------------------------------------------------------- figures
 

@@ -108,9 +108,13 @@ class PlannedBoundary(ModuleBoundary):
         self._graph = weakref.ref(begins)  # the graph holds it
         return super()._mark(result, begins)
 
+    def begin_forward(self) -> None:
+        """Forget the graphs of earlier forwards."""
+        self.is_entered, self._graph = False, None
+
     @property
     def has_graph(self) -> bool:
-        """Whether the graph of the layer's last run exists."""
+        """Whether the graph of the layer's last run in this forward exists."""
         return self._graph is not None and self._graph() is not None
 
     def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,6 +164,7 @@ class PlannedLayers:
     Attributes:
         boundaries: one a module.
         hidden_shape: of the hidden states of the first run; empty before it.
+        is_known: the order of the runs is.
     """
 
     def __init__(self, modules: Sequence[nn.Module], saved_tensors: SavedTensors, policy: Policy) -> None:
@@ -179,7 +184,7 @@ class PlannedLayers:
         self._longest: list[PlannedBoundary] = []
         self._num_runs: Counter[PlannedBoundary] = Counter()
         self._names: SiteNames | None = None
-        self._is_known = self._has_begun = False
+        self.is_known = self._has_begun = False
         self._depth = 0  # of the model's forwards that run now
         self._set_runs()
 
@@ -194,7 +199,7 @@ class PlannedLayers:
         Raises:
             UsageError: while the first steps are measured, the forward before this one waits for its backward.
         """
-        is_measuring = not self._is_known or self._saved_tensors.active_recorder is not None
+        is_measuring = not self.is_known or self._saved_tensors.active_recorder is not None
         was_entered = any(boundary.is_entered for boundary in self.boundaries)
         if is_measuring and not was_entered and any(boundary.has_graph for boundary in self.boundaries):
             raise UsageError(
@@ -202,29 +207,34 @@ class PlannedLayers:
                 "Run backward after each forward, concatenate the batches into one, or swap layers without a budget."
             )
         for boundary in self.boundaries:
-            boundary.is_entered = False
+            boundary.begin_forward()
         self._num_runs.clear()
         self._forward = []
         self._has_begun = True
 
-    def learn_order(self, window_bytes: int | None) -> Sequence[nn.Module]:
-        """Number the runs as the longest forward of the first step ran them. Later calls change nothing.
+    def seen_order(self) -> list[nn.Module]:
+        """Return the layers of the longest forward that a backward has entered, in the order of their runs."""
+        return [boundary.module for boundary in self._longest if boundary.has_backward]
+
+    def learn_order(self, window_bytes: int | None) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Number the runs as in ``seen_order``, which is not empty. What all other layers save is kept from now on.
 
         Args:
             window_bytes: as in ``apply_policy``.
 
         Returns:
-            Layers that no backward has entered. What they save is kept from now on.
+            The layers that no backward has entered, and those that run in other forwards than the longest.
         """
-        found = [boundary for boundary in self._longest if boundary.has_backward]
-        if self._is_known or not found:
-            return ()
-        self._is_known, self._order = True, found
-        apart = [boundary for boundary in self.boundaries if boundary not in found]
+        self._order = [boundary for boundary in self._longest if boundary.has_backward]
+        self.is_known = True
+        apart = [boundary for boundary in self.boundaries if boundary not in self._order]
         for boundary in apart:
             boundary.is_apart = True
         self.apply_policy(window_bytes)
-        return [boundary.module for boundary in apart]
+        return (
+            [boundary.module for boundary in apart if not boundary.has_backward],
+            [boundary.module for boundary in apart if boundary.has_backward],
+        )
 
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """Return the numbers of the runs of a forward, in order, as the only chunk."""
@@ -282,7 +292,7 @@ class PlannedLayers:
             )
         if not self.hidden_shape and isinstance(hidden, torch.Tensor):
             self.hidden_shape = tuple(hidden.shape)
-        if not self._is_known:
+        if not self.is_known:
             self._forward.append(boundary)
             if len(self._forward) > len(self._longest):
                 self._longest = list(self._forward)

@@ -13,6 +13,7 @@ import torch
 from megatron import swap
 from torch import nn
 
+from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.common.types import UsageError
 from megatron.swap.nn import planned_layers
 from megatron.swap.nn.run_snapshot import RunSnapshot
@@ -166,3 +167,43 @@ def test_several_forwards_before_a_backward() -> None:
         with pytest.raises(UsageError, match="backward after each forward, concatenate the batches"):
             train(model, backward=chosen_and_rejected)
         train(model, backward=dropped)
+
+
+class TwoPaths(nn.Module):
+    """A short forward runs a layer that the long one leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path, self.other = mlps(4), mlps(1)
+
+    def forward(self, hidden: torch.Tensor, is_short: bool) -> torch.Tensor:
+        return self.other(hidden) if is_short else self.path(hidden)
+
+
+def both_paths(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+    for is_short in (True, False):
+        loss = loss_of(model(batch, is_short))
+        loss.backward()
+    return loss
+
+
+def test_layers_of_a_shorter_forward_are_named() -> None:
+    lines: list[str] = []
+    model = TwoPaths()
+    with swap.activations(model, memory_gib=1.0, **{**QUIET, "log": lines.append}):
+        train(model, num_steps=2, backward=both_paths)
+    assert lines[1] == "the longest forward does not run other.0: what these layers save is kept"
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (["0", "2", "1"], r"run 1 of the longest forward is of 1 on rank 0, and of 2 on rank 1"),
+        (["0", "1"], r"run 2 of the longest forward is of 2 on rank 0, and of none on rank 1"),
+    ],
+)
+def test_ranks_that_run_different_layers(monkeypatch: pytest.MonkeyPatch, other: list[str], said: str) -> None:
+    monkeypatch.setattr(AutoPlan, "gather", lambda _, compute: [compute(), other])
+    model = mlps(3)
+    with swap.activations(model, memory_gib=1.0, **QUIET), pytest.raises(UsageError, match=said):
+        train(model, num_steps=2)
