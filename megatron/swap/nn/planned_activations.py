@@ -53,7 +53,6 @@ class PlannedActivations(SwappedActivations):
         device: torch.device,
         log: Callable[[str], None],
     ) -> None:
-        refuse_unplannable(model)
         self._model = model
         self._log = log
         self._ranges = Ranges()
@@ -252,8 +251,8 @@ class PlannedActivations(SwappedActivations):
                 whatever_fails.callback(self._auto.close)
             whatever_fails.callback(self._recorder.abandon)
             whatever_fails.callback(self._planned.remove)
-            while self._undo:
-                self._undo.pop()()
+            for undo in self._undo:
+                whatever_fails.callback(undo)
 
 
 def refuse_unplannable(model: Any) -> None:
@@ -271,6 +270,11 @@ def refuse_unplannable(model: Any) -> None:
         raise UsageError(
             f"{type(model).__name__} is compiled as a whole: its steps and layers cannot be measured. Pass the model "
             "before torch.compile, and train it uncompiled."
+        )
+    if len(devices := sorted({str(parameter.device) for parameter in model.parameters()})) > 1:
+        raise UsageError(
+            f"{type(model).__name__} is on {', '.join(devices)}: a budget needs a model on one GPU. Move it there "
+            '(no device_map="auto"), or swap layers without a budget.'
         )
     for name, module in model.named_modules():
         sharded = {"FSDPModule", "FullyShardedDataParallel"} & {kind.__name__ for kind in type(module).__mro__}

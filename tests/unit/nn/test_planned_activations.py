@@ -246,6 +246,19 @@ def test_training_goes_on_after_close() -> None:
     assert swapped.plan() == "no plan yet (profile): the first steps are measured, and keep as little as they can"
 
 
+def test_close_restores_all_although_something_fails() -> None:
+    model = mlps(3)
+    swapped = planned(model)
+
+    def fails() -> None:
+        raise RuntimeError("planted")
+
+    swapped._undo.append(fails)  # is undone first
+    with pytest.raises(RuntimeError, match="planted"):
+        swapped.close()
+    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in model.modules())
+
+
 # ----------------------------------------------------------------------------------------- what users see
 
 
@@ -386,6 +399,7 @@ def compiled(module: nn.Module) -> nn.Module:
         (mlps, {"memory_fraction": 2.0}, "--swap-memory-fraction 2"),
         (mlps, {"save_plan": "plan.json"}, "give memory_gib too"),
         (lambda: list(mlps()), {"memory_gib": 1.0}, "plan a whole model"),
+        (lambda: nn.Sequential(Mlp(), Mlp().to("meta")), {"memory_gib": 1.0}, "cpu, meta: a budget needs a model on"),
         (lambda: compiled(mlps()), {"memory_gib": 1.0}, "Sequential is compiled as a whole"),
         (lambda: nn.Sequential(compiled(Mlp()), Mlp(), Mlp()), {"memory_gib": 1.0}, "layer 0 .* is compiled"),
         (lambda: nn.Sequential(Sharded(), Sharded()), {"memory_gib": 1.0}, "0 is sharded .FSDPModule."),
