@@ -1,4 +1,4 @@
-"""What a layer finds when it runs. A layer that leaves all of it as it was may run again in backward."""
+"""A snapshot before a run of a layer. A layer that leaves all in it unchanged may run again in backward."""
 
 from __future__ import annotations
 
