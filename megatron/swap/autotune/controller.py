@@ -94,6 +94,10 @@ class AutoPlan:
 
     # ------------------------------------------------------------ between steps
 
+    def gather[T](self, compute: Callable[[], T]) -> list[T]:
+        """Return what ``compute`` returns on every rank. Call it on all ranks, between two steps."""
+        return self._ranks.gather(compute)
+
     def step_ended(self, number: int, short_bytes: int = 0, num_retries: int = 0) -> None:
         """End step ``number``: measure it, agree with the other ranks, decide, and switch.
 

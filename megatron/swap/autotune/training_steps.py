@@ -62,6 +62,16 @@ class TrainingSteps:
             self._end()
         self.num_forwards += 1
 
+    def evaluation_begins(self) -> None:
+        """End the step, if its optimizer has stepped: what an evaluation after it takes is not part of it.
+
+        Not with several ranks, since one of them may evaluate while the others wait for it.
+        """
+        is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        if self._was_stepped and not self._is_told and is_alone:
+            with torch.inference_mode(False), torch.enable_grad():  # what is allocated now must serve training
+                self._end()
+
     def tell(self) -> None:
         """End the step. From the first call on, optimizers are not watched any more."""
         self._is_told = True

@@ -6,9 +6,17 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from megatron.swap.common.types import UsageError
 from megatron.swap.nn.module_activations import activations
 from megatron.swap.nn.planned_activations import PlannedActivations
 from megatron.swap.nn.swapped_activations import SwappedActivations
+
+REFUSED = {
+    "n_gpu": "nn.DataParallel copies the layers. Start with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU.",
+    "torch_compile": "compiled layers hide what they save. Leave it out.",
+    "deepspeed": "ZeRO-3 frees weights between uses. Leave it out: torchrun alone trains data parallel.",
+    "fsdp": "sharded weights are freed between uses. Leave it out: torchrun alone trains data parallel.",
+}
 
 
 class SwapCallback(TrainerCallback):
@@ -28,20 +36,15 @@ class SwapCallback(TrainerCallback):
         self._settings = settings
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Put the boundaries around the layers.
-
-        Raises:
-            UsageError, HostMemoryError: as ``swap.activations`` raises them.
-        """
+        """Put the boundaries around the layers. Raises ``UsageError`` for ``REFUSED``, and as ``swap.activations``."""
+        for name, remedy in REFUSED.items():
+            if (given := getattr(args, name, None)) and (name != "n_gpu" or given > 1):
+                raise UsageError(f"SwapCallback with {name}={given!r} of TrainingArguments: {remedy}")
         self._close()  # a training before this one may have failed
         self.swapped = activations(options["model"], **self._settings)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Tell that a step has ended.
-
-        Raises:
-            Infeasible: no plan fits the budget.
-        """
+        """Tell that a step has ended. Raises ``Infeasible`` if no plan fits the budget."""
         if isinstance(self.swapped, PlannedActivations):
             self.swapped.step()
 

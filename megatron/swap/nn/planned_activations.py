@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -52,7 +53,6 @@ class PlannedActivations(SwappedActivations):
         device: torch.device,
         log: Callable[[str], None],
     ) -> None:
-        refuse_unplannable(model)
         self._model = model
         self._log = log
         self._ranges = Ranges()
@@ -147,9 +147,13 @@ class PlannedActivations(SwappedActivations):
     # --------------------------------------------------------------------- steps
 
     def _forward_begins(self, *_: object) -> None:
-        if torch.is_grad_enabled() and not in_backward():
-            self._steps.forward_begins()
-            self._planned.begin_forward()
+        if in_backward():
+            return
+        if not torch.is_grad_enabled():
+            self._steps.evaluation_begins()
+            return
+        self._steps.forward_begins()
+        self._planned.begin_forward()
 
     def step(self) -> None:
         """Tell that a training step has ended: after the optimizer's step, before the next forward, on every rank.
@@ -165,10 +169,8 @@ class PlannedActivations(SwappedActivations):
     def _end_step(self, number: int) -> None:
         if self._last is not None or self._auto is None:
             return
-        if apart := self._planned.learn_order(self._target.config.window_bytes(None)):
-            names = {module: name for name, module in self._model.named_modules()}
-            untrained = ", ".join(names.get(module, "") for module in apart)
-            self._say(f"no backward has entered {untrained}: what these layers save is kept")
+        if not self._planned.is_known:
+            self._learn_order(self._auto)
         self._recorder.step_ended(number + 1)
         rescues = self._manager.guard.take_rescues()
         self._rescues += rescues
@@ -184,6 +186,30 @@ class PlannedActivations(SwappedActivations):
             ) from error
         if self._observer is not None:
             self._observer.end_step()
+
+    def _learn_order(self, auto: AutoPlan) -> None:
+        """Number the runs of layers, once backward has entered some, equally on all ranks.
+
+        Raises:
+            UsageError: the ranks have run other layers, or in another order.
+        """
+        names = {module: name for name, module in self._model.named_modules()}
+        first, *others = auto.gather(lambda: [names.get(module, "") for module in self._planned.seen_order()])
+        for rank, other in enumerate(others, 1):
+            for number, (one, another) in enumerate(zip_longest(first, other)):
+                if one != another:
+                    raise UsageError(
+                        f"the ranks run different layers: run {number} of the longest forward is of {one or 'none'} on "
+                        f"rank 0, and of {another or 'none'} on rank {rank}. One plan is for all ranks: let every "
+                        "rank run the same layers, or swap layers without a budget."
+                    )
+        if not first:
+            return
+        idle, elsewhere = self._planned.learn_order(self._target.config.window_bytes(None))
+        for layers, why in (idle, "no backward has entered"), (elsewhere, "the longest forward does not run"):
+            if layers:
+                known = ", ".join(names.get(layer, "") for layer in layers)
+                self._say(f"{why} {known}: what these layers save is kept")
 
     # ------------------------------------------------------------------- figures
 
@@ -225,8 +251,8 @@ class PlannedActivations(SwappedActivations):
                 whatever_fails.callback(self._auto.close)
             whatever_fails.callback(self._recorder.abandon)
             whatever_fails.callback(self._planned.remove)
-            while self._undo:
-                self._undo.pop()()
+            for undo in self._undo:
+                whatever_fails.callback(undo)
 
 
 def refuse_unplannable(model: Any) -> None:
@@ -244,6 +270,11 @@ def refuse_unplannable(model: Any) -> None:
         raise UsageError(
             f"{type(model).__name__} is compiled as a whole: its steps and layers cannot be measured. Pass the model "
             "before torch.compile, and train it uncompiled."
+        )
+    if len(devices := sorted({str(parameter.device) for parameter in model.parameters()})) > 1:
+        raise UsageError(
+            f"{type(model).__name__} is on {', '.join(devices)}: a budget needs a model on one GPU. Move it there "
+            '(no device_map="auto"), or swap layers without a budget.'
         )
     for name, module in model.named_modules():
         sharded = {"FSDPModule", "FullyShardedDataParallel"} & {kind.__name__ for kind in type(module).__mro__}

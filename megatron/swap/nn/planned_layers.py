@@ -7,9 +7,10 @@ numbered in their order, and each has an action of its own.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint
+from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class PlannedBoundary(ModuleBoundary):
 
     Attributes:
         has_backward: whether a backward has entered the layer.
+        is_entered: whether one has since the last forward of the model began.
         is_apart: the layer runs as if it had no boundary, so that what it saves counts as saved outside the layers.
     """
 
@@ -59,7 +62,8 @@ class PlannedBoundary(ModuleBoundary):
         on_run: Callable[[PlannedBoundary, Any], LayerRun],
     ) -> None:
         self._on_run = on_run
-        self.has_backward = self.is_apart = False
+        self.has_backward = self.is_entered = self.is_apart = False
+        self._graph: weakref.ref[Any] | None = None
         super().__init__(number, module, saved_tensors, position, options)
 
     @torch.compiler.disable
@@ -98,20 +102,29 @@ class PlannedBoundary(ModuleBoundary):
 
     def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
         def begins() -> None:
-            self.has_backward = True
+            self.has_backward = self.is_entered = True
             on_backward()
 
+        self._graph = weakref.ref(begins)  # the graph holds it
         return super()._mark(result, begins)
+
+    def begin_forward(self) -> None:
+        """Forget the graphs of earlier forwards."""
+        self.is_entered, self._graph = False, None
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether the graph of the layer's last run in this forward exists."""
+        return self._graph is not None and self._graph() is not None
 
     def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._checkpoint is not None:
             return self._run_checkpointed(group, args, kwargs)
-        if not self._manager.ranges.is_on:
+        if self._saved_tensors.active_recorder is None:
             return self._inner(*args, **kwargs)
-        read = [*_tensors([args, kwargs]), *self._constants]
-        versions = [tensor._version for tensor in read]
+        before = RunSnapshot(self.module, args, kwargs)
         result = self._inner(*args, **kwargs)
-        if versions != [tensor._version for tensor in read]:  # such as batch norm, which counts what it has seen
+        if not before.is_unchanged():  # such as batch norm, which counts what it has seen
             self._saved_tensors.not_repeatable(group)
         return result
 
@@ -122,8 +135,12 @@ class PlannedBoundary(ModuleBoundary):
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _is_input(leaf, hidden)]
         inputs = [leaves[i] for i in indices]
         others = [None if i in indices else leaf for i, leaf in enumerate(leaves)]
+        versions = versions_of(list(_tensors(others)))
+        # The checkpoint restores the random numbers of the devices of its arguments: there is always one on this.
+        on_device = torch.empty(0, device=self._saved_tensors.device)
 
-        def run(*tensors: torch.Tensor) -> Any:
+        def run(_: torch.Tensor, *tensors: torch.Tensor) -> Any:
+            check_unchanged(versions, type(self.module).__name__)
             full = list(others)
             for i, tensor in zip(indices, tensors, strict=True):
                 full[i] = tensor
@@ -133,7 +150,7 @@ class PlannedBoundary(ModuleBoundary):
                 return self._inner(*again_args, **again_kwargs)
 
         contexts = lambda: (nullcontext(), self._saved_tensors.counting())  # noqa: E731
-        return checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts)
+        return checkpoint(run, on_device, *inputs, use_reentrant=False, context_fn=contexts)
 
 
 class PlannedLayers:
@@ -147,6 +164,7 @@ class PlannedLayers:
     Attributes:
         boundaries: one a module.
         hidden_shape: of the hidden states of the first run; empty before it.
+        is_known: the order of the runs is.
     """
 
     def __init__(self, modules: Sequence[nn.Module], saved_tensors: SavedTensors, policy: Policy) -> None:
@@ -166,7 +184,8 @@ class PlannedLayers:
         self._longest: list[PlannedBoundary] = []
         self._num_runs: Counter[PlannedBoundary] = Counter()
         self._names: SiteNames | None = None
-        self._is_known = False
+        self.is_known = self._has_begun = False
+        self._depth = 0  # of the model's forwards that run now
         self._set_runs()
 
     @property
@@ -175,28 +194,47 @@ class PlannedLayers:
         return len(self._order)
 
     def begin_forward(self) -> None:
-        """Begin a forward of the model."""
+        """Begin a forward of the model.
+
+        Raises:
+            UsageError: while the first steps are measured, the forward before this one waits for its backward.
+        """
+        is_measuring = not self.is_known or self._saved_tensors.active_recorder is not None
+        was_entered = any(boundary.is_entered for boundary in self.boundaries)
+        if is_measuring and not was_entered and any(boundary.has_graph for boundary in self.boundaries):
+            raise UsageError(
+                "a forward begins before the backward of the last one, and memory_gib plans one forward at a time. "
+                "Run backward after each forward, concatenate the batches into one, or swap layers without a budget."
+            )
+        for boundary in self.boundaries:
+            boundary.begin_forward()
         self._num_runs.clear()
         self._forward = []
+        self._has_begun = True
 
-    def learn_order(self, window_bytes: int | None) -> Sequence[nn.Module]:
-        """Number the runs as the longest forward of the first step ran them. Later calls change nothing.
+    def seen_order(self) -> list[nn.Module]:
+        """Return the layers of the longest forward that a backward has entered, in the order of their runs."""
+        return [boundary.module for boundary in self._longest if boundary.has_backward]
+
+    def learn_order(self, window_bytes: int | None) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Number the runs as in ``seen_order``, which is not empty. What all other layers save is kept from now on.
 
         Args:
             window_bytes: as in ``apply_policy``.
 
         Returns:
-            Layers that no backward has entered. What they save is kept from now on.
+            The layers that no backward has entered, and those that run in other forwards than the longest.
         """
-        found = [boundary for boundary in self._longest if boundary.has_backward]
-        if self._is_known or not found:
-            return ()
-        self._is_known, self._order = True, found
-        apart = [boundary for boundary in self.boundaries if boundary not in found]
+        self._order = [boundary for boundary in self._longest if boundary.has_backward]
+        self.is_known = True
+        apart = [boundary for boundary in self.boundaries if boundary not in self._order]
         for boundary in apart:
             boundary.is_apart = True
         self.apply_policy(window_bytes)
-        return [boundary.module for boundary in apart]
+        return (
+            [boundary.module for boundary in apart if not boundary.has_backward],
+            [boundary.module for boundary in apart if boundary.has_backward],
+        )
 
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """Return the numbers of the runs of a forward, in order, as the only chunk."""
@@ -207,8 +245,24 @@ class PlannedLayers:
         self._set_runs()
         self._saved_tensors.manager.apply_policy(window_bytes)
 
-    def around(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context for the forward of ``model`` that records tensors saved outside its layers."""
+    @contextmanager
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """Return a context for the forward of ``model`` that records tensors saved outside its layers.
+
+        Raises:
+            UsageError: it trains, and did not begin: its ``forward`` was called, and not the model.
+        """
+        if torch.is_grad_enabled() and not in_backward() and not self._has_begun:
+            raise UsageError(f"{type(model).__name__}.forward is called by itself: call the model, model(...).")
+        self._depth += 1
+        try:
+            with self._recorded(model):
+                yield
+        finally:
+            self._depth -= 1
+            self._has_begun &= self._depth > 0
+
+    def _recorded(self, model: nn.Module) -> AbstractContextManager[Any]:
         if not self._saved_tensors.is_recorded:
             return nullcontext()
         if self._names is None:
@@ -231,9 +285,14 @@ class PlannedLayers:
             self._runs_of.setdefault(boundary, []).append(run)
 
     def _on_run(self, boundary: PlannedBoundary, hidden: Any) -> LayerRun:
+        if not self._depth:
+            raise UsageError(
+                f"a layer ({type(boundary.module).__name__}) runs, but not through the forward of the model that "
+                "memory_gib was given for: pass the module that your loop calls."
+            )
         if not self.hidden_shape and isinstance(hidden, torch.Tensor):
             self.hidden_shape = tuple(hidden.shape)
-        if not self._is_known:
+        if not self.is_known:
             self._forward.append(boundary)
             if len(self._forward) > len(self._longest):
                 self._longest = list(self._forward)

@@ -230,7 +230,10 @@ class BuiltSwap(ModelSwap):
         self._steps.optimizer_stepped()
 
     def _forward_begins(self, chunk: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or in_backward():
+        if in_backward():
+            return
+        if not torch.is_grad_enabled():
+            self._steps.evaluation_begins()
             return
         self._steps.forward_begins()
         if self._steps.number == 0 and self._steps.num_forwards == 1:

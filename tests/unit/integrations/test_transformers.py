@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("transformers")
 import transformers
 from transformers.trainer_callback import CallbackHandler
 
+from megatron.swap.common.types import UsageError
 from megatron.swap.integrations.transformers import SwapCallback
 from tests.planned_loop import QUIET
 from tests.transformers_models import llama, text
@@ -64,6 +66,22 @@ def test_as_the_trainer_calls_it(more: dict[str, Any]) -> None:
         assert stats.stage == "stable"
         assert stats.peak_gib is not None
         assert stats.peak_gib <= more["memory_gib"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"n_gpu": 2}, r"n_gpu=2 .*Start with torchrun, or set CUDA_VISIBLE_DEVICES"),
+        ({"n_gpu": 1, "torch_compile": True}, r"torch_compile=True .*Leave it out"),
+        ({"deepspeed": "ds.json"}, r"deepspeed='ds.json' .*ZeRO-3"),
+        ({"fsdp": ["full_shard"]}, r"fsdp=\['full_shard'\] .*torchrun"),
+    ],
+)
+def test_what_the_trainer_wraps_around_the_model_is_refused(given: dict[str, Any], said: str) -> None:
+    model = llama()
+    with pytest.raises(UsageError, match=said):
+        SwapCallback(memory_gib=1.0).on_train_begin(SimpleNamespace(**given), None, None, model=model)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.slow

@@ -194,6 +194,27 @@ def test_steps_that_are_told() -> None:
         check(swapped.stats())
 
 
+def test_an_evaluation_between_steps_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = {"bytes": GIB // 8}
+    monkeypatch.setattr(EmulatedDevice, "reserved_bytes", lambda _: reserved["bytes"])
+    monkeypatch.setattr(EmulatedDevice, "release_cached", lambda _: reserved.update(bytes=GIB // 8))
+    model = mlps(3)
+    peaks = []
+
+    def backward(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        with torch.inference_mode():
+            model(batch)
+        reserved["bytes"] = GIB // 2
+        loss = loss_of(model(batch))
+        loss.backward()
+        peaks.append(swapped.stats().peak_gib)
+        return loss
+
+    with planned(model) as swapped:
+        train(model, num_steps=NUM_STEPS, backward=backward)
+    assert peaks == [None, *(NUM_STEPS - 1) * [0.125]]
+
+
 @pytest.mark.slow
 def test_more_is_saved_later() -> None:
     """Twice as many rows: such steps are measured and planned anew, within the same budget."""
@@ -223,6 +244,19 @@ def test_training_goes_on_after_close() -> None:
     assert train(model, num_steps=6, backward=backward).same_as(plain)
     assert swapped.stats().num_steps == 2
     assert swapped.plan() == "no plan yet (profile): the first steps are measured, and keep as little as they can"
+
+
+def test_close_restores_all_although_something_fails() -> None:
+    model = mlps(3)
+    swapped = planned(model)
+
+    def fails() -> None:
+        raise RuntimeError("planted")
+
+    swapped._undo.append(fails)  # is undone first
+    with pytest.raises(RuntimeError, match="planted"):
+        swapped.close()
+    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in model.modules())
 
 
 # ----------------------------------------------------------------------------------------- what users see
@@ -365,6 +399,7 @@ def compiled(module: nn.Module) -> nn.Module:
         (mlps, {"memory_fraction": 2.0}, "--swap-memory-fraction 2"),
         (mlps, {"save_plan": "plan.json"}, "give memory_gib too"),
         (lambda: list(mlps()), {"memory_gib": 1.0}, "plan a whole model"),
+        (lambda: nn.Sequential(Mlp(), Mlp().to("meta")), {"memory_gib": 1.0}, "cpu, meta: a budget needs a model on"),
         (lambda: compiled(mlps()), {"memory_gib": 1.0}, "Sequential is compiled as a whole"),
         (lambda: nn.Sequential(compiled(Mlp()), Mlp(), Mlp()), {"memory_gib": 1.0}, "layer 0 .* is compiled"),
         (lambda: nn.Sequential(Sharded(), Sharded()), {"memory_gib": 1.0}, "0 is sharded .FSDPModule."),

@@ -1,0 +1,209 @@
+"""Layers that must not run again in backward: none of them is recomputed whole, or an error says so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron import swap
+from torch import nn
+
+from megatron.swap.autotune.controller import AutoPlan
+from megatron.swap.common.types import UsageError
+from megatron.swap.nn import planned_layers
+from megatron.swap.nn.run_snapshot import RunSnapshot
+from tests.plain_loop import WIDTH, Mlp, loss_of, mlps, rows, train
+from tests.planned_loop import QUIET, assert_planned
+
+
+class Layer(Mlp):
+    """A layer with a buffer, a list beside its hidden states, and something that it does in each run."""
+
+    def __init__(self, does: Callable[[Any, torch.Tensor, list[Any]], object]) -> None:
+        super().__init__()
+        self.does = does
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, hidden: torch.Tensor, states: list[Any], noise: torch.Tensor | None = None) -> torch.Tensor:
+        self.does(self, hidden, states)
+        hidden = super().forward(hidden) * self.scale
+        return hidden if noise is None else hidden + noise
+
+
+def reassign(layer: Any, *_: Any) -> None:
+    layer.scale = layer.scale * 1.01
+
+
+CHANGES: dict[str, Callable[[Any, torch.Tensor, list[Any]], object]] = {
+    "a buffer's data": lambda layer, *_: layer.scale.data.mul_(1.01),
+    "a buffer anew": reassign,
+    "the input": lambda layer, hidden, states: hidden.detach().add_(0),
+    "a list": lambda layer, hidden, states: states.append(hidden),
+    "an item of a list": lambda layer, hidden, states: states.__setitem__(0, hidden),
+    "Python's random": lambda *_: random.random(),
+    "NumPy's random": lambda *_: np.random.rand(),  # noqa: NPY002
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_is_found(what: str) -> None:
+    layer, hidden, states = Layer(CHANGES[what]), rows(0), [None]
+    before = RunSnapshot(layer, (hidden,), {"states": states})
+    assert before.is_unchanged()
+    layer(hidden, states)
+    assert not before.is_unchanged()
+
+
+def test_nan_in_a_buffer_is_no_change() -> None:
+    layer = Layer(lambda *_: None)
+    layer.scale.fill_(torch.nan)
+    before = RunSnapshot(layer, (rows(0), []), {})
+    assert before.is_unchanged()
+
+
+class Model(nn.Module):
+    """Its layers share a list, and get a tensor that autograd does not save."""
+
+    def __init__(self, does: Callable[[Any, torch.Tensor, list[Any]], object] = lambda *_: None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(does) for _ in range(5)])
+        self.noise = torch.ones(WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        states: list[Any] = [hidden]
+        for layer in self.layers:
+            hidden = layer(hidden, states, self.noise)
+        return hidden + sum(state.mean() for state in states)
+
+
+def recompute_all(swapped: swap.PlannedActivations) -> None:
+    for boundary in swapped._planned.boundaries:
+        inner = boundary._on_run
+        boundary._on_run = lambda *given, inner=inner: replace(inner(*given), is_whole=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["a buffer's data", "a buffer anew", "a list"])
+def test_such_layers_are_not_recomputed(what: str) -> None:
+    plans = assert_planned(lambda: Model(CHANGES[what]), fractions=(0.9,), tolerance=0.2)
+    assert "recomputed as a whole" not in plans[0]
+
+
+def test_a_tensor_that_is_changed_after_the_layer_is_refused() -> None:
+    """It needs no gradient and is not saved, so plain training may change it."""
+    model = Model()
+    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
+        recompute_all(swapped)
+        result = model(rows(0))
+        model.noise.mul_(2)
+        with pytest.raises(UsageError, match=r"Layer is recomputed .* Pass the layer a copy"):
+            result.sum().backward()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_inference_tensors(is_whole: bool) -> None:
+    """They have no version. A layer that is called with one is not recomputed whole."""
+    model = Model()
+    with torch.inference_mode():
+        model.noise = torch.ones(WIDTH)
+    assert not RunSnapshot(model.layers[0], (rows(0), [], model.noise), {}).is_unchanged()
+    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
+        if is_whole:
+            recompute_all(swapped)
+        train(model, num_steps=3)  # the second one is recorded
+
+
+def test_the_checkpoint_always_gets_a_tensor_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It restores the random numbers of its arguments' devices."""
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def checkpoint(run: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Any:
+        seen.append(tensors)
+        return run(*tensors)
+
+    monkeypatch.setattr(planned_layers, "checkpoint", checkpoint)
+    model = mlps(3)
+    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
+        recompute_all(swapped)
+        model(rows(0))
+        device = swapped._saved_tensors.device
+    assert [(tensors[0].numel(), tensors[0].device) for tensors in seen] == 3 * [(0, device)]
+
+
+def test_layers_outside_the_forward_of_the_model() -> None:
+    """Nothing would be planned: nobody sees the forward begin."""
+    model = Model()
+    layer = lambda: model.layers[0](rows(0), [])  # noqa: E731
+    with swap.activations(model, memory_gib=1.0, **QUIET):
+        with pytest.raises(UsageError, match=r"Layer.* runs, but not through .*: pass the module that your loop calls"):
+            layer()
+        with pytest.raises(UsageError, match=r"Model.forward is called by itself: call the model"):
+            model.forward(rows(0))
+        with torch.no_grad():
+            layer()
+            model.forward(rows(0))
+        model(rows(0)).sum().backward()
+
+
+def test_several_forwards_before_a_backward() -> None:
+    def chosen_and_rejected(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        loss = loss_of(model(batch)) - loss_of(model(batch + 1))
+        loss.backward()
+        return loss
+
+    def dropped(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+        model(batch + 1)
+        loss = loss_of(model(batch))
+        loss.backward()
+        return loss
+
+    model = mlps(3)
+    with swap.activations(model, memory_gib=1.0, **QUIET):
+        with pytest.raises(UsageError, match="backward after each forward, concatenate the batches"):
+            train(model, backward=chosen_and_rejected)
+        train(model, backward=dropped)
+
+
+class TwoPaths(nn.Module):
+    """A short forward runs a layer that the long one leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.path, self.other = mlps(4), mlps(1)
+
+    def forward(self, hidden: torch.Tensor, is_short: bool) -> torch.Tensor:
+        return self.other(hidden) if is_short else self.path(hidden)
+
+
+def both_paths(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+    for is_short in (True, False):
+        loss = loss_of(model(batch, is_short))
+        loss.backward()
+    return loss
+
+
+def test_layers_of_a_shorter_forward_are_named() -> None:
+    lines: list[str] = []
+    model = TwoPaths()
+    with swap.activations(model, memory_gib=1.0, **{**QUIET, "log": lines.append}):
+        train(model, num_steps=2, backward=both_paths)
+    assert lines[1] == "the longest forward does not run other.0: what these layers save is kept"
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (["0", "2", "1"], r"run 1 of the longest forward is of 1 on rank 0, and of 2 on rank 1"),
+        (["0", "1"], r"run 2 of the longest forward is of 2 on rank 0, and of none on rank 1"),
+    ],
+)
+def test_ranks_that_run_different_layers(monkeypatch: pytest.MonkeyPatch, other: list[str], said: str) -> None:
+    monkeypatch.setattr(AutoPlan, "gather", lambda _, compute: [compute(), other])
+    model = mlps(3)
+    with swap.activations(model, memory_gib=1.0, **QUIET), pytest.raises(UsageError, match=said):
+        train(model, num_steps=2)
