@@ -75,6 +75,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _has_same_bytes(one: torch.Tensor, copy: torch.Tensor) -> bool:
+    if type(one) is not torch.Tensor or one.layout is not torch.strided:
+        return False  # a subclass may have bytes elsewhere
     if one.shape != copy.shape or one.dtype != copy.dtype or one.device != copy.device:
         return False
     one, copy = (tensor.detach().contiguous().clone() for tensor in (one, copy))

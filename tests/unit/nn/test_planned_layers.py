@@ -66,6 +66,12 @@ def test_nan_in_a_buffer_is_no_change() -> None:
     assert before.is_unchanged()
 
 
+def test_buffers_without_bytes_of_their_own_count_as_changed() -> None:
+    layer = Layer(lambda *_: None)
+    layer.register_buffer("sparse", torch.eye(2).to_sparse())
+    assert not RunSnapshot(layer, (rows(0), []), {}).is_unchanged()
+
+
 class Model(nn.Module):
     """Its layers share a list, and get a tensor that autograd does not save."""
 
