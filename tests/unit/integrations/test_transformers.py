@@ -17,10 +17,8 @@ from transformers.trainer_callback import CallbackHandler
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.integrations.transformers import SwapCallback
-from tests.planned_loop import QUIET
+from tests.planned_loop import NUM_STEPS, QUIET
 from tests.transformers_models import llama, text
-
-NUM_STEPS = 15
 
 
 def settings(model: torch.nn.Module, **more: Any) -> Any:
