@@ -208,21 +208,25 @@ def _host_gib(speed: str) -> float:
     return float(found[1]) / {"KiB": 1 << 20, "MiB": 1 << 10, "GiB": 1}[found[2]]
 
 
-def paste(command: str, limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a command in a shell, as a user who pasted it, with this Python's programs first."""
+def paste(command: str, limit_s: float, inherited: tuple[int, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run a command in a shell, as a user who pasted it, with this Python's programs first.
+
+    ``inherited``: descriptors that it gets: locks of folders that nobody may remove while it runs.
+    """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     script = ["timeout", "-k", "10", f"{limit_s:g}", "bash", "-c", command]
     return subprocess.run(
-        script, cwd=ROOT, env={**os.environ, "PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        script, cwd=ROOT, env={**os.environ, "PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        pass_fds=inherited,
+    )  # fmt: skip
 
 
 def run(predicted: dict[str, Any], limit_s: float) -> dict[str, Any]:
     """Paste the command of a prediction and return what was measured beside what was predicted."""
     began = time.monotonic()
-    with own_folder("swap-plan-point-") as (folder, _):
+    with own_folder("swap-plan-point-") as (folder, owner):
         summary = folder / "run.json"
-        done = paste(f"{predicted['command']} --swap-summary {summary}", limit_s)
+        done = paste(f"{predicted['command']} --swap-summary {summary}", limit_s, (owner,))
         found = json.loads(summary.read_text()) if done.returncode == 0 and summary.exists() else None
     step_ms = [float(text) for text in TIME.findall(done.stdout)]
     row = {"command": predicted["command"], "wall_s": round(time.monotonic() - began, 1)}

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,16 +43,25 @@ MOST_POINTS = 200
 
 
 class Process:
-    """A process that runs one case, beside others."""
+    """A process that runs one case, beside others.
 
-    def __init__(self, folder: Path, module: str, arguments: Sequence[str]) -> None:
+    Args:
+        folder: for its files; it is made.
+        owner: the descriptor of the lock of a folder around it. While the process runs, nobody removes that folder.
+        module: what runs.
+        arguments: behind the paths of samples and result.
+    """
+
+    def __init__(self, folder: Path, owner: int, module: str, arguments: Sequence[str]) -> None:
         folder.mkdir()
         self._folder = folder
         env = {**os.environ, **LONE_RANK, **CPU, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
         command = [sys.executable, "-m", module, f"{folder}/samples", f"{folder}/result", *arguments]
         self._began = time.monotonic()
         with (folder / "log").open("w") as log:
-            self._process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, cwd=folder, env=env, stdout=log, stderr=log, pass_fds=(owner,)
+            )
 
     def end(self) -> dict[str, Any]:
         """Wait for the process and return what it has found.
@@ -69,14 +79,14 @@ class Process:
     def samples(self) -> list[dict[str, int]]:
         return read_samples(self._folder / "samples")
 
-    def kill(self) -> None:
-        """End the process, if it has not ended."""
+    def kill(self) -> bool:
+        """End the process, if it has not ended. Return whether it was killed."""
         self._process.kill()
-        self._process.wait()
+        return self._process.wait() == -signal.SIGKILL
 
 
-def run_case(case: str, num_steps: int, folder: Path) -> dict[str, Any]:
-    """Run a case with swapping and without, side by side, and return its row."""
+def run_case(case: str, num_steps: int, folder: Path, owner: int) -> dict[str, Any]:
+    """Run a case with swapping and without, side by side, and return its row. ``owner``: as of ``Process``."""
     if case in TRAINED:
         swap, cycle = TRAINED[case].format(folder=folder), trainer.CYCLE
         given = [
@@ -90,7 +100,7 @@ def run_case(case: str, num_steps: int, folder: Path) -> dict[str, Any]:
     processes: list[Process] = []
     try:
         for kind, (module, words) in zip(("swapped", "plain"), given, strict=True):
-            processes.append(Process(folder / kind, module, words))
+            processes.append(Process(folder / kind, owner, module, words))
         swapped, plain = (process.end() for process in processes)
     finally:
         for process in processes:
@@ -144,8 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     rows = []
     for case in arguments.case:
-        with own_folder("swap-soak-") as (folder, _):
-            rows.append(run_case(case, arguments.steps if case in TRAINED else arguments.loop_steps, folder))
+        with own_folder("swap-soak-") as (folder, owner):
+            num_steps = arguments.steps if case in TRAINED else arguments.loop_steps
+            rows.append(run_case(case, num_steps, folder, owner))
         print(line(rows[-1]), flush=True)
         if arguments.output is not None:
             words = " ".join(sys.argv[1:] if argv is None else argv).replace(str(arguments.output), "FILE")

@@ -7,6 +7,7 @@ an empty disk folder and a checkpoint from which the next run ends with the loss
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import signal
 import time
@@ -19,8 +20,6 @@ from benchmarks.soak.command import PLAIN, Process
 from megatron.swap.common.leftovers import own_folder
 
 NUM_STEPS = 40
-LONGEST_S = 9.0
-"""The last random moment, after the process was started. The first ones lie before training."""
 SWAP = "--swap-layers all --swap-optimizer 0.5 --swap-host-gib 0.04 --swap-disk-dir {disk}"
 
 
@@ -35,24 +34,27 @@ def saved_step(saved: Path) -> int:
     return int(tracker.read_text()) if tracker.exists() else 0
 
 
-def kill_one(folder: Path, moment_s: float, expected: list[str]) -> dict[str, Any]:
-    """Kill a run after ``moment_s``, train on, and return what was found.
+def kill_one(folder: Path, owner: int, moment_s: float, expected: list[str]) -> dict[str, Any] | None:
+    """Kill a run after ``moment_s``, train on, and return what was found; ``None``: the run had ended before.
 
     Args:
-        folder: empty; for all files.
+        folder: for all files.
+        owner: as of ``Process``.
         moment_s: seconds after the start.
         expected: the losses of all steps.
     """
+    folder.mkdir()
     disk, saved = folder / "disk", folder / "saved"
     disk.mkdir()
     swap = SWAP.format(disk=disk)
-    killed = Process(folder / "killed", trainer.__name__, flags(saved, swap))
+    killed = Process(folder / "killed", owner, trainer.__name__, flags(saved, swap))
     time.sleep(moment_s)
-    killed.kill()
+    if not killed.kill():
+        return None
     step = saved_step(saved)
     left = sorted(path.name for path in disk.iterdir())
     load = ["--load", f"{saved}"] if step else []
-    went_on = Process(folder / "next", trainer.__name__, [*flags(saved, swap), *load]).end()
+    went_on = Process(folder / "next", owner, trainer.__name__, [*flags(saved, swap), *load]).end()
     is_equal = went_on["losses"] == expected[step:]
     return {"moment_s": round(moment_s, 3), "saved_step": step, "left": left, "is_equal": is_equal}
 
@@ -63,13 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
     arguments = parser.parse_args(argv)
     moments = random.Random(arguments.seed)
-    num_bad = 0
-    with own_folder("swap-kills-") as (folder, _):
-        expected = Process(folder / "plain", trainer.__name__, flags(folder / "saved", PLAIN)).end()["losses"]
-        for number in range(arguments.count):
-            here = folder / f"{number}"
-            here.mkdir()
-            found = kill_one(here, moments.uniform(0.0, LONGEST_S), expected)
+    num_killed = num_bad = 0
+    with own_folder("swap-kills-") as (folder, owner):
+        plain = Process(folder / "plain", owner, trainer.__name__, flags(folder / "saved", PLAIN)).end()
+        for number in itertools.count():
+            if num_killed == arguments.count:
+                break
+            moment_s = moments.uniform(0.0, plain["seconds"])  # a run with swapping is hardly shorter
+            found = kill_one(folder / f"{number}", owner, moment_s, plain["losses"])
+            if found is None:
+                print(f"{number}: had ended before {moment_s:.3f} s: not counted", flush=True)
+                continue
+            num_killed += 1
             num_bad += not found["is_equal"] or bool(found["left"])
             print(f"{number}: killed by {signal.SIGKILL.name} {found}", flush=True)
     return 1 if num_bad else 0

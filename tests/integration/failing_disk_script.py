@@ -1,14 +1,18 @@
-"""The trainer, on a disk that fails all writes after a number of micro-batches: ``--fails-behind 8``, as the last flag.
+"""The trainer, on a disk that fails after a number of micro-batches, as the last flag says.
 
+``--writes-fail-behind 8``, ``--reads-fail-behind 8``: all of them do.
 ``--killed-behind 8``: the process is killed when a part of such a write is done.
+``--slow-behind 8``: a read or write takes up to 20 ms longer, so that it ends behind others that began later.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 import sys
+import time
 from typing import Any
 
 import pretrain_gpt_swap as program
@@ -17,24 +21,44 @@ from megatron.swap.memory.disk_file import BLOCK_BYTES
 if __name__ == "__main__":
     most = int(sys.argv.pop())
     what = sys.argv.pop()
-    assert what in ("--fails-behind", "--killed-behind")
-    get_batch, write = program.get_batch, os.pwritev
-    num_batches = 0
+    assert what in ("--writes-fail-behind", "--reads-fail-behind", "--killed-behind", "--slow-behind")
+    get_batch, read, write = program.get_batch, os.preadv, os.pwritev
+    delays = random.Random(0)
+    num_batches = num_slow = 0
 
     def counted(*arguments: Any) -> Any:
         global num_batches
         num_batches += 1
         return get_batch(*arguments)
 
-    def write_until_then(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        if num_batches < most:
-            return write(descriptor, buffers, offset)
-        if what == "--killed-behind":
-            write(descriptor, [buffers[0][:BLOCK_BYTES]], offset)
-            print("killed in a write", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def delay() -> None:
+        global num_slow
+        num_slow += 1
+        time.sleep(0.02 * delays.random())
 
-    program.get_batch, os.pwritev = counted, write_until_then
+    def read_until_then(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if num_batches >= most:
+            if what == "--reads-fail-behind":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if what == "--slow-behind":
+                delay()
+        return read(descriptor, buffers, offset)
+
+    def write_until_then(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if num_batches >= most:
+            if what == "--writes-fail-behind":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if what == "--slow-behind":
+                delay()
+            if what == "--killed-behind":
+                write(descriptor, [buffers[0][:BLOCK_BYTES]], offset)
+                print("killed in a write", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return write(descriptor, buffers, offset)
+
+    program.get_batch, os.preadv, os.pwritev = counted, read_until_then, write_until_then
     program.prepare(sys.argv)
     program.main()
+    if what == "--slow-behind":
+        assert num_slow > 0
+        print(f"{num_slow} reads and writes were slow", flush=True)

@@ -17,7 +17,6 @@ from megatron.swap.profiling.recorder import Recorder
 PLACES: dict[str, tuple[Any, str]] = {
     "solve": (pipeline_planner, "solve_fractions"),
     "layers": (pipeline_planner, "whole_layers"),
-    "link": (workload_profiler, "measure_link"),
     "profile": (workload_profiler, "build_profile"),
     "recorder": (Recorder, "stop"),
 }

@@ -13,9 +13,10 @@ from megatron.swap.common.plan import load_plan
 from megatron.swap.common.types import GIB, MIB, format_bytes
 from megatron.swap.planner.profile import load_profile, sha256
 from tests.integration.harness import SWAP_SMALL, WITH_FUSION, Run, Trainer, assert_same_training, recorded
-from tests.integration.test_training import LLAMA, MOE
+from tests.integration.test_training import LLAMA, MLA, MOE
 
 STEPS = "--train-iters 14 --lr-decay-iters 14"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FUSED_LLAMA = f"{WITH_FUSION} {LLAMA}"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 VARYING = Path(__file__).with_name("varying_script.py")
@@ -106,9 +107,21 @@ def test_all_ranks_follow_one_plan(trainer: Trainer, flags: str, ranks: int) -> 
     assert run.summary["saved_peak_bytes"] <= run.summary["planning"]["budget_gib"] * GIB
 
 
-@pytest.mark.supports(f"{MOE} --swap-memory-gib 1")
-def test_experts(trainer: Trainer) -> None:
-    run = budgeted(trainer, MOE, 0.75)
+@pytest.mark.supports("--swap-memory-gib 1")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(MOE, id="experts"),
+        pytest.param(MLA, marks=pytest.mark.slow, id="mla"),
+        pytest.param("--mtp-num-layers 1", marks=pytest.mark.slow, id="mtp"),
+        pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.slow, id="fp16"),
+        pytest.param(f"{SELECTIVE} core_attn", marks=pytest.mark.slow, id="recompute-attention"),
+        pytest.param(f"{SELECTIVE} mlp --disable-bias-linear", marks=pytest.mark.slow, id="recompute-mlp"),
+        pytest.param(f"{MOE} {SELECTIVE} moe", marks=pytest.mark.slow, id="recompute-moe"),
+    ],
+)
+def test_other_layers(trainer: Trainer, flags: str) -> None:
+    run = budgeted(trainer, flags, 0.75)
     assert stages(run)[-1] == "stable"
     assert run.summary["saved_peak_bytes"] <= run.summary["planning"]["budget_gib"] * GIB
 

@@ -17,7 +17,8 @@ LAYOUTS = [
         f"{MOE} --expert-model-parallel-size 2 --global-batch-size 8 --use-distributed-optimizer", id="ep2-dp2"
     ),
 ]
-STEPS = "--train-iters 12 --lr-decay-iters 12"
+STEPS = "--train-iters 16 --lr-decay-iters 16"
+"""Enough for a plan, and for three smaller budgets if measured peaks are above it."""
 
 
 @pytest.mark.supports("--bf16 --swap-layers all --swap-optimizer 0.5", ranks=4)
@@ -33,7 +34,7 @@ def test_swapped_with_optimizer_state(trainer: Trainer, flags: str) -> None:
 
 
 @pytest.mark.supports("--bf16 --swap-memory-gib 1 --swap-optimizer auto", ranks=4)
-@pytest.mark.parametrize("flags", LAYOUTS[:2])
+@pytest.mark.parametrize("flags", LAYOUTS)
 def test_planned(trainer: Trainer, flags: str) -> None:
     """Each stage plans its own layers; the plans of all ranks take effect at the same step."""
     flags += f" --bf16 {STEPS}"
@@ -46,4 +47,5 @@ def test_planned(trainer: Trainer, flags: str) -> None:
     assert_same_training(plain, run)
     assert run.summary["planning"]["stages"][-1]["stage"] == "stable"
     assert sum(step["swapped_out_bytes"] + step["recomputed_bytes"] for step in run.summary["steps"]) > 0
-    assert len({tuple(rank["swapped_layers"]) for rank in run.summary["ranks"]}) > 1
+    if "--pipeline" in flags:
+        assert len({tuple(rank["swapped_layers"]) for rank in run.summary["ranks"]}) > 1

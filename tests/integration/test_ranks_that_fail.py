@@ -65,7 +65,7 @@ from megatron.swap.autotune.consensus import Ranks
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-ranks = Ranks(timeout_minutes=1 / 60)
+ranks = Ranks(timeout_minutes=5 / 60)
 print("made", flush=True)
 if rank == 1:
     sys.stdin.readline()  # stands still
@@ -87,4 +87,4 @@ def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_run_says(tmp_path
         done = subprocess.run([*command, "0", f"{tmp_path}/store"], capture_output=True, text=True, env=env, timeout=60)
         still.communicate("\n")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"ended: .*Timed out waiting 1000ms", done.stdout), done.stdout
+    assert re.search(r"ended: .*Timed out waiting 5000ms", done.stdout), done.stdout

@@ -191,7 +191,10 @@ def _plan_training(options: argparse.Namespace, training: Training) -> bool:
         )
 
     def planned_with(flags: Sequence[str]) -> Decision:
-        return planned(_of_sizes(read_flags([*options.flags, *flags], options.num_gpus), options))
+        assumed = argparse.Namespace(**vars(options))
+        if "--micro-batch-size" in flags:
+            assumed.micro_batch_size = None  # otherwise the option would win over the flag
+        return planned(_of_sizes(read_flags([*options.flags, *flags], options.num_gpus), assumed))
 
     decision = planned(training)
     rank, found, chosen, measured = decision.rank, decision.found, decision.chosen, of_ranks[decision.rank]

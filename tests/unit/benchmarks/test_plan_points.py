@@ -60,7 +60,7 @@ def summary(reserved_gib: float) -> dict[str, Any]:
 def test_a_row_compares_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, reserved_gib: float, is_within: bool
 ) -> None:
-    def pasted(command: str, limit_s: float) -> Any:
+    def pasted(command: str, limit_s: float, _: tuple[int, ...]) -> Any:
         before, path = command.split(" --swap-summary ")
         assert (before, limit_s) == ("true", 5.0)
         Path(path).write_text(json.dumps(summary(reserved_gib)))

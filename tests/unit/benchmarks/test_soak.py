@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.soak import command
 from benchmarks.soak.meters import MIB, Metrics, changes, curve
+from megatron.swap.common.leftovers import own_folder
 
 CYCLE = 4
 
@@ -71,7 +72,8 @@ def test_a_curve_has_few_points() -> None:
 
 
 def run(tmp_path: Path, case: str, num_steps: int) -> dict[str, Any]:
-    row = command.run_case(case, num_steps, tmp_path)
+    with own_folder("soak-", tmp_path) as (folder, owner):
+        row = command.run_case(case, num_steps, folder, owner)
     assert row["losses_equal"]
     assert row["offloaded_bytes"] > 0
     assert [change for change in row["changes"] if not change["is_flat"]] == []

@@ -92,3 +92,21 @@ def test_plan_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert "only with a disk, at 6." in verdict
     assert better.startswith(f"Faster without a disk with {' '.join(GRADIENTS)} (5,")
     assert better.endswith(" 1.11 x the unswapped step time, with --swap-optimizer auto).")
+
+
+@pytest.mark.parametrize(("given", "flag"), [(["--micro-batch-size", "2"], "1"), ([], "2")])
+def test_a_micro_batch_size_that_is_assumed_may_be_halved(
+    given: list[str], flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+
+    def found(training: Any, decide: Any) -> list[Any]:
+        smaller = next(words for words in changes(training) if "--micro-batch-size" in words)
+        assert smaller == ("--micro-batch-size", flag)
+        asked.append(int(decide(smaller).found[0].profile.model.micro_batch_size))
+        return []
+
+    monkeypatch.setattr(planner, "is_needed", lambda *_: True)
+    monkeypatch.setattr(planner, "remedies", found)
+    planner.main(["--gpu", "h200", *given, "--host-gib", "100", "--", *FLAGS.split()])
+    assert asked == [int(flag)]
