@@ -38,7 +38,7 @@ SHORT = {
     ],
     "test_optimizer.py": [
         "test_a_checkpoint_goes_on_with_another_fraction[1-0--torch]",
-        "test_a_disk_that_fails_leaves_the_last_checkpoint[10]",
+        "test_a_disk_that_fails_leaves_the_last_checkpoint[writes]",
         "test_other_rules[--optimizer muon]",
         "test_rules_that_are_not_known_are_refused",
         "test_together_with_activations",

@@ -238,6 +238,7 @@ def test_a_checkpoint_of_the_distributed_optimizer_goes_on_on_a_gpu(trainer: Tra
     ("what", "num_batches", "told"),
     [("writes", 10, "writing failed (No space left on device, "), ("writes", 16, "writing failed (No space left on "),
      ("reads", 10, "reading failed (Input/output error, ")],
+    ids=["writes", "writes-in-the-last-step", "reads"],
 )  # fmt: skip
 def test_a_disk_that_fails_leaves_the_last_checkpoint(
     trainer: Trainer, what: str, num_batches: int, told: str
