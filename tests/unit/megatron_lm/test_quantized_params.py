@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.swap.common.types import KIB, MIB
-from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.devices.emulated import CopyStream, EmulatedDevice
 from megatron.swap.megatron_lm import optimizer_swap, quantized_params
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
 from megatron.swap.optimizer.transfers import StateTransfers
@@ -106,6 +107,13 @@ def test_equal_to_the_bit(fraction: float, batch_bytes: int, monkeypatch: pytest
 
 
 def test_values_that_are_still_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every offload is so late that a load which does not wait for it reads older values."""
+
+    def late(stream: CopyStream) -> None:
+        time.sleep(0.05 * (stream.direction == "DtoH"))
+
+    monkeypatch.setattr(CopyStream, "delay", late)
+    assert same(monkeypatch)
     monkeypatch.setattr(StateTransfers, "release_offloaded", lambda *_: None)  # the fault
     assert not same(monkeypatch)
 
