@@ -7,7 +7,6 @@ an empty disk folder and a checkpoint from which the next run ends with the loss
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import signal
 import time
@@ -65,20 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
     arguments = parser.parse_args(argv)
     moments = random.Random(arguments.seed)
-    num_killed = num_bad = 0
+    num_started = num_killed = num_bad = 0
     with own_folder("swap-kills-") as (folder, owner):
         plain = Process(folder / "plain", owner, trainer.__name__, flags(folder / "saved", PLAIN)).end()
-        for number in itertools.count():
-            if num_killed == arguments.count:
-                break
+        while num_killed < arguments.count:
+            num_started += 1
             moment_s = moments.uniform(0.0, plain["seconds"])  # a run with swapping is hardly shorter
-            found = kill_one(folder / f"{number}", owner, moment_s, plain["losses"])
+            found = kill_one(folder / f"{num_started}", owner, moment_s, plain["losses"])
             if found is None:
-                print(f"{number}: had ended before {moment_s:.3f} s: not counted", flush=True)
+                print(f"run {num_started} had ended before {moment_s:.3f} s: not counted", flush=True)
                 continue
             num_killed += 1
             num_bad += not found["is_equal"] or bool(found["left"])
-            print(f"{number}: killed by {signal.SIGKILL.name} {found}", flush=True)
+            print(f"run {num_started} killed by {signal.SIGKILL.name}: {found}", flush=True)
     return 1 if num_bad else 0
 
 

@@ -112,12 +112,12 @@ def test_all_ranks_follow_one_plan(trainer: Trainer, flags: str, ranks: int) -> 
     "flags",
     [
         pytest.param(MOE, id="experts"),
-        pytest.param(MLA, marks=pytest.mark.slow, id="mla"),
-        pytest.param("--mtp-num-layers 1", marks=pytest.mark.slow, id="mtp"),
-        pytest.param("--fp16 --initial-loss-scale 1024", marks=pytest.mark.slow, id="fp16"),
-        pytest.param(f"{SELECTIVE} core_attn", marks=pytest.mark.slow, id="recompute-attention"),
-        pytest.param(f"{SELECTIVE} mlp --disable-bias-linear", marks=pytest.mark.slow, id="recompute-mlp"),
-        pytest.param(f"{MOE} {SELECTIVE} moe", marks=pytest.mark.slow, id="recompute-moe"),
+        pytest.param(MLA, id="mla"),
+        pytest.param("--mtp-num-layers 1", id="mtp"),
+        pytest.param("--fp16 --initial-loss-scale 1024", id="fp16"),
+        pytest.param(f"{SELECTIVE} core_attn", id="recompute-attention"),
+        pytest.param(f"{SELECTIVE} mlp --disable-bias-linear", id="recompute-mlp"),
+        pytest.param(f"{MOE} {SELECTIVE} moe", id="recompute-moe"),
     ],
 )
 def test_other_layers(trainer: Trainer, flags: str) -> None:

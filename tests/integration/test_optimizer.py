@@ -234,20 +234,20 @@ def test_a_checkpoint_of_the_distributed_optimizer_goes_on_on_a_gpu(trainer: Tra
         assert_same_checkpoints(went_on["0", "0"].directory / "checkpoint", one.directory / "checkpoint")
 
 
+DISK_FULL, DISK_BROKEN = "writing failed (No space left on device", "reading failed (Input/output error"
+
+
 @pytest.mark.parametrize(
-    ("what", "num_batches", "told"),
-    [("writes", 10, "writing failed (No space left on device, "), ("writes", 16, "writing failed (No space left on "),
-     ("reads", 10, "reading failed (Input/output error, ")],
+    ("fails_behind", "told"),
+    [("writes-fail-behind 10", DISK_FULL), ("writes-fail-behind 16", DISK_FULL), ("reads-fail-behind 10", DISK_BROKEN)],
     ids=["writes", "writes-in-the-last-step", "reads"],
-)  # fmt: skip
-def test_a_disk_that_fails_leaves_the_last_checkpoint(
-    trainer: Trainer, what: str, num_batches: int, told: str
-) -> None:
+)
+def test_a_disk_that_fails_leaves_the_last_checkpoint(trainer: Trainer, fails_behind: str, told: str) -> None:
     """The disk fails during training or in the last step. Megatron saves a checkpoint after the last step."""
     flags = f"{BF16} --train-iters 8 --lr-decay-iters 8"
     plain = trainer.unswapped(flags)
     swapped = f"{flags} --swap-min-mib 0 --swap-optimizer 1 {ON_DISK}"
-    swapped += f" {recorded('torch')} --save-interval 4 --{what}-fail-behind {num_batches}"
+    swapped += f" {recorded('torch')} --save-interval 4 --{fails_behind}"
     failed = trainer.failing(swapped, program=FAILING_DISK)
     assert told in failed.output, failed.tail
     assert "are free). A checkpoint that was saved is intact" in failed.output, failed.tail

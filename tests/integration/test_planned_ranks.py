@@ -63,7 +63,6 @@ print("equal")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["seen", "told"])
 def test_two_ranks_follow_one_plan(tmp_path: Path, how: str) -> None:
     """Rank 0 also evaluates between steps, where their ends are told."""

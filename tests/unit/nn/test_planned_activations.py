@@ -36,7 +36,7 @@ from tests.plain_loop import (
     tokens,
     train,
 )
-from tests.planned_loop import NUM_STEPS, QUIET, assert_planned, check, fraction_gib, unswapped
+from tests.planned_loop import NUM_STEPS, QUIET, assert_planned, check, fraction_gib
 
 
 @pytest.fixture
@@ -411,19 +411,3 @@ def test_refused(make: Callable[[], Any], arguments: dict[str, Any], said: str) 
         swap.activations(model, **arguments)
     modules = model.modules() if isinstance(model, nn.Module) else model
     assert not any("forward" in vars(module) for module in modules if isinstance(module, Mlp | nn.Sequential))
-
-
-@pytest.mark.slow
-def test_data_parallel() -> None:
-    torch.manual_seed(7)
-    model = mlps()
-    plain, full_gib = unswapped(model, rows)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        parallel = nn.parallel.DistributedDataParallel(model)
-        with planned(parallel, 0.4 * full_gib) as swapped:
-            result = train(parallel, num_steps=NUM_STEPS)
-            check(swapped.stats())
-    finally:
-        torch.distributed.destroy_process_group()
-    assert all(torch.equal(one, other) for one, other in zip(result.losses, plain.losses, strict=True))
