@@ -93,7 +93,7 @@ flags=(
     --split 969,30,1 --eval-interval 1000 --eval-iters 2 --log-interval 1
     "${preset[@]}"
 )
-[ "$apex_kernel" = 1 ] || flags+=(--no-gradient-accumulation-fusion) # TransformerEngine's kernel was not run on a GPU yet
+[ "$apex_kernel$transformer_engine" != 00 ] || flags+=(--no-gradient-accumulation-fusion) # no kernel for it
 
 if [ "$gpus" -gt 0 ]; then
     export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"

@@ -65,6 +65,7 @@ def config_of(num_steps: int, seq_length: int, deterministic: bool) -> ConfigCon
             add_bias_linear=False, position_embedding_type="rope", rotary_base=1_000_000, seq_length=seq_length,
             vocab_size=32_768, share_embeddings_and_output_weights=False, attention_dropout=0.0, hidden_dropout=0.0,
             deterministic_mode=deterministic, cross_entropy_loss_fusion=not deterministic,
+            gradient_accumulation_fusion=False,  # Bridge's default needs apex for the output layer
         ),
         train=TrainingConfig(train_iters=num_steps, global_batch_size=8, micro_batch_size=2),
         validation=ValidationConfig(eval_interval=None, eval_iters=0),

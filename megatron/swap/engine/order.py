@@ -92,6 +92,11 @@ class BackwardOrder:
         return group.key.micro_batch * MANY + MANY - group.sequence if turn is None else turn
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the backward of every group has begun, or its graph was discarded."""
+        return not self._waiting
+
+    @property
     def current(self) -> Group | None:
         """The group that backward is in; ``None`` before the first backward of an episode."""
         return self._last

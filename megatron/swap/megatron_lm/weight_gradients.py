@@ -34,7 +34,10 @@ class TransformerEngineKernel:
     def wgrad_gemm_accum_fp32(
         self, inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
     ) -> None:
-        """Add ``grad_output.T @ inputs`` to ``main_grad``, rounded once, to its type.
+        """Add ``grad_output.T @ inputs`` to ``main_grad``.
+
+        A sum in single precision is rounded to it once. One in 16 bits may be rounded more often: cuBLAS splits
+        products, and adds the parts in the type of the sum, as it may in torch's own.
 
         Args:
             inputs: tokens × input features; more dimensions than two are tokens too.

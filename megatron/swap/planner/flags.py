@@ -69,6 +69,7 @@ class Training:
         state_stays: a flag with which optimizer state cannot be offloaded; ``None``: it can.
         loss_chunks: as ``SwapConfig.loss_chunks``.
         has_sum_in_loss: as for ``loss_bytes``.
+        fuses_gradients: whether layers add to ``main_grad`` themselves, so that weights have no 16-bit gradients.
     """
 
     model: Model
@@ -86,6 +87,7 @@ class Training:
     state_stays: str | None = None
     loss_chunks: int | Literal["auto"] | None = None
     has_sum_in_loss: bool = False
+    fuses_gradients: bool = False
 
     @property
     def num_loss_chunks(self) -> int:
@@ -182,7 +184,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         _gib("--swap-memory-gib", known.swap_memory_gib), replica * data, data, _budget_fraction(known),
         known.use_distributed_optimizer, known.max_position_embeddings is not None, stays,
         None if known.swap_loss_chunks is None else parse_loss_chunks(known.swap_loss_chunks),
-        has_sum_in_loss(known),
+        has_sum_in_loss(known), known.gradient_accumulation_fusion,
     )  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def of_training(
         on_disk_gib = split_before_disk(offloaded_gib, host_gib, room_gib).state_on_disk if disk_gib else 0.0
         return states, profile_of(states, room_gib, on_disk_gib)
 
-    gradients_gib = BYTES * params / GIB
+    gradients_gib = 0.0 if training.fuses_gradients else BYTES * params / GIB
     unswapped = profile_of(kept, None)
     if training.loss_chunks is None:
         unswapped = with_megatrons_loss(unswapped)
@@ -169,17 +169,17 @@ def of_profile(profile: Profile, budget_gib: float) -> list[Option]:
     name = STATE if profile.offloaded_state else PLANNED
     flags = ("--swap-optimizer", "auto") if profile.offloaded_state else ()
     kept = profile if profile.offloaded_state is None else with_fraction(profile, 0.0)
-    found = without_planner(replace(kept, offloaded_state=None), budget_gib, None)
+    found = without_planner(replace(kept, offloaded_state=None), budget_gib, None, 0.0)
     return [*found, _planned(name, flags, profile, budget_gib, profile.host_gib, None)]
 
 
 def without_planner(
-    profile: Profile, budget_gib: float, states: States | None, weight_gradients_gib: float = 0.0
+    profile: Profile, budget_gib: float, states: States | None, weight_gradients_gib: float
 ) -> list[Option]:
     """Return the options without Megatron Swap: nothing, and Megatron's full recomputation if the profile knows it.
 
     Args:
-        weight_gradients_gib: 16-bit gradients of all weights of the rank; 0: not known.
+        weight_gradients_gib: 16-bit gradients of all weights of the rank; 0: there are none, or they are not known.
     """
     recomputed = tuple(
         PlanClass(format_ranges(entry.layers), {}, (LAYER_SECTION,))

@@ -86,11 +86,11 @@ def test_what_fits_anyway_gets_no_flags(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_what_fits_is_decided_by_reserved_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """3.5B: 94.1 GiB are allocated unswapped, and 101.7 were reserved on a GPU."""
+    """3.5B: 94.1 GiB are allocated unswapped, and 101.7 were reserved on a GPU; 95.5 with fused weight gradients."""
     flags = (
         "--num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 4096 "
         "--micro-batch-size 4 --global-batch-size 8 --vocab-size 32000 --swiglu --bf16 --hidden-dropout 0 "
-        "--untie-embeddings-and-output-weights --max-position-embeddings 4096"
+        "--untie-embeddings-and-output-weights --max-position-embeddings 4096 --no-gradient-accumulation-fusion"
     )
     _, (verdict, _, _, table, *_) = planned(capsys, f"--gpu h200 --memory-gib 100 -- {flags}")
     assert "--swap-memory-gib 100" in verdict
@@ -101,6 +101,10 @@ def test_what_fits_is_decided_by_reserved_memory(capsys: pytest.CaptureFixture[s
     (device,) = (line for line in speed.splitlines() if line.startswith("device"))
     assert device.count("101.30 GiB") == 2
     assert memory.splitlines()[-1].split()[:2] == ["together", "101.30"]
+    fused = flags.replace("--no-gradient-accumulation-fusion", "")
+    _, (verdict, _, _, table, *_) = planned(capsys, f"--gpu h200 --memory-gib 100 -- {fused}")
+    assert verdict.endswith("as it is: nothing needs to be swapped or recomputed.")
+    assert rows(table)[NOTHING][0] == "94.78"
 
 
 def test_the_tables_are_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:

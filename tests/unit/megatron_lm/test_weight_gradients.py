@@ -73,14 +73,19 @@ def assert_added(
     main_grad = random(num_outputs, num_inputs, dtype=main_dtype, device=device)
     expected = main_grad.double() + grad_output.double().t() @ inputs.double()
     magnitude = main_grad.double().abs() + grad_output.double().abs().t() @ inputs.double().abs()
+    unfused = (main_grad + grad_output.t() @ inputs).double()
     add = kernel.wgrad_gemm_accum_fp32 if main_dtype == torch.float32 else kernel.wgrad_gemm_accum_fp16
     add(inputs, grad_output, main_grad)
-    errors, allowed = (main_grad.double() - expected).abs(), OF_ONE * magnitude
+    errors = (main_grad.double() - expected).abs()
     if main_dtype == torch.float32:
         assert errors.norm() <= TOLERANCE * magnitude.norm()
-    else:  # rounded once
-        allowed += 1.01 * torch.finfo(main_dtype).eps / 2 * expected.abs()
-    assert (errors <= allowed).all()
+        assert (errors <= OF_ONE * magnitude).all()
+    else:
+        # cuBLAS may split a product and round its parts to 16 bits, as it may in torch's product. So the bound is what
+        # Megatron does without fusion: it rounds the product, and then the sum.
+        of_unfused = (unfused - expected).abs()
+        assert errors.norm() <= 1.05 * of_unfused.norm(), (errors.norm(), of_unfused.norm())
+        assert errors.max() <= 2 * of_unfused.max(), (errors.max(), of_unfused.max())
 
 
 @pytest.mark.parametrize(("dtype", "main_dtype", "product"), [

@@ -61,6 +61,9 @@ def test_equal_to_the_bit_within_the_budget(name: str) -> None:
     def build() -> nn.Module:
         nonlocal unseen_gib
         model = make().to(way.dtype).train()
+        for module in model.modules():  # planned models have no caches; MKL's last bits follow the layout of keys
+            if hasattr(module, "config"):
+                module.config.use_cache = False
         if way.autocast:
             unseen_gib = 2 * sum(parameter.numel() for parameter in model.parameters()) / GIB
         return model

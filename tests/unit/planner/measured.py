@@ -92,12 +92,14 @@ class Alone:
     """A measured run of Megatron alone and its prediction, in GiB of reserved memory.
 
     Attributes:
+        is_fused: weight gradients are added to ``main_grad`` by the matrix product.
         changes: the lengths of sequences change from step to step.
     """
 
     case: str
     num_micro_batches: int
     method: str
+    is_fused: bool
     measured_gib: float
     predicted_gib: float
     changes: bool
@@ -117,7 +119,8 @@ def alone() -> Iterator[Alone]:
             found = without_planner_of(training)
             yield Alone(
                 row["case"].split(" transformer")[0], training.num_micro_batches, row["method"],
-                row["device_reserved_gib"], found[ALONE[row["method"]]], bool(row.get("sequence_schedule")),
+                training.fuses_gradients, row["device_reserved_gib"], found[ALONE[row["method"]]],
+                bool(row.get("sequence_schedule")),
             )  # fmt: skip
 
 
@@ -126,7 +129,7 @@ def without_planner_of(training: Training) -> dict[str, float]:
     gpu = find_gpu("h200")
     states = replace(training.states, offload_fraction=0.0, is_auto=False)
     profile = shape_profile(training.model, gpu, training.num_micro_batches, tied=training.tied, states=states)
-    gradients_gib = 2 * params_of_rank(training.model, training.tied) / GIB
+    gradients_gib = 0.0 if training.fuses_gradients else 2 * params_of_rank(training.model, training.tied) / GIB
     found = without_planner(with_megatrons_loss(profile), 0.0, None, gradients_gib)
     return {one.name: one.device_gib for one in found}
 
@@ -136,8 +139,8 @@ def reserved() -> Iterator[str]:
     yield "| case | micro-batches | run | reserved GiB: predicted | measured | error |"
     yield "|---|---|---|---|---|---|"
     rows = {
-        f"| {one.case} | {one.num_micro_batches} | `{one.method}` | {one.predicted_gib:.2f} | {one.measured_gib:.2f} | "
-        f"{100 * one.error:+.1f} % |": None
+        f"| {one.case} | {one.num_micro_batches} | `{one.method}`{', fused' * one.is_fused} | "
+        f"{one.predicted_gib:.2f} | {one.measured_gib:.2f} | {100 * one.error:+.1f} % |": None
         for one in alone()
     }  # fmt: skip
     yield from rows
@@ -185,7 +188,9 @@ def errors() -> Iterator[str]:
 
 
 POINTS = RESULTS / "h200-plan-points.json"
-AS_PLANNED = ("dense-roomy", "dense-tight", "wide", "grouped-queries", "80-gb", "32k", "8b-8k", "8b-64k")
+AS_PLANNED = (
+    "dense-roomy", "dense-tight", "wide", "grouped-queries", "80-gb", "32k", "8b-8k", "8b-64k", "dense-1.3b", "128k",
+)  # fmt: skip
 """Points from shapes whose last run followed the plan file that docs/results/plan-points has."""
 
 
