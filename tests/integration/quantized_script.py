@@ -1,0 +1,143 @@
+"""Linear layers in 8 bits, many runs in one process: where a start takes half a minute, a process a run is too slow.
+
+    python quantized_script.py RECIPE [RECIPE …]
+
+On a GPU, with TransformerEngine. The recipe ``none`` is bf16 with Megatron's own layers, which run anywhere. Prints one
+line of JSON a run: the digest of losses, gradient norms, weights, optimizer state and the quantizers' scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from megatron import swap
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megatron.swap.common.plan import load_plan, save_plan
+from tests.integration.built_script import (
+    DEVICE,
+    ON_GPU,
+    SEQUENCE,
+    SMALL,
+    VOCABULARY,
+    Case,
+    inner_of,
+    losses_of,
+    optimizer_of,
+)
+
+TENSORWISE = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+RECIPES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "tensorwise": TENSORWISE,
+    "delayed": {
+        "fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max",
+    },
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "first and last layer in bf16": TENSORWISE | {"first_last_layers_bf16": True},
+}  # fmt: skip
+STEPS = 20
+TRAINING = Case({}, megatrons=True, steps=STEPS)
+
+
+def model_of(recipe: str) -> nn.Module:
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=4, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4, hidden_dropout=0.1,
+        attention_dropout=0.0, gradient_accumulation_fusion=False, bf16=True, params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16, gated_linear_unit=True, activation_func=nn.functional.silu,
+        add_bias_linear=False, normalization="RMSNorm", persist_layer_norm=False, masked_softmax_fusion=False,
+        bias_activation_fusion=True, bias_dropout_fusion=True, use_cpu_initialization=not ON_GPU,
+        deterministic_mode=ON_GPU, **RECIPES[recipe],
+    )  # fmt: skip
+    if recipe == "none":
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    else:
+        spec = get_gpt_layer_with_transformer_engine_spec()
+    model = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=2 * SEQUENCE).to(DEVICE)
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    return DistributedDataParallel(config, settings, Float16Module(config, model))
+
+
+def digest_of(losses: list[float], model: nn.Module, optimizer: Any) -> str:
+    digest = hashlib.sha256(repr(losses).encode())
+    tensors = [
+        value for one in inner_of(optimizer) for group in one.param_groups for param in group["params"]
+        for value in (param, *(value for _, value in sorted(one.state[param].items())))
+    ]  # fmt: skip
+    scales = [value for name, value in sorted(model.state_dict().items()) if name.endswith("_extra_state")]
+    for tensor in (*model.parameters(), *tensors, *scales):
+        if isinstance(tensor, torch.Tensor):
+            digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
+    """Train without swapping, or with the ``settings`` of ``install``."""
+    model = model_of(recipe)
+    optimizer = optimizer_of(TRAINING, model)
+    swapped = None if settings is None else swap.install(model, optimizer, **settings)
+    losses = list(losses_of(TRAINING, model, optimizer, lambda step: None))
+    row: dict[str, Any] = {"losses": losses}
+    if swapped is not None:
+        recomputer = swapped.recomputer()
+        row["refused"] = [] if recomputer is None else [str(item) for item in recomputer.refused.items()]
+        row["recomputed_bytes"] = 0 if recomputer is None else sum(recomputer.spared_bytes.values())
+        row["stats"] = dataclasses.asdict(swapped.stats())
+        swapped.close()
+    return {"digest": digest_of(losses, model, optimizer), **row}
+
+
+def runs_of(recipe: str, folder: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yield the runs of a recipe: names, and settings of ``install``."""
+    saved, whole = folder / f"{recipe}.json", folder / f"{recipe}-whole.json"
+    kinds = ["norm", "activation"]
+    if recipe != "none":
+        kinds += ["rotary", "quantized"] + ["linear"] * (recipe != "delayed")
+    yield "plain", None
+    yield "plain again", None
+    yield "all layers", {"layers": "all", "config": SMALL | {"verify": True, "save_plan": str(saved)}}
+    yield "recomputed", {"layers": "all", "config": SMALL | {"verify": True, "recompute": kinds}}
+    yield "plan", {"plan": str(saved), "config": SMALL}
+    plan = load_plan(saved)
+    first, *rest = plan.classes
+    save_plan(dataclasses.replace(plan, classes=(dataclasses.replace(first, sections=("layer",)), *rest)), whole)
+    yield "whole layers", {"plan": str(whole), "config": SMALL}
+    yield "state", {"layers": "all", "config": SMALL | {"optimizer": 0.5}}
+
+
+def main() -> None:
+    """Run the recipes that the command line names."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    torch.distributed.init_process_group("nccl" if ON_GPU else "gloo")
+    parallel_state.initialize_model_parallel()
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in sys.argv[1:]:
+            for name, settings in runs_of(recipe, Path(folder)):
+                print(json.dumps({"recipe": recipe, "run": name, **train(recipe, settings)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
