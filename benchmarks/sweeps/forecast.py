@@ -223,7 +223,7 @@ def _searched(
     try:
         profile = shape_profile(
             training.model, gpu, training.num_micro_batches, tied=training.tied, states=training.states,
-            host_gib=host_gib,
+            host_gib=host_gib, fuses_gradients=training.fuses_gradients,
         )  # fmt: skip
     except UsageError:
         return None  # layers that the formulas do not know
@@ -254,7 +254,10 @@ def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[
     """
     training, path = read_flags(flags), plan_file(flags)
     try:
-        profile = shape_profile(training.model, gpu, training.num_micro_batches, tied=training.tied)
+        profile = shape_profile(
+            training.model, gpu, training.num_micro_batches, tied=training.tied,
+            fuses_gradients=training.fuses_gradients,
+        )  # fmt: skip
         profile = replace(profile, allocator_gib=0.0)
         plan = plan_of(training.model, flags) if path is None else load_plan(path)
     except UsageError:

@@ -98,9 +98,11 @@ def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
     """Train without swapping, or with the ``settings`` of ``install``."""
     model = model_of(recipe)
     optimizer = optimizer_of(TRAINING, model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     swapped = None if settings is None else swap.install(model, optimizer, **settings)
     losses = list(losses_of(TRAINING, model, optimizer, lambda step: None))
-    row: dict[str, Any] = {"losses": losses}
+    pairs = zip(before, model.parameters(), strict=True)
+    row: dict[str, Any] = {"losses": losses, "has_learned": not any(torch.equal(*pair) for pair in pairs)}
     if swapped is not None:
         recomputer = swapped.recomputer()
         row["refused"] = [] if recomputer is None else [str(item) for item in recomputer.refused.items()]

@@ -10,11 +10,13 @@ A manager serves one training thread. Autograd's device threads call it too, but
 
 from __future__ import annotations
 
+import weakref
+
 from megatron.swap.common.counters import Counters
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.types import LayerPosition
 from megatron.swap.devices.base import Device
-from megatron.swap.engine.collector import CollectorDelay
+from megatron.swap.engine.collector import begin_delay, end_delay
 from megatron.swap.engine.decider import Decider
 from megatron.swap.engine.evict import Evictions
 from megatron.swap.engine.handle import Group
@@ -59,7 +61,7 @@ class SwapManager:
         self.decider = Decider(policy, self.release_budget)
         self._state = state = SharedState(device, tier, instruments.ranges, self.guard, self.release_budget)
         self._evictions = Evictions(state)
-        self._collector_delay = CollectorDelay()
+        weakref.finalize(self, end_delay).atexit = False  # dropped in mid-step
         self.offload = Offloader(state, self._evictions, self.decider, settings.verify, instruments.on_full)
         self.reload = Reloader(state, self._evictions)
 
@@ -80,10 +82,9 @@ class SwapManager:
         state.free_orphans()
         self._evictions.find_evicted()
         self.offload.discard_unfinished()  # else a discarded graph's last group would still count as waiting
-        if state.order.is_empty:
-            self._collector_delay.end()
+        self.end_delay()
         group = state.order.begin_forward(layer, position)
-        self._collector_delay.begin()
+        begin_delay()
         if state.ranges.is_on:
             group.micro_batch = state.ranges.micro_batch(layer)
         self.release_budget.begin_forward(layer, position)
@@ -106,8 +107,12 @@ class SwapManager:
     def begin_backward(self, group: Group) -> None:
         """Begin the backward of ``group``: reload its missing storages, prefetch later groups. Idempotent."""
         self.reload.begin_backward(group)
+        self.end_delay()
+
+    def end_delay(self) -> None:
+        """Let Python collect garbage again if no group is left whose backward has not begun."""
         if self._state.order.is_empty:
-            self._collector_delay.end()
+            end_delay()
 
     def apply_policy(self, window_bytes: int | None) -> None:
         """Forget the sizes and refusals that were learned: the policy changes from the next forward on.
@@ -125,7 +130,7 @@ class SwapManager:
 
         A graph that still exists keeps its storages on the device; it cannot reload offloaded ones.
         """
-        self._collector_delay.end()
+        end_delay()
         self.reload.close()
         self.guard.end()
         self._state.device.close()

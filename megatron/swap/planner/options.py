@@ -119,6 +119,7 @@ def of_training(
             training.model, gpu, training.num_micro_batches, tied=training.tied, states=states,
             pipeline_rank=pipeline_rank, host_gib=room_gib, state_on_disk_gib=on_disk_gib,
             loss_chunks=training.num_loss_chunks, has_sum_in_loss=training.has_sum_in_loss,
+            fuses_gradients=training.fuses_gradients,
         )  # fmt: skip
 
     def offloading(disk_gib: float) -> tuple[States, Profile]:

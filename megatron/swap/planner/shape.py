@@ -325,19 +325,21 @@ def params_of_rank(model: Model, tied: bool, pipeline_rank: int = 0) -> float:
     return (of_layer * (model.num_layers // stages) + ends) / model.tensor_parallel
 
 
+def gradient_stand_ins_gib(model: Model, states: States, has_loss: bool) -> float:
+    """Return the tensors that autograd gets as weight gradients where layers add to ``main_grad`` themselves.
+
+    TransformerEngine and Megatron (``get_dummy_wgrad``) keep one for each shape of a linear layer's weight.
+    """
+    of_output = model.hidden_size * model.padded_vocab_size if has_loss else 0
+    return states.weight_bytes * (linear_params(model) + of_output) / model.tensor_parallel / GIB
+
+
 def shape_profile(
-    model: Model,
-    gpu: Gpu,
-    num_micro_batches: int,
-    *,
-    tied: bool = False,
-    states: States = States(),  # noqa: B008
-    pipeline_rank: int = 0,
-    host_gib: float | None = None,
-    state_on_disk_gib: float = 0.0,
-    loss_chunks: int = 1,
-    has_sum_in_loss: bool = False,
-) -> Profile:
+    model: Model, gpu: Gpu, num_micro_batches: int, *,
+    tied: bool = False, states: States = States(), pipeline_rank: int = 0,  # noqa: B008
+    host_gib: float | None = None, state_on_disk_gib: float = 0.0,
+    loss_chunks: int = 1, has_sum_in_loss: bool = False, fuses_gradients: bool = False,
+) -> Profile:  # fmt: skip
     """Estimate the profile of ``model`` on ``gpu``.
 
     Args:
@@ -346,6 +348,7 @@ def shape_profile(
         host_gib: limit of host memory for activations; ``None``: no limit.
         state_on_disk_gib: the part of the offloaded state that host memory has no room for.
         loss_chunks, has_sum_in_loss: chunks of the sequence in which output layer and loss run; ``loss_bytes``.
+        fuses_gradients: layers add to ``main_grad`` themselves.
 
     Raises:
         UsageError: the layers do not divide into the stages, the formulas do not cover the model, or the GPU has no
@@ -375,12 +378,13 @@ def shape_profile(
     state = OffloadedState(
         states.state_gib(params), fraction, 0.0, state_on_disk_gib, disk_ms, is_fixed=not states.is_auto
     )
+    stand_ins_gib = gradient_stand_ins_gib(model, states, has_loss) if fuses_gradients else 0.0
     return Profile(
         source=f"arithmetic; {gpu.source}{FP8_SOURCE if model.fp8_recipe else ''}",
         model=model,
         device=Device(gpu.name, gpu.memory_gib),
         link=Link(gpu.link_gb_s, gpu.link_gb_s, gpu.link_both_gb_s, gpu.link_both_gb_s),
-        static_gib=states.device_gib(params) + WORKSPACE_GIB,
+        static_gib=states.device_gib(params) + WORKSPACE_GIB + stand_ins_gib,
         allocator_gib=None,
         host_gib=host_gib,
         num_micro_batches=num_micro_batches,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megatron.swap.engine.collector import CollectorDelay
 from tests.engine import (
     Engine,
     batch,
@@ -53,7 +53,7 @@ def counted() -> Iterator[list[int]]:
 @pytest.mark.parametrize("delays", [True, False])
 def test_nothing_is_collected_between_forward_and_backward(delays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not delays:
-        monkeypatch.setattr(CollectorDelay, "begin", lambda self: None)
+        monkeypatch.setattr("megatron.swap.engine.manager.begin_delay", lambda: None)
     layers = stack(6)
     with Engine(layers):
         train_step(layers, one_after_the_other(2))
@@ -61,7 +61,11 @@ def test_nothing_is_collected_between_forward_and_backward(delays: bool, monkeyp
         with counted() as generations:
             loss = loss_of(forward(layers, hidden))
         assert bool(generations) is not delays
+        seen: list[tuple[int, int, int]] = []
+        for layer in layers:
+            layer.mlp.linear_fc2.weight.register_hook(lambda _: seen.append(gc.get_threshold()))
         loss.backward()
+        assert [threshold == OFTEN for threshold in seen] == [not delays] * 5 + [True]  # the last is layer 0's
         assert gc.get_threshold() == OFTEN
 
 
@@ -93,6 +97,55 @@ def test_a_run_that_ends_amid_a_step_ends_the_delay() -> None:
     engine.close()
     assert gc.get_threshold() == OFTEN
     del loss
+
+
+def test_an_engine_that_is_dropped_amid_a_step_ends_the_delay() -> None:
+    """By what the next one does, or when it is collected itself."""
+    for collects in (True, False):
+        layers = stack(4)
+        engine: Engine | None = Engine(layers)
+        forward(layers, batch())
+        assert gc.get_threshold() != OFTEN
+        del layers, engine
+        if collects:
+            gc.collect()
+            assert gc.get_threshold() == OFTEN
+            continue
+        others = stack(4)
+        with Engine(others):
+            train_step(others, one_after_the_other(1))
+            assert gc.get_threshold() == OFTEN
+
+
+def test_an_evaluation_behind_a_dropped_graph_ends_the_delay() -> None:
+    layers = stack(4)
+    with Engine(layers):
+        forward(layers, batch())
+        with torch.no_grad():
+            forward(layers, batch())
+        assert gc.get_threshold() == OFTEN
+
+
+@pytest.mark.parametrize("chosen", [(0, 10, 10), (300, 10, 10)])
+def test_a_threshold_that_is_set_meanwhile_stays(chosen: tuple[int, int, int]) -> None:
+    layers = stack(4)
+    with Engine(layers):
+        loss = loss_of(forward(layers, batch()))
+        gc.set_threshold(*chosen)
+        loss.backward()
+    assert gc.get_threshold() == chosen
+
+
+def test_a_forked_child_has_no_delay() -> None:
+    layers = stack(4)
+    with Engine(layers):
+        loss = loss_of(forward(layers, batch()))
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.get_threshold() == OFTEN else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert gc.get_threshold() != OFTEN
+        loss.backward()
 
 
 class Cycle:

@@ -128,7 +128,10 @@ def without_planner_of(training: Training) -> dict[str, float]:
     """Return the reserved memory of the options without Megatron Swap, in GiB, by their names."""
     gpu = find_gpu("h200")
     states = replace(training.states, offload_fraction=0.0, is_auto=False)
-    profile = shape_profile(training.model, gpu, training.num_micro_batches, tied=training.tied, states=states)
+    profile = shape_profile(
+        training.model, gpu, training.num_micro_batches, tied=training.tied, states=states,
+        fuses_gradients=training.fuses_gradients,
+    )  # fmt: skip
     gradients_gib = 0.0 if training.fuses_gradients else 2 * params_of_rank(training.model, training.tied) / GIB
     found = without_planner(with_megatrons_loss(profile), 0.0, None, gradients_gib)
     return {one.name: one.device_gib for one in found}
