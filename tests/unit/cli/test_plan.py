@@ -174,7 +174,7 @@ def test_a_disk_that_is_full_is_one_line(folder: Path, capsys: pytest.CaptureFix
 def test_small_budgets_are_printed_in_mib(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    command = f"--gpu h200 --memory-gib 0.0999 --save plan.json -- {FLAGS}"
+    command = f"--gpu h200 --memory-gib 0.1 --save plan.json -- {FLAGS}"
     assert program.main(command.split()) == 0
     assert program.main(["--show", "plan.json"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

@@ -91,7 +91,7 @@ def test_plan_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     verdict, better = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert "only with a disk, at 6." in verdict
     assert better.startswith(f"Faster without a disk with {' '.join(GRADIENTS)} (5,")
-    assert better.endswith(" 1.11 x the unswapped step time, with --swap-optimizer auto).")
+    assert better.endswith(" 1.12 x the unswapped step time, with --swap-optimizer auto).")
 
 
 @pytest.mark.parametrize(("given", "flag"), [(["--micro-batch-size", "2"], "1"), ([], "2")])
