@@ -50,8 +50,8 @@ def test_first_the_verdict_then_the_command(capsys: pytest.CaptureFixture[str]) 
     )
     assert status == 0
     assert re.fullmatch(
-        r"Fits in 20\.5 of the 79\.1 GiB of NVIDIA H100 SXM at 1\.\d\d x the unswapped step time, with [\d.]+ [GM]iB of "
-        r"host memory: --swap-memory-gib 20\.5", verdict,
+        r"Fits in 20\.5 of the 79\.1 GiB of NVIDIA H100 SXM at 1\.\d\d x the unswapped step time, with [\d.]+ [GM]iB "
+        r"of host memory: --swap-memory-gib 20\.5", verdict,
     ), verdict  # fmt: skip
     assert words(command) == [
         "CUDA_DEVICE_MAX_CONNECTIONS=1", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "torchrun",
