@@ -150,6 +150,8 @@ def losses(rows: Sequence[Row]) -> list[Loss]:
     ``none`` and its repeat are left out: they save no memory, and the tables compare each point with ``none`` anyway.
     """
     rows = comparable(rows)
+    if not any(map(is_ours, rows)):
+        return []  # the case compares Megatron with itself
     mine = [row for row in points(rows) if is_ours(row)]
     lowest = min(mine, key=peak, default=None)
     found = []

@@ -225,6 +225,20 @@ def refuse(model: nn.Module, optimizer: Any, settings: dict[str, Any]) -> None:
     inner.__class__ = kind
 
 
+def digest_of(losses: list[float], model: nn.Module, optimizer: Any) -> str:
+    """Return the digest of ``losses``, weights, optimizer state, and the scales of 8-bit layers."""
+    state = [
+        value for one in inner_of(optimizer) for group in one.param_groups for param in group["params"]
+        for value in (param, *(value for _, value in sorted(one.state[param].items())))
+    ]  # fmt: skip
+    scales = [value for name, value in sorted(model.state_dict().items()) if name.endswith("_extra_state")]
+    digest = hashlib.sha256(repr(losses).encode())
+    for value in (*model.parameters(), *state, *scales):
+        if isinstance(value, torch.Tensor):
+            digest.update(value.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def run(case: Case, *, swaps: bool) -> dict[str, Any]:
     """Train and return what came out."""
     model = model_of(case)
@@ -255,16 +269,8 @@ def run(case: Case, *, swaps: bool) -> dict[str, Any]:
         stats = dataclasses.asdict(swapped.stats())
         swapped.close()
         swapped.close()
-    state = [
-        value for one in inner_of(optimizer) for group in one.param_groups for param in group["params"]
-        for value in (param, *(value for _, value in sorted(one.state[param].items())))
-    ]  # fmt: skip
-    tensors = [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
-    digest = hashlib.sha256(repr(losses).encode())
-    for tensor in tensors:
-        digest.update(tensor.detach().float().cpu().numpy().tobytes())
     left = [name for name, module in model.named_modules() if OVERRIDDEN & set(vars(module))]
-    return {"digest": digest.hexdigest(), "losses": losses, "stats": stats, "left": left}
+    return {"digest": digest_of(losses, model, optimizer), "losses": losses, "stats": stats, "left": left}
 
 
 def main() -> None:

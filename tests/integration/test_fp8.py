@@ -1,14 +1,10 @@
-"""Linear layers in 8 bits by the real trainer, on a GPU: equal to the bit, scales and histories included."""
+"""Linear layers in 8 bits by the real trainer, on a GPU, beyond ``test_quantized.py``: what needs Megatron's flags."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.swap.common.plan import load_plan, save_plan
 from tests.integration.harness import Run, Trainer, assert_same_checkpoints, recorded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -16,9 +12,7 @@ RECIPES = {
     "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
     "delayed": "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
     "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
-    "first and last layer in bf16": "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16",
 }
-CHEAP = "norm activation rotary quantized"
 MODEL = (
     "--transformer-impl transformer_engine --bf16 --distributed-backend nccl --swap-deterministic --swiglu "
     "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --hidden-size 256 "
@@ -43,32 +37,6 @@ def assert_same(plain: Run, swapped: Run) -> None:
     assert plain.summary["losses"] == swapped.summary["losses"]
     assert plain.summary["grad_norms"] == swapped.summary["grad_norms"]
     assert_same_checkpoints(plain.directory / "checkpoint", swapped.directory / "checkpoint")
-
-
-def whole_layers(source: Path, target: Path) -> None:
-    """Write the plan of ``source`` with the first class of layers recomputed whole, and its inputs swapped."""
-    plan = load_plan(source)
-    first, *rest = plan.classes
-    save_plan(replace(plan, classes=(replace(first, sections=("layer",)), *rest)), target)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_twenty_steps_are_equal_to_the_bit(trainer: Trainer, recipe: str, tmp_path: Path) -> None:
-    """Unswapped twice, all layers swapped, everything recomputed, a plan, and a plan with whole layers."""
-    flags, kinds = RECIPES[recipe], CHEAP if recipe == "delayed" else f"{CHEAP} linear"
-    plain = run(trainer, f"{flags} --swap-layers none")
-    assert_same(plain, run(trainer, f"{flags} --swap-layers none"))
-    swapped = run(trainer, f"{flags} {SMALL} --swap-layers all --swap-verify --swap-save-plan plan.json")
-    assert_same(plain, swapped)
-    assert swapped.summary["swapped_out_bytes"] > 0
-    mixed = run(trainer, f"{flags} {SMALL} --swap-layers all --swap-recompute {kinds} --swap-verify")
-    assert_same(plain, mixed)
-    assert mixed.summary["recomputed_bytes"] > 0
-    assert not [line for line in mixed.summary["recompute_refused"] if "different bits" in line]
-    saved = swapped.directory / "plan.json"
-    assert_same(plain, run(trainer, f"{flags} {SMALL} --swap-plan {saved}"))
-    whole_layers(saved, tmp_path / "whole.json")
-    assert_same(plain, run(trainer, f"{flags} {SMALL} --swap-plan {tmp_path / 'whole.json'}"))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])

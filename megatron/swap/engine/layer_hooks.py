@@ -156,7 +156,7 @@ class LayerBoundary:
             with self._saved_tensors.untouched(observed=False):
                 return self._inner(*args, **kwargs)
         if not torch.is_grad_enabled():
-            self._manager.end_delay()  # an evaluation behind a graph that was dropped
+            self._manager.collect_if_empty()  # an evaluation behind a graph that was dropped
             if self._options.on_run_without_grad is None:
                 return self._inner(*args, **kwargs)
             self._options.on_run_without_grad(self.layer)

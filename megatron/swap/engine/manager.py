@@ -82,7 +82,7 @@ class SwapManager:
         state.free_orphans()
         self._evictions.find_evicted()
         self.offload.discard_unfinished()  # else a discarded graph's last group would still count as waiting
-        self.end_delay()
+        self.collect_if_empty()
         group = state.order.begin_forward(layer, position)
         begin_delay()
         if state.ranges.is_on:
@@ -107,9 +107,9 @@ class SwapManager:
     def begin_backward(self, group: Group) -> None:
         """Begin the backward of ``group``: reload its missing storages, prefetch later groups. Idempotent."""
         self.reload.begin_backward(group)
-        self.end_delay()
+        self.collect_if_empty()
 
-    def end_delay(self) -> None:
+    def collect_if_empty(self) -> None:
         """Let Python collect garbage again if no group is left whose backward has not begun."""
         if self._state.order.is_empty:
             end_delay()

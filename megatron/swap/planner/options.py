@@ -140,7 +140,7 @@ def of_training(
         on_disk_gib = split_before_disk(offloaded_gib, host_gib, room_gib).state_on_disk if disk_gib else 0.0
         return states, profile_of(states, room_gib, on_disk_gib)
 
-    gradients_gib = 0.0 if training.fuses_gradients else BYTES * params / GIB
+    gradients_gib = weight_gradients_gib(training, params)
     unswapped = profile_of(kept, None)
     if training.loss_chunks is None:
         unswapped = with_megatrons_loss(unswapped)
@@ -174,13 +174,18 @@ def of_profile(profile: Profile, budget_gib: float) -> list[Option]:
     return [*found, _planned(name, flags, profile, budget_gib, profile.host_gib, None)]
 
 
+def weight_gradients_gib(training: Training, num_params: float) -> float:
+    """Return the 16-bit gradients of the rank's weights: none where layers add to ``main_grad`` themselves."""
+    return 0.0 if training.fuses_gradients else BYTES * num_params / GIB
+
+
 def without_planner(
-    profile: Profile, budget_gib: float, states: States | None, weight_gradients_gib: float
+    profile: Profile, budget_gib: float, states: States | None, gradients_gib: float
 ) -> list[Option]:
     """Return the options without Megatron Swap: nothing, and Megatron's full recomputation if the profile knows it.
 
     Args:
-        weight_gradients_gib: 16-bit gradients of all weights of the rank; 0: there are none, or they are not known.
+        gradients_gib: 16-bit gradients of all weights of the rank; 0: there are none, or they are not known.
     """
     recomputed = tuple(
         PlanClass(format_ranges(entry.layers), {}, (LAYER_SECTION,))
@@ -192,13 +197,13 @@ def without_planner(
     found = []
     for name, flags, plan in plans:
         prediction = simulate(profile, plan)
-        reserved_gib = _reserved_gib(profile, prediction, weight_gradients_gib)
+        reserved_gib = _reserved_gib(profile, prediction, gradients_gib)
         fits = reserved_gib <= budget_gib
         found.append(Option(name, flags, profile, reserved_gib, 0.0, 0.0, fits, prediction, states=states))
     return found
 
 
-def _reserved_gib(profile: Profile, prediction: Prediction, weight_gradients_gib: float) -> float:
+def _reserved_gib(profile: Profile, prediction: Prediction, gradients_gib: float) -> float:
     """Return the device memory that the allocator reserves in a step of Megatron alone.
 
     Megatron accumulates weight gradients on a side stream. The allocator reuses the memory of a gradient only when an
@@ -212,8 +217,8 @@ def _reserved_gib(profile: Profile, prediction: Prediction, weight_gradients_gib
     )
     last_gib = profile.static_gib + profile.fragments_gib + last_mib * MIB / GIB
     return max(
-        prediction.peak_gib + weight_gradients_gib * min(profile.num_micro_batches - 1, ahead),
-        last_gib + weight_gradients_gib * min(profile.num_micro_batches, ahead),
+        prediction.peak_gib + gradients_gib * min(profile.num_micro_batches - 1, ahead),
+        last_gib + gradients_gib * min(profile.num_micro_batches, ahead),
     )
 
 

@@ -13,6 +13,8 @@ from megatron.swap.planner.simulate import Prediction
 from megatron.swap.planner.state_fraction import copies_ms
 from megatron.swap.planner.states import BUCKETS_GIB, States, split_before_disk
 
+LIBRARIES = "workspaces, stand-ins of fused gradients"
+
 
 def plan_heading(plan: Plan) -> str:
     """Return the model, micro-batch and budget of a plan, and its predictions."""
@@ -94,7 +96,7 @@ def memory_table(
         "gradients": ((states.gradients_gib(num_params), 0, 0), ""),
         "optimizer": ((states.state_gib(num_params) - offloaded_gib, split.state_in_host, split.state_on_disk),
                       _offload_note(states)),
-        "libraries": ((libraries_gib, 0, 0), "workspaces; measured as activations" if measured else "workspaces"),
+        "libraries": ((libraries_gib, 0, 0), f"{LIBRARIES}; measured as activations" if measured else LIBRARIES),
         "activations": ((activations_gib, split.activations_in_host, split.activations_on_disk),
                         f"with temporaries, {prediction.peak_at}"),
         "buffers": ((0, buffers_gib, 0), "between disk and device" if buffers_gib else ""),

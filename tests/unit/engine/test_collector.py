@@ -99,22 +99,20 @@ def test_a_run_that_ends_amid_a_step_ends_the_delay() -> None:
     del loss
 
 
-def test_an_engine_that_is_dropped_amid_a_step_ends_the_delay() -> None:
-    """By what the next one does, or when it is collected itself."""
-    for collects in (True, False):
-        layers = stack(4)
-        engine: Engine | None = Engine(layers)
-        forward(layers, batch())
-        assert gc.get_threshold() != OFTEN
-        del layers, engine
-        if collects:
-            gc.collect()
-            assert gc.get_threshold() == OFTEN
-            continue
-        others = stack(4)
+@pytest.mark.parametrize("is_collected", [True, False])
+def test_an_engine_that_is_dropped_amid_a_step_ends_the_delay(is_collected: bool) -> None:
+    """When it is collected, or by what the next one does."""
+    layers, others = stack(4), stack(4)
+    engine = Engine(layers)
+    forward(layers, batch())
+    assert gc.get_threshold() != OFTEN
+    del layers, engine
+    if is_collected:
+        gc.collect()
+    else:
         with Engine(others):
             train_step(others, one_after_the_other(1))
-            assert gc.get_threshold() == OFTEN
+    assert gc.get_threshold() == OFTEN
 
 
 def test_an_evaluation_behind_a_dropped_graph_ends_the_delay() -> None:

@@ -14,10 +14,9 @@ from typing import Any
 from benchmarks import plan_points
 from benchmarks.sweeps.plans import plan_of, with_mlp_section
 from megatron.swap.common.plan import load_plan
-from megatron.swap.common.types import GIB
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.options import FULL, NOTHING, without_planner
+from megatron.swap.planner.options import FULL, NOTHING, weight_gradients_gib, without_planner
 from megatron.swap.planner.profile import Link, Profile
 from megatron.swap.planner.shape import params_of_rank, shape_profile, with_measured_times, with_megatrons_loss
 from megatron.swap.planner.simulate import Prediction, simulate
@@ -132,7 +131,7 @@ def without_planner_of(training: Training) -> dict[str, float]:
         training.model, gpu, training.num_micro_batches, tied=training.tied, states=states,
         fuses_gradients=training.fuses_gradients,
     )  # fmt: skip
-    gradients_gib = 0.0 if training.fuses_gradients else 2 * params_of_rank(training.model, training.tied) / GIB
+    gradients_gib = weight_gradients_gib(training, params_of_rank(training.model, training.tied))
     found = without_planner(with_megatrons_loss(profile), 0.0, None, gradients_gib)
     return {one.name: one.device_gib for one in found}
 
