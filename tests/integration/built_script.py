@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -231,12 +232,19 @@ def digest_of(losses: list[float], model: nn.Module, optimizer: Any) -> str:
         value for one in inner_of(optimizer) for group in one.param_groups for param in group["params"]
         for value in (param, *(value for _, value in sorted(one.state[param].items())))
     ]  # fmt: skip
-    scales = [value for name, value in sorted(model.state_dict().items()) if name.endswith("_extra_state")]
     digest = hashlib.sha256(repr(losses).encode())
-    for value in (*model.parameters(), *state, *scales):
+    for value in (*model.parameters(), *state, *scales_of(model)):
         if isinstance(value, torch.Tensor):
             digest.update(value.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def scales_of(model: nn.Module) -> list[torch.Tensor]:
+    """Return scales and amax histories of ``model``'s 8-bit layers, without the settings that lie beside them."""
+    kept = [value for name, value in sorted(model.state_dict().items()) if name.endswith("_extra_state")]
+    packed = [value.numpy().tobytes() for value in kept if isinstance(value, torch.Tensor) and value.numel()]
+    states = [pickle.loads(each) for each in packed]
+    return [value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
 
 
 def run(case: Case, *, swaps: bool) -> dict[str, Any]:

@@ -58,6 +58,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TRAINING = Case({}, megatrons=True, steps=20 if ON_GPU else 6)
 
+if ON_GPU:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
 
 def model_of(recipe: str) -> nn.Module:
     torch.manual_seed(1)
@@ -81,6 +84,8 @@ def model_of(recipe: str) -> nn.Module:
 
 def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
     """Train without swapping, or with the ``settings`` of ``install``."""
+    if ON_GPU:
+        FP8GlobalStateManager.reset()  # it knows the scales of earlier runs' layers, and goes on with them
     model = model_of(recipe)
     optimizer = optimizer_of(TRAINING, model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
