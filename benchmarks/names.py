@@ -26,7 +26,7 @@ MODULES = {
 
 
 def model(row: Row) -> str:
-    """Return size and sequence length of a run's model: ``3.5B, 4k tokens``.
+    """Return size, sequence length and 8-bit recipe of a run's model: ``3.5B, 4k tokens, FP8 tensorwise``.
 
     The number of parameters is the one that the run counted, or the sweep's arithmetic if it ended before.
     """
@@ -35,7 +35,8 @@ def model(row: Row) -> str:
     lengths = sorted(set(lengths)) or [int(value(row, "--seq-length") or 0)]
     experts = " MoE" if value(row, "--num-experts") else ""
     size = f"{billions(count)}{experts}, " if count else ""
-    return f"{size}{' and '.join(tokens(length) for length in lengths)} tokens"
+    fp8 = f", FP8 {value(row, '--fp8-recipe') or 'delayed'}" if value(row, "--fp8-format") else ""
+    return f"{size}{' and '.join(tokens(length) for length in lengths)} tokens{fp8}"
 
 
 def billions(count: float) -> str:

@@ -28,6 +28,8 @@ from tests.unit.benchmarks.made_report import RECOMPUTE, RESULTS, ROOT, a_row, m
         (133_539_840, "--seq-length 100", "134M, 100 tokens"),
         (2_695_008_256, "--num-experts 8", "2.7B MoE, 2k tokens"),
         (None, "", "2k tokens"),
+        (10**9, "--fp8-format hybrid --fp8-recipe tensorwise", "1B, 2k tokens, FP8 tensorwise"),
+        (10**9, "--fp8-format hybrid", "1B, 2k tokens, FP8 delayed"),
     ],
 )
 def test_a_model_is_named_by_size_and_sequence(count: int | None, more: str, text: str) -> None:
@@ -137,7 +139,7 @@ def test_a_table_of_runs_under_a_budget_keeps_the_best_other_methods() -> None:
 
 def test_only_runs_with_an_unswapped_reference_count_as_equal() -> None:
     page = markdown_of(ROOT / "docs", BRIEF)
-    assert "| one GPU | 9 | 9 |" in page, "the guarded run's reference is a guarded one"
+    assert "| one GPU | 10 | 10 |" in page, "the guarded run's reference is a guarded one"
     assert re.search(r"no offload \| out of device memory", page)
 
 
