@@ -322,9 +322,14 @@ class FakeBytes:
         FakeBytes.copies.append((stream, self.num_bytes))
 
 
+@pytest.mark.parametrize("num_connections", [None, "8", "1"])
 @pytest.mark.parametrize("seed", range(5))
-def test_copies_on_a_gpu_take_turns(seed: int, monkeypatch: pytest.MonkeyPatch):
-    """Copies are ordered as on one stream, and many bytes never run without a break for others."""
+def test_copies_on_a_gpu_take_turns(seed: int, num_connections: str | None, monkeypatch: pytest.MonkeyPatch):
+    """Copies are ordered as on one stream, and many bytes never run without a break for others, if that helps them."""
+    if num_connections is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", num_connections)
 
     @contextmanager
     def on(stream: FakeStream) -> Iterator[None]:
@@ -348,6 +353,9 @@ def test_copies_on_a_gpu_take_turns(seed: int, monkeypatch: pytest.MonkeyPatch):
         assert stream.done.get(last, 0) == last.done[last], "who waits for the stream does not wait for the last piece"
     copies = FakeBytes.copies
     assert (sum(size for _, size in copies), len(copies)) == (num_bytes, num_pieces)
+    if num_connections == "1":
+        assert {on_stream for on_stream, _ in copies} == {stream}
+        return
     assert len({stream for stream, _ in copies}) == 2
     in_a_row, before = 0, None
     for on_stream, size in copies:
