@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.machine import peak_rss_bytes, rss_bytes
 from benchmarks.rows import GIB
+from benchmarks.runner.fp8_scales import fp8_scales
 from benchmarks.runner.planning import planning, unstable_steps
 from benchmarks.runner.request import Request
 from benchmarks.runner.schedule import length_at
@@ -291,12 +292,14 @@ def trace_bytes(path: Path) -> dict[str, int]:
 
 
 def weights_sha256(chunks: list[Any]) -> str:
-    """Hash all parameters of all ranks. Collective: every rank must call it."""
+    """Hash all parameters of all ranks, and the scales of 8-bit layers. Collective: every rank must call it."""
     digest = hashlib.sha256()
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             digest.update(name.encode())
             digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+        for scale in fp8_scales(chunk):
+            digest.update(scale.detach().float().cpu().numpy().tobytes())
     digests: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(digests, digest.hexdigest())
     return hashlib.sha256("".join(digests).encode()).hexdigest()

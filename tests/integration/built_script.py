@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.runner.fp8_scales import fp8_scales
 from megatron.swap.patches import cpu, registry
 
 ON_GPU = torch.cuda.is_available()
@@ -233,18 +233,10 @@ def digest_of(losses: list[float], model: nn.Module, optimizer: Any) -> str:
         for value in (param, *(value for _, value in sorted(one.state[param].items())))
     ]  # fmt: skip
     digest = hashlib.sha256(repr(losses).encode())
-    for value in (*model.parameters(), *state, *scales_of(model)):
+    for value in (*model.parameters(), *state, *fp8_scales(model)):
         if isinstance(value, torch.Tensor):
             digest.update(value.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def scales_of(model: nn.Module) -> list[torch.Tensor]:
-    """Return scales and amax histories of ``model``'s 8-bit layers, without the settings that lie beside them."""
-    kept = [value for name, value in sorted(model.state_dict().items()) if name.endswith("_extra_state")]
-    packed = [value.numpy().tobytes() for value in kept if isinstance(value, torch.Tensor) and value.numel()]
-    states = [pickle.loads(each) for each in packed]
-    return [value for state in states for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
 
 
 def run(case: Case, *, swaps: bool) -> dict[str, Any]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.runner import stopwatch
+from benchmarks.runner.fp8_scales import fp8_scales
 from benchmarks.runner.request import Request
 from benchmarks.runner.stopwatch import EnoughSteps, Stopwatch
 
@@ -39,3 +42,14 @@ def test_a_slow_run_ends_after_its_timed_steps_took_long_enough(
     except EnoughSteps:
         pass
     assert done == num_steps
+
+
+def test_scales_and_histories_of_8_bit_layers_are_found():
+    scale, history, backward = torch.ones(3), torch.ones(4, 3), torch.ones(2)
+    layer, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    layer.fp8_meta = {
+        "recipe": "delayed",
+        "scaling_fwd": Namespace(scale=scale, amax_history=history),
+        "scaling_bwd": Namespace(scale=backward),  # a recipe without a history
+    }
+    assert [id(one) for one in fp8_scales(nn.Sequential(plain, layer))] == [id(scale), id(history), id(backward)]
