@@ -36,6 +36,11 @@ class Point:
         return _error(self.row["predicted_step_ms"], self.row["step_ms_median"])
 
     @property
+    def above_bound(self) -> float | None:
+        """Return measured step time ÷ what no plan is below in the planner's model, minus 1; ``None``: not known."""
+        return _error(self.row["step_ms_median"], self.row.get("lower_bound_ms"))
+
+    @property
     def is_within(self) -> bool | None:
         """Return whether the measured peak is within the budget; ``None``: not measured."""
         measured = peak_gib(self.row)
@@ -69,6 +74,10 @@ def points_table(found: Sequence[Point], rows: Sequence[Row]) -> Table:
         "step ms: predicted", "measured", "error", "× none", "best baseline within the budget", "its × none",
         "re-plans", "losses",
     ]  # fmt: skip
+    after = head.index("× none")
+    has_bounds = any(point.above_bound is not None for point in found)
+    if has_bounds:
+        head[after:after] = ["no plan below, ms", "measured above it"]
     noise = losses.loss_noise(rows)
     lines = []
     for point in found:
@@ -90,6 +99,8 @@ def points_table(found: Sequence[Point], rows: Sequence[Row]) -> Table:
             cell_number(row["num_replans"]),
             losses.cell(row, noise) or ABSENT,
         ])  # fmt: skip
+        if has_bounds:
+            lines[-1][after:after] = [cell_ms(row.get("lower_bound_ms")), cell_signed_share(point.above_bound)]
     return Table(head, lines)
 
 

@@ -52,6 +52,7 @@ def read_prediction(path: str | Path) -> dict[str, Any]:
         "budget_gib": plan.budget_gib,
         "predicted_peak_gib": plan.predicted and plan.predicted.peak_gib,
         "predicted_step_ms": plan.predicted and plan.predicted.step_ms,
+        "lower_bound_ms": plan.predicted and plan.predicted.lower_bound_ms,
         "profile_sha256": plan.profile_sha256,
     }
 

@@ -165,6 +165,7 @@ def merge(runs: list[Run], reference: list[Run] | None) -> Row:
         **dict.fromkeys((*LARGEST, *MEDIANS, *SAME)),
         **losses_against(good, reference),
         **UNPLANNED,
+        "lower_bound_ms": None,
         "stages": None,
         "rounds": runs,
     }  # fmt: skip
@@ -193,6 +194,7 @@ def merge(runs: list[Run], reference: list[Run] | None) -> Row:
     found = [run["planning"] for run in good if run.get("planning")]
     if found:
         row.update({field: found[0][field] for field in (*UNPLANNED, "stages")})
+        row["lower_bound_ms"] = found[0].get("lower_bound_ms")
         row["num_replans"] = max(planning["num_replans"] for planning in found)
     return row
 

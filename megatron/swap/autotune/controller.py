@@ -227,6 +227,7 @@ class AutoPlan:
             "budget_gib": self._target.budget_gib,
             "predicted_peak_gib": None if predicted is None else predicted.peak_gib,
             "predicted_step_ms": None if predicted is None else predicted.step_ms,
+            "lower_bound_ms": None if predicted is None else predicted.lower_bound_ms,
             "profile_sha256": None if plan is None else plan.profile_sha256,
             "num_replans": machine.num_replans,
             "num_infeasible": machine.num_infeasible,

@@ -103,6 +103,17 @@ def test_the_section(docs: Path) -> None:
     assert "Not measured yet" not in text
 
 
+def test_bounds_are_shown_where_rows_have_them() -> None:
+    with_bound = planned("auto-20", 720.0, 26.0, 30.0, lower_bound_ms=700.0)
+    unknown = planned("auto-5", 790.0, 15.0, 17.0, lower_bound_ms=None)
+    rows = [with_bound, planned("auto-10", 780.0, 16.0, 18.5), unknown]
+    table = planner.points_table(planner.points(rows), rows)
+    at = table.head.index("no plan below, ms")
+    assert table.head[at - 1 : at + 3] == ["error", "no plan below, ms", "measured above it", "× none"]
+    assert [line[at : at + 2] for line in table.rows] == [["700.0", "+2.9 %"], ["–", "–"], ["–", "–"]]
+    assert "no plan below, ms" not in planner.points_table(planner.points(rows[1:]), rows).head
+
+
 def test_the_summary(docs: Path) -> None:
     page = re.sub(r"\s+", " ", markdown_of(docs, BRIEF))
     assert (

@@ -59,8 +59,8 @@ def test_the_session_tells_what_was_planned() -> None:
 def test_a_plan_file_promises_what_stands_in_it(tmp_path: Path) -> None:
     flags = ("--swap-plan", str(a_plan(tmp_path / "plan.json")))
     prediction = {
-        "budget_gib": 80.0, "predicted_peak_gib": 79.5, "predicted_step_ms": 1400.0, "profile_sha256": "beef",
-        "num_replans": 0, "stages": [],
+        "budget_gib": 80.0, "predicted_peak_gib": 79.5, "predicted_step_ms": 1400.0, "lower_bound_ms": 1390.0,
+        "profile_sha256": "beef", "num_replans": 0, "stages": [],
     }  # fmt: skip
     assert planning(flags, None) == prediction
     combined = planning(flags, {**FOUND, "num_replans": 2})
