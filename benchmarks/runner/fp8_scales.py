@@ -9,9 +9,14 @@ from torch import nn
 
 
 def fp8_scales(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield scales and amax histories of TransformerEngine's layers in ``model``. Most recipes keep none of them."""
+    """Yield scales and amax histories of TransformerEngine's layers in ``model``, not of its operators (``te.ops``).
+
+    Only delayed scaling keeps any.
+    """
     for module in model.modules():
         meta = getattr(module, "fp8_meta", {})
-        for state in (meta.get("scaling_fwd"), meta.get("scaling_bwd")):
-            found = (getattr(state, name, None) for name in ("scale", "amax_history"))
-            yield from (value for value in found if isinstance(value, torch.Tensor))
+        for key in ("scaling_fwd", "scaling_bwd"):
+            for name in ("scale", "amax_history"):
+                value = getattr(meta.get(key), name, None)
+                if isinstance(value, torch.Tensor):
+                    yield value

@@ -33,7 +33,9 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from benchmarks.runner.fp8_scales import fp8_scales
 from megatron.swap.common.plan import load_plan, save_plan
+from megatron.swap.megatron_lm.quantized import upstream
 from tests.integration.built_script import (
     DEVICE,
     ON_GPU,
@@ -58,10 +60,6 @@ RECIPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TRAINING = Case({}, megatrons=True, steps=20 if ON_GPU else 6)
 
-if ON_GPU:
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-
 def model_of(recipe: str) -> nn.Module:
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
@@ -84,8 +82,8 @@ def model_of(recipe: str) -> nn.Module:
 
 def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
     """Train without swapping, or with the ``settings`` of ``install``."""
-    if ON_GPU:
-        FP8GlobalStateManager.reset()  # it knows the scales of earlier runs' layers, and goes on with them
+    if recipe != "none":
+        upstream()[0].reset()  # it knows the scales of earlier runs' layers, and goes on with them
     model = model_of(recipe)
     optimizer = optimizer_of(TRAINING, model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -99,6 +97,7 @@ def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
         row["recomputed_bytes"] = 0 if recomputer is None else sum(recomputer.spared_bytes.values())
         row["stats"] = dataclasses.asdict(swapped.stats())
         swapped.close()
+    row["num_scales"] = len(list(fp8_scales(model)))
     return {"digest": digest_of(losses, model, optimizer), **row}
 
 

@@ -33,6 +33,7 @@ def test_every_run_is_equal_to_the_bit(recipe: str) -> None:
     assert list(rows) == ["plain", "plain again", "all layers", "recomputed", "plan", "whole layers", "state"]
     plain = rows["plain"]
     assert plain["has_learned"]
+    assert (plain["num_scales"] > 0) == (recipe == "delayed"), "other recipes keep none"
     for name, row in rows.items():
         assert row["losses"] == plain["losses"], name
         assert row["digest"] == plain["digest"], name

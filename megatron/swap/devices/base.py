@@ -120,7 +120,7 @@ class Device(ABC):
             stream: made by ``copy_stream``.
 
         Returns:
-            The number of copies that were enqueued: long tensors are split.
+            The number of copies that were enqueued: a device may split long tensors.
         """
 
     @abstractmethod

@@ -13,13 +13,14 @@ from megatron.swap.devices.base import Device, Event, Stream, bytes_of
 from megatron.swap.native.guarding import GuardCore, cuda_guard, stop_watching_allocator
 
 COPY_CHUNK_BYTES = 32 * MIB
-"""Most bytes that one stream copies without a break, and the size of the chunks that tensors are split into.
+"""Most bytes that one stream copies without a break, and the size of the chunks that tensors are split into, unless
+CUDA_DEVICE_MAX_CONNECTIONS=1.
 
 All copies in one direction share one hardware queue, whatever their streams. A counter that Megatron copies to the host
 (tokens of each expert, in every layer) would wait for everything that is being offloaded. Copies that wait for another
-stream let others pass, so our copies alternate between two streams; on an H200 that is no slower. It does not help with
-CUDA_DEVICE_MAX_CONNECTIONS=1, where all streams share one queue. There a tensor is one copy, which costs less of the
-host's time.
+stream let others pass, so our copies alternate between two streams; on an H200 that is no slower. With
+CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue, and turns do not help. So each tensor is one copy, which
+takes fewer calls. CUDA reads the variable once, as it starts; we read it when swapping begins.
 """
 
 FREE_ALONE_BYTES = 256 * MIB
@@ -112,13 +113,12 @@ class CudaDevice(Device):
         return stall
 
     def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
+        turns, num_copies = self._turns[stream], 0
         if not self._takes_turns:
-            assert isinstance(stream, torch.cuda.Stream)
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(turns.own):
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
             return len(targets)
-        turns, num_copies = self._turns[stream], 0
         current = turns.own
         for target, source in zip(targets, sources, strict=True):
             chunks = zip(target.split(COPY_CHUNK_BYTES), source.split(COPY_CHUNK_BYTES), strict=True)

@@ -130,7 +130,7 @@ def quantization_context() -> Callable[[], AbstractContextManager[Any]] | None:
     """
     if not HAVE_TE:
         return None
-    manager, autocast = _upstream()
+    manager, autocast = upstream()
     if not manager.is_fp8_enabled():
         return None
     recipe, group = manager.get_fp8_recipe(), manager.get_fp8_group()
@@ -145,7 +145,7 @@ def quantization_context() -> Callable[[], AbstractContextManager[Any]] | None:
 
 
 @functools.cache
-def _upstream() -> tuple[Any, Callable[[bool, Any, Any], AbstractContextManager[Any]]]:
+def upstream() -> tuple[Any, Callable[[bool, Any, Any], AbstractContextManager[Any]]]:
     """Return TransformerEngine's state of 8 bits, and a function that makes its context of: on, recipe, group."""
     try:
         from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast

@@ -274,7 +274,10 @@ class TestMeasuring:
             assert device.take_retries() == 1
         assert device.take_retries() == 0
 
-    def test_large_copies_in_one_call(self, device: Device):
+    @pytest.mark.parametrize("takes_turns", [True, False])
+    def test_large_copies_in_one_call(self, device: Device, takes_turns: bool):
+        if isinstance(device, CudaDevice):
+            device._takes_turns = takes_turns
         sizes = [40 * MIB, MIB, 70 * MIB + 1]
         sources = [host_bytes(size, device, seed) for seed, size in enumerate(sizes)]
         there, back = [device.allocate(size) for size in sizes], [host_bytes(size, device, 9) for size in sizes]
@@ -325,7 +328,7 @@ class FakeBytes:
 @pytest.mark.parametrize("num_connections", [None, "8", "1"])
 @pytest.mark.parametrize("seed", range(5))
 def test_copies_on_a_gpu_take_turns(seed: int, num_connections: str | None, monkeypatch: pytest.MonkeyPatch):
-    """Copies are ordered as on one stream, and many bytes never run without a break for others, if that helps them."""
+    """Copies are ordered as on one stream, and leave breaks for others' copies unless all streams share one queue."""
     if num_connections is None:
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     else:
@@ -344,17 +347,19 @@ def test_copies_on_a_gpu_take_turns(seed: int, num_connections: str | None, monk
     device, sizes = CudaDevice(), random.Random(seed)
     stream: Any = device.copy_stream("out")
     num_bytes = num_pieces = 0
+    given: list[int] = []
     for _ in range(20):
         halves = [sizes.choice([1, 3, 40, 64, 65, 200]) for _ in range(sizes.randint(1, 3))]
         moved: list[Any] = [FakeBytes(half * MIB // 2) for half in halves]
         num_bytes += sum(one.num_bytes for one in moved)
+        given += [one.num_bytes for one in moved]
         num_pieces += device.copy(stream, moved, moved)
         last, _ = FakeBytes.copies[-1]
         assert stream.done.get(last, 0) == last.done[last], "who waits for the stream does not wait for the last piece"
     copies = FakeBytes.copies
     assert (sum(size for _, size in copies), len(copies)) == (num_bytes, num_pieces)
     if num_connections == "1":
-        assert {on_stream for on_stream, _ in copies} == {stream}
+        assert copies == [(stream, size) for size in given]
         return
     assert len({stream for stream, _ in copies}) == 2
     in_a_row, before = 0, None

@@ -283,13 +283,13 @@ class Coarse(nn.Linear):
 
 @pytest.fixture
 def te_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    quantized._upstream.cache_clear()
+    quantized.upstream.cache_clear()
     module = types.ModuleType("transformer_engine.pytorch.quantization")
     module.FP8GlobalStateManager, module.autocast = State, autocast  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(quantized, "HAVE_TE", True)
     yield
-    quantized._upstream.cache_clear()
+    quantized.upstream.cache_clear()
 
 
 def coarse(monkeypatch: pytest.MonkeyPatch) -> Engine:
