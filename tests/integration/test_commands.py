@@ -20,6 +20,8 @@ from tests.commands import Block, blocks
 from tests.pages import ROOT, user_pages
 from tests.unit.test_house import NOT_OURS
 
+FIRST = "bash examples/pretrain_gpt_swap.sh --swap-layers 0-23"
+"""``test_examples.test_the_first_command`` runs it, and reads what it prints."""
 LEFT_OUT = re.compile(r"(bash tests/run\.sh|git clone|cd megatron-swap|\S*pip install|\S*python\S* -m pip install)\b")
 TIMEOUT_S = 900.0
 
@@ -65,16 +67,23 @@ def run(scripts: Sequence[str], folder: Path) -> None:
 
 
 def runnable(block: Block) -> str:
-    return "\n".join(line for line in block.script.splitlines() if not LEFT_OUT.match(line))
+    return "\n".join(line for line in block.script.splitlines() if line != FIRST and not LEFT_OUT.match(line))
+
+
+def runnable_blocks(page: Path) -> list[str]:
+    """What a page has to run: its blocks, except for those that an earlier page has too."""
+    earlier = user_pages()[: user_pages().index(page)]
+    done = {runnable(block) for one in earlier for block in blocks(one) if block.kind == ""}
+    found = [runnable(block) for block in blocks(page) if block.kind == ""]
+    return [script for script in found if script and script not in done]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", with_blocks(""), ids=name_of)
+@pytest.mark.parametrize("page", [page for page in user_pages() if runnable_blocks(page)], ids=name_of)
 def test_a_page_on_a_cpu(page: Path, copy: Path) -> None:
-    for block in blocks(page):
-        if block.kind == "" and (script := runnable(block)):
-            run([script], copy)
+    for script in runnable_blocks(page):
+        run([script], copy)
 
 
 @pytest.mark.slow

@@ -165,16 +165,17 @@ def test_state_on_disk_is_part_of_the_plan(trainer: Trainer) -> None:
     assert offloaded_state.disk_ms > 0
 
 
-@pytest.mark.parametrize("saved", ["torch", "torch_dist"])
 @pytest.mark.parametrize(
-    ("first", "then", "more"),
+    ("first", "then", "more", "saved"),
     [
-        ("1", "0", ""), ("0", "1", ""), ("0.5", "1", ""), (f"1 {ON_DISK}", "0", ""), ("0", f"1 {ON_DISK}", ""),
-        ("1", "0", MUON), ("0", "1", MUON),
+        ("1", "0", "", "torch_dist"), ("0", "1", "", "torch_dist"), ("0.5", "1", "", "torch_dist"),
+        (f"1 {ON_DISK}", "0", "", "torch_dist"), ("0", f"1 {ON_DISK}", "", "torch_dist"),
+        ("1", "0", MUON, "torch_dist"), ("0", "1", MUON, "torch_dist"),
+        ("1", "0", "", "torch"), ("0", f"1 {ON_DISK}", "", "torch"), ("0", "1", MUON, "torch"),
     ],
 )  # fmt: skip
 def test_a_checkpoint_goes_on_with_another_fraction(
-    trainer: Trainer, saved: str, first: str, then: str, more: str
+    trainer: Trainer, first: str, then: str, more: str, saved: str
 ) -> None:
     """Four steps and four more after a resume equal eight steps at once."""
     flags = f"{BF16} {more} --train-iters 8 --lr-decay-iters 8"
