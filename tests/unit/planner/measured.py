@@ -16,7 +16,7 @@ from benchmarks.sweeps.plans import plan_of, with_mlp_section
 from megatron.swap.common.plan import load_plan
 from megatron.swap.planner.flags import Training, read_flags
 from megatron.swap.planner.gpus import find_gpu
-from megatron.swap.planner.options import FULL, NOTHING, weight_gradients_gib, without_planner
+from megatron.swap.planner.options import FULL, NOTHING, states_on, weight_gradients_gib, without_planner
 from megatron.swap.planner.profile import Link, Profile
 from megatron.swap.planner.shape import params_of_rank, shape_profile, with_measured_times, with_megatrons_loss
 from megatron.swap.planner.simulate import Prediction, simulate
@@ -126,7 +126,7 @@ def alone() -> Iterator[Alone]:
 def without_planner_of(training: Training) -> dict[str, float]:
     """Return the reserved memory of the options without Megatron Swap, in GiB, by their names."""
     gpu = find_gpu("h200")
-    states = replace(training.states, offload_fraction=0.0, is_auto=False)
+    states = replace(states_on(training, gpu), offload_fraction=0.0, is_auto=False)
     profile = shape_profile(
         training.model, gpu, training.num_micro_batches, tied=training.tied, states=states,
         fuses_gradients=training.fuses_gradients,

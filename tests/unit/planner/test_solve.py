@@ -127,6 +127,14 @@ def test_expected_fragmentation(allocator_gib: float, expected_gib: float, reser
     assert (of.fragments_gib, of.reserve_gib) == (expected_gib, reserve_gib)
 
 
+def test_more_fragments_are_expected_with_fp8_layers() -> None:
+    entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 1024, 0.0, 7.0),), ())
+    of = replace(profile([entry]), allocator_gib=0.5)
+    fp8 = replace(of, model=replace(of.model, fp8_recipe="tensorwise"))
+    assert (of.fragments_gib, fp8.fragments_gib) == (1.0, 1.0)
+    assert (of.reserve_gib, fp8.reserve_gib) == (1.25, 2.0)
+
+
 def test_without_a_measurement_the_whole_reserve_is_left_free() -> None:
     """No run corrects a plan that was made before the first one, so it reserves at most its budget."""
     of = replace(random_profile(7, most_layers=5), allocator_gib=None)
