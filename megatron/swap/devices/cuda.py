@@ -86,6 +86,7 @@ class CudaDevice(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.torch_device)
+        self._known: dict[int, torch.cuda.Stream] = {}
         self._turns: dict[Stream, _Turns] = {}
         self._takes_turns = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
         self._peak_bytes = self._peak_reserved_bytes = 0
@@ -94,7 +95,12 @@ class CudaDevice(Device):
         self._fractions: tuple[float, float] | None = None
 
     def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.torch_device)
+        # torch.cuda.current_stream makes an object at every call, and we ask several times for every saved storage.
+        address = torch._C._cuda_getCurrentRawStream(self.torch_device.index)
+        stream = self._known.get(address)
+        if stream is None:
+            stream = self._known[address] = torch.cuda.current_stream(self.torch_device)
+        return stream
 
     def copy_stream(self, name: str) -> torch.cuda.Stream:
         stream = torch.cuda.Stream(self.torch_device)
@@ -115,7 +121,7 @@ class CudaDevice(Device):
     def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> int:
         turns, num_copies = self._turns[stream], 0
         if not self._takes_turns:
-            with torch.cuda.stream(turns.own):
+            with turns.own:  # in C++; the context of torch.cuda.stream takes as long as the copy
                 for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
             return len(targets)
@@ -128,7 +134,7 @@ class CudaDevice(Device):
                     previous, current = current, turns.other if current is turns.own else turns.own
                     current.wait_stream(previous)
                     turns.turn_bytes = 0
-                with torch.cuda.stream(current):
+                with current:
                     target_chunk.copy_(source_chunk, non_blocking=True)
                 turns.turn_bytes += num_bytes
                 num_copies += 1

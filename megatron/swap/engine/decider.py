@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from megatron.swap.common.types import Action, LayerPosition, Site
-from megatron.swap.engine.decision import RECOMPUTE, Decision, Reason
+from megatron.swap.engine.decision import KEEP, KEEP_SMALL, RECOMPUTE, Decision, Reason
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.release_budget import ReleaseBudget
 
@@ -78,6 +78,8 @@ class Decider:
         num_bytes = storage.nbytes()
         producer = None if recomputability is None else recomputability.producer_of(storage)
         action, reason = self._policy.action(site, num_bytes, producer), Reason.POLICY
+        if action is Action.KEEP and current is None:
+            return KEEP_SMALL if num_bytes < self._policy.min_bytes else KEEP
         if action is Action.RECOMPUTE:
             obstacle = Reason.NOT_RECOMPUTED if recomputability is None else recomputability.obstacle(site, storage)
             if obstacle is None:
@@ -88,9 +90,11 @@ class Decider:
         if action is Action.SWAP:
             override = self._reason_to_keep(site, num_bytes, position)
             return Decision(action, reason) if override is None else Decision(Action.KEEP, override)
-        if reason is Reason.POLICY and num_bytes < self._policy.min_bytes:
-            reason = Reason.BELOW_MIN_SIZE
-        return Decision(Action.KEEP, reason)
+        return Decision(Action.KEEP, reason)  # for the obstacle
+
+    def recomputes_layer(self, layer: int) -> bool:
+        """Whether the policy may recompute what ``layer`` saves."""
+        return self._policy.recomputes_layer(layer)
 
     def may_recompute(self, site: Site, num_bytes: int, producer: str) -> bool:
         """Whether the policy allows recomputing an unsaved input of the storage that is saved at ``site``."""

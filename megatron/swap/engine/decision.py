@@ -52,4 +52,6 @@ class Decision(NamedTuple):
 
 
 RECOMPUTE = Decision(Action.RECOMPUTE, Reason.POLICY)
+KEEP = Decision(Action.KEEP, Reason.POLICY)
+KEEP_SMALL = Decision(Action.KEEP, Reason.BELOW_MIN_SIZE)
 CACHE = Decision(Action.KEEP, Reason.CACHE)

@@ -63,7 +63,7 @@ class StateError(SwapError):
     """A transition that is not allowed: a bug in this package, never a usage error."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take three times as long to make, once or twice for every saved tensor
 class Alias:
     """An alias of a saved tensor, and the version that the tensor had when autograd saved it.
 

@@ -231,7 +231,7 @@ class LayerBoundary:
             return self._saved_tensors.keeping(group, constants, self._weight_shapes)
         names.begin()
         stack = ExitStack()
-        stack.enter_context(self._saved_tensors.recording())
+        stack.enter_context(self._saved_tensors.recording(self.layer))
         where = lambda: (group, names.next_site())  # noqa: E731
         stack.enter_context(self._saved_tensors.hooks(where, constants, self._weight_shapes))
         return stack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ Function = Callable[..., torch.Tensor]
 """A function of tensors only; its other arguments are bound."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ProducerRecord:
     """One output of a producer. It holds the inputs until the output is saved or freed, or the layer ends.
 
@@ -75,8 +76,13 @@ class Chain:
 def version_probe_of(tensor: torch.Tensor) -> Alias:
     """Return an alias of ``tensor`` without its memory: it detects in-place changes and keeps no memory alive."""
     alias = alias_of(tensor)
-    alias.tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the version counter remains
+    alias.tensor.data = _empty(tensor.dtype, tensor.device)  # the version counter remains
     return alias
+
+
+@functools.cache
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _is_tensor(value: Any) -> bool:

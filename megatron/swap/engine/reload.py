@@ -63,7 +63,8 @@ class Reloader:
             RuntimeError: the tensor was changed in place after autograd saved it.
             VerifyError: with ``verify``, the bytes are not those that were saved.
         """
-        self.begin_backward(group)
+        if not group.backward_begun:
+            self.begin_backward(group)
         if handle.aliases:
             handle.aliases[index].check(str(handle.site))
         compute = self._device.current_stream()
@@ -95,7 +96,6 @@ class Reloader:
                 handle.storage = None
                 handle.num_unpacked = 0
                 handle.move_to(StorageState.OFFLOADED)
-                self.prefetch()
         return storage
 
     def prefetch(self) -> None:

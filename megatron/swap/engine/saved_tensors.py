@@ -32,7 +32,10 @@ Where = Callable[[], tuple[Group, Site] | None]
 """Called for every saved tensor that is eligible; returns its group and site, or ``None`` to leave it alone."""
 
 
-@dataclass(frozen=True, slots=True)
+# One or two of these are made for every saved tensor. Frozen, they would take three times as long to make.
+
+
+@dataclass(slots=True)
 class Layout:
     """The layout of a tensor in its storage; ``offset`` and ``stride`` are in elements."""
 
@@ -44,7 +47,7 @@ class Layout:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
         """Return the layout of ``tensor``."""
-        return cls(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        return cls(tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[arg-type]
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor in ``storage``."""
@@ -52,7 +55,7 @@ class Layout:
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HandledTensor:
     """A tensor whose storage has a handle: it is offloaded, or kept and evictable by the guard.
 
@@ -66,7 +69,7 @@ class HandledTensor:
     record: Record | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RecomputedTensor:
     """A tensor whose storage is recomputed."""
 
@@ -75,7 +78,7 @@ class RecomputedTensor:
     record: Record | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class KeptTensor:
     """A kept tensor, as an alias, with the version that it had when autograd saved it.
 
@@ -98,7 +101,9 @@ Packed = HandledTensor | RecomputedTensor | KeptTensor | torch.Tensor
 
 def keep(tensor: torch.Tensor, group: Group | None = None, record: Record | None = None) -> KeptTensor | torch.Tensor:
     """Return the packed form of a kept tensor."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+    if type(tensor) is torch.nn.Parameter:  # a leaf: no node has made it
+        return KeptTensor(tensor, tensor._version, group, record)
+    if type(tensor) is not torch.Tensor:
         return tensor
     alias = tensor.detach()
     return KeptTensor(alias, alias._version, group, record)
@@ -142,9 +147,10 @@ class SavedTensors:
         """The recorder, while it is on."""
         return self._recorder if self._recorder is not None and self._recorder.is_on else None
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Return a context, around a layer's forward, in which producers record their outputs."""
-        return nullcontext() if self.recomputer is None else self.recomputer.recording()
+    def recording(self, layer: int) -> AbstractContextManager[None]:
+        """Return a context, around a forward of ``layer``, in which producers record their outputs."""
+        is_wanted = self.recomputer is not None and self.manager.decider.recomputes_layer(layer)
+        return self.recomputer.recording() if self.recomputer is not None and is_wanted else nullcontext()
 
     def called_with(self, group: Group, hidden: Any) -> None:
         """Record the hidden states that a layer is called with."""
@@ -235,13 +241,14 @@ class SavedTensors:
             assert self._recorder is not None
             self._recorder.asked(packed.record)
         if isinstance(packed, KeptTensor):
-            if packed.group is not None:
+            if packed.group is not None and not packed.group.backward_begun:
                 self.manager.begin_backward(packed.group)
             check_version(packed.tensor, packed.version, "a saved tensor that stayed on the device")
             return packed.tensor
         if isinstance(packed, RecomputedTensor):
             assert self.recomputer is not None
-            self.manager.begin_backward(packed.spec.group)
+            if not packed.spec.group.backward_begun:
+                self.manager.begin_backward(packed.spec.group)
             storage = self.recomputer.recompute(packed.spec, self._unpack_input)
         else:
             storage = self.manager.reload.fetch(packed.handle, packed.group, packed.index)
@@ -258,7 +265,7 @@ class SavedTensors:
         observed: bool = True,
     ) -> AbstractContextManager[Any]:
         """Return a context with ``hooks``. With ``keeping``, wrapper tensors are taken apart."""
-        if observed and self._observer is not None:
+        if observed and self._observer is not None and self._observer.is_on:
             hooks = self._observer.around(hooks)
             keeping = None if keeping is None else self._observer.around(keeping)
         if keeping is not None and self._wrappers is not None:
@@ -292,21 +299,21 @@ class LayerPacker:
         if found is None:
             return keep(tensor)
         group, site = found
-        storage = tensor.untyped_storage()
+        storage, recomputer = tensor.untyped_storage(), self._recomputer
         self._footprint.add(storage.nbytes())
         record = None if self._recorder is None else self._recorder.saved(site, group.label, tensor)
-        spec = None if self._recomputer is None else self._recomputer.find(tensor, site)
+        spec = None if recomputer is None else recomputer.find(tensor, site)
         if spec is not None:
             packed, decision = self._join_spec(tensor, spec, record), RECOMPUTE
         else:
             handle = self._offload.find(storage)
             current = None if handle is None else handle.decision
-            decision = self._decider.decide(site, storage, group.position, current, self._recomputer)
-            if self._recomputer is not None and decision.action is Action.RECOMPUTE:
-                packed = self._join_spec(tensor, self._recomputer.begin(tensor, site, group, self), record)
+            decision = self._decider.decide(site, storage, group.position, current, recomputer)
+            if recomputer is not None and decision.action is Action.RECOMPUTE:
+                packed = self._join_spec(tensor, recomputer.begin(tensor, site, group, self), record)
             else:
-                if self._recomputer is not None:
-                    self._recomputer.saved(storage)
+                if recomputer is not None:
+                    recomputer.saved(storage)
                 handle = handle or self._offload.new_handle(storage, site, group, decision)
                 packed = self._join_handle(tensor, handle, group, record)
         if self._on_saved is not None:
@@ -329,7 +336,9 @@ class LayerPacker:
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is kept whatever the policy says."""
-        return is_ineligible(tensor, self._device) or tensor.untyped_storage()._cdata in self._constants
+        if type(tensor) is not torch.Tensor:  # most are parameters
+            return True
+        return tensor.untyped_storage()._cdata in self._constants or is_ineligible(tensor, self._device)
 
     def join(self, tensor: torch.Tensor, group: Group) -> Packed:
         """Return the packed form of an input of a recomputed storage.

@@ -30,6 +30,7 @@ class SiteNames:
         self.modules = [one for one in module.modules() if one not in left_out]
         self._stack: list[str] = []
         self._ordinals: Counter[str] = Counter()
+        self._sites: dict[tuple[int, str, int], Site] = {}  # the same in every forward
         self._hooks: list[RemovableHandle] = []
         for path, submodule in module.named_modules():
             if path and submodule not in left_out:
@@ -45,7 +46,11 @@ class SiteNames:
         path = self._stack[-1] if self._stack else own_path
         ordinal = self._ordinals[path]
         self._ordinals[path] += 1
-        return Site(self.layer, path, ordinal)
+        key = self.layer, path, ordinal
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = Site(*key)
+        return site
 
     def remove(self) -> None:
         """Remove the hooks."""

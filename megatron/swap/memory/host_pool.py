@@ -75,7 +75,7 @@ class Lease:
             behind that copy. 0: no copy.
     """
 
-    __slots__ = ("_live", "_pool", "extents", "fence", "nbytes")
+    __slots__ = ("_live", "_pool", "_views", "extents", "fence", "nbytes")
 
     def __init__(self, pool: HostPool, extents: tuple[Extent, ...], nbytes: int, fence: int) -> None:
         self.extents = extents
@@ -84,6 +84,7 @@ class Lease:
         self._pool = pool
         # Popped by free(): list.pop is atomic, so of two racing calls exactly one succeeds.
         self._live = [True]
+        self._views: list[torch.Tensor] = []  # made once, for the copies out and back
 
     @property
     def is_freed(self) -> bool:
@@ -103,12 +104,12 @@ class Lease:
         """
         if self.is_freed:
             raise LeaseError(f"views() of a lease of {self.nbytes} bytes that was freed already")
-        views = self._pool._views(self.extents)
-        if not padded:
+        if padded:
+            return self._pool._views(self.extents, 0)
+        if not self._views or self._pool._closed:
             excess_bytes = sum(extent.nbytes for extent in self.extents) - self.nbytes
-            last = views[-1]
-            views[-1] = last[: last.numel() - excess_bytes]
-        return views
+            self._views = self._pool._views(self.extents, excess_bytes)
+        return self._views
 
     def free(self, fence: int = 0) -> None:
         """Return the memory to the pool. Takes no lock: any thread and any finalizer may call it at any moment.
@@ -123,6 +124,7 @@ class Lease:
             self._live.pop()
         except IndexError:
             raise LeaseError(f"a lease of {self.nbytes} bytes was freed twice") from None
+        self._views = []
         # An owner that never wrote has not waited for the previous owners' reads, which may still be under way.
         self._pool._freed.append((self.extents, max(fence, self.fence)))
 
@@ -287,10 +289,13 @@ class HostPool:
             self._free = _FreeSpace()
             self._reserved_bytes = self._leased_bytes = self._num_leases = 0
 
-    def _views(self, extents: tuple[Extent, ...]) -> list[torch.Tensor]:
+    def _views(self, extents: tuple[Extent, ...], excess_bytes: int) -> list[torch.Tensor]:
+        """Return one tensor per extent, the last one shorter by ``excess_bytes``."""
+        ends = [extent.offset + extent.nbytes for extent in extents]
+        ends[-1] -= excess_bytes
         with self._lock:
             self._check_open()
-            return [self._slabs[e.slab].tensor[e.offset : e.offset + e.nbytes] for e in extents]
+            return [self._slabs[e.slab].tensor[e.offset : end] for e, end in zip(extents, ends, strict=True)]
 
     def _check_open(self) -> None:
         if self._closed:

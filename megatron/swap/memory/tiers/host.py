@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -31,11 +31,11 @@ class HostTier(Tier):
 
     def write(self, device: Device, stream: Stream, slot: Slot, source: torch.Tensor) -> int:
         views = cast(HostSlot, slot).views()
-        return device.copy(stream, views, source.split([view.numel() for view in views]))
+        return device.copy(stream, views, _split_like(source, views))
 
     def read(self, device: Device, stream: Stream, slot: Slot, target: torch.Tensor) -> int:
         views = cast(HostSlot, slot).views()
-        return device.copy(stream, target.split([view.numel() for view in views]), views)
+        return device.copy(stream, _split_like(target, views), views)
 
     def expect(self, slots: Iterable[Slot]) -> None:
         """Do nothing: host memory needs no preparation."""
@@ -46,3 +46,7 @@ class HostTier(Tier):
 
     def close(self) -> None:
         self.pool.close(force=True)
+
+
+def _split_like(tensor: torch.Tensor, views: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return [tensor] if len(views) == 1 else tensor.split([view.numel() for view in views])
