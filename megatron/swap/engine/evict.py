@@ -14,6 +14,8 @@ class Evictions:
 
     def reacquire(self, handle: Handle) -> bool:
         """Protect ``handle`` from eviction from now on. Return whether it was evicted before."""
+        if not handle.offer:
+            return False  # as always without a guard
         before = self._state.guard.reacquire(handle)
         if before is StorageState.OFFLOADING:
             self._state.offloading.remove(handle)

@@ -226,7 +226,10 @@ class Handle:
     def changed(self) -> bool:
         """Whether the storage was changed in place or emptied after it was saved."""
         assert self.storage is not None
-        return self.storage.nbytes() != self.num_bytes or any(alias.changed() for alias in self.aliases)
+        for alias in self.aliases:  # no generator: this is asked several times for every storage
+            if alias.tensor._version != alias.version:
+                return True
+        return self.storage.nbytes() != self.num_bytes
 
     def has_external_refs(self) -> bool:
         """Whether the storage has references besides this handle's, so that dropping these would free nothing."""

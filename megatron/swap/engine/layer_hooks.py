@@ -221,7 +221,7 @@ class LayerBoundary:
 
     def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:
         # Read in each forward: Megatron moves parameters into its buffers after the model is built.
-        constants = frozenset(tensor.untyped_storage()._cdata for tensor in self._constants)
+        constants = {tensor.untyped_storage()._cdata for tensor in self._constants}
         names = self._names
         if self._checkpoint is not None:
             ordinals = count()

@@ -110,7 +110,7 @@ class Offloader:
             handle.group = group  # backward reaches the last group first
         self._evictions.reacquire(handle)  # the offer counts owners, and another one follows
         self._saved.append(handle)
-        if not group.has(handle):
+        if not handle.num_packed or not group.has(handle):
             group.add(handle)
         if handle.state is StorageState.OFFLOADING and not any(one.counts_with(tensor) for one in handle.aliases):
             # What was written through this tensor after the copy began is not in the tier, and no version shows it.
@@ -204,6 +204,8 @@ class Offloader:
     def release(self) -> None:
         """Release the oldest offloaded storages until the bytes that wait are within the budget."""
         running, queue = self._running, self._state.offloading
+        if not queue.num_bytes:
+            return
         assert running is not None
         allowed_bytes = self._state.release_budget.max_offloading_bytes(running.layer, running.position)
         with_caller: list[Handle] = []
@@ -222,7 +224,8 @@ class Offloader:
             elif not self._evictions.reacquire(handle):
                 with self._state.ranges.storage("release", handle):
                     self._drop(handle)
-        queue.put_back(with_caller)
+        if with_caller:
+            queue.put_back(with_caller)
 
     def _drop(self, handle: Handle) -> None:
         """Release a copied storage: its block may be reused once compute has waited for the copy."""

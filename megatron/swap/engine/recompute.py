@@ -37,6 +37,9 @@ from megatron.swap.engine.producer_records import Chain, ProducerRecord, of_tens
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.planner.recording import TRIAL
 
+PLAIN = {torch.Tensor, torch.nn.Parameter}
+"""Types of the inputs that a producer may have. Subclasses may compute something else."""
+
 SpecListener = Callable[[RecomputeSpec, str, Sequence[torch.Tensor], Sequence[RecomputeSpec]], None]
 """Called with a new spec, its producer, the saved tensors it needs, and the specs of unsaved storages between."""
 
@@ -130,12 +133,12 @@ class Recomputer:
         if recording is None or type(output) is not torch.Tensor or torch.is_autocast_enabled(output.device.type):
             return
         again, inputs = of_tensors_alone(function, arguments, options)
-        if not inputs or any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in inputs):
+        if not inputs or not {type(tensor) for tensor in inputs} <= PLAIN:
             return
         storage = output.untyped_storage()
         if output.storage_offset() or output.numel() * output.element_size() != storage.nbytes():
             return  # not the whole of its storage: the rest would not be recomputed
-        if any(tensor.untyped_storage()._cdata == storage._cdata for tensor in inputs):
+        if storage._cdata in [tensor.untyped_storage()._cdata for tensor in inputs]:
             return  # an in-place function, or one that returns its input
         recording.add_record(producer, again, inputs, output)
 

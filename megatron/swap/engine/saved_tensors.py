@@ -243,7 +243,8 @@ class SavedTensors:
         if isinstance(packed, KeptTensor):
             if packed.group is not None and not packed.group.backward_begun:
                 self.manager.begin_backward(packed.group)
-            check_version(packed.tensor, packed.version, "a saved tensor that stayed on the device")
+            if packed.tensor._version != packed.version:
+                check_version(packed.tensor, packed.version, "a saved tensor that stayed on the device")
             return packed.tensor
         if isinstance(packed, RecomputedTensor):
             assert self.recomputer is not None
