@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -300,11 +299,18 @@ class FakeStream:
         for stream, number in other.done.items():
             self.done[stream] = max(self.done.get(stream, 0), number)
 
+    def __enter__(self) -> None:
+        assert FakeBytes.current is None
+        FakeBytes.current = self
+
+    def __exit__(self, *_: object) -> None:
+        FakeBytes.current = None
+
 
 class FakeBytes:
     """A fake tensor of a number of bytes. A copy is work of the current stream."""
 
-    current: FakeStream
+    current: FakeStream | None = None
     copies: list[tuple[FakeStream, int]]
 
     def __init__(self, num_bytes: int) -> None:
@@ -318,6 +324,7 @@ class FakeBytes:
 
     def copy_(self, _: FakeBytes, non_blocking: bool) -> None:
         stream = FakeBytes.current
+        assert stream is not None
         if FakeBytes.copies:
             before, _ = FakeBytes.copies[-1]
             assert stream.done.get(before, 0) == before.done[before], "a piece does not wait for the one before it"
@@ -334,13 +341,7 @@ def test_copies_on_a_gpu_take_turns(seed: int, num_connections: str | None, monk
     else:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", num_connections)
 
-    @contextmanager
-    def on(stream: FakeStream) -> Iterator[None]:
-        FakeBytes.current = stream
-        yield
-
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "made up")
     monkeypatch.setattr(FakeBytes, "copies", [], raising=False)
