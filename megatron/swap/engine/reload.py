@@ -14,6 +14,7 @@ import torch
 from megatron.swap.common.types import SwapError
 from megatron.swap.devices.base import Stream
 from megatron.swap.engine.checksum import VerifyError, checksum
+from megatron.swap.engine.collector import end_delay
 from megatron.swap.engine.evict import Evictions
 from megatron.swap.engine.handle import Group, Handle, StorageState
 from megatron.swap.engine.shared_state import SharedState, num_bytes_of
@@ -44,6 +45,8 @@ class Reloader:
         state = self._state
         if not state.order.begin_backward(group):
             return
+        if state.order.is_empty:
+            end_delay()
         state.ranges.backward(group)
         state.free_orphans()
         self._evictions.find_evicted()

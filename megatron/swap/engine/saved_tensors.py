@@ -101,9 +101,9 @@ Packed = HandledTensor | RecomputedTensor | KeptTensor | torch.Tensor
 
 def keep(tensor: torch.Tensor, group: Group | None = None, record: Record | None = None) -> KeptTensor | torch.Tensor:
     """Return the packed form of a kept tensor."""
-    if type(tensor) is torch.nn.Parameter:  # a leaf: no node has made it
+    if type(tensor) is torch.nn.Parameter and tensor.is_leaf:  # no node has made it
         return KeptTensor(tensor, tensor._version, group, record)
-    if type(tensor) is not torch.Tensor:
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return tensor
     alias = tensor.detach()
     return KeptTensor(alias, alias._version, group, record)
@@ -337,9 +337,7 @@ class LayerPacker:
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is kept whatever the policy says."""
-        if type(tensor) is not torch.Tensor:  # most are parameters
-            return True
-        return tensor.untyped_storage()._cdata in self._constants or is_ineligible(tensor, self._device)
+        return is_ineligible(tensor, self._device) or tensor.untyped_storage()._cdata in self._constants
 
     def join(self, tensor: torch.Tensor, group: Group) -> Packed:
         """Return the packed form of an input of a recomputed storage.

@@ -40,6 +40,10 @@ MIN_SPLIT_BYTES = 4 * MIB
 """Smaller extents copy noticeably slower than the link allows (1 MiB: 86 % of full speed, 4 MiB: 96 %)."""
 
 
+MAX_KNOWN_VIEWS = 10_000
+"""Views that a pool keeps for the next use of the same extents."""
+
+
 class LeaseError(SwapError):
     """A lease was used after ``free``, or the pool after ``close``, or the pool was closed with leases not freed."""
 
@@ -75,7 +79,7 @@ class Lease:
             behind that copy. 0: no copy.
     """
 
-    __slots__ = ("_live", "_pool", "_views", "extents", "fence", "nbytes")
+    __slots__ = ("_live", "_pool", "extents", "fence", "nbytes")
 
     def __init__(self, pool: HostPool, extents: tuple[Extent, ...], nbytes: int, fence: int) -> None:
         self.extents = extents
@@ -84,7 +88,6 @@ class Lease:
         self._pool = pool
         # Popped by free(): list.pop is atomic, so of two racing calls exactly one succeeds.
         self._live = [True]
-        self._views: list[torch.Tensor] = []  # made once, for the copies out and back
 
     @property
     def is_freed(self) -> bool:
@@ -104,12 +107,8 @@ class Lease:
         """
         if self.is_freed:
             raise LeaseError(f"views() of a lease of {self.nbytes} bytes that was freed already")
-        if padded:
-            return self._pool._views(self.extents, 0)
-        if not self._views or self._pool._closed:
-            excess_bytes = sum(extent.nbytes for extent in self.extents) - self.nbytes
-            self._views = self._pool._views(self.extents, excess_bytes)
-        return self._views
+        paged_bytes = sum([extent.nbytes for extent in self.extents])
+        return self._pool._views(self.extents, 0 if padded else paged_bytes - self.nbytes)
 
     def free(self, fence: int = 0) -> None:
         """Return the memory to the pool. Takes no lock: any thread and any finalizer may call it at any moment.
@@ -124,7 +123,6 @@ class Lease:
             self._live.pop()
         except IndexError:
             raise LeaseError(f"a lease of {self.nbytes} bytes was freed twice") from None
-        self._views = []
         # An owner that never wrote has not waited for the previous owners' reads, which may still be under way.
         self._pool._freed.append((self.extents, max(fence, self.fence)))
 
@@ -202,6 +200,7 @@ class HostPool:
         self._freed: deque[tuple[tuple[Extent, ...], int]] = deque()
         self._slabs: list[HostRegion] = []
         self._free = _FreeSpace()
+        self._known: dict[tuple[int, int, int], torch.Tensor] = {}  # views; every step leases the same extents again
         self._reserved_bytes = 0
         self._leased_bytes = 0
         self._leased_peak_bytes = 0
@@ -286,6 +285,7 @@ class HostPool:
             for slab in self._slabs:
                 slab.unregister()
             self._slabs.clear()
+            self._known.clear()  # each view keeps its slab mapped
             self._free = _FreeSpace()
             self._reserved_bytes = self._leased_bytes = self._num_leases = 0
 
@@ -295,7 +295,15 @@ class HostPool:
         ends[-1] -= excess_bytes
         with self._lock:
             self._check_open()
-            return [self._slabs[e.slab].tensor[e.offset : end] for e, end in zip(extents, ends, strict=True)]
+            return [self._view(e.slab, e.offset, end) for e, end in zip(extents, ends, strict=True)]
+
+    def _view(self, slab: int, start: int, end: int) -> torch.Tensor:
+        view = self._known.get((slab, start, end))
+        if view is None:
+            if len(self._known) >= MAX_KNOWN_VIEWS:
+                self._known.clear()
+            view = self._known[slab, start, end] = self._slabs[slab].tensor[start:end]
+        return view
 
     def _check_open(self) -> None:
         if self._closed:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from megatron.swap.engine.layer_hooks import LayerBoundary
 from tests.engine import (
     Engine,
     batch,
@@ -75,6 +76,16 @@ def test_no_delay_outlasts_a_step(schedule: list[tuple[str, int]]) -> None:
     with Engine(layers):
         for _ in range(3):
             train_step(layers, schedule)
+            assert gc.get_threshold() == OFTEN
+
+
+def test_no_delay_outlasts_a_step_whose_layers_have_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that return no tensor: backward is noticed at the first tensor that it unpacks."""
+    monkeypatch.setattr(LayerBoundary, "_mark", lambda _, result, on_backward: result)
+    layers = stack(4)
+    with Engine(layers):
+        for _ in range(3):
+            train_step(layers, one_after_the_other(2))
             assert gc.get_threshold() == OFTEN
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.swap.devices.base import Stream
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.decider import is_ineligible
+from megatron.swap.engine.saved_tensors import KeptTensor, keep
 from tests.engine import (
     HIDDEN,
     TOKENS,
@@ -121,6 +122,11 @@ def reads_a_saved_tensor_twice(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
     return Twice.apply(hidden.sin())
 
 
+def sparse(hidden: torch.Tensor, _: Lambda) -> torch.Tensor:
+    neighbours = torch.eye(TOKENS).roll(1, 0).to_sparse()  # it has no storage
+    return torch.sparse.mm(neighbours, hidden.sin()) * hidden
+
+
 FUNCTIONS = [
     expanded,
     strided,
@@ -132,6 +138,7 @@ FUNCTIONS = [
     zero_size,
     data_dependent_shape,
     reads_a_saved_tensor_twice,
+    sparse,
 ]
 
 
@@ -362,6 +369,18 @@ class TestInPlaceChangeAfterSaving:
             stack(4, lambda: Lambda(unused)), lambda layers: train_step(layers, one_after_the_other(2))
         )
         assert swapped.same_as(plain)
+
+
+def test_a_parameter_that_a_node_has_made_is_kept_as_an_alias():
+    """The node that saves its own output would hold itself."""
+    made = nn.Parameter(torch.ones(3), requires_grad=False)
+    made.mul_(torch.ones(3, requires_grad=True))
+    leaf = nn.Parameter(torch.ones(3))
+    packed, of_leaf = keep(made), keep(leaf)
+    assert isinstance(packed, KeptTensor)
+    assert packed.tensor.grad_fn is None
+    assert isinstance(of_leaf, KeptTensor)
+    assert of_leaf.tensor is leaf
 
 
 class TestWithoutGradients:

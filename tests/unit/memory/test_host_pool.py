@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -261,12 +262,10 @@ class TestClose:
     def test_closed_pool_refuses(self):
         pool = make_pool()
         lease = pool.lease(MIB)
+        slab = weakref.ref(lease.views()[0].untyped_storage())
         pool.close(force=True)
-        calls: list[Callable[[], object]] = [
-            lambda: pool.lease(MIB),
-            lambda: pool.reserve(MIB),
-            lambda: lease.views(),
-        ]
+        assert slab() is None, "a view that the pool keeps holds the memory"
+        calls: list[Callable[[], object]] = [lambda: pool.lease(MIB), lambda: pool.reserve(MIB), lease.views]
         for call in calls:
             with pytest.raises(LeaseError, match="closed"):
                 call()
