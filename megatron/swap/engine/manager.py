@@ -107,7 +107,6 @@ class SwapManager:
     def begin_backward(self, group: Group) -> None:
         """Begin the backward of ``group``: reload its missing storages, prefetch later groups. Idempotent."""
         self.reload.begin_backward(group)
-        self.collect_if_empty()
 
     def collect_if_empty(self) -> None:
         """Let Python collect garbage again if no group is left whose backward has not begun."""

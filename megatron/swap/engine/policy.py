@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.plan import LAYER_SECTION, Plan
@@ -105,7 +105,7 @@ class PlanPolicy(Policy):
 
     def __init__(self, plan: Plan) -> None:
         layers = plan.layers()
-        self._sites = {layer: _by_path(plan.sites(layer)) for layer in layers}
+        self._sites = {layer: plan.sites(layer) for layer in layers}
         self._swaps = frozenset(filter(plan.swaps_layer, layers))
         self._recomputes = frozenset(filter(plan.recomputes_layer, layers))
         self._whole = frozenset(layer for layer in layers if LAYER_SECTION in plan.sections(layer))
@@ -123,13 +123,7 @@ class PlanPolicy(Policy):
         if site.path == CHECKPOINT_PATH and site.layer in self._whole:
             return Action.SWAP if site.layer in self._swaps else Action.KEEP  # the layer saves nothing but its input
         named = self._sites.get(site.layer)
-        return named.get((site.path, site.ordinal), Action.KEEP) if named else Action.KEEP
-
-
-def _by_path(actions: Mapping[str, Action]) -> dict[tuple[str, int], Action]:
-    """Return ``actions``, whose keys are names as ``mlp/0``, by path and ordinal: no name is made for every tensor."""
-    split = [(*name.rpartition("/"), action) for name, action in actions.items()]
-    return {(path, int(ordinal)): action for path, _, ordinal, action in split if ordinal.isdecimal()}
+        return named.get(f"{site.path}/{site.ordinal}", Action.KEEP) if named else Action.KEEP
 
 
 def policy_of(config: SwapConfig) -> Policy:

@@ -17,7 +17,7 @@ Function = Callable[..., torch.Tensor]
 """A function of tensors only; its other arguments are bound."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ProducerRecord:
     """One output of a producer. It holds the inputs until the output is saved or freed, or the layer ends.
 

@@ -149,8 +149,9 @@ class SavedTensors:
 
     def recording(self, layer: int) -> AbstractContextManager[None]:
         """Return a context, around a forward of ``layer``, in which producers record their outputs."""
-        is_wanted = self.recomputer is not None and self.manager.decider.recomputes_layer(layer)
-        return self.recomputer.recording() if self.recomputer is not None and is_wanted else nullcontext()
+        if self.recomputer is None or not self.manager.decider.recomputes_layer(layer):
+            return nullcontext()
+        return self.recomputer.recording()
 
     def called_with(self, group: Group, hidden: Any) -> None:
         """Record the hidden states that a layer is called with."""

@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 MIN_SPLIT_BYTES = 4 * MIB
 """Smaller extents copy noticeably slower than the link allows (1 MiB: 86 % of full speed, 4 MiB: 96 %)."""
 
-
 MAX_KNOWN_VIEWS = 10_000
 """Views that a pool keeps for the next use of the same extents."""
 
