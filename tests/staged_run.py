@@ -23,8 +23,8 @@ from tests.unit.planner.cases import model
 BUDGET_GIB = 10.0
 
 
-def a_plan(name: str, action: str = "swap", peak_gib: float = 9.0) -> Plan:
-    return Plan(model(8), BUDGET_GIB, None, Predicted(peak_gib, 100.0, 99.0, 1.0), (PlanClass("0", {f"{name}/0": SitePlan(action)}),))  # type: ignore[arg-type]  # noqa: E501
+def a_plan(name: str, action: str = "swap", peak_gib: float = 9.0, ms: float = 100.0) -> Plan:
+    return Plan(model(8), BUDGET_GIB, None, Predicted(peak_gib, ms, 0.99 * ms, 1.0), (PlanClass("0", {f"{name}/0": SitePlan(action)}),))  # type: ignore[arg-type]  # noqa: E501
 
 
 RECORDED = SETTLING_STEPS + RECORDED_STEPS
@@ -38,6 +38,8 @@ class Run:
     Args:
         plans: what the solver returns; ``ms`` and ``peaks`` are measured of each.
         make_plans: solves instead, called with the run.
+        widen: solves for memory that was left free, called with the run and the memory to leave free; by default there
+            is nothing better.
         limits: as in ``SearchLimits``, where they differ from ``LIMITS``.
     """
 
@@ -47,12 +49,14 @@ class Run:
         ms: Sequence[float],
         peaks: Sequence[float],
         make_plans: Callable[[Run, Workload, float], Sequence[Plan]] | None = None,
+        widen: Callable[[Run, float], Sequence[Plan]] | None = None,
         **limits: Any,
     ) -> None:
         self.plans = list(plans)
         self.ms = {id(plan): value for plan, value in zip(plans, ms, strict=True)}
         self.peaks = {id(plan): value for plan, value in zip(plans, peaks, strict=True)}
         self.budgets: list[float] = []
+        self.reserves: list[float] = []
         self.asked: list[Workload] = []
         self.said: list[str] = []
         self.recorded: list[int] = []
@@ -63,7 +67,10 @@ class Run:
         self.num_micro_batches = 2
         self.full: list[Plan] = []
 
-        def solve(workload: Workload, budget_gib: float) -> Sequence[Plan]:
+        def solve(workload: Workload, budget_gib: float, reserve_gib: float | None) -> Sequence[Plan]:
+            if reserve_gib is not None:
+                self.reserves.append(reserve_gib)
+                return (widen or Run.widen)(self, reserve_gib)
             return (make_plans or Run.make_plans)(self, workload, budget_gib)
 
         self.machine = StateMachine(replace(LIMITS, **limits), solve)
@@ -72,6 +79,14 @@ class Run:
         self.asked.append(workload)
         self.budgets.append(budget_gib)
         return self.plans
+
+    def widen(self, reserve_gib: float) -> Sequence[Plan]:
+        return self.plans
+
+    def add(self, plan: Plan, ms: float, peak_gib: float) -> Plan:
+        """Note what is measured of ``plan``."""
+        self.ms[id(plan)], self.peaks[id(plan)] = ms, peak_gib
+        return plan
 
     def step(self, step: Step) -> None:
         """End a step, and note the decision that follows."""

@@ -22,6 +22,7 @@ from megatron.swap.autotune.workload import Step, Workload
 from megatron.swap.autotune.workload_profiler import WorkloadProfiler
 from megatron.swap.common.plan import Plan
 from megatron.swap.common.types import GIB, SwapError, UsageError, format_bytes
+from megatron.swap.planner.simulate import with_measured_step
 
 FULL_BYTES = GIB // 2
 """Assumed excess of a step in which the device was full, since the true excess is not known."""
@@ -174,8 +175,8 @@ class AutoPlan:
         """Keep as little as possible until the step ends. Called in a forward that saves more than planned."""
         self._target.policy.is_short = True
 
-    def _make_plans(self, workload: Workload, budget_gib: float) -> Sequence[Plan]:
-        return self._planner.plans(lambda: self._profiler.measured(workload).profile, budget_gib)
+    def _make_plans(self, workload: Workload, budget_gib: float, reserve_gib: float | None = None) -> Sequence[Plan]:
+        return self._planner.plans(lambda: self._profiler.measured(workload).profile, budget_gib, reserve_gib)
 
     def _switch_guard(self) -> None:
         """Switch the out-of-memory guard on while steps are measured, and off afterwards."""
@@ -215,8 +216,10 @@ class AutoPlan:
     def _save(self) -> None:
         """Write plan and profile as soon as a plan is chosen: the plan once, the profile of each stage once."""
         if (workload := self._machine.planned) is not None:
-            profile = self._profiler.measured(workload).profile
-            self._files.save(self._machine.plan, profile, self._planner.leaders)
+            profile, plan = self._profiler.measured(workload).profile, self._machine.plan
+            if plan is not None and workload.best_ms is not None and self._parts.device.keeps_time:
+                profile = with_measured_step(profile, plan, workload.best_ms)
+            self._files.save(plan, profile, self._planner.leaders)
 
     def summary(self) -> dict[str, Any]:
         """Return what the JSON summary has under ``planning``."""

@@ -43,12 +43,16 @@ class PipelinePlanner:
         of_ranks = self._ranks.gather(lambda: whole_layers(profile(), budget_gib))
         return None if None in of_ranks else of_ranks[self._ranks.rank]
 
-    def plans(self, profile: Callable[[], Profile], budget_gib: float) -> list[Plan]:
+    def plans(
+        self, profile: Callable[[], Profile], budget_gib: float, reserve_gib: float | None = None
+    ) -> list[Plan]:
         """Return the best plans of the whole model, the same on all ranks.
 
         Args:
             profile: returns the profile of this rank. In each stage, the rank that saves most solves.
             budget_gib: budget of each device.
+            reserve_gib: memory to leave free, as in ``solve``; ``None``: as much as the profile says. No plans are
+                returned if that is less.
 
         Raises:
             Infeasible: a stage has no plan; ``smallest_gib`` is enough for all stages.
@@ -66,8 +70,10 @@ class PipelinePlanner:
         def answer_of_stage() -> list[Plan] | tuple[str, float]:
             if leaders[self._pipeline_rank] != self._ranks.rank:
                 return []
+            if reserve_gib is not None and reserve_gib >= mine.reserves_gib[0]:
+                return []
             try:
-                return list(solve_fractions(mine, budget_gib, self._max_candidates).plans)
+                return list(solve_fractions(mine, budget_gib, self._max_candidates, reserve_gib).plans)
             except Infeasible as error:
                 return str(error), error.smallest_gib  # the exception itself cannot be sent to other ranks
 

@@ -46,6 +46,17 @@ class CandidateSearch:
         """Take the next candidate."""
         self.plan = self._waiting.pop(0)
 
+    def try_also(self, plan: Plan) -> None:
+        """Take ``plan`` next. Results so far stay."""
+        self.plan = plan
+
+    @property
+    def error_gib(self) -> float | None:
+        """The largest difference of measured and predicted peaks; ``None``: a plan had no prediction."""
+        if any(trial.plan.predicted is None for trial in self._trials):
+            return None
+        return max(trial.peak_gib - trial.plan.predicted.peak_gib for trial in self._trials if trial.plan.predicted)
+
     def restart(self) -> None:
         """Forget all results, because steps take another time now; candidates that were tried are tried again."""
         self._waiting += [trial.plan for trial in self._trials]

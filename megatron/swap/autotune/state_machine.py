@@ -33,8 +33,16 @@ SETTLING_STEPS = 1
 MAX_TIGHTENINGS = 3
 """Maximum number of times that a workload gets a smaller budget because measured peaks exceeded the real one."""
 
-PlanMaker = Callable[[Workload, float], Sequence[Plan]]
+MAX_WIDENINGS = 2
+"""Maximum number of further plans for memory that the measured plans left free."""
+WIDENED_PART = 0.75
+"""The part of the free memory that such a plan may use: another plan leaves other gaps in the allocator's memory."""
+WIDENED_GAIN = 0.005
+"""Such a plan is tried if it is predicted to be faster by this fraction."""
+
+PlanMaker = Callable[[Workload, float, float | None], Sequence[Plan]]
 """Returns plans for a workload, the best first, which the cost model puts below the given GiB; raises ``Infeasible``.
+The third argument is the memory to leave free for fragmentation; ``None``: as much as the profile says.
 Called on all ranks alike, the first time for a workload when it has just been recorded and timed."""
 
 
@@ -110,7 +118,12 @@ class SearchLimits:
     def num_steps_needed(self) -> int:
         """Most steps until a plan is chosen, as long as the steps are alike and the first plans fit."""
         num_profiled = SETTLING_STEPS + RECORDED_STEPS + SETTLING_STEPS + TIMED_STEPS
-        return num_profiled + self.max_candidates * (self.settling_steps + 1)
+        return num_profiled + (self.max_candidates + self.max_widenings) * (self.settling_steps + 1)
+
+    @property
+    def max_widenings(self) -> int:
+        """Most plans that are tried beyond the candidates; none for users who want one candidate."""
+        return MAX_WIDENINGS if self.max_candidates > 1 else 0
 
 
 @dataclass
@@ -287,7 +300,7 @@ class StateMachine:
             Infeasible: no plan fits, and this is the first workload.
         """
         try:
-            return self._make_plans(workload, self._limits.budget_gib), ()
+            return self._make_plans(workload, self._limits.budget_gib, None), ()
         except Infeasible as error:
             if self.num_replans == 0:
                 raise
@@ -295,7 +308,7 @@ class StateMachine:
             workload.num_tightened = MAX_TIGHTENINGS + 1  # no plan holds less than these
             smallest = f"{error.smallest_gib:.10g} GiB"
             line = f"no plan keeps such steps below the budget ({smallest} would do): plans that hold least are used"
-            return self._make_plans(workload, error.smallest_gib), (line,)
+            return self._make_plans(workload, error.smallest_gib, None), (line,)
 
     def _begin_search(
         self, step: Step, workload: Workload, plans: Sequence[Plan], lines: tuple[str, ...] = ()
@@ -325,7 +338,39 @@ class StateMachine:
         best = search.fastest()
         if best is None:
             return self._tighten(state, step, search.lowest())
+        wider = self._widen(state, best)
+        if wider is not None:
+            return wider
         return self._settle(step, state.workload, best.plan, best.ms, search.describe(best))
+
+    def _widen(self, state: _Searching, best: Trial) -> Transition | None:
+        """Try a plan for the memory that ``best`` left free; ``None``: none is expected to be faster.
+
+        The solver leaves memory free for fragmentation, as much as some plans were seen to need. The trials have shown
+        how much it is here. A plan that then exceeds the budget is not taken.
+        """
+        workload, budget_gib = state.workload, self._limits.budget_gib
+        predicted, error_gib = best.plan.predicted, state.search.error_gib
+        if predicted is None or error_gib is None or workload.num_tightened:
+            return None
+        if workload.num_widened >= self._limits.max_widenings:
+            return None
+        workload.num_widened += 1
+        reserve_gib = error_gib + (1 - WIDENED_PART) * (budget_gib - best.peak_gib)
+        if predicted.peak_gib >= budget_gib - reserve_gib:
+            return None
+        try:
+            plans = self._make_plans(workload, budget_gib, reserve_gib)
+        except Infeasible:  # the search is not exhaustive
+            return None
+        plan = next(iter(plans), None)
+        if plan is None or plan.predicted is None or plan.predicted.step_ms > (1 - WIDENED_GAIN) * predicted.step_ms:
+            return None
+        state.search.try_also(plan)
+        state.num_steps = 0
+        free = format_bytes((budget_gib - best.peak_gib) * GIB)
+        line = f"the best plan left {free} of the budget free: one more plan to try"
+        return Transition(state.stage, plan, is_new_plan=True, lines=(line,))
 
     def _settle(
         self, step: Step, workload: Workload, plan: Plan, ms: float | None, note: str, lines: tuple[str, ...] = ()
@@ -354,7 +399,7 @@ class StateMachine:
             lines = (f"the peak was {where}: planned again with {spare} to spare",)
             self.num_replans += 1
             try:
-                plans = self._make_plans(workload, budget_gib - workload.spare_gib)
+                plans = self._make_plans(workload, budget_gib - workload.spare_gib, None)
             except Infeasible:
                 workload.num_tightened = MAX_TIGHTENINGS + 1
             else:

@@ -46,6 +46,7 @@ class Workload:
         best_ms: duration of a step under the chosen plan, in ms; ``None`` while it is not known.
         spare_gib: the solver gets this much less than the budget, because measured peaks exceeded the budget.
         num_tightened: how often ``spare_gib`` was raised.
+        num_widened: how often a plan was tried that uses memory which others left free.
     """
 
     fewest_tensors: float
@@ -55,6 +56,7 @@ class Workload:
     best_ms: float | None = None
     spare_gib: float = 0.0
     num_tightened: int = 0
+    num_widened: int = 0
 
     @classmethod
     def of_step(cls, step: Step) -> Workload:

@@ -61,6 +61,11 @@ class LayerScript:
         return sum(mib for _, mib, action in self.saves if action is Action.SWAP)
 
     @cached_property
+    def has_hooks(self) -> bool:
+        """Whether the layer swaps or recomputes anything."""
+        return any(action is not Action.KEEP for _, _, action in self.saves)
+
+    @cached_property
     def backward_events(self) -> tuple[tuple[float, int, int], ...]:
         """``(at_ms, kind, number)`` of each event in backward, in order. Times are those without stalls.
 

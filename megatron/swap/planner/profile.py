@@ -242,6 +242,8 @@ class Profile:
             allocator that reserves memory; ``None``: it is not measured, and no run corrects the plan.
         host_gib: host memory that this rank may reserve for activations; ``None``: no limit.
         offloaded_state: ``None``: the planner does not decide how much optimizer state is offloaded.
+        hook_ms: time that forward and backward each take longer in a layer that swaps or recomputes, beyond copies and
+            recomputation. It is the host's work, which shows where the device waits for the host. 0: it is not known.
     """
 
     source: str
@@ -256,6 +258,7 @@ class Profile:
     layers: tuple[LayerClass, ...]
     pipeline: Pipeline = Pipeline()
     offloaded_state: OffloadedState | None = field(metadata={"key": "resting"}, default=None)
+    hook_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1 or (self.allocator_gib or 0.0) < 0:
@@ -366,5 +369,5 @@ def save_profile(profile: Profile, path: str | Path) -> None:
 
 
 def sha256(profile: Profile) -> str:
-    """Return the hash by which a plan names its profile."""
-    return hashlib.sha256(records.to_text(profile, FORMAT, VERSION).encode()).hexdigest()
+    """Return the hash by which a plan names its profile. ``hook_ms`` does not count: it is known after the plan."""
+    return hashlib.sha256(records.to_text(replace(profile, hook_ms=0.0), FORMAT, VERSION).encode()).hexdigest()

@@ -8,7 +8,7 @@ reloads follow the rules of ``megatron.swap.engine``; tests compare the two.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from megatron.swap.common.plan import Plan
@@ -114,6 +114,18 @@ class _Group:
     storages: dict[int, _Storage] = field(default_factory=dict)
     to_fetch: list[_Storage] = field(default_factory=list)
     """Storages that are not reloaded yet. Backward needs them from the end, as ``Group.in_backward_order``."""
+
+
+def with_measured_step(profile: Profile, plan: Plan, step_ms: float) -> Profile:
+    """Return ``profile`` with the ``hook_ms`` that explains why a step under ``plan`` took longer than predicted.
+
+    In a pipeline, stages wait for each other, so there it stays 0.
+    """
+    hooked = sum(script.has_hooks for script in scripts(profile, plan).values())
+    if plan.predicted is None or not hooked or profile.pipeline.size > 1:
+        return profile
+    more_ms = max(0.0, step_ms - plan.predicted.step_ms)
+    return replace(profile, hook_ms=more_ms / (2 * hooked * profile.num_micro_batches))
 
 
 def _window_groups(plan: Plan, largest_mib: float) -> int:
@@ -237,7 +249,7 @@ class _Step:
                     pending_mib = 0.0
                     waited += self._release(layer)
         group.to_fetch = list(group.storages.values())
-        self._now = begin + waited + script.forward_ms
+        self._now = begin + waited + script.forward_ms + self._hook_ms(script)
         self._record_peak(where, script.forward_peak_mib)
         self._mib -= recomputed_mib
         self._uncharged_mib = 0.0
@@ -246,6 +258,9 @@ class _Step:
         self.timeline.append((self._now, self._mib, where))
         if position.num_after == 0 and not position.ends_in_loss:
             self._prefetch()
+
+    def _hook_ms(self, script: LayerScript) -> float:
+        return self._profile.hook_ms if script.has_hooks else 0.0
 
     def _commit(self, pending: list[_Storage]) -> None:
         for storage in pending:
@@ -323,7 +338,7 @@ class _Step:
                     self._prefetch()
             if self._mib + temporary_mib > self.layers_peak_mib:
                 self._record_peak(where, temporary_mib)
-        self._now = max(self._now, begin + script.backward_ms)
+        self._now = max(self._now, begin + script.backward_ms + self._hook_ms(script))
         self.timeline.append((self._now, self._mib, where))
 
     def _wait(self, storage: _Storage) -> float:

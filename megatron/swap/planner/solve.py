@@ -73,17 +73,23 @@ Assignment = tuple[tuple[tuple[int, ...], LayerClass, tuple[tuple[str, str], ...
 """Groups of layers with equal plans: layer numbers, class, action of each site, sections."""
 
 
-def solve(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
+def solve(profile: Profile, budget_gib: float, max_plans: int = 3, reserve_gib: float | None = None) -> Solution:
     """Plan ``profile`` within ``budget_gib``, less a reserve for fragmentation: the largest one with which a plan fits.
+
+    Args:
+        profile: the step to plan.
+        budget_gib: memory that the device may reserve.
+        max_plans: most plans to return.
+        reserve_gib: the reserve, if training has shown how much is needed; below 0 if a plan held less than predicted.
 
     Raises:
         Infeasible: no plan fits. Names the smallest feasible budget, and changes that lower it.
     """
     search = _Search(profile)
-    reserves_gib = profile.reserves_gib
+    reserves_gib = profile.reserves_gib if reserve_gib is None else (reserve_gib,)
     if search.kept().peak_gib <= budget_gib - reserves_gib[-1]:
         reserves_gib = reserves_gib[-1:]
-    for room_gib in dict.fromkeys(budget_gib - reserve_gib for reserve_gib in reserves_gib):
+    for room_gib in dict.fromkeys(budget_gib - each for each in reserves_gib):
         bound = search.run(room_gib)
         fitting = search.fitting(room_gib)
         if fitting:

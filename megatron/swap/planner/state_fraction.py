@@ -14,7 +14,9 @@ STEPS = 16
 """Number of steps of the search: fractions are multiples of 1/16 of the maximum."""
 
 
-def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> Solution:
+def solve_fractions(
+    profile: Profile, budget_gib: float, max_plans: int = 3, reserve_gib: float | None = None
+) -> Solution:
     """Solve as ``solve`` does, and choose ``Plan.offload_fraction`` if the planner decides on optimizer state.
 
     As more state is offloaded, the best step time first falls, because activations get the memory, and then grows with
@@ -26,19 +28,19 @@ def solve_fractions(profile: Profile, budget_gib: float, max_plans: int = 3) -> 
     """
     state = profile.offloaded_state
     if state is None or not state.fraction:
-        return solve(profile, budget_gib, max_plans)
+        return solve(profile, budget_gib, max_plans, reserve_gib)
     if state.is_fixed:
-        return _at(profile, state.fraction, budget_gib, max_plans)
+        return _at(profile, state.fraction, budget_gib, max_plans, reserve_gib)
     most = state.fraction
     try:
-        found: dict[int, Solution | None] = {STEPS: _at(profile, most, budget_gib, max_plans)}
+        found: dict[int, Solution | None] = {STEPS: _at(profile, most, budget_gib, max_plans, reserve_gib)}
     except Infeasible as error:
-        return _without_buckets(profile, budget_gib, max_plans, error)
+        return _without_buckets(profile, budget_gib, max_plans, reserve_gib, error)
 
     def ms(step: int) -> float:
         if step not in found:
             try:
-                found[step] = _at(profile, most * step / STEPS, budget_gib, max_plans)
+                found[step] = _at(profile, most * step / STEPS, budget_gib, max_plans, reserve_gib)
             except Infeasible:
                 found[step] = None
         solution = found[step]
@@ -82,14 +84,16 @@ def with_fraction(profile: Profile, fraction: float) -> Profile:
     )
 
 
-def _without_buckets(profile: Profile, budget_gib: float, max_plans: int, error: Infeasible) -> Solution:
+def _without_buckets(
+    profile: Profile, budget_gib: float, max_plans: int, reserve_gib: float | None, error: Infeasible
+) -> Solution:
     """Return the best plans that offload no state, after the maximum did not fit: its buckets may leave larger gaps.
 
     Raises:
         Infeasible: the one with the smaller budget.
     """
     try:
-        solution = _at(profile, 0.0, budget_gib, max_plans)
+        solution = _at(profile, 0.0, budget_gib, max_plans, reserve_gib)
     except Infeasible as other:
         raise min(error, other, key=lambda one: one.smallest_gib) from None
     return _named(profile, solution, solution.lower_bound_ms)
@@ -106,9 +110,11 @@ def _named(profile: Profile, solution: Solution, bound_ms: float) -> Solution:
     return Solution(tuple(plans), solution.predictions, bound_ms)
 
 
-def _at(profile: Profile, fraction: float, budget_gib: float, max_plans: int) -> Solution:
+def _at(
+    profile: Profile, fraction: float, budget_gib: float, max_plans: int, reserve_gib: float | None
+) -> Solution:
     """Return the best plans with ``fraction`` offloaded."""
-    solution = solve(with_fraction(profile, fraction), budget_gib, max_plans)
+    solution = solve(with_fraction(profile, fraction), budget_gib, max_plans, reserve_gib)
     plans = tuple(replace(plan, offload_fraction=fraction) for plan in solution.plans)
     return replace(solution, plans=plans)
 

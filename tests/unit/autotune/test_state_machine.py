@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron.swap.autotune.change_detector import MAX_RECORDED_STEPS, PATIENCE_SLOWER, PATIENCE_SMALLER
-from megatron.swap.autotune.state_machine import SETTLING_STEPS, TIMED_STEPS, Stage
+from megatron.swap.autotune.state_machine import MAX_WIDENINGS, SETTLING_STEPS, TIMED_STEPS, Stage
 from megatron.swap.autotune.workload import Step, Workload
 from megatron.swap.common.plan import Infeasible, Plan
 from tests.staged_run import BUDGET_GIB, PROFILED, RECORDED, Run, a_plan, three, until_stable
@@ -18,7 +18,7 @@ class TestFirstPlan:
     def test_takes_so_many_steps(self, most: int) -> None:
         run = three(max_candidates=most)
         assert not run.machine.has_been_stable
-        assert until_stable(run) == run.machine.num_steps_needed
+        assert until_stable(run) == PROFILED + most * (SETTLING_STEPS + 1) <= run.machine.num_steps_needed
         assert run.machine.has_been_stable
 
     def test_profile_then_search_then_the_fastest(self) -> None:
@@ -40,7 +40,8 @@ class TestFirstPlan:
         assert run.machine.plan is run.plans[0 if settling_steps > 1 else 1]
         run.steps(3 * settling_steps + 1)
         assert run.machine.stage is Stage.STABLE
-        assert run.machine.num_steps_needed == run.number == PROFILED + 3 * (settling_steps + 1)
+        assert run.number == PROFILED + 3 * (settling_steps + 1)
+        assert run.machine.num_steps_needed == run.number + MAX_WIDENINGS * (settling_steps + 1)
 
     def test_a_plan_above_the_budget_loses(self) -> None:
         run = three(peaks=(9.0, 10.1, 9.0))
@@ -109,6 +110,55 @@ class TestFirstPlan:
         run.steps(PROFILED - 1)
         (line,) = run.said[1:]
         assert line.endswith("plans to try: 3 (predicted to hold 9.00 GiB at most)")
+
+    def test_memory_that_the_fastest_plan_left_free_is_used(self) -> None:
+        wide = [a_plan("wide", peak_gib=9.7, ms=90.0), a_plan("wider", peak_gib=9.8, ms=80.0)]
+        run = three(peaks=(8.0, 8.0, 8.5), widen=lambda run, _: [wide[len(run.reserves) - 1]])
+        run.add(wide[0], 95.0, 9.0)
+        run.add(wide[1], 85.0, 9.5)
+        assert until_stable(run) == run.machine.num_steps_needed
+        # The worst prediction so far was 0.5 GiB too high; a quarter of 2.0 and of 1.0 GiB stays free.
+        assert run.reserves == [-0.5 + 0.25 * 2.0, -0.5 + 0.25 * 1.0]
+        assert run.machine.plan is wide[1]
+        assert "the best plan left 2.00 GiB of the budget free: one more plan to try" in run.said
+        assert "plan 5 of 5, 85.0 ms" in run.said[-1]
+        assert run.machine.num_replans == 0
+
+    def test_a_plan_for_free_memory_that_exceeds_the_budget_teaches_the_next(self) -> None:
+        wide = [a_plan("wide", peak_gib=9.7, ms=90.0), a_plan("narrower", peak_gib=9.08, ms=95.0)]
+        run = three(peaks=(8.0, 8.0, 8.0), widen=lambda run, _: [wide[len(run.reserves) - 1]])
+        run.add(wide[0], 85.0, 10.1)
+        run.add(wide[1], 97.0, 9.9)
+        until_stable(run)
+        assert run.reserves == [-1.0 + 0.25 * 2.0, pytest.approx(10.1 - 9.7 + 0.25 * 2.0)]
+        assert run.machine.plan is wide[1]
+
+    @pytest.mark.parametrize(("ms", "peak_gib"), [(106.0, 9.0), (90.0, 10.1)])
+    def test_a_plan_for_free_memory_that_is_slower_or_too_large_is_not_taken(self, ms: float, peak_gib: float) -> None:
+        wide = a_plan("wide", peak_gib=9.5, ms=90.0)
+        run = three(peaks=(8.0, 8.0, 8.0), widen=lambda run, _: [wide])
+        run.add(wide, ms, peak_gib)
+        until_stable(run)
+        assert run.machine.plan is run.plans[1]
+
+    def test_memory_stays_free_if_nothing_faster_fits_into_it(self) -> None:
+        def infeasible(_: Run, reserve_gib: float) -> Sequence[Plan]:
+            raise Infeasible(f"no plan leaves {reserve_gib}", 9.5)
+
+        for widen in (infeasible, lambda *_: [], lambda *_: [a_plan("wide", ms=99.6)]):
+            run = three(peaks=(8.0, 8.0, 8.0), widen=widen)
+            assert until_stable(run) == PROFILED + 6
+            assert len(run.reserves) == 1
+            assert run.machine.plan is run.plans[1]
+
+    @pytest.mark.parametrize("case", ["one candidate", "nothing is free", "a peak was too high"])
+    def test_no_further_plan_is_made(self, case: str) -> None:
+        peaks = {"one candidate": 8.0, "nothing is free": 10.0}.get(case, 10.5)
+        run = three(peaks=(peaks,) * 3, max_candidates=1 if case == "one candidate" else 3)
+        run.steps(PROFILED + 6)
+        run.peaks = dict.fromkeys(run.peaks, min(peaks, 8.0 if peaks > 10 else peaks))
+        until_stable(run)
+        assert run.reserves == []
 
     def test_no_plan_is_an_error_that_reaches_the_user(self) -> None:
         def none_fits(_: Run, __: Workload, budget_gib: float) -> Sequence[Plan]:

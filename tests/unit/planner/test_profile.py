@@ -49,6 +49,7 @@ def test_a_profile_round_trips_exactly(seed: int, tmp_path: Path) -> None:
     again = load_profile(tmp_path / "profile.json")
     assert again == of
     assert sha256(again) == sha256(of) != sha256(replace(of, static_gib=1.0))
+    assert sha256(replace(of, hook_ms=0.5)) == sha256(of)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.swap.common.plan import Plan
+from megatron.swap.common.plan import Plan, Predicted
 from megatron.swap.common.types import KIB, MIB, Action, Site, UsageError, layer_positions
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine import offload as offload_module
@@ -20,7 +20,7 @@ from megatron.swap.memory.tiers.host import HostTier
 from megatron.swap.planner.assignment import layer_script
 from megatron.swap.planner.profile import LayerClass, Link, NonLayer, NonLayerSite, Pipeline, Profile, Section
 from megatron.swap.planner.schedule import Unit, schedule
-from megatron.swap.planner.simulate import simulate
+from megatron.swap.planner.simulate import simulate, with_measured_step
 from megatron.swap.planner.solve import empty_plan
 from tests.engine import save
 from tests.sizes import sized
@@ -57,6 +57,23 @@ class TestByHand:
         assert predicted.peak_gib == pytest.approx(400 / 1024 + 0.25)
         assert predicted.peak_at == "at the loss, micro-batch 0"
         assert predicted.host_gib == predicted.out_stall_ms == predicted.in_stall_ms == 0
+
+    @pytest.mark.parametrize("micro_batches", [1, 2, 5])
+    def test_what_a_step_took_beyond_its_prediction_is_put_on_the_layers_with_hooks(self, micro_batches: int) -> None:
+        of = profile([ONE], micro_batches=micro_batches)
+        two = plan(of, {(0, 1): {"a/0": "swap"}})
+        before = simulate(of, two)
+        two = replace(two, predicted=Predicted(before.peak_gib, before.step_ms, 0.0, before.host_gib))
+        after = with_measured_step(of, two, before.step_ms + 3.0)
+        assert after.hook_ms == pytest.approx(3.0 / (2 * 2 * micro_batches))
+        assert simulate(after, two).step_ms == pytest.approx(before.step_ms + 3.0)
+        assert simulate(after, two).peak_gib == before.peak_gib
+        one = plan(of, {(0,): {"a/0": "swap"}})
+        assert simulate(after, one).step_ms == pytest.approx(simulate(of, one).step_ms + 1.5)
+        assert simulate(after, empty_plan(of)) == simulate(of, empty_plan(of))
+        assert with_measured_step(of, two, before.step_ms - 3.0) == of  # a step that was faster says nothing
+        stages = replace(of, pipeline=Pipeline(2, 0, ((0, 1, 2, 3),)))
+        assert with_measured_step(stages, two, before.step_ms + 3.0) == stages
 
     def test_the_logits_take_a_block_beside_the_layers_peak(self) -> None:
         """Without a measured allocator: what layers have freed is in pieces."""

@@ -112,6 +112,18 @@ def test_a_reserve_for_fragmentation_is_left_free() -> None:
     assert smallest <= refusal.value.smallest_gib <= 1.01 * smallest
 
 
+def test_a_reserve_that_training_showed_takes_the_place_of_the_profiles() -> None:
+    """It may be below 0, if plans held less than predicted. The plans name the budget of the device."""
+    of = replace(random_profile(7, most_layers=5), allocator_gib=1e-3)
+    budget_gib = (smallest_budget(of) + simulate(of, empty_plan(of)).peak_gib + of.reserves_gib[-1]) / 2
+    cautious, bold = solve(of, budget_gib), solve(of, budget_gib, reserve_gib=-0.1 * of.fragments_gib)
+    assert cautious.prediction.peak_gib <= budget_gib - of.reserves_gib[-1]
+    assert bold.prediction.peak_gib <= budget_gib + 0.1 * of.fragments_gib
+    cost = [(round(one.prediction.step_ms, 6), one.prediction.host_gib) for one in (bold, cautious)]
+    assert cost[0] < cost[1]
+    assert bold.plan.budget_gib == budget_gib
+
+
 @pytest.mark.parametrize(("allocator_gib", "expected_gib", "reserve_gib"), [(0.0, 0, 0), (0.5, 1, 1.25), (2.0, 2, 1.0)])
 def test_expected_fragmentation(allocator_gib: float, expected_gib: float, reserve_gib: float) -> None:
     entry = LayerClass((0,), 4.0, 8.0, (site("a/0", 1024, 0.0, 7.0), site("b/0", 10, 0.0, 7.0)))
