@@ -50,12 +50,20 @@ class CandidateSearch:
         """Take ``plan`` next. Results so far stay."""
         self.plan = plan
 
-    @property
-    def error_gib(self) -> float | None:
-        """The largest difference of measured and predicted peaks; ``None``: a plan had no prediction."""
-        if any(trial.plan.predicted is None for trial in self._trials):
+    def wider_gib(self, best: Trial, budget_gib: float) -> float | None:
+        """Return a predicted peak above that of ``best``, which left memory free; ``None``: there is no prediction.
+
+        It is halfway to where the budget would be used up, or to the lowest prediction that proved too high.
+        """
+        predicted = best.plan.predicted
+        if predicted is None:
             return None
-        return max(trial.peak_gib - trial.plan.predicted.peak_gib for trial in self._trials if trial.plan.predicted)
+        too_high = [
+            trial.plan.predicted.peak_gib for trial in self._trials
+            if trial.over_gib > 0 and trial.plan.predicted is not None
+        ]  # fmt: skip
+        above = (one for one in too_high if one > predicted.peak_gib)
+        return (predicted.peak_gib + min([predicted.peak_gib + budget_gib - best.peak_gib, *above])) / 2
 
     def restart(self) -> None:
         """Forget all results, because steps take another time now; candidates that were tried are tried again."""

@@ -33,10 +33,8 @@ SETTLING_STEPS = 1
 MAX_TIGHTENINGS = 3
 """Maximum number of times that a workload gets a smaller budget because measured peaks exceeded the real one."""
 
-MAX_WIDENINGS = 2
+MAX_WIDENINGS = 3
 """Maximum number of further plans for memory that the measured plans left free."""
-WIDENED_PART = 0.75
-"""The part of the free memory that such a plan may use: another plan leaves other gaps in the allocator's memory."""
 WIDENED_GAIN = 0.005
 """Such a plan is tried if it is predicted to be faster by this fraction."""
 
@@ -346,21 +344,18 @@ class StateMachine:
     def _widen(self, state: _Searching, best: Trial) -> Transition | None:
         """Try a plan for the memory that ``best`` left free; ``None``: none is expected to be faster.
 
-        The solver leaves memory free for fragmentation, as much as some plans were seen to need. The trials have shown
-        how much it is here. A plan that then exceeds the budget is not taken.
+        The solver leaves memory free for fragmentation, as much as some plans were seen to need. Trials show how much
+        it is here, and it differs from plan to plan. So the memory is used by bisection.
         """
-        workload, budget_gib = state.workload, self._limits.budget_gib
-        predicted, error_gib = best.plan.predicted, state.search.error_gib
-        if predicted is None or error_gib is None or workload.num_tightened:
+        workload, budget_gib, predicted = state.workload, self._limits.budget_gib, best.plan.predicted
+        wider_gib = state.search.wider_gib(best, budget_gib)
+        if predicted is None or wider_gib is None or best.over_gib == 0 or workload.num_tightened:
             return None
         if workload.num_widened >= self._limits.max_widenings:
             return None
         workload.num_widened += 1
-        reserve_gib = error_gib + (1 - WIDENED_PART) * (budget_gib - best.peak_gib)
-        if predicted.peak_gib >= budget_gib - reserve_gib:
-            return None
         try:
-            plans = self._make_plans(workload, budget_gib, reserve_gib)
+            plans = self._make_plans(workload, budget_gib, budget_gib - wider_gib)
         except Infeasible:  # the search is not exhaustive
             return None
         plan = next(iter(plans), None)

@@ -112,25 +112,26 @@ class TestFirstPlan:
         assert line.endswith("plans to try: 3 (predicted to hold 9.00 GiB at most)")
 
     def test_memory_that_the_fastest_plan_left_free_is_used(self) -> None:
-        wide = [a_plan("wide", peak_gib=9.7, ms=90.0), a_plan("wider", peak_gib=9.8, ms=80.0)]
+        """Predicted peaks grow by half of what is free: from 9.0 GiB, of which 8.0 were held, to 10.0, 10.5, 10.75."""
+        wide = [a_plan(f"wide{i}", peak_gib=peak_gib, ms=90.0 - i) for i, peak_gib in enumerate((10.0, 10.5, 10.75))]
         run = three(peaks=(8.0, 8.0, 8.5), widen=lambda run, _: [wide[len(run.reserves) - 1]])
-        run.add(wide[0], 95.0, 9.0)
-        run.add(wide[1], 85.0, 9.5)
+        for i, plan in enumerate(wide):
+            run.add(plan, 95.0 - i, 9.0 + 0.25 * i)
+        run.peaks[id(wide[1])] = 9.5
         assert until_stable(run) == run.machine.num_steps_needed
-        # The worst prediction so far was 0.5 GiB too high; a quarter of 2.0 and of 1.0 GiB stays free.
-        assert run.reserves == [-0.5 + 0.25 * 2.0, -0.5 + 0.25 * 1.0]
-        assert run.machine.plan is wide[1]
+        assert run.reserves == [0.0, -0.5, -0.75]
+        assert run.machine.plan is wide[2]
         assert "the best plan left 2.00 GiB of the budget free: one more plan to try" in run.said
-        assert "plan 5 of 5, 85.0 ms" in run.said[-1]
+        assert "plan 6 of 6, 93.0 ms" in run.said[-1]
         assert run.machine.num_replans == 0
 
-    def test_a_plan_for_free_memory_that_exceeds_the_budget_teaches_the_next(self) -> None:
-        wide = [a_plan("wide", peak_gib=9.7, ms=90.0), a_plan("narrower", peak_gib=9.08, ms=95.0)]
-        run = three(peaks=(8.0, 8.0, 8.0), widen=lambda run, _: [wide[len(run.reserves) - 1]])
+    def test_after_a_plan_for_free_memory_that_exceeds_the_budget_half_as_much_is_tried(self) -> None:
+        wide = [a_plan("wide", peak_gib=9.75, ms=90.0), a_plan("narrower", peak_gib=9.25, ms=95.0)]
+        run = three(peaks=(8.0, 8.0, 8.0), widen=lambda run, _: wide[len(run.reserves) - 1 :][:1])
         run.add(wide[0], 85.0, 10.1)
         run.add(wide[1], 97.0, 9.9)
         until_stable(run)
-        assert run.reserves == [-1.0 + 0.25 * 2.0, pytest.approx(10.1 - 9.7 + 0.25 * 2.0)]
+        assert run.reserves == [0.0, 10.0 - (9.0 + 9.75) / 2, pytest.approx(10.0 - (9.25 + 9.35) / 2)]
         assert run.machine.plan is wide[1]
 
     @pytest.mark.parametrize(("ms", "peak_gib"), [(106.0, 9.0), (90.0, 10.1)])
