@@ -131,7 +131,7 @@ POINTS = {
                      "--num-attention-heads 32 --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm "
                      "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
                      f"--moe-aux-loss-coeff 1e-2 --vocab-size 32000 --swap-deterministic {_sequences(4096, 4, 8)}",
-                     profile="docs/results/predictions/profile-L4-moe.json"),
+                     profile="docs/results/plan-points/profile-experts.json"),
     "mla": Point("--memory-gib 44",
                  "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 "
                  "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "

@@ -164,7 +164,7 @@ def test_training_that_ends_before_a_plan_stands_says_so(
     flags = f"--train-iters {num_steps} --lr-decay-iters 14 {SWAP_SMALL} --swap-memory-gib {budget_gib}"
     run = trainer.run(f"{flags} --swap-save-plan plan.json --swap-save-profile profile.json")
     told = [text for text in run.output.splitlines() if "training ended before a plan was chosen" in text]
-    begin = " swap: training ended before a plan was chosen, which takes up to 13 steps"
+    begin = " swap: training ended before a plan was chosen, which takes up to 19 steps"
     assert told == ([] if line is None else [f"{begin}; {line}"])
     assert [(run.directory / name).exists() for name in ("plan.json", "profile.json")] == [written, written]
     if written:

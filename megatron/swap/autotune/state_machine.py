@@ -36,7 +36,7 @@ MAX_TIGHTENINGS = 3
 MAX_WIDENINGS = 3
 """Maximum number of further plans for memory that the measured plans left free."""
 WIDENED_GAIN = 0.005
-"""Such a plan is tried if it is predicted to be faster by this fraction."""
+"""A further plan is tried if it is predicted to be faster by this fraction."""
 
 PlanMaker = Callable[[Workload, float, float | None], Sequence[Plan]]
 """Returns plans for a workload, the best first, which the cost model puts below the given GiB; raises ``Infeasible``.

@@ -94,8 +94,8 @@ def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "what the other flags say. Default: auto with a budget, else manual. Set it when you want the planner "
         f"without a budget: auto alone takes {USUAL_FRACTION:g} of the device's memory.")
     add("--swap-max-candidates", type=int, default=3, metavar="N",
-        help=f"Most plans that the planner tries in training steps, 1 to {MOST_CANDIDATES}. Default: %(default)s. Set "
-        "it when steps are long (lower it).")
+        help=f"Most plans that the planner tries in training steps, 1 to {MOST_CANDIDATES}; above 1, then up to "
+        "three that use memory left free. Default: %(default)s. Set it when steps are long (lower it).")
     add("--swap-plan", default=None, metavar="FILE",
         help="Carry out this plan file, site by site. The plan replaces --swap-layers, --swap-modules and "
         "--swap-recompute. Default: no plan. Set it when you have a plan of tools/plan.py or of an earlier run.")

@@ -328,7 +328,10 @@ def test_on_a_gpu(group: Any, fused: torch.dtype | None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [None, torch.float32])
 def test_the_peak_of_8b_on_a_gpu(group: Any, fused: torch.dtype | None) -> None:
-    """Eight chunks take at least 80 % of the logits from the peak, if the weight's gradient is added to main_grad."""
+    """Eight chunks take at least 80 % of the logits from the peak, if the weight's gradient is added to main_grad.
+
+    Else the gradient in single precision takes what the logits took, and a chunk of logits comes beside it.
+    """
     if fused is not None and te_kernel() is None:
         pytest.skip("needs TransformerEngine")
     head = Head(group, fused=fused, tokens=8192 // BATCH, words=128256, wide=4096, device="cuda")
@@ -342,4 +345,4 @@ def test_the_peak_of_8b_on_a_gpu(group: Any, fused: torch.dtype | None) -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
         head.hidden.grad = head.weight.grad = None
     logits_bytes = 2 * 8192 * head.words
-    assert peaks[0] - peaks[1] >= (0.8 * logits_bytes if fused is not None else 0)
+    assert peaks[0] - peaks[1] >= (0.8 if fused is not None else -1.01 / 8) * logits_bytes
