@@ -52,7 +52,7 @@ class PipelinePlanner:
             profile: returns the profile of this rank. In each stage, the rank that saves most solves.
             budget_gib: budget of each device.
             reserve_gib: memory to leave free, as in ``solve``; ``None``: as much as the profile says. No plans are
-                returned if that is less.
+                returned if that is less in any stage.
 
         Raises:
             Infeasible: a stage has no plan; ``smallest_gib`` is enough for all stages.
@@ -87,5 +87,7 @@ class PipelinePlanner:
                 of_stages.append(answer)
         if refusals:
             raise Infeasible(*max(refusals, key=lambda refusal: refusal[1]))  # the largest is enough for all stages
+        if not all(of_stages):
+            return []
         most = max(len(plans) for plans in of_stages)
         return [merged([plans[min(i, len(plans) - 1)] for plans in of_stages]) for i in range(most)]

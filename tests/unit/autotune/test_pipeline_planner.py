@@ -1,0 +1,56 @@
+"""Plans of several pipeline stages, with made-up profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.swap.autotune.pipeline_planner import PipelinePlanner
+from megatron.swap.planner.profile import LayerClass, Pipeline, Profile
+from megatron.swap.planner.solve import solve
+from tests.unit.planner.cases import profile, site
+
+
+def stage(rank: int, allocator_gib: float) -> Profile:
+    layers = (2 * rank, 2 * rank + 1)
+    entry = LayerClass(layers, 2.0, 4.0, (site("a/0", 512, 1.0, 1.0, 2.0), site("b/0", 512, 1.0, 1.0, 2.0)))
+    of = profile([entry], pipeline=Pipeline(2, rank, (layers,)), micro_batches=2)
+    return replace(of, allocator_gib=allocator_gib, model=replace(of.model, num_layers=4))
+
+
+class TwoStages:
+    """Rank 0 of two: what rank 1 answers is computed here too."""
+
+    rank = 0
+
+    def __init__(self, other: Profile, budget_gib: float, reserve_gib: float | None) -> None:
+        nothing = reserve_gib is not None and reserve_gib >= other.reserves_gib[0]
+        self._others: list[Any] = [
+            (1, other), [] if nothing else list(solve(other, budget_gib, 3, reserve_gib).plans)
+        ]  # fmt: skip
+
+    def gather(self, compute: Callable[[], Any]) -> list[Any]:
+        return [compute(), self._others.pop(0)]
+
+
+@pytest.mark.parametrize(
+    ("fragments", "reserve_gib", "is_planned"),
+    [
+        ((0.1, 0.1), None, True),
+        ((0.1, 0.1), 0.2, True),
+        ((0.1, 0.1), 2.0, False),
+        ((0.1, 0.0), 0.2, False),  # where no allocator reserves memory, none was left free
+        ((0.0, 0.1), 0.2, False),
+        ((0.0, 0.0), 0.2, False),
+    ],
+)
+def test_memory_is_left_free_in_all_stages_or_in_none(
+    fragments: tuple[float, float], reserve_gib: float | None, is_planned: bool
+) -> None:
+    mine, other = stage(0, fragments[0]), stage(1, fragments[1])
+    planner = PipelinePlanner(TwoStages(other, 4.0, reserve_gib), 0, 3)  # type: ignore[arg-type]
+    plans = planner.plans(lambda: mine, 4.0, reserve_gib)
+    assert bool(plans) == is_planned
