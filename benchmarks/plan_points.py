@@ -162,7 +162,7 @@ class PointError(Exception):
 
 def profile(point: Point, budget_gib: float, path: str) -> None:
     """Train under a budget until a plan is chosen, and write the profile."""
-    flags = [*point.training_flags[:-1], "18", "--swap-memory-gib", f"{budget_gib:g}", "--swap-save-profile", path]
+    flags = [*point.training_flags[:-1], "24", "--swap-memory-gib", f"{budget_gib:g}", "--swap-save-profile", path]
     done = paste(training_command([], flags, 1, 1), 600.0)
     if done.returncode or not Path(path).exists():
         raise PointError(f"no profile was written:\n{done.stdout[-3000:]}")

@@ -13,6 +13,8 @@ from benchmarks.flags import value
 from benchmarks.machine import ROOT
 from benchmarks.rows import Row
 from benchmarks.runner.planning import NUMBERS, PLAN_FLAG, read_prediction
+from megatron.swap.common.types import UsageError
+from megatron.swap.planner.profile import load_profile, sha256
 
 FOLDER = "predictions"
 """Folder below docs/results with plan files and the profiles that they were made from (``profile-*.json``)."""
@@ -53,7 +55,7 @@ def broken(folder: Path, rows: Sequence[Row], root: Path = ROOT) -> list[str]:
 def _of_profile(folder: Path, prediction: dict[str, object]) -> list[str]:
     """Return what is wrong with the profile that a plan names; empty: nothing."""
     budget, digest = prediction["budget_gib"], prediction["profile_sha256"]
-    paths = [path for path in folder.glob("profile-*.json") if hashlib.sha256(path.read_bytes()).hexdigest() == digest]
+    paths = [path for path in folder.glob("profile-*.json") if digest in _names(path)]
     if not paths:
         return [f"was made from the profile {digest}, and no profile-*.json beside it has this hash"]
     source = json.loads(paths[0].read_text())["source"]
@@ -63,6 +65,15 @@ def _of_profile(folder: Path, prediction: dict[str, object]) -> list[str]:
     if not isinstance(budget, int | float) or (taken["gib"] and abs(float(taken["gib"]) - budget) < SAME_GIB):
         return [f"is for a budget of {budget} GiB, under which its profile {paths[0].name} was taken: {source!r}"]
     return []
+
+
+def _names(path: Path) -> list[str]:
+    """Return the hashes by which a plan may name a profile: of the file, and of what was known before the plan."""
+    names = [hashlib.sha256(path.read_bytes()).hexdigest()]
+    try:
+        return [*names, sha256(load_profile(path))]
+    except UsageError:  # not a whole profile
+        return names
 
 
 def _at(commit: str, path: str, root: Path) -> bytes | None:

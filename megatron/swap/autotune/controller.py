@@ -175,7 +175,7 @@ class AutoPlan:
         """Keep as little as possible until the step ends. Called in a forward that saves more than planned."""
         self._target.policy.is_short = True
 
-    def _make_plans(self, workload: Workload, budget_gib: float, reserve_gib: float | None = None) -> Sequence[Plan]:
+    def _make_plans(self, workload: Workload, budget_gib: float, reserve_gib: float | None) -> Sequence[Plan]:
         return self._planner.plans(lambda: self._profiler.measured(workload).profile, budget_gib, reserve_gib)
 
     def _switch_guard(self) -> None:
@@ -216,8 +216,9 @@ class AutoPlan:
     def _save(self) -> None:
         """Write plan and profile as soon as a plan is chosen: the plan once, the profile of each stage once."""
         if (workload := self._machine.planned) is not None:
-            profile, plan = self._profiler.measured(workload).profile, self._machine.plan
-            if plan is not None and workload.best_ms is not None and self._parts.device.keeps_time:
+            profile, plan = self._profiler.measured(workload).profile, self._machine.best_plan
+            is_alike = profile.num_micro_batches == self._meter.num_micro_batches  # workloads count up to a limit
+            if plan is not None and workload.best_ms is not None and is_alike and self._parts.device.keeps_time:
                 profile = with_measured_step(profile, plan, workload.best_ms)
             self._files.save(plan, profile, self._planner.leaders)
 

@@ -52,7 +52,7 @@ class PipelinePlanner:
             profile: returns the profile of this rank. In each stage, the rank that saves most solves.
             budget_gib: budget of each device.
             reserve_gib: memory to leave free, as in ``solve``; ``None``: as much as the profile says. No plans are
-                returned if that is less in any stage.
+                returned if a stage's profile says no more.
 
         Raises:
             Infeasible: a stage has no plan; ``smallest_gib`` is enough for all stages.

@@ -50,6 +50,14 @@ class CandidateSearch:
         """Take ``plan`` next. Results so far stay."""
         self.plan = plan
 
+    def has_tried(self, plan: Plan) -> bool:
+        """Whether a plan that does the same was tried."""
+
+        def what(one: Plan) -> tuple[object, ...]:
+            return one.classes, one.prefetch_gib, one.offload_fraction
+
+        return any(what(trial.plan) == what(plan) for trial in self._trials)
+
     def wider_gib(self, best: Trial, budget_gib: float) -> float | None:
         """Return a predicted peak above that of ``best``, which left memory free; ``None``: there is no prediction.
 

@@ -204,6 +204,11 @@ class StateMachine:
         return self._state.plan
 
     @property
+    def best_plan(self) -> Plan | None:
+        """The plan that has won so far for the workload of the next step, or else the plan of the next step."""
+        return self._known.get(self.planned, self.plan) if self.planned is not None else self.plan
+
+    @property
     def planned(self) -> Workload | None:
         """The workload that the plan was made for; ``None`` under the safe policy."""
         return self._state.workload if isinstance(self._state, _Searching | _Stable) else None
@@ -351,6 +356,8 @@ class StateMachine:
         wider_gib = state.search.wider_gib(best, budget_gib)
         if predicted is None or wider_gib is None or best.over_gib == 0 or workload.num_tightened:
             return None
+        # Training may end before the further plans are through, or save other tensors: what was chosen stays chosen.
+        self._known[workload], workload.best_ms = best.plan, best.ms
         if workload.num_widened >= self._limits.max_widenings:
             return None
         workload.num_widened += 1
@@ -358,11 +365,13 @@ class StateMachine:
             plans = self._make_plans(workload, budget_gib, budget_gib - wider_gib)
         except Infeasible:  # the search is not exhaustive
             return None
-        plan = next(iter(plans), None)
+        plan = next((one for one in plans if not state.search.has_tried(one)), None)
         if plan is None or plan.predicted is None or plan.predicted.step_ms > (1 - WIDENED_GAIN) * predicted.step_ms:
             return None
         state.search.try_also(plan)
         state.num_steps = 0
+        highest_gib = max(self.history[-1].predicted_peak_gib or 0.0, plan.predicted.peak_gib)
+        self.history[-1] = replace(self.history[-1], predicted_peak_gib=highest_gib)
         free = format_bytes((budget_gib - best.peak_gib) * GIB)
         line = f"the best plan left {free} of the budget free: one more plan to try"
         return Transition(state.stage, plan, is_new_plan=True, lines=(line,))

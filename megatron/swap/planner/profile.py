@@ -243,7 +243,8 @@ class Profile:
         host_gib: host memory that this rank may reserve for activations; ``None``: no limit.
         offloaded_state: ``None``: the planner does not decide how much optimizer state is offloaded.
         hook_ms: time that forward and backward each take longer in a layer that swaps or recomputes, beyond copies and
-            recomputation. It is the host's work, which shows where the device waits for the host. 0: it is not known.
+            recomputation: the host's work, which shows where the device waits for the host. It is what the chosen plan
+            took beyond its prediction. 0: that was little, or is not known.
     """
 
     source: str

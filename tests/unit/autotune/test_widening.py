@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron.swap.autotune.state_machine import Stage
 from megatron.swap.common.plan import Infeasible, Plan
 from tests.staged_run import PROFILED, Run, a_plan, three, until_stable
 
@@ -42,6 +43,34 @@ def test_a_plan_for_free_memory_that_is_slower_or_too_large_is_not_taken(ms: flo
     run.add(wide, ms, peak_gib)
     until_stable(run)
     assert run.machine.plan is run.plans[1]
+    assert run.number == PROFILED + 8  # it ran once: the second time nothing new was offered
+
+
+def test_a_plan_that_exceeded_the_budget_as_a_candidate_is_not_tried_again() -> None:
+    run = three(peaks=(10.2, 8.0, 8.0), widen=lambda run, _: run.plans[:1])
+    until_stable(run)
+    assert run.number == PROFILED + 6
+    assert run.machine.plan is run.plans[1]
+
+
+def test_what_was_chosen_stays_chosen_while_further_plans_are_tried() -> None:
+    wide = a_plan("wide", peak_gib=10.1, ms=90.0)
+    run = three(peaks=(8.0, 8.0, 8.0), widen=lambda run, _: [wide])
+    run.add(wide, 95.0, 10.5)
+    run.steps(PROFILED + 5)
+    assert run.machine.best_plan is run.machine.plan is run.plans[2]
+    run.steps(1)
+    assert (run.machine.plan, run.machine.stage) == (wide, Stage.SEARCH)
+    assert run.machine.best_plan is run.plans[1]
+    assert run.machine.history[-1].predicted_peak_gib == 10.1  # of all plans of the search
+    run.num_tensors = 150.0  # another workload
+    run.steps(1)
+    assert run.machine.stage is Stage.PROFILE
+    until_stable(run)
+    run.num_tensors = 100.0  # the first again: its plan is known
+    run.steps(1)
+    assert (run.machine.plan, run.machine.stage) == (run.plans[1], Stage.STABLE)
+    assert sum(entry.stage is Stage.PROFILE for entry in run.machine.history) == 2
 
 
 def test_memory_stays_free_if_nothing_faster_fits_into_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from benchmarks.report.results import read_results
 from benchmarks.rows import Row
 from benchmarks.suites.suite import find_suite, load_suite, suite_names
 from megatron.swap.common.plan import load_plan
+from megatron.swap.planner.profile import save_profile, sha256
 from tests.unit.benchmarks.made_report import RESULTS, ROOT, a_row
 from tests.unit.benchmarks.test_run_planning import a_plan
+from tests.unit.planner.cases import random_profile
 
 NAME = "docs/results/predictions/one.json"
 
@@ -69,6 +72,16 @@ class Made:
 
 def test_a_kept_prediction(tmp_path: Path) -> None:
     assert Made(tmp_path).problems() == []
+
+
+def test_a_profile_that_learned_what_hooks_cost_after_its_plan(tmp_path: Path) -> None:
+    made = Made(tmp_path)
+    of = replace(random_profile(1), source="measured in training, budget 94.1 GiB", hook_ms=0.5)
+    save_profile(of, made.profile)
+    path = made.folder / "one.json"
+    path.write_text(path.read_text().replace(made.row["profile_sha256"], sha256(of)))
+    git(tmp_path, "commit", "-qam", "Another profile")
+    assert made.problems(profile_sha256=sha256(of), commit=git(tmp_path, "rev-parse", "HEAD")) == []
 
 
 @pytest.mark.parametrize("source", ["no budget, everything kept", "budget 80.2 GiB of 139.8", "at a budget 79 GiB"])

@@ -22,6 +22,7 @@ from megatron.swap.planner.profile import LayerClass, Link, NonLayer, NonLayerSi
 from megatron.swap.planner.schedule import Unit, schedule
 from megatron.swap.planner.simulate import simulate, with_measured_step
 from megatron.swap.planner.solve import empty_plan
+from megatron.swap.planner.what_if import with_tokens
 from tests.engine import save
 from tests.sizes import sized
 from tests.unit.planner.cases import GB_S, plan, profile, random_class, site
@@ -64,16 +65,29 @@ class TestByHand:
         two = plan(of, {(0, 1): {"a/0": "swap"}})
         before = simulate(of, two)
         two = replace(two, predicted=Predicted(before.peak_gib, before.step_ms, 0.0, before.host_gib))
-        after = with_measured_step(of, two, before.step_ms + 3.0)
-        assert after.hook_ms == pytest.approx(3.0 / (2 * 2 * micro_batches))
-        assert simulate(after, two).step_ms == pytest.approx(before.step_ms + 3.0)
+        more_ms = 0.1 * before.step_ms
+        after = with_measured_step(of, two, before.step_ms + more_ms)
+        assert after.hook_ms == pytest.approx(more_ms / (2 * 2 * micro_batches))
+        assert simulate(after, two).step_ms == pytest.approx(before.step_ms + more_ms)
         assert simulate(after, two).peak_gib == before.peak_gib
-        one = plan(of, {(0,): {"a/0": "swap"}})
-        assert simulate(after, one).step_ms == pytest.approx(simulate(of, one).step_ms + 1.5)
+        one = replace(plan(of, {(0,): {"a/0": "swap"}}), predicted=two.predicted)
+        assert simulate(after, one).step_ms == pytest.approx(simulate(of, one).step_ms + more_ms / 2)
         assert simulate(after, empty_plan(of)) == simulate(of, empty_plan(of))
-        assert with_measured_step(of, two, before.step_ms - 3.0) == of  # a step that was faster says nothing
+        assert with_tokens(after, micro_batch_size=2).hook_ms == 0
+
+    def test_small_differences_and_those_with_other_reasons_are_not_put_on_hooks(self) -> None:
+        of = profile([ONE], micro_batches=2)
+        predicted = Predicted(1.0, 48.0, 0.0, 1.0)
+        two = replace(plan(of, {(0, 1): {"a/0": "swap"}}), predicted=predicted)
+        one = replace(plan(of, {(0,): {"a/0": "swap"}}), predicted=predicted)
+        assert with_measured_step(of, two, 1.031 * 48.0).hook_ms > 0
+        for other, step_ms in (
+            (two, 1.029 * 48.0), (two, 40.0), (one, 60.0), (replace(two, offload_fraction=0.5), 60.0),
+            (replace(two, predicted=None), 60.0),
+        ):  # fmt: skip
+            assert with_measured_step(of, other, step_ms) == of
         stages = replace(of, pipeline=Pipeline(2, 0, ((0, 1, 2, 3),)))
-        assert with_measured_step(stages, two, before.step_ms + 3.0) == stages
+        assert with_measured_step(stages, two, 60.0) == stages
 
     def test_the_logits_take_a_block_beside_the_layers_peak(self) -> None:
         """Without a measured allocator: what layers have freed is in pieces."""
