@@ -43,9 +43,7 @@ class PipelinePlanner:
         of_ranks = self._ranks.gather(lambda: whole_layers(profile(), budget_gib))
         return None if None in of_ranks else of_ranks[self._ranks.rank]
 
-    def plans(
-        self, profile: Callable[[], Profile], budget_gib: float, reserve_gib: float | None = None
-    ) -> list[Plan]:
+    def plans(self, profile: Callable[[], Profile], budget_gib: float, reserve_gib: float | None) -> list[Plan]:
         """Return the best plans of the whole model, the same on all ranks.
 
         Args:

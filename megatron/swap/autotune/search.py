@@ -58,20 +58,17 @@ class CandidateSearch:
 
         return any(what(trial.plan) == what(plan) for trial in self._trials)
 
-    def wider_gib(self, best: Trial, budget_gib: float) -> float | None:
-        """Return a predicted peak above that of ``best``, which left memory free; ``None``: there is no prediction.
+    def wider_gib(self, predicted_gib: float, free_gib: float) -> float:
+        """Return a predicted peak above ``predicted_gib``, with which a plan left ``free_gib`` of the budget free.
 
         It is halfway to where the budget would be used up, or to the lowest prediction that proved too high.
         """
-        predicted = best.plan.predicted
-        if predicted is None:
-            return None
         too_high = [
             trial.plan.predicted.peak_gib for trial in self._trials
             if trial.over_gib > 0 and trial.plan.predicted is not None
         ]  # fmt: skip
-        above = (one for one in too_high if one > predicted.peak_gib)
-        return (predicted.peak_gib + min([predicted.peak_gib + budget_gib - best.peak_gib, *above])) / 2
+        above = (one for one in too_high if one > predicted_gib)
+        return (predicted_gib + min([predicted_gib + free_gib, *above])) / 2
 
     def restart(self) -> None:
         """Forget all results, because steps take another time now; candidates that were tried are tried again."""

@@ -353,8 +353,8 @@ class StateMachine:
         it is here, and it differs from plan to plan. So the memory is used by bisection.
         """
         workload, budget_gib, predicted = state.workload, self._limits.budget_gib, best.plan.predicted
-        wider_gib = state.search.wider_gib(best, budget_gib)
-        if predicted is None or wider_gib is None or best.over_gib == 0 or workload.num_tightened:
+        free_gib = budget_gib - best.peak_gib
+        if predicted is None or free_gib <= 0 or workload.num_tightened:
             return None
         # Training may end before the further plans are through, or save other tensors: what was chosen stays chosen.
         self._known[workload], workload.best_ms = best.plan, best.ms
@@ -362,6 +362,7 @@ class StateMachine:
             return None
         workload.num_widened += 1
         try:
+            wider_gib = state.search.wider_gib(predicted.peak_gib, free_gib)
             plans = self._make_plans(workload, budget_gib, budget_gib - wider_gib)
         except Infeasible:  # the search is not exhaustive
             return None
@@ -372,7 +373,7 @@ class StateMachine:
         state.num_steps = 0
         highest_gib = max(self.history[-1].predicted_peak_gib or 0.0, plan.predicted.peak_gib)
         self.history[-1] = replace(self.history[-1], predicted_peak_gib=highest_gib)
-        free = format_bytes((budget_gib - best.peak_gib) * GIB)
+        free = format_bytes(free_gib * GIB)
         line = f"the best plan left {free} of the budget free: one more plan to try"
         return Transition(state.stage, plan, is_new_plan=True, lines=(line,))
 
