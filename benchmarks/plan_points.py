@@ -131,7 +131,14 @@ POINTS = {
                      "--num-attention-heads 32 --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm "
                      "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
                      f"--moe-aux-loss-coeff 1e-2 --vocab-size 32000 --swap-deterministic {_sequences(4096, 4, 8)}",
-                     profile="docs/results/plan-points/profile-experts.json"),
+                     profile=f"{FOLDER}/profile-experts.json"),
+    "experts-wide": Point("--memory-gib 68",
+                          "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --moe-ffn-hidden-size 14336 "
+                          "--num-attention-heads 32 --group-query-attention --num-query-groups 8 --num-experts 4 "
+                          "--moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+                          "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --vocab-size 32000 "
+                          f"{_sequences(8192, 2, 4)}",
+                          profile=f"{FOLDER}/profile-experts-wide.json"),
     "mla": Point("--memory-gib 44",
                  "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 "
                  "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
