@@ -138,7 +138,7 @@ POINTS = {
                           "--moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
                           "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --vocab-size 32000 "
                           f"{_sequences(8192, 2, 4)}",
-                          profile=f"{FOLDER}/profile-experts-wide.json"),
+                          profile=f"{FOLDER}/profile-experts-wide.json", iterations=24),
     "mla": Point("--memory-gib 44",
                  "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 "
                  "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "

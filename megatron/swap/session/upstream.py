@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import ACTIVATION, NORM, QUANTIZED, ROTARY, UsageError
+from megatron.swap.devices.host_writes import can_write, write_to_host
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import cross_entropy, weight_gradients
 from megatron.swap.megatron_lm.producers import record_copy, record_norm_of_linear
@@ -30,6 +31,7 @@ from megatron.swap.patches import (
     te_normalization,
     te_qkv_layout,
     te_quantize,
+    token_counts,
     train,
     training_log,
     weight_gradient_kernel,
@@ -124,6 +126,8 @@ def patches_of_model(
         needs.append(recompile_limit.PATCH)
     if config.attaches:
         optional.append(cross_entropy_patch(cross_entropy.chunked_cross_entropy))
+    if config.attaches and args.num_experts:
+        optional.append(token_counts.token_counts_patch(can_write, write_to_host))
     if args.gradient_accumulation_fusion:
         optional.append(linear_weight_gradients.PATCH)
     if config.acts and args.recompute_granularity == "full" and patches_full:

@@ -79,6 +79,8 @@ def files(patches: Sequence[Patch]) -> set[str]:
         ("--swap-summary x.json", (), {"train", "training_log"}, {"linear_weight_gradients"}),
         ("--swap-layers all", (), {"train", "training_log", "recompile_limit"},
          {"cross_entropy", "main_params", "linear_weight_gradients"}),
+        ("--swap-layers all --num-experts 4", (), {"train", "training_log", "recompile_limit"},
+         {"cross_entropy", "main_params", "linear_weight_gradients", "token_counts"}),
         ("--swap-memory-gib 1", PRODUCERS, {"train", "training_log", "recompile_limit"},
          {"cross_entropy", "main_params", "linear_weight_gradients", "fused_activations", "rotary"}),
         ("--swap-recompute rotary", ("rotary",), {"train", "training_log", "recompile_limit", "rotary"},
