@@ -49,8 +49,10 @@ def test_what_was_written_arrives_before_a_copy_that_was_issued_earlier(device: 
     assert all(map(can_write, cases))
     assert not can_write(numbers.float())
     assert not can_write(torch.zeros(MOST_BYTES, dtype=torch.int64, device=device))
-    write_to_host(numbers)  # the kernel is loaded before the copy begins: loading may wait for it
+    # Kernels are loaded and memory is pinned before the copy begins: either may wait for it.
+    first = [write_to_host(case) for case in cases]
     torch.cuda.synchronize()
+    del first
     copies, counts = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(copies):
         host.copy_(large, non_blocking=True)

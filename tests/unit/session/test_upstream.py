@@ -18,7 +18,7 @@ from megatron.swap.patches import quiet, registry
 from megatron.swap.patches.registry import AppliedPatches, Patch, PatchError
 from megatron.swap.session import prepare as preparation
 from megatron.swap.session.session import SwapSession
-from megatron.swap.session.upstream import patches_of
+from megatron.swap.session.upstream import patches_of, patches_of_model
 from tests.unit.session.test_session import arguments
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds the emulated device")
@@ -79,8 +79,6 @@ def files(patches: Sequence[Patch]) -> set[str]:
         ("--swap-summary x.json", (), {"train", "training_log"}, {"linear_weight_gradients"}),
         ("--swap-layers all", (), {"train", "training_log", "recompile_limit"},
          {"cross_entropy", "main_params", "linear_weight_gradients"}),
-        ("--swap-layers all --num-experts 4", (), {"train", "training_log", "recompile_limit"},
-         {"cross_entropy", "main_params", "linear_weight_gradients", "token_counts"}),
         ("--swap-memory-gib 1", PRODUCERS, {"train", "training_log", "recompile_limit"},
          {"cross_entropy", "main_params", "linear_weight_gradients", "fused_activations", "rotary"}),
         ("--swap-recompute rotary", ("rotary",), {"train", "training_log", "recompile_limit", "rotary"},
@@ -94,6 +92,14 @@ def test_what_a_run_needs(flags: str, kinds: tuple[str, ...], needs: set[str], o
     )))  # type: ignore[arg-type]  # fmt: skip
     assert (files(patches.needs), files(patches.optional)) == (needs, optional)
     assert all(patch.feature for patch in patches.optional)
+
+
+def test_numbers_of_tokens_of_experts_pass_the_copies() -> None:
+    for flags, num_experts in (("--swap-layers all", 4), ("--swap-memory-gib 1", 4), ("--swap-layers all", None)):
+        args = arguments(*flags.split())
+        args.num_experts = num_experts
+        patches = patches_of_model(args, swap_config(args), (), SimpleNamespace(around_checkpointed_forward=None))
+        assert ("token_counts" in files(patches.optional)) == (num_experts is not None), flags
 
 
 def of_another_source(function: Any) -> Any:
