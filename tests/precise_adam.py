@@ -10,6 +10,53 @@ from typing import Any
 
 import torch
 
+LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2, torch.uint8: 448.0}
+
+
+class Quantizer:
+    def __init__(self) -> None:
+        self.scale = torch.ones(1)
+        self.has_columns = True
+
+    def set_usage(self, *, columnwise: bool) -> None:
+        self.has_columns = columnwise
+
+
+class Float8Tensor(torch.Tensor):
+    """Values in 8 bits with one scale, and a transpose that nobody reads."""
+
+    _data: torch.Tensor
+    _transpose: torch.Tensor | None
+    _quantizer: Quantizer
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Float8Tensor:
+        made: Float8Tensor = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+        made._data, made._quantizer, made._transpose = data, Quantizer(), data.t().clone() if data.dim() > 1 else None
+        return made
+
+    def update_usage(self, *, rowwise_usage: bool, columnwise_usage: bool) -> None:
+        assert rowwise_usage
+        assert not columnwise_usage
+        self._transpose = None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args
+            scaled = (source * target._quantizer.scale).to(torch.float8_e4m3fn)
+            target._data.copy_(scaled.view(torch.uint8))
+            if target._quantizer.has_columns and target._data.dim() > 1:
+                target._transpose = target._data.t().clone()
+            return target
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(func)
+
+    def float(self, *_: Any) -> torch.Tensor:
+        return self._data.view(torch.float8_e4m3fn).float() / self._quantizer.scale
+
+
 
 class FusedAdam(torch.optim.Optimizer):
     def __init__(
@@ -45,16 +92,20 @@ class FusedAdam(torch.optim.Optimizer):
         return self.store_param_remainders and param.dtype is torch.bfloat16
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
-        for name, dtype in self.name_to_dtype_map.items():
+        for name in self.name_to_dtype_map:
             if name == "master_param" and not self.master_weights:
                 continue
-            is_remainder = name == "master_param" and store_param_remainders
-            dtype = torch.int16 if is_remainder else dtype
-            self.state[param][name] = torch.zeros_like(param, dtype=dtype)
-            if self.name_to_dtype_map[name] is not torch.float32:
-                self._scales.setdefault(param, {})[name] = torch.ones(1)
-            if name == "master_param" and not is_remainder:
+            self.initialize_one(param, name, store_param_remainders)
+            if name == "master_param" and not store_param_remainders:
                 self.store(param, name, param.detach().float())
+
+    def initialize_one(self, param: torch.Tensor, name: str, store_param_remainders: bool) -> None:
+        is_remainder = name == "master_param" and store_param_remainders
+        dtype = torch.int16 if is_remainder else self.name_to_dtype_map[name]
+        zeros = torch.zeros_like(param, dtype=dtype)
+        self.state[param][name] = Float8Tensor(zeros) if dtype is torch.uint8 else zeros
+        if self.name_to_dtype_map[name] is not torch.float32:
+            self._scales.setdefault(param, {})[name] = torch.ones(1)
 
     def values(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """Return a state in fp32, a copy unless it is in fp32."""
@@ -64,6 +115,8 @@ class FusedAdam(torch.optim.Optimizer):
             return bits.view(torch.float32)
         if state.dtype is torch.bfloat16:
             assert name in self._scales[param]
+        if state.dtype is torch.float16:
+            return state.float().mul_(self._scales[param][name])
         return state.float()
 
     def store(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
@@ -73,6 +126,15 @@ class FusedAdam(torch.optim.Optimizer):
             high = (bits + 0x8000) >> 16
             state.copy_((bits - (high << 16)).short())
             param.copy_(high.short().view(torch.bfloat16))
+        elif (largest := LARGEST.get(self.name_to_dtype_map[name])) is not None:
+            scale = self._scales[param][name]
+            torch.div(values.abs().max().reshape(1), largest, out=scale)
+            reciprocal = torch.where(scale > 0, scale.reciprocal(), 1.0)
+            if isinstance(state, Float8Tensor):
+                state._quantizer.scale.copy_(reciprocal)
+                state.copy_(values)
+            else:
+                state.copy_(values * reciprocal)
         elif state is not values:
             state.copy_(values)
 
@@ -112,9 +174,29 @@ class FusedAdam(torch.optim.Optimizer):
     def set_scaled_state(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
         """Set a state from a checkpoint."""
         if name not in self.state[param]:
-            raise NotImplementedError
+            self.initialize_one(param, name, self.has_remainders(param))
         state = self.state[param][name]
         if state.dtype is torch.int16:
             state.copy_(values)
         else:
             self.store(param, name, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in found["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            if number in found["state"]:
+                found["state"][number] = {name: self.get_unscaled_state(param, name) for name in found["state"][number]}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            if number in state_dict["state"]:
+                self.state[param] = {}
+                for name, value in state_dict["state"][number].items():
+                    is_remainder = name == "master_param" and self.has_remainders(param)
+                    self.set_scaled_state(param, name, value if is_remainder else value.float())

@@ -72,6 +72,8 @@ PRECISE_ADAM = Path(__file__).with_name("precise_adam_script.py")
     [
         ("bf16", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
         ("fp32", "--exp-avg-dtype bf16"),
+        ("bf16", "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"),
+        ("bf16", "--exp-avg-dtype fp16 --exp-avg-sq-dtype bf16 --main-params-dtype fp16"),
     ],
 )
 def test_lean_state_of_the_precision_aware_optimizer(trainer: Trainer, grads: str, types: str) -> None:
@@ -80,6 +82,22 @@ def test_lean_state_of_the_precision_aware_optimizer(trainer: Trainer, grads: st
     run = trainer.run(f"{flags} {SWAP_SMALL} --swap-optimizer 1 {recorded('torch')}", program=PRECISE_ADAM)
     assert_same_training(plain, run)
     assert run.summary["optimizer_host_bytes"] > 0
+
+
+@pytest.mark.parametrize("saved", ["torch", "torch_dist"])
+def test_state_with_scales_goes_through_checkpoints(trainer: Trainer, saved: str) -> None:
+    """Saving and loading give every value its scale, wherever the values are."""
+    types = "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
+    flags = f"{PRECISE.format('bf16')} {types} --train-iters 4 {recorded(saved)}"
+    swap = f"{SWAP_SMALL} --swap-optimizer 1"
+    first = trainer.run(f"{flags} --exit-interval 2", program=PRECISE_ADAM)
+    swapped_first = trainer.run(f"{flags} {swap} --exit-interval 2", program=PRECISE_ADAM)
+    assert_same_checkpoints(first.directory / "checkpoint", swapped_first.directory / "checkpoint")
+    load = f"--load {first.directory / 'checkpoint'}"
+    second = trainer.run(f"{flags} {load}", program=PRECISE_ADAM)
+    swapped_second = trainer.run(f"{flags} {swap} {load}", program=PRECISE_ADAM)
+    assert swapped_second.summary["losses"] == second.summary["losses"]
+    assert_same_checkpoints(second.directory / "checkpoint", swapped_second.directory / "checkpoint")
 
 
 MUON = "--optimizer muon"

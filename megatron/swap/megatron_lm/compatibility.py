@@ -274,10 +274,15 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
     same = "both would offload the same state"
     reads = "it reads the main parameters between steps, when they are offloaded"
     quantized = "it computes the model's weights from all main parameters at once"
-    in_8_bits = "such moments are tensors around others that have no parameter's shape"
-    in_fp16 = "such state has scales on the device, but checkpoints read state in host memory"
     sharded = "it keeps state in its own buffers"
+    types = (args.exp_avg_dtype, args.exp_avg_sq_dtype, args.main_params_dtype)
+    has_scales = args.use_precision_aware_optimizer and any(one in (torch.float16, torch.uint8) for one in types)
     excluded = [
+        (
+            config.disk_dir is not None and has_scales,
+            "--swap-disk-dir with state in fp16 or 8 bits",
+            "a scale belongs to a whole parameter, which does not pass through buffers between disk and device",
+        ),
         (args.optimizer_cpu_offload, "--optimizer-cpu-offload", same),
         (args.optimizer_cuda_graph, "--optimizer-cuda-graph", "a captured step cannot run bucket by bucket"),
         (args.cuda_graph_impl != "none", f"--cuda-graph-impl {args.cuda_graph_impl}", "captured layers call no hooks"),
@@ -298,11 +303,6 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
         (args.fp4_param_gather, "--fp4-param-gather", quantized),
         (args.use_megatron_fsdp, "--use-megatron-fsdp", sharded),
         (args.use_torch_fsdp2, "--use-torch-fsdp2", sharded),
-        (args.exp_avg_dtype.itemsize == 1, "--exp-avg-dtype fp8", in_8_bits),
-        (args.exp_avg_sq_dtype.itemsize == 1, "--exp-avg-sq-dtype fp8", in_8_bits),
-        (args.exp_avg_dtype is torch.float16, "--exp-avg-dtype fp16", in_fp16),
-        (args.exp_avg_sq_dtype is torch.float16, "--exp-avg-sq-dtype fp16", in_fp16),
-        (args.main_params_dtype is torch.float16, "--main-params-dtype fp16", in_fp16),
     ]
     for given, flag, why in excluded:
         if given:

@@ -24,6 +24,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm import scaled_state
 from megatron.swap.megatron_lm.quantized_params import has_quantized_params, quantize_params, quantized_params
 from megatron.swap.optimizer.partial_step import Table
 from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
@@ -37,8 +38,8 @@ NUM_MOMENTS = {"AdaptiveMuon": 2, "OrthogonalizedOptimizer": 1, "SOAP": 2}
 MOMENT_BYTES = 4
 """Most bytes of a moment per element of its parameter."""
 
-TYPES, SCALES = "name_to_dtype_map", "_scales"
-"""Attributes of TransformerEngine's Adam: the types of its state by name, and scales by parameter and name."""
+SCALES = "_scales"
+"""Attribute of TransformerEngine's Adam: scales by parameter and name."""
 
 _MISSING = object()
 
@@ -51,12 +52,14 @@ class Override(NamedTuple):
         method: the method's name.
         handler: called instead, with the original method and then the caller's arguments.
         is_for_saving: whether it stays replaced when training fails, so that state can still be saved.
+        is_for_good: whether it stays replaced when training has ended, so that state in host memory can be read.
     """
 
     owner: Any
     method: str
     handler: Callable[..., Any]
     is_for_saving: bool = False
+    is_for_good: bool = False
 
 
 class AdaptedOptimizer:
@@ -95,6 +98,11 @@ class AdaptedOptimizer:
                 Override(optimizer, "save_parameter_state", self._save, is_for_saving=True),
                 Override(optimizer, "get_parameter_state_dp_zero", self._save, is_for_saving=True),
             ]
+        if scaled_state.scaled_names(optimizer.optimizer):
+            overrides += [
+                Override(optimizer.optimizer, method, handler, is_for_saving=True, is_for_good=True)
+                for method, handler in (("get_unscaled_state", self._unscaled), ("set_scaled_state", self._set_scaled))
+            ]
         self.overrides = tuple(overrides)
 
     def install(self) -> None:
@@ -120,7 +128,7 @@ class AdaptedOptimizer:
 
         State is not moved. Materialize it first to continue training.
         """
-        self._give_back(self.overrides)
+        self._give_back([override for override in self.overrides if not override.is_for_good])
 
     def remove_all_but_saving(self) -> None:
         """Restore the methods that train or load. Methods that save still materialize the state first."""
@@ -138,9 +146,11 @@ class AdaptedOptimizer:
 
     def sizes_to_create(self) -> list[int]:
         """Return the sizes in bytes of the moments that the first step of each parameter is going to create."""
-        number = num_moments(self._optimizer.optimizer)
-        new = [one.param for one in self.stepper.state.param_states if not one.moments] if number else []
-        return [MOMENT_BYTES * param.numel() for param in new] * number
+        inner = self._optimizer.optimizer
+        new = [one.param for one in self.stepper.state.param_states if not one.moments]
+        if scaled_state.scaled_names(inner):
+            return [size for param in new for size in scaled_state.sizes_of(inner, param)]
+        return [MOMENT_BYTES * param.numel() for param in new] * num_moments(inner)
 
     # ----------------------------------------------------------------- training
 
@@ -186,6 +196,23 @@ class AdaptedOptimizer:
         finally:
             del inner.state_dict
 
+    def _unscaled(self, original: Callable[..., Any], param: Any, name: str, *given: Any, **options: Any) -> Any:
+        """Return a state for a checkpoint. Kernels and scales are the device's, offloaded values are in host memory."""
+        inner, state = self._optimizer.optimizer, self.stepper.state
+        if name not in scaled_state.scaled_names(inner) or not state.is_in_host(param, name):
+            return original(param, name, *given, **options)
+        with state.on_device(param, name):
+            return original(param, name, *given, **options).cpu()
+
+    def _set_scaled(self, original: Callable[..., Any], param: Any, name: str, *given: Any, **options: Any) -> None:
+        inner, state = self._optimizer.optimizer, self.stepper.state
+        is_there = name in inner.state[param] and state.is_in_host(param, name)
+        if name not in scaled_state.scaled_names(inner) or not is_there:
+            original(param, name, *given, **options)
+            return
+        with state.on_device(param, name, writes=True):
+            original(param, name, *given, **options)
+
     def _load(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         self.stepper.materialize()
         try:
@@ -212,6 +239,9 @@ class AdaptedOptimizer:
     def _materialize_for_load(self) -> None:
         """Allocate memory for state that is loaded before the first step. Megatron would allocate it on the device."""
         self.stepper.materialize_for_load()
+        inner, state = self._optimizer.optimizer, self.stepper.state
+        if scaled_state.scaled_names(inner):
+            scaled_state.create_missing(inner, state)
         if self._optimizer.init_state_fn is not None:
             self._optimizer.init_state_fn(self._optimizer.optimizer, self._optimizer.config)
 
@@ -265,13 +295,20 @@ def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
     Raises:
         UsageError: the optimizer's class is unknown, or it steps whole parameters and state may go to disk.
     """
-    if type(inner).__name__ in ELEMENTWISE:
+    scaled = scaled_state.scaled_names(inner)
+    if type(inner).__name__ in ELEMENTWISE and not scaled:
         return True
-    if not PARAMETERWISE & {kind.__name__ for kind in type(inner).__mro__}:
+    if not scaled and not PARAMETERWISE & {kind.__name__ for kind in type(inner).__mro__}:
         known = ", ".join([*sorted(ELEMENTWISE), *(f"{name} and its kinds" for name in sorted(PARAMETERWISE))])
         raise UsageError(
             f"--swap-optimizer: it is not known whether {type(inner).__name__} steps each parameter alone, as those "
             f"do: {known}. Leave --swap-optimizer out, or choose another --optimizer."
+        )
+    if has_disk and scaled:
+        raise UsageError(
+            f"--swap-disk-dir: {', '.join(scaled)} of {type(inner).__name__} are kept in fp16 or 8 bits, with a scale "
+            "for each parameter. Its parameters are stepped whole, and do not pass through buffers between disk and "
+            "device. Leave --swap-disk-dir out, or choose bf16 or fp32."
         )
     if has_disk:
         raise UsageError(
@@ -279,28 +316,6 @@ def is_elementwise(inner: torch.optim.Optimizer, *, has_disk: bool) -> bool:
             f"between disk and device. Leave --swap-disk-dir out, or take one of {', '.join(sorted(ELEMENTWISE))}."
         )
     return False
-
-
-def check_types(inner: torch.optim.Optimizer) -> None:
-    """Refuse types of state that TransformerEngine's Adam keeps with more than a value for each element.
-
-    Raises:
-        UsageError: names the state and its type.
-    """
-    types: dict[str, torch.dtype] = dict(getattr(inner, TYPES, {}))
-    if not getattr(inner, "master_weights", False):
-        types.pop("master_param", None)
-    for name, dtype in types.items():
-        why = None
-        if dtype.itemsize == 1:
-            why = "in 8 bits, as a tensor around others that have no parameter's shape"
-        elif dtype is torch.float16:
-            why = "in fp16 with a scale on the device, but checkpoints read state in host memory"
-        if why is not None:
-            raise UsageError(
-                f"--swap-optimizer: {name} is kept {why}. Choose bf16 or fp32 (--exp-avg-dtype, --exp-avg-sq-dtype) "
-                "and fp32 (--main-params-dtype), or leave --swap-optimizer out."
-            )
 
 
 def tables_of(inner: torch.optim.Optimizer) -> list[Table]:

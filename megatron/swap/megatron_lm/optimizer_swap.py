@@ -21,13 +21,13 @@ from megatron.swap.devices.base import Device
 from megatron.swap.engine.layer_hooks import in_backward
 from megatron.swap.megatron_lm.optimizer_adapter import (
     AdaptedOptimizer,
-    check_types,
     copier_to_model,
     is_elementwise,
     main_params_of,
     tables_of,
     unchained,
 )
+from megatron.swap.megatron_lm.scaled_state import scaled_names
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.optimizer.overlap import StepOverlap
@@ -200,9 +200,11 @@ class OptimizerSwap:
     def _adapt(self, optimizer: Any) -> None:
         inner = optimizer.optimizer
         has_disk = self._settings.disk is not None
-        check_types(inner)
         may_slice = is_elementwise(inner, has_disk=has_disk)
-        options = StepOptions(may_slice, copier_to_model(optimizer), self._overlap.note_room, tables_of(inner))
+        options = StepOptions(
+            may_slice, copier_to_model(optimizer), self._overlap.note_room, tables_of(inner),
+            steps_in_parts=bool(scaled_names(inner)),
+        )  # fmt: skip
         # First the stepper, which stores the optimizer's own step, then ``install``, which replaces that step.
         stepper = OptimizerStepper(inner, self._transfers, self._chosen(inner), options)
         if stepper.state.offloaded:

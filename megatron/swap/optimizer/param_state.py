@@ -13,6 +13,7 @@ import torch
 
 from megatron.swap.common.disk_buffers import BLOCK_BYTES
 from megatron.swap.memory.disk_file import DiskRoom, padded
+from megatron.swap.optimizer.wrapped import drop_caches, stored
 
 ALIGNED_ELEMENTS = 128
 """Shards begin at a multiple of this many elements: vectorized kernels read aligned memory faster."""
@@ -64,16 +65,38 @@ class ParamState:
         tensors: offloaded tensors of the parameter's shape, by name; ``MAIN`` is the parameter itself, if its values
             are offloaded too.
         shards: slices of the parameter, in order; empty until the first step.
+        wrappers: objects of the optimizer around some of ``tensors``, by name.
     """
 
     param: torch.Tensor
     tensors: dict[str, OffloadedTensor] = field(default_factory=dict)
     shards: list[ParamShard] = field(default_factory=list)
+    wrappers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
-        """The offloaded tensors of the optimizer's state by name: all but the parameter's own values."""
-        return {name: offloaded.tensor for name, offloaded in self.tensors.items() if name != MAIN}
+        """The offloaded entries of the optimizer's state by name: all but the parameter's own values."""
+        tensors = {name: offloaded.tensor for name, offloaded in self.tensors.items() if name != MAIN}
+        return tensors | self.wrappers
+
+    def wrap(self, name: str, value: torch.Tensor) -> None:
+        """Release the tensor in ``value``, an entry of the optimizer's state, and keep ``value`` as the entry."""
+        drop_caches(value)
+        self.tensors[name].tensor = stored(value)
+        self.tensors[name].release()
+        self.wrappers[name] = value
+
+    def loaded(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return the entry ``name`` of the optimizer's state with ``values``, which are on the device."""
+        if name not in self.wrappers:
+            return values
+        stored(self.wrappers[name]).data = values
+        return self.wrappers[name]
+
+    def release_wrapped(self) -> None:
+        """Release what ``loaded`` put into wrappers."""
+        for name in self.wrappers:
+            self.tensors[name].release()
 
     @property
     def num_bytes(self) -> int:

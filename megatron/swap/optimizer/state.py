@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from megatron.swap.optimizer.param_state import MAIN, OffloadedTensor, ParamShard, ParamState, has_shape_of
 from megatron.swap.optimizer.transfers import Move, StateTransfers, as_bytes
+from megatron.swap.optimizer.wrapped import stored
 
 
 class OptimizerState:
@@ -115,7 +117,8 @@ class OptimizerState:
         values = large | ({MAIN: param_state.param} if MAIN in param_state.tensors else {})
         moves = []
         for name, value in values.items():
-            tensor, source = self._transfers.memory.tensor(param_state, name, value.dtype), as_bytes(value)
+            held = stored(value)
+            tensor, source = self._transfers.memory.tensor(param_state, name, held.dtype), as_bytes(held)
             spans = (shard.span_of(tensor) for shard in param_state.shards)
             moves += [Move(span, source[span.start : span.stop]) for span in spans]
         self._transfers.offload(moves)  # in one call: slices of a tensor are one storage
@@ -154,15 +157,48 @@ class OptimizerState:
     def store_loaded(self) -> None:
         """Copy values that were loaded into ``optimizer.state`` to the offloaded tensors."""
         for param_state in self.offloaded.values():
-            state = self._optimizer.state.get(param_state.param, {})
-            small_state = {}
-            for name, value in state.items():
-                if has_shape_of(value, param_state.param):
-                    tensor = self._transfers.memory.tensor(param_state, name, value.dtype)
-                    if value is not tensor.tensor:
-                        tensor.materialize()
-                        tensor.tensor.copy_(value)
-                else:
-                    small_state[name] = value
-            if state:
-                self.set_small_state(param_state, small_state)
+            self.store(param_state)
+
+    def store(self, param_state: ParamState) -> None:
+        """Copy a parameter's entry in ``optimizer.state`` to its offloaded tensors."""
+        state = self._optimizer.state.get(param_state.param, {})
+        small_state = {}
+        for name, value in state.items():
+            if has_shape_of(value, param_state.param):
+                held = stored(value)
+                tensor = self._transfers.memory.tensor(param_state, name, held.dtype)
+                if held is not tensor.tensor:
+                    tensor.materialize()
+                    tensor.tensor.copy_(held)
+                    if held is not value:
+                        param_state.wrap(name, value)
+                        if self.is_materialized:
+                            tensor.materialize()
+            else:
+                small_state[name] = value
+        if state:
+            self.set_small_state(param_state, small_state)
+
+    def is_in_host(self, param: torch.Tensor, name: str) -> bool:
+        """Return whether a tensor of ``param`` is offloaded, and readable in host memory now."""
+        return self.is_materialized and param in self.offloaded and name in self.offloaded[param].tensors
+
+    @contextmanager
+    def on_device(self, param: torch.Tensor, name: str, *, writes: bool = False) -> Iterator[None]:
+        """Put an offloaded tensor of ``param`` that is materialized on the device for a while, if there is one.
+
+        Args:
+            writes: what the tensor holds in the end is kept.
+        """
+        if not self.is_in_host(param, name):
+            yield
+            return
+        offloaded = self.offloaded[param].tensors[name]
+        in_host = offloaded.tensor.data
+        offloaded.tensor.data = in_host.to(offloaded.device, copy=True)
+        try:
+            yield
+        finally:
+            if writes:
+                in_host.copy_(offloaded.tensor)
+            offloaded.tensor.data = in_host

@@ -24,6 +24,7 @@ from megatron.swap.optimizer.partial_step import PartialStep, Settings, Table
 from megatron.swap.optimizer.state import OptimizerState
 from megatron.swap.optimizer.state_memory import TensorRequest
 from megatron.swap.optimizer.transfers import Bucket, Move, StateTransfers, as_bytes
+from megatron.swap.optimizer.wrapped import stored
 
 NUM_BUFFERS = 3
 """Buckets that may always be on the device: one is loaded, one is stepped, one is offloaded."""
@@ -42,12 +43,15 @@ class StepOptions:
         measure_room: called during a step; returns the device bytes that buckets may use now, and that offloads may
             still use when the step ends. ``NUM_BUFFERS`` buckets are always allowed during the step.
         tables: as for ``PartialStep``.
+        steps_in_parts: parameters whose state is kept are stepped a bucket at a time too, because the optimizer
+            copies the state of all that it steps at once to single precision.
     """
 
     is_elementwise: bool
     on_updated: OnUpdated = lambda *_: None
     measure_room: Callable[[], int] = lambda: 0
     tables: Sequence[Table] = ()
+    steps_in_parts: bool = False
 
 
 class OptimizerStepper:
@@ -114,14 +118,11 @@ class OptimizerStepper:
     def _step_all(self) -> list[Settings]:
         """Step all parameters, and return each group's settings after the step."""
         self._loader.load(self._room_bytes())  # first, so that the link works while kept parameters are stepped
-        kept = [
-            [param for param in group["params"] if param not in self.state.offloaded]
-            for group in self._optimizer.param_groups
-        ]
-        advanced = self._partial_step(kept)
-        for params in kept:
-            for param in params:
-                self._options.on_updated(param, 0, param.numel(), param.detach())
+        for kept in self._kept():
+            advanced = self._partial_step(kept)
+            for params in kept:
+                for param in params:
+                    self._options.on_updated(param, 0, param.numel(), param.detach())
         while (bucket := self._loader.take()) is not None:  # ``load`` loads at least one while any remains
             advanced = self._step_bucket(bucket)
             room_bytes = self._room_bytes()
@@ -129,6 +130,24 @@ class OptimizerStepper:
             self._transfers.release_offloaded(max(0, room_bytes - self._transfers.loaded_bytes))
             self._loader.load(room_bytes)
         return advanced
+
+    def _kept(self) -> Iterator[list[list[torch.Tensor]]]:
+        """Yield the parameters whose state is kept, by group: all at once, or as many as have a bucket's bytes."""
+        groups = [
+            [param for param in group["params"] if param not in self.state.offloaded]
+            for group in self._optimizer.param_groups
+        ]
+        if not self._options.steps_in_parts:
+            yield groups
+            return
+        for number, params in enumerate(groups):
+            part: list[torch.Tensor] = []
+            for param in params:
+                if part and sum(one.nbytes for one in part) + param.nbytes > self._transfers.bucket_bytes:
+                    yield [part if other == number else [] for other in range(len(groups))]
+                    part = []
+                part.append(param)
+            yield [part if other == number else [] for other in range(len(groups))]
 
     def _room_bytes(self) -> int:
         return max(self._options.measure_room(), NUM_BUFFERS * self._transfers.bucket_bytes)
@@ -163,6 +182,7 @@ class OptimizerStepper:
         except BaseException:
             for shard, param in slices.items():
                 self._partial_step.take_back(shard.param_state.param, param)
+                shard.param_state.release_wrapped()
             self._transfers.discard(bucket)
             raise
         self._updates.append((began, self._transfers.mark()))
@@ -179,7 +199,10 @@ class OptimizerStepper:
             vars(param).update(vars(whole))  # Muon reads how the parameter is split, and among which ranks
         _set_gradient(param, shard)
         if shard.has_state:
-            moments = {name: tensor.view(param.shape) for name, tensor in tensors.items() if name != MAIN}
+            moments = {
+                name: shard.param_state.loaded(name, tensor.view(param.shape))
+                for name, tensor in tensors.items() if name != MAIN
+            }  # fmt: skip
             self._optimizer.state[param] = moments | shard.small_state
         self._partial_step.lend(whole, param)
         return param
@@ -195,11 +218,13 @@ class OptimizerStepper:
                 large[name] = value
             else:
                 shard.small_state[name] = value
-        memory = self._transfers.memory
-        moves = [
-            Move(shard.span_of(memory.tensor(param_state, name, value.dtype)), as_bytes(value))
-            for name, value in large.items()
-        ]
+        moves = []
+        for name, value in large.items():
+            values = stored(value)
+            offloaded = self._transfers.memory.tensor(param_state, name, values.dtype)
+            moves.append(Move(shard.span_of(offloaded), as_bytes(values)))  # holds the memory that ``wrap`` lets go
+            if values is not value:
+                param_state.wrap(name, value)
         self.state.publish(param_state)
         return moves
 

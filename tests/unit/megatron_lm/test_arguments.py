@@ -211,11 +211,6 @@ def test_the_window_is_the_plans_unless_the_user_says_another(folder: Path, flag
         ({"fp4_param_gather": True}, "--fp4-param-gather"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
-        ({"exp_avg_dtype": torch.uint8}, "--exp-avg-dtype fp8"),
-        ({"exp_avg_sq_dtype": torch.uint8}, "--exp-avg-sq-dtype fp8"),
-        ({"exp_avg_dtype": torch.float16}, "--exp-avg-dtype fp16"),
-        ({"exp_avg_sq_dtype": torch.float16}, "--exp-avg-sq-dtype fp16"),
-        ({"main_params_dtype": torch.float16}, "--main-params-dtype fp16"),
     ],
 )
 def test_what_of_megatrons_does_not_go_with_optimizer_state_that_rests(theirs: dict, flag: str) -> None:
@@ -223,6 +218,17 @@ def test_what_of_megatrons_does_not_go_with_optimizer_state_that_rests(theirs: d
         swap_config(parsed("--swap-optimizer 0.5", **theirs))
     assert str(refusal.value).startswith(f"--swap-optimizer 0.5 cannot be combined with {flag}: ")
     assert swap_config(parsed("", **theirs)).optimizer == 0
+
+
+@pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
+def test_state_with_scales_does_not_go_to_disk(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    theirs = {name: dtype, "use_precision_aware_optimizer": True}
+    on_disk = f"--swap-optimizer 0.5 --swap-disk-dir {tmp_path}"
+    with pytest.raises(UsageError, match="--swap-disk-dir with state in fp16 or 8 bits: a scale belongs to a whole"):
+        swap_config(parsed(on_disk, **theirs))
+    assert swap_config(parsed("--swap-optimizer 0.5", **theirs)).optimizer == 0.5
+    assert swap_config(parsed(on_disk)).optimizer == 0.5
 
 
 def test_memory_of_the_emulated_device_is_refused_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

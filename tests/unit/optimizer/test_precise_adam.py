@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,55 +11,87 @@ import torch
 from megatron.swap.common.types import KIB, MIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.megatron_lm import optimizer_adapter
-from megatron.swap.megatron_lm.optimizer_adapter import check_types, is_elementwise, tables_of
+from megatron.swap.megatron_lm.optimizer_adapter import is_elementwise, tables_of
+from megatron.swap.megatron_lm.scaled_state import create_missing, scaled_names, sizes_of
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.optimizer.param_state import ParamState
 from megatron.swap.optimizer.partial_step import PartialStep
 from megatron.swap.optimizer.state_memory import StateMemory
 from megatron.swap.optimizer.stepper import OptimizerStepper, StepOptions
 from megatron.swap.optimizer.transfers import StateTransfers
-from tests.precise_adam import FusedAdam
+from megatron.swap.optimizer.wrapped import stored
+from tests.precise_adam import Float8Tensor, FusedAdam
 
 SHAPES = [(40, 50), (7,), (128, 129), (3, 5)]
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 MAINS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "Megatron's in fp32": (FP32, {}),  # with 8 bits, except by delayed scaling
     "remainders": (BF16, {"master_weights": True, "store_param_remainders": True}),
     "Adam's in fp32": (BF16, {"master_weights": True}),
+    "Adam's in fp16": (BF16, {"master_weights": True, "master_weight_dtype": FP16}),
 }
 
 
-def train(adam: dict[str, Any], dtype: torch.dtype, *, swapped: bool, num_steps: int = 4) -> list[torch.Tensor]:
-    """Return parameters, state and scales after some steps; all state is offloaded if ``swapped``."""
-    numbers = torch.Generator().manual_seed(1)
-    params = [torch.randn(shape, generator=numbers).to(dtype) for shape in SHAPES]
+def swapped(params: list[torch.Tensor], adam: dict[str, Any], num_kept: int = 0) -> tuple[FusedAdam, OptimizerStepper]:
+    """Return an optimizer, and the stepper that offloads the state of all but the last ``num_kept`` parameters."""
     optimizer = FusedAdam(params, lr=0.01, weight_decay=0.1, use_decoupled_grad=True, **adam)
-    stepper = None
-    if swapped:
-        memory = StateMemory(HostArena(limit_bytes=MIB, pinned=False, region_bytes=64 * KIB))
-        transfers = StateTransfers(EmulatedDevice(0.0005), memory, 4 * KIB)
-        make_state = transfers.offload_main_param if dtype is FP32 else ParamState
-        options = StepOptions(is_elementwise=True, tables=tables_of(optimizer))
-        stepper = OptimizerStepper(optimizer, transfers, {param: make_state(param) for param in params}, options)
-    for _ in range(num_steps):
-        for param in params:
-            param.decoupled_grad = torch.randn(param.shape, generator=numbers).to(dtype)  # type: ignore[attr-defined]
-        optimizer.step() if stepper is None else stepper.step()
-    if stepper is not None:
-        stepper.materialize()
-    assert set(optimizer._scales) <= set(params), "entries of slices were left over: they hold device memory"
-    state = [optimizer.state[param][name] for param in params for name in sorted(optimizer.state[param])]
-    scales = [entry[name] for entry in map(optimizer._scales.get, params) if entry for name in sorted(entry)]
-    return [*params, *state, *scales]
+    memory = StateMemory(HostArena(limit_bytes=MIB, pinned=False, region_bytes=64 * KIB))
+    transfers = StateTransfers(EmulatedDevice(0.0005), memory, 4 * KIB)
+    make_state = transfers.offload_main_param if params[0].dtype is FP32 else ParamState
+    has_scales = bool(scaled_names(optimizer))
+    assert is_elementwise(optimizer, has_disk=False) != has_scales
+    options = StepOptions(not has_scales, tables=tables_of(optimizer), steps_in_parts=has_scales)
+    states = {param: make_state(param) for param in params[: len(params) - num_kept]}
+    return optimizer, OptimizerStepper(optimizer, transfers, states, options)
 
 
-def same(adam: dict[str, Any], dtype: torch.dtype) -> bool:
-    pairs = zip(train(adam, dtype, swapped=True), train(adam, dtype, swapped=False), strict=True)
+class Training:
+    """Steps on random gradients."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._numbers = torch.Generator().manual_seed(1)
+        self.params = [torch.randn(shape, generator=self._numbers).to(dtype) for shape in SHAPES]
+
+    def step(self, step: Callable[[], None], num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            for param in self.params:
+                gradient = torch.randn(param.shape, generator=self._numbers).to(param.dtype)
+                param.decoupled_grad = gradient  # type: ignore[attr-defined]
+            step()
+
+    def values(self, optimizer: FusedAdam) -> list[torch.Tensor]:
+        """Return parameters, state and scales."""
+        entries = [optimizer.state[param] for param in self.params]
+        assert set(optimizer._scales) <= set(self.params), "entries of slices were left over: they hold device memory"
+        scales = [entry[name] for entry in map(optimizer._scales.get, self.params) if entry for name in sorted(entry)]
+        return [*self.params, *(stored(entry[name]) for entry in entries for name in sorted(entry)), *scales]
+
+
+def train(adam: dict[str, Any], dtype: torch.dtype, *, is_swapped: bool, num_kept: int = 0) -> list[torch.Tensor]:
+    """Return parameters, state and scales after four steps."""
+    training = Training(dtype)
+    if not is_swapped:
+        optimizer = FusedAdam(training.params, lr=0.01, weight_decay=0.1, use_decoupled_grad=True, **adam)
+        training.step(optimizer.step, 4)
+        return training.values(optimizer)
+    optimizer, stepper = swapped(training.params, adam, num_kept)
+    training.step(stepper.step, 4)
+    stepper.materialize()
+    return training.values(optimizer)
+
+
+def are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    pairs = zip(some, others, strict=True)
     return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
 
 
-@pytest.mark.parametrize("mean", [FP32, BF16])
-@pytest.mark.parametrize("square", [FP32, BF16])
+def same(adam: dict[str, Any], dtype: torch.dtype, num_kept: int = 0) -> bool:
+    plain = train(adam, dtype, is_swapped=False)
+    return are_equal(train(adam, dtype, is_swapped=True, num_kept=num_kept), plain)
+
+
+@pytest.mark.parametrize("mean", [FP32, BF16, FP16, FP8])
+@pytest.mark.parametrize("square", [FP32, BF16, FP16, FP8])
 @pytest.mark.parametrize("main", MAINS)
 def test_every_type_is_equal_to_the_bit(main: str, square: torch.dtype, mean: torch.dtype) -> None:
     dtype, options = MAINS[main]
@@ -71,20 +104,111 @@ def test_without_its_scales_the_optimizer_fails(monkeypatch: pytest.MonkeyPatch)
         same({"exp_avg_dtype": BF16}, FP32)
 
 
-def test_what_is_refused() -> None:
+def test_state_with_scales_is_stepped_whole_and_not_on_disk() -> None:
     def adam(**options: Any) -> FusedAdam:
         return FusedAdam([torch.zeros(2)], **options)
 
-    with pytest.raises(UsageError, match=r"exp_avg is kept in 8 bits.*Choose bf16 or fp32"):
-        check_types(adam(exp_avg_dtype=torch.uint8))
-    with pytest.raises(UsageError, match=r"exp_avg_sq is kept in fp16 .* Choose bf16 or fp32"):
-        check_types(adam(exp_avg_sq_dtype=FP16))
-    with pytest.raises(UsageError, match="master_param is kept in fp16"):
-        check_types(adam(master_weights=True, master_weight_dtype=FP16))
-    check_types(adam(exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16))
-    check_types(adam(master_weight_dtype=FP16))  # it keeps no main values
-    plain = torch.optim.Adam([torch.zeros(2)])
-    check_types(plain)
-    assert tables_of(plain) == []
-    assert is_elementwise(adam(), has_disk=True)
+    for options in ({"exp_avg_dtype": torch.uint8}, {"exp_avg_sq_dtype": FP16}):
+        assert not is_elementwise(adam(**options), has_disk=False)
+        with pytest.raises(UsageError, match=r"--swap-disk-dir: exp_avg.* choose bf16 or fp32"):
+            is_elementwise(adam(**options), has_disk=True)
+    assert not is_elementwise(adam(master_weights=True, master_weight_dtype=FP16), has_disk=False)
+    for options in ({}, {"exp_avg_dtype": BF16}, {"master_weight_dtype": FP16}):  # the last keeps no main values
+        assert is_elementwise(adam(**options), has_disk=True)
+    assert tables_of(torch.optim.Adam([torch.zeros(2)])) == []
     assert optimizer_adapter.SCALES in vars(adam())
+
+
+LEAN = {"exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8, "master_weights": True, "store_param_remainders": True}
+
+
+def test_of_moments_in_8_bits_nothing_stays_on_the_device() -> None:
+    training = Training(BF16)
+    optimizer, stepper = swapped(training.params, LEAN)
+    for _ in range(2):  # the first step creates them
+        training.step(stepper.step)
+        stepper._transfers.release_offloaded()
+        for param in training.params:
+            for name in ("exp_avg", "exp_avg_sq"):
+                moment = optimizer.state[param][name]
+                assert isinstance(moment, Float8Tensor)
+                assert moment._data.shape == param.shape
+                assert moment._data.untyped_storage().nbytes() == 1
+                assert moment._transpose is None
+                assert not moment._quantizer.has_columns
+    assert stepper.state.offloaded_bytes == 4 * sum(param.numel() for param in training.params)
+
+
+def test_parameters_whose_state_is_kept_are_stepped_a_bucket_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[torch.Tensor]] = []
+    step = FusedAdam.step
+
+    def recorded(optimizer: FusedAdam) -> None:
+        calls.append([param for group in optimizer.param_groups for param in group["params"]])
+        step(optimizer)
+
+    monkeypatch.setattr(FusedAdam, "step", recorded)
+    assert same(LEAN, BF16, num_kept=3)
+    sizes = [[param.nbytes for param in call] for call in calls if (128, 129) in [param.shape for param in call]]
+    assert [33024] in sizes, "larger than a bucket, so alone"
+    assert same({}, BF16, num_kept=3)
+    assert [14, 33024, 30] in [[param.nbytes for param in call] for call in calls], "no scales: all at once"
+
+
+def test_state_in_8_bits_may_be_kept_and_offloaded_again() -> None:
+    training = Training(BF16)
+    optimizer, stepper = swapped(training.params, LEAN)
+    for offloaded in (training.params, training.params[:1], [], training.params):
+        stepper.set_offloaded(set(offloaded))
+        training.step(stepper.step)
+    stepper.materialize()
+    assert are_equal(training.values(optimizer), train(LEAN, BF16, is_swapped=False))
+
+
+def test_a_step_that_fails_releases_moments_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(BF16)
+    optimizer, stepper = swapped(training.params, LEAN)
+    training.step(stepper.step)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedAdam, "_update", fail)
+        with pytest.raises(ZeroDivisionError):
+            training.step(stepper.step)
+    for param in training.params:
+        assert stored(optimizer.state[param]["exp_avg"]).untyped_storage().nbytes() == 1
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_checkpoint_reads_and_writes_state_with_scales_on_the_device(writes: bool) -> None:
+    training = Training(BF16)
+    optimizer, stepper = swapped(training.params, LEAN)
+    training.step(stepper.step)
+    param, state = training.params[0], stepper.state
+    assert not state.is_in_host(param, "exp_avg")
+    stepper.materialize()
+    moment = stored(optimizer.state[param]["exp_avg"])
+    before, address = moment.clone(), moment.data_ptr()
+    assert state.is_in_host(param, "exp_avg")
+    with state.on_device(param, "exp_avg", writes=writes):
+        assert moment.data_ptr() != address
+        assert torch.equal(moment, before)
+        moment.add_(1)
+    assert moment.data_ptr() == address
+    assert torch.equal(moment, before + 1 if writes else before)
+
+
+def test_state_is_created_for_loading_one_parameter_at_a_time() -> None:
+    training = Training(BF16)
+    optimizer, stepper = swapped(training.params, LEAN)
+    stepper.materialize_for_load()
+    create_missing(optimizer, stepper.state)
+    assert all(sum(sizes_of(optimizer, param)) == 4 * param.numel() for param in training.params)
+    for param in training.params:
+        assert stepper.state.is_in_host(param, "exp_avg")
+        assert optimizer.state[param]["exp_avg"].float().eq(0).all()
+    training.step(stepper.step, 4)
+    stepper.materialize()
+    assert are_equal(training.values(optimizer), train(LEAN, BF16, is_swapped=False))

@@ -1,0 +1,24 @@
+"""Entries of an optimizer's state that are objects around a tensor.
+
+TransformerEngine's Adam keeps moments in 8 bits in such objects: the values (``_data``), their scale, and the quantizer
+that made them. On a Hopper GPU there is a transpose of the values too, for matrix products, which no optimizer needs.
+Only the values are offloaded. Scales are single numbers, and stay on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def stored(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has the values of ``value``: itself, or the one that it is around."""
+    inner = getattr(value, "_data", None)
+    return inner if isinstance(inner, torch.Tensor) else value
+
+
+def drop_caches(value: Any) -> None:
+    """Drop the transpose of an object's values, and make no more of them."""
+    value.update_usage(rowwise_usage=True, columnwise_usage=False)
+    value._quantizer.set_usage(columnwise=False)
