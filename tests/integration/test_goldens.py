@@ -40,7 +40,7 @@ SUITES = (
     "h200-optimizer",
     "h200-planner", "quick", "quick-planner",
 )  # fmt: skip
-SWEEPS = ("h200-depth", "h200-family", "h200-micro-batch", "h200-sequence", "h200-width", "quick")
+SWEEPS = ("h200-depth", "h200-depth-lean", "h200-family", "h200-micro-batch", "h200-sequence", "h200-width", "quick")
 
 SMALLEST_SWEEP = """
 description = "One model."

@@ -70,6 +70,7 @@ class Training:
         loss_chunks: as ``SwapConfig.loss_chunks``.
         has_sum_in_loss: as for ``loss_bytes``.
         fuses_gradients: whether layers add to ``main_grad`` themselves, so that weights have no 16-bit gradients.
+        avoids_disk: a flag with which optimizer state cannot be on disk; ``None``: it can.
     """
 
     model: Model
@@ -88,6 +89,7 @@ class Training:
     loss_chunks: int | Literal["auto"] | None = None
     has_sum_in_loss: bool = False
     fuses_gradients: bool = False
+    avoids_disk: str | None = None
 
     @property
     def num_loss_chunks(self) -> int:
@@ -168,6 +170,12 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     if stays is not None and fraction != 0:
         given = known.swap_optimizer
         raise UsageError(f"--swap-optimizer {given} cannot be combined with {stays}. Drop one of the two.")
+    avoids_disk = next((f"{flag} {value}" for flag, value in _types_of_state(known) if value in ("fp8", "fp16")), None)
+    if avoids_disk is not None and fraction != 0 and known.swap_disk_dir is not None:
+        raise UsageError(
+            f"--swap-disk-dir cannot be combined with {avoids_disk}: its scale belongs to a whole parameter, which "
+            "does not pass through buffers between disk and device. Drop one of the two."
+        )
     states = States(
         gradient_bytes=2 if is_precision_aware and known.main_grads_dtype == "bf16" else 4,
         state_bytes=state_bytes_of(known),
@@ -184,7 +192,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         _gib("--swap-memory-gib", known.swap_memory_gib), replica * data, data, _budget_fraction(known),
         known.use_distributed_optimizer, known.max_position_embeddings is not None, stays,
         None if known.swap_loss_chunks is None else parse_loss_chunks(known.swap_loss_chunks),
-        has_sum_in_loss(known), known.gradient_accumulation_fusion,
+        has_sum_in_loss(known), known.gradient_accumulation_fusion, avoids_disk,
     )  # fmt: skip
 
 
@@ -286,15 +294,17 @@ def _state_stays(known: argparse.Namespace) -> str | None:
     Raises:
         UsageError: a type of optimizer state is given without the optimizer that has it.
     """
-    given = {name: getattr(known, name.replace("-", "_")) for name in OF_STATE}
     if not known.use_precision_aware_optimizer:
-        for name, default in OF_STATE.items():
-            if given[name] != default:
-                raise UsageError(f"--{name} {given[name]}: Megatron needs --use-precision-aware-optimizer beside it.")
+        for (flag, value), default in zip(_types_of_state(known), OF_STATE.values(), strict=True):
+            if value != default:
+                raise UsageError(f"{flag} {value}: Megatron needs --use-precision-aware-optimizer beside it.")
         return None
-    refused = next((f"--{name} {value}" for name, value in given.items() if value in ("fp8", "fp16")), None)
     scales_whole = known.fp8_param_gather and known.fp8_recipe == "delayed"
-    return refused or ("--fp8-param-gather with --fp8-recipe delayed" if scales_whole else None)
+    return "--fp8-param-gather with --fp8-recipe delayed" if scales_whole else None
+
+
+def _types_of_state(known: argparse.Namespace) -> list[tuple[str, str]]:
+    return [(f"--{name}", getattr(known, name.replace("-", "_"))) for name in OF_STATE]
 
 
 def _check_multiple(known: argparse.Namespace, name: str, parts: int, what: str) -> None:

@@ -151,6 +151,8 @@ def of_training(
     fraction = "auto" if not training.offloads or training.states.is_auto else f"{training.states.offload_fraction:g}"
     flags: tuple[str, ...] = ("--swap-optimizer", fraction)
     for name, disk_gib in ((STATE, 0.0), (DISK, training.disk_gib or float("inf"))):
+        if name == DISK and training.avoids_disk is not None:
+            break
         if name == DISK and found[-1].name == STATE and found[-1].fits and not training.disk_gib:
             found.append(replace(found[-1], name=name, flags=flags))  # host memory holds all
             break

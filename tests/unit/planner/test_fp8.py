@@ -260,9 +260,7 @@ def test_types_may_be_torchs() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "stays"),
-    [("--exp-avg-sq-dtype fp8", "--exp-avg-sq-dtype fp8"),
-     ("--exp-avg-dtype bf16 --main-params-dtype fp16", "--main-params-dtype fp16"),
-     (f"{FP8} delayed --fp8-param-gather", "--fp8-param-gather with --fp8-recipe delayed"),
+    [(f"{FP8} delayed --fp8-param-gather", "--fp8-param-gather with --fp8-recipe delayed"),
      ("--exp-avg-dtype bf16", None), (f"{FP8} tensorwise --fp8-param-gather", None)],
 )  # fmt: skip
 def test_state_that_cannot_be_offloaded_is_not_offered(flags: str, stays: str | None) -> None:
@@ -275,6 +273,16 @@ def test_state_that_cannot_be_offloaded_is_not_offered(flags: str, stays: str | 
     assert [one.name for one in of_training(training, H200, 60.0, 64.0)][-1] == PLANNED
     with pytest.raises(UsageError, match=f"--swap-optimizer auto cannot be combined with {stays}. Drop one"):
         read_flags(f"{given} --swap-optimizer auto".split())
+
+
+@pytest.mark.parametrize("flag", ["--exp-avg-sq-dtype fp8", "--exp-avg-dtype fp16", "--main-params-dtype fp16"])
+def test_state_with_scales_is_offered_without_a_disk(flag: str, tmp_path: Path) -> None:
+    given = f"{FLAGS} --use-precision-aware-optimizer {flag} --swap-optimizer auto"
+    training = read_flags(given.split())
+    assert training.avoids_disk == flag
+    assert [one.name for one in of_training(training, H200, 60.0, 1.0)][-1] != DISK
+    with pytest.raises(UsageError, match=f"--swap-disk-dir cannot be combined with {flag}: its scale belongs"):
+        read_flags(f"{given} --swap-disk-dir {tmp_path}".split())
 
 
 def test_types_of_state_need_the_optimizer_that_has_them() -> None:
