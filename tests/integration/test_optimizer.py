@@ -84,12 +84,18 @@ def test_lean_state_of_the_precision_aware_optimizer(trainer: Trainer, grads: st
     assert run.summary["optimizer_host_bytes"] > 0
 
 
-@pytest.mark.parametrize("saved", ["torch", "torch_dist"])
-def test_state_with_scales_goes_through_checkpoints(trainer: Trainer, saved: str) -> None:
-    """Saving and loading give every value its scale, wherever the values are."""
-    types = "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
+@pytest.mark.parametrize(
+    ("saved", "types", "fraction"),
+    [
+        ("torch", "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16", 1.0),
+        ("torch_dist", "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16", 0.5),
+        ("torch_dist", "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 0.5),
+    ],
+)
+def test_lean_state_goes_through_checkpoints(trainer: Trainer, saved: str, types: str, fraction: float) -> None:
+    """Saving and loading give every value its scale, wherever the values are, also where some state is kept."""
     flags = f"{PRECISE.format('bf16')} {types} --train-iters 4 {recorded(saved)}"
-    swap = f"{SWAP_SMALL} --swap-optimizer 1"
+    swap = f"{SWAP_SMALL} --swap-optimizer {fraction:g}"
     first = trainer.run(f"{flags} --exit-interval 2", program=PRECISE_ADAM)
     swapped_first = trainer.run(f"{flags} {swap} --exit-interval 2", program=PRECISE_ADAM)
     assert_same_checkpoints(first.directory / "checkpoint", swapped_first.directory / "checkpoint")

@@ -239,9 +239,8 @@ class AdaptedOptimizer:
     def _materialize_for_load(self) -> None:
         """Allocate memory for state that is loaded before the first step. Megatron would allocate it on the device."""
         self.stepper.materialize_for_load()
-        inner, state = self._optimizer.optimizer, self.stepper.state
-        if scaled_state.scaled_names(inner):
-            scaled_state.create_missing(inner, state)
+        if self._optimizer.config.use_precision_aware_optimizer:  # Megatron's own call lacks an argument
+            scaled_state.create_missing(self._optimizer.optimizer, self.stepper.state)
         if self._optimizer.init_state_fn is not None:
             self._optimizer.init_state_fn(self._optimizer.optimizer, self._optimizer.config)
 
