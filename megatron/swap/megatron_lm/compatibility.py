@@ -279,6 +279,11 @@ def _check_optimizer(args: argparse.Namespace, config: SwapConfig) -> None:
     has_scales = args.use_precision_aware_optimizer and any(one in (torch.float16, torch.uint8) for one in types)
     excluded = [
         (
+            has_scales and args.main_params_dtype is torch.float32 and args.fp8_recipe not in (None, "delayed"),
+            f"--fp8-recipe {args.fp8_recipe} and state in fp16 or 8 bits",
+            "Megatron's checkpoints of it have no scales, with and without Megatron Swap",
+        ),
+        (
             config.disk_dir is not None and has_scales,
             "--swap-disk-dir with state in fp16 or 8 bits",
             "a scale belongs to a whole parameter, which does not pass through buffers between disk and device",

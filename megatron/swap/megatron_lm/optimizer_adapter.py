@@ -123,8 +123,12 @@ class AdaptedOptimizer:
             self._replaced.append((override, vars(override.owner).get(override.method, _MISSING)))
             setattr(override.owner, override.method, _bound(override, original))
 
+    def remove_all(self) -> None:
+        """Restore all methods, so that the optimizer has the attributes that it had before ``install``."""
+        self._give_back(self.overrides)
+
     def remove(self) -> None:
-        """Restore all methods, so that the optimizer has the attributes that it had before ``install``.
+        """Restore all methods but those that are replaced for good.
 
         State is not moved. Materialize it first to continue training.
         """
@@ -199,8 +203,9 @@ class AdaptedOptimizer:
     def _unscaled(self, original: Callable[..., Any], param: Any, name: str, *given: Any, **options: Any) -> Any:
         """Return a state for a checkpoint. Kernels and scales are the device's, offloaded values are in host memory."""
         inner, state = self._optimizer.optimizer, self.stepper.state
-        if name not in scaled_state.scaled_names(inner) or not state.is_in_host(param, name):
+        if name not in scaled_state.scaled_names(inner) or not state.is_materialized:
             return original(param, name, *given, **options)
+        # Copies in fp32 of what is kept on the device would take more memory there than its state.
         with state.on_device(param, name):
             return original(param, name, *given, **options).cpu()
 

@@ -187,13 +187,13 @@ class OptimizerSwap:
         self._transfers.synchronize()
         param_states = [*self._param_states(), *filter(None, self._created.values())]
         for adapted in self._adapted:
-            adapted.remove()
+            adapted.remove_all()
         self._adapted.clear()
         self._created.clear()
         for param_state in param_states:
             has_moments = any(shard.has_state for shard in param_state.shards)
             for name, offloaded in param_state.tensors.items():
-                if name == MAIN or has_moments:
+                if name == MAIN or has_moments or name in param_state.wrappers:
                     offloaded.materialize()
                     offloaded.tensor.data = offloaded.tensor.data.to(offloaded.device, copy=True)
 

@@ -122,8 +122,11 @@ class OptimizerState:
             spans = (shard.span_of(tensor) for shard in param_state.shards)
             moves += [Move(span, source[span.start : span.stop]) for span in spans]
         self._transfers.offload(moves)  # in one call: slices of a tensor are one storage
-        for name in values:
-            param_state.tensors[name].release()
+        for name, value in values.items():
+            if stored(value) is value:
+                param_state.tensors[name].release()
+            else:  # the optimizer may have made another object meanwhile: in its first step, or as it loaded
+                param_state.wrap(name, value)
         self.offloaded[param_state.param] = self.kept.pop(param_state.param)
         if state:
             self.set_small_state(param_state, {name: value for name, value in state.items() if name not in large})
@@ -162,22 +165,20 @@ class OptimizerState:
     def store(self, param_state: ParamState) -> None:
         """Copy a parameter's entry in ``optimizer.state`` to its offloaded tensors."""
         state = self._optimizer.state.get(param_state.param, {})
-        small_state = {}
-        for name, value in state.items():
-            if has_shape_of(value, param_state.param):
-                held = stored(value)
-                tensor = self._transfers.memory.tensor(param_state, name, held.dtype)
-                if held is not tensor.tensor:
-                    tensor.materialize()
-                    tensor.tensor.copy_(held)
-                    if held is not value:
-                        param_state.wrap(name, value)
-                        if self.is_materialized:
-                            tensor.materialize()
-            else:
-                small_state[name] = value
+        large = {name: value for name, value in state.items() if has_shape_of(value, param_state.param)}
+        memory = self._transfers.memory  # all of it is allocated before the first value is let go
+        tensors = {name: memory.tensor(param_state, name, stored(value).dtype) for name, value in large.items()}
+        for name, value in large.items():
+            tensor, held = tensors[name], stored(value)
+            if held is not tensor.tensor:
+                tensor.materialize()
+                tensor.tensor.copy_(held)
+                if held is not value:
+                    param_state.wrap(name, value)
+                    if self.is_materialized:
+                        tensor.materialize()
         if state:
-            self.set_small_state(param_state, small_state)
+            self.set_small_state(param_state, {name: value for name, value in state.items() if name not in large})
 
     def is_in_host(self, param: torch.Tensor, name: str) -> bool:
         """Return whether a tensor of ``param`` is offloaded, and readable in host memory now."""

@@ -220,6 +220,13 @@ def test_what_of_megatrons_does_not_go_with_optimizer_state_that_rests(theirs: d
     assert swap_config(parsed("", **theirs)).optimizer == 0
 
 
+def test_scales_that_megatrons_checkpoints_lose_are_refused() -> None:
+    theirs = {"exp_avg_dtype": torch.uint8, "use_precision_aware_optimizer": True, "fp8_recipe": "blockwise"}
+    with pytest.raises(UsageError, match="with --fp8-recipe blockwise and state in fp16 or 8 bits: Megatron's check"):
+        swap_config(parsed("--swap-optimizer 1", **theirs))
+    swap_config(parsed("--swap-optimizer 1", **{**theirs, "fp8_recipe": "delayed"}))
+
+
 @pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
 def test_state_with_scales_does_not_go_to_disk(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

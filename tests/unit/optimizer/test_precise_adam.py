@@ -14,6 +14,7 @@ from megatron.swap.megatron_lm import optimizer_adapter
 from megatron.swap.megatron_lm.optimizer_adapter import is_elementwise, tables_of
 from megatron.swap.megatron_lm.scaled_state import create_missing, scaled_names, sizes_of
 from megatron.swap.memory.host_arena import HostArena
+from megatron.swap.memory.host_memory import HostMemoryError
 from megatron.swap.optimizer.param_state import ParamState
 from megatron.swap.optimizer.partial_step import PartialStep
 from megatron.swap.optimizer.state_memory import StateMemory
@@ -155,14 +156,50 @@ def test_parameters_whose_state_is_kept_are_stepped_a_bucket_at_a_time(monkeypat
     assert [14, 33024, 30] in [[param.nbytes for param in call] for call in calls], "no scales: all at once"
 
 
-def test_state_in_8_bits_may_be_kept_and_offloaded_again() -> None:
+@pytest.mark.parametrize("is_kept_first", [False, True])
+def test_state_in_8_bits_may_be_kept_and_offloaded_again(is_kept_first: bool) -> None:
     training = Training(BF16)
     optimizer, stepper = swapped(training.params, LEAN)
-    for offloaded in (training.params, training.params[:1], [], training.params):
-        stepper.set_offloaded(set(offloaded))
+    everything = set(training.params)
+    for offloaded in (set() if is_kept_first else everything, set(training.params[:1]), set(), everything):
+        stepper.set_offloaded(offloaded)
         training.step(stepper.step)
+    assert isinstance(optimizer.state[training.params[1]]["exp_avg"], Float8Tensor)
     stepper.materialize()
     assert are_equal(training.values(optimizer), train(LEAN, BF16, is_swapped=False))
+
+
+def test_what_is_loaded_while_state_is_kept_is_what_is_offloaded() -> None:
+    training = Training(BF16)
+    optimizer, stepper = swapped(training.params, LEAN)
+    training.step(stepper.step)
+    stepper.set_offloaded(set())
+    saved = optimizer.state_dict()
+    training.step(stepper.step)  # other values and scales
+    optimizer.load_state_dict(saved)
+    before = [optimizer.get_unscaled_state(param, "exp_avg") for param in training.params]
+    stepper.set_offloaded(set(training.params))
+    stepper.materialize()
+    assert are_equal([optimizer.get_unscaled_state(param, "exp_avg") for param in training.params], before)
+
+
+def test_memory_that_is_short_loses_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(BF16)
+    optimizer, stepper = swapped(training.params, LEAN)
+    FusedAdam.initialize_state(optimizer, training.params[0], True)
+    moment = optimizer.state[training.params[0]]["exp_avg"]
+    moment._data.fill_(7)
+    allocate = StateMemory.allocate
+
+    def short(memory: StateMemory, requests: Any) -> None:
+        if requests[0].name == "exp_avg_sq":
+            raise HostMemoryError("short")
+        allocate(memory, requests)
+
+    monkeypatch.setattr(StateMemory, "allocate", short)
+    with pytest.raises(HostMemoryError):
+        stepper.store_loaded()
+    assert bool((moment._data == 7).all())
 
 
 def test_a_step_that_fails_releases_moments_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:

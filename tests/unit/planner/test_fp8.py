@@ -260,7 +260,9 @@ def test_types_may_be_torchs() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "stays"),
-    [(f"{FP8} delayed --fp8-param-gather", "--fp8-param-gather with --fp8-recipe delayed"),
+    [(f"{FP8} tensorwise --exp-avg-dtype fp8", "--fp8-recipe tensorwise and --exp-avg-dtype fp8"),
+     (f"{FP8} delayed --exp-avg-dtype fp8", None),
+     (f"{FP8} delayed --fp8-param-gather", "--fp8-param-gather with --fp8-recipe delayed"),
      ("--exp-avg-dtype bf16", None), (f"{FP8} tensorwise --fp8-param-gather", None)],
 )  # fmt: skip
 def test_state_that_cannot_be_offloaded_is_not_offered(flags: str, stays: str | None) -> None:

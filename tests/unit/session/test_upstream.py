@@ -94,7 +94,8 @@ def test_what_a_run_needs(flags: str, kinds: tuple[str, ...], needs: set[str], o
     assert all(patch.feature for patch in patches.optional)
 
 
-def test_numbers_of_tokens_of_experts_pass_the_copies() -> None:
+def test_numbers_of_tokens_of_experts_pass_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for flags, num_experts in (("--swap-layers all", 4), ("--swap-memory-gib 1", 4), ("--swap-layers all", None)):
         args = arguments(*flags.split())
         args.num_experts = num_experts
