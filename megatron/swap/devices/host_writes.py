@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from megatron.swap.common.types import SwapError
+
 MOST_BYTES = 1 << 16
 """Beyond that a copy is faster: a kernel's writes reach the host in small pieces."""
 
@@ -15,13 +17,12 @@ class _Mapped:
 
     def __init__(self, pinned: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {**pinned.numpy().__array_interface__, "version": 3, "strides": None}
-        self._pinned = pinned
 
 
 def can_write(tensor: Any) -> bool:
     """Whether ``write_to_host`` takes ``tensor``: some whole numbers on a GPU."""
     return (
-        isinstance(tensor, torch.Tensor) and tensor.is_cuda and not tensor.requires_grad
+        isinstance(tensor, torch.Tensor) and tensor.is_cuda
         and tensor.dtype in (torch.int32, torch.int64) and 0 < tensor.nbytes <= MOST_BYTES
     )  # fmt: skip
 
@@ -36,8 +37,13 @@ def write_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
     Args:
         tensor: of any shape; one that ``can_write`` accepts.
+
+    Raises:
+        SwapError: this torch copies pinned memory instead of addressing it.
     """
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     target = torch.as_tensor(_Mapped(pinned), device=tensor.device)
+    if target.data_ptr() != pinned.data_ptr():
+        raise SwapError("torch copied pinned memory, so that counts of tokens would not reach the host. Report this.")
     torch.add(tensor, 0, out=target)  # copy_ would call the copy engine
     return pinned

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -52,14 +53,14 @@ class Override(NamedTuple):
         method: the method's name.
         handler: called instead, with the original method and then the caller's arguments.
         is_for_saving: whether it stays replaced when training fails, so that state can still be saved.
-        is_for_good: whether it stays replaced when training has ended, so that state in host memory can be read.
+        reads_host: whether it stays replaced when training has ended and there is state in host memory.
     """
 
     owner: Any
     method: str
     handler: Callable[..., Any]
     is_for_saving: bool = False
-    is_for_good: bool = False
+    reads_host: bool = False
 
 
 class AdaptedOptimizer:
@@ -100,7 +101,7 @@ class AdaptedOptimizer:
             ]
         if scaled_state.scaled_names(optimizer.optimizer):
             overrides += [
-                Override(optimizer.optimizer, method, handler, is_for_saving=True, is_for_good=True)
+                Override(optimizer.optimizer, method, handler, is_for_saving=True, reads_host=True)
                 for method, handler in (("get_unscaled_state", self._unscaled), ("set_scaled_state", self._set_scaled))
             ]
         self.overrides = tuple(overrides)
@@ -128,11 +129,12 @@ class AdaptedOptimizer:
         self._give_back(self.overrides)
 
     def remove(self) -> None:
-        """Restore all methods but those that are replaced for good.
+        """Restore all methods; while there is state in host memory, not those that read it for a checkpoint.
 
         State is not moved. Materialize it first to continue training.
         """
-        self._give_back([override for override in self.overrides if not override.is_for_good])
+        is_in_host = bool(self.stepper.state.offloaded)
+        self._give_back([one for one in self.overrides if not (one.reads_host and is_in_host)])
 
     def remove_all_but_saving(self) -> None:
         """Restore the methods that train or load. Methods that save still materialize the state first."""
@@ -150,11 +152,9 @@ class AdaptedOptimizer:
 
     def sizes_to_create(self) -> list[int]:
         """Return the sizes in bytes of the moments that the first step of each parameter is going to create."""
-        inner = self._optimizer.optimizer
-        new = [one.param for one in self.stepper.state.param_states if not one.moments]
-        if scaled_state.scaled_names(inner):
-            return [size for param in new for size in scaled_state.sizes_of(inner, param)]
-        return [MOMENT_BYTES * param.numel() for param in new] * num_moments(inner)
+        number = num_moments(self._optimizer.optimizer)
+        new = [one.param for one in self.stepper.state.param_states if not one.moments] if number else []
+        return [MOMENT_BYTES * param.numel() for param in new] * number
 
     # ----------------------------------------------------------------- training
 
@@ -194,11 +194,8 @@ class AdaptedOptimizer:
         inner = self._optimizer.optimizer
         if not isinstance(self._optimizer, DistributedOptimizer) or "state_dict" in vars(inner):
             return self._save(original, *arguments, **options)
-        inner.state_dict = types.MethodType(torch.optim.Optimizer.state_dict, inner)
-        try:
+        with _with_methods(inner, state_dict=torch.optim.Optimizer.state_dict):
             return self._save(original, *arguments, **options)
-        finally:
-            del inner.state_dict
 
     def _unscaled(self, original: Callable[..., Any], param: Any, name: str, *given: Any, **options: Any) -> Any:
         """Return a state for a checkpoint. Kernels and scales are the device's, offloaded values are in host memory."""
@@ -226,9 +223,17 @@ class AdaptedOptimizer:
             self.stepper.store_loaded()
 
     def _load_state_dict(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Load. The precision-aware optimizer's values come afterwards, one parameter at a time.
+
+        Before, Megatron would load the values that are there, all on the device and with copies in fp32.
+        """
         self._materialize_for_load()
+        methods: dict[str, Callable[..., Any]] = {}
+        if self._optimizer.config.use_precision_aware_optimizer:
+            methods = {"state_dict": torch.optim.Optimizer.state_dict, "load_state_dict": _load_settings}
         try:
-            return original(*arguments, **options)
+            with _with_methods(self._optimizer.optimizer, **methods):
+                return original(*arguments, **options)
         finally:
             self.stepper.store_loaded()
 
@@ -243,11 +248,30 @@ class AdaptedOptimizer:
 
     def _materialize_for_load(self) -> None:
         """Allocate memory for state that is loaded before the first step. Megatron would allocate it on the device."""
-        self.stepper.materialize_for_load()
-        if self._optimizer.config.use_precision_aware_optimizer:  # Megatron's own call lacks an argument
+        if self._optimizer.config.use_precision_aware_optimizer:
+            self.stepper.materialize()
             scaled_state.create_missing(self._optimizer.optimizer, self.stepper.state)
+        self.stepper.materialize_for_load()
         if self._optimizer.init_state_fn is not None:
             self._optimizer.init_state_fn(self._optimizer.optimizer, self._optimizer.config)
+
+
+@contextmanager
+def _with_methods(owner: Any, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Replace methods of ``owner`` for a while."""
+    for name, method in methods.items():
+        setattr(owner, name, types.MethodType(method, owner))
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(owner, name)
+
+
+def _load_settings(inner: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load the settings of parameter groups, not the state."""
+    for group, loaded in zip(inner.param_groups, state_dict["param_groups"], strict=True):
+        group.update({name: value for name, value in loaded.items() if name != "params"})
 
 
 def _bound(override: Override, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from megatron.swap.megatron_lm.optimizer_adapter import (
     tables_of,
     unchained,
 )
-from megatron.swap.megatron_lm.scaled_state import scaled_names
+from megatron.swap.megatron_lm.scaled_state import scaled_names, types_of
 from megatron.swap.memory.disk_file import DiskFile
 from megatron.swap.memory.host_arena import HostArena
 from megatron.swap.optimizer.overlap import StepOverlap
@@ -203,7 +204,7 @@ class OptimizerSwap:
         may_slice = is_elementwise(inner, has_disk=has_disk)
         options = StepOptions(
             may_slice, copier_to_model(optimizer), self._overlap.note_room, tables_of(inner),
-            steps_in_parts=bool(scaled_names(inner)),
+            functools.partial(types_of, inner) if scaled_names(inner) else None,
         )  # fmt: skip
         # First the stepper, which stores the optimizer's own step, then ``install``, which replaces that step.
         stepper = OptimizerStepper(inner, self._transfers, self._chosen(inner), options)

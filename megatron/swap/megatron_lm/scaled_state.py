@@ -24,18 +24,21 @@ def scaled_names(inner: Any) -> tuple[str, ...]:
     return tuple(name for name, dtype in _types(inner).items() if dtype is torch.float16 or dtype.itemsize == 1)
 
 
-def sizes_of(inner: Any, param: torch.Tensor) -> list[int]:
-    """Return the bytes of each state that the first step of ``param`` creates."""
+def types_of(inner: Any, param: torch.Tensor) -> dict[str, torch.dtype]:
+    """Return names and types of the state that the first step of ``param`` creates."""
     types = _types(inner)
     if MASTER in types and _has_remainder(inner, param):
         types[MASTER] = torch.int16
-    return [param.numel() * dtype.itemsize for dtype in types.values()]
+    return types
 
 
 def create_missing(inner: Any, state: OptimizerState) -> None:
     """Create state that a checkpoint is going to be loaded into, and offload it, one parameter at a time.
 
+    Megatron's own call of ``initialize_state`` lacks an argument.
+
     Args:
+        inner: TransformerEngine's Adam.
         state: that of ``inner``, materialized.
     """
     params = [param for group in inner.param_groups for param in group["params"] if not inner.state.get(param)]

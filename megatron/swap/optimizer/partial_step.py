@@ -77,6 +77,10 @@ class PartialStep:
                 table.setdefault(param, entry)  # as the first step would begin
         return {name: value.dtype for name, value in state.items() if has_shape_of(value, probe)}
 
+    def entries_of(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors in the entries of ``whole`` in the tables."""
+        return [value for table in self._tables for value in table.get(whole, {}).values()]
+
     def lend(self, whole: torch.Tensor, param: torch.Tensor) -> None:
         """Give ``param``, a slice of ``whole`` or all of it, the entries of ``whole`` in the tables."""
         for table in self._tables:

@@ -166,10 +166,9 @@ class OptimizerState:
         """Copy a parameter's entry in ``optimizer.state`` to its offloaded tensors."""
         state = self._optimizer.state.get(param_state.param, {})
         large = {name: value for name, value in state.items() if has_shape_of(value, param_state.param)}
-        memory = self._transfers.memory  # all of it is allocated before the first value is let go
-        tensors = {name: memory.tensor(param_state, name, stored(value).dtype) for name, value in large.items()}
         for name, value in large.items():
-            tensor, held = tensors[name], stored(value)
+            held = stored(value)
+            tensor = self._transfers.memory.tensor(param_state, name, held.dtype)
             if held is not tensor.tensor:
                 tensor.materialize()
                 tensor.tensor.copy_(held)

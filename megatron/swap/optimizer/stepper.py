@@ -24,7 +24,7 @@ from megatron.swap.optimizer.partial_step import PartialStep, Settings, Table
 from megatron.swap.optimizer.state import OptimizerState
 from megatron.swap.optimizer.state_memory import TensorRequest
 from megatron.swap.optimizer.transfers import Bucket, Move, StateTransfers, as_bytes
-from megatron.swap.optimizer.wrapped import stored
+from megatron.swap.optimizer.wrapped import scales_of, stored
 
 NUM_BUFFERS = 3
 """Buckets that may always be on the device: one is loaded, one is stepped, one is offloaded."""
@@ -43,15 +43,16 @@ class StepOptions:
         measure_room: called during a step; returns the device bytes that buckets may use now, and that offloads may
             still use when the step ends. ``NUM_BUFFERS`` buckets are always allowed during the step.
         tables: as for ``PartialStep``.
-        steps_in_parts: parameters whose state is kept are stepped a bucket at a time too, because the optimizer
-            copies the state of all that it steps at once to single precision.
+        scaled_types: names and types of a parameter's state, of an optimizer that keeps scales by parameter. It steps
+            whole parameters, and copies the state of all that it steps at once to single precision. So parameters
+            whose state is kept are stepped a bucket at a time too. ``None``: it keeps no scales.
     """
 
     is_elementwise: bool
     on_updated: OnUpdated = lambda *_: None
     measure_room: Callable[[], int] = lambda: 0
     tables: Sequence[Table] = ()
-    steps_in_parts: bool = False
+    scaled_types: Callable[[torch.Tensor], dict[str, torch.dtype]] | None = None
 
 
 class OptimizerStepper:
@@ -68,7 +69,7 @@ class OptimizerStepper:
 
     Raises:
         UsageError: a group keeps settings in tensors.
-        HostMemoryError, DiskError: there is no room for all state of an elementwise optimizer.
+        HostMemoryError, DiskError: there is no room for all state, of an optimizer whose types of state are known.
     """
 
     def __init__(
@@ -85,11 +86,12 @@ class OptimizerStepper:
         self._loader = BucketLoader(transfers)
         self._updates: list[tuple[Mark, Mark]] = []
         self.state = OptimizerState(optimizer, transfers, param_states, options.is_elementwise)
-        if options.is_elementwise:  # allocate all, so that an error comes before training
+        types_of = self._partial_step.probe_state if options.is_elementwise else options.scaled_types
+        if types_of is not None:  # allocate all, so that an error comes before training
             transfers.memory.allocate([
                 TensorRequest(one, name, dtype)
                 for one in self.state.param_states
-                for name, dtype in self._partial_step.probe_state(one.param).items()
+                for name, dtype in types_of(one.param).items()
             ])  # fmt: skip
 
     # ------------------------------------------------------------------ stepping
@@ -137,7 +139,7 @@ class OptimizerStepper:
             [param for param in group["params"] if param not in self.state.offloaded]
             for group in self._optimizer.param_groups
         ]
-        if not self._options.steps_in_parts:
+        if self._options.scaled_types is None:
             yield groups
             return
         for number, params in enumerate(groups):
@@ -174,6 +176,7 @@ class OptimizerStepper:
         self._transfers.wait_for(bucket)
         params: list[list[torch.Tensor]] = [[] for _ in self._optimizer.param_groups]
         slices = {shard: self._slice(shard, tensors) for shard, tensors in bucket.tensors.items()}
+        scales = [(one, one.clone()) for shard in slices for one in self._scales(shard)]
         for shard, param in slices.items():
             params[self._partial_step.group_of(shard.param_state.param)].append(param)
         began = self._transfers.mark()
@@ -183,6 +186,8 @@ class OptimizerStepper:
             for shard, param in slices.items():
                 self._partial_step.take_back(shard.param_state.param, param)
                 shard.param_state.release_wrapped()
+            for scale, before in scales:  # those of the values in host memory
+                scale.copy_(before)
             self._transfers.discard(bucket)
             raise
         self._updates.append((began, self._transfers.mark()))
@@ -206,6 +211,13 @@ class OptimizerStepper:
             self._optimizer.state[param] = moments | shard.small_state
         self._partial_step.lend(whole, param)
         return param
+
+    def _scales(self, shard: ParamShard) -> list[torch.Tensor]:
+        """Return the scales of a shard's values, which a step changes in place."""
+        if self._options.scaled_types is None or not shard.has_state:
+            return []
+        of_wrappers = [scale for wrapper in shard.param_state.wrappers.values() for scale in scales_of(wrapper)]
+        return [*self._partial_step.entries_of(shard.param_state.param), *of_wrappers]
 
     def _take_back(self, shard: ParamShard, param: torch.Tensor) -> list[Move]:
         """Report the new values of a stepped slice, record its state, and return the copies to enqueue."""

@@ -18,6 +18,11 @@ def stored(value: torch.Tensor) -> torch.Tensor:
     return inner if isinstance(inner, torch.Tensor) else value
 
 
+def scales_of(wrapper: Any) -> list[torch.Tensor]:
+    """Return the scales of an object's values."""
+    return [wrapper._scale_inv, wrapper._quantizer.scale]
+
+
 def drop_caches(value: Any) -> None:
     """Drop the transpose of an object's values, and make no more of them."""
     value.update_usage(rowwise_usage=True, columnwise_usage=False)

@@ -300,7 +300,7 @@ def _state_stays(known: argparse.Namespace) -> str | None:
                 raise UsageError(f"{flag} {value}: Megatron needs --use-precision-aware-optimizer beside it.")
         return None
     scaled = [f"{flag} {value}" for flag, value in _types_of_state(known) if value in ("fp8", "fp16")]
-    if scaled and known.fp8 is not None and known.fp8_recipe != "delayed" and known.main_params_dtype == "fp32":
+    if scaled and known.fp8_recipe not in (None, "delayed") and known.main_params_dtype == "fp32":
         return f"--fp8-recipe {known.fp8_recipe} and {scaled[0]}"
     scales_whole = known.fp8_param_gather and known.fp8_recipe == "delayed"
     return "--fp8-param-gather with --fp8-recipe delayed" if scales_whole else None

@@ -126,7 +126,7 @@ def patches_of_model(
         needs.append(recompile_limit.PATCH)
     if config.attaches:
         optional.append(cross_entropy_patch(cross_entropy.chunked_cross_entropy))
-    if config.attaches and args.num_experts and torch.cuda.is_available():
+    if config.attaches and args.num_experts and torch.cuda.is_available():  # else it is patched for the CPU
         optional.append(token_counts.token_counts_patch(can_write, write_to_host))
     if args.gradient_accumulation_fusion:
         optional.append(linear_weight_gradients.PATCH)

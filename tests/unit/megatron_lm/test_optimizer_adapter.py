@@ -15,6 +15,7 @@ from megatron.swap.common.types import KIB, MIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.megatron_lm.optimizer_adapter import AdaptedOptimizer
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
+from tests.precise_adam import FusedAdam
 
 
 def megatrons_optimizer() -> Any:
@@ -48,6 +49,22 @@ def swapped(optimizer: Any) -> OptimizerSwap:
 def adapted_by(swap: OptimizerSwap) -> AdaptedOptimizer:
     (adapted,) = swap._adapted
     return adapted
+
+
+@pytest.mark.parametrize("is_reloaded", [False, True])
+def test_what_reads_host_memory_stays_while_there_is_state(is_reloaded: bool) -> None:
+    """A last checkpoint is saved when training has ended; a step afterwards must get tensors of the device."""
+    optimizer = megatrons_optimizer()
+    optimizer.optimizer = FusedAdam(params_of(optimizer), exp_avg_dtype=torch.uint8)
+    swap = swapped(optimizer)
+    step(optimizer, 0)
+    if is_reloaded:
+        swap.set_offload_fraction(0.0)
+    swap.close()
+    left = {"get_unscaled_state", "set_scaled_state"} & vars(optimizer.optimizer).keys()
+    assert len(left) == (0 if is_reloaded else 2)
+    moments = [optimizer.optimizer.get_unscaled_state(param, "exp_avg") for param in params_of(optimizer)]
+    assert all(bool(moment.isfinite().all()) and bool(moment.any()) for moment in moments)
 
 
 @pytest.mark.parametrize("has_own_step", [True, False])

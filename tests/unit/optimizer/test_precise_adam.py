@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,8 @@ from megatron.swap.common.types import KIB, MIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.megatron_lm import optimizer_adapter
 from megatron.swap.megatron_lm.optimizer_adapter import is_elementwise, tables_of
-from megatron.swap.megatron_lm.scaled_state import create_missing, scaled_names, sizes_of
+from megatron.swap.megatron_lm.scaled_state import create_missing, scaled_names, types_of
 from megatron.swap.memory.host_arena import HostArena
-from megatron.swap.memory.host_memory import HostMemoryError
 from megatron.swap.optimizer.param_state import ParamState
 from megatron.swap.optimizer.partial_step import PartialStep
 from megatron.swap.optimizer.state_memory import StateMemory
@@ -41,7 +41,8 @@ def swapped(params: list[torch.Tensor], adam: dict[str, Any], num_kept: int = 0)
     make_state = transfers.offload_main_param if params[0].dtype is FP32 else ParamState
     has_scales = bool(scaled_names(optimizer))
     assert is_elementwise(optimizer, has_disk=False) != has_scales
-    options = StepOptions(not has_scales, tables=tables_of(optimizer), steps_in_parts=has_scales)
+    scaled_types = partial(types_of, optimizer) if has_scales else None
+    options = StepOptions(not has_scales, tables=tables_of(optimizer), scaled_types=scaled_types)
     states = {param: make_state(param) for param in params[: len(params) - num_kept]}
     return optimizer, OptimizerStepper(optimizer, transfers, states, options)
 
@@ -183,39 +184,46 @@ def test_what_is_loaded_while_state_is_kept_is_what_is_offloaded() -> None:
     assert are_equal([optimizer.get_unscaled_state(param, "exp_avg") for param in training.params], before)
 
 
-def test_memory_that_is_short_loses_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", [FP8, FP16])
+def test_a_step_that_fails_leaves_values_their_scales(moment: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first parameter, alone in its bucket, is stepped. The step fails while it stores the second one's state."""
     training = Training(BF16)
-    optimizer, stepper = swapped(training.params, LEAN)
-    FusedAdam.initialize_state(optimizer, training.params[0], True)
-    moment = optimizer.state[training.params[0]]["exp_avg"]
-    moment._data.fill_(7)
-    allocate = StateMemory.allocate
-
-    def short(memory: StateMemory, requests: Any) -> None:
-        if requests[0].name == "exp_avg_sq":
-            raise HostMemoryError("short")
-        allocate(memory, requests)
-
-    monkeypatch.setattr(StateMemory, "allocate", short)
-    with pytest.raises(HostMemoryError):
-        stepper.store_loaded()
-    assert bool((moment._data == 7).all())
-
-
-def test_a_step_that_fails_releases_moments_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(BF16)
-    optimizer, stepper = swapped(training.params, LEAN)
+    optimizer, stepper = swapped(training.params, {**LEAN, "exp_avg_dtype": moment})
     training.step(stepper.step)
+    stepper.materialize()
+    before = [optimizer.get_unscaled_state(param, "exp_avg").clone() for param in training.params]
+    store, stored_names = FusedAdam.store, []
 
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
+    def fail(optimizer: FusedAdam, param: torch.Tensor, name: str, values: torch.Tensor) -> None:
+        stored_names.append(name)
+        store(optimizer, param, name, 1e3 * values)
+        if len(stored_names) == 5:
+            raise ZeroDivisionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(FusedAdam, "_update", fail)
+        patch.setattr(FusedAdam, "store", fail)
         with pytest.raises(ZeroDivisionError):
             training.step(stepper.step)
     for param in training.params:
-        assert stored(optimizer.state[param]["exp_avg"]).untyped_storage().nbytes() == 1
+        assert stored(optimizer.state[param]["exp_avg"]).untyped_storage().nbytes() <= 4
+    stepper.materialize()
+    after = [optimizer.get_unscaled_state(param, "exp_avg") for param in training.params]
+    assert list(map(torch.equal, before, after)) == [False, True, True, True]
+
+
+def test_no_bucket_is_larger_than_it_may_be_from_the_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[int]] = []
+    step = FusedAdam.step
+
+    def recorded(optimizer: FusedAdam) -> None:
+        calls.append([param.numel() for group in optimizer.param_groups for param in group["params"]])
+        step(optimizer)
+
+    monkeypatch.setattr(FusedAdam, "step", recorded)
+    training = Training(BF16)
+    _, stepper = swapped(training.params, LEAN)
+    training.step(stepper.step, 2)
+    assert calls == 2 * [[], [2000], [7], [16512], [15]]
 
 
 @pytest.mark.parametrize("writes", [False, True])
@@ -240,9 +248,10 @@ def test_a_checkpoint_reads_and_writes_state_with_scales_on_the_device(writes: b
 def test_state_is_created_for_loading_one_parameter_at_a_time() -> None:
     training = Training(BF16)
     optimizer, stepper = swapped(training.params, LEAN)
-    stepper.materialize_for_load()
+    assert stepper.state.offloaded_bytes == 4 * sum(param.numel() for param in training.params), "before any step"
+    stepper.materialize()
     create_missing(optimizer, stepper.state)
-    assert all(sum(sizes_of(optimizer, param)) == 4 * param.numel() for param in training.params)
+    stepper.materialize_for_load()
     for param in training.params:
         assert stepper.state.is_in_host(param, "exp_avg")
         assert optimizer.state[param]["exp_avg"].float().eq(0).all()

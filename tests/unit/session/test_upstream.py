@@ -94,13 +94,19 @@ def test_what_a_run_needs(flags: str, kinds: tuple[str, ...], needs: set[str], o
     assert all(patch.feature for patch in patches.optional)
 
 
-def test_numbers_of_tokens_of_experts_pass_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for flags, num_experts in (("--swap-layers all", 4), ("--swap-memory-gib 1", 4), ("--swap-layers all", None)):
-        args = arguments(*flags.split())
-        args.num_experts = num_experts
-        patches = patches_of_model(args, swap_config(args), (), SimpleNamespace(around_checkpointed_forward=None))
-        assert ("token_counts" in files(patches.optional)) == (num_experts is not None), flags
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize("num_experts", [4, None])
+@needs_no_gpu
+def test_numbers_of_tokens_of_experts_pass_the_copies(
+    num_experts: int | None, has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU another patch replaces the function."""
+    args = arguments("--swap-layers", "all")
+    args.num_experts = num_experts
+    config, events = swap_config(args), SimpleNamespace(around_checkpointed_forward=None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    patches = patches_of_model(args, config, (), events)  # type: ignore[arg-type]
+    assert ("token_counts" in files(patches.optional)) == (num_experts is not None and has_gpu)
 
 
 def of_another_source(function: Any) -> Any:
