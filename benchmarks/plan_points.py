@@ -41,6 +41,8 @@ FOLDER = Path("docs/results/plan-points")
 PREDICTIONS = FOLDER / "predictions.json"
 NUM_WARM_UP = 3
 """Steps that are not timed: the first ones reserve memory, and copies of optimizer state overlap with layers after."""
+SETTLED = 40
+"""The same where experts get other numbers of tokens in each step: kernels for new sizes are loaded for 10 to 20."""
 TIMED_OUT = 124
 TIME = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
 
@@ -88,6 +90,7 @@ class Point:
         flags: training flags of the model and its batch.
         profile: file that the plan is made from, in place of a GPU's figures; relative to the repository.
         iterations: training steps.
+        num_warm_up: the first of them, which are not timed.
         common: training flags of all points of a kind.
     """
 
@@ -95,6 +98,7 @@ class Point:
     flags: str
     profile: str | None = None
     iterations: int = 8
+    num_warm_up: int = NUM_WARM_UP
     common: str = ON_GPU
 
     @property
@@ -109,6 +113,13 @@ def _sequences(length: int, micro: int, batch: int) -> str:
 
 
 HOST = "--host-gib 108"
+WIDE_EXPERTS = (
+    "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --moe-ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+    f"--vocab-size 32000 {_sequences(8192, 2, 4)}"
+)
+WIDE_EXPERTS_PROFILE = f"{FOLDER}/profile-experts-wide.json"
 POINTS = {
     "dense-1.3b": Point(f"--gpu h200 {HOST} --memory-gib 40",
                         "--num-layers 24 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 "
@@ -132,13 +143,12 @@ POINTS = {
                      "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
                      f"--moe-aux-loss-coeff 1e-2 --vocab-size 32000 --swap-deterministic {_sequences(4096, 4, 8)}",
                      profile=f"{FOLDER}/profile-experts.json"),
-    "experts-wide": Point("--memory-gib 68",
-                          "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --moe-ffn-hidden-size 14336 "
-                          "--num-attention-heads 32 --group-query-attention --num-query-groups 8 --num-experts 4 "
-                          "--moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
-                          "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --vocab-size 32000 "
-                          f"{_sequences(8192, 2, 4)}",
-                          profile=f"{FOLDER}/profile-experts-wide.json", iterations=24),
+    "experts-wide": Point("--memory-gib 68", WIDE_EXPERTS, profile=WIDE_EXPERTS_PROFILE, iterations=24),
+    **{
+        f"experts-settled-{gib}": Point(f"--memory-gib {gib}", WIDE_EXPERTS, profile=WIDE_EXPERTS_PROFILE,
+                                        iterations=60, num_warm_up=SETTLED)
+        for gib in (68, 65)
+    },
     "mla": Point("--memory-gib 44",
                  "--num-layers 12 --hidden-size 2048 --ffn-hidden-size 10944 --num-attention-heads 16 "
                  "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 "
@@ -154,7 +164,7 @@ POINTS = {
                        f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer auto {FP8['tensorwise']} "
                        f"{_sequences(8192, 1, 16)}"),
 }  # fmt: skip
-"""The points of an H200 with 112 GiB of host memory. The profile of `mla` is measured before it is predicted."""
+"""The points of an H200 with 112 GiB of host memory. Profiles are measured before predictions."""
 CPU_POINTS = {
     "cpu": Point("--memory-gib 0.009",
                  "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --vocab-size 500 --swap-min-mib 0.05 "
@@ -203,6 +213,7 @@ def predict(name: str, point: Point, folder: Path) -> dict[str, Any] | None:
         "device_gib": plan.predicted.peak_gib,
         "host_gib": _host_gib(speed),
         "step_ms": plan.predicted.step_ms,
+        "num_warm_up": point.num_warm_up,
         "offload_fraction": plan.offload_fraction,
         "options": parts[3] if point.profile is None else parts[2],
     }
@@ -245,7 +256,7 @@ def run(predicted: dict[str, Any], limit_s: float) -> dict[str, Any]:
         outcome = "timeout" if done.returncode == TIMED_OUT else "failed"
         return row | {"outcome": outcome, "step_ms_all": step_ms, "output_tail": done.stdout[-3000:]}
     reserved = found["device_reserved_bytes"] or found["saved_peak_bytes"]  # an emulated device reserves nothing
-    timed = step_ms[NUM_WARM_UP:] or step_ms
+    timed = step_ms[predicted.get("num_warm_up", NUM_WARM_UP):] or step_ms
     median_ms = statistics.median(timed) if timed else None
     return row | {
         "outcome": "ok",
