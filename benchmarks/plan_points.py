@@ -53,6 +53,7 @@ COMMON = (
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-create-attention-mask-in-dataloader"
 )
 ON_GPU = f"--transformer-impl transformer_engine {COMMON}"
+FUSED = ON_GPU.replace("--no-gradient-accumulation-fusion ", "")
 ON_CPU = (
     f"--transformer-impl local --no-persist-layer-norm --no-rope-fusion --distributed-backend gloo --num-workers 0 "
     f"{COMMON.replace('--bf16 ', '')}"
@@ -160,9 +161,12 @@ POINTS = {
                     f"{_sequences(4096, 4, 8) if 'l16' in name else _sequences(8192, 2, 4)}")
         for name, gib in FP8_BUDGETS.items()
     },
-    "fp8-8b-8k": Point(f"--gpu h200 {HOST} --memory-gib 134",
-                       f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer auto {FP8['tensorwise']} "
-                       f"{_sequences(8192, 1, 16)}"),
+    **{
+        f"{kind}-8b-8k": Point(f"--gpu h200 {HOST} --memory-gib 134",
+                               f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer auto {flags}"
+                               f"{_sequences(8192, 1, 16)}", common=FUSED)
+        for kind, flags in (("bf16", ""), ("fp8", f"{FP8['tensorwise']} "))
+    },
 }  # fmt: skip
 """The points of an H200 with 112 GiB of host memory. Profiles are measured before predictions."""
 CPU_POINTS = {

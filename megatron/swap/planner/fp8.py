@@ -25,6 +25,9 @@ KEEP_CONTEXT = ("tensorwise", "blockwise")
 """Recipes with which linear_proj saves its input in bf16."""
 BLOCK = 128
 """Values with a scale of their own, in fp32, under the recipe ``blockwise``."""
+SPEEDS = {"blockwise": (0.88, 0.80)}
+"""Speed of products in forward and in backward, relative to ``Gpu.fp8_tflops``; others: 1. Fitted to the unswapped runs
+of two shapes on one H200 (docs/results/h200-fp8.jsonl)."""
 PROJ = "self_attention.linear_proj"
 RECOMPUTE_INPUTS = {
     "self_attention.linear_qkv/1": ("self_attention.linear_qkv/0",),

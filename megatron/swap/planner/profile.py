@@ -15,6 +15,7 @@ from megatron.swap.common import records
 from megatron.swap.common.plan import Model
 from megatron.swap.common.site_paths import CHECKPOINT_PATH
 from megatron.swap.common.types import GIB, MIB, MOST, UsageError
+from megatron.swap.planner.fp8 import fp8_params
 from megatron.swap.planner.states import GAPS_GIB
 
 FORMAT = "megatron-swap profile"
@@ -25,6 +26,9 @@ MAX_FRAGMENTS = 2.25
 (docs/dev/history.md)."""
 MAX_FRAGMENTS_IN_8_BITS = 3.0
 """The same with FP8 layers: 2.8 was measured (docs/results/h200-fp8-unfused.jsonl, reserved less allocated memory)."""
+FP8_HOLES, MOST_FP8_HOLES = 0.8, 0.95
+"""Fragmentation in bytes for each FP8 weight, expected and at most. The copies of weights are made among the first
+activations, and stay. One H200: 0.8 to 0.87 in plans from shapes (docs/results/h200-plan-points.json), once 0.4."""
 RESERVE_FRACTIONS = (1.0, 2 / 3, 1 / 3)
 """Fractions of ``Profile.reserve_gib`` to leave free, tried in order until a plan fits. A run that plans itself notices
 if less than the whole is too little."""
@@ -277,8 +281,8 @@ class Profile:
     def fragments_gib(self) -> float:
         """Fragmentation that is expected under any plan.
 
-        It is the larger of the measured fragmentation and the largest tensor, plus the gaps that buckets of offloaded
-        optimizer state leave.
+        It is the larger of the measured fragmentation (without a measurement: that of FP8 weights) and the largest
+        tensor, plus the gaps that buckets of offloaded optimizer state leave.
         """
         gaps_gib = GAPS_GIB if self.offloaded_state is not None and self.offloaded_state.fraction else 0.0
         return self._holes_gib + gaps_gib if self._has_allocator else 0.0
@@ -286,11 +290,13 @@ class Profile:
     @property
     def reserve_gib(self) -> float:
         """Fragmentation beyond ``fragments_gib`` that some plans may have, to be left free."""
+        most = MAX_FRAGMENTS if self.model.fp8_recipe is None or self.allocator_gib is None else MAX_FRAGMENTS_IN_8_BITS
+        most_gib = max(most * self._largest_gib, MOST_FP8_HOLES * self._fp8_params / GIB)
         if self.allocator_gib is None:
-            return (MAX_FRAGMENTS - 1) * self.fragments_gib
+            gaps_gib = self.fragments_gib - self._holes_gib
+            return most_gib - self._holes_gib + (MAX_FRAGMENTS - 1) * gaps_gib
         expected_gib = self._holes_gib if self._has_allocator else 0.0
-        most = MAX_FRAGMENTS if self.model.fp8_recipe is None else MAX_FRAGMENTS_IN_8_BITS
-        return max(most * self._largest_gib - expected_gib, expected_gib / 2) if expected_gib else 0.0
+        return max(most_gib - expected_gib, expected_gib / 2) if expected_gib else 0.0
 
     @property
     def reserves_gib(self) -> tuple[float, ...]:
@@ -311,7 +317,14 @@ class Profile:
 
     @property
     def _holes_gib(self) -> float:
-        return max(self.allocator_gib or 0.0, self._largest_gib)
+        if self.allocator_gib is None:
+            return max(FP8_HOLES * self._fp8_params / GIB, self._largest_gib)
+        return max(self.allocator_gib, self._largest_gib)
+
+    @property
+    def _fp8_params(self) -> float:
+        """Weights of this rank that have copies in FP8. A layer's experts count as one."""
+        return fp8_params(self.model, tuple(layer for entry in self.layers for layer in entry.layers))
 
     @property
     def _largest_gib(self) -> float:

@@ -16,6 +16,7 @@ from megatron.swap.planner.fp8 import (
     KEEP_CONTEXT,
     ONLY_QUANTIZED,
     PROJ,
+    SPEEDS,
     check_gpu,
     fp8_params,
     linear_params,
@@ -47,7 +48,6 @@ BYTES = 2
 """Bytes of one bf16 value."""
 WORKSPACE_GIB = 0.096
 """Measured memory of libraries besides weights, gradients and optimizer state."""
-FP8_SOURCE = "; FP8 by arithmetic, not measured"
 OPTIMIZER_BYTES_PER_PARAM = 38
 """Bytes per parameter that an Adam step, the gradient norm and clearing gradients read and write."""
 
@@ -69,6 +69,8 @@ class Kernel:
     """Bytes of its weight's bf16 gradient, which is added to an fp32 buffer."""
     is_attention: bool = False
     is_fp8: bool = False
+    speeds: tuple[float, float] = (1.0, 1.0)
+    """Parts of the GPU's TFLOP/s that forward and backward reach."""
     quantized_bytes: float = 0.0
     """Bytes that quantizing the input reads and writes in forward; ``gradient_quantized_bytes``: in backward."""
     gradient_quantized_bytes: float = 0.0
@@ -164,7 +166,8 @@ def kernels(model: Model) -> list[Kernel]:
             inputs, outputs, saves = linears[step.name]
             later = 0 if saves else 1  # layouts of the input that backward makes
             steps[index] = replace(
-                step, saves=saves, is_fp8=True, quantized_bytes=moved_bytes(recipe, inputs, 2 - later),
+                step, saves=saves, is_fp8=True, speeds=SPEEDS.get(recipe, step.speeds),
+                quantized_bytes=moved_bytes(recipe, inputs, 2 - later),
                 gradient_quantized_bytes=moved_bytes(recipe, outputs) + later * moved_bytes(recipe, inputs, 1),
                 gradients=step.gradients + outputs,  # the output's gradient in FP8, in two layouts
             )  # fmt: skip
@@ -188,14 +191,16 @@ its input from other ranks."""
 
 def _forward_ms(step: Kernel, gpu: Gpu) -> float:
     tflops = gpu.attention_tflops if step.is_attention else gpu.fp8_tflops if step.is_fp8 else gpu.tflops
-    return step.flops / (tflops * 1e9) + (step.num_bytes + step.quantized_bytes) / (gpu.memory_gb_s * 1e6)
+    num_bytes = step.num_bytes + step.quantized_bytes
+    return step.flops / (tflops * step.speeds[0] * 1e9) + num_bytes / (gpu.memory_gb_s * 1e6)
 
 
 def _backward_ms(step: Kernel, gpu: Gpu) -> float:
     num_bytes = step.num_bytes * step.backward_bytes + step.weight_gradient * (BYTES + 8) / BYTES
     backward = replace(
-        step, flops=step.flops * step.backward_flops, num_bytes=num_bytes, quantized_bytes=step.gradient_quantized_bytes
-    )
+        step, flops=step.flops * step.backward_flops, speeds=step.speeds[::-1], num_bytes=num_bytes,
+        quantized_bytes=step.gradient_quantized_bytes,
+    )  # fmt: skip
     return _forward_ms(backward, gpu)
 
 
@@ -380,7 +385,7 @@ def shape_profile(
     )
     stand_ins_gib = gradient_stand_ins_gib(model, states, has_loss) if fuses_gradients else 0.0
     return Profile(
-        source=f"arithmetic; {gpu.source}{FP8_SOURCE if model.fp8_recipe else ''}",
+        source=f"arithmetic; {gpu.source}",
         model=model,
         device=Device(gpu.name, gpu.memory_gib),
         link=Link(gpu.link_gb_s, gpu.link_gb_s, gpu.link_both_gb_s, gpu.link_both_gb_s),
