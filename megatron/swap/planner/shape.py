@@ -197,11 +197,8 @@ def _forward_ms(step: Kernel, gpu: Gpu) -> float:
 
 def _backward_ms(step: Kernel, gpu: Gpu) -> float:
     num_bytes = step.num_bytes * step.backward_bytes + step.weight_gradient * (BYTES + 8) / BYTES
-    backward = replace(
-        step, flops=step.flops * step.backward_flops, speeds=step.speeds[::-1], num_bytes=num_bytes,
-        quantized_bytes=step.gradient_quantized_bytes,
-    )  # fmt: skip
-    return _forward_ms(backward, gpu)
+    flops, speeds, quantized = step.flops * step.backward_flops, step.speeds[::-1], step.gradient_quantized_bytes
+    return _forward_ms(replace(step, flops=flops, speeds=speeds, num_bytes=num_bytes, quantized_bytes=quantized), gpu)
 
 
 def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: bool = False) -> LayerClass:

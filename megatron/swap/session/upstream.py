@@ -15,6 +15,7 @@ from torch import nn
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import ACTIVATION, NORM, QUANTIZED, ROTARY, UsageError
 from megatron.swap.devices.host_writes import can_write, write_to_host
+from megatron.swap.devices.lasting_memory import lasting_memory
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import cross_entropy, weight_gradients
 from megatron.swap.megatron_lm.producers import record_copy, record_norm_of_linear
@@ -136,10 +137,11 @@ def patches_of_model(
     for kind in kinds:
         is_asked_for = kind in config.recompute  # otherwise the planner or a plan may use it
         (needs if is_asked_for else optional).extend(_producer_patches(kind, events, with_te=with_te))
-    quantized = {ACTIVATION, QUANTIZED}.intersection(kinds)
-    if quantized and args.fp8 and with_te:
-        record = functools.partial(_record, events, record_quantization)
-        (needs if quantized.intersection(config.recompute) else optional).append(te_quantize.te_quantize_patch(record))
+    if config.attaches and args.fp8 and with_te:
+        quantized = {ACTIVATION, QUANTIZED}.intersection(kinds)
+        record = functools.partial(_record, events, record_quantization) if quantized else None
+        patch = te_quantize.te_quantize_patch(record, lasting_memory)
+        (needs if quantized.intersection(config.recompute) else optional).append(patch)
     return RunPatches(needs, optional)
 
 

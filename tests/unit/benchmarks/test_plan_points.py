@@ -34,6 +34,7 @@ def test_a_prediction_is_that_of_its_plan_and_its_point(name: str) -> None:
     pasted = words(row["command"])
     assert pasted[pasted.index("--swap-plan") + 1] == str(path)
     assert f"--train-iters {point.iterations}" in row["command"]
+    assert row.get("num_warm_up", plan_points.NUM_WARM_UP) == point.num_warm_up
     assert words(row["plan"])[2:4] == ["--save", str(path)]
     if point.profile is None:
         check_known(point.training_flags)
@@ -70,6 +71,8 @@ def test_a_row_compares_what_was_measured(
     row = plan_points.run(PREDICTION, 5.0)
     assert row["outcome"] == "ok"
     assert row["step_ms_median"] == 200.0
+    assert plan_points.run(PREDICTION | {"num_warm_up": 4}, 5.0)["step_ms_median"] == 200.0
+    assert plan_points.run(PREDICTION | {"num_warm_up": 5}, 5.0)["step_ms_median"] == 190.0
     assert row["step_error"] == pytest.approx(0.05)
     assert row["device_error"] == pytest.approx(9.0 / reserved_gib - 1)
     assert row["is_within_budget"] is is_within

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from megatron.swap.planner.shape import shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, solve
 
+ROOT = Path(__file__).resolve().parents[3]
 H, FFN, KV, TOKENS, LAYERS = 4096, 14336, 1024, 8192, 14
 FLAGS = (
     f"--num-layers {LAYERS} --hidden-size {H} --ffn-hidden-size {FFN} --num-attention-heads 32 "
@@ -76,14 +79,49 @@ def test_block_scales_are_sites_of_their_own() -> None:
 
 
 def test_linear_layers_are_faster_and_the_rest_of_the_step_is_not() -> None:
-    """Measured on one H200: a 4.1B took 1,136 ms in FP8 and 1,580 ms in bf16. Nothing was fitted to it."""
     bf16, fp8 = profile_of(), profile_of(f"{FP8} tensorwise")
     assert fp8.non_layer.forward_ms == bf16.non_layer.forward_ms  # the output layer computes in bf16
-    linear_ms = 2 * TOKENS * (H * (2 * H + 2 * KV) + 3 * H * FFN) / (681e9)
+    flops = 2 * TOKENS * (H * (2 * H + 2 * KV) + 3 * H * FFN)
+    saved_ms = flops / 681e9 - flops / 1250e9
     moved_ms = TOKENS * ((2 * 2 + 2) * (2 * H + FFN) + (2 * 2 + 1) * H) / 3400e6  # read twice; mostly two layouts
-    assert inner(bf16).forward_ms - inner(fp8).forward_ms == pytest.approx(linear_ms / 2 - moved_ms, rel=1e-6)
-    step = {one: simulate(one, empty_plan(one)).step_ms for one in (bf16, fp8)}
-    assert step[fp8] / step[bf16] == pytest.approx(1136 / 1580, rel=0.05)
+    assert inner(bf16).forward_ms - inner(fp8).forward_ms == pytest.approx(saved_ms - moved_ms, rel=1e-6)
+
+
+def test_products_with_block_scales_are_slower_most_of_all_in_backward() -> None:
+    one_scale, blocks = inner(profile_of(f"{FP8} delayed")), inner(profile_of(f"{FP8} blockwise"))
+    flops = 2 * TOKENS * (H * (2 * H + 2 * KV) + 3 * H * FFN)
+    assert blocks.forward_ms - one_scale.forward_ms > 0.9 * (1 / 0.88 - 1) * flops / 1250e9
+    assert blocks.backward_ms - one_scale.backward_ms > 0.9 * (1 / 0.80 - 1) * 2 * flops / 1250e9
+
+
+UNSWAPPED = [
+    json.loads(line)
+    for line in (ROOT / "docs/results/h200-fp8.jsonl").read_text().splitlines()
+    if json.loads(line)["method"] == "none"
+]
+
+
+@pytest.mark.parametrize("row", UNSWAPPED, ids=[row["case"] for row in UNSWAPPED])
+def test_unswapped_steps_in_fp8_are_predicted(row: dict[str, Any]) -> None:
+    """Two shapes, two recipes: the runs that the speeds were fitted to."""
+    training = read_flags(row["flags"].split())
+    states = states_on(training, H200)
+    made = shape_profile(training.model, H200, training.num_micro_batches, states=states, fuses_gradients=True)
+    assert simulate(made, empty_plan(made)).step_ms == pytest.approx(row["step_ms_median"], rel=0.02)
+
+
+def test_copies_of_weights_leave_holes() -> None:
+    """Without a measurement. What a run has measured counts in their place, up to the most that was seen."""
+    bf16, fp8 = profile_of(), profile_of(f"{FP8} tensorwise")
+    weights_gib = LAYERS * (H * (2 * H + 2 * KV) + 3 * H * FFN) / GIB
+    assert fp8.fragments_gib == pytest.approx(max(0.3 * weights_gib, bf16.fragments_gib))
+    assert fp8.fragments_gib > bf16.fragments_gib
+    assert fp8.fragments_gib + fp8.reserve_gib == pytest.approx(max(0.5 * weights_gib, 2.25 * bf16.fragments_gib))
+    measured = replace(fp8, allocator_gib=0.1)
+    assert measured.fragments_gib == bf16.fragments_gib
+    assert measured.fragments_gib + measured.reserve_gib == pytest.approx(
+        max(0.5 * weights_gib, 3 * bf16.fragments_gib)
+    )
 
 
 def test_quantization_costs_more_where_the_scale_is_that_of_the_tensor_itself() -> None:
@@ -183,9 +221,10 @@ def test_gpus_without_fp8_are_refused(gpu: str, recipe: str, message: str) -> No
         profile_of(f"{FP8} {recipe}", gpu)
 
 
-def test_fp8_is_twice_as_fast_where_it_is() -> None:
+def test_fp8_is_twice_as_fast_where_it_is_and_was_not_measured() -> None:
     for gpu in GPUS.values():
-        assert gpu.fp8_tflops == pytest.approx(2 * gpu.tflops if gpu.fp8_recipes else 0)
+        if gpu is not H200:
+            assert gpu.fp8_tflops == pytest.approx(2 * gpu.tflops if gpu.fp8_recipes else 0)
     narrow = H200.for_width(2048)
     assert H200.tflops < H200.fp8_tflops
     assert narrow.fp8_tflops / narrow.tflops < H200.fp8_tflops / H200.tflops  # the same cost beside a shorter product

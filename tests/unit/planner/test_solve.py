@@ -144,7 +144,7 @@ def test_more_fragments_are_expected_with_fp8_layers() -> None:
     of = replace(profile([entry]), allocator_gib=0.5)
     fp8 = replace(of, model=replace(of.model, fp8_recipe="tensorwise"))
     assert (of.fragments_gib, fp8.fragments_gib) == (1.0, 1.0)
-    assert (of.reserve_gib, fp8.reserve_gib) == (1.25, 2.0)
+    assert (of.reserve_gib, fp8.reserve_gib) == (1.25, 2.0)  # holes beside such small weights are smaller still
 
 
 def test_without_a_measurement_the_whole_reserve_is_left_free() -> None:
