@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import types
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -313,7 +312,7 @@ def patches_for(engine: Engine) -> list[Patch]:
     """Return the product's patches, which record what the stand-in quantizes."""
     return [
         te_normalization_patch(lambda *what: record_norm_of_linear(engine.recomputer, *what)),
-        te_quantize_patch(lambda *what: record_quantization(engine.recomputer, *what), nullcontext),
+        te_quantize_patch(lambda *what: record_quantization(engine.recomputer, *what)),
     ]
 
 

@@ -27,8 +27,8 @@ MAX_FRAGMENTS = 2.25
 MAX_FRAGMENTS_IN_8_BITS = 3.0
 """The same with FP8 layers: 2.8 was measured (docs/results/h200-fp8-unfused.jsonl, reserved less allocated memory)."""
 FP8_HOLES, MOST_FP8_HOLES = 0.3, 0.5
-"""Fragmentation in bytes for each FP8 weight, expected and at most, beside that of the largest tensor. One H200: 0.2 to
-0.7, the latter with offloaded optimizer state, whose gaps count by themselves (docs/dev/fp8.md)."""
+"""Fragmentation in bytes for each FP8 weight, expected and at most, unless the largest tensor says more. One H200: 0.4
+in a model whose largest tensor is small (docs/dev/fp8.md). Gaps of offloaded optimizer state are counted besides."""
 RESERVE_FRACTIONS = (1.0, 2 / 3, 1 / 3)
 """Fractions of ``Profile.reserve_gib`` to leave free, tried in order until a plan fits. A run that plans itself notices
 if less than the whole is too little."""

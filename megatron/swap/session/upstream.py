@@ -32,6 +32,7 @@ from megatron.swap.patches import (
     te_normalization,
     te_qkv_layout,
     te_quantize,
+    te_weight_copies,
     token_counts,
     train,
     training_log,
@@ -137,11 +138,12 @@ def patches_of_model(
     for kind in kinds:
         is_asked_for = kind in config.recompute  # otherwise the planner or a plan may use it
         (needs if is_asked_for else optional).extend(_producer_patches(kind, events, with_te=with_te))
-    if config.attaches and args.fp8 and with_te:
-        quantized = {ACTIVATION, QUANTIZED}.intersection(kinds)
-        record = functools.partial(_record, events, record_quantization) if quantized else None
-        patch = te_quantize.te_quantize_patch(record, lasting_memory)
-        (needs if quantized.intersection(config.recompute) else optional).append(patch)
+    quantized = {ACTIVATION, QUANTIZED}.intersection(kinds)
+    if quantized and args.fp8 and with_te:
+        record = functools.partial(_record, events, record_quantization)
+        (needs if quantized.intersection(config.recompute) else optional).append(te_quantize.te_quantize_patch(record))
+    if config.attaches and args.fp8 and with_te and torch.cuda.is_available():
+        optional += te_weight_copies.te_weight_copies_patches(lasting_memory)
     return RunPatches(needs, optional)
 
 

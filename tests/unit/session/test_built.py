@@ -209,7 +209,10 @@ def test_a_checkpoint_that_is_not_megatrons(monkeypatch: pytest.MonkeyPatch, tmp
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     saved = str(tmp_path / "plan.json")
     with swap.install(model, optimizer, memory_gib=0.00035, config=SMALL | {"save_plan": saved}) as swapped:
-        train(model, optimizer, 14)
+        for _ in range(4):  # how many plans are tried depends on their times
+            train(model, optimizer, 8)
+            if swapped.stats().stage == "stable":
+                break
     assert swapped.stats().stage == "stable"
     plan = load_plan(saved)
     assert not any(plan.sections(layer) for layer in plan.layers())

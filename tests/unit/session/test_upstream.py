@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.swap.common.types import PRODUCERS, UsageError
 from megatron.swap.megatron_lm.arguments import swap_config
-from megatron.swap.patches import quiet, registry
+from megatron.swap.patches import quiet, registry, te_weight_copies
 from megatron.swap.patches.registry import AppliedPatches, Patch, PatchError
 from megatron.swap.session import prepare as preparation
 from megatron.swap.session.session import SwapSession
@@ -107,6 +107,30 @@ def test_numbers_of_tokens_of_experts_pass_the_copies(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     patches = patches_of_model(args, config, (), events)  # type: ignore[arg-type]
     assert ("token_counts" in files(patches.optional)) == (num_experts is not None and has_gpu)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "spec", "flags", "has_gpu", "is_patched"),
+    [("hybrid", "transformer_engine", "--swap-layers all", True, True),
+     ("hybrid", "transformer_engine", "--swap-layers all", False, False),
+     (None, "transformer_engine", "--swap-layers all", True, False),
+     ("hybrid", "local", "--swap-layers all", True, False),
+     ("hybrid", "transformer_engine", "--swap-summary x.json", True, False)],
+)  # fmt: skip
+@needs_no_gpu
+def test_copies_of_weights_in_8_bits_have_memory_of_their_own(
+    fp8: str | None, spec: str, flags: str, has_gpu: bool, is_patched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in runs that recompute nothing, and as patches that a run can do without."""
+    args = arguments(*flags.split())
+    args.fp8, args.transformer_impl = fp8, spec
+    config, events = swap_config(args), SimpleNamespace(around_checkpointed_forward=None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    patches = patches_of_model(args, config, (), events)  # type: ignore[arg-type]
+    found = [patch for patch in patches.optional if patch.file == "patches/te_weight_copies.py"]
+    assert len(found) == (len(te_weight_copies.MODULES) if is_patched else 0)
+    assert "te_weight_copies" not in files(patches.needs)
+    assert "te_quantize" not in files(patches.optional), "nothing is recorded that is not recomputed"
 
 
 def of_another_source(function: Any) -> Any:
