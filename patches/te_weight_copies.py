@@ -16,6 +16,8 @@ from megatron.swap.patches.registry import Patch
 
 MODULES = ("linear", "layernorm_linear", "grouped_linear")
 """The modules of TransformerEngine's linear layers that Megatron builds."""
+LAYOUTS = ("_transpose", "_columnwise_data")
+"""Attributes of the copies for the values that backward reads: with one scale, and with scales of blocks."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 MOST_COPIES = 2.5
 """Bytes of all copies of a weight for each of its values: two layouts, scales, and what their kernels need."""
@@ -25,24 +27,26 @@ def te_weight_copies_patches(apart: Callable[[float], AbstractContextManager[Any
     """Make the patches, one for each module that has imported the function by name.
 
     Args:
-        apart: takes the bytes that are needed, and makes the context in which a copy is made.
+        apart: takes the bytes that are needed, and makes the context in which a copy is made. 0: what it takes the
+            place of was made in such a context.
     """
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def quantize_weight(**options: Any) -> Any:
-            weight, quantizer = options.get("tensor"), options.get("quantizer")
-            is_first = options.get("cache") and options.get("workspace") is None
+            weight: Any = options.get("tensor")
+            quantizer: Any = options.get("quantizer")
+            copy = options.get("workspace")
             # A weight that is in 8 bits already is not copied; what is not cached is freed again.
-            if weight is None or type(weight) not in PLAIN or not is_first:
+            if type(weight) not in PLAIN or not options.get("cache") or not lacks(copy, quantizer):
                 return original(**options)
+            num_bytes = MOST_COPIES * weight.numel() if copy is None else 0.0
             is_internal = getattr(quantizer, "internal", None)
             try:
-                with apart(MOST_COPIES * weight.numel()):
+                with apart(num_bytes):
                     return original(**options)
             except torch.OutOfMemoryError:  # memory that the process has cached is of no use there
-                if quantizer is not None:
-                    quantizer.internal = is_internal  # upstream restores it only where all goes well
+                quantizer.internal = is_internal  # upstream restores it only where all goes well
                 return original(**options)
 
         return quantize_weight
@@ -58,3 +62,14 @@ def te_weight_copies_patches(apart: Callable[[float], AbstractContextManager[Any
         )
         for module in MODULES
     ]
+
+
+def lacks(copy: Any, quantizer: Any) -> bool:
+    """Return whether the layout for backward is to be made: at first, and after forwards without gradients.
+
+    In those (evaluation, layers that are recomputed whole) upstream drops it. It makes another copy, or this layout.
+    A first copy without it is made anew in backward, and stays where activations are.
+    """
+    if not getattr(quantizer, "columnwise_usage", False):
+        return False
+    return all(getattr(copy, layout, None) is None for layout in LAYOUTS)

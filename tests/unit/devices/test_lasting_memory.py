@@ -27,14 +27,17 @@ class Quantizer:
 
     internal = True
 
+    def __init__(self, columnwise: bool = True) -> None:
+        self.columnwise_usage = columnwise
+
 
 @pytest.fixture
-def upstream(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, dict[str, Any]]]:
-    """Put a function in TransformerEngine's place that notes whether it runs apart, and its options. Returns notes."""
-    calls: list[tuple[bool, dict[str, Any]]] = []
+def upstream(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float | None, dict[str, Any]]]:
+    """Put a function in TransformerEngine's place. Return its notes: the bytes that it had apart, and its options."""
+    calls: list[tuple[float | None, dict[str, Any]]] = []
 
     def quantize_weight(**options: Any) -> str:
-        calls.append((bool(inside), options))
+        calls.append((inside[-1] if inside else None, options))
         if options.get("fails_apart") and inside:
             options["quantizer"].internal = False
             raise torch.OutOfMemoryError
@@ -67,24 +70,31 @@ def test_only_copies_that_are_kept_get_memory_of_their_own(upstream: list[Any], 
     class InEightBits(nn.Parameter):
         pass
 
-    weight, quantizer = nn.Parameter(torch.ones(2)), Quantizer()
-    cases: list[tuple[dict[str, Any], bool]] = [
-        ({"tensor": weight, "cache": True}, True),
-        ({"tensor": torch.cat([weight, weight]), "cache": True, "workspace": None}, True),
-        ({"tensor": weight, "cache": False}, False),
-        ({"tensor": weight, "cache": True, "workspace": "copy"}, False),
-        ({"tensor": InEightBits(torch.ones(2)), "cache": True}, False),
-        ({"tensor": None, "cache": True}, False),
-    ]
+    weight, training, evaluating = nn.Parameter(torch.ones(2)), Quantizer(), Quantizer(columnwise=False)
+    whole = [types.SimpleNamespace(_transpose=1), types.SimpleNamespace(_columnwise_data=1)]
+    half = [types.SimpleNamespace(_transpose=None), types.SimpleNamespace(_columnwise_data=None)]
+    first_bytes = 2.5 * weight.numel()
+    cases: list[tuple[dict[str, Any], float | None]] = [
+        ({"tensor": weight, "cache": True, "quantizer": training}, first_bytes),
+        ({"tensor": torch.cat([weight, weight]), "cache": True, "workspace": None, "quantizer": training},
+         2 * first_bytes),
+        *(({"tensor": weight, "cache": True, "quantizer": training, "workspace": copy}, 0.0) for copy in half),
+        *(({"tensor": weight, "cache": True, "quantizer": training, "workspace": copy}, None) for copy in whole),
+        *(({"tensor": weight, "cache": True, "quantizer": evaluating, "workspace": copy}, None)
+          for copy in [None, *half, *whole]),
+        ({"tensor": weight, "cache": False, "quantizer": training}, None),
+        ({"tensor": InEightBits(torch.ones(2)), "cache": True, "quantizer": training}, None),
+        ({"tensor": None, "cache": True, "quantizer": training}, None),
+    ]  # fmt: skip
     patched = sys.modules[f"transformer_engine.pytorch.module.{module}"]
     with registry.apply(te_weight_copies_patches(apart)):
         for options, _ in cases:
-            assert patched.quantize_weight(quantizer=quantizer, **options) == "copy"
-    assert [is_apart for is_apart, _ in upstream] == [is_apart for _, is_apart in cases]
-    assert [given for _, given in upstream] == [options | {"quantizer": quantizer} for options, _ in cases]
+            assert patched.quantize_weight(**options) == "copy"
+    assert [num_bytes for num_bytes, _ in upstream] == [num_bytes for _, num_bytes in cases]
+    assert [given for _, given in upstream] == [options for options, _ in cases]
     assert not inside
-    patched.quantize_weight(tensor=weight, cache=True)
-    assert upstream[-1][0] is False, "the patch is taken back"
+    patched.quantize_weight(tensor=weight, cache=True, quantizer=training)
+    assert upstream[-1][0] is None, "the patch is taken back"
 
 
 def test_a_copy_that_has_no_room_apart_is_made_beside_the_others(upstream: list[Any]) -> None:
@@ -92,7 +102,7 @@ def test_a_copy_that_has_no_room_apart_is_made_beside_the_others(upstream: list[
     options = {"tensor": nn.Parameter(torch.ones(2)), "cache": True, "quantizer": quantizer, "fails_apart": True}
     with registry.apply(te_weight_copies_patches(apart)):
         assert sys.modules["transformer_engine.pytorch.module.linear"].quantize_weight(**options) == "copy"
-    assert [is_apart for is_apart, _ in upstream] == [True, False]
+    assert [num_bytes for num_bytes, _ in upstream] == [5.0, None]
     assert quantizer.internal, "upstream leaves it changed when it fails"
 
 
@@ -136,6 +146,8 @@ def test_the_pool_is_used_where_the_device_has_room(
         raise ValueError("fails")
     with lasting_memory(100 << 20):
         assert pools.entered == 2 * is_used
+    with lasting_memory(0):
+        assert pools.entered == 2 * is_used + (backend == "native"), "what was freed in the pool is there"
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
@@ -161,11 +173,11 @@ def test_freed_memory_between_tensors_that_last_is_one_piece(device: str) -> Non
         del whole
         return reserved
 
-    before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    was_on = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
         needed = num * (passing_bytes + lasting_bytes)
         assert reserved_bytes(lambda _: nullcontext()) > needed + (num - 1) * passing_bytes
         assert reserved_bytes(lasting_memory) < needed + 2 * passing_bytes
     finally:
-        torch.cuda.memory._set_allocator_settings(before)
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{was_on}")
