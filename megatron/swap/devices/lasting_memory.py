@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
-MARGIN_BYTES = 64 << 20
-"""The allocator reserves whole segments."""
+from megatron.swap.devices.room import has_room
+
 _here = threading.local()
 
 
@@ -28,7 +28,7 @@ def lasting_memory(num_bytes: float) -> Iterator[None]:
     The pool cannot use what the allocator has cached for other tensors, nor they what is freed in the pool. So nothing
     changes where the device is full, nor with an allocator that has no pools, nor within such a context.
     """
-    if getattr(_here, "is_inside", False) or not _has_room(num_bytes):
+    if getattr(_here, "is_inside", False) or not _has_pool_for(num_bytes):
         yield
         return
     _here.is_inside = True
@@ -39,14 +39,10 @@ def lasting_memory(num_bytes: float) -> Iterator[None]:
         _here.is_inside = False
 
 
-def _has_room(num_bytes: float) -> bool:
+def _has_pool_for(num_bytes: float) -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "native":
         return False
-    if not num_bytes:
-        return True
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    allowed_bytes = torch.cuda.get_per_process_memory_fraction() * total_bytes - torch.cuda.memory_reserved()
-    return min(free_bytes, allowed_bytes) >= num_bytes + MARGIN_BYTES
+    return not num_bytes or has_room(num_bytes)
 
 
 @functools.cache

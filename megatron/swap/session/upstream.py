@@ -18,6 +18,7 @@ from megatron.swap.devices.host_writes import can_write, write_to_host
 from megatron.swap.devices.lasting_memory import lasting_memory
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import cross_entropy, weight_gradients
+from megatron.swap.megatron_lm.param_room import make_room
 from megatron.swap.megatron_lm.producers import record_copy, record_norm_of_linear
 from megatron.swap.megatron_lm.quantized import record_quantization
 from megatron.swap.patches import (
@@ -26,6 +27,7 @@ from megatron.swap.patches import (
     get_megatron_optimizer,
     linear_weight_gradients,
     main_params,
+    param_buffer,
     recompile_limit,
     registry,
     rotary,
@@ -109,6 +111,8 @@ def patches_of(args: Namespace, config: SwapConfig, kinds: Collection[str], even
         needs.append(get_megatron_optimizer.get_megatron_optimizer_patch(events.on_optimizer_built))
     elif config.acts:
         optional += main_params.main_params_patches()
+    if config.attaches:
+        optional.append(param_buffer.param_buffer_patch(make_room))
     return RunPatches(needs, optional)
 
 

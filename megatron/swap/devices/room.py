@@ -1,0 +1,17 @@
+"""Room on the device outside what the allocator has cached."""
+
+from __future__ import annotations
+
+import torch
+
+MARGIN_BYTES = 64 << 20
+"""The allocator reserves whole segments."""
+
+
+def has_room(num_bytes: float) -> bool:
+    """Return whether the allocator may reserve ``num_bytes`` more. Without CUDA it may."""
+    if not torch.cuda.is_available():
+        return True
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    allowed_bytes = torch.cuda.get_per_process_memory_fraction() * total_bytes - torch.cuda.memory_reserved()
+    return min(free_bytes, allowed_bytes) >= num_bytes + MARGIN_BYTES
