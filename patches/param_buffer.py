@@ -1,42 +1,52 @@
-"""Make room before Megatron copies a model's parameters into one buffer.
+"""Let parameters leave the device while Megatron makes the buffers of its distributed optimizer.
 
-With the distributed optimizer it allocates that buffer and one for the gradients beside the parameters, and only then
-copies and frees these, one by one. So a model needs the memory of its parameters twice, before its first step.
+Megatron allocates a buffer for the parameters and one for their gradients beside the parameters, and only then copies
+and frees these, one by one. So a model needs the memory of its parameters twice, before its first step.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from megatron.swap.patches.registry import Patch
 
-MakeRoom = Callable[[Sequence[torch.nn.Parameter], int], None]
+Apart = Callable[[Sequence[torch.nn.Parameter], int], AbstractContextManager[None]]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def param_buffer_patch(make_room: MakeRoom) -> Patch:
+def param_buffer_patch(apart: Apart) -> Patch:
     """Make the patch.
 
     Args:
-        make_room: called with the parameters, and with the bytes that are about to be allocated beside them. It may
-            give them other memory (``param.data = …``) of the same values, on any device.
+        apart: makes the context in which the buffers are made, from the parameters and the bytes of the buffers. In it
+            the values of parameters may be anything; at its end they are what they were, at their new places.
     """
 
     def build(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
-        def make_buffers(
-            self: Any, config: Any, param_dtype: Any, grad_dtype: Any, params: Any, *others: Any, **options: Any
-        ) -> None:
+        def make_buffers(*arguments: Any, **options: Any) -> None:
+            given = signature.bind(*arguments, **options)
+            given.apply_defaults()
+            named = given.arguments
             # Other types (8 bits) are wrappers, whose memory is replaced by other means.
-            plain = [param for param, _ in params if type(param) in PLAIN]
-            if config.use_distributed_optimizer and plain:
-                num_values = sum(param.numel() for param, _ in params)
-                make_room(plain, num_values * (param_dtype.itemsize + grad_dtype.itemsize))
-            original(self, config, param_dtype, grad_dtype, params, *others, **options)
+            plain = [param for param, _ in named["params_with_names"] if type(param) in PLAIN]
+            if not named["ddp_config"].use_distributed_optimizer or not plain:
+                original(*arguments, **options)
+                return
+            layout = named["param_layout"]
+            num_values = sum(param.numel() for param, _ in named["params_with_names"])
+            if layout is not None and layout.bucket_indices:
+                num_values = layout.bucket_indices[-1][1]  # with padding
+            with apart(plain, num_values * (named["param_dtype"].itemsize + named["grad_dtype"].itemsize)):
+                original(*arguments, **options)
 
         return make_buffers
 

@@ -209,7 +209,7 @@ ALL = (
     *fused_activations.fused_activations_patches(lambda function: function),
     linear_weight_gradients.PATCH,
     *main_params.main_params_patches(lambda param: None),
-    param_buffer.param_buffer_patch(lambda params, num_bytes: None),
+    param_buffer.param_buffer_patch(lambda params, num_bytes: nullcontext()),
     get_megatron_optimizer.get_megatron_optimizer_patch(lambda optimizer: None),
     *quiet.QUIET_PATCHES,
     *CPU_PATCHES,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.swap.devices.room import has_room
+from megatron.swap.devices.free_memory import has_free
 
 _here = threading.local()
 
@@ -42,7 +42,7 @@ def lasting_memory(num_bytes: float) -> Iterator[None]:
 def _has_pool_for(num_bytes: float) -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "native":
         return False
-    return not num_bytes or has_room(num_bytes)
+    return not num_bytes or has_free(num_bytes)
 
 
 @functools.cache

@@ -18,9 +18,10 @@ from megatron.swap.devices.host_writes import can_write, write_to_host
 from megatron.swap.devices.lasting_memory import lasting_memory
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import cross_entropy, weight_gradients
-from megatron.swap.megatron_lm.param_room import make_room
+from megatron.swap.megatron_lm.param_copies import off_device
 from megatron.swap.megatron_lm.producers import record_copy, record_norm_of_linear
 from megatron.swap.megatron_lm.quantized import record_quantization
+from megatron.swap.memory.host_memory import local_world_size, safe_host_bytes
 from megatron.swap.patches import (
     checkpointed_forward,
     fused_activations,
@@ -112,7 +113,9 @@ def patches_of(args: Namespace, config: SwapConfig, kinds: Collection[str], even
     elif config.acts:
         optional += main_params.main_params_patches()
     if config.attaches:
-        optional.append(param_buffer.param_buffer_patch(make_room))
+        # Measured here, before any rank takes host memory.
+        host_bytes = safe_host_bytes(local_world_size()).safe_bytes
+        optional.append(param_buffer.param_buffer_patch(functools.partial(off_device, host_bytes=host_bytes)))
     return RunPatches(needs, optional)
 
 

@@ -1,4 +1,4 @@
-"""Room on the device outside what the allocator has cached."""
+"""Memory of the device outside what the allocator has cached."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MARGIN_BYTES = 64 << 20
 """The allocator reserves whole segments."""
 
 
-def has_room(num_bytes: float) -> bool:
+def has_free(num_bytes: float) -> bool:
     """Return whether the allocator may reserve ``num_bytes`` more. Without CUDA it may."""
     if not torch.cuda.is_available():
         return True
