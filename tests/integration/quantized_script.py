@@ -90,7 +90,9 @@ def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
     swapped = None if settings is None else swap.install(model, optimizer, **settings)
     losses = list(losses_of(TRAINING, model, optimizer, lambda step: None))
     pairs = zip(before, model.parameters(), strict=True)
-    row: dict[str, Any] = {"losses": losses, "has_learned": not any(torch.equal(*pair) for pair in pairs)}
+    kept = sum(len(getattr(module, "_fp8_workspaces", ())) for module in model.modules())
+    row: dict[str, Any] = {"num_copies": kept, "losses": losses}
+    row["has_learned"] = not any(torch.equal(*pair) for pair in pairs)
     if swapped is not None:
         recomputer = swapped.recomputer()
         row["refused"] = [] if recomputer is None else [str(item) for item in recomputer.refused.items()]
@@ -111,6 +113,9 @@ def runs_of(recipe: str, folder: Path) -> Iterator[tuple[str, dict[str, Any] | N
     yield "plain again", None
     yield "all layers", {"layers": "all", "config": SMALL | {"verify": True, "save_plan": str(saved)}}
     yield "recomputed", {"layers": "all", "config": SMALL | {"verify": True, "recompute": kinds}}
+    if RECIPES[recipe].get("fp8_recipe") in ("tensorwise", "blockwise"):
+        without = SMALL | {"recompute": kinds, "fp8_weights": "recompute"}
+        yield "weights recomputed", {"layers": "all", "config": without}
     yield "plan", {"plan": str(saved), "config": SMALL}
     plan = load_plan(saved)
     first, *rest = plan.classes

@@ -30,13 +30,16 @@ def test_every_run_is_equal_to_the_bit(recipe: str) -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), recipe], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = {row["run"]: row for row in map(json.loads, re.findall("^{.*$", done.stdout, re.MULTILINE))}
-    assert list(rows) == ["plain", "plain again", "all layers", "recomputed", "plan", "whole layers", "state"]
+    without_copies = ["weights recomputed"] if recipe not in ("none", "delayed") else []
+    names = ["plain", "plain again", "all layers", "recomputed", *without_copies, "plan", "whole layers", "state"]
+    assert list(rows) == names
     plain = rows["plain"]
     assert plain["has_learned"]
     assert (plain["num_scales"] > 0) == (recipe == "delayed"), "other recipes keep none"
     for name, row in rows.items():
         assert row["losses"] == plain["losses"], name
         assert row["digest"] == plain["digest"], name
+        assert (row["num_copies"] > 0) == (recipe != "none" and name not in without_copies), name
         assert "stats" not in row or row["stats"]["in_bytes"] > 0, name
     assert rows["recomputed"]["recomputed_bytes"] > 0
     assert not [said for said in rows["recomputed"]["refused"] if "different bits" in said]

@@ -62,6 +62,13 @@ class Model:
     """How linear layers are scaled to FP8 (``tensorwise``, ``delayed``, ``blockwise`` …); ``None``: no FP8."""
     bf16_layers: tuple[int, ...] = ()
     """The layers without FP8, if others have it."""
+    swap_fp8_weights: str = "keep"
+    """The flag of this name: whether linear layers with FP8 ``keep`` copies of their weights, or ``recompute`` them."""
+
+    @property
+    def keeps_fp8_weights(self) -> bool:
+        """Whether linear layers with FP8 keep copies of their weights."""
+        return self.swap_fp8_weights == "keep"
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

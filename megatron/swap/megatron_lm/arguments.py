@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from megatron.swap.common.config import (
+    FP8_WEIGHTS,
+    KEEP,
     LAYER_SYNTAX,
     LOG_LEVELS,
     MOST_CANDIDATES,
@@ -79,6 +81,11 @@ def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "whole's. auto: as few chunks as keep the loss below a layer's own peak. With "
         "--no-gradient-accumulation-fusion chunks hold a sum in fp32 (width x vocabulary). Default: the whole at "
         "once. Set it when the logits set the peak: long sequences, large vocabularies.")
+
+    add("--swap-fp8-weights", choices=FP8_WEIGHTS, default=KEEP,
+        help="Whether TransformerEngine keeps its 8-bit copies of weights (2 bytes a weight on Hopper), or makes "
+        "them in each forward and again in backward, equal to the bit. Experts keep theirs. Default: %(default)s. "
+        "Set it when --fp8-format is on and memory is short.")
 
     add = parser.add_argument_group(
         "swap: planner", "Measure the model, then keep, swap or recompute each saved tensor within a memory budget."
@@ -202,6 +209,7 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         cpu_memory_gib=args.swap_cpu_memory_gib,
         oom_guard=args.swap_oom_guard,
         loss_chunks=None if args.swap_loss_chunks is None else parse_loss_chunks(str(args.swap_loss_chunks)),
+        recomputes_fp8_weights=args.swap_fp8_weights != KEEP,
     )
     if auto:
         config.budget_gib(device_memory_gib(args))

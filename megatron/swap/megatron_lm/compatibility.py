@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
-from megatron.swap.common.config import SwapConfig
+from megatron.swap.common.config import SwapConfig, check_fp8_weights
 from megatron.swap.common.layer_ranges import MOST_LAYERS
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, QUANTIZED, UsageError
 from megatron.swap.megatron_lm.layer import known_modules
@@ -105,6 +105,8 @@ def check_settings(args: argparse.Namespace, config: SwapConfig) -> None:
         _check_optimizer(args, config)
     if config.loss_chunks is not None:
         _check_loss(args, config)
+    if config.recomputes_fp8_weights:
+        check_fp8_weights(args)
 
 
 def can_recompute(args: argparse.Namespace, kind: str) -> bool:

@@ -112,12 +112,12 @@ def linear_params(model: Model) -> float:
 
 
 def fp8_params(model: Model, layers: tuple[int, ...]) -> float:
-    """Return the weights in FP8 that one rank of a pipeline stage has.
+    """Return the weights of which one rank of a pipeline stage keeps copies in FP8, or has them in FP8 alone.
 
     Args:
         layers: those of the stage.
     """
-    if model.fp8_recipe is None:
+    if model.fp8_recipe is None or not model.keeps_fp8_weights:
         return 0.0
     return linear_params(model) * len(set(layers) - set(model.bf16_layers)) / model.tensor_parallel
 

@@ -165,11 +165,12 @@ def kernels(model: Model) -> list[Kernel]:
         if step.name in linears:
             inputs, outputs, saves = linears[step.name]
             later = 0 if saves else 1  # layouts of the input that backward makes
+            weight = 0.0 if model.keeps_fp8_weights else step.weight_gradient  # is made in both directions
             steps[index] = replace(
                 step, saves=saves, is_fp8=True, speeds=SPEEDS.get(recipe, step.speeds),
-                quantized_bytes=moved_bytes(recipe, inputs, 2 - later),
-                gradient_quantized_bytes=moved_bytes(recipe, outputs) + later * moved_bytes(recipe, inputs, 1),
-                gradients=step.gradients + outputs,  # the output's gradient in FP8, in two layouts
+                quantized_bytes=moved_bytes(recipe, inputs, 2 - later) + moved_bytes(recipe, weight, 1),
+                gradient_quantized_bytes=moved_bytes(recipe, outputs + weight) + later * moved_bytes(recipe, inputs, 1),
+                gradients=step.gradients + outputs + weight,  # in FP8, in two layouts: the output's gradient, weights
             )  # fmt: skip
     return steps
 
@@ -238,7 +239,8 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: 
     size = _sizes(model)
     peak_mib = 2 * size.hidden / MIB
     if model.fp8_recipe is not None:  # linear_fc2 holds its bf16 input, which is not saved, and both its FP8 layouts
-        peak_mib = max(peak_mib, (size.hidden + 1.5 * size.activation) / MIB)
+        copies = 0.0 if model.keeps_fp8_weights else steps[-2].weight_gradient  # two layouts of its weight
+        peak_mib = max(peak_mib, (size.hidden + 1.5 * size.activation + copies) / MIB)
     sections = _sections(model, gpu, sites, peak_mib)
     if model.fp8_recipe is not None:
         sections = tuple(part for part in sections if part.name in recomputed(model))

@@ -19,6 +19,7 @@ from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.engine.layer_hooks import override_forward
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm import accumulators
+from megatron.swap.megatron_lm.fp8_weights import recompute_weights
 from megatron.swap.megatron_lm.layer import check_one_stack, pipeline_rank
 from megatron.swap.megatron_lm.memory_needs import MemoryCheck
 from megatron.swap.megatron_lm.optimizer_swap import OptimizerSwap
@@ -127,6 +128,8 @@ class ModelSwap:
         config, observer = self.config, self.run_device.observer
         for chunk in chunks:
             self._undo.append(self._loss.attach(chunk))
+            if config.recomputes_fp8_weights:
+                self._undo.append(recompute_weights(chunk))
             if config.acts or observer is not None:
                 self._undo.append(override_forward(chunk, self._observed(chunk)))
             if self.planned.offload is not None:

@@ -110,6 +110,36 @@ def test_unswapped_steps_in_fp8_are_predicted(row: dict[str, Any]) -> None:
     assert simulate(made, empty_plan(made)).step_ms == pytest.approx(row["step_ms_median"], rel=0.02)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_weights_without_copies_take_their_time_in_each_micro_batch(recipe: str) -> None:
+    """Forward makes one layout, backward two, in place of two once a step. There is one weight's copy at a time."""
+    flags = f"{FP8} {recipe}"
+    kept, made = profile_of(flags), profile_of(f"{flags} --swap-fp8-weights recompute")
+    weights = H * (2 * H + 2 * KV) + 3 * H * FFN
+    reads = 4 if recipe == "tensorwise" else 2
+    per_value_ms = weights / 3400e6
+    assert kept.static_gib - made.static_gib == pytest.approx(2 * LAYERS * weights / GIB)
+    assert inner(made).forward_ms - inner(kept).forward_ms == pytest.approx((reads + 1) * per_value_ms)
+    assert inner(made).backward_ms - inner(kept).backward_ms == pytest.approx((reads + 2) * per_value_ms)
+    once_ms = kept.non_layer.optimizer_ms - made.non_layer.optimizer_ms
+    assert once_ms == pytest.approx(LAYERS * (reads + 2) * per_value_ms)
+    more_mib = max(b for _, b in inner(made).temporaries) - max(b for _, b in inner(kept).temporaries)
+    assert more_mib == pytest.approx(2 * 2 * H * FFN / MIB)  # linear_fc1 has two of these
+    assert inner(made).forward_peak_mib - inner(kept).forward_peak_mib == pytest.approx(2 * H * FFN / MIB)
+    assert made.model != kept.model, "a plan of the one is refused for the other"
+    assert made.fragments_gib == profile_of().fragments_gib
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [("", "needs --fp8-format"), (f"{FP8} delayed", "with --fp8-recipe delayed"),
+     (f"{FP8} tensorwise --fp8-param-gather --use-distributed-optimizer", "with --fp8-param-gather")],
+)  # fmt: skip
+def test_weights_that_have_no_copies_to_drop_are_refused(flags: str, said: str) -> None:
+    with pytest.raises(UsageError, match=f"--swap-fp8-weights recompute .*{said}"):
+        profile_of(f"{flags} --swap-fp8-weights recompute")
+
+
 def test_copies_of_weights_leave_holes() -> None:
     """Without a measurement. What a run has measured counts in their place, up to the most that was seen."""
     bf16, fp8 = profile_of(), profile_of(f"{FP8} tensorwise")

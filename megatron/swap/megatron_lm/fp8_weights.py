@@ -1,0 +1,49 @@
+"""Linear layers in 8 bits that keep no copies of their weights.
+
+TransformerEngine makes two 8-bit layouts of each weight in the first micro-batch of a step and keeps them. Under FSDP2
+it does not: forward makes the layout that it reads, and backward makes its own from the parameter. That is what layers
+do here, without FSDP2. A weight does not change within a step, so its copies are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from megatron.swap.common.types import UsageError
+
+PACKAGE = "transformer_engine.pytorch"
+FLAG = "_is_fsdp2"
+"""Attribute of TransformerEngine's modules that says whether FSDP2 has wrapped them. Each forward reads it."""
+
+
+def recompute_weights(chunk: nn.Module) -> Callable[[], None]:
+    """Let the linear layers of ``chunk`` make the 8-bit layouts of their weights where they read them.
+
+    Returns:
+        A function that lets them keep copies again.
+
+    Raises:
+        UsageError: the installed TransformerEngine always keeps them.
+    """
+    package: Any = sys.modules.get(PACKAGE)
+    kinds = () if package is None else (package.Linear, package.LayerNormLinear)
+    if not all(hasattr(kind, FLAG.removeprefix("_")) for kind in kinds):
+        raise UsageError("--swap-fp8-weights recompute needs transformer_engine>=2.17. Update it, or choose keep.")
+    layers = [module for module in chunk.modules() if isinstance(module, kinds)]  # no experts (GroupedLinear)
+    before = [(layer, vars(layer).get(FLAG)) for layer in layers]
+    for layer in layers:
+        setattr(layer, FLAG, True)
+        layer._fp8_workspaces.clear()
+
+    def keep() -> None:
+        for layer, was in before:
+            if was is None:
+                delattr(layer, FLAG)
+            else:
+                setattr(layer, FLAG, was)
+
+    return keep

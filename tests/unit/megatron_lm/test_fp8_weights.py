@@ -1,0 +1,108 @@
+"""``--swap-fp8-weights recompute``: layers are told to keep no copies, and told again at the end; what is refused."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.arguments import swap_config
+from megatron.swap.megatron_lm.fp8_weights import PACKAGE, recompute_weights
+from tests.unit.megatron_lm.test_loss_chunks import parsed
+
+RECOMPUTE = "--swap-fp8-weights recompute"
+IN_8_BITS = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": False,
+             "transformer_impl": "transformer_engine"}  # fmt: skip
+
+
+class Module(nn.Module):
+    """As much of TransformerEngine's module as concerns its copies of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self._fp8_workspaces: dict[str, Any] = {"weight": "a copy"}
+
+    @property
+    def is_fsdp2(self) -> bool:
+        if not hasattr(self, "_is_fsdp2"):
+            self._is_fsdp2 = False
+        return self._is_fsdp2
+
+
+class Linear(Module):
+    pass
+
+
+class LayerNormLinear(Module):
+    pass
+
+
+class GroupedLinear(Module):
+    pass
+
+
+@pytest.fixture
+def upstream(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    package = types.ModuleType(PACKAGE)
+    package.Linear, package.LayerNormLinear = Linear, LayerNormLinear  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, PACKAGE, package)
+    return package
+
+
+def test_linear_layers_keep_no_copies_until_the_end(upstream: types.ModuleType) -> None:
+    asked, fresh, experts = Linear(), LayerNormLinear(), GroupedLinear()
+    assert not asked.is_fsdp2
+    keep = recompute_weights(nn.ModuleList([asked, fresh, experts]))
+    assert asked.is_fsdp2
+    assert fresh.is_fsdp2
+    assert not asked._fp8_workspaces
+    assert not experts.is_fsdp2
+    assert experts._fp8_workspaces, "experts keep theirs"
+    keep()
+    assert not asked.is_fsdp2
+    assert not fresh.is_fsdp2
+
+
+def test_layers_of_fsdp2_stay_what_they_are(upstream: types.ModuleType) -> None:
+    layer = Linear()
+    layer._is_fsdp2 = True
+    recompute_weights(nn.ModuleList([layer]))()
+    assert layer.is_fsdp2
+
+
+def test_a_stage_without_layers_is_left_alone(upstream: types.ModuleType) -> None:
+    recompute_weights(nn.ModuleList([nn.Embedding(2, 2)]))()
+
+
+def test_a_library_that_always_keeps_them_is_refused(upstream: types.ModuleType) -> None:
+    upstream.Linear = nn.Linear  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"needs transformer_engine>=2\.17"):
+        recompute_weights(nn.ModuleList([Linear()]))
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [({"fp8": None}, "recompute needs --fp8-format:"), ({"transformer_impl": "local"}, "needs --transformer-impl"),
+     ({"fp8_param_gather": True}, "with --fp8-param-gather: the weights themselves"),
+     ({"fp8_recipe": "delayed"}, "with --fp8-recipe delayed: weights would enter"),
+     ({"fp8_recipe": "mxfp8"}, "is made for --fp8-recipe tensorwise or blockwise, not mxfp8.")],
+)  # fmt: skip
+def test_what_has_no_copies_or_other_bits_is_refused(others: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        swap_config(parsed(RECOMPUTE, **IN_8_BITS | others))
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_it_is_a_setting_of_its_own(recipe: str) -> None:
+    config = swap_config(parsed(RECOMPUTE, **IN_8_BITS | {"fp8_recipe": recipe}))
+    assert config.recomputes_fp8_weights
+    assert config.attaches
+    assert not config.acts
+    assert not swap_config(parsed("", **IN_8_BITS)).recomputes_fp8_weights
