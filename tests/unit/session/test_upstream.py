@@ -78,11 +78,11 @@ def files(patches: Sequence[Patch]) -> set[str]:
     [
         ("--swap-summary x.json", (), {"train", "training_log"}, {"linear_weight_gradients"}),
         ("--swap-layers all", (), {"train", "training_log", "recompile_limit"},
-         {"cross_entropy", "main_params", "linear_weight_gradients"}),
+         {"cross_entropy", "main_params", "linear_weight_gradients", "param_buffer"}),
         ("--swap-memory-gib 1", PRODUCERS, {"train", "training_log", "recompile_limit"},
-         {"cross_entropy", "main_params", "linear_weight_gradients", "fused_activations", "rotary"}),
+         {"cross_entropy", "main_params", "linear_weight_gradients", "param_buffer", "fused_activations", "rotary"}),
         ("--swap-recompute rotary", ("rotary",), {"train", "training_log", "recompile_limit", "rotary"},
-         {"cross_entropy", "main_params", "linear_weight_gradients"}),
+         {"cross_entropy", "main_params", "linear_weight_gradients", "param_buffer"}),
     ],
 )  # fmt: skip
 def test_what_a_run_needs(flags: str, kinds: tuple[str, ...], needs: set[str], optional: set[str]) -> None:
