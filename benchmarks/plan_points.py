@@ -73,18 +73,15 @@ FP8 = {
     "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
     "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
 }
+NO_COPIES = "--swap-fp8-weights recompute "
 FP8_BUDGETS = {
     "fp8-l16-tensorwise-60": 87.51, "fp8-l16-tensorwise-40": 79.94, "fp8-l16-tensorwise-28": 75.4,
     "fp8-l16-blockwise-60": 87.6, "fp8-l16-blockwise-40": 80.0, "fp8-l16-blockwise-28": 75.44,
     "fp8-l4-tensorwise-60": 88.56, "fp8-l4-blockwise-60": 88.62,
-}  # fmt: skip
-"""GiB: static memory with FP8 weights, and that percentage of what the option `nothing` reserves beyond it. By the
-planner, L4-h8192 does not fit at 40 and 28 %."""
-
-WITHOUT_COPIES = {
     "fp8-l16-tensorwise-no-copies": 77.7, "fp8-l16-blockwise-no-copies": 77.7, "fp8-l4-tensorwise-no-copies": 81.7,
 }  # fmt: skip
-"""GiB, for layers that keep no 8-bit copies of weights: budgets of the suite h200-fp8 at 40 %."""
+"""GiB: static memory with FP8 weights, and that percentage of what the option `nothing` reserves beyond it. By the
+planner, L4-h8192 does not fit at 40 and 28 %. Without copies of weights: the budgets of the suite h200-fp8 at 40 %."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +160,9 @@ POINTS = {
     **{
         name: Point(f"--gpu h200 {HOST} --memory-gib {gib:g}",
                     f"{DENSE if 'l16' in name else WIDE} {FP8[name.split('-')[2]]} "
-                    f"{_sequences(4096, 4, 8) if 'l16' in name else _sequences(8192, 2, 4)}")
+                    f"{NO_COPIES if name.endswith('no-copies') else ''}"
+                    f"{_sequences(4096, 4, 8) if 'l16' in name else _sequences(8192, 2, 4)}",
+                    common=FUSED if name.endswith("no-copies") else ON_GPU)
         for name, gib in FP8_BUDGETS.items()
     },
     **{
@@ -172,15 +171,9 @@ POINTS = {
                                f"{_sequences(8192, 1, 16)}", common=FUSED)
         for kind, flags in (("bf16", ""), ("fp8", f"{FP8['tensorwise']} "))
     },
-    **{
-        name: Point(f"--gpu h200 {HOST} --memory-gib {gib:g}",
-                    f"{DENSE if 'l16' in name else WIDE} {FP8[name.split('-')[2]]} --swap-fp8-weights recompute "
-                    f"{_sequences(4096, 4, 8) if 'l16' in name else _sequences(8192, 2, 4)}", common=FUSED)
-        for name, gib in WITHOUT_COPIES.items()
-    },
     "fp8-8b-no-copies": Point(f"--gpu h200 {HOST} --memory-gib 134",
                               f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer auto {FP8['tensorwise']} "
-                              f"--swap-fp8-weights recompute {_sequences(8192, 1, 16)}", common=FUSED),
+                              f"{NO_COPIES}{_sequences(8192, 1, 16)}", common=FUSED),
 }  # fmt: skip
 """The points of an H200 with 112 GiB of host memory. Profiles are measured before predictions."""
 CPU_POINTS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ from megatron.swap.common.types import GIB, MOST, PRODUCERS, UsageError, is_with
 LAYER_SYNTAX = "0-23 | 0,4-7 | every:2 | all | none"
 LOG_LEVELS = ("quiet", "info", "debug")
 POLICIES = ("manual", "auto")
-KEEP, _ = FP8_WEIGHTS = ("keep", "recompute")
-"""Values of ``--swap-fp8-weights``."""
 MOST_CANDIDATES = 10
 MOST_LOSS_CHUNKS = 1024
 MOST_DELAY_MS = 1000
@@ -111,8 +108,7 @@ class SwapConfig:
     @property
     def attaches(self) -> bool:
         """Whether the model itself is changed: its layers, its optimizer or its loss."""
-        changes = self.loss_chunks is not None or self.recomputes_fp8_weights
-        return self.acts or bool(self.optimizer) or changes
+        return self.acts or bool(self.optimizer) or self.loss_chunks is not None or self.recomputes_fp8_weights
 
     def window_bytes(self, plan: Plan | None) -> int | None:
         """Return the prefetch window in bytes: the user's, else that of ``plan``; ``None``: the engine chooses.
@@ -198,30 +194,6 @@ def parse_steps(text: str) -> tuple[int, int]:
     if match is None:
         raise UsageError(f"--swap-profile-steps {text!r}: must be a step or a range of steps, such as 4-5.")
     return int(match[1]), int(match[2] or match[1])
-
-
-def check_fp8_weights(args: Namespace) -> None:
-    """Refuse ``--swap-fp8-weights recompute`` where there are no copies to drop, or other bits would come of it.
-
-    Args:
-        args: Megatron's arguments, or the planner's.
-
-    Raises:
-        UsageError: names the flag that is missing, or that is in the way.
-    """
-    recipe = args.fp8_recipe
-    alone = "the weights themselves are in 8 bits there. Drop one of the two."
-    history = "weights would enter a history of scales once a micro-batch. Choose --fp8-recipe tensorwise or blockwise."
-    excluded = [
-        (not args.fp8, "needs --fp8-format: without it there are no copies of weights in 8 bits."),
-        (args.transformer_impl != "transformer_engine", "needs --transformer-impl transformer_engine."),
-        (args.fp8_param_gather, f"cannot be combined with --fp8-param-gather: {alone}"),
-        (recipe == "delayed", f"cannot be combined with --fp8-recipe delayed: {history}"),
-        (recipe not in ("tensorwise", "blockwise"), f"is made for --fp8-recipe tensorwise or blockwise, not {recipe}."),
-    ]
-    for is_given, why in excluded:
-        if is_given:
-            raise UsageError(f"--swap-fp8-weights recompute {why}")
 
 
 def parse_loss_chunks(text: str) -> int | Literal["auto"]:

@@ -21,6 +21,9 @@ VERSION = 1
 ACTIONS = {"keep": Action.KEEP, "swap": Action.SWAP, "recompute": Action.RECOMPUTE}
 SITE = re.compile(r"[^/\s]+/\d+")
 LAYERS_SYNTAX = "layers and ranges, such as 0-9,12"
+KEPT = "keep"
+FP8_WEIGHTS = (KEPT, "recompute")
+"""Values of ``--swap-fp8-weights``."""
 LAYER_SECTION = "layer"
 """The section that is a whole layer, the only section that training can recompute."""
 
@@ -62,13 +65,13 @@ class Model:
     """How linear layers are scaled to FP8 (``tensorwise``, ``delayed``, ``blockwise`` …); ``None``: no FP8."""
     bf16_layers: tuple[int, ...] = ()
     """The layers without FP8, if others have it."""
-    swap_fp8_weights: str = "keep"
-    """The flag of this name: whether linear layers with FP8 ``keep`` copies of their weights, or ``recompute`` them."""
+    swap_fp8_weights: str = KEPT
+    """The flag of this name, one of ``FP8_WEIGHTS``."""
 
     @property
     def keeps_fp8_weights(self) -> bool:
         """Whether linear layers with FP8 keep copies of their weights."""
-        return self.swap_fp8_weights == "keep"
+        return self.swap_fp8_weights == KEPT
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -2,7 +2,7 @@
 
 A tensor that is made among the first activations and stays there divides the memory that those leave, and later ones
 must fit into the gaps. One H200, 8B with copies of weights in FP8 and 56 % of the optimizer state offloaded: the
-allocator reserved 11 GiB more than was in use, and 4.5 GiB with these copies apart (docs/dev/fp8.md).
+allocator reserved 11 GiB more than was in use, and 3.6 GiB with these copies apart (docs/dev/fp8.md).
 """
 
 from __future__ import annotations

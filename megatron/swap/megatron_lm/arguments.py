@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from megatron.swap.common.config import (
-    FP8_WEIGHTS,
-    KEEP,
     LAYER_SYNTAX,
     LOG_LEVELS,
     MOST_CANDIDATES,
@@ -21,7 +19,7 @@ from megatron.swap.common.config import (
     parse_loss_chunks,
     parse_steps,
 )
-from megatron.swap.common.plan import LAYER_SECTION, Plan, check_model, load_plan
+from megatron.swap.common.plan import FP8_WEIGHTS, KEPT, LAYER_SECTION, Plan, check_model, load_plan
 from megatron.swap.common.types import GIB, PRODUCERS, UsageError
 from megatron.swap.megatron_lm.compatibility import can_recompute, check_one_way, check_settings, memory_flags
 from megatron.swap.memory.host_memory import machine_memory_gib
@@ -82,7 +80,7 @@ def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--no-gradient-accumulation-fusion chunks hold a sum in fp32 (width x vocabulary). Default: the whole at "
         "once. Set it when the logits set the peak: long sequences, large vocabularies.")
 
-    add("--swap-fp8-weights", choices=FP8_WEIGHTS, default=KEEP,
+    add("--swap-fp8-weights", choices=FP8_WEIGHTS, default=KEPT,
         help="Whether TransformerEngine keeps its 8-bit copies of weights (2 bytes a weight on Hopper), or makes "
         "them in each forward and again in backward, equal to the bit. Experts keep theirs. Default: %(default)s. "
         "Set it when --fp8-format is on and memory is short.")
@@ -209,7 +207,7 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         cpu_memory_gib=args.swap_cpu_memory_gib,
         oom_guard=args.swap_oom_guard,
         loss_chunks=None if args.swap_loss_chunks is None else parse_loss_chunks(str(args.swap_loss_chunks)),
-        recomputes_fp8_weights=args.swap_fp8_weights != KEEP,
+        recomputes_fp8_weights=args.swap_fp8_weights != KEPT,
     )
     if auto:
         config.budget_gib(device_memory_gib(args))

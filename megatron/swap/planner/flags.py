@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from megatron.swap.common.command_line import CommandLine, nearest_flag
-from megatron.swap.common.config import FP8_WEIGHTS, KEEP, check_fp8_weights, parse_loss_chunks
-from megatron.swap.common.plan import Model
+from megatron.swap.common.config import parse_loss_chunks
+from megatron.swap.common.plan import FP8_WEIGHTS, KEPT, Model
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import MOST, UsageError
-from megatron.swap.planner.fp8 import RECIPES
+from megatron.swap.planner.fp8 import RECIPES, check_fp8_weights
 from megatron.swap.planner.loss_chunks import choose_num_chunks
 from megatron.swap.planner.states import States
 
@@ -162,7 +162,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
             f"{known.seq_length}. Megatron refuses less."
         )
     _check_fp8(known)
-    if known.swap_fp8_weights != KEEP:
+    if known.swap_fp8_weights != KEPT:
         check_fp8_weights(known)
     stays = _state_stays(known)
     is_precision_aware = known.use_precision_aware_optimizer
@@ -413,7 +413,7 @@ def model_of(args: argparse.Namespace) -> Model:
         expert_parallel=args.expert_model_parallel_size,
         fp8_recipe=args.fp8_recipe if args.fp8 else None,
         bf16_layers=_bf16_layers(args) if args.fp8 and args.first_last_layers_bf16 else (),
-        swap_fp8_weights=getattr(args, "swap_fp8_weights", KEEP),
+        swap_fp8_weights=getattr(args, "swap_fp8_weights", KEPT),
     )
 
 
@@ -464,7 +464,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--swap-memory-gib")
     parser.add_argument("--swap-memory-fraction", type=float)
     parser.add_argument("--swap-loss-chunks")
-    parser.add_argument("--swap-fp8-weights", choices=FP8_WEIGHTS, default=KEEP)
+    parser.add_argument("--swap-fp8-weights", choices=FP8_WEIGHTS, default=KEPT)
     for name, of_training in DECIDED.items():
         parser.add_argument(f"--{name}", nargs="+", default=[of_training])
     parser.add_argument("--hidden-dropout", type=float, default=0.1)

@@ -10,6 +10,7 @@ attention, the activation function, residuals and the output layer compute in bf
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 
 from megatron.swap.common.plan import LAYER_SECTION, Model
@@ -80,6 +81,30 @@ def check_gpu(model: Model, gpu: Gpu) -> None:
     raise UsageError(
         f"--fp8-format: {gpu.name} has no FP8 in the table. Leave it out, or choose one of {', '.join(others)}."
     )
+
+
+def check_fp8_weights(args: Namespace) -> None:
+    """Refuse ``--swap-fp8-weights recompute`` where there are no copies to drop, or other bits would come of it.
+
+    Args:
+        args: Megatron's arguments, or the planner's.
+
+    Raises:
+        UsageError: names the flag that is missing, or that is in the way.
+    """
+    recipe = args.fp8_recipe
+    alone = "the weights themselves are in 8 bits there. Drop one of the two."
+    history = "weights would enter a history of scales once a micro-batch. Choose --fp8-recipe tensorwise or blockwise."
+    excluded = [
+        (not args.fp8, "needs --fp8-format: without it there are no copies of weights in 8 bits."),
+        (args.transformer_impl != "transformer_engine", "needs --transformer-impl transformer_engine."),
+        (args.fp8_param_gather, f"cannot be combined with --fp8-param-gather: {alone}"),
+        (recipe == "delayed", f"cannot be combined with --fp8-recipe delayed: {history}"),
+        (recipe not in ("tensorwise", "blockwise"), f"is made for --fp8-recipe tensorwise or blockwise, not {recipe}."),
+    ]
+    for is_given, why in excluded:
+        if is_given:
+            raise UsageError(f"--swap-fp8-weights recompute {why}")
 
 
 def moved_bytes(recipe: str, bf16_bytes: float, num_layouts: int = 2) -> float:
