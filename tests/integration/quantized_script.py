@@ -65,7 +65,7 @@ def model_of(recipe: str) -> nn.Module:
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=4, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4, hidden_dropout=0.1,
-        attention_dropout=0.0, gradient_accumulation_fusion=False, bf16=True, params_dtype=torch.bfloat16,
+        attention_dropout=0.0, gradient_accumulation_fusion=recipe != "none", bf16=True, params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16, gated_linear_unit=True, activation_func=nn.functional.silu,
         add_bias_linear=False, normalization="RMSNorm", persist_layer_norm=False, masked_softmax_fusion=False,
         bias_activation_fusion=True, bias_dropout_fusion=True, use_cpu_initialization=not ON_GPU,
@@ -88,7 +88,7 @@ def train(recipe: str, settings: dict[str, Any] | None) -> dict[str, Any]:
     optimizer = optimizer_of(TRAINING, model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     swapped = None if settings is None else swap.install(model, optimizer, **settings)
-    losses = list(losses_of(TRAINING, model, optimizer, lambda step: None))
+    losses = list(losses_of(TRAINING, model, optimizer, lambda step: model.set_is_first_microbatch()))
     pairs = zip(before, model.parameters(), strict=True)
     kept = sum(len(getattr(module, "_fp8_workspaces", ())) for module in model.modules())
     row: dict[str, Any] = {"num_copies": kept, "losses": losses}

@@ -35,6 +35,7 @@ from megatron.swap.patches import (
     te_normalization,
     te_qkv_layout,
     te_quantize,
+    te_restored_weight,
     te_weight_copies,
     token_counts,
     train,
@@ -149,6 +150,8 @@ def patches_of_model(
     if quantized and args.fp8 and with_te:
         record = functools.partial(_record, events, record_quantization)
         (needs if quantized.intersection(config.recompute) else optional).append(te_quantize.te_quantize_patch(record))
+    if config.recomputes_fp8_weights and args.gradient_accumulation_fusion and torch.cuda.is_available():
+        needs.append(te_restored_weight.PATCH)
     if config.attaches and args.fp8 and with_te and torch.cuda.is_available():
         optional += te_weight_copies.te_weight_copies_patches(lasting_memory)
     return RunPatches(needs, optional)

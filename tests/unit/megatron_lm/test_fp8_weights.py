@@ -13,6 +13,7 @@ from torch import nn
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.arguments import swap_config
 from megatron.swap.megatron_lm.fp8_weights import PACKAGE, recompute_weights
+from megatron.swap.patches import registry, te_restored_weight
 from tests.unit.megatron_lm.test_loss_chunks import parsed
 
 RECOMPUTE = "--swap-fp8-weights recompute"
@@ -84,6 +85,44 @@ def test_a_library_that_always_keeps_them_is_refused(upstream: types.ModuleType)
     upstream.Linear = nn.Linear  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"needs transformer_engine>=2\.17"):
         recompute_weights(nn.ModuleList([Linear()]))
+
+
+class Quantizer:
+    """Makes copies of weights in the layouts that it was told to make."""
+
+    def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
+        self.layouts = (rowwise, columnwise)
+
+    def __call__(self, weight: torch.Tensor) -> Any:
+        return "copy", self.layouts, weight
+
+
+class InEightBits(nn.Parameter):
+    pass
+
+
+def test_backward_has_a_copy_before_it_asks_for_the_gradients_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's ``main_grad_func() if weight is not None``: without the copy a fused gradient has no buffer."""
+    name = te_restored_weight.PATCH.module
+    for parent in ("transformer_engine", "transformer_engine.pytorch", name.rpartition(".")[0]):
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    module = types.ModuleType(name)
+    module.restore_from_func_ctx = lambda ctx: ctx.saved  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv(registry.UNCHECKED_VARIABLE, te_restored_weight.PATCH.symbol)
+
+    def copy_of(copy: Any, weight: Any, quantizer: Any) -> Any:
+        ctx = types.SimpleNamespace(saved=("input", copy, weight, "bias"), weight_quantizer=quantizer)
+        before, found, *after = module.restore_from_func_ctx(ctx)
+        assert (before, after) == ("input", [weight, "bias"])
+        return found
+
+    weight, in_8_bits = nn.Parameter(torch.ones(2)), InEightBits(torch.ones(2))
+    with registry.apply([te_restored_weight.PATCH]):
+        assert copy_of(None, weight, Quantizer()) == ("copy", (True, True), weight)
+        assert copy_of("kept", weight, Quantizer()) == "kept"
+        assert copy_of(None, in_8_bits, Quantizer()) is None, "the weight is its own copy"
+        assert copy_of(None, weight, None) is None, "the layer is in bf16"
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,25 @@ def test_copies_of_weights_in_8_bits_have_memory_of_their_own(
     assert "te_quantize" not in files(patches.optional), "nothing is recorded that is not recomputed"
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_fused", "needs_it"),
+    [("--swap-fp8-weights recompute", True, True), ("--swap-fp8-weights recompute", False, False),
+     ("--swap-layers all", True, False)],
+)  # fmt: skip
+@needs_no_gpu
+def test_fused_gradients_of_weights_without_copies_need_their_patch(
+    flags: str, is_fused: bool, needs_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(*flags.split())
+    args.fp8, args.fp8_recipe, args.transformer_impl = "hybrid", "tensorwise", "transformer_engine"
+    args.gradient_accumulation_fusion, args.fp8_param_gather = is_fused, False
+    config, events = swap_config(args), SimpleNamespace(around_checkpointed_forward=None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    patches = patches_of_model(args, config, (), events)  # type: ignore[arg-type]
+    assert ("te_restored_weight" in files(patches.needs)) == needs_it
+    assert "te_restored_weight" not in files(patches.optional)
+
+
 def of_another_source(function: Any) -> Any:
     def another(*given: Any, **named: Any) -> Any:
         return function(*given, **named)
