@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from torch import nn
 from benchmarks.runner.fp8_scales import fp8_scales
 from megatron.swap.common.plan import load_plan, save_plan
 from megatron.swap.megatron_lm.quantized import upstream
+from megatron.swap.session.upstream import supply_fusion_kernel
 from tests.integration.built_script import (
     DEVICE,
     ON_GPU,
@@ -71,6 +73,7 @@ def model_of(recipe: str) -> nn.Module:
         bias_activation_fusion=True, bias_dropout_fusion=True, use_cpu_initialization=not ON_GPU,
         deterministic_mode=ON_GPU, **RECIPES[recipe],
     )  # fmt: skip
+    supply_fusion_kernel(Namespace(gradient_accumulation_fusion=config.gradient_accumulation_fusion))
     if recipe == "none":
         spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     else:
