@@ -21,7 +21,7 @@ from megatron.swap.planner.profile import Profile
 from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile, with_megatrons_loss
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.state_fraction import solve_fractions
-from megatron.swap.planner.states import BUCKETS_GIB, max_offloaded_state_gib, split_before_disk
+from megatron.swap.planner.states import max_offloaded_state_gib, split_before_disk
 
 MARGIN = 0.05
 """Safety margin as a fraction of a tier. A search begins where at least this fraction is predicted to stay free; a run
@@ -204,9 +204,10 @@ def _activations(
         host_gib: host memory for activations.
         in_buckets: offloaded optimizer state, if any, is ours and reloaded in buckets.
     """
-    static_gib = training.states.device_gib(params_of_rank(training.model, training.tied)) + WORKSPACE_GIB
-    in_buckets = in_buckets and training.states.offload_fraction > 0
-    least_gib = static_gib + (BUCKETS_GIB if in_buckets else 0.0)
+    states, params = training.states, params_of_rank(training.model, training.tied)
+    static_gib = states.device_gib(params) + WORKSPACE_GIB
+    in_buckets = in_buckets and states.offload_fraction > 0
+    least_gib = static_gib + (states if in_buckets else replace(states, offload_fraction=0.0)).optimizer_gib(params)
     if searches(tuple(flags)):
         return _searched(flags, training, gpu, host_gib, least_gib)
     found = _beyond_static(tuple(_without(flags, "--swap-optimizer")), gpu, in_buckets)

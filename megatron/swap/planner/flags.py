@@ -165,7 +165,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
     if known.swap_fp8_weights != KEPT:
         check_fp8_weights(known)
     stays = _state_stays(known)
-    is_precision_aware = known.use_precision_aware_optimizer
+    gradient_bytes = 2 if _has_short_gradients(known) else 4
     fraction = parse_fraction(known.swap_optimizer)
     if fraction is not None and not 0 <= fraction <= 1:
         raise UsageError(f"--swap-optimizer {fraction:g}: must be a fraction of the state, 0 to 1, or auto.")
@@ -179,13 +179,14 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
             "does not pass through buffers between disk and device. Drop one of the two."
         )
     states = States(
-        gradient_bytes=2 if is_precision_aware and known.main_grads_dtype == "bf16" else 4,
+        gradient_bytes=gradient_bytes,
         state_bytes=state_bytes_of(known),
         num_shards=data * context // instances if known.use_distributed_optimizer else 1,
         offload_fraction=1.0 if fraction is None else fraction,
         is_auto=fraction is None,
         weight_bytes=2 if known.bf16 or known.fp16 else 4,
         has_fp8_weights=known.fp8_param_gather,
+        copied_gradient_bytes=0 if gradient_bytes == 4 or _holds_main_params(known) else 4,
     )
     return Training(
         model_of(known), batch // per_round, not known.untie_embeddings_and_output_weights, states,
@@ -363,10 +364,15 @@ def state_bytes_of(args: argparse.Namespace) -> int:
         return 12 if args.bf16 or args.fp16 else 8
     main = _type_bytes(args.main_params_dtype)
     moments = _type_bytes(args.exp_avg_dtype) + _type_bytes(args.exp_avg_sq_dtype)
-    is_in_optimizer = main < 4 or getattr(args, "fp8_recipe", None) in (None, "delayed")
-    if main == 4 and is_in_optimizer and args.bf16 and not args.fp8_param_gather:
+    if main == 4 and _holds_main_params(args) and args.bf16 and not args.fp8_param_gather:
         main = 2  # 16 bits of the main value; the bf16 weight has the other 16
     return (main if args.bf16 or args.fp16 else 0) + moments
+
+
+def _holds_main_params(args: argparse.Namespace) -> bool:
+    """Return whether the optimizer itself holds the main values, and takes gradients in 16 bits."""
+    is_short = _type_bytes(args.main_params_dtype) < 4
+    return args.use_precision_aware_optimizer and (is_short or getattr(args, "fp8_recipe", None) in (None, "delayed"))
 
 
 def has_sum_in_loss(args: argparse.Namespace) -> bool:
@@ -374,8 +380,12 @@ def has_sum_in_loss(args: argparse.Namespace) -> bool:
 
     Otherwise they add to Megatron's own gradient, where the layer fuses that and the gradient is in fp32.
     """
+    return _has_short_gradients(args) or not args.gradient_accumulation_fusion
+
+
+def _has_short_gradients(args: argparse.Namespace) -> bool:
     is_short = _type_bytes(args.main_grads_dtype) < 4 or getattr(args, "grad_reduce_in_bf16", False)
-    return is_short or not args.gradient_accumulation_fusion
+    return bool(args.bf16) and is_short
 
 
 def _type_bytes(given: object) -> int:

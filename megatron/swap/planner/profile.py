@@ -245,6 +245,8 @@ class Profile:
         allocator_gib: memory that the allocator reserved beyond the peak in use during profiling; 0: there is no
             allocator that reserves memory; ``None``: it is not measured, and no run corrects the plan.
         host_gib: host memory that this rank may reserve for activations; ``None``: no limit.
+        optimizer_gib: peak of memory between a step's last backward and the next step's first forward, besides
+            ``static_gib``: gradients that the optimizer copies in single precision, buckets of offloaded state.
         offloaded_state: ``None``: the planner does not decide how much optimizer state is offloaded.
         hook_ms: time that forward and backward each take longer in a layer that swaps or recomputes, beyond copies and
             recomputation: the host's work, which shows where the device waits for the host. It is what the chosen plan
@@ -264,6 +266,7 @@ class Profile:
     pipeline: Pipeline = Pipeline()
     offloaded_state: OffloadedState | None = field(metadata={"key": "resting"}, default=None)
     hook_ms: float = 0.0
+    optimizer_gib: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_micro_batches < 1 or (self.allocator_gib or 0.0) < 0:

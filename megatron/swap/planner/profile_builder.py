@@ -75,6 +75,7 @@ def build_profile(
         non_layer=_non_layer(timeline, layers, num_micro_batches, pipeline, recording.non_layer, min_mib),
         layers=layers,
         pipeline=pipeline,
+        optimizer_gib=timeline.between_bytes / GIB,
     )
 
 

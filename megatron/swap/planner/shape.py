@@ -379,9 +379,8 @@ def shape_profile(
         optimizer_ms += quantize_weights_ms(model.fp8_recipe, gpu, fp8_params(model, tuple(here)))
     fraction, disk_ms = states.offload_fraction, state_on_disk_gib * DISK_MS_PER_GIB
     optimizer_ms += max(states.copy_ms(params, gpu.link_both_gb_s), disk_ms)
-    state = OffloadedState(
-        states.state_gib(params), fraction, 0.0, state_on_disk_gib, disk_ms, is_fixed=not states.is_auto
-    )
+    is_fixed = not states.is_auto
+    state = OffloadedState(states.state_gib(params), fraction, 0.0, state_on_disk_gib, disk_ms, is_fixed)
     stand_ins_gib = gradient_stand_ins_gib(model, states, has_loss) if fuses_gradients else 0.0
     return Profile(
         source=f"arithmetic; {gpu.source}",
@@ -398,6 +397,7 @@ def shape_profile(
         layers=tuple(classes),
         pipeline=Pipeline(stages, pipeline_rank, chunks),
         offloaded_state=state if fraction else None,
+        optimizer_gib=states.optimizer_gib(params),
     )
 
 

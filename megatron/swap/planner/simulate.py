@@ -73,6 +73,8 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
         beside_gib = step.layers_peak_mib / MIB_PER_GIB + profile.loss_block_gib
         if beside_gib > peak_gib:
             peak_gib, peak_at = beside_gib, "at the loss, beside what layers have freed"
+    if profile.optimizer_gib + profile.fragments_gib > peak_gib:
+        peak_gib, peak_at = profile.optimizer_gib + profile.fragments_gib, "in the optimizer's step"
     return Prediction(
         peak_gib=profile.static_gib + peak_gib,
         peak_at=peak_at,

@@ -84,6 +84,8 @@ class States:
         is_auto: the planner decides how much is offloaded, at most ``offload_fraction``.
         weight_bytes: bytes of one weight: 2 in bf16, or 4 in fp32, where weights are the main values.
         has_fp8_weights: linear layers in FP8 have no weights in bf16 (``--fp8-param-gather``).
+        copied_gradient_bytes: bytes of the copy of one gradient that the optimizer makes for its step: 4 if gradients
+            are in 16 bits and Megatron copies them (``_copy_model_grads_to_main_grads``).
         fp8_bytes: bytes that FP8 adds to the average weight of a rank; below 0 if it saves some.
     """
 
@@ -95,6 +97,7 @@ class States:
     weight_bytes: int = 2
     has_fp8_weights: bool = False
     fp8_bytes: float = 0.0
+    copied_gradient_bytes: int = 0
 
     @property
     def param_bytes(self) -> int:
@@ -107,6 +110,11 @@ class States:
 
     def gradients_gib(self, num_params: float) -> float:
         return num_params * self.gradient_bytes / GIB
+
+    def optimizer_gib(self, num_params: float) -> float:
+        """Return the memory of the optimizer's step besides ``device_gib``, once no activations are held, in GiB."""
+        copies_gib = num_params * self.copied_gradient_bytes / self.num_shards / GIB
+        return copies_gib + (BUCKETS_GIB if self.offload_fraction else 0.0)
 
     def state_gib(self, num_params: float) -> float:
         """Return this rank's optimizer state on all tiers together, in GiB."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.swap.planner.recording import (
@@ -23,7 +24,11 @@ evaluations belong to no step."""
 
 Moment = tuple[What, str]
 """A moment of a backward: its begin or end, or the first use or the free of a site. The end lasts until the next layer
-or step begins; meanwhile the embedding's backward or the optimizer runs."""
+begins; meanwhile the embedding's backward runs."""
+
+
+FIRST_OF_STEP = frozenset({What.CHUNK_BEGIN, What.FORWARD_BEGIN})
+"""What begins a step's first forward."""
 
 
 @dataclass(eq=False)
@@ -89,7 +94,9 @@ class Timeline:
     """Layer passes and steps of a recording.
 
     Attributes:
-        static_bytes: memory allocated when a step begins; of several steps the most.
+        static_bytes: memory allocated when a step's first forward begins; of several steps the most. Before that,
+            gradients that the optimizer has copied in single precision may still be there.
+        between_bytes: peak between the last event of a step and the next step's first forward, besides static memory.
         peak_bytes: peak of allocated memory.
         passes: layer passes in the order of their forwards.
         steps: the parts of the steps outside layers.
@@ -98,7 +105,8 @@ class Timeline:
 
     def __init__(self, recording: Recording) -> None:
         events = recording.events
-        self.static_bytes = max(event.now_bytes for event in events if event.what is What.STEP)
+        self.static_bytes = _static_bytes(events)
+        self.between_bytes = 0
         self.peak_bytes = max(event.peak_bytes for event in events[1:])
         self.passes: list[LayerPass] = []
         self.steps: list[NonLayerStep] = []
@@ -115,6 +123,7 @@ class Timeline:
         self._moment: Moment = (What.BACKWARD_BEGIN, "")
         self._begin_ms = self._chunk_ms = self._layers_ms = 0.0
         self._step_ms: float | None = None
+        self._is_between_steps = True
         self._backward_end_ms: float | None = None
         self._chunk_end_ms: float | None = None
         self._saved_bytes = self._forward_peak_bytes = self._loss_peak_bytes = self._kept_before_bytes = 0
@@ -162,6 +171,10 @@ class Timeline:
         peak_bytes = event.peak_bytes
         if before.what is What.FREED and peak_bytes == before.now_bytes:
             peak_bytes = event.now_bytes  # the peak is that before the storage was freed, which is counted already
+        if event.what is What.STEP or self._is_between_steps:
+            if event is not before:  # the first event has the peak of what came before the recording
+                self.between_bytes = max(self.between_bytes, peak_bytes - self.static_bytes)
+            return
         resident_bytes = self._resident_bytes + (event.num_bytes if event.what is What.ARRIVED else 0)
         other_bytes = max(0, peak_bytes - self.static_bytes - resident_bytes)
         if self._forward is not None:
@@ -202,6 +215,8 @@ class Timeline:
     # ---------------------------------------------------------------- events
 
     def _apply(self, event: Event, now_ms: float) -> None:
+        if event.what in FIRST_OF_STEP:
+            self._is_between_steps = False
         match event.what:
             case What.STEP:
                 self._begin_step(now_ms)
@@ -253,6 +268,7 @@ class Timeline:
             self.steps.append(self._non_layer)
         self._non_layer, self._step_ms = NonLayerStep(), now_ms
         self._leave_backward()
+        self._is_between_steps = True
         self._chunk_end_ms = self._last_forward = None
         self._pass_of.clear()
 
@@ -299,3 +315,14 @@ class Timeline:
         self._moment = moment
         backward.moments.pop(moment, None)
         backward.moments[moment] = now_ms - self._begin_ms
+
+
+def _static_bytes(events: Sequence[Event]) -> int:
+    """Return the memory allocated when the first forward of a step begins; of several steps the most."""
+    is_between, found = False, 0
+    for event in events:
+        if event.what is What.STEP:
+            is_between = True
+        elif is_between and event.what in FIRST_OF_STEP:
+            is_between, found = False, max(found, event.now_bytes)
+    return found

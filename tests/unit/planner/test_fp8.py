@@ -130,6 +130,19 @@ def test_weights_without_copies_take_their_time_in_each_micro_batch(recipe: str)
     assert made.fragments_gib == profile_of().fragments_gib
 
 
+SHORT = "--use-precision-aware-optimizer --main-grads-dtype bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_bytes"),
+    [(f"{FP8} tensorwise {SHORT}", 4), (f"{FP8} blockwise --grad-reduce-in-bf16", 4), (f"{FP8} tensorwise", 0),
+     (f"{FP8} delayed {SHORT}", 0), (f"{FP8} tensorwise {SHORT} --main-params-dtype fp16", 0), (SHORT, 0)],
+)  # fmt: skip
+def test_gradients_are_copied_where_megatron_holds_the_main_parameters(flags: str, num_bytes: int) -> None:
+    """``use_precision_aware_optimizer_no_fp8_or_ds_fp8``: with scales of a step the optimizer does not hold them."""
+    assert read_flags(f"{FLAGS} {flags}".split()).states.copied_gradient_bytes == num_bytes
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [("", "needs --fp8-format"), (f"{FP8} delayed", "with --fp8-recipe delayed"),

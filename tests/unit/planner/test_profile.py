@@ -135,7 +135,9 @@ class TestShapes:
             ("--swap-optimizer 0.25", States(offload_fraction=0.25)),
             ("--use-distributed-optimizer --use-precision-aware-optimizer", States(state_bytes=10)),
             ("--use-precision-aware-optimizer --main-grads-dtype bf16", States(gradient_bytes=2, state_bytes=10)),
-            ("--main-grads-dtype bf16", States()),  # Megatron refuses it
+            ("--grad-reduce-in-bf16", States(gradient_bytes=2, copied_gradient_bytes=4)),
+            ("--use-precision-aware-optimizer --main-grads-dtype bf16 --main-params-dtype fp16",
+             States(gradient_bytes=2, state_bytes=10)),
         ],
     )
     def test_storage_of_optimizer_state(self, flags: str, states: States) -> None:
@@ -145,6 +147,8 @@ class TestShapes:
         params = params_of_rank(training.model, training.tied)
         assert kept.static_gib == pytest.approx(params * _device_bytes(states) / GIB + WORKSPACE_GIB)
         without = shape_profile(training.model, find_gpu("h200"), 2, tied=training.tied)
+        buckets_gib = 0.75 if states.offload_fraction else 0.0
+        assert kept.optimizer_gib == pytest.approx(states.copied_gradient_bytes * params / GIB + buckets_gib)
         more_ms = kept.non_layer.optimizer_ms - without.non_layer.optimizer_ms
         assert more_ms == pytest.approx(states.offload_fraction * states.state_bytes * params / 49e6)
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB, MIB, SwapError
 from megatron.swap.planner.profile import Device, LayerClass, Link, NonLayer, NonLayerSite, Pipeline, Profile, Section
 from megatron.swap.planner.profile_builder import build_profile, with_recorded_times
 from megatron.swap.planner.recording import EVALUATION, Event, NonLayerStorage, PassKey, Recording, SavedStorage, What
 from megatron.swap.planner.simulate import simulate
-from megatron.swap.planner.solve import empty_plan, whole_layers
+from megatron.swap.planner.solve import empty_plan, solve, whole_layers
 from tests.unit.planner.cases import model, plan
 
 STATIC = 1000 * MIB
@@ -407,6 +408,31 @@ class TestAStep:
             layer.backward(script)
         profile = built(script.blip(300).note(What.STEP).recording)
         assert simulate(profile, empty_plan(profile)).peak_gib * GIB == pytest.approx(STATIC + 300 * MIB)
+
+    def test_copies_of_gradients_between_steps_are_neither_static_nor_activations(self) -> None:
+        """Megatron copies gradients of 16 bits before the optimizer's step, and frees the copies before a forward."""
+        script, begun = Script(), []
+        for number in range(2):
+            script.note(What.STEP).work(EVALUATION, 5, mib=900)
+            script.use(-300 * number)
+            begun.append(script.bytes)
+            layers = [Layer(0, is_held=True), Layer(1)]
+            for layer in layers:
+                layer.forward(script)
+            for layer in reversed(layers):
+                layer.backward(script)
+            script.use(300)
+        profile = built(script.note(What.STEP).recording)
+        assert begun == [STATIC, STATIC]
+        assert profile.static_gib == STATIC / GIB
+        assert profile.optimizer_gib == 300 * MIB / GIB
+        assert max(mib for entry in profile.layers for _, mib in entry.temporaries) < 100
+        prediction = simulate(profile, empty_plan(profile))
+        assert prediction.peak_gib * GIB == pytest.approx(STATIC + 300 * MIB)
+        assert prediction.peak_at == "in the optimizer's step"
+        with pytest.raises(Infeasible, match=r"no plan stays below 1\.2 GiB"):
+            solve(profile, 1.2)
+        assert solve(profile, 1.3).prediction.peak_gib == prediction.peak_gib
 
     def test_a_plan_of_it_can_be_simulated(self) -> None:
         profile = built(steps(Script(), [[Layer(0, again_ms=1.5)]]))
