@@ -271,7 +271,7 @@ Does Megatron Swap work with the flags that you use? A row is a Megatron flag. A
 | sources | The patched functions have the source that the patches were written for. No run was made. |
 | – | Not tested. |
 
-GPU runs are the rows of `docs/results`. Each row names its commit; some are earlier than this version.
+GPU runs are the rows of `docs/results`. Each names its commit; some are older.
 """
 
 VERSIONS_HEAD = """\

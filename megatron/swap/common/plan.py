@@ -22,7 +22,8 @@ ACTIONS = {"keep": Action.KEEP, "swap": Action.SWAP, "recompute": Action.RECOMPU
 SITE = re.compile(r"[^/\s]+/\d+")
 LAYERS_SYNTAX = "layers and ranges, such as 0-9,12"
 KEPT = "keep"
-FP8_WEIGHTS = (KEPT, "recompute")
+DROPPED = "recompute"
+FP8_WEIGHTS = (KEPT, DROPPED)
 """Values of ``--swap-fp8-weights``."""
 LAYER_SECTION = "layer"
 """The section that is a whole layer, the only section that training can recompute."""

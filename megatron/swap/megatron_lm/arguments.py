@@ -19,7 +19,7 @@ from megatron.swap.common.config import (
     parse_loss_chunks,
     parse_steps,
 )
-from megatron.swap.common.plan import FP8_WEIGHTS, KEPT, LAYER_SECTION, Plan, check_model, load_plan
+from megatron.swap.common.plan import DROPPED, FP8_WEIGHTS, LAYER_SECTION, Plan, check_model, load_plan
 from megatron.swap.common.types import GIB, PRODUCERS, UsageError
 from megatron.swap.megatron_lm.compatibility import can_recompute, check_one_way, check_settings, memory_flags
 from megatron.swap.memory.host_memory import machine_memory_gib
@@ -80,10 +80,10 @@ def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--no-gradient-accumulation-fusion chunks hold a sum in fp32 (width x vocabulary). Default: the whole at "
         "once. Set it when the logits set the peak: long sequences, large vocabularies.")
 
-    add("--swap-fp8-weights", choices=FP8_WEIGHTS, default=KEPT,
+    add("--swap-fp8-weights", choices=FP8_WEIGHTS, default=None,
         help="Whether TransformerEngine keeps its 8-bit copies of weights (2 bytes a weight on Hopper), or makes "
-        "them in each forward and again in backward, equal to the bit. Experts keep theirs. Default: %(default)s. "
-        "Set it when --fp8-format is on and memory is short.")
+        "them in each forward and again in backward, equal to the bit. Experts keep theirs. Default: keep; "
+        "with a budget, the planner chooses. Set it when memory is short.")
 
     add = parser.add_argument_group(
         "swap: planner", "Measure the model, then keep, swap or recompute each saved tensor within a memory budget."
@@ -207,7 +207,7 @@ def swap_config(args: argparse.Namespace) -> SwapConfig:
         cpu_memory_gib=args.swap_cpu_memory_gib,
         oom_guard=args.swap_oom_guard,
         loss_chunks=None if args.swap_loss_chunks is None else parse_loss_chunks(str(args.swap_loss_chunks)),
-        recomputes_fp8_weights=args.swap_fp8_weights != KEPT,
+        recomputes_fp8_weights=args.swap_fp8_weights == DROPPED,
     )
     if auto:
         config.budget_gib(device_memory_gib(args))
@@ -264,6 +264,8 @@ def _wants_auto(args: argparse.Namespace) -> bool:
 def _plan(args: argparse.Namespace) -> Plan:
     """Return the plan of the plan file, if it is for this model and training can carry it out."""
     plan = load_plan(args.swap_plan)
+    if args.swap_fp8_weights is None:
+        args.swap_fp8_weights = plan.model.swap_fp8_weights
     check_model(plan, model_of(args), f"--swap-plan {args.swap_plan}")
     for layer in plan.layers():
         for section in plan.sections(layer):

@@ -1,4 +1,4 @@
-"""Linear layers in 8 bits that keep no copies of their weights.
+"""Linear layers in 8 bits that keep no copies of their weights: by a flag, or where the planner predicts a faster step.
 
 TransformerEngine makes two 8-bit layouts of each weight in the first micro-batch of a step and keeps them. Under FSDP2
 it does not: forward makes the layout that it reads, and backward makes its own from the parameter. That is what layers
@@ -8,16 +8,56 @@ do here, without FSDP2. A weight does not change within a step, so its copies ar
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from megatron.swap.common.plan import DROPPED, KEPT
 from megatron.swap.common.types import UsageError
+from megatron.swap.megatron_lm.arguments import device_memory_gib
+from megatron.swap.planner.flags import read_flags
+from megatron.swap.planner.fp8 import why_copies_stay
+from megatron.swap.planner.gpus import gpu_of
+from megatron.swap.planner.options import DISK, PLANNED, STATE, of_training
 
 PACKAGE = "transformer_engine.pytorch"
 FLAG = "_is_fsdp2"
 """Attribute of TransformerEngine's modules that says whether FSDP2 has wrapped them. Each forward reads it."""
+
+
+def choose_fp8_weights(args: Namespace, command_line: Sequence[str]) -> str | None:
+    """Set ``args.swap_fp8_weights`` if no flag does and the run plans itself: to what is predicted to be faster.
+
+    Copies are kept where the planner has no figures for the GPU or no formulas for the model.
+
+    Args:
+        args: Megatron's parsed arguments.
+        command_line: the words they were parsed from.
+
+    Returns:
+        A line that says so, if copies are not kept.
+    """
+    budget_gib = args.swap_memory_gib
+    if args.swap_memory_fraction is not None:
+        budget_gib = args.swap_memory_fraction * device_memory_gib(args)
+    if args.swap_fp8_weights is not None or budget_gib is None or why_copies_stay(args):
+        return None
+    gpu = gpu_of(torch.cuda.get_device_name(args.local_rank)) if torch.cuda.is_available() else None
+    if gpu is None:
+        return None
+    try:
+        training = read_flags(command_line, args.world_size)
+        found = {one.name: one for one in of_training(training, gpu, budget_gib, args.swap_host_gib)}
+    except UsageError:
+        return None
+    with_state = DISK if args.swap_disk_dir is not None else STATE
+    chosen = found.get(with_state if training.offloads else PLANNED)
+    drops = chosen is not None and DROPPED in chosen.flags
+    args.swap_fp8_weights = DROPPED if drops else KEPT
+    return "the planner chose --swap-fp8-weights recompute; keep would be slower in this budget" if drops else None
 
 
 def recompute_weights(chunk: nn.Module) -> Callable[[], None]:

@@ -12,10 +12,10 @@ from typing import Literal, NoReturn
 
 from megatron.swap.common.command_line import CommandLine, nearest_flag
 from megatron.swap.common.config import parse_loss_chunks
-from megatron.swap.common.plan import FP8_WEIGHTS, KEPT, Model
+from megatron.swap.common.plan import DROPPED, FP8_WEIGHTS, KEPT, Model
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import MOST, UsageError
-from megatron.swap.planner.fp8 import RECIPES, check_fp8_weights
+from megatron.swap.planner.fp8 import RECIPES, check_fp8_weights, why_copies_stay
 from megatron.swap.planner.loss_chunks import choose_num_chunks
 from megatron.swap.planner.states import States
 
@@ -71,6 +71,7 @@ class Training:
         has_sum_in_loss: as for ``loss_bytes``.
         fuses_gradients: whether layers add to ``main_grad`` themselves, so that weights have no 16-bit gradients.
         avoids_disk: a flag with which optimizer state cannot be on disk; ``None``: it can.
+        may_drop_copies: linear layers in FP8 may keep copies of their weights or not: no flag says it.
     """
 
     model: Model
@@ -90,6 +91,7 @@ class Training:
     has_sum_in_loss: bool = False
     fuses_gradients: bool = False
     avoids_disk: str | None = None
+    may_drop_copies: bool = False
 
     @property
     def num_loss_chunks(self) -> int:
@@ -162,7 +164,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
             f"{known.seq_length}. Megatron refuses less."
         )
     _check_fp8(known)
-    if known.swap_fp8_weights != KEPT:
+    if known.swap_fp8_weights == DROPPED:
         check_fp8_weights(known)
     stays = _state_stays(known)
     gradient_bytes = 2 if _has_short_gradients(known) else 4
@@ -196,6 +198,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         known.use_distributed_optimizer, known.max_position_embeddings is not None, stays,
         None if known.swap_loss_chunks is None else parse_loss_chunks(known.swap_loss_chunks),
         has_sum_in_loss(known), known.gradient_accumulation_fusion, avoids_disk,
+        known.swap_fp8_weights is None and not why_copies_stay(known),
     )  # fmt: skip
 
 
@@ -423,7 +426,7 @@ def model_of(args: argparse.Namespace) -> Model:
         expert_parallel=args.expert_model_parallel_size,
         fp8_recipe=args.fp8_recipe if args.fp8 else None,
         bf16_layers=_bf16_layers(args) if args.fp8 and args.first_last_layers_bf16 else (),
-        swap_fp8_weights=getattr(args, "swap_fp8_weights", KEPT),
+        swap_fp8_weights=getattr(args, "swap_fp8_weights", None) or KEPT,
     )
 
 
@@ -474,7 +477,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--swap-memory-gib")
     parser.add_argument("--swap-memory-fraction", type=float)
     parser.add_argument("--swap-loss-chunks")
-    parser.add_argument("--swap-fp8-weights", choices=FP8_WEIGHTS, default=KEPT)
+    parser.add_argument("--swap-fp8-weights", choices=FP8_WEIGHTS)
     for name, of_training in DECIDED.items():
         parser.add_argument(f"--{name}", nargs="+", default=[of_training])
     parser.add_argument("--hidden-dropout", type=float, default=0.1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.swap.common.layer_ranges import format_ranges
-from megatron.swap.common.plan import LAYER_SECTION, Infeasible, Plan, PlanClass
+from megatron.swap.common.plan import DROPPED, LAYER_SECTION, Infeasible, Plan, PlanClass
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.planner.flags import Training
 from megatron.swap.planner.fp8 import fp8_params, with_fp8_weights
@@ -25,6 +25,8 @@ NOTHING, FULL, PLANNED, STATE, DISK = (
 FULL_FLAGS = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 NEAR = 1.02
 """A simpler option is preferred if its step takes at most this times the fastest one's."""
+WORTH = 0.995
+"""Copies of weights in FP8 are dropped if a step then takes at most this times as long."""
 LAYERS_AHEAD = 20
 """Layers that the host is ahead of the GPU: CUDA queues 1,024 kernels, and a layer's forward and backward launch about
 50 (docs/dev/planner.md)."""
@@ -96,7 +98,7 @@ def of_training(
     """Return the options of a run that its flags describe, the simplest first.
 
     ``--swap-optimizer`` among the flags says which fraction of optimizer state the last two options offload; without it
-    the planner decides.
+    the planner decides. It also decides whether linear layers in FP8 keep copies of their weights, if no flag says it.
 
     Args:
         budget_gib: device memory that a step may reserve.
@@ -107,8 +109,21 @@ def of_training(
     Raises:
         UsageError: the formulas do not cover the model, or a given fraction of the state exceeds host memory.
     """
+    limits = budget_gib, host_gib, pipeline_rank, disk_dir
     if link_gb_s is not None:
         gpu = replace(gpu, link_gb_s=link_gb_s, link_both_gb_s=link_gb_s)
+    found = _of_training(training, gpu, *limits)
+    if not training.may_drop_copies:
+        return found
+    without = _of_training(replace(training, model=replace(training.model, swap_fp8_weights=DROPPED)), gpu, *limits)
+    pairs = zip(found, without, strict=True)
+    return [_faster(one, other) if one.is_planned else one for one, other in pairs]
+
+
+def _of_training(
+    training: Training, gpu: Gpu, budget_gib: float, host_gib: float | None, pipeline_rank: int, disk_dir: str
+) -> list[Option]:
+    """Return the options of a run whose layers keep copies of their weights, or not, as its model says."""
     params = params_of_rank(training.model, training.tied, pipeline_rank)
     training = replace(training, states=states_on(training, gpu, pipeline_rank))
     kept = replace(training.states, offload_fraction=0.0, is_auto=False)
@@ -245,6 +260,14 @@ def _planned(
         name, flags, profile, prediction.peak_gib, split.state_in_host + split.activations_in_host + buffers_gib,
         split.state_on_disk + split.activations_on_disk, True, prediction, solution, states,
     )  # fmt: skip
+
+
+def _faster(option: Option, without: Option) -> Option:
+    """Return ``option``, or the same ``without`` copies of weights in FP8 if that is worth it, or alone fits."""
+    without = replace(without, flags=(*without.flags, "--swap-fp8-weights", DROPPED))
+    if option.prediction is None or without.prediction is None:
+        return without if without.fits or (not option.fits and without.needed_gib < option.needed_gib) else option
+    return without if without.prediction.step_ms < WORTH * option.prediction.step_ms else option
 
 
 def _at_least(option: Option, simpler: Option) -> Option:

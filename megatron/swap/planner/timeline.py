@@ -28,7 +28,7 @@ begins; meanwhile the embedding's backward runs."""
 
 
 FIRST_OF_STEP = frozenset({What.CHUNK_BEGIN, What.FORWARD_BEGIN})
-"""What begins a step's first forward."""
+"""Events of which one begins a step's first forward."""
 
 
 @dataclass(eq=False)

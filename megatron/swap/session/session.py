@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.arguments import swap_config
 from megatron.swap.megatron_lm.compatibility import check_model_config
+from megatron.swap.megatron_lm.fp8_weights import choose_fp8_weights
 from megatron.swap.megatron_lm.layer import num_micro_batches
 from megatron.swap.megatron_lm.memory_needs import check_memory
 from megatron.swap.native.guarding import build_guard
@@ -56,11 +58,12 @@ class SwapSession(ModelSwap):
             PatchError: this run needs patches that were not written for this Megatron.
         """
         check_model_config(model_config)
+        chosen = choose_fp8_weights(args, sys.argv[1:])
         config = swap_config(args)
         if config.oom_guard:
             build_guard(on_gpu=torch.cuda.is_available())
         session = cls(args, config)
-        for line in registry.lost_features(supply_fusion_kernel(args)):
+        for line in (*([chosen] if chosen else []), *registry.lost_features(supply_fusion_kernel(args))):
             session._console.say(line)
         if not config.does_anything:
             return session

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.arguments import swap_config
-from megatron.swap.megatron_lm.fp8_weights import PACKAGE, recompute_weights
+from megatron.swap.megatron_lm.fp8_weights import PACKAGE, choose_fp8_weights, recompute_weights
 from megatron.swap.patches import registry, te_restored_weight
 from tests.unit.megatron_lm.test_loss_chunks import parsed
 
@@ -85,6 +85,38 @@ def test_a_library_that_always_keeps_them_is_refused(upstream: types.ModuleType)
     upstream.Linear = nn.Linear  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match=r"needs transformer_engine>=2\.17"):
         recompute_weights(nn.ModuleList([Linear()]))
+
+
+H200, UNKNOWN = "NVIDIA H200", "NVIDIA T4"
+OF_3_5B = (
+    "--transformer-impl transformer_engine --bf16 --num-layers 16 --hidden-size 4096 --ffn-hidden-size 11008 --swiglu "
+    "--num-attention-heads 32 --vocab-size 32000 --seq-length 4096 --micro-batch-size 4 --global-batch-size 8 "
+    "--untie-embeddings-and-output-weights --disable-bias-linear --normalization RMSNorm --fp8-format hybrid "
+    "--fp8-recipe tensorwise"
+)
+
+
+@pytest.mark.parametrize(
+    ("ours", "gpu", "chosen"),
+    [("--swap-memory-gib 78", H200, "recompute"), ("--swap-memory-fraction 0.55", H200, "recompute"),
+     ("--swap-memory-gib 120", H200, "keep"), ("--swap-memory-gib 78", UNKNOWN, None),
+     ("--swap-memory-gib 78", None, None), ("--swap-layers all", H200, None),
+     ("--swap-memory-gib 78 --swap-fp8-weights keep", H200, "keep"),
+     ("--swap-memory-gib 78 --swap-optimizer auto", H200, "recompute"),
+     ("--swap-memory-gib 78 --num-experts 8", H200, None)],
+)  # fmt: skip
+def test_a_run_that_plans_itself_keeps_copies_or_not(
+    ours: str, gpu: str | None, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By figures of the GPU; where the planner has none, or the user has said it, nothing changes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    total = types.SimpleNamespace(total_memory=int(139.8 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
+    args = parsed(ours.replace("--num-experts 8", ""), **IN_8_BITS | {"local_rank": 0, "world_size": 1})
+    line = choose_fp8_weights(args, f"{OF_3_5B} {ours}".split())
+    assert args.swap_fp8_weights == chosen
+    assert (line is not None) == (chosen == "recompute")
 
 
 class Quantizer:

@@ -15,7 +15,7 @@ from megatron.swap.planner.recording import PassKey, SavedStorage, What
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import smallest_budget, solve, whole_layers
 from tests.unit.planner.cases import model, profile, site
-from tests.unit.planner.test_profile_builder import Script
+from tests.unit.planner.handwritten import Script
 
 INPUT = "checkpoint/0"
 

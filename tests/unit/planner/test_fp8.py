@@ -241,8 +241,28 @@ def test_recomputation_helps_where_copies_do_not_fit_the_shorter_forward(monkeyp
     assert step_ms[0] < 0.97 * step_ms[1]
 
 
+@pytest.mark.parametrize(
+    ("flags", "budget_gib", "is_dropped"),
+    [("tensorwise", 77.7, True), ("blockwise", 77.7, True), ("tensorwise", 120.0, False),
+     ("tensorwise --swap-fp8-weights keep", 77.7, False), ("delayed", 77.7, False),
+     ("tensorwise --fp8-param-gather --use-distributed-optimizer", 77.7, False),
+     ("tensorwise", 60.0, True)],
+)  # fmt: skip
+def test_the_planner_drops_copies_of_weights_where_that_is_faster(
+    flags: str, budget_gib: float, is_dropped: bool
+) -> None:
+    """Where all fits they are kept; where nothing fits (60 GiB) the smaller need counts."""
+    training = read_flags(f"{FLAGS} {FP8} {flags}".split())
+    unswapped, _, planned, *_ = of_training(training, H200, budget_gib, 64.0)
+    assert ("--swap-fp8-weights" in planned.flags) == is_dropped
+    assert unswapped.profile.model.keeps_fp8_weights
+    assert planned.profile.model.keeps_fp8_weights != is_dropped
+    if planned.solution is not None:
+        assert planned.solution.plan.model == planned.profile.model
+
+
 def test_all_options_count_the_weights_copies() -> None:
-    training = read_flags(f"{FLAGS} {FP8} tensorwise".split())
+    training = read_flags(f"{FLAGS} {FP8} tensorwise --swap-fp8-weights keep".split())
     names = {one.name: one for one in of_training(training, H200, 75.0, 64.0)}
     full, states = names[FULL].prediction, names[PLANNED].states
     assert full is not None
