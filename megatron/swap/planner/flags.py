@@ -184,10 +184,10 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         gradient_bytes=gradient_bytes,
         state_bytes=state_bytes_of(known),
         num_shards=data * context // instances if known.use_distributed_optimizer else 1,
-        offload_fraction=1.0 if fraction is None else fraction,
-        is_auto=fraction is None,
+        offload_fraction=1.0 if fraction is None else fraction, is_auto=fraction is None,
         weight_bytes=2 if known.bf16 or known.fp16 else 4,
         has_fp8_weights=known.fp8_param_gather,
+        num_fp8_moments=(known.exp_avg_dtype, known.exp_avg_sq_dtype).count("fp8"),
         copied_gradient_bytes=0 if gradient_bytes == 4 or _holds_main_params(known) else 4,
     )
     return Training(

@@ -108,6 +108,8 @@ def why_copies_stay(args: Namespace) -> str | None:
         (recipe == "delayed", f"cannot be combined with --fp8-recipe delayed: {history}"),
         (recipe not in ("tensorwise", "blockwise"), f"is made for --fp8-recipe tensorwise or blockwise, not {recipe}."),
     ]
+    if getattr(args, "use_transformer_engine_op_fuser", False):
+        return "cannot be combined with --use-transformer-engine-op-fuser: its layers keep copies. Drop one of the two."
     return next((why for is_given, why in excluded if is_given), None)
 
 
@@ -152,13 +154,15 @@ def fp8_params(model: Model, layers: tuple[int, ...]) -> float:
 
 
 def with_fp8_weights(states: States, gpu: Gpu, num_fp8: float, num_params: float) -> States:
-    """Return ``states`` with the FP8 copies of weights, which a step keeps for all its micro-batches.
+    """Return ``states`` with the FP8 copies of weights, which a step keeps, and with the transposes of moments in FP8.
 
     Args:
         num_fp8: weights of linear layers in FP8, of ``num_params`` weights.
     """
     saved = states.weight_bytes if states.has_fp8_weights else 0
-    return replace(states, fp8_bytes=(gpu.num_fp8_layouts - saved) * num_fp8 / num_params)
+    fp8_bytes = (gpu.num_fp8_layouts - saved) * num_fp8 / num_params
+    transpose_bytes = states.num_fp8_moments * (gpu.num_fp8_layouts - 1)
+    return replace(states, fp8_bytes=fp8_bytes, transpose_bytes=transpose_bytes)
 
 
 def quantize_weights_ms(recipe: str, gpu: Gpu, num_fp8: float) -> float:

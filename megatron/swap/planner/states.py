@@ -86,6 +86,9 @@ class States:
         has_fp8_weights: linear layers in FP8 have no weights in bf16 (``--fp8-param-gather``).
         copied_gradient_bytes: bytes of the copy of one gradient that the optimizer makes for its step: 4 if gradients
             are in 16 bits and Megatron copies them (``_copy_model_grads_to_main_grads``).
+        num_fp8_moments: moments of a parameter that are in 8 bits.
+        transpose_bytes: bytes of their transposes on this GPU. TransformerEngine keeps them with the moments;
+            ``--swap-optimizer`` drops them (``optimizer/wrapped.py``).
         fp8_bytes: bytes that FP8 adds to the average weight of a rank; below 0 if it saves some.
     """
 
@@ -98,6 +101,8 @@ class States:
     has_fp8_weights: bool = False
     fp8_bytes: float = 0.0
     copied_gradient_bytes: int = 0
+    num_fp8_moments: int = 0
+    transpose_bytes: int = 0
 
     @property
     def param_bytes(self) -> int:
@@ -126,8 +131,12 @@ class States:
 
     def device_gib(self, num_params: float) -> float:
         """Return weights, gradients and the state that is not offloaded, in GiB."""
-        kept_gib = self.state_gib(num_params) - self.offloaded_gib(num_params)
-        return self.weights_gib(num_params) + self.gradients_gib(num_params) + kept_gib
+        return self.weights_gib(num_params) + self.gradients_gib(num_params) + self.kept_gib(num_params)
+
+    def kept_gib(self, num_params: float) -> float:
+        """Return the state that is not offloaded, in GiB."""
+        transposes_gib = 0.0 if self.offload_fraction else num_params * self.transpose_bytes / self.num_shards / GIB
+        return self.state_gib(num_params) - self.offloaded_gib(num_params) + transposes_gib
 
     def copy_ms(self, num_params: float, link_both_gb_s: float) -> float:
         """Return the time to reload and offload the offloaded state once, in both directions at the same time."""

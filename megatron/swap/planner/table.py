@@ -94,7 +94,7 @@ def memory_table(
         "weights": ((states.weights_gib(num_params), 0, 0),
                     f"{num_params / 1e9:.2f} billion on this rank{'; FP8 and its caches' if states.fp8_bytes else ''}"),
         "gradients": ((states.gradients_gib(num_params), 0, 0), ""),
-        "optimizer": ((states.state_gib(num_params) - offloaded_gib, split.state_in_host, split.state_on_disk),
+        "optimizer": ((states.kept_gib(num_params), split.state_in_host, split.state_on_disk),
                       _offload_note(states)),
         "libraries": ((libraries_gib, 0, 0), f"{LIBRARIES}; measured as activations" if measured else LIBRARIES),
         "activations": ((activations_gib, split.activations_in_host, split.activations_on_disk),

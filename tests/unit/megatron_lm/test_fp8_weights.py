@@ -162,6 +162,7 @@ def test_backward_has_a_copy_before_it_asks_for_the_gradients_buffer(monkeypatch
     [({"fp8": None}, "recompute needs --fp8-format:"), ({"transformer_impl": "local"}, "needs --transformer-impl"),
      ({"fp8_param_gather": True}, "with --fp8-param-gather: the weights themselves"),
      ({"fp8_recipe": "delayed"}, "with --fp8-recipe delayed: weights would enter"),
+     ({"use_transformer_engine_op_fuser": True}, "with --use-transformer-engine-op-fuser: its layers keep copies."),
      ({"fp8_recipe": "mxfp8"}, "is made for --fp8-recipe tensorwise or blockwise, not mxfp8.")],
 )  # fmt: skip
 def test_what_has_no_copies_or_other_bits_is_refused(others: dict[str, Any], said: str) -> None:

@@ -18,7 +18,7 @@ from megatron.swap.planner.fp8 import RECIPES, RECOMPUTE_INPUTS
 from megatron.swap.planner.gpus import GPUS, find_gpu
 from megatron.swap.planner.options import DISK, FULL, PLANNED, STATE, of_training, states_on
 from megatron.swap.planner.profile import LayerClass, Profile
-from megatron.swap.planner.shape import shape_profile
+from megatron.swap.planner.shape import params_of_rank, shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, solve
 
@@ -354,6 +354,20 @@ def test_bytes_of_optimizer_state(flags: str, state: int, gradient: int) -> None
     """TransformerEngine keeps 16 bits of the main value beside a bf16 weight, and all of it beside an FP8 weight."""
     states = read_flags(f"{FLAGS} {flags}".split()).states
     assert (states.state_bytes, states.gradient_bytes) == (state, gradient)
+
+
+@pytest.mark.parametrize(("gpu", "more"), [("h200", 2), ("b200", 0)])
+def test_moments_in_8_bits_have_transposes_unless_their_state_is_offloaded(gpu: str, more: int) -> None:
+    """On Hopper TransformerEngine keeps a transpose of each with the moment. Without FP8 in the layers, too."""
+    short = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8 --main-params-dtype fp16"
+    training = read_flags(f"{FLAGS} {short} --swap-optimizer 0".split())
+    states = states_on(training, find_gpu(gpu))
+    params = params_of_rank(training.model, training.tied)
+    assert states.state_bytes == 4
+    assert states.kept_gib(params) == pytest.approx((4 + more) * params / GIB)
+    assert states.device_gib(params) == pytest.approx((2 + 4 + 4 + more) * params / GIB)
+    offloads = replace(states, offload_fraction=0.5)
+    assert offloads.kept_gib(params) == pytest.approx(2 * params / GIB)
 
 
 def test_types_may_be_torchs() -> None:
