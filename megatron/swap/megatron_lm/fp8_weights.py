@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import nn
 from megatron.swap.common.plan import DROPPED, KEPT
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm.arguments import device_memory_gib
-from megatron.swap.planner.flags import read_flags
+from megatron.swap.patches import registry, te_restored_weight
+from megatron.swap.planner.flags import UNSUPPORTED, read_flags
 from megatron.swap.planner.fp8 import why_copies_stay
 from megatron.swap.planner.gpus import gpu_of
 from megatron.swap.planner.options import DISK, PLANNED, STATE, of_training
@@ -31,7 +33,8 @@ FLAG = "_is_fsdp2"
 def choose_fp8_weights(args: Namespace, command_line: Sequence[str]) -> str | None:
     """Set ``args.swap_fp8_weights`` if no flag does and the run plans itself: to what is predicted to be faster.
 
-    Copies are kept where the planner has no figures for the GPU or no formulas for the model.
+    Nothing is set, so that copies are kept, where TransformerEngine always keeps them, where the planner has no figures
+    for the GPU or no formulas for the model, and with pipeline stages.
 
     Args:
         args: Megatron's parsed arguments.
@@ -46,10 +49,15 @@ def choose_fp8_weights(args: Namespace, command_line: Sequence[str]) -> str | No
     if args.swap_fp8_weights is not None or budget_gib is None or why_copies_stay(args):
         return None
     gpu = gpu_of(torch.cuda.get_device_name(args.local_rank)) if torch.cuda.is_available() else None
-    if gpu is None:
+    given = {word.removeprefix("--").partition("=")[0] for word in command_line}
+    if gpu is None or given & UNSUPPORTED or not _can_drop(args.gradient_accumulation_fusion):
         return None
     try:
         training = read_flags(command_line, args.world_size)
+        if not training.may_drop_copies:
+            return None
+        if not training.offloads:
+            training = replace(training, state_stays="no flag offloads it")  # spares its options
         found = {one.name: one for one in of_training(training, gpu, budget_gib, args.swap_host_gib)}
     except UsageError:
         return None
@@ -58,6 +66,21 @@ def choose_fp8_weights(args: Namespace, command_line: Sequence[str]) -> str | No
     drops = chosen is not None and DROPPED in chosen.flags
     args.swap_fp8_weights = DROPPED if drops else KEPT
     return "the planner chose --swap-fp8-weights recompute; keep would be slower in this budget" if drops else None
+
+
+def _can_drop(fuses_gradients: bool) -> bool:
+    """Return whether the installed TransformerEngine can make copies again, with fused gradients if those are on."""
+    return _has_flag() and not (fuses_gradients and registry.find_misfits([te_restored_weight.PATCH]))
+
+
+def _kinds() -> tuple[Any, ...]:
+    """Return the classes of linear layers that make copies; none where TransformerEngine is not imported."""
+    package: Any = sys.modules.get(PACKAGE)
+    return () if package is None else (package.Linear, package.LayerNormLinear)
+
+
+def _has_flag() -> bool:
+    return all(hasattr(kind, FLAG.removeprefix("_")) for kind in _kinds())
 
 
 def recompute_weights(chunk: nn.Module) -> Callable[[], None]:
@@ -69,11 +92,9 @@ def recompute_weights(chunk: nn.Module) -> Callable[[], None]:
     Raises:
         UsageError: the installed TransformerEngine always keeps them.
     """
-    package: Any = sys.modules.get(PACKAGE)
-    kinds = () if package is None else (package.Linear, package.LayerNormLinear)
-    if not all(hasattr(kind, FLAG.removeprefix("_")) for kind in kinds):
+    if not _has_flag():
         raise UsageError("--swap-fp8-weights recompute needs transformer_engine>=2.17. Update it, or choose keep.")
-    layers = [module for module in chunk.modules() if isinstance(module, kinds)]  # no experts (GroupedLinear)
+    layers = [module for module in chunk.modules() if isinstance(module, _kinds())]  # no experts (GroupedLinear)
     before = [(layer, vars(layer).get(FLAG)) for layer in layers]
     for layer in layers:
         setattr(layer, FLAG, True)

@@ -37,9 +37,8 @@ UNSUPPORTED = frozenset({
 NOT_COUNTED = frozenset({
     "add-qkv-bias", "apply-layernorm-1p", "attention-backend", "cross-entropy-loss-fusion", "cuda-graph-impl",
     "ddp-bucket-size", "delay-wgrad-compute", "deterministic-mode", "enable-cuda-graph", "external-cuda-graph",
-    "grad-reduce-in-bf16", "overlap-grad-reduce", "overlap-param-gather", "overlap-param-gather-with-optimizer-step",
-    "qk-layernorm", "softmax-type", "squared-relu", "swap-deterministic", "tp-comm-overlap", "use-nccl-ub",
-    "window-size",
+    "overlap-grad-reduce", "overlap-param-gather", "overlap-param-gather-with-optimizer-step", "qk-layernorm",
+    "softmax-type", "squared-relu", "swap-deterministic", "tp-comm-overlap", "use-nccl-ub", "window-size",
 })  # fmt: skip
 """Flags that change memory a little. A plan is made without them and says so."""
 DECIDED = {"swap-layers": "none", "swap-plan": None, "swap-recompute": None, "swap-modules": None}
@@ -71,7 +70,8 @@ class Training:
         has_sum_in_loss: as for ``loss_bytes``.
         fuses_gradients: whether layers add to ``main_grad`` themselves, so that weights have no 16-bit gradients.
         avoids_disk: a flag with which optimizer state cannot be on disk; ``None``: it can.
-        may_drop_copies: linear layers in FP8 may keep copies of their weights or not: no flag says it.
+        may_drop_copies: the planner chooses whether layers in FP8 keep copies of their weights: no flag says it, and
+            there is one pipeline stage, since all stages must do the same.
     """
 
     model: Model
@@ -198,7 +198,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         known.use_distributed_optimizer, known.max_position_embeddings is not None, stays,
         None if known.swap_loss_chunks is None else parse_loss_chunks(known.swap_loss_chunks),
         has_sum_in_loss(known), known.gradient_accumulation_fusion, avoids_disk,
-        known.swap_fp8_weights is None and not why_copies_stay(known),
+        known.swap_fp8_weights is None and pipeline == 1 and not why_copies_stay(known),
     )  # fmt: skip
 
 

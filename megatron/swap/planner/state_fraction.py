@@ -9,6 +9,7 @@ from megatron.swap.common.types import GIB
 from megatron.swap.planner.profile import Link, OffloadedState, Profile, sha256
 from megatron.swap.planner.simulate import MIB_PER_GIB
 from megatron.swap.planner.solve import Solution, solve
+from megatron.swap.planner.states import BUCKETS_GIB
 
 STEPS = 16
 """Number of steps of the search: fractions are multiples of 1/16 of the maximum."""
@@ -75,11 +76,13 @@ def with_fraction(profile: Profile, fraction: float) -> Profile:
     measured_ms = (1 - measured_fraction) * update_ms + max(measured_fraction * update_ms, copied_ms, state.disk_ms)
     optimizer_ms = max(0.0, profile.non_layer.optimizer_ms - measured_ms)
     copy_ms = _offload_ms(profile, state, fraction)
+    buckets_gib = 0.0 if fraction or not measured_fraction else BUCKETS_GIB
     optimizer_ms += (1 - fraction) * update_ms + max(fraction * update_ms, copy_ms, other.disk_ms)
     return replace(
         profile,
         static_gib=profile.static_gib + (state.fraction - fraction) * state.state_gib,
         non_layer=replace(profile.non_layer, optimizer_ms=optimizer_ms),
+        optimizer_gib=max(0.0, profile.optimizer_gib - buckets_gib),
         offloaded_state=other,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from typing import Any
@@ -103,7 +104,8 @@ OF_3_5B = (
      ("--swap-memory-gib 78", None, None), ("--swap-layers all", H200, None),
      ("--swap-memory-gib 78 --swap-fp8-weights keep", H200, "keep"),
      ("--swap-memory-gib 78 --swap-optimizer auto", H200, "recompute"),
-     ("--swap-memory-gib 78 --num-experts 8", H200, None)],
+     ("--swap-memory-gib 78 --num-experts 8", H200, None), ("--swap-memory-gib 78 --mtp-num-layers 1", H200, None),
+     ("--swap-memory-gib 78 --pipeline-model-parallel-size 2", H200, None)],
 )  # fmt: skip
 def test_a_run_that_plans_itself_keeps_copies_or_not(
     ours: str, gpu: str | None, chosen: str | None, monkeypatch: pytest.MonkeyPatch
@@ -113,10 +115,35 @@ def test_a_run_that_plans_itself_keeps_copies_or_not(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     total = types.SimpleNamespace(total_memory=int(139.8 * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
-    args = parsed(ours.replace("--num-experts 8", ""), **IN_8_BITS | {"local_rank": 0, "world_size": 1})
+    monkeypatch.setattr(registry, "find_misfits", lambda patches: [])
+    of_megatron = r"--(num-experts|mtp-num-layers|pipeline-model-parallel-size) \d"
+    settings = {"local_rank": 0, "world_size": 2 if "pipeline" in ours else 1, "gradient_accumulation_fusion": True}
+    args = parsed(re.sub(of_megatron, "", ours), **IN_8_BITS | settings)
     line = choose_fp8_weights(args, f"{OF_3_5B} {ours}".split())
     assert args.swap_fp8_weights == chosen
     assert (line is not None) == (chosen == "recompute")
+
+
+def test_a_library_that_cannot_drop_copies_is_not_asked_to(
+    upstream: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice is the planner's: it must not end a run that trains with copies."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H200)
+    ours = "--swap-memory-gib 78"
+
+    def chosen(*, misfits: list[str], is_fused: bool) -> str | None:
+        monkeypatch.setattr(registry, "find_misfits", lambda patches: misfits)
+        settings = {"local_rank": 0, "world_size": 1, "gradient_accumulation_fusion": is_fused}
+        args = parsed(ours, **IN_8_BITS | settings)
+        choose_fp8_weights(args, f"{OF_3_5B} {ours}".split())
+        return args.swap_fp8_weights
+
+    assert chosen(misfits=[], is_fused=True) == "recompute"
+    assert chosen(misfits=["a patch"], is_fused=True) is None
+    assert chosen(misfits=["a patch"], is_fused=False) == "recompute"
+    upstream.Linear = nn.Linear  # type: ignore[attr-defined]
+    assert chosen(misfits=[], is_fused=False) is None
 
 
 class Quantizer:
