@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron.swap.common.types import MIB
 from megatron.swap.planner.recording import (
     BRING_BACK,
     EVALUATION,
@@ -27,6 +28,8 @@ Moment = tuple[What, str]
 begins; meanwhile the embedding's backward runs."""
 
 
+LEFT_BYTES = 16 * MIB
+"""Least memory freed between two steps that counts. Less may be the last batch, in whose place the next one comes."""
 FIRST_OF_STEP = frozenset({What.CHUNK_BEGIN, What.FORWARD_BEGIN})
 """Events of which one begins a step's first forward."""
 
@@ -94,8 +97,8 @@ class Timeline:
     """Layer passes and steps of a recording.
 
     Attributes:
-        static_bytes: memory allocated when a step's first forward begins; of several steps the most. Before that,
-            gradients that the optimizer has copied in single precision may still be there.
+        static_bytes: memory allocated when a step begins; of several steps the most. What is freed before the step's
+            first forward does not count: gradients that the optimizer has copied in single precision.
         between_bytes: peak between the last event of a step and the next step's first forward, besides static memory.
         peak_bytes: peak of allocated memory.
         passes: layer passes in the order of their forwards.
@@ -318,11 +321,16 @@ class Timeline:
 
 
 def _static_bytes(events: Sequence[Event]) -> int:
-    """Return the memory allocated when the first forward of a step begins; of several steps the most."""
-    is_between, found = False, 0
+    """Return the memory allocated when a step begins, without what is freed before its first forward; at most."""
+    most_bytes = begun_bytes = freed_bytes = 0
+    is_between = False
     for event in events:
         if event.what is What.STEP:
-            is_between = True
+            is_between, begun_bytes = True, event.now_bytes
         elif is_between and event.what in FIRST_OF_STEP:
-            is_between, found = False, max(found, event.now_bytes)
-    return found
+            is_between = False
+            freed_bytes = begun_bytes - event.now_bytes
+            if freed_bytes < LEFT_BYTES:
+                freed_bytes = 0
+            most_bytes = max(most_bytes, begun_bytes - freed_bytes)
+    return max(most_bytes, begun_bytes - freed_bytes)  # behind the last step as much is freed as before it

@@ -323,6 +323,20 @@ class TestAStep:
             solve(profile, 1.2)
         assert solve(profile, 1.3).prediction.peak_gib == prediction.peak_gib
 
+    @pytest.mark.parametrize("freed_mib", [0, 15, 17])
+    def test_a_batch_that_the_next_one_replaces_is_static(self, freed_mib: int) -> None:
+        script, layer = Script().use(freed_mib).note(What.STEP).use(-freed_mib), Layer(0)
+        layer.forward(script)
+        layer.backward(script)
+        profile = built(script.use(freed_mib).note(What.STEP).recording)
+        assert (profile.static_gib * GIB - STATIC) / MIB == (freed_mib if freed_mib < 16 else 0)
+
+    def test_state_that_the_last_step_has_made_is_static(self) -> None:
+        profile = built(steps(Script(), [[Layer(0)]]))
+        more = built(replace(recorded := steps(Script(), [[Layer(0)]]), events=(
+            *recorded.events[:-1], replace(recorded.events[-1], now_bytes=STATIC + 200 * MIB))))  # fmt: skip
+        assert more.static_gib - profile.static_gib == pytest.approx(200 / 1024)
+
     def test_a_plan_of_it_can_be_simulated(self) -> None:
         profile = built(steps(Script(), [[Layer(0, again_ms=1.5)]]))
         assert simulate(profile, plan(profile, {(0,): {"out/0": "recompute"}})).recompute_ms == 1.5
