@@ -63,9 +63,11 @@ def choose_fp8_weights(args: Namespace, command_line: Sequence[str]) -> str | No
         return None
     with_state = DISK if args.swap_disk_dir is not None else STATE
     chosen = found.get(with_state if training.offloads else PLANNED)
-    drops = chosen is not None and DROPPED in chosen.flags
-    args.swap_fp8_weights = DROPPED if drops else KEPT
-    return "the planner chose --swap-fp8-weights recompute; keep would be slower in this budget" if drops else None
+    if chosen is None or DROPPED not in chosen.flags:
+        args.swap_fp8_weights = KEPT
+        return None
+    args.swap_fp8_weights = DROPPED
+    return "the planner chose --swap-fp8-weights recompute: in this budget keep is slower, or does not fit"
 
 
 def _can_drop(fuses_gradients: bool) -> bool:

@@ -98,18 +98,18 @@ def check_fp8_weights(args: Namespace) -> None:
 
 def why_copies_stay(args: Namespace) -> str | None:
     """Return why linear layers must keep copies of their weights in FP8, or have none; ``None``: they may drop them."""
-    recipe = args.fp8_recipe
+    recipe, is_fused = args.fp8_recipe, getattr(args, "use_transformer_engine_op_fuser", False)
+    fused = "cannot be combined with --use-transformer-engine-op-fuser: its layers keep copies. Drop one of the two."
     alone = "the weights themselves are in 8 bits there. Drop one of the two."
     history = "weights would enter a history of scales once a micro-batch. Choose --fp8-recipe tensorwise or blockwise."
     excluded = [
         (not args.fp8, "needs --fp8-format: without it there are no copies of weights in 8 bits."),
         (args.transformer_impl != "transformer_engine", "needs --transformer-impl transformer_engine."),
+        (is_fused, fused),
         (args.fp8 and args.fp8_param_gather, f"cannot be combined with --fp8-param-gather: {alone}"),
         (recipe == "delayed", f"cannot be combined with --fp8-recipe delayed: {history}"),
         (recipe not in ("tensorwise", "blockwise"), f"is made for --fp8-recipe tensorwise or blockwise, not {recipe}."),
     ]
-    if getattr(args, "use_transformer_engine_op_fuser", False):
-        return "cannot be combined with --use-transformer-engine-op-fuser: its layers keep copies. Drop one of the two."
     return next((why for is_given, why in excluded if is_given), None)
 
 

@@ -91,6 +91,14 @@ class Layer:
         script.note(What.BACKWARD_END, pass_key=self.key)
 
 
+def pass_through(script: Script, layers: list[Layer]) -> None:
+    """Record forward and backward of ``layers``."""
+    for layer in layers:
+        layer.forward(script)
+    for layer in reversed(layers):
+        layer.backward(script)
+
+
 def recompute(script: Script, storage: SavedStorage, ms: float) -> None:
     """Recompute ``storage`` in ``ms``."""
     label = f"layers.{storage.pass_key.layer}/{storage.site} mb{storage.pass_key.micro_batch}"

@@ -14,7 +14,7 @@ from megatron.swap.planner.recording import EVALUATION, NonLayerStorage, PassKey
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, solve, whole_layers
 from tests.unit.planner.cases import model, plan
-from tests.unit.planner.handwritten import STATIC, Layer, Script, recompute, steps
+from tests.unit.planner.handwritten import STATIC, Layer, Script, pass_through, recompute, steps
 
 
 def built(recording: Recording, num_micro_batches: int = 1, **options: object) -> Profile:
@@ -288,31 +288,19 @@ class TestAStep:
             assert non_layer.kept_gib == kept_mib / 1024
 
     def test_the_optimizers_memory_comes_after_the_last_layer(self) -> None:
-        script = Script()
-        script.note(What.STEP)
-        layers = [Layer(0, is_held=True), Layer(1)]
-        for layer in layers:
-            layer.forward(script)
-        for layer in reversed(layers):
-            layer.backward(script)
+        script = Script().note(What.STEP)
+        pass_through(script, [Layer(0, is_held=True), Layer(1)])
         profile = built(script.blip(300).note(What.STEP).recording)
         assert simulate(profile, empty_plan(profile)).peak_gib * GIB == pytest.approx(STATIC + 300 * MIB)
 
     def test_copies_of_gradients_between_steps_are_neither_static_nor_activations(self) -> None:
         """Megatron copies gradients of 16 bits before the optimizer's step, and frees the copies before a forward."""
-        script, begun = Script(), []
+        script = Script()
         for number in range(2):
-            script.note(What.STEP).work(EVALUATION, 5, mib=900)
-            script.use(-300 * number)
-            begun.append(script.bytes)
-            layers = [Layer(0, is_held=True), Layer(1)]
-            for layer in layers:
-                layer.forward(script)
-            for layer in reversed(layers):
-                layer.backward(script)
+            script.note(What.STEP).work(EVALUATION, 5, mib=900).use(-300 * number)
+            pass_through(script, [Layer(0, is_held=True), Layer(1)])
             script.use(300)
         profile = built(script.note(What.STEP).recording)
-        assert begun == [STATIC, STATIC]
         assert profile.static_gib == STATIC / GIB
         assert profile.optimizer_gib == 300 * MIB / GIB
         assert max(mib for entry in profile.layers for _, mib in entry.temporaries) < 100
@@ -325,17 +313,16 @@ class TestAStep:
 
     @pytest.mark.parametrize("freed_mib", [0, 15, 17])
     def test_a_batch_that_the_next_one_replaces_is_static(self, freed_mib: int) -> None:
-        script, layer = Script().use(freed_mib).note(What.STEP).use(-freed_mib), Layer(0)
-        layer.forward(script)
-        layer.backward(script)
+        script = Script().use(freed_mib).note(What.STEP).use(-freed_mib)
+        pass_through(script, [Layer(0)])
         profile = built(script.use(freed_mib).note(What.STEP).recording)
         assert (profile.static_gib * GIB - STATIC) / MIB == (freed_mib if freed_mib < 16 else 0)
 
     def test_state_that_the_last_step_has_made_is_static(self) -> None:
-        profile = built(steps(Script(), [[Layer(0)]]))
-        more = built(replace(recorded := steps(Script(), [[Layer(0)]]), events=(
-            *recorded.events[:-1], replace(recorded.events[-1], now_bytes=STATIC + 200 * MIB))))  # fmt: skip
-        assert more.static_gib - profile.static_gib == pytest.approx(200 / 1024)
+        script = Script().note(What.STEP)
+        pass_through(script, [Layer(0)])
+        profile = built(script.use(200).note(What.STEP).recording)
+        assert profile.static_gib * GIB == STATIC + 200 * MIB
 
     def test_a_plan_of_it_can_be_simulated(self) -> None:
         profile = built(steps(Script(), [[Layer(0, again_ms=1.5)]]))
