@@ -59,7 +59,10 @@ def without_times(value: Any) -> Any:
 
 @pytest.mark.supports("--swap-memory-gib 1")
 @pytest.mark.parametrize("share", [0.8, 0.6])
-@pytest.mark.parametrize("flags", ["", f"--bf16 {DROPOUT}", FUSED_LLAMA], ids=["fp32", "bf16-dropout", "llama"])
+@pytest.mark.parametrize(
+    "flags", ["", f"--bf16 {DROPOUT}", FUSED_LLAMA, f"{FUSED_LLAMA} --mlp-chunks-for-training 4"],
+    ids=["fp32", "bf16-dropout", "llama", "mlp-chunks"],
+)  # fmt: skip
 def test_below_a_budget(trainer: Trainer, flags: str, share: float) -> None:
     run = budgeted(trainer, flags, share)
     assert stages(run) == ["profile", "search", "stable"]
@@ -246,7 +249,8 @@ def test_frozen_layers_save_nothing_and_the_first_trained_one_never_runs_whole(
     assert run.summary["saved_peak_bytes"] <= budget_gib * GIB
     profile = load_profile(run.directory / "profile.json")
     sections = {layer: [part.name for part in entry.sections] for entry in profile.layers for layer in entry.layers}
-    assert sections == {num_frozen: [], **{layer: ["layer"] for layer in range(num_frozen + 1, 8)}}
+    part = "behind pre_mlp_layernorm/0"
+    assert sections == {num_frozen: [part], **{layer: [part, "layer"] for layer in range(num_frozen + 1, 8)}}
 
 
 def test_evaluations_between_steps_change_nothing(trainer: Trainer) -> None:

@@ -43,6 +43,7 @@ ANGLES_BYTES = 64 * 16 * 4
         pytest.param("--qk-layernorm", 1, id="qk-layernorm"),
         pytest.param(MOE, 1, id="moe"),
         pytest.param(MLA, 1, id="mla"),
+        pytest.param(f"{FUSED_LLAMA} --mlp-chunks-for-training 3", 1, id="mlp-chunks"),
         pytest.param("", 2, id="dp2"),
         pytest.param(f"{FUSED_LLAMA} --bf16", 2, id="llama-bf16-dp2"),
         pytest.param("--tensor-model-parallel-size 2", 2, id="tp2"),
@@ -70,15 +71,17 @@ def test_swapped_and_recomputed(trainer: Trainer, flags: str, ranks: int) -> Non
         (WITH_FUSION, "norm activation", 6),
         (FUSED_LLAMA, "activation", 2),  # upstream makes a gated MLP here 2 x 64 wide, instead of 4 x 64
         (FUSED_LLAMA, "norm activation", 4),
+        ("", "residual", 1),
+        (f"{FUSED_LLAMA} ^--no-bias-dropout-fusion", "residual", 1),
         ("", "rotary", 2),  # queries and keys; linear_qkv's output is there for the values
         ("", "linear", 3),  # with biases the activation saves a sum that no linear layer made
         (NO_BIAS, "linear", 3 + 4),
         (NO_BIAS, "rotary linear", 2 + 3 + 4),
-        (NO_BIAS, "norm activation rotary linear", 2 + 2 + 2 + 3 + 4),
+        (NO_BIAS, "norm activation rotary residual linear", 2 + 2 + 2 + 1 + 3 + 4),
         (FUSED_LLAMA, "rotary linear", 1 + 0.5 + 2 + 4),  # two heads of queries share one of keys and values
     ],
-    ids=["norm", "activation", "gelu-both", "swiglu", "swiglu-both", "rotary", "linear", "linear-fc1", "both", "all",
-         "grouped"],
+    ids=["norm", "activation", "gelu-both", "swiglu", "swiglu-both", "residual", "fused-residual", "rotary", "linear",
+         "linear-fc1", "both", "all", "grouped"],
 )
 def test_the_peak_falls_by_what_is_not_held(trainer: Trainer, flags: str, kinds: str, hidden_units: int) -> None:
     """Nothing is swapped. The figures follow by formula: bytes a layer, eight layers, two micro-batches."""
@@ -93,8 +96,9 @@ def test_the_peak_falls_by_what_is_not_held(trainer: Trainer, flags: str, kinds:
     spared = plain.summary["saved_peak_bytes"] - run.summary["saved_peak_bytes"]
     if "rotary" in kinds:
         spared += ANGLES_BYTES  # kept for all layers
-    if "rotary linear" in kinds:  # where so little is held, the peak is in backward, beside what is made again there
-        assert one_micro_batch - HIDDEN_BYTES <= spared <= one_micro_batch
+    if {"rotary", "linear"} <= {*kinds.split()}:
+        # Where so little is held, the peak is in backward, beside what is made again there.
+        assert one_micro_batch - (2 if "residual" in kinds else 1) * HIDDEN_BYTES <= spared <= one_micro_batch
     else:
         assert spared == one_micro_batch
 
@@ -117,7 +121,8 @@ def test_the_peak_falls_by_what_is_not_held(trainer: Trainer, flags: str, kinds:
     ],
 )
 def test_all_kinds(trainer: Trainer, flags: str, ranks: int) -> None:
-    _, mixed = trainer.pair(flags, f"--swap-layers 0-3 {ALL_KINDS} --swap-verify", ranks=ranks)
+    kinds = ALL_KINDS if DROPOUT in flags or "--tensor" in flags else f"{ALL_KINDS} residual"
+    _, mixed = trainer.pair(flags, f"--swap-layers 0-3 {kinds} --swap-verify", ranks=ranks)
     assert mixed.summary["recomputed_bytes"] > 0
     assert mixed.summary["num_late"] == 0
     refused = {line.split(": ", 1)[1] for line in mixed.summary["recompute_refused"]}
@@ -142,7 +147,7 @@ def test_a_kind_that_nothing_makes_is_told(trainer: Trainer) -> None:
     ("flags", "words"),
     [
         ("--swap-recompute dropout",
-         ["--swap-recompute dropout", "norm or activation or rotary or quantized or linear"]),
+         ["--swap-recompute dropout", "norm or activation or rotary or quantized or residual or linear"]),
         (
             f"{ALL_KINDS} --recompute-granularity selective --recompute-modules mlp --disable-bias-linear",
             ["--recompute-modules mlp", "Drop activation"],
@@ -155,6 +160,7 @@ def test_a_kind_that_nothing_makes_is_told(trainer: Trainer) -> None:
             "--swap-recompute linear --recompute-granularity selective --recompute-modules layernorm",
             ["--recompute-modules layernorm", "Drop linear"],
         ),
+        ("--swap-recompute residual --hidden-dropout 0.1", ["--hidden-dropout 0.1", "Drop residual"]),
         (
             f"{BOTH} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             ["--swap-recompute norm activation", "--recompute-method uniform", "Drop --swap-recompute"],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.swap.common.plan import Plan, save_plan
-from megatron.swap.common.types import GIB, MIB, PRODUCERS, QUANTIZED, Action
+from megatron.swap.common.types import GIB, MIB, PRODUCERS, QUANTIZED, RESIDUAL, Action
 from megatron.swap.planner.profile import LayerClass, Link, Profile, load_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, smallest_budget, solve
@@ -16,8 +16,7 @@ from tests.integration.harness import ROOT, SWAP_SMALL, WITH_FUSION, Run, Traine
 from tests.integration.test_training import LLAMA, MOE
 
 SCRIPT = ROOT / "tests" / "integration" / "recording_script.py"
-KINDS = " ".join(kind for kind in PRODUCERS if kind != QUANTIZED)
-HOOKED = f"{SWAP_SMALL} --swap-layers all --swap-recompute {KINDS} {recorded('torch')}"
+HOOKED = f"{SWAP_SMALL} --swap-layers all --swap-recompute {{}} {recorded('torch')}"
 STEPS = "--train-iters 5"
 LLAMA_FUSED = f"{WITH_FUSION} {LLAMA}"
 ANGLES_BYTES = 64 * 16 * 4
@@ -26,7 +25,9 @@ recomputation reads it."""
 
 
 def recorded_run(trainer: Trainer, flags: str, policy: str = "safe", ranks: int = 1) -> Run:
-    return trainer.run(f"{flags} {STEPS} {HOOKED} --record-policy {policy}", program=SCRIPT, ranks=ranks)
+    without = {QUANTIZED, *([RESIDUAL] if "--hidden-dropout" in flags else [])}
+    hooked = HOOKED.format(" ".join(kind for kind in PRODUCERS if kind not in without))
+    return trainer.run(f"{flags} {STEPS} {hooked} --record-policy {policy}", program=SCRIPT, ranks=ranks)
 
 
 def planned_run(trainer: Trainer, flags: str, plan: Plan, path: Path) -> Run:
@@ -135,15 +136,19 @@ def test_what_is_made_from_what(trainer: Trainer) -> None:
             "mlp/0": ("mlp.linear_fc1/0",),
             "mlp.linear_fc2/0": ("mlp/0",),
         }
-        # Keys of few heads are rotated in a copy that nobody saves.
-        (section,) = entry.sections
-        assert (section.frees, section.needs) == ((f"{core}/1",), (f"{core}/2",))
+        # Keys of few heads are rotated in a copy that nobody saves. Neither is linear_proj's output.
+        context = f"{core}/4"
+        assert [(section.frees, section.needs) for section in entry.sections] == [
+            ((f"{core}/1",), (f"{core}/2",)),
+            (("pre_mlp_layernorm/0",), (context, "input_layernorm/0")),
+        ]
 
 
 @pytest.mark.parametrize(
     ("flags", "shares"),
     [
         pytest.param(LLAMA_FUSED, (0.85, 0.6, 0.45), id="llama"),
+        pytest.param(f"{LLAMA_FUSED} --mlp-chunks-for-training 3", (0.6, 0.4), id="mlp-chunks"),
         pytest.param("", (0.6,), id="gpt"),
         pytest.param(f"{LLAMA_FUSED} --bf16 --attention-dropout 0.1 --hidden-dropout 0.1", (0.6,), id="bf16-dropout"),
     ],

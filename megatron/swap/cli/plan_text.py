@@ -11,6 +11,7 @@ from megatron.swap.common.types import GIB, format_bytes
 from megatron.swap.planner.flags import Training, not_counted
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.loss_chunks import choose_num_chunks, saved_bytes
+from megatron.swap.planner.mlp_chunks import MLP_CHUNKS, advised_num_chunks
 from megatron.swap.planner.options import Option
 from megatron.swap.planner.shape import params_of_rank
 from megatron.swap.planner.stages import Decision
@@ -75,6 +76,8 @@ def advice(least: Option, training: Training, budget_gib: float, rank: int) -> s
         hints.append(f"16-bit gradients (--main-grads-dtype bf16 --use-precision-aware-optimizer{flag})")
     if not is_full and rank == model.pipeline_parallel - 1 and _may_chunk(training):
         hints.insert(0, f"--swap-loss-chunks {choose_num_chunks(model, training.has_sum_in_loss)}")
+    if not is_full and (num_chunks := advised_num_chunks(model)) > 1:
+        hints.insert(0, f"{MLP_CHUNKS} {num_chunks}")
     if training.offloads and not training.states.is_auto and training.states.offload_fraction < 1:
         hints.insert(0, "--swap-optimizer auto")
     alone = f"Weights and gradients alone take {weights_gib:.1f} GiB. " if weights_gib > budget_gib else ""

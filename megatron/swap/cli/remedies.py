@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron.swap.cli.plan_text import SLOW, num_holders, relative_time
 from megatron.swap.common.types import UsageError
 from megatron.swap.planner.flags import Training
+from megatron.swap.planner.mlp_chunks import MLP_CHUNKS, advised_num_chunks
 from megatron.swap.planner.options import DISK, Option
 from megatron.swap.planner.stages import Decision
 
@@ -42,6 +43,8 @@ def changes(training: Training) -> list[tuple[str, ...]]:
         found.append(GRADIENTS)
     if num_holders(training) > 1 and not training.shares_state:
         found.append(("--use-distributed-optimizer",))
+    if (num_chunks := advised_num_chunks(model)) > 1:
+        found.append((MLP_CHUNKS, str(num_chunks)))
     if model.micro_batch_size > 1:
         found.append(("--micro-batch-size", str(model.micro_batch_size // 2)))
     return found

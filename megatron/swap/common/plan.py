@@ -68,6 +68,8 @@ class Model:
     """The layers without FP8, if others have it."""
     swap_fp8_weights: str = KEPT
     """The flag of this name, one of ``FP8_WEIGHTS``."""
+    mlp_chunks: int = 1
+    """``--mlp-chunks-for-training``: chunks of the sequence in which a layer's MLP runs."""
 
     @property
     def keeps_fp8_weights(self) -> bool:

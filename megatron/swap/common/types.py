@@ -28,9 +28,11 @@ ROTARY = "rotary"
 QUANTIZED = "quantized"
 """8-bit values of tensors that are there in bf16. Those of a norm's or an activation's output count as NORM and
 ACTIVATION."""
+RESIDUAL = "residual"
+"""A layer's input plus attention's output, which the second norm reads; linear_proj runs again for it."""
 LINEAR = "linear"
 """Outputs of linear_qkv and linear_fc1."""
-PRODUCERS = (NORM, ACTIVATION, ROTARY, QUANTIZED, LINEAR)
+PRODUCERS = (NORM, ACTIVATION, ROTARY, QUANTIZED, RESIDUAL, LINEAR)
 """Kinds of kernels whose outputs can be recomputed."""
 
 FEW_LAYERS = 8

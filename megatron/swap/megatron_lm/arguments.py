@@ -60,8 +60,8 @@ def add_swap_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "copies of whole layers.")
     add("--swap-recompute", nargs="+", default=[], metavar="KIND",
         help="Recompute the outputs of these kinds of kernels in backward, equal to the bit, in all layers, swapped "
-        f"or not. Kinds: {', '.join(PRODUCERS)}. All but linear are cheap. Default: no kind. Set it when memory is "
-        "short and the link is busy.")
+        f"or not. Kinds: {', '.join(PRODUCERS)}. All but the last two, which run linear layers again, are cheap. "
+        "Default: no kind. Set it when memory is short and the link is busy.")
     add("--swap-min-mib", type=float, default=1.0, metavar="MIB",
         help="Keep storages that are smaller. Default: %(default)g. Set it when the model is tiny, so that its "
         "storages are all smaller.")

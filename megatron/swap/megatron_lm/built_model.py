@@ -34,7 +34,7 @@ SAME_NAME = (
     "recompute_modules", "fp8", "fp4", "use_te_activation_func", "multi_latent_attention", "add_bias_linear",
     "gradient_accumulation_fusion", "fine_grained_activation_offloading", "cuda_graph_impl", "variable_seq_lengths",
     "fp8_param", "qk_clip", "fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16",
+    "num_layers_at_end_in_bf16", "hidden_dropout",
 )  # fmt: skip
 """Attributes of Megatron's ``TransformerConfig`` that have the names of the flags."""
 
@@ -146,6 +146,7 @@ def args_of(chunks: Sequence[nn.Module], optimizer: Any, settings: Namespace) ->
     args.swiglu = config.gated_linear_unit
     args.bias_swiglu_fusion = config.bias_activation_fusion
     args.num_experts = config.num_moe_experts
+    args.mlp_chunks_for_training = getattr(config, "mlp_chunks_for_training", 1)  # since 0.18
     args.group_query_attention = config.num_query_groups != config.num_attention_heads
     args.cpu_offloading_num_layers = config.cpu_offloading_num_layers if offloads else 0
     args.transformer_impl = "transformer_engine" if any(map(_is_of_te, chunks[0].modules())) else "local"

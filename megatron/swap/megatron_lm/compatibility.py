@@ -11,7 +11,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.layer_ranges import MOST_LAYERS
-from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, QUANTIZED, UsageError
+from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, QUANTIZED, RESIDUAL, UsageError
 from megatron.swap.megatron_lm.layer import known_modules
 from megatron.swap.megatron_lm.versions import SINCE_0_19, is_gpt_config
 from megatron.swap.planner.fp8 import check_fp8_weights
@@ -237,8 +237,9 @@ def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
                     f"{ours} cannot be combined with --recompute-modules {module}: both would recompute the same "
                     f"tensors. Drop {kind} from --swap-recompute, or {module} from --recompute-modules."
                 )
-    if LINEAR in config.recompute:
-        _check_linear(args, ours, modules)
+    for kind in (LINEAR, RESIDUAL):
+        if kind in config.recompute:
+            _check_linear(args, ours, kind, modules)
     if QUANTIZED in config.recompute and not args.fp8:
         raise UsageError(
             f"{ours}: no tensor is quantized without --fp8-format. Add --fp8-format, or drop {QUANTIZED} from "
@@ -252,8 +253,9 @@ def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
         )
 
 
-def _check_linear(args: argparse.Namespace, ours: str, modules: Sequence[str]) -> None:
+def _check_linear(args: argparse.Namespace, ours: str, kind: str, modules: Sequence[str]) -> None:
     """Refuse flags that are incompatible with running a linear layer again in backward."""
+    tensor, dropout, of_sum = args.tensor_model_parallel_size, args.hidden_dropout, kind == RESIDUAL
     excluded = {
         f"--fp8-recipe {args.fp8_recipe}": (
             args.fp8 and args.fp8_recipe in ("delayed", "custom"),
@@ -261,14 +263,21 @@ def _check_linear(args: argparse.Namespace, ours: str, modules: Sequence[str]) -
         ),
         f"--fp4-format {args.fp4}": (args.fp4, "running twice would update the scaling factors twice"),
         "--sequence-parallel": (
-            args.sequence_parallel and args.tensor_model_parallel_size > 1,
+            args.sequence_parallel and tensor > 1,
             "a linear layer gathers its input from all ranks, which would all have to recompute at the same moment",
         ),
-        "--recompute-modules layernorm": ("layernorm" in modules, "Megatron frees the norm's output that it reads"),
+        f"--tensor-model-parallel-size {tensor}": (
+            of_sum and tensor > 1,
+            "attention's output is a sum over all ranks, which would all have to recompute at the same moment",
+        ),
+        f"--hidden-dropout {dropout:g}": (of_sum and dropout > 0, "it would draw other numbers"),
+        "--recompute-modules layernorm": (
+            not of_sum and "layernorm" in modules, "Megatron frees the norm's output that it reads"
+        ),
     }
     for flag, (given, why) in excluded.items():
         if given:
-            raise UsageError(f"{ours} cannot be combined with {flag}: {why}. Drop {LINEAR} from --swap-recompute, or "
+            raise UsageError(f"{ours} cannot be combined with {flag}: {why}. Drop {kind} from --swap-recompute, or "
                              f"{flag}.")  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from torch import nn
 
-from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, PRODUCERS, ROTARY
+from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, PRODUCERS, RESIDUAL, ROTARY
 from megatron.swap.engine.layer_hooks import override_forward
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm.quantized import quantization_context, record_values
@@ -49,6 +49,7 @@ class Producers:
                 self._wrap_activation(module)
             elif isinstance(module, SelfAttention):
                 self._wrap_queries(module)
+        self._wrap_residual(layer)
 
     def remove(self) -> None:
         """Restore the kernels' own functions."""
@@ -72,6 +73,26 @@ class Producers:
             recorded = self._recomputer.recorded(producer, module.forward, part, quantization_context)
             self._undo.append(override_forward(module, recorded))
 
+    def _wrap_residual(self, layer: Any) -> None:
+        """Record the sum behind attention, and linear_proj's output, which is in it and which nobody saves.
+
+        With dropout the sum has other bits each time. With tensor parallelism linear_proj's output is a sum over ranks.
+        """
+        attention, make = getattr(layer, "self_attention", None), getattr(layer, "self_attn_bda", None)
+        projection = getattr(attention, "linear_proj", None)
+        if RESIDUAL not in self._kinds or projection is None or make is None or isinstance(make, nn.Module):
+            return
+        if layer.config.tensor_model_parallel_size > 1:
+            return
+        self._wrap_module(RESIDUAL, projection, part=0)
+
+        @functools.wraps(make)
+        def makes(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+            return _recorded_sum(self._recomputer, make(training, fused), training)
+
+        layer.self_attn_bda = makes
+        self._undo.append(partial(setattr, layer, "self_attn_bda", make))
+
     def _wrap_queries(self, attention: SelfAttention) -> None:
         """Record queries that are a copy from linear_qkv's output, as in grouped-query attention."""
         if ROTARY not in self._kinds or not isinstance(attention.q_layernorm, IdentityOp | None):
@@ -87,6 +108,23 @@ class Producers:
 
         attention.get_query_key_value_tensors = records  # type: ignore[method-assign]
         self._undo.append(partial(delattr, attention, "get_query_key_value_tensors"))
+
+
+def _recorded_sum(
+    recomputer: Recomputer, function: Callable[..., torch.Tensor], training: bool
+) -> Callable[..., torch.Tensor]:
+    """Return ``function``, of (output, bias), residual and dropout, so that each call without dropout is recorded."""
+
+    def again(output: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, dropout: float) -> torch.Tensor:
+        return function((output, bias), residual, dropout)
+
+    def records(with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: Any, dropout: float) -> torch.Tensor:
+        result = function(with_bias, residual, dropout)
+        if torch.is_grad_enabled() and not (training and dropout):
+            recomputer.record(RESIDUAL, again, (*with_bias, residual, dropout), {}, result)
+        return result
+
+    return records
 
 
 def record_queries(recomputer: Recomputer, query: torch.Tensor, value: torch.Tensor) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from megatron.swap.common.plan import LAYER_SECTION, Plan
 from megatron.swap.common.types import Action, UsageError
+from megatron.swap.planner.mlp_chunks import ends_in_forward
 from megatron.swap.planner.profile import LayerClass, Profile, Section
 
 
@@ -42,7 +44,8 @@ class LayerScript:
     """A layer under a plan.
 
     Attributes:
-        saves: ``(saved_at_ms, mib, action)`` in forward. A recomputed storage is freed when the layer's forward ends.
+        saves: ``(saved_at_ms, mib, action)`` in forward.
+        gone: for each save the time in forward at which it is freed if it is recomputed; infinite: when forward ends.
         needs: ``(needed_at_ms, done_at_ms)`` of each save in backward. Recomputations that read it count as uses.
         recomputations: in backward. Of those at the same time, later ones may read the results of earlier ones.
         temporaries: ``(at_ms, mib)``, as in ``LayerClass``.
@@ -51,6 +54,7 @@ class LayerScript:
     forward_ms: float
     backward_ms: float
     saves: tuple[tuple[float, float, Action], ...]
+    gone: tuple[float, ...]
     needs: tuple[tuple[float, float], ...]
     recomputations: tuple[Recomputation, ...]
     temporaries: tuple[tuple[float, float], ...]
@@ -93,14 +97,17 @@ def scripts(profile: Profile, plan: Plan) -> dict[int, LayerScript]:
             actions, sections = plan.sites(layer), plan.sections(layer)
             key = (entry.layers, tuple(sorted(actions.items(), key=str)), sections)
             if key not in cache:
-                cache[key] = layer_script(entry, actions, sections, f"layer {layer}")
+                cache[key] = layer_script(
+                    entry, actions, sections, f"layer {layer}", profile.model.mlp_chunks
+                )
             result[layer] = cache[key]
     return result
 
 
 def layer_script(
-    entry: LayerClass, actions: dict[str, Action], sections: tuple[str, ...], where: str = "a layer"
-) -> LayerScript:
+    entry: LayerClass, actions: dict[str, Action], sections: tuple[str, ...], where: str = "a layer",
+    num_mlp_chunks: int = 1,
+) -> LayerScript:  # fmt: skip
     """Return the script of a layer of class ``entry`` with ``actions`` for sites and with ``sections`` recomputed.
 
     A site without a recompute cost of its own is recomputed by a section that frees it, even if the plan does not name
@@ -152,10 +159,12 @@ def layer_script(
         Recomputation(at_ms[unit], unit.cost_ms, sum(sites[site].mib for site in unit.frees), unit.peak_mib)
         for unit in units
     )
+    ends = ends_in_forward(saved, num_mlp_chunks) if num_mlp_chunks > 1 else {}
     return LayerScript(
         forward_ms=entry.forward_ms,
         backward_ms=entry.backward_ms,
         saves=tuple((site.saved_at_ms, site.mib, chosen.get(site.site, Action.KEEP)) for site in saved),
+        gone=tuple(ends.get(site.site, inf) for site in saved),
         needs=tuple((needed[site.site], done[site.site]) for site in saved),
         recomputations=tuple(recomputations),
         temporaries=entry.temporaries,

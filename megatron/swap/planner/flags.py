@@ -72,6 +72,7 @@ class Training:
         avoids_disk: a flag with which optimizer state cannot be on disk; ``None``: it can.
         may_drop_copies: the planner chooses whether layers in FP8 keep copies of their weights: no flag says it, and
             there is one pipeline stage, since all stages must do the same.
+        has_dropout: as for ``layer_class``.
     """
 
     model: Model
@@ -92,6 +93,7 @@ class Training:
     fuses_gradients: bool = False
     avoids_disk: str | None = None
     may_drop_copies: bool = False
+    has_dropout: bool = False
 
     @property
     def num_loss_chunks(self) -> int:
@@ -198,7 +200,7 @@ def read_flags(flags: Sequence[str], num_gpus: int | None = None) -> Training:
         known.use_distributed_optimizer, known.max_position_embeddings is not None, stays,
         None if known.swap_loss_chunks is None else parse_loss_chunks(known.swap_loss_chunks),
         has_sum_in_loss(known), known.gradient_accumulation_fusion, avoids_disk,
-        known.swap_fp8_weights is None and pipeline == 1 and not why_copies_stay(known),
+        known.swap_fp8_weights is None and pipeline == 1 and not why_copies_stay(known), known.hidden_dropout > 0,
     )  # fmt: skip
 
 
@@ -427,6 +429,7 @@ def model_of(args: argparse.Namespace) -> Model:
         fp8_recipe=args.fp8_recipe if args.fp8 else None,
         bf16_layers=_bf16_layers(args) if args.fp8 and args.first_last_layers_bf16 else (),
         swap_fp8_weights=getattr(args, "swap_fp8_weights", None) or KEPT,
+        mlp_chunks=getattr(args, "mlp_chunks_for_training", None) or 1,
     )
 
 
@@ -465,18 +468,16 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int)
     for name in ("num-query-groups", "tensor-model-parallel-size", "pipeline-model-parallel-size",
                  "context-parallel-size", "expert-model-parallel-size",
-                 "num-distributed-optimizer-instances"):  # fmt: skip
+                 "num-distributed-optimizer-instances", "mlp-chunks-for-training",
+                 "num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16"):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--swap-optimizer", default="0")
-    parser.add_argument("--swap-host-gib")
-    parser.add_argument("--swap-disk-dir")
-    parser.add_argument("--swap-disk-gib")
-    parser.add_argument("--swap-memory-gib")
+    for name in ("host-gib", "disk-dir", "disk-gib", "memory-gib", "loss-chunks"):
+        parser.add_argument(f"--swap-{name}")
     parser.add_argument("--swap-memory-fraction", type=float)
-    parser.add_argument("--swap-loss-chunks")
     parser.add_argument("--swap-fp8-weights", choices=FP8_WEIGHTS)
     for name, of_training in DECIDED.items():
         parser.add_argument(f"--{name}", nargs="+", default=[of_training])
@@ -487,8 +488,6 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", default=default, choices=types)
     parser.add_argument("--fp8-format", dest="fp8", choices=("e4m3", "hybrid"))
     parser.add_argument("--fp8-recipe", default="delayed")
-    for where in ("start", "end"):
-        parser.add_argument(f"--num-layers-at-{where}-in-bf16", type=int, default=1)
     parser.add_argument("--optimizer", default="adam")
     for name in ("group-query-attention", "swiglu", "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer",
                  "use-precision-aware-optimizer", "untie-embeddings-and-output-weights", "fp8-param-gather",

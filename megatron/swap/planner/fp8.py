@@ -30,6 +30,8 @@ SPEEDS = {"blockwise": (0.88, 0.80)}
 """Speed of products in forward and in backward, relative to ``Gpu.fp8_tflops``; others: 1. Fitted to the unswapped runs
 of two shapes on one H200 (docs/results/h200-fp8.jsonl)."""
 PROJ = "self_attention.linear_proj"
+RESIDUAL_SECTION = "residual"
+"""The section that runs linear_proj again, for the sum that the second norm reads."""
 RECOMPUTE_INPUTS = {
     "self_attention.linear_qkv/1": ("self_attention.linear_qkv/0",),
     f"{PROJ}/0": ("self_attention.core_attention.fused_attention/3",),
@@ -41,13 +43,11 @@ RECOMPUTE_INPUTS = {
 again."""
 ONLY_QUANTIZED = frozenset({f"{PROJ}/0"})
 """Quantized sites without a kernel before the quantization: what they are made from is saved in bf16."""
-OF_LINEARS = frozenset({"mlp/0", "qkv"})
+OF_LINEARS = frozenset({"mlp/0", "qkv", RESIDUAL_SECTION})
 """Sites and sections that run a linear layer again. With ``delayed`` the engine refuses that, since it would write the
 next scales."""
-RECOMPUTED = {
-    recipe: frozenset({*RECOMPUTE_INPUTS, "qkv", LAYER_SECTION} - (OF_LINEARS if recipe == "delayed" else set()))
-    for recipe in RECIPES
-}
+_ALL = frozenset({*RECOMPUTE_INPUTS, "qkv", RESIDUAL_SECTION, LAYER_SECTION})
+RECOMPUTED = {recipe: _ALL - OF_LINEARS if recipe == "delayed" else _ALL for recipe in RECIPES}
 """The sites of ``RECOMPUTE_INPUTS``, and the sections, that the engine can recompute with each recipe. Block scales
 are kept or swapped."""
 OF_ONE_SCALE = frozenset({"self_attention.linear_qkv/1", "mlp.linear_fc1/1"})

@@ -74,14 +74,14 @@ def saved_bytes(model: Model, has_sum: bool = False) -> float:
 
 
 def choose_num_chunks(model: Model, has_sum: bool = False) -> int:
-    """Return the fewest chunks with which the loss takes no more memory than a layer's MLP in backward.
+    """Return the fewest chunks with which the loss takes no more memory than a layer's MLP, or a chunk of it.
 
     With them the loss does not set the peak of a step any more. 1: it does not set it as a whole, or chunks with a sum
     (``has_sum``, as for ``loss_bytes``) take more.
     """
     tokens = num_tokens(model)
     wide = model.ffn_hidden_size / model.tensor_parallel * (2 if model.gated else 1)
-    of_layer = tokens * BYTES * (2 * model.hidden_size + wide)
+    of_layer = tokens * BYTES * (2 * model.hidden_size + wide / model.mlp_chunks)
     most = int(max(1, min(MOST_LOSS_CHUNKS, tokens // FEWEST_TOKENS)))
     for num_chunks in range(1, most + 1):
         sizes = loss_bytes(model, num_chunks, has_sum)

@@ -11,8 +11,9 @@ from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.planner.flags import Training
 from megatron.swap.planner.fp8 import fp8_params, with_fp8_weights
 from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.kernels import BYTES
 from megatron.swap.planner.profile import Profile
-from megatron.swap.planner.shape import BYTES, chunks_of, params_of_rank, shape_profile, with_megatrons_loss
+from megatron.swap.planner.shape import chunks_of, params_of_rank, shape_profile, with_megatrons_loss
 from megatron.swap.planner.simulate import Prediction, simulate
 from megatron.swap.planner.solve import Solution, empty_plan, written_budget
 from megatron.swap.planner.state_fraction import solve_fractions, with_fraction
@@ -134,7 +135,7 @@ def _of_training(
             training.model, gpu, training.num_micro_batches, tied=training.tied, states=states,
             pipeline_rank=pipeline_rank, host_gib=room_gib, state_on_disk_gib=on_disk_gib,
             loss_chunks=training.num_loss_chunks, has_sum_in_loss=training.has_sum_in_loss,
-            fuses_gradients=training.fuses_gradients,
+            fuses_gradients=training.fuses_gradients, has_dropout=training.has_dropout,
         )  # fmt: skip
 
     def offloading(disk_gib: float) -> tuple[States, Profile]:

@@ -1,34 +1,34 @@
-"""Estimates a profile from a model's shape and a GPU's figures: FLOPs and bytes of every kernel of a dense layer.
-
-The formulas are those of TransformerEngine layers (rotary positions, fused attention, linear layers in bf16 or FP8).
-In bf16, sites and sizes were checked against traces, and memory byte for byte against measured peaks
-(docs/dev/planner.md).
-"""
+"""Estimates a profile from a model's shape and a GPU's figures."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.types import GIB, LOSS_ROWS, MIB, UsageError
 from megatron.swap.planner.fp8 import (
-    KEEP_CONTEXT,
-    ONLY_QUANTIZED,
-    PROJ,
-    SPEEDS,
+    RESIDUAL_SECTION,
     check_gpu,
     fp8_params,
     linear_params,
-    moved_bytes,
     quantize_weights_ms,
     recomputed,
-    saved_sites,
-)
-from megatron.swap.planner.fp8 import (
-    RECOMPUTE_INPUTS as FP8_RECOMPUTE_INPUTS,
 )
 from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.kernels import (
+    ATTENTION,
+    CONTEXT,
+    FC1_INPUT,
+    INPUT,
+    backward_ms_of,
+    forward_ms_of,
+    kernel_ms,
+    kernels,
+    recompute_inputs,
+    recompute_ms,
+    sizes_of,
+)
 from megatron.swap.planner.loss_chunks import loss_bytes
 from megatron.swap.planner.profile import (
     Device,
@@ -44,166 +44,21 @@ from megatron.swap.planner.profile import (
 )
 from megatron.swap.planner.states import DISK_MS_PER_GIB, States
 
-BYTES = 2
-"""Bytes of one bf16 value."""
 WORKSPACE_GIB = 0.096
 """Measured memory of libraries besides weights, gradients and optimizer state."""
 OPTIMIZER_BYTES_PER_PARAM = 38
 """Bytes per parameter that an Adam step, the gradient norm and clearing gradients read and write."""
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel of a layer's forward. ``saves``: the sites that its backward needs, with sizes in bytes."""
+def layer_class(
+    model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: bool = False, has_dropout: bool = False
+) -> LayerClass:
+    """Return a class of equal layers.
 
-    name: str
-    flops: float
-    num_bytes: float
-    saves: tuple[tuple[str, float], ...] = ()
-    backward_flops: float = 2.0
-    """FLOPs of backward relative to forward; ``backward_bytes`` likewise."""
-    backward_bytes: float = 2.0
-    gradients: float = 0.0
-    """Peak bytes of gradients during its backward."""
-    weight_gradient: float = 0.0
-    """Bytes of its weight's bf16 gradient, which is added to an fp32 buffer."""
-    is_attention: bool = False
-    is_fp8: bool = False
-    speeds: tuple[float, float] = (1.0, 1.0)
-    """Parts of the GPU's TFLOP/s that forward and backward reach."""
-    quantized_bytes: float = 0.0
-    """Bytes that quantizing the input reads and writes in forward; ``gradient_quantized_bytes``: in backward."""
-    gradient_quantized_bytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of the tensors of one layer on one rank."""
-
-    hidden: float
-    sharded: float
-    query: float
-    key: float
-    fc1: float
-    activation: float
-    log_sum_exp: float
-    tokens: float
-
-
-def _sizes(model: Model) -> _Sizes:
-    tokens = model.seq_length / model.context_parallel * model.micro_batch_size
-    head = model.head_size or model.hidden_size // model.num_attention_heads
-    tensor = model.tensor_parallel
-    hidden = tokens * model.hidden_size * BYTES
-    activation = tokens * model.ffn_hidden_size / tensor * BYTES
-    return _Sizes(
-        hidden=hidden,
-        sharded=hidden / tensor if model.sequence_parallel else hidden,
-        query=tokens * model.num_attention_heads / tensor * head * BYTES,
-        key=tokens * max(1.0, model.num_query_groups / tensor) * head * BYTES,
-        fc1=activation * (2 if model.gated else 1),
-        activation=activation,
-        log_sum_exp=tokens * model.num_attention_heads / tensor * 4,
-        tokens=tokens,
-    )
-
-
-def kernels(model: Model) -> list[Kernel]:
-    """Return the kernels of a dense TransformerEngine layer's forward, in order.
-
-    Raises:
-        UsageError: the formulas do not cover the layer.
+    Args:
+        is_input_held: there are other references to their input.
+        has_dropout: sums of residual and output have dropout, so that they cannot be recomputed.
     """
-    uncovered = {
-        f"--transformer-impl {model.transformer_impl}": model.transformer_impl != "transformer_engine",
-        f"--num-experts {model.num_experts}": model.num_experts,
-        f"weights in {model.dtype} (--bf16 is missing)": model.dtype != "bf16",
-    }
-    if wrong := [what for what, is_wrong in uncovered.items() if is_wrong]:
-        raise UsageError(
-            f"{', '.join(wrong)}: cannot be planned without a measurement. Measure a profile: train with "
-            "--swap-save-profile FILE, then plan with --profile FILE."
-        )
-    size, wide = _sizes(model), model.hidden_size
-    hidden, query, key = size.hidden, size.query, size.key
-    per_byte = 2 * wide / BYTES  # FLOPs of a linear layer with one side of the hidden size, per byte of its other side
-    weights = wide / size.tokens  # bytes of a weight's gradient, per byte of its other side
-    context, core = "self_attention.core_attention.fused_attention", 2 * size.tokens * model.seq_length / BYTES
-    qkv = query + 2 * key
-    steps = [
-        Kernel("qkv", per_byte * qkv, 2 * hidden + qkv,
-               (("self_attention.linear_qkv/0", size.sharded), ("self_attention.linear_qkv/1", size.sharded)),
-               gradients=2 * hidden + qkv + weights * qkv, weight_gradient=weights * qkv),
-        Kernel("rotary", 0, 2 * qkv, gradients=hidden + 2 * qkv),
-        Kernel("attention", core * query / size.tokens, query * 2 + 2 * key,
-               ((f"{context}/0", query), (f"{context}/1", key), (f"{context}/2", key), (f"{context}/3", query),
-                (f"{context}/6", size.log_sum_exp)),
-               backward_flops=2.9, gradients=hidden + query + qkv, is_attention=True),
-        Kernel("proj", per_byte * query, 0, gradients=hidden + query + weights * query,
-               weight_gradient=weights * query),
-        Kernel("residual", 0, 3 * size.sharded, backward_bytes=0.4, gradients=hidden),
-        Kernel("fc1", per_byte * size.fc1, 2 * hidden,
-               (("mlp.linear_fc1/0", size.sharded), ("mlp.linear_fc1/1", size.sharded)),
-               gradients=2 * hidden + size.fc1 + weights * size.fc1, weight_gradient=weights * size.fc1),
-        Kernel("activation", 0, size.fc1 + size.activation, (("mlp/0", size.fc1),),
-               gradients=hidden + size.activation + size.fc1),
-        Kernel("fc2", per_byte * size.activation, 0, (("mlp.linear_fc2/0", size.activation),),
-               gradients=hidden + size.activation + weights * size.activation,
-               weight_gradient=weights * size.activation),
-        Kernel("residual", 0, 3 * size.sharded, backward_bytes=0.4, gradients=hidden),
-    ]  # fmt: skip
-    if model.fp8_recipe is None:
-        return steps
-    recipe = model.fp8_recipe
-    linears = {
-        "qkv": (hidden, qkv, saved_sites(recipe, "self_attention.linear_qkv", size.sharded, size.sharded)),
-        "proj": (query, hidden, () if recipe in KEEP_CONTEXT else saved_sites(recipe, PROJ, query)),
-        "fc1": (hidden, size.fc1, saved_sites(recipe, "mlp.linear_fc1", size.sharded, size.sharded)),
-        "fc2": (size.activation, hidden, saved_sites(recipe, "mlp.linear_fc2", size.activation)),
-    }  # bytes of input and output in bf16, and the sites
-    for index, step in enumerate(steps):
-        if step.name in linears:
-            inputs, outputs, saves = linears[step.name]
-            later = 0 if saves else 1  # layouts of the input that backward makes
-            weight = 0.0 if model.keeps_fp8_weights else step.weight_gradient  # is made in both directions
-            steps[index] = replace(
-                step, saves=saves, is_fp8=True, speeds=SPEEDS.get(recipe, step.speeds),
-                quantized_bytes=moved_bytes(recipe, inputs, 2 - later) + moved_bytes(recipe, weight, 1),
-                gradient_quantized_bytes=moved_bytes(recipe, outputs + weight) + later * moved_bytes(recipe, inputs, 1),
-                gradients=step.gradients + outputs + weight,  # in FP8, in two layouts: the output's gradient, weights
-            )  # fmt: skip
-    return steps
-
-
-# Sites that a later kernel than the saving one reads too: attention and proj share the context, which is saved once.
-FIRST_NEEDED_BY = {"self_attention.core_attention.fused_attention/3": "proj"}
-
-RECOMPUTE_INPUTS = {
-    "self_attention.linear_qkv/1": ("self_attention.linear_qkv/0",),
-    "mlp.linear_fc1/1": ("mlp.linear_fc1/0",),
-    "mlp.linear_fc2/0": ("mlp/0",),
-    "mlp/0": ("mlp.linear_fc1/0",),
-}
-"""Sites that one elementwise kernel or linear recomputes, and the sites it reads, which may be recomputed too."""
-LINEAR_OUTPUTS = {"mlp/0": "fc1"}
-"""Recomputable outputs of linear layers. With sequence parallelism they are not recomputed, because the linear gathers
-its input from other ranks."""
-
-
-def _forward_ms(step: Kernel, gpu: Gpu) -> float:
-    tflops = gpu.attention_tflops if step.is_attention else gpu.fp8_tflops if step.is_fp8 else gpu.tflops
-    num_bytes = step.num_bytes + step.quantized_bytes
-    return step.flops / (tflops * step.speeds[0] * 1e9) + num_bytes / (gpu.memory_gb_s * 1e6)
-
-
-def _backward_ms(step: Kernel, gpu: Gpu) -> float:
-    num_bytes = step.num_bytes * step.backward_bytes + step.weight_gradient * (BYTES + 8) / BYTES
-    flops, speeds, quantized = step.flops * step.backward_flops, step.speeds[::-1], step.gradient_quantized_bytes
-    return _forward_ms(replace(step, flops=flops, speeds=speeds, num_bytes=num_bytes, quantized_bytes=quantized), gpu)
-
-
-def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: bool = False) -> LayerClass:
-    """Return a class of equal layers. ``is_input_held``: there are other references to their input."""
     steps = kernels(model)
     saved_at: dict[str, float] = {}
     needed_at: dict[str, float] = {}
@@ -211,91 +66,56 @@ def layer_class(model: Model, gpu: Gpu, layers: tuple[int, ...], is_input_held: 
     sizes: dict[str, float] = {}
     now = 0.0
     for step in steps:
-        now += _forward_ms(step, gpu)
+        now += forward_ms_of(step, gpu)
         for site, num_bytes in step.saves:
             saved_at[site], sizes[site] = now, num_bytes
     forward_ms, now = now, 0.0
     temporaries = []
-    first_needed: dict[str, float] = {}
     for step in reversed(steps):
         temporaries.append((now, step.gradients / MIB))
-        for site, kernel in FIRST_NEEDED_BY.items():
-            if kernel == step.name and not step.saves:  # else it has saved a copy in FP8
-                first_needed[site] = now
-        for site, _ in step.saves:
-            needed_at[site] = first_needed.get(site, now)
-        now += _backward_ms(step, gpu)
+        for site in (*step.reads, *(site for site, _ in step.saves)):
+            needed_at.setdefault(site, now)
+        now += backward_ms_of(step, gpu)
         done_at.update((site, now) for site, _ in step.saves)
-    costs = _recompute_ms(model, gpu, sizes) if model.fp8_recipe is None else _fp8_recompute_ms(model, gpu, sizes)
-    inputs = RECOMPUTE_INPUTS if model.fp8_recipe is None else FP8_RECOMPUTE_INPUTS
+    costs, inputs = recompute_ms(model, gpu, sizes), recompute_inputs(model)
     sites = tuple(
         SiteProfile(
             site, sizes[site] / MIB, saved_at[site], needed_at[site], done_at[site],
             recompute_ms=costs.get(site), recompute_needs=inputs[site] if site in costs else (),
-            is_ineligible=is_input_held and site == "self_attention.linear_qkv/0",
+            is_ineligible=is_input_held and site == INPUT,
         )
         for site in sizes
     )  # fmt: skip
-    size = _sizes(model)
-    peak_mib = 2 * size.hidden / MIB
+    size = sizes_of(model)
+    peak_mib = (2 if model.mlp_chunks == 1 else 3) * size.hidden / MIB  # of chunks' outputs there are two copies
     if model.fp8_recipe is not None:  # linear_fc2 holds its bf16 input, which is not saved, and both its FP8 layouts
         copies = 0.0 if model.keeps_fp8_weights else steps[-2].weight_gradient  # two layouts of its weight
         peak_mib = max(peak_mib, (size.hidden + 1.5 * size.activation + copies) / MIB)
-    sections = _sections(model, gpu, sites, peak_mib)
+    sections = _sections(model, gpu, sites, peak_mib, has_dropout)
     if model.fp8_recipe is not None:
         sections = tuple(part for part in sections if part.name in recomputed(model))
     return LayerClass(layers, forward_ms, now, sites, sections, tuple(temporaries), peak_mib)
 
 
-def kernel_ms(model: Model, gpu: Gpu) -> dict[str, float]:
-    """Return the forward time of each kernel in ms. Kernels with one name are summed."""
-    times: dict[str, float] = {}
-    for step in kernels(model):
-        times[step.name] = times.get(step.name, 0.0) + _forward_ms(step, gpu)
-    return times
-
-
-def _fp8_recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, float]:
-    """Return the time to recompute each site of an FP8 layer that the engine can recompute, in ms."""
-    assert model.fp8_recipe is not None
-    costs, times = {}, kernel_ms(model, gpu)
-    for site in recomputed(model) & FP8_RECOMPUTE_INPUTS.keys() & sizes.keys():
-        if site in LINEAR_OUTPUTS:
-            if not model.sequence_parallel:
-                costs[site] = times[LINEAR_OUTPUTS[site]]
-            continue
-        in_bf16 = BYTES * sizes[site]  # a quantized value has one byte
-        made = 0.0 if site in ONLY_QUANTIZED else in_bf16 + sum(sizes[need] for need in FP8_RECOMPUTE_INPUTS[site])
-        costs[site] = (made + moved_bytes(model.fp8_recipe, in_bf16)) / (gpu.memory_gb_s * 1e6)
-    return costs
-
-
-def _recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, float]:
-    """Return the time to recompute each site of a bf16 layer, in ms."""
-    times = kernel_ms(model, gpu)
-    costs = {}
-    for site, needs in RECOMPUTE_INPUTS.items():
-        if site not in LINEAR_OUTPUTS:
-            costs[site] = (sizes[site] + sum(sizes[need] for need in needs)) / (gpu.memory_gb_s * 1e6)
-        elif not model.sequence_parallel:
-            costs[site] = times[LINEAR_OUTPUTS[site]]
-    return costs
-
-
-def _sections(model: Model, gpu: Gpu, sites: tuple[SiteProfile, ...], peak_mib: float) -> tuple[Section, ...]:
-    """Return the sections ``layer`` and, without sequence parallelism, ``qkv``.
+def _sections(
+    model: Model, gpu: Gpu, sites: tuple[SiteProfile, ...], peak_mib: float, has_dropout: bool
+) -> tuple[Section, ...]:
+    """Return the section ``layer`` and, where the engine recomputes them, ``qkv`` and ``residual``.
 
     The output of linear_qkv is not saved itself: the rotary embedding and a copy turn it into three sites. They are
-    recomputed together.
+    recomputed together. Neither is linear_proj's, which the sum behind attention needs.
     """
-    times = kernel_ms(model, gpu)
-    names = [site.site for site in sites]
-    qkv = tuple(f"self_attention.core_attention.fused_attention/{i}" for i in range(3))
-    whole = Section(LAYER_SECTION, tuple(names[1:]), (names[0],), sum(times.values()), peak_mib)
-    if model.sequence_parallel:
-        return (whole,)
-    intermediates_mib = sum(site.mib for site in sites if site.site in qkv)
-    return Section("qkv", qkv, (names[0],), times["qkv"] + times["rotary"], intermediates_mib), whole
+    times, mib = kernel_ms(model, gpu), {site.site: site.mib for site in sites}
+    names = list(mib)
+    found = [Section(LAYER_SECTION, tuple(names[1:]), (names[0],), sum(times.values()), peak_mib)]
+    if not has_dropout and model.tensor_parallel == 1:
+        again_ms = times["proj"] + times["residual"] / 2  # of two sums
+        found.insert(0, Section(RESIDUAL_SECTION, (FC1_INPUT,), (INPUT, CONTEXT), again_ms, mib[FC1_INPUT]))
+    if not model.sequence_parallel:
+        qkv = tuple(f"{ATTENTION}/{i}" for i in range(3))
+        again_ms = times["qkv"] + times["rotary"]
+        found.insert(0, Section("qkv", qkv, (names[0],), again_ms, sum(mib[site] for site in qkv)))
+    return tuple(found)
 
 
 def chunks_of(model: Model, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
@@ -342,7 +162,7 @@ def shape_profile(
     model: Model, gpu: Gpu, num_micro_batches: int, *,
     tied: bool = False, states: States = States(), pipeline_rank: int = 0,  # noqa: B008
     host_gib: float | None = None, state_on_disk_gib: float = 0.0,
-    loss_chunks: int = 1, has_sum_in_loss: bool = False, fuses_gradients: bool = False,
+    loss_chunks: int = 1, has_sum_in_loss: bool = False, fuses_gradients: bool = False, has_dropout: bool = False,
 ) -> Profile:  # fmt: skip
     """Estimate the profile of ``model`` on ``gpu``.
 
@@ -353,6 +173,7 @@ def shape_profile(
         state_on_disk_gib: the part of the offloaded state that host memory has no room for.
         loss_chunks, has_sum_in_loss: chunks of the sequence in which output layer and loss run; ``loss_bytes``.
         fuses_gradients: layers add to ``main_grad`` themselves.
+        has_dropout: as for ``layer_class``.
 
     Raises:
         UsageError: the layers do not divide into the stages, the formulas do not cover the model, or the GPU has no
@@ -369,7 +190,7 @@ def shape_profile(
         alike = tuple(layer for layer in here if (layer in heads) is is_head and (layer in in_bf16) is is_bf16)
         if alike:
             of_layer = replace(model, fp8_recipe=None) if is_bf16 else model
-            classes.append(layer_class(of_layer, gpu, alike, is_head))
+            classes.append(layer_class(of_layer, gpu, alike, is_head, has_dropout))
 
     has_input, has_loss = pipeline_rank == 0, pipeline_rank == stages - 1
     params = params_of_rank(model, tied, pipeline_rank)
@@ -414,7 +235,7 @@ def _non_layer(
     Args:
         loss_chunks: 0: the loss is on another rank.
     """
-    size, sites, loss_ms = _sizes(model), [], 0.0
+    size, sites, loss_ms = sizes_of(model), [], 0.0
     non_layer = NonLayer(0.0, 0.0, optimizer_ms, 0.0, 0.0)
     if loss_chunks:
         logits = size.tokens * model.padded_vocab_size / model.tensor_parallel

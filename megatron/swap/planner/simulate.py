@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from math import inf
 
 from megatron.swap.common.plan import Plan
@@ -236,14 +237,17 @@ class _Step:
         self._uncharged_mib = group.kept_mib if position.early_release else 0.0
         waited += self._release(layer)
         pending: list[_Storage] = []
-        pending_mib = recomputed_mib = 0.0
+        pending_mib = 0.0
+        recomputed: list[tuple[float, float]] = []  # a heap: when each is gone, and its size
         for index, (at_ms, mib, action) in enumerate(script.saves):
+            while recomputed and recomputed[0][0] <= at_ms:
+                self._mib -= heappop(recomputed)[1]
             self._now = begin + waited + at_ms
             self._mib += mib
             # The kernel allocates the storage and its workspace before autograd saves it. Releases come after that.
             self._record_peak(where, script.forward_peak_mib)
             if action is Action.RECOMPUTE:
-                recomputed_mib += mib
+                heappush(recomputed, (script.gone[index], mib))
             elif action is Action.KEEP or keeps_all:
                 if self._uncharged_mib > 0:
                     self._uncharged_mib = max(0.0, self._uncharged_mib - mib)
@@ -260,7 +264,7 @@ class _Step:
         group.to_fetch = list(group.storages.values())
         self._now = begin + waited + script.forward_ms + self._hook_ms(script)
         self._record_peak(where, script.forward_peak_mib)
-        self._mib -= recomputed_mib
+        self._mib -= sum(mib for _, mib in recomputed)
         self._uncharged_mib = 0.0
         self._commit(pending)
         self._release(layer)

@@ -135,8 +135,9 @@ def test_a_model_whose_state_is_too_large_is_told_how_it_fits(capsys: pytest.Cap
         ("--global-batch-size 1", "--use-precision-aware-optimizer --use-distributed-optimizer), or take"),
         ("--micro-batch-size 2 --swap-optimizer 0.5", "of: --swap-optimizer auto, --tensor-model-parallel-size 2"),
         ("--num-layers 8 --seq-length 131072",
-         "of: --swap-loss-chunks 4, a shorter --seq-length, --tensor-model-parallel-size 2, --context-parallel-size 2"),
-        ("--num-layers 8 --seq-length 65536 --micro-batch-size 2", "of: --swap-loss-chunks 4, a smaller --micro"),
+         "of: --mlp-chunks-for-training 8, --swap-loss-chunks 4, a shorter --seq-length, --tensor-model"),
+        ("--num-layers 8 --seq-length 65536 --micro-batch-size 2", "--swap-loss-chunks 4, a smaller --micro"),
+        ("--num-layers 8 --seq-length 131072 --mlp-chunks-for-training 8", "of: --swap-loss-chunks 17, a shorter"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_told_the_least(capsys: pytest.CaptureFixture[str], flags: str, hint: str) -> None:
@@ -268,7 +269,7 @@ def test_lines_of_the_command_are_short_and_shells_read_it() -> None:
 
 def test_the_simplest_of_nearly_equal_options_is_best() -> None:
     training = read_flags(f"{FLAGS} --global-batch-size 8".split())
-    found = of_training(training, find_gpu("h200"), 20.5, None)
+    found = of_training(training, find_gpu("h200"), 21, None)
     chosen = best(found)
     assert chosen is not None
     assert chosen.name == PLANNED

@@ -21,7 +21,7 @@ FLAGS = (
     "--micro-batch-size 4 --global-batch-size 16 --untie-embeddings-and-output-weights --hidden-dropout 0"
 )
 """A 15B."""
-SMALLER = ("--micro-batch-size", "2")
+CHUNKS, SMALLER = ("--mlp-chunks-for-training", "2"), ("--micro-batch-size", "2")
 
 
 def option(name: str = PLANNED, step_ms: float = 1000.0, flags: tuple[str, ...] = ()) -> Any:
@@ -34,8 +34,8 @@ def decision(chosen: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("flags", "num_gpus", "expected"),
-    [("", 1, [GRADIENTS, SMALLER]), ("", 2, [GRADIENTS, ("--use-distributed-optimizer",), SMALLER]),
-     ("--micro-batch-size 1", 1, [GRADIENTS]), (" ".join(GRADIENTS), 2, [SMALLER])],
+    [("", 1, [GRADIENTS, CHUNKS, SMALLER]), ("", 2, [GRADIENTS, ("--use-distributed-optimizer",), CHUNKS, SMALLER]),
+     ("--micro-batch-size 1", 1, [GRADIENTS]), (" ".join(GRADIENTS), 2, [CHUNKS, SMALLER])],
 )  # fmt: skip
 def test_changes_leave_gpus_and_tokens_alone(flags: str, num_gpus: int, expected: list) -> None:
     assert changes(read_flags(f"{FLAGS} {flags}".split(), num_gpus)) == expected
@@ -44,7 +44,7 @@ def test_changes_leave_gpus_and_tokens_alone(flags: str, num_gpus: int, expected
 def test_the_smallest_changes_that_do_are_ordered_by_speed() -> None:
     training = read_flags(FLAGS.split(), 2)
     asked: list[tuple[str, ...]] = []
-    times = {GRADIENTS: 900.0, SMALLER: 800.0}
+    times = {GRADIENTS: 900.0, CHUNKS: 850.0, SMALLER: 800.0}
 
     def decide(flags: Sequence[str]) -> Any:
         asked.append(tuple(flags))
@@ -53,8 +53,8 @@ def test_the_smallest_changes_that_do_are_ordered_by_speed() -> None:
         return decision(option(step_ms=times[tuple(flags)]))
 
     found = remedies.remedies(training, decide)
-    assert [one.flags for one in found] == [SMALLER, GRADIENTS]
-    assert [one.times for one in found] == [1.6, 1.8]
+    assert [one.flags for one in found] == [SMALLER, CHUNKS, GRADIENTS]
+    assert [one.times for one in found] == [1.6, 1.7, 1.8]
     assert max(map(len, asked)) == len(GRADIENTS), "pairs are not tried if one change does"
 
 
@@ -62,6 +62,8 @@ def test_pairs_are_tried_if_no_single_change_does() -> None:
     training = read_flags(FLAGS.split())
 
     def decide(flags: Sequence[str]) -> Any:
+        if {*CHUNKS} <= {*flags}:
+            return decision(None)
         if flags == SMALLER:
             raise UsageError("the batch does not divide")
         return decision(option(STATE, flags=("--swap-optimizer", "auto")) if {*SMALLER} <= {*flags} else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,7 +145,7 @@ def test_whose_window_counts(auto: bool, users: float | None, plans: float | Non
 def test_a_kind_that_cannot_be_recomputed_is_named():
     assert SwapConfig(layers=frozenset(), recompute=("norm", "activation")).acts
     assert not SwapConfig(layers=frozenset()).acts
-    kinds = "norm or activation or rotary or quantized or linear"
+    kinds = "norm or activation or rotary or quantized or residual or linear"
     with pytest.raises(UsageError, match=f"--swap-recompute dropout: must be {kinds}"):
         SwapConfig(layers=frozenset(), recompute=("norm", "dropout"))
 
@@ -160,12 +161,13 @@ def test_a_kind_that_cannot_be_recomputed_is_named():
         ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, ["--recompute-modules layernorm"]),
         ({}, []),
         ({"sequence_parallel": True}, []),
+        ({"tensor_model_parallel_size": 2}, []),
     ],
 )
 def test_what_a_linear_layer_that_runs_again_would_disturb(changes: dict, words: list[str]):
     args = SimpleNamespace(**{
         "fp8": None, "fp8_recipe": "delayed", "fp4": None, "swiglu": False, "sequence_parallel": False,
-        "tensor_model_parallel_size": 1,
+        "tensor_model_parallel_size": 1, "hidden_dropout": 0.0,
         "recompute_granularity": None, "recompute_modules": None, "recompute_method": None, **changes,
     })  # fmt: skip
     if words:
@@ -175,6 +177,9 @@ def test_what_a_linear_layer_that_runs_again_would_disturb(changes: dict, words:
     else:
         _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("linear",)))
     _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("rotary",)))
+    of_sum = changes.get("tensor_model_parallel_size", 1) > 1 or bool(words and "recompute_modules" not in changes)
+    with pytest.raises(UsageError, match="Drop residual") if of_sum else contextlib.nullcontext():
+        _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("residual",)))
     if "fp8" not in changes:
         with pytest.raises(UsageError, match=r"without --fp8-format. Add --fp8-format, or drop quantized"):
             _check_recompute(args, SwapConfig(layers=frozenset(), recompute=("quantized",)))

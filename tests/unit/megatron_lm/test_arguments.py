@@ -34,7 +34,7 @@ def parsed(flags: str, **theirs: object) -> argparse.Namespace:
         expert_gtp_weight_remat_size=1, optimizer_cpu_offload=False, optimizer_cuda_graph=False, log_params_norm=False,
         async_save=False, qk_clip=False, rl_offload_optimizer_during_inference=False, fp8_param_gather=False,
         fp4_param_gather=False, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
-        main_params_dtype=torch.float32, use_precision_aware_optimizer=False,
+        main_params_dtype=torch.float32, use_precision_aware_optimizer=False, hidden_dropout=0.0,
     )  # fmt: skip
     vars(args).update(theirs)
     return args
@@ -184,7 +184,7 @@ def test_the_kinds_that_have_to_tell(folder: Path) -> None:
     unfused = kinds("--swap-policy auto", swiglu=True, bias_swiglu_fusion=False)
     assert unfused == tuple(kind for kind in in_bf16 if kind != "activation")
     assert kinds("--swap-policy auto", fp8="hybrid", fp8_recipe="tensorwise") == PRODUCERS
-    assert kinds("--swap-policy auto", fp8="hybrid") == PRODUCERS[:-1]  # delayed scaling
+    assert kinds("--swap-policy auto", fp8="hybrid") == PRODUCERS[:-2]  # delayed scaling
     save_plan(replace(PLAN, classes=(PlanClass("2", {"mlp/0": SitePlan("swap")}),)), "plan.json")
     assert kinds("--swap-plan plan.json") == ()
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from torch import nn
 from torch.nn import functional
 
-from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, ROTARY, Action
+from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, RESIDUAL, ROTARY, Action
 from megatron.swap.megatron_lm.producers import Producers, record_copy, record_norm_of_linear, record_queries
 from megatron.swap.patches.registry import UNCHECKED_VARIABLE, apply
 from megatron.swap.patches.te_normalization import te_normalization_patch
@@ -106,6 +107,49 @@ def test_linears_outside_experts_tell_and_only_the_kinds_that_are_wanted():
         assert recorder.told == told
         producers.remove()
         assert not any("forward" in vars(module) for module in layer.modules())
+
+
+def layer_with_sum(make: Any, tensor_parallel: int = 1) -> Any:
+    layer: Any = nn.Module()
+    layer.config = SimpleNamespace(tensor_model_parallel_size=tensor_parallel)
+    layer.self_attention = nn.Module()
+    layer.self_attention.linear_proj = nn.Linear(4, 4)
+    layer.self_attn_bda = make
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("training", "dropout", "is_told"), [(True, 0.0, True), (True, 0.1, False), (False, 0.1, True)]
+)
+def test_the_sum_behind_attention_tells_unless_it_draws(training: bool, dropout: float, is_told: bool):
+    layer, told = layer_with_sum(get_bias_dropout_add), Told()
+    told.recorded = Recorder().recorded  # type: ignore[attr-defined]
+    producers = Producers(told, [RESIDUAL])  # type: ignore[arg-type]
+    producers.wrap(layer)
+    parts = torch.randn(3, 4), torch.randn(4)
+    residual = torch.randn(3, 4)
+    with torch.no_grad():
+        layer.self_attn_bda(training, False)(parts, residual, dropout)
+    assert told.calls == []
+    leaves = parts[0].requires_grad_(), parts[1]  # without gradients an evaluation adds in place
+    total = layer.self_attn_bda(training, False)(leaves, residual, dropout)
+    assert len(told.calls) == is_told
+    for producer, function, arguments, options, output in told.calls:
+        assert (producer, options) == (RESIDUAL, {})
+        assert output is total
+        assert torch.equal(function(*arguments), parts[0] + parts[1] + residual)
+    producers.remove()
+    assert layer.self_attn_bda is get_bias_dropout_add
+    assert "forward" not in vars(layer.self_attention.linear_proj)
+
+
+@pytest.mark.parametrize("case", ["not chosen", "tensor parallel", "no sum"])
+def test_layers_without_a_sum_to_make_again_are_left_alone(case: str):
+    make = IdentityOp() if case == "no sum" else get_bias_dropout_add
+    layer = layer_with_sum(make, 2 if case == "tensor parallel" else 1)
+    Producers(Told(), [LINEAR] if case == "not chosen" else [RESIDUAL]).wrap(layer)  # type: ignore[arg-type]
+    assert layer.self_attn_bda is make
+    assert "forward" not in vars(layer.self_attention.linear_proj)
 
 
 # ------------------------------------------------------------------------------------- queries that are cut out

@@ -128,7 +128,7 @@ def test_where_nothing_fits_the_flag_is_advised(capsys: pytest.CaptureFixture[st
     assert program.main(line.split()) == 1
     assert "--swap-loss-chunks 4, a shorter --seq-length" in capsys.readouterr().out
     assert program.main([*line.split(), "--swap-loss-chunks", "4"]) == 1
-    assert "one or several of: a shorter --seq-length" in capsys.readouterr().out
+    assert "one or several of: --mlp-chunks-for-training 8, a shorter --seq-length" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", ["0", "1025", "-1", "two", "1.5"])

@@ -16,6 +16,7 @@ from megatron.swap.common.plan import PlanClass, SitePlan, load_plan, save_plan
 from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.planner.flags import model_of, read_flags
 from megatron.swap.planner.gpus import GPUS, find_gpu
+from megatron.swap.planner.kernels import recompute_inputs
 from megatron.swap.planner.profile import (
     LayerClass,
     NonLayer,
@@ -26,7 +27,7 @@ from megatron.swap.planner.profile import (
     save_profile,
     sha256,
 )
-from megatron.swap.planner.shape import RECOMPUTE_INPUTS, WORKSPACE_GIB, params_of_rank, shape_profile
+from megatron.swap.planner.shape import WORKSPACE_GIB, params_of_rank, shape_profile
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan
 from megatron.swap.planner.states import States
@@ -118,11 +119,18 @@ class TestShapes:
         shape = read_flags(FLAGS.split()).model
         of = shape_profile(shape, find_gpu("h200"), 2).layers[1]
         recomputable = {one.site: one for one in of.sites if one.recompute_ms is not None}
-        assert {name: one.recompute_needs for name, one in recomputable.items()} == RECOMPUTE_INPUTS
+        assert {name: one.recompute_needs for name, one in recomputable.items()} == recompute_inputs(shape)
         matmul_ms = 4 * 4096 * 4 * 4096 * 11008 / 681e9
         assert 0.6 < recomputable["mlp/0"].recompute_ms / matmul_ms < 1.2
         assert max(one.recompute_ms for name, one in recomputable.items() if name != "mlp/0") < 0.5
-        assert [part.name for part in of.sections] == ["qkv", "layer"]
+        assert [part.name for part in of.sections] == ["qkv", "residual", "layer"]
+        assert recomputable["mlp.linear_fc1/1"].recompute_needs == ("mlp.linear_fc1/0",)
+        behind = of.sections[1]
+        assert behind.frees == ("mlp.linear_fc1/0",)
+        assert behind.needs == ("self_attention.linear_qkv/0", "self_attention.core_attention.fused_attention/3")
+        assert 0.6 < behind.recompute_ms / (2 * 4 * 4096 * 4096 * 4096 / 681e9) < 1.3
+        drawn = shape_profile(shape, find_gpu("h200"), 2, has_dropout=True).layers[1]
+        assert [part.name for part in drawn.sections] == ["qkv", "layer"]
         parallel = replace(shape, tensor_parallel=2, sequence_parallel=True)
         sharded = shape_profile(parallel, find_gpu("h200"), 2).layers[1]
         assert [part.name for part in sharded.sections] == ["layer"]

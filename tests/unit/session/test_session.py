@@ -40,6 +40,7 @@ def arguments(*flags: str) -> argparse.Namespace:
         heterogeneous_layers_config_path=None, untie_embeddings_and_output_weights=True, optimizer="adam",
         accumulate_allreduce_grads_in_fp32=True, use_precision_aware_optimizer=False, optimizer_cpu_offload=False,
         use_distributed_optimizer=False, data_parallel_size=1, variable_seq_lengths=False, tokenizer_type=None,
+        hidden_dropout=0.0,
     )
     return args
 

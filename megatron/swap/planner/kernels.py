@@ -1,0 +1,230 @@
+"""The kernels of a dense layer: FLOPs, bytes, what each saves, and what recomputing that reads.
+
+The formulas are those of TransformerEngine layers (rotary positions, fused attention, linear layers in bf16 or FP8).
+In bf16, sites and sizes were checked against traces, and memory byte for byte against measured peaks
+(docs/dev/planner.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.swap.common.plan import Model
+from megatron.swap.common.types import UsageError
+from megatron.swap.planner.fp8 import KEEP_CONTEXT, ONLY_QUANTIZED, PROJ, SPEEDS, moved_bytes, recomputed, saved_sites
+from megatron.swap.planner.fp8 import RECOMPUTE_INPUTS as FP8_RECOMPUTE_INPUTS
+from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.mlp_chunks import mlp_chunks
+
+BYTES = 2
+"""Bytes of one bf16 value."""
+INPUT, FC1_INPUT = "self_attention.linear_qkv/0", "mlp.linear_fc1/0"
+"""Sites of the inputs of a layer's norms."""
+ATTENTION = "self_attention.core_attention.fused_attention"
+"""Path of the sites that attention saves: query, key, value, context, and the logarithms of sums."""
+CONTEXT = f"{ATTENTION}/3"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a layer's forward.
+
+    ``saves``: the sites that its backward needs, with sizes in bytes. ``reads``: needed sites that others have saved.
+    """
+
+    name: str
+    flops: float
+    num_bytes: float
+    saves: tuple[tuple[str, float], ...] = ()
+    reads: tuple[str, ...] = ()
+    backward_flops: float = 2.0
+    """FLOPs of backward relative to forward; ``backward_bytes`` likewise."""
+    backward_bytes: float = 2.0
+    gradients: float = 0.0
+    """Peak bytes of gradients during its backward."""
+    weight_gradient: float = 0.0
+    """Bytes of its weight's bf16 gradient, which is added to an fp32 buffer."""
+    is_attention: bool = False
+    is_fp8: bool = False
+    speeds: tuple[float, float] = (1.0, 1.0)
+    """Parts of the GPU's TFLOP/s that forward and backward reach."""
+    quantized_bytes: float = 0.0
+    """Bytes that quantizing the input reads and writes in forward; ``gradient_quantized_bytes``: in backward."""
+    gradient_quantized_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of the tensors of one layer on one rank."""
+
+    hidden: float
+    sharded: float
+    query: float
+    key: float
+    fc1: float
+    activation: float
+    log_sum_exp: float
+    tokens: float
+
+
+def sizes_of(model: Model) -> Sizes:
+    """Return the bytes of the tensors of one layer."""
+    tokens = model.seq_length / model.context_parallel * model.micro_batch_size
+    head = model.head_size or model.hidden_size // model.num_attention_heads
+    tensor = model.tensor_parallel
+    hidden = tokens * model.hidden_size * BYTES
+    activation = tokens * model.ffn_hidden_size / tensor * BYTES
+    return Sizes(
+        hidden=hidden,
+        sharded=hidden / tensor if model.sequence_parallel else hidden,
+        query=tokens * model.num_attention_heads / tensor * head * BYTES,
+        key=tokens * max(1.0, model.num_query_groups / tensor) * head * BYTES,
+        fc1=activation * (2 if model.gated else 1),
+        activation=activation,
+        log_sum_exp=tokens * model.num_attention_heads / tensor * 4,
+        tokens=tokens,
+    )
+
+
+def kernels(model: Model) -> list[Kernel]:
+    """Return the kernels of a dense TransformerEngine layer's forward, in order.
+
+    Raises:
+        UsageError: the formulas do not cover the layer.
+    """
+    uncovered = {
+        f"--transformer-impl {model.transformer_impl}": model.transformer_impl != "transformer_engine",
+        f"--num-experts {model.num_experts}": model.num_experts,
+        f"weights in {model.dtype} (--bf16 is missing)": model.dtype != "bf16",
+        f"--mlp-chunks-for-training {model.mlp_chunks} with FP8": model.mlp_chunks > 1 and model.fp8_recipe is not None,
+    }
+    if wrong := [what for what, is_wrong in uncovered.items() if is_wrong]:
+        raise UsageError(
+            f"{', '.join(wrong)}: cannot be planned without a measurement. Measure a profile: train with "
+            "--swap-save-profile FILE, then plan with --profile FILE."
+        )
+    size, wide = sizes_of(model), model.hidden_size
+    hidden, query, key = size.hidden, size.query, size.key
+    per_byte = 2 * wide / BYTES  # FLOPs of a linear layer with one side of the hidden size, per byte of its other side
+    weights = wide / size.tokens  # bytes of a weight's gradient, per byte of its other side
+    core = 2 * size.tokens * model.seq_length / BYTES
+    qkv = query + 2 * key
+    steps = [
+        Kernel("qkv", per_byte * qkv, 2 * hidden + qkv,
+               ((INPUT, size.sharded), ("self_attention.linear_qkv/1", size.sharded)),
+               gradients=2 * hidden + qkv + weights * qkv, weight_gradient=weights * qkv),
+        Kernel("rotary", 0, 2 * qkv, gradients=hidden + 2 * qkv),
+        Kernel("attention", core * query / size.tokens, query * 2 + 2 * key,
+               ((f"{ATTENTION}/0", query), (f"{ATTENTION}/1", key), (f"{ATTENTION}/2", key), (CONTEXT, query),
+                (f"{ATTENTION}/6", size.log_sum_exp)),
+               backward_flops=2.9, gradients=hidden + query + qkv, is_attention=True),
+        Kernel("proj", per_byte * query, 0, reads=(CONTEXT,), gradients=hidden + query + weights * query,
+               weight_gradient=weights * query),
+        Kernel("residual", 0, 3 * size.sharded, backward_bytes=0.4, gradients=hidden),
+        *_mlp(model, size),
+        Kernel("residual", 0, 3 * size.sharded, backward_bytes=0.4, gradients=hidden),
+    ]  # fmt: skip
+    if model.fp8_recipe is None:
+        return steps
+    recipe = model.fp8_recipe
+    linears = {
+        "qkv": (hidden, qkv, saved_sites(recipe, "self_attention.linear_qkv", size.sharded, size.sharded)),
+        "proj": (query, hidden, () if recipe in KEEP_CONTEXT else saved_sites(recipe, PROJ, query)),
+        "fc1": (hidden, size.fc1, saved_sites(recipe, "mlp.linear_fc1", size.sharded, size.sharded)),
+        "fc2": (size.activation, hidden, saved_sites(recipe, "mlp.linear_fc2", size.activation)),
+    }  # bytes of input and output in bf16, and the sites
+    for index, step in enumerate(steps):
+        if step.name in linears:
+            inputs, outputs, saves = linears[step.name]
+            later = 0 if saves else 1  # layouts of the input that backward makes
+            weight = 0.0 if model.keeps_fp8_weights else step.weight_gradient  # is made in both directions
+            steps[index] = replace(
+                step, saves=saves, reads=() if saves else step.reads, is_fp8=True,
+                speeds=SPEEDS.get(recipe, step.speeds),
+                quantized_bytes=moved_bytes(recipe, inputs, 2 - later) + moved_bytes(recipe, weight, 1),
+                gradient_quantized_bytes=moved_bytes(recipe, outputs + weight) + later * moved_bytes(recipe, inputs, 1),
+                gradients=step.gradients + outputs + weight,  # in FP8, in two layouts: the output's gradient, weights
+            )  # fmt: skip
+    return steps
+
+
+def _mlp(model: Model, size: Sizes) -> list[Kernel]:
+    """Return the kernels of a layer's MLP."""
+    hidden, chunks = size.hidden, mlp_chunks(model)
+    per_byte, weights = 2 * model.hidden_size / BYTES, model.hidden_size / size.tokens  # as in ``kernels``
+    both = weights * (size.fc1 + size.activation)
+    steps = [] if len(chunks) == 1 else [Kernel("split", 0, 0, gradients=hidden + 2 * size.sharded)]
+    for chunk in chunks:
+        inner, fc1, activation = chunk.part * hidden, chunk.part * size.fc1, chunk.part * size.activation
+        # The gradients of the inputs of chunks that are done, and autograd's sums of both weights' gradients.
+        held = chunk.done * size.sharded + (both if chunk.done else 0)
+        norm, whole = (chunk.norm, chunk.part * size.sharded), (FC1_INPUT, size.sharded)
+        saves, reads = ((norm,), (FC1_INPUT,)) if chunk.number else ((whole, norm), ())
+        steps += [
+            Kernel("fc1", per_byte * fc1, 2 * inner, saves, reads, weight_gradient=weights * size.fc1,
+                   gradients=held + hidden + inner + fc1 + weights * size.fc1),
+            Kernel("activation", 0, fc1 + activation, ((chunk.fc1, fc1),), gradients=held + hidden + activation + fc1),
+            Kernel("fc2", per_byte * activation, 0, ((chunk.activation, activation),),
+                   gradients=held + hidden + activation + weights * size.activation,
+                   weight_gradient=weights * size.activation),
+        ]  # fmt: skip
+    if len(chunks) > 1:  # joins the outputs. Its backward moves nothing, but that of the split joins gradients
+        steps.append(Kernel("join", 0, 2 * size.sharded, backward_bytes=1.0, gradients=hidden))
+    return steps
+
+
+def forward_ms_of(step: Kernel, gpu: Gpu) -> float:
+    """Return the time of a kernel's forward, in ms."""
+    tflops = gpu.attention_tflops if step.is_attention else gpu.fp8_tflops if step.is_fp8 else gpu.tflops
+    num_bytes = step.num_bytes + step.quantized_bytes
+    return step.flops / (tflops * step.speeds[0] * 1e9) + num_bytes / (gpu.memory_gb_s * 1e6)
+
+
+def backward_ms_of(step: Kernel, gpu: Gpu) -> float:
+    """Return the time of a kernel's backward, in ms."""
+    num_bytes = step.num_bytes * step.backward_bytes + step.weight_gradient * (BYTES + 8) / BYTES
+    flops, speeds, quantized = step.flops * step.backward_flops, step.speeds[::-1], step.gradient_quantized_bytes
+    return forward_ms_of(replace(step, flops=flops, speeds=speeds, num_bytes=num_bytes, quantized_bytes=quantized), gpu)
+
+
+def kernel_ms(model: Model, gpu: Gpu) -> dict[str, float]:
+    """Return the forward time of each kernel in ms. Kernels with one name are summed."""
+    times: dict[str, float] = {}
+    for step in kernels(model):
+        times[step.name] = times.get(step.name, 0.0) + forward_ms_of(step, gpu)
+    return times
+
+
+def recompute_inputs(model: Model) -> dict[str, tuple[str, ...]]:
+    """Return the sites that one elementwise kernel or linear recomputes, and the sites that it reads.
+
+    Those may be recomputed too. With sequence parallelism linear layers do not run again, because they gather their
+    input from other ranks.
+    """
+    if model.fp8_recipe is not None:
+        return dict(FP8_RECOMPUTE_INPUTS)
+    found: dict[str, tuple[str, ...]] = {"self_attention.linear_qkv/1": (INPUT,)}
+    for chunk in mlp_chunks(model):
+        found |= {chunk.norm: (FC1_INPUT,), chunk.fc1: (FC1_INPUT,), chunk.activation: (chunk.fc1,)}
+    return found
+
+
+def recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, float]:
+    """Return the time to recompute each site that can be recomputed alone, in ms.
+
+    Args:
+        sizes: bytes of all sites.
+    """
+    times, bytes_per_ms = kernel_ms(model, gpu), gpu.memory_gb_s * 1e6
+    chunks = mlp_chunks(model)
+    costs = {} if model.sequence_parallel else {chunk.fc1: chunk.part * times["fc1"] for chunk in chunks}
+    if model.fp8_recipe is None:
+        norms = ["self_attention.linear_qkv/1", *(chunk.norm for chunk in chunks)]
+        costs |= {site: 2 * sizes[site] / bytes_per_ms for site in norms}
+        costs |= {one.activation: (sizes[one.activation] + sizes[one.fc1]) / bytes_per_ms for one in chunks}
+        return costs
+    for site in FP8_RECOMPUTE_INPUTS.keys() & sizes.keys() - {chunks[0].fc1}:
+        in_bf16 = BYTES * sizes[site]  # a quantized value has one byte
+        made = 0.0 if site in ONLY_QUANTIZED else in_bf16 + sum(sizes[need] for need in FP8_RECOMPUTE_INPUTS[site])
+        costs[site] = (made + moved_bytes(model.fp8_recipe, in_bf16)) / bytes_per_ms
+    return {site: cost for site, cost in costs.items() if site in recomputed(model)}

@@ -1,0 +1,105 @@
+"""The chunks of the sequence in which a layer's MLP runs, with Megatron's ``--mlp-chunks-for-training``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.swap.common.plan import Model
+from megatron.swap.planner.profile import SiteProfile
+
+MLP_CHUNKS = "--mlp-chunks-for-training"
+MLP, ATTENTION = "mlp", "self_attention"
+"""Paths of submodules in their layer."""
+FEWEST_TOKENS = 16384
+"""Fewest tokens of a chunk that is advised. Each chunk reads and writes the weights' gradients once."""
+
+
+@dataclass(frozen=True)
+class MlpChunk:
+    """One call of a layer's MLP: all tokens, or a chunk of them with ``--mlp-chunks-for-training``.
+
+    Attributes:
+        part: of the tokens.
+        done: part of the tokens whose backward precedes this chunk's. The last chunk's comes first.
+    """
+
+    number: int
+    part: float = 1.0
+    done: float = 0.0
+
+    @property
+    def norm(self) -> str:
+        """Site of the norm's output. linear_fc1 saves its input before it in each chunk: a view of one storage."""
+        return f"mlp.linear_fc1/{2 * self.number + 1}"
+
+    @property
+    def fc1(self) -> str:
+        """Site of linear_fc1's output."""
+        return f"mlp/{self.number}"
+
+    @property
+    def activation(self) -> str:
+        """Site of the activation function's output."""
+        return f"mlp.linear_fc2/{self.number}"
+
+
+def mlp_chunks(model: Model) -> list[MlpChunk]:
+    """Return the calls of a layer's MLP, in the order of forward. Megatron splits with ``torch.chunk``."""
+    tokens = model.seq_length // model.context_parallel // (model.tensor_parallel if model.sequence_parallel else 1)
+    length = -(-tokens // min(model.mlp_chunks, tokens))
+    starts = range(0, tokens, length)
+    ends = [min(start + length, tokens) for start in starts]
+    return [
+        MlpChunk(number, (end - start) / tokens, 1 - end / tokens)
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
+
+
+def advised_num_chunks(model: Model) -> int:
+    """Return a number of chunks to try where memory is short; 1: chunks are used already, or would gain nothing.
+
+    With it a chunk of linear_fc1's output is as large as the hidden states. More chunks hardly lower the peak.
+    """
+    if model.mlp_chunks > 1 or model.num_experts or model.fp8_recipe is not None:
+        return 1
+    wide = model.ffn_hidden_size / model.tensor_parallel * (2 if model.gated else 1)
+    tokens = model.seq_length / model.context_parallel * model.micro_batch_size
+    num = 1
+    while num * model.hidden_size < wide and tokens / (2 * num) >= FEWEST_TOKENS:
+        num *= 2
+    return num
+
+
+def ends_in_forward(sites: Sequence[SiteProfile], num_chunks: int) -> dict[str, float]:
+    """Return when sites of a layer are gone in forward, unless autograd holds them.
+
+    Those of a chunk are gone when the next chunk begins, and those of attention when the first one begins: then no
+    frame holds them any more. Other sites (of the last chunk, of all chunks together) may be held until the layer ends.
+
+    Args:
+        sites: of a layer. Each chunk saves the same tensors under the same paths, so their ordinals tell the chunks.
+    """
+    of_path: dict[str, dict[int, SiteProfile]] = {}
+    for one in sites:
+        path, _, number = one.site.rpartition("/")
+        if _is_within(MLP, path):
+            of_path.setdefault(path, {})[int(number)] = one
+    chunk_of: dict[str, int] = {}
+    begins: dict[int, float] = {}
+    for found in of_path.values():
+        last = max(found)
+        per_chunk, rest = divmod(last + 1, num_chunks)
+        for ordinal, one in found.items() if not rest else ():
+            if all(other in found for other in range(ordinal % per_chunk, last + 1, per_chunk)):
+                # Else the first chunk saves it for all.
+                chunk = chunk_of[one.site] = ordinal // per_chunk
+                begins[chunk] = min(begins.get(chunk, one.saved_at_ms), one.saved_at_ms)
+    ends = {site: begins[chunk + 1] for site, chunk in chunk_of.items() if chunk + 1 in begins}
+    if begins:
+        ends |= {one.site: begins[0] for one in sites if _is_within(ATTENTION, one.site.rpartition("/")[0])}
+    return ends
+
+
+def _is_within(module: str, path: str) -> bool:
+    return path == module or path.startswith(f"{module}.")

@@ -1,0 +1,145 @@
+"""The MLP in chunks of the sequence: sites, memory and time by formula, and what it makes possible at long contexts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.swap.common.types import GIB, MIB, Action, UsageError
+from megatron.swap.planner.assignment import layer_script
+from megatron.swap.planner.flags import read_flags
+from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.planner.kernels import kernels, sizes_of
+from megatron.swap.planner.loss_chunks import choose_num_chunks
+from megatron.swap.planner.mlp_chunks import advised_num_chunks, ends_in_forward, mlp_chunks
+from megatron.swap.planner.options import STATE, of_training
+from megatron.swap.planner.profile import LayerClass
+from megatron.swap.planner.shape import layer_class
+
+H200 = find_gpu("h200")
+TOKENS = 131072
+LONG = (
+    "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --swiglu --bf16 --micro-batch-size 1 --vocab-size 32000 --hidden-dropout 0 "
+    f"--untie-embeddings-and-output-weights --seq-length {TOKENS}"
+)
+MODEL = read_flags(LONG.split()).model
+HIDDEN, FC1, ACTIVATION = (TOKENS * width * 2 / GIB for width in (4096, 2 * 14336, 14336))
+"""GiB of the MLP's tensors."""
+
+
+def chunked(num: int) -> LayerClass:
+    return layer_class(replace(MODEL, mlp_chunks=num), H200, (0,))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 100, 131072])
+@pytest.mark.parametrize("num", [1, 2, 3, 7, 64, 1000])
+def test_chunks_are_those_of_torch(tokens: int, num: int) -> None:
+    parts = [len(part) / tokens for part in torch.empty(tokens).chunk(min(num, tokens))]
+    found = mlp_chunks(replace(MODEL, seq_length=tokens, mlp_chunks=num))
+    assert [chunk.part for chunk in found] == pytest.approx(parts)
+    assert [chunk.done for chunk in found] == pytest.approx([sum(parts[i + 1 :]) for i in range(len(parts))])
+
+
+def test_ranks_of_sequence_parallelism_split_their_own_tokens() -> None:
+    of_rank = replace(MODEL, seq_length=20, tensor_parallel=2, sequence_parallel=True, mlp_chunks=4)
+    assert [chunk.part for chunk in mlp_chunks(of_rank)] == pytest.approx([0.3, 0.3, 0.3, 0.1])
+
+
+def test_the_chunks_save_together_what_the_whole_saves() -> None:
+    whole, parts = chunked(1), chunked(4)
+    assert parts.saved_mib == pytest.approx(whole.saved_mib)
+    assert [one.site for one in parts.sites if one.site.startswith("mlp.linear_fc1")] == [
+        "mlp.linear_fc1/0", *(f"mlp.linear_fc1/{2 * number + 1}" for number in range(4))
+    ]  # fmt: skip
+    mib = {one.site: one.mib for one in parts.sites}
+    assert mib["mlp/3"] * MIB == pytest.approx(FC1 * GIB / 4)
+    assert mib["mlp.linear_fc1/0"] * MIB == pytest.approx(HIDDEN * GIB)
+
+
+def test_backward_holds_one_chunk() -> None:
+    """At the last chunk's activation: gradients of the output, of fc1's output and of the activation's."""
+    for num in (1, 4):
+        peak = max(mib for at_ms, mib in chunked(num).temporaries) * MIB / GIB
+        of_mlp = HIDDEN + (ACTIVATION + FC1) / num
+        if num == 1:
+            assert peak == pytest.approx(of_mlp)
+        else:  # of the first chunk: the inputs' gradients of the others, and sums of the weights', come on top
+            weights = 3 * 4096 * 14336 * 2 / GIB
+            assert peak == pytest.approx(of_mlp + 0.75 * HIDDEN + weights)
+
+
+def test_what_chunks_cost() -> None:
+    """Each chunk adds to the weights' gradients once more, and outputs and gradients are joined."""
+    whole, parts = chunked(1), chunked(8)
+    copy_ms = 2 * HIDDEN * GIB / (H200.memory_gb_s * 1e6)
+    assert parts.forward_ms - whole.forward_ms == pytest.approx(copy_ms)
+    weights_ms = 3 * 4096 * 14336 * (2 + 8) / (H200.memory_gb_s * 1e6)
+    assert parts.backward_ms - whole.backward_ms == pytest.approx(copy_ms + 7 * weights_ms)
+
+
+def test_the_first_chunk_to_run_backward_needs_the_input() -> None:
+    sites = {one.site: one for one in chunked(4).sites}
+    assert sites["mlp.linear_fc1/0"].needed_at_ms == sites["mlp.linear_fc1/7"].needed_at_ms
+    assert sites["mlp.linear_fc1/0"].done_at_ms == sites["mlp.linear_fc1/1"].done_at_ms
+    assert sites["mlp/3"].needed_at_ms < sites["mlp/0"].needed_at_ms
+
+
+def test_a_chunk_is_gone_when_the_next_begins() -> None:
+    entry = chunked(4)
+    ends, saved = ends_in_forward(entry.sites, 4), {one.site: one.saved_at_ms for one in entry.sites}
+    for number in range(3):
+        for site in (f"mlp.linear_fc1/{2 * number + 1}", f"mlp/{number}", f"mlp.linear_fc2/{number}"):
+            assert saved[site] < ends[site] == saved[f"mlp.linear_fc1/{2 * number + 3}"]
+    assert ends["self_attention.linear_qkv/1"] == saved["mlp.linear_fc1/1"]
+    assert not {"mlp.linear_fc1/0", "mlp.linear_fc1/7", "mlp/3", "mlp.linear_fc2/3"} & ends.keys()
+    script = layer_script(entry, {"mlp/0": Action.RECOMPUTE}, (), num_mlp_chunks=4)
+    gone = dict(zip(saved, script.gone, strict=True))
+    assert gone["mlp/0"] == ends["mlp/0"]
+    assert gone["mlp/3"] == float("inf")
+    assert set(layer_script(entry, {}, ()).gone) == {float("inf")}
+
+
+def test_tensors_that_are_saved_once_for_all_chunks_stay() -> None:
+    """Megatron's own layers save the norm's output once, as the input of all chunks of linear_fc1."""
+    sites = [one for one in chunked(4).sites if not one.site.startswith("mlp.linear_fc1")]
+    once = replace(chunked(4).sites[7], site="mlp.linear_fc1/0")
+    assert "mlp.linear_fc1/0" not in ends_in_forward([*sites, once], 4)
+
+
+def test_8_bits_need_a_measurement() -> None:
+    with pytest.raises(UsageError, match=r"--mlp-chunks-for-training 4 with FP8: cannot be planned without"):
+        kernels(replace(MODEL, mlp_chunks=4, fp8_recipe="tensorwise"))
+
+
+def test_the_loss_is_cut_as_fine_as_the_mlp() -> None:
+    assert choose_num_chunks(MODEL) < choose_num_chunks(replace(MODEL, mlp_chunks=8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num"),
+    [
+        ({}, 8), ({"seq_length": 65536}, 4), ({"seq_length": 32768}, 2), ({"seq_length": 16384}, 1),
+        ({"seq_length": 8192, "micro_batch_size": 8}, 4),
+        ({"ffn_hidden_size": 4096}, 2), ({"num_experts": 8}, 1), ({"fp8_recipe": "tensorwise"}, 1),
+        ({"mlp_chunks": 2}, 1),
+    ],
+)  # fmt: skip
+def test_how_many_are_advised(changes: dict, num: int) -> None:
+    """As many as make a chunk of fc1's output no larger than the hidden states, while chunks fill the GPU."""
+    assert advised_num_chunks(replace(MODEL, **changes)) == num
+
+
+def test_a_sequence_that_fits_in_chunks_alone() -> None:
+    flags = LONG.replace(f"{TOKENS}", f"{4 * TOKENS}").split()
+    budget_gib, state = 120.0, {}
+    for num in (1, 8):
+        training = read_flags([*flags, "--swap-loss-chunks", "auto", "--mlp-chunks-for-training", f"{num}"])
+        state[num] = next(one for one in of_training(training, H200, budget_gib, 112.0) if one.name == STATE)
+    assert not state[1].fits
+    assert state[8].fits
+    saved_gib = state[1].needed_gib - state[8].needed_gib
+    assert saved_gib > 4 * (ACTIVATION + FC1) / 2
+    assert sizes_of(training.model).hidden == 4 * HIDDEN * GIB
