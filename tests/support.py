@@ -260,7 +260,7 @@ HEAD = """\
 
 <!-- made by `python -m tests.pages` from tests, result files and the checks of flags -->
 
-Does Megatron Swap work with the flags that you use? A row is a Megatron flag. A column is a part of Megatron Swap:
+Does Megatron Swap work with your flags? A row is a Megatron flag, a column a part of Megatron Swap:
 *offload* (`--swap-layers`), *recompute* (`--swap-recompute`), *planner* (`--swap-memory-gib`, `--swap-plan`),
 *optimizer* (`--swap-optimizer`), *guard* (`--swap-oom-guard`).
 
