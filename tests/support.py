@@ -274,7 +274,7 @@ Does Megatron Swap work with your flags? A row is a Megatron flag, a column a pa
 | sources | The patched functions have the source that the patches were written for. No run was made. |
 | – | Not tested. |
 
-GPU runs are the rows of `docs/results`. Each names its commit; some are older.
+GPU runs are the rows of `docs/results`, each with its commit.
 """
 
 VERSIONS_HEAD = """\
