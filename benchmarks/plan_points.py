@@ -65,6 +65,8 @@ LLAMA = (
     "--vocab-size 128256"
 )
 STATE = "--use-distributed-optimizer --use-precision-aware-optimizer"
+LEAN_STATE = f"{STATE} --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+CHUNKS = "--mlp-chunks-for-training 8 --swap-loss-chunks auto"
 WIDE = (
     "--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
     "--num-query-groups 8 --vocab-size 32000"
@@ -174,6 +176,22 @@ POINTS = {
     "fp8-8b-no-copies": Point(f"--gpu h200 {HOST} --memory-gib 134",
                               f"--num-layers 32 {LLAMA} {STATE} --swap-optimizer auto {FP8['tensorwise']} "
                               f"{NO_COPIES}{_sequences(8192, 1, 16)}", common=FUSED),
+    "residual": Point(f"--gpu h200 {HOST} --memory-gib 70",
+                      f"--num-layers 10 {LLAMA} --swap-optimizer auto {_sequences(32768, 1, 1)}", common=FUSED),
+    **{
+        f"mlp-chunks-{gib}": Point(f"--gpu h200 {HOST} --memory-gib {gib}",
+                                   f"--num-layers 4 {LLAMA} {CHUNKS} {_sequences(131072, 1, 1)}", common=FUSED)
+        for gib in (60, 70)
+    },
+    **{
+        f"long-{tokens // 1024}k": Point("--gpu h200 --host-gib 112 --memory-gib 134",
+                                         f"--num-layers 32 {LLAMA} {state} {CHUNKS} --swap-optimizer auto "
+                                         f"{_sequences(tokens, 1, batch)}",
+                                         iterations=iterations, num_warm_up=min(1, iterations - 1), common=FUSED)
+        for tokens, batch, state, iterations in (
+            (65536, 4, STATE, 4), (131072, 4, STATE, 2), (262144, 1, LEAN_STATE, 2), (393216, 1, LEAN_STATE, 1),
+        )
+    },
 }  # fmt: skip
 """The points of an H200 with 112 GiB of host memory. Profiles are measured before predictions."""
 CPU_POINTS = {

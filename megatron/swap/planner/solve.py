@@ -247,6 +247,8 @@ class _Search:
         found = answer.counts if answer else self._nothing
         for counts in (self._nothing, found, _recompute_most(blocks), _recompute_most(blocks, swap_inputs=True)):
             self._simulate(counts)
+            if self._profile.pipeline.size == 1:
+                self._simulate(counts, window_fractions=(1.0,))
 
     def _simulate(
         self,

@@ -64,6 +64,9 @@ def solve_fractions(
 def with_fraction(profile: Profile, fraction: float) -> Profile:
     """Return ``profile`` as if ``fraction`` of the optimizer's state was offloaded.
 
+    In a profile by arithmetic activations get the host memory that less state leaves. A run that was measured has
+    reserved it already.
+
     Copies to the host take the time of one direction, since copies back overlap with them. Beside the next forward
     they gain nothing: in all measured runs each offloaded GiB lengthened the step by its copy (docs/dev/planner.md).
     For offloaded state the copies, the optimizer's kernels and the disk overlap, so the slowest counts. Kernels for
@@ -78,8 +81,12 @@ def with_fraction(profile: Profile, fraction: float) -> Profile:
     copy_ms = _offload_ms(profile, state, fraction)
     buckets_gib = 0.0 if fraction or not measured_fraction else BUCKETS_GIB
     optimizer_ms += (1 - fraction) * update_ms + max(fraction * update_ms, copy_ms, other.disk_ms)
+    host_gib = profile.host_gib
+    if host_gib is not None and profile.allocator_gib is None:
+        host_gib += (state.fraction - fraction) * state.state_gib - (state.disk_gib - other.disk_gib)
     return replace(
         profile,
+        host_gib=host_gib,
         static_gib=profile.static_gib + (state.fraction - fraction) * state.state_gib,
         non_layer=replace(profile.non_layer, optimizer_ms=optimizer_ms),
         optimizer_gib=max(0.0, profile.optimizer_gib - buckets_gib),

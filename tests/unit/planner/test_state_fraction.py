@@ -56,6 +56,21 @@ def test_as_good_as_the_best_of_all_fractions(profile: Profile, budget_gib: floa
     assert answer.plan.profile_sha256 == sha256(profile)
 
 
+def test_activations_get_the_host_memory_that_less_state_leaves(profile: Profile) -> None:
+    """By arithmetic. A run that was measured has reserved the memory of the largest fraction."""
+    state = profile.offloaded_state
+    assert state is not None
+    planned = replace(profile, allocator_gib=None, host_gib=20.0)
+    for fraction in (1.0, 0.5, 0.0):
+        left_gib = (1 - fraction) * state.state_gib
+        assert with_fraction(planned, fraction).host_gib == pytest.approx(20 + left_gib)
+        assert with_fraction(replace(planned, allocator_gib=1.0), fraction).host_gib == 20
+        assert with_fraction(replace(planned, host_gib=None), fraction).host_gib is None
+    on_disk = replace(planned, offloaded_state=replace(state, disk_gib=0.25 * state.state_gib, disk_ms=1.0))
+    assert with_fraction(on_disk, 0.75).host_gib == pytest.approx(20)  # the disk's part goes first
+    assert with_fraction(on_disk, 0.5).host_gib == pytest.approx(20 + 0.25 * state.state_gib)
+
+
 def test_the_more_memory_the_less_is_offloaded(profile: Profile) -> None:
     parts = [solve_fractions(profile, budget_gib).plan.offload_fraction for budget_gib in (25, 33, 41, 49, 80)]
     assert parts == sorted(parts, reverse=True)  # type: ignore[type-var]
