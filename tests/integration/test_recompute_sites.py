@@ -160,7 +160,7 @@ def test_a_kind_that_nothing_makes_is_told(trainer: Trainer) -> None:
             "--swap-recompute linear --recompute-granularity selective --recompute-modules layernorm",
             ["--recompute-modules layernorm", "Drop linear"],
         ),
-        ("--swap-recompute residual --hidden-dropout 0.1", ["--hidden-dropout 0.1", "Drop residual"]),
+        ("--swap-recompute residual --hidden-dropout 0.1", ["needs --hidden-dropout 0; 0.1 is set", "drop residual"]),
         (
             f"{BOTH} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             ["--swap-recompute norm activation", "--recompute-method uniform", "Drop --swap-recompute"],

@@ -74,10 +74,13 @@ def advice(least: Option, training: Training, budget_gib: float, rank: int) -> s
         shares = training.shares_state or num_holders(training) > 1  # a note advises it
         flag = "" if shares else " --use-distributed-optimizer"
         hints.append(f"16-bit gradients (--main-grads-dtype bf16 --use-precision-aware-optimizer{flag})")
-    if not is_full and rank == model.pipeline_parallel - 1 and _may_chunk(training):
-        hints.insert(0, f"--swap-loss-chunks {choose_num_chunks(model, training.has_sum_in_loss)}")
-    if not is_full and (num_chunks := advised_num_chunks(model)) > 1:
-        hints.insert(0, f"{MLP_CHUNKS} {num_chunks}")
+    num_mlp_chunks = advised_num_chunks(model)
+    cut = replace(model, mlp_chunks=max(num_mlp_chunks, model.mlp_chunks))  # the loss as fine as the MLP will be
+    num_loss_chunks = choose_num_chunks(cut, training.has_sum_in_loss)
+    if not is_full and rank == model.pipeline_parallel - 1 and num_loss_chunks > training.num_loss_chunks:
+        hints.insert(0, f"--swap-loss-chunks {num_loss_chunks}")
+    if not is_full and num_mlp_chunks > 1:
+        hints.insert(0, f"{MLP_CHUNKS} {num_mlp_chunks}")
     if training.offloads and not training.states.is_auto and training.states.offload_fraction < 1:
         hints.insert(0, "--swap-optimizer auto")
     alone = f"Weights and gradients alone take {weights_gib:.1f} GiB. " if weights_gib > budget_gib else ""

@@ -70,6 +70,8 @@ class Model:
     """The flag of this name, one of ``FP8_WEIGHTS``."""
     mlp_chunks: int = 1
     """``--mlp-chunks-for-training``: chunks of the sequence in which a layer's MLP runs."""
+    mlp_statistics: int | None = None
+    """Statistics that the norm of such a chunk saves: 1 of RMSNorm, 2 of LayerNorm; ``None``: there are no chunks."""
 
     @property
     def keeps_fp8_weights(self) -> bool:

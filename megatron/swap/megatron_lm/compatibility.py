@@ -255,7 +255,12 @@ def _check_recompute(args: argparse.Namespace, config: SwapConfig) -> None:
 
 def _check_linear(args: argparse.Namespace, ours: str, kind: str, modules: Sequence[str]) -> None:
     """Refuse flags that are incompatible with running a linear layer again in backward."""
-    tensor, dropout, of_sum = args.tensor_model_parallel_size, args.hidden_dropout, kind == RESIDUAL
+    tensor, of_sum = args.tensor_model_parallel_size, kind == RESIDUAL
+    if of_sum and args.hidden_dropout > 0:
+        raise UsageError(
+            f"{ours} needs --hidden-dropout 0; {args.hidden_dropout:g} is set (Megatron's default is 0.1), and dropout "
+            f"would drop other values when the sum is computed again. Give it, or drop {kind} from --swap-recompute."
+        )
     excluded = {
         f"--fp8-recipe {args.fp8_recipe}": (
             args.fp8 and args.fp8_recipe in ("delayed", "custom"),
@@ -270,7 +275,6 @@ def _check_linear(args: argparse.Namespace, ours: str, kind: str, modules: Seque
             of_sum and tensor > 1,
             "attention's output is a sum over all ranks, which would all have to recompute at the same moment",
         ),
-        f"--hidden-dropout {dropout:g}": (of_sum and dropout > 0, "it would draw other numbers"),
         "--recompute-modules layernorm": (
             not of_sum and "layernorm" in modules, "Megatron frees the norm's output that it reads"
         ),

@@ -14,7 +14,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import nn
 
 from megatron.swap.common.types import ACTIVATION, LINEAR, NORM, PRODUCERS, RESIDUAL, ROTARY
-from megatron.swap.engine.layer_hooks import override_forward
+from megatron.swap.engine.layer_hooks import override_forward, override_method
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.megatron_lm.quantized import quantization_context, record_values
 
@@ -90,8 +90,7 @@ class Producers:
         def makes(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
             return _recorded_sum(self._recomputer, make(training, fused), training)
 
-        layer.self_attn_bda = makes
-        self._undo.append(partial(setattr, layer, "self_attn_bda", make))
+        self._undo.append(override_method(layer, "self_attn_bda", makes))
 
     def _wrap_queries(self, attention: SelfAttention) -> None:
         """Record queries that are a copy from linear_qkv's output, as in grouped-query attention."""
@@ -113,15 +112,18 @@ class Producers:
 def _recorded_sum(
     recomputer: Recomputer, function: Callable[..., torch.Tensor], training: bool
 ) -> Callable[..., torch.Tensor]:
-    """Return ``function``, of (output, bias), residual and dropout, so that each call without dropout is recorded."""
+    """Return Megatron's ``function``, so that each call of training without dropout is recorded.
 
-    def again(output: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, dropout: float) -> torch.Tensor:
-        return function((output, bias), residual, dropout)
+    An evaluation adds in place where no input needs a gradient, as none does when the function runs again.
+    """
 
-    def records(with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: Any, dropout: float) -> torch.Tensor:
-        result = function(with_bias, residual, dropout)
-        if torch.is_grad_enabled() and not (training and dropout):
-            recomputer.record(RESIDUAL, again, (*with_bias, residual, dropout), {}, result)
+    def again(output: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        return function((output, bias), residual, 0.0)
+
+    def records(x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: Any, prob: float) -> torch.Tensor:
+        result = function(x_with_bias, residual, prob)
+        if training and not prob and torch.is_grad_enabled():
+            recomputer.record(RESIDUAL, again, (*x_with_bias, residual), {}, result)
         return result
 
     return records

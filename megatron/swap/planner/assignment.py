@@ -8,7 +8,7 @@ from math import inf
 
 from megatron.swap.common.plan import LAYER_SECTION, Plan
 from megatron.swap.common.types import Action, UsageError
-from megatron.swap.planner.mlp_chunks import ends_in_forward
+from megatron.swap.planner.mlp_chunks import ends_in_forward, mlp_chunks
 from megatron.swap.planner.profile import LayerClass, Profile, Section
 
 
@@ -91,6 +91,7 @@ def scripts(profile: Profile, plan: Plan) -> dict[int, LayerScript]:
         UsageError: the plan names a site or section that the profile lacks, or recomputes a site that cannot be.
     """
     cache: dict[tuple, LayerScript] = {}
+    num_mlp_chunks = len(mlp_chunks(profile.model))
     result: dict[int, LayerScript] = {}
     for entry in profile.layers:
         for layer in entry.layers:
@@ -98,7 +99,7 @@ def scripts(profile: Profile, plan: Plan) -> dict[int, LayerScript]:
             key = (entry.layers, tuple(sorted(actions.items(), key=str)), sections)
             if key not in cache:
                 cache[key] = layer_script(
-                    entry, actions, sections, f"layer {layer}", profile.model.mlp_chunks
+                    entry, actions, sections, f"layer {layer}", num_mlp_chunks
                 )
             result[layer] = cache[key]
     return result

@@ -429,7 +429,8 @@ def model_of(args: argparse.Namespace) -> Model:
         fp8_recipe=args.fp8_recipe if args.fp8 else None,
         bf16_layers=_bf16_layers(args) if args.fp8 and args.first_last_layers_bf16 else (),
         swap_fp8_weights=getattr(args, "swap_fp8_weights", None) or KEPT,
-        mlp_chunks=getattr(args, "mlp_chunks_for_training", None) or 1,
+        mlp_chunks=(num_chunks := max(1, getattr(args, "mlp_chunks_for_training", None) or 1)),
+        mlp_statistics=None if num_chunks == 1 else 1 if args.normalization == "RMSNorm" else 2,
     )
 
 
@@ -473,8 +474,9 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
-    parser.add_argument("--transformer-impl", default="transformer_engine")
-    parser.add_argument("--swap-optimizer", default="0")
+    for name, value in {"transformer-impl": "transformer_engine", "optimizer": "adam", "normalization": "LayerNorm",
+                        "fp8-recipe": "delayed", "swap-optimizer": "0"}.items():  # fmt: skip
+        parser.add_argument(f"--{name}", default=value)
     for name in ("host-gib", "disk-dir", "disk-gib", "memory-gib", "loss-chunks"):
         parser.add_argument(f"--swap-{name}")
     parser.add_argument("--swap-memory-fraction", type=float)
@@ -487,8 +489,6 @@ def _parser() -> argparse.ArgumentParser:
         types = ("fp32", "fp16") if name == "main-params-dtype" else ("fp32", "fp16", "bf16", "fp8")
         parser.add_argument(f"--{name}", default=default, choices=types)
     parser.add_argument("--fp8-format", dest="fp8", choices=("e4m3", "hybrid"))
-    parser.add_argument("--fp8-recipe", default="delayed")
-    parser.add_argument("--optimizer", default="adam")
     for name in ("group-query-attention", "swiglu", "bf16", "fp16", "sequence-parallel", "use-distributed-optimizer",
                  "use-precision-aware-optimizer", "untie-embeddings-and-output-weights", "fp8-param-gather",
                  "first-last-layers-bf16", "grad-reduce-in-bf16"):  # fmt: skip

@@ -14,7 +14,7 @@ from megatron.swap.common.types import UsageError
 from megatron.swap.planner.fp8 import KEEP_CONTEXT, ONLY_QUANTIZED, PROJ, SPEEDS, moved_bytes, recomputed, saved_sites
 from megatron.swap.planner.fp8 import RECOMPUTE_INPUTS as FP8_RECOMPUTE_INPUTS
 from megatron.swap.planner.gpus import Gpu
-from megatron.swap.planner.mlp_chunks import mlp_chunks
+from megatron.swap.planner.mlp_chunks import MLP_CHUNKS, MOST_CHUNKS, mlp_chunks
 
 BYTES = 2
 """Bytes of one bf16 value."""
@@ -96,7 +96,8 @@ def kernels(model: Model) -> list[Kernel]:
         f"--transformer-impl {model.transformer_impl}": model.transformer_impl != "transformer_engine",
         f"--num-experts {model.num_experts}": model.num_experts,
         f"weights in {model.dtype} (--bf16 is missing)": model.dtype != "bf16",
-        f"--mlp-chunks-for-training {model.mlp_chunks} with FP8": model.mlp_chunks > 1 and model.fp8_recipe is not None,
+        f"{MLP_CHUNKS} {model.mlp_chunks} with FP8": model.mlp_chunks > 1 and model.fp8_recipe is not None,
+        f"{MLP_CHUNKS} {model.mlp_chunks} (above {MOST_CHUNKS})": model.mlp_chunks > MOST_CHUNKS,
     }
     if wrong := [what for what, is_wrong in uncovered.items() if is_wrong]:
         raise UsageError(

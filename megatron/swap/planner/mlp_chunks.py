@@ -11,6 +11,8 @@ from megatron.swap.planner.profile import SiteProfile
 MLP_CHUNKS = "--mlp-chunks-for-training"
 MLP, ATTENTION = "mlp", "self_attention"
 """Paths of submodules in their layer."""
+MOST_CHUNKS = 32
+"""Most chunks of a layer that are planned by formulas. Each has sites of its own, and planning 64 takes 20 s."""
 FEWEST_TOKENS = 16384
 """Fewest tokens of a chunk that is advised. Each chunk reads and writes the weights' gradients once."""
 
@@ -20,18 +22,20 @@ class MlpChunk:
     """One call of a layer's MLP: all tokens, or a chunk of them with ``--mlp-chunks-for-training``.
 
     Attributes:
+        num_saved: tensors that linear_fc1 saves in each: its input, the norm's output, the norm's statistics.
         part: of the tokens.
         done: part of the tokens whose backward precedes this chunk's. The last chunk's comes first.
     """
 
     number: int
+    num_saved: int
     part: float = 1.0
     done: float = 0.0
 
     @property
     def norm(self) -> str:
         """Site of the norm's output. linear_fc1 saves its input before it in each chunk: a view of one storage."""
-        return f"mlp.linear_fc1/{2 * self.number + 1}"
+        return f"mlp.linear_fc1/{self.num_saved * self.number + 1}"
 
     @property
     def fc1(self) -> str:
@@ -46,29 +50,30 @@ class MlpChunk:
 
 def mlp_chunks(model: Model) -> list[MlpChunk]:
     """Return the calls of a layer's MLP, in the order of forward. Megatron splits with ``torch.chunk``."""
-    tokens = model.seq_length // model.context_parallel // (model.tensor_parallel if model.sequence_parallel else 1)
+    num_ranks = model.context_parallel * (model.tensor_parallel if model.sequence_parallel else 1)
+    tokens, num_saved = max(1, model.seq_length // num_ranks), 2 + (model.mlp_statistics or 0)
     length = -(-tokens // min(model.mlp_chunks, tokens))
     starts = range(0, tokens, length)
     ends = [min(start + length, tokens) for start in starts]
     return [
-        MlpChunk(number, (end - start) / tokens, 1 - end / tokens)
+        MlpChunk(number, num_saved, (end - start) / tokens, 1 - end / tokens)
         for number, (start, end) in enumerate(zip(starts, ends, strict=True))
     ]
 
 
 def advised_num_chunks(model: Model) -> int:
-    """Return a number of chunks to try where memory is short; 1: chunks are used already, or would gain nothing.
+    """Return a number of chunks to try where memory is short; 1: as many are used already, or would gain nothing.
 
     With it a chunk of linear_fc1's output is as large as the hidden states. More chunks hardly lower the peak.
     """
-    if model.mlp_chunks > 1 or model.num_experts or model.fp8_recipe is not None:
+    if model.num_experts or model.fp8_recipe is not None:
         return 1
     wide = model.ffn_hidden_size / model.tensor_parallel * (2 if model.gated else 1)
     tokens = model.seq_length / model.context_parallel * model.micro_batch_size
     num = 1
     while num * model.hidden_size < wide and tokens / (2 * num) >= FEWEST_TOKENS:
         num *= 2
-    return num
+    return num if num > model.mlp_chunks else 1
 
 
 def ends_in_forward(sites: Sequence[SiteProfile], num_chunks: int) -> dict[str, float]:
@@ -88,10 +93,10 @@ def ends_in_forward(sites: Sequence[SiteProfile], num_chunks: int) -> dict[str, 
     chunk_of: dict[str, int] = {}
     begins: dict[int, float] = {}
     for found in of_path.values():
-        last = max(found)
-        per_chunk, rest = divmod(last + 1, num_chunks)
-        for ordinal, one in found.items() if not rest else ():
-            if all(other in found for other in range(ordinal % per_chunk, last + 1, per_chunk)):
+        per_chunk = -(-(max(found) + 1) // num_chunks)  # formulas leave out what is small
+        for ordinal, one in found.items():
+            place = ordinal % per_chunk
+            if all(place + number * per_chunk in found for number in range(num_chunks)):
                 # Else the first chunk saves it for all.
                 chunk = chunk_of[one.site] = ordinal // per_chunk
                 begins[chunk] = min(begins.get(chunk, one.saved_at_ms), one.saved_at_ms)

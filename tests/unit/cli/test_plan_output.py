@@ -135,8 +135,9 @@ def test_a_model_whose_state_is_too_large_is_told_how_it_fits(capsys: pytest.Cap
         ("--global-batch-size 1", "--use-precision-aware-optimizer --use-distributed-optimizer), or take"),
         ("--micro-batch-size 2 --swap-optimizer 0.5", "of: --swap-optimizer auto, --tensor-model-parallel-size 2"),
         ("--num-layers 8 --seq-length 131072",
-         "of: --mlp-chunks-for-training 8, --swap-loss-chunks 4, a shorter --seq-length, --tensor-model"),
-        ("--num-layers 8 --seq-length 65536 --micro-batch-size 2", "--swap-loss-chunks 4, a smaller --micro"),
+         "of: --mlp-chunks-for-training 8, --swap-loss-chunks 17, a shorter --seq-length, --tensor-model"),
+        ("--num-layers 8 --seq-length 65536 --micro-batch-size 2",
+         "of: --mlp-chunks-for-training 8, --swap-loss-chunks 17, a smaller --micro"),
         ("--num-layers 8 --seq-length 131072 --mlp-chunks-for-training 8", "of: --swap-loss-chunks 17, a shorter"),
     ],
 )  # fmt: skip

@@ -35,6 +35,7 @@ def parsed(flags: str, **theirs: object) -> argparse.Namespace:
         async_save=False, qk_clip=False, rl_offload_optimizer_during_inference=False, fp8_param_gather=False,
         fp4_param_gather=False, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
         main_params_dtype=torch.float32, use_precision_aware_optimizer=False, hidden_dropout=0.0,
+        normalization="LayerNorm",
     )  # fmt: skip
     vars(args).update(theirs)
     return args

@@ -119,25 +119,32 @@ def layer_with_sum(make: Any, tensor_parallel: int = 1) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("training", "dropout", "is_told"), [(True, 0.0, True), (True, 0.1, False), (False, 0.1, True)]
+    ("training", "dropout", "is_told"), [(True, 0.0, True), (True, 0.1, False), (False, 0.0, False)]
 )
 def test_the_sum_behind_attention_tells_unless_it_draws(training: bool, dropout: float, is_told: bool):
     layer, told = layer_with_sum(get_bias_dropout_add), Told()
     told.recorded = Recorder().recorded  # type: ignore[attr-defined]
     producers = Producers(told, [RESIDUAL])  # type: ignore[arg-type]
     producers.wrap(layer)
-    parts = torch.randn(3, 4), torch.randn(4)
-    residual = torch.randn(3, 4)
+    parts, residual = (torch.randn(3, 4, requires_grad=True), torch.randn(4)), torch.randn(3, 4)
     with torch.no_grad():
         layer.self_attn_bda(training, False)(parts, residual, dropout)
     assert told.calls == []
-    leaves = parts[0].requires_grad_(), parts[1]  # without gradients an evaluation adds in place
-    total = layer.self_attn_bda(training, False)(leaves, residual, dropout)
+    total = layer.self_attn_bda(training, False)(parts, residual, dropout)
     assert len(told.calls) == is_told
     for producer, function, arguments, options, output in told.calls:
         assert (producer, options) == (RESIDUAL, {})
         assert output is total
-        assert torch.equal(function(*arguments), parts[0] + parts[1] + residual)
+        before = parts[0].detach().clone()
+        assert torch.equal(function(*(one.detach() for one in arguments)), before + parts[1] + residual)
+        assert torch.equal(parts[0], before), "the function added in place"
+    wrapped = layer.self_attn_bda
+    layer.self_attn_bda = lambda *given: wrapped(*given)
+    producers.remove()
+    layer.self_attn_bda(training, False)(parts, residual, dropout)
+    assert len(told.calls) == is_told, "a wrapper around ours stays, and ours is off"
+    layer.self_attn_bda = get_bias_dropout_add
+    producers.wrap(layer)
     producers.remove()
     assert layer.self_attn_bda is get_bias_dropout_add
     assert "forward" not in vars(layer.self_attention.linear_proj)

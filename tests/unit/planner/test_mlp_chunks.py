@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.machine import ROOT
+from megatron.swap.common.plan import load_plan
 from megatron.swap.common.types import GIB, MIB, Action, UsageError
 from megatron.swap.planner.assignment import layer_script
 from megatron.swap.planner.flags import read_flags
@@ -31,7 +33,7 @@ HIDDEN, FC1, ACTIVATION = (TOKENS * width * 2 / GIB for width in (4096, 2 * 1433
 
 
 def chunked(num: int) -> LayerClass:
-    return layer_class(replace(MODEL, mlp_chunks=num), H200, (0,))
+    return layer_class(replace(MODEL, mlp_chunks=num, mlp_statistics=1), H200, (0,))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 100, 131072])
@@ -52,7 +54,7 @@ def test_the_chunks_save_together_what_the_whole_saves() -> None:
     whole, parts = chunked(1), chunked(4)
     assert parts.saved_mib == pytest.approx(whole.saved_mib)
     assert [one.site for one in parts.sites if one.site.startswith("mlp.linear_fc1")] == [
-        "mlp.linear_fc1/0", *(f"mlp.linear_fc1/{2 * number + 1}" for number in range(4))
+        "mlp.linear_fc1/0", *(f"mlp.linear_fc1/{3 * number + 1}" for number in range(4))
     ]  # fmt: skip
     mib = {one.site: one.mib for one in parts.sites}
     assert mib["mlp/3"] * MIB == pytest.approx(FC1 * GIB / 4)
@@ -82,7 +84,7 @@ def test_what_chunks_cost() -> None:
 
 def test_the_first_chunk_to_run_backward_needs_the_input() -> None:
     sites = {one.site: one for one in chunked(4).sites}
-    assert sites["mlp.linear_fc1/0"].needed_at_ms == sites["mlp.linear_fc1/7"].needed_at_ms
+    assert sites["mlp.linear_fc1/0"].needed_at_ms == sites["mlp.linear_fc1/10"].needed_at_ms
     assert sites["mlp.linear_fc1/0"].done_at_ms == sites["mlp.linear_fc1/1"].done_at_ms
     assert sites["mlp/3"].needed_at_ms < sites["mlp/0"].needed_at_ms
 
@@ -91,10 +93,10 @@ def test_a_chunk_is_gone_when_the_next_begins() -> None:
     entry = chunked(4)
     ends, saved = ends_in_forward(entry.sites, 4), {one.site: one.saved_at_ms for one in entry.sites}
     for number in range(3):
-        for site in (f"mlp.linear_fc1/{2 * number + 1}", f"mlp/{number}", f"mlp.linear_fc2/{number}"):
-            assert saved[site] < ends[site] == saved[f"mlp.linear_fc1/{2 * number + 3}"]
+        for site in (f"mlp.linear_fc1/{3 * number + 1}", f"mlp/{number}", f"mlp.linear_fc2/{number}"):
+            assert saved[site] < ends[site] == saved[f"mlp.linear_fc1/{3 * number + 4}"]
     assert ends["self_attention.linear_qkv/1"] == saved["mlp.linear_fc1/1"]
-    assert not {"mlp.linear_fc1/0", "mlp.linear_fc1/7", "mlp/3", "mlp.linear_fc2/3"} & ends.keys()
+    assert not {"mlp.linear_fc1/0", "mlp.linear_fc1/10", "mlp/3", "mlp.linear_fc2/3"} & ends.keys()
     script = layer_script(entry, {"mlp/0": Action.RECOMPUTE}, (), num_mlp_chunks=4)
     gone = dict(zip(saved, script.gone, strict=True))
     assert gone["mlp/0"] == ends["mlp/0"]
@@ -107,6 +109,30 @@ def test_tensors_that_are_saved_once_for_all_chunks_stay() -> None:
     sites = [one for one in chunked(4).sites if not one.site.startswith("mlp.linear_fc1")]
     once = replace(chunked(4).sites[7], site="mlp.linear_fc1/0")
     assert "mlp.linear_fc1/0" not in ends_in_forward([*sites, once], 4)
+
+
+def test_names_follow_from_what_the_norm_saves() -> None:
+    """TransformerEngine's linear_fc1 saves its input, the norm's output, and one or two statistics, in this order.
+
+    The one of RMSNorm is in recordings of an H200: ``mlp.linear_fc1/2`` of 0.06 MiB.
+    """
+    for norm, per_chunk in (("--normalization RMSNorm", 3), ("", 4)):
+        model = read_flags(f"{LONG} --mlp-chunks-for-training 3 {norm}".split()).model
+        assert [chunk.norm for chunk in mlp_chunks(model)] == [f"mlp.linear_fc1/{per_chunk * i + 1}" for i in range(3)]
+    recorded = load_plan(ROOT / "docs" / "results" / "predictions" / "L16-h4096-24.json")
+    assert recorded.planned(3)["mlp.linear_fc1/2"].mib == pytest.approx(0.0625)
+    assert "mlp.linear_fc1/3" not in recorded.planned(3)
+    assert read_flags(LONG.split()).model.mlp_statistics is None
+
+
+def test_more_ranks_than_tokens_are_no_error() -> None:
+    for changes in ({"context_parallel": 4}, {"tensor_parallel": 4, "sequence_parallel": True}):
+        assert [chunk.part for chunk in mlp_chunks(replace(MODEL, seq_length=2, **changes))] == [1.0]
+
+
+def test_too_many_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"--mlp-chunks-for-training 1000000 \(above 32\): cannot be planned without"):
+        kernels(replace(MODEL, mlp_chunks=1000000))
 
 
 def test_8_bits_need_a_measurement() -> None:
@@ -124,7 +150,7 @@ def test_the_loss_is_cut_as_fine_as_the_mlp() -> None:
         ({}, 8), ({"seq_length": 65536}, 4), ({"seq_length": 32768}, 2), ({"seq_length": 16384}, 1),
         ({"seq_length": 8192, "micro_batch_size": 8}, 4),
         ({"ffn_hidden_size": 4096}, 2), ({"num_experts": 8}, 1), ({"fp8_recipe": "tensorwise"}, 1),
-        ({"mlp_chunks": 2}, 1),
+        ({"mlp_chunks": 2}, 8), ({"mlp_chunks": 8}, 1),
     ],
 )  # fmt: skip
 def test_how_many_are_advised(changes: dict, num: int) -> None:
