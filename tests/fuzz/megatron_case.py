@@ -283,6 +283,8 @@ class _Generator:
         kinds = [kind for kind in PRODUCERS if kind != QUANTIZED]  # 8 bits need a GPU
         if self._is_gated and not self._is_fused:
             kinds.remove("activation")
+        if self._tensor > 1 or "--hidden-dropout 0" not in self._flags:
+            kinds.remove("residual")
         if may_be_full and self._chance(0.2):
             method, number = self._random.choice(("uniform", "block")), self._random.randint(1, 2)
             self._flags.append(
