@@ -241,6 +241,7 @@ class _Generator:
             self._maybe(0.2, "--rotary-percent 0.5", "--rotary-interleaved", "--use-rope-scaling")
         self._maybe(0.4, "--normalization RMSNorm")
         self._maybe(0.5, "--untie-embeddings-and-output-weights")
+        self._maybe(0.15, "--mlp-chunks-for-training 2", "--mlp-chunks-for-training 3")
         self._maybe(0.03, "--apply-layernorm-1p", "--use-mup",
                     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2",
                     "--moe-grouped-gemm", "--cross-entropy-loss-fusion")  # fmt: skip
