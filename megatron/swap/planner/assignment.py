@@ -98,9 +98,7 @@ def scripts(profile: Profile, plan: Plan) -> dict[int, LayerScript]:
             actions, sections = plan.sites(layer), plan.sections(layer)
             key = (entry.layers, tuple(sorted(actions.items(), key=str)), sections)
             if key not in cache:
-                cache[key] = layer_script(
-                    entry, actions, sections, f"layer {layer}", num_mlp_chunks
-                )
+                cache[key] = layer_script(entry, actions, sections, f"layer {layer}", num_mlp_chunks)
             result[layer] = cache[key]
     return result
 

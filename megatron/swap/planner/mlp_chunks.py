@@ -12,7 +12,7 @@ MLP_CHUNKS = "--mlp-chunks-for-training"
 MLP, ATTENTION = "mlp", "self_attention"
 """Paths of submodules in their layer."""
 MOST_CHUNKS = 32
-"""Most chunks of a layer that are planned by formulas. Each has sites of its own, and planning 64 takes 20 s."""
+"""Most chunks of a layer that are planned by formulas. Each has sites of its own, which take the solver time."""
 FEWEST_TOKENS = 16384
 """Fewest tokens of a chunk that is advised. Each chunk reads and writes the weights' gradients once."""
 
