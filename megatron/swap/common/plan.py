@@ -72,6 +72,8 @@ class Model:
     """``--mlp-chunks-for-training``: chunks of the sequence in which a layer's MLP runs."""
     mlp_statistics: int | None = None
     """Statistics that the norm of such a chunk saves: 1 of RMSNorm, 2 of LayerNorm; ``None``: there are no chunks."""
+    flash_attention: bool = False
+    """Whether TransformerEngine takes flash-attn (``--attention-backend flash``) instead of cuDNN."""
 
     @property
     def keeps_fp8_weights(self) -> bool:

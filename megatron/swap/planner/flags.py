@@ -15,6 +15,7 @@ from megatron.swap.common.config import parse_loss_chunks
 from megatron.swap.common.plan import DROPPED, FP8_WEIGHTS, KEPT, Model
 from megatron.swap.common.rounding import round_up
 from megatron.swap.common.types import MOST, UsageError
+from megatron.swap.planner.attention import takes_flash
 from megatron.swap.planner.fp8 import RECIPES, check_fp8_weights, why_copies_stay
 from megatron.swap.planner.loss_chunks import choose_num_chunks
 from megatron.swap.planner.states import States
@@ -35,8 +36,8 @@ UNSUPPORTED = frozenset({
 })  # fmt: skip
 """Megatron's flags that change the memory or time of a step so much that ``shape_profile`` has no answer."""
 NOT_COUNTED = frozenset({
-    "add-qkv-bias", "apply-layernorm-1p", "attention-backend", "cross-entropy-loss-fusion", "cuda-graph-impl",
-    "ddp-bucket-size", "delay-wgrad-compute", "deterministic-mode", "enable-cuda-graph", "external-cuda-graph",
+    "add-qkv-bias", "apply-layernorm-1p", "cross-entropy-loss-fusion", "cuda-graph-impl", "ddp-bucket-size",
+    "delay-wgrad-compute", "deterministic-mode", "enable-cuda-graph", "external-cuda-graph",
     "overlap-grad-reduce", "overlap-param-gather", "overlap-param-gather-with-optimizer-step", "qk-layernorm",
     "softmax-type", "squared-relu", "swap-deterministic", "tp-comm-overlap", "use-nccl-ub", "window-size",
 })  # fmt: skip
@@ -253,8 +254,10 @@ def check_known(flags: Sequence[str], options: Collection[str] = ()) -> None:
 def not_counted(flags: Sequence[str]) -> list[str]:
     """Return the flags whose memory ``shape_profile`` does not count, each once, in their order."""
     given = [flag for flag in dict.fromkeys(_names(flags)) if flag[2:] in NOT_COUNTED]
-    dropout = _parser().parse_known_args(list(flags))[0].hidden_dropout
-    return given if dropout == 0 else [*given, f"--hidden-dropout {dropout:g}"]
+    known = _parser().parse_known_args(list(flags))[0]
+    backend, dropout = known.attention_backend, known.hidden_dropout
+    valued = {f"--attention-backend {backend}": backend in ("unfused", "local"), f"--hidden-dropout {dropout:g}": dropout}
+    return [*given, *(flag for flag, is_given in valued.items() if is_given)]
 
 
 def _names(flags: Sequence[str]) -> list[str]:
@@ -430,6 +433,7 @@ def model_of(args: argparse.Namespace) -> Model:
         bf16_layers=_bf16_layers(args) if args.fp8 and args.first_last_layers_bf16 else (),
         swap_fp8_weights=getattr(args, "swap_fp8_weights", None) or KEPT,
         mlp_chunks=(num_chunks := max(1, getattr(args, "mlp_chunks_for_training", None) or 1)),
+        flash_attention=takes_flash(args),
         mlp_statistics=None if num_chunks == 1 else 1 if args.normalization == "RMSNorm" else 2,
     )
 
@@ -465,17 +469,16 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size",
                  "ffn-hidden-size", "global-batch-size", "kv-channels", "num-experts",
                  "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank",
-                 "padded-vocab-size", "max-position-embeddings"):  # fmt: skip
+                 "vocab-size", "padded-vocab-size", "max-position-embeddings"):  # fmt: skip
         parser.add_argument(f"--{name}", type=int)
     for name in ("num-query-groups", "tensor-model-parallel-size", "pipeline-model-parallel-size",
                  "context-parallel-size", "expert-model-parallel-size",
                  "num-distributed-optimizer-instances", "mlp-chunks-for-training",
                  "num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16"):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--vocab-size", type=int)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     for name, value in {"transformer-impl": "transformer_engine", "optimizer": "adam", "normalization": "LayerNorm",
-                        "fp8-recipe": "delayed", "swap-optimizer": "0"}.items():  # fmt: skip
+                        "fp8-recipe": "delayed", "swap-optimizer": "0", "attention-backend": "auto"}.items():  # fmt: skip
         parser.add_argument(f"--{name}", default=value)
     for name in ("host-gib", "disk-dir", "disk-gib", "memory-gib", "loss-chunks"):
         parser.add_argument(f"--swap-{name}")

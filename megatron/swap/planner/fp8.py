@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.types import UsageError
+from megatron.swap.planner.attention import FUSED
 from megatron.swap.planner.gpus import GPUS, Gpu
 from megatron.swap.planner.states import States
 
@@ -34,7 +35,7 @@ RESIDUAL_SECTION = "residual"
 """The section that runs linear_proj again, for the sum that the second norm reads."""
 RECOMPUTE_INPUTS = {
     "self_attention.linear_qkv/1": ("self_attention.linear_qkv/0",),
-    f"{PROJ}/0": ("self_attention.core_attention.fused_attention/3",),
+    f"{PROJ}/0": (f"{FUSED}/3",),
     "mlp.linear_fc1/1": ("mlp.linear_fc1/0",),
     "mlp.linear_fc2/0": ("mlp/0",),
     "mlp/0": ("mlp.linear_fc1/0",),

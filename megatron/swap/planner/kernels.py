@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron.swap.common.plan import Model
 from megatron.swap.common.types import UsageError
+from megatron.swap.planner.attention import FLASH_SPEEDS, FUSED, attention_path, workspace
 from megatron.swap.planner.fp8 import KEEP_CONTEXT, ONLY_QUANTIZED, PROJ, SPEEDS, moved_bytes, recomputed, saved_sites
 from megatron.swap.planner.fp8 import RECOMPUTE_INPUTS as FP8_RECOMPUTE_INPUTS
 from megatron.swap.planner.gpus import Gpu
@@ -20,9 +21,6 @@ BYTES = 2
 """Bytes of one bf16 value."""
 INPUT, FC1_INPUT = "self_attention.linear_qkv/0", "mlp.linear_fc1/0"
 """Sites of the inputs of a layer's norms."""
-ATTENTION = "self_attention.core_attention.fused_attention"
-"""Path of the sites that attention saves: query, key, value, context, and the logarithms of sums."""
-CONTEXT = f"{ATTENTION}/3"
 
 
 @dataclass(frozen=True)
@@ -109,17 +107,18 @@ def kernels(model: Model) -> list[Kernel]:
     per_byte = 2 * wide / BYTES  # FLOPs of a linear layer with one side of the hidden size, per byte of its other side
     weights = wide / size.tokens  # bytes of a weight's gradient, per byte of its other side
     core = 2 * size.tokens * model.seq_length / BYTES
-    qkv = query + 2 * key
+    qkv, path = query + 2 * key, attention_path(model)
     steps = [
         Kernel("qkv", per_byte * qkv, 2 * hidden + qkv,
                ((INPUT, size.sharded), ("self_attention.linear_qkv/1", size.sharded)),
                gradients=2 * hidden + qkv + weights * qkv, weight_gradient=weights * qkv),
         Kernel("rotary", 0, 2 * qkv, gradients=hidden + 2 * qkv),
         Kernel("attention", core * query / size.tokens, query * 2 + 2 * key,
-               ((f"{ATTENTION}/0", query), (f"{ATTENTION}/1", key), (f"{ATTENTION}/2", key), (CONTEXT, query),
-                (f"{ATTENTION}/6", size.log_sum_exp)),
-               backward_flops=2.9, gradients=hidden + query + qkv, is_attention=True),
-        Kernel("proj", per_byte * query, 0, reads=(CONTEXT,), gradients=hidden + query + weights * query,
+               ((f"{path}/0", query), (f"{path}/1", key), (f"{path}/2", key), (f"{path}/3", query),
+                (f"{path}/{4 if model.flash_attention else 6}", size.log_sum_exp)),
+               backward_flops=2.9, is_attention=True, speeds=FLASH_SPEEDS if model.flash_attention else (1.0, 1.0),
+               gradients=hidden + query + qkv + workspace(model, query, key, size.log_sum_exp)),
+        Kernel("proj", per_byte * query, 0, reads=(f"{path}/3",), gradients=hidden + query + weights * query,
                weight_gradient=weights * query),
         Kernel("residual", 0, 3 * size.sharded, backward_bytes=0.4, gradients=hidden),
         *_mlp(model, size),
@@ -203,11 +202,16 @@ def recompute_inputs(model: Model) -> dict[str, tuple[str, ...]]:
     input from other ranks.
     """
     if model.fp8_recipe is not None:
-        return dict(FP8_RECOMPUTE_INPUTS)
+        return _fp8_inputs(model)
     found: dict[str, tuple[str, ...]] = {"self_attention.linear_qkv/1": (INPUT,)}
     for chunk in mlp_chunks(model):
         found |= {chunk.norm: (FC1_INPUT,), chunk.fc1: (FC1_INPUT,), chunk.activation: (chunk.fc1,)}
     return found
+
+
+def _fp8_inputs(model: Model) -> dict[str, tuple[str, ...]]:
+    path = attention_path(model)
+    return {site: tuple(need.replace(FUSED, path) for need in needs) for site, needs in FP8_RECOMPUTE_INPUTS.items()}
 
 
 def recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, float]:
@@ -224,8 +228,9 @@ def recompute_ms(model: Model, gpu: Gpu, sizes: dict[str, float]) -> dict[str, f
         costs |= {site: 2 * sizes[site] / bytes_per_ms for site in norms}
         costs |= {one.activation: (sizes[one.activation] + sizes[one.fc1]) / bytes_per_ms for one in chunks}
         return costs
-    for site in FP8_RECOMPUTE_INPUTS.keys() & sizes.keys() - {chunks[0].fc1}:
+    inputs = _fp8_inputs(model)
+    for site in inputs.keys() & sizes.keys() - {chunks[0].fc1}:
         in_bf16 = BYTES * sizes[site]  # a quantized value has one byte
-        made = 0.0 if site in ONLY_QUANTIZED else in_bf16 + sum(sizes[need] for need in FP8_RECOMPUTE_INPUTS[site])
+        made = 0.0 if site in ONLY_QUANTIZED else in_bf16 + sum(sizes[need] for need in inputs[site])
         costs[site] = (made + moved_bytes(model.fp8_recipe, in_bf16)) / bytes_per_ms
     return {site: cost for site, cost in costs.items() if site in recomputed(model)}

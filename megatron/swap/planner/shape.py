@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.types import GIB, LOSS_ROWS, MIB, UsageError
+from megatron.swap.planner.attention import attention_path
 from megatron.swap.planner.fp8 import (
     RESIDUAL_SECTION,
     check_gpu,
@@ -17,8 +18,6 @@ from megatron.swap.planner.fp8 import (
 )
 from megatron.swap.planner.gpus import Gpu
 from megatron.swap.planner.kernels import (
-    ATTENTION,
-    CONTEXT,
     FC1_INPUT,
     INPUT,
     backward_ms_of,
@@ -110,9 +109,9 @@ def _sections(
     found = [Section(LAYER_SECTION, tuple(names[1:]), (names[0],), sum(times.values()), peak_mib)]
     if not has_dropout and model.tensor_parallel == 1:
         again_ms = times["proj"] + times["residual"] / 2  # of two sums
-        found.insert(0, Section(RESIDUAL_SECTION, (FC1_INPUT,), (INPUT, CONTEXT), again_ms, mib[FC1_INPUT]))
+        found.insert(0, Section(RESIDUAL_SECTION, (FC1_INPUT,), (INPUT, f"{attention_path(model)}/3"), again_ms, mib[FC1_INPUT]))
     if not model.sequence_parallel:
-        qkv = tuple(f"{ATTENTION}/{i}" for i in range(3))
+        qkv = tuple(f"{attention_path(model)}/{i}" for i in range(3))
         again_ms = times["qkv"] + times["rotary"]
         found.insert(0, Section("qkv", qkv, (names[0],), again_ms, sum(mib[site] for site in qkv)))
     return tuple(found)

@@ -34,6 +34,7 @@ class Prediction:
         peak_at: place of the peak in the step.
         out_stall_ms, in_stall_ms: time that compute waits for offloads and for reloads.
         host_gib: peak of host memory for activations.
+        fragments_gib: the fragmentation in ``peak_gib``.
         timeline: ``(ms, GiB, place)`` at every layer boundary of the first micro-batches.
     """
 
@@ -44,6 +45,7 @@ class Prediction:
     in_stall_ms: float
     recompute_ms: float
     host_gib: float
+    fragments_gib: float
     timeline: tuple[tuple[float, float, str], ...] = field(repr=False)
 
 
@@ -68,7 +70,8 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
     elapsed, out_stall, in_stall, recompute = (
         now + (total - played) * more for now, more in zip(times, each, strict=True)
     )
-    peak_gib, peak_at = step.peak_mib / MIB_PER_GIB + profile.fragments_gib, step.peak_at
+    fragments_gib = max(profile.fragments_gib, profile.attention_block_gib if step.host_peak_mib else 0.0)
+    peak_gib, peak_at = step.peak_mib / MIB_PER_GIB + fragments_gib, step.peak_at
     if profile.loss_block_gib:
         # The logits need one block, and what layers have freed is in pieces: the allocator takes new memory for them.
         beside_gib = step.layers_peak_mib / MIB_PER_GIB + profile.loss_block_gib
@@ -84,6 +87,7 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
         in_stall_ms=in_stall,
         recompute_ms=recompute,
         host_gib=step.host_peak_mib / MIB_PER_GIB,
+        fragments_gib=fragments_gib,
         timeline=tuple((at, profile.static_gib + mib / MIB_PER_GIB, where) for at, mib, where in step.timeline),
     )
 

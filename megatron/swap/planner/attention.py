@@ -1,0 +1,49 @@
+"""Attention of a layer: where it saves tensors, and the memory and time that its backward takes, by library."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron.swap.common.plan import Model
+
+FUSED, FLASH = "self_attention.core_attention.fused_attention", "self_attention.core_attention.flash_attention"
+"""Paths of what attention saves: query, key, value and context are the first four; of cuDNN and of flash-attn."""
+FLASH_SPEEDS = (1.09, 1.145)
+"""Speed of flash-attn 4 relative to cuDNN, in forward and in backward. Measured on one H200: TransformerEngine 2.20.2,
+128k tokens, 32 heads of 128, 8 groups; 1.02 and 1.135 at 32k (docs/results/h200-attention.json)."""
+
+
+def takes_flash(args: Namespace) -> bool:
+    """Return whether Megatron's arguments, or the planner's, choose flash-attn, which only TransformerEngine does."""
+    backend = str(getattr(args, "attention_backend", None)).rpartition(".")[2]  # Megatron: ``AttnBackend.flash``
+    return backend == "flash" and args.transformer_impl == "transformer_engine"
+
+
+def attention_path(model: Model) -> str:
+    """Return the path of the sites that attention saves."""
+    return FLASH if model.flash_attention else FUSED
+
+
+def workspace(model: Model, query: float, key: float, log_sum_exp: float) -> float:
+    """Return the memory that attention's backward takes beside its gradients, in the unit of the arguments.
+
+    Both libraries sum the queries' gradient in fp32. With grouped queries cuDNN makes the gradients of keys and values
+    for each query head, in bf16; flash-attn sums them in fp32 (allocations traced on one H200: docs/dev/planner.md).
+    """
+    is_grouped = model.num_query_groups < model.num_attention_heads
+    sums = 2 * query + log_sum_exp
+    if model.flash_attention:
+        return sums + log_sum_exp + (4 * key if is_grouped else 0)
+    return sums + (2 * query if is_grouped else 0)
+
+
+def largest_block(model: Model, site: str, size: float) -> float:
+    """Return the largest block of that memory, if ``site`` is the query, which has this size; else 0.
+
+    cuDNN takes all in one block, flash-attn one for each sum.
+    """
+    if site == f"{FLASH}/0":
+        return 2 * size
+    if site != f"{FUSED}/0":
+        return 0.0
+    return 4 * size if model.num_query_groups < model.num_attention_heads else 2 * size
