@@ -34,7 +34,7 @@ SAME_NAME = (
     "recompute_modules", "fp8", "fp4", "use_te_activation_func", "multi_latent_attention", "add_bias_linear",
     "gradient_accumulation_fusion", "fine_grained_activation_offloading", "cuda_graph_impl", "variable_seq_lengths",
     "fp8_param", "qk_clip", "fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16", "hidden_dropout", "normalization",
+    "num_layers_at_end_in_bf16", "hidden_dropout", "normalization", "apply_rope_fusion", "attention_backend",
 )  # fmt: skip
 """Attributes of Megatron's ``TransformerConfig`` that have the names of the flags."""
 

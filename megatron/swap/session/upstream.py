@@ -31,6 +31,7 @@ from megatron.swap.patches import (
     param_buffer,
     recompile_limit,
     registry,
+    rope_offsets,
     rotary,
     te_normalization,
     te_qkv_layout,
@@ -143,6 +144,8 @@ def patches_of_model(
     if config.acts and args.recompute_granularity == "full" and patches_full:
         needs.append(checkpointed_forward.checkpointed_forward_patch(events.around_checkpointed_forward))
     with_te = args.transformer_impl == "transformer_engine"
+    if config.attaches and with_te and args.apply_rope_fusion and torch.cuda.is_available():
+        optional.append(rope_offsets.PATCH)
     for kind in kinds:
         is_asked_for = kind in config.recompute  # otherwise the planner or a plan may use it
         (needs if is_asked_for else optional).extend(_producer_patches(kind, events, with_te=with_te))
