@@ -27,6 +27,7 @@ from megatron.swap.patches import (
     param_buffer,
     quiet,
     recompile_limit,
+    rope_offsets,
     tokenizer,
     train,
     training_log,
@@ -233,6 +234,36 @@ def test_the_versions_that_fit_are_required_and_tested() -> None:
     assert all(version in required.specifier for version in (*BUILT_ONLY, *known))
     assert not any(version in required.specifier for version in ("0.16.0", "0.17.0", "0.18.0", "0.20.0"))
     assert f"\nmegatron-core=={known[-1]} " in (ROOT / "requirements.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("stride", "is_copied"), [(8, False), (2**29, False), (2**30, True)]
+)  # of 3 rows: the last offset is 2 strides and 5 values  # fmt: skip
+def test_rotary_embedding_gets_values_that_it_can_count(stride: int, is_copied: bool) -> None:
+    class View:
+        """A tensor as far as the patch looks at it."""
+
+        def __init__(self, stride: int) -> None:
+            self.shape, self.strides = (3, 1, 6), (stride, 6, 1)
+
+        def stride(self) -> tuple[int, ...]:
+            return self.strides
+
+        def contiguous(self) -> View:
+            return View(6)
+
+    given = View(stride)
+    used = rope_offsets.PATCH.build(lambda t, freqs, interleaved: t)(given, None, interleaved=False)
+    assert (used is not given) is is_copied
+    assert rope_offsets.last_offset(used) <= rope_offsets.MOST_OFFSET
+    used = torch.empty(3, 1, 8)[..., :6]
+    assert rope_offsets.last_offset(used) == 21
+
+
+def test_rotary_embedding_of_too_many_values_is_refused() -> None:
+    too_long = torch.empty(2**31 + 1, dtype=torch.int8, device="meta").unsqueeze(1)
+    with pytest.raises(ValueError, match="Add --no-rope-fusion"):
+        rope_offsets.PATCH.build(lambda t: t)(too_long)
 
 
 def test_sources_are_of_known_versions() -> None:

@@ -18,7 +18,7 @@ from megatron.swap.common.types import MOST, UsageError
 from megatron.swap.planner.attention import takes_flash
 from megatron.swap.planner.fp8 import RECIPES, check_fp8_weights, why_copies_stay
 from megatron.swap.planner.loss_chunks import choose_num_chunks
-from megatron.swap.planner.states import States
+from megatron.swap.planner.states import States, type_bytes
 
 FLAGS_FILE = Path(__file__).with_name("training_flags.txt")
 """The names of all training flags, Megatron's and ours, behind a line that ends in Megatron's version. Flags that need
@@ -46,8 +46,6 @@ DECIDED = {"swap-layers": "none", "swap-plan": None, "swap-recompute": None, "sw
 """Flags that choose by hand what is swapped, with the values that choose nothing."""
 OF_STATE = {"exp-avg-dtype": "fp32", "exp-avg-sq-dtype": "fp32", "main-params-dtype": "fp32"}
 """Flags for the types of optimizer state, with Megatron's defaults."""
-TYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
-"""Bytes of one value, by the flags' words and by the types that Megatron makes of them."""
 OF_RECOMPUTATION = frozenset({"recompute-activations", "recompute-granularity"})
 """Flags of ``UNSUPPORTED`` that the planner makes needless."""
 
@@ -256,7 +254,10 @@ def not_counted(flags: Sequence[str]) -> list[str]:
     given = [flag for flag in dict.fromkeys(_names(flags)) if flag[2:] in NOT_COUNTED]
     known = _parser().parse_known_args(list(flags))[0]
     backend, dropout = known.attention_backend, known.hidden_dropout
-    valued = {f"--attention-backend {backend}": backend in ("unfused", "local"), f"--hidden-dropout {dropout:g}": dropout}
+    valued = {
+        f"--attention-backend {backend}": backend in ("unfused", "local"),
+        f"--hidden-dropout {dropout:g}": dropout != 0,
+    }
     return [*given, *(flag for flag, is_given in valued.items() if is_given)]
 
 
@@ -370,8 +371,8 @@ def state_bytes_of(args: argparse.Namespace) -> int:
     """
     if not args.use_precision_aware_optimizer:
         return 12 if args.bf16 or args.fp16 else 8
-    main = _type_bytes(args.main_params_dtype)
-    moments = _type_bytes(args.exp_avg_dtype) + _type_bytes(args.exp_avg_sq_dtype)
+    main = type_bytes(args.main_params_dtype)
+    moments = type_bytes(args.exp_avg_dtype) + type_bytes(args.exp_avg_sq_dtype)
     if main == 4 and _holds_main_params(args) and args.bf16 and not args.fp8_param_gather:
         main = 2  # 16 bits of the main value; the bf16 weight has the other 16
     return (main if args.bf16 or args.fp16 else 0) + moments
@@ -379,7 +380,7 @@ def state_bytes_of(args: argparse.Namespace) -> int:
 
 def _holds_main_params(args: argparse.Namespace) -> bool:
     """Return whether the optimizer itself holds the main values, and takes gradients in 16 bits."""
-    is_short = _type_bytes(args.main_params_dtype) < 4
+    is_short = type_bytes(args.main_params_dtype) < 4
     return args.use_precision_aware_optimizer and (is_short or getattr(args, "fp8_recipe", None) in (None, "delayed"))
 
 
@@ -392,13 +393,8 @@ def has_sum_in_loss(args: argparse.Namespace) -> bool:
 
 
 def _has_short_gradients(args: argparse.Namespace) -> bool:
-    is_short = _type_bytes(args.main_grads_dtype) < 4 or getattr(args, "grad_reduce_in_bf16", False)
+    is_short = type_bytes(args.main_grads_dtype) < 4 or getattr(args, "grad_reduce_in_bf16", False)
     return bool(args.bf16) and is_short
-
-
-def _type_bytes(given: object) -> int:
-    """Return the bytes of a value: of a type as a flag names it, or as torch does (``torch.bfloat16``)."""
-    return TYPE_BYTES[str(given).removeprefix("torch.")]
 
 
 def model_of(args: argparse.Namespace) -> Model:
@@ -478,7 +474,8 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     for name, value in {"transformer-impl": "transformer_engine", "optimizer": "adam", "normalization": "LayerNorm",
-                        "fp8-recipe": "delayed", "swap-optimizer": "0", "attention-backend": "auto"}.items():  # fmt: skip
+                        "fp8-recipe": "delayed", "swap-optimizer": "0",
+                        "attention-backend": "auto"}.items():  # fmt: skip
         parser.add_argument(f"--{name}", default=value)
     for name in ("host-gib", "disk-dir", "disk-gib", "memory-gib", "loss-chunks"):
         parser.add_argument(f"--swap-{name}")

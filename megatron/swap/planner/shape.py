@@ -109,7 +109,8 @@ def _sections(
     found = [Section(LAYER_SECTION, tuple(names[1:]), (names[0],), sum(times.values()), peak_mib)]
     if not has_dropout and model.tensor_parallel == 1:
         again_ms = times["proj"] + times["residual"] / 2  # of two sums
-        found.insert(0, Section(RESIDUAL_SECTION, (FC1_INPUT,), (INPUT, f"{attention_path(model)}/3"), again_ms, mib[FC1_INPUT]))
+        reads = INPUT, f"{attention_path(model)}/3"
+        found.insert(0, Section(RESIDUAL_SECTION, (FC1_INPUT,), reads, again_ms, mib[FC1_INPUT]))
     if not model.sequence_parallel:
         qkv = tuple(f"{attention_path(model)}/{i}" for i in range(3))
         again_ms = times["qkv"] + times["rotary"]

@@ -17,9 +17,16 @@ GAPS_GIB = 5 * BUCKET_BYTES / GIB
 DISK_MS_PER_GIB = GIB / 1e6 * (1 / 1.2 + 1 / 2.2)
 """Time to write and read a GiB of offloaded state, if no run measured the disk: 1.2 and 2.2 GB/s, the speeds of one
 local disk with direct access."""
+TYPE_BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2, "uint8": 1, "fp8": 1}
+"""Bytes of one value, by the words of training flags and by the types that Megatron makes of them."""
 STATE_HOST_FRACTION = 0.9
 """Maximum fraction of host memory for optimizer state, if the planner decides how much is offloaded. It is high because
 activations can be recomputed instead, so that the largest models need host memory for their state."""
+
+
+def type_bytes(given: object) -> int:
+    """Return the bytes of a value: of a type as a flag names it, or as torch does (``torch.bfloat16``)."""
+    return TYPE_BYTES[str(given).removeprefix("torch.")]
 
 
 def max_state_before_disk(host: float, disk: float) -> float:

@@ -123,7 +123,7 @@ def test_copies_of_weights_in_8_bits_have_memory_of_their_own(
 ) -> None:
     """Also in runs that recompute nothing, and as patches that a run can do without."""
     args = arguments(*flags.split())
-    args.fp8, args.transformer_impl = fp8, spec
+    args.fp8, args.transformer_impl, args.apply_rope_fusion = fp8, spec, True
     config, events = swap_config(args), SimpleNamespace(around_checkpointed_forward=None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     patches = patches_of_model(args, config, (), events)  # type: ignore[arg-type]
@@ -131,6 +131,8 @@ def test_copies_of_weights_in_8_bits_have_memory_of_their_own(
     assert len(found) == (len(te_weight_copies.MODULES) if is_patched else 0)
     assert "te_weight_copies" not in files(patches.needs)
     assert "te_quantize" not in files(patches.optional), "nothing is recorded that is not recomputed"
+    swaps_te = spec == "transformer_engine" and has_gpu and "--swap-layers" in flags
+    assert ("rope_offsets" in files(patches.optional)) == swaps_te
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_fused_gradients_of_weights_without_copies_need_their_patch(
 ) -> None:
     args = arguments(*flags.split())
     args.fp8, args.fp8_recipe, args.transformer_impl = "hybrid", "tensorwise", "transformer_engine"
-    args.gradient_accumulation_fusion, args.fp8_param_gather = is_fused, False
+    args.gradient_accumulation_fusion, args.fp8_param_gather, args.apply_rope_fusion = is_fused, False, False
     config, events = swap_config(args), SimpleNamespace(around_checkpointed_forward=None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     patches = patches_of_model(args, config, (), events)  # type: ignore[arg-type]
