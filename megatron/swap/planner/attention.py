@@ -8,9 +8,6 @@ from megatron.swap.common.plan import Model
 
 FUSED, FLASH = "self_attention.core_attention.fused_attention", "self_attention.core_attention.flash_attention"
 """Paths of what attention saves: query, key, value and context are the first four; of cuDNN and of flash-attn."""
-FLASH_SPEEDS = (1.09, 1.145)
-"""Speed of flash-attn 4 relative to cuDNN, in forward and in backward. Measured on one H200: TransformerEngine 2.20.2,
-128k tokens, 32 heads of 128, 8 groups; 1.02 and 1.135 at 32k (docs/results/h200-attention.json)."""
 
 
 def takes_flash(args: Namespace) -> bool:

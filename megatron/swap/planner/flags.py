@@ -474,13 +474,13 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     for name, value in {"transformer-impl": "transformer_engine", "optimizer": "adam", "normalization": "LayerNorm",
-                        "fp8-recipe": "delayed", "swap-optimizer": "0",
-                        "attention-backend": "auto"}.items():  # fmt: skip
+                        "fp8-recipe": "delayed", "swap-optimizer": "0"}.items():  # fmt: skip
         parser.add_argument(f"--{name}", default=value)
     for name in ("host-gib", "disk-dir", "disk-gib", "memory-gib", "loss-chunks"):
         parser.add_argument(f"--swap-{name}")
     parser.add_argument("--swap-memory-fraction", type=float)
     parser.add_argument("--swap-fp8-weights", choices=FP8_WEIGHTS)
+    parser.add_argument("--attention-backend", default="auto", choices=("flash", "fused", "unfused", "local", "auto"))
     for name, of_training in DECIDED.items():
         parser.add_argument(f"--{name}", nargs="+", default=[of_training])
     parser.add_argument("--hidden-dropout", type=float, default=0.1)

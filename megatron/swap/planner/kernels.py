@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron.swap.common.plan import Model
 from megatron.swap.common.types import UsageError
-from megatron.swap.planner.attention import FLASH_SPEEDS, FUSED, attention_path, workspace
+from megatron.swap.planner.attention import FUSED, attention_path, workspace
 from megatron.swap.planner.fp8 import KEEP_CONTEXT, ONLY_QUANTIZED, PROJ, SPEEDS, moved_bytes, recomputed, saved_sites
 from megatron.swap.planner.fp8 import RECOMPUTE_INPUTS as FP8_RECOMPUTE_INPUTS
 from megatron.swap.planner.gpus import Gpu
@@ -43,6 +43,7 @@ class Kernel:
     weight_gradient: float = 0.0
     """Bytes of its weight's bf16 gradient, which is added to an fp32 buffer."""
     is_attention: bool = False
+    is_flash: bool = False
     is_fp8: bool = False
     speeds: tuple[float, float] = (1.0, 1.0)
     """Parts of the GPU's TFLOP/s that forward and backward reach."""
@@ -116,7 +117,7 @@ def kernels(model: Model) -> list[Kernel]:
         Kernel("attention", core * query / size.tokens, query * 2 + 2 * key,
                ((f"{path}/0", query), (f"{path}/1", key), (f"{path}/2", key), (f"{path}/3", query),
                 (f"{path}/{4 if model.flash_attention else 6}", size.log_sum_exp)),
-               backward_flops=2.9, is_attention=True, speeds=FLASH_SPEEDS if model.flash_attention else (1.0, 1.0),
+               backward_flops=2.9, is_attention=True, is_flash=model.flash_attention,
                gradients=hidden + query + qkv + workspace(model, query, key, size.log_sum_exp)),
         Kernel("proj", per_byte * query, 0, reads=(f"{path}/3",), gradients=hidden + query + weights * query,
                weight_gradient=weights * query),
@@ -176,15 +177,18 @@ def _mlp(model: Model, size: Sizes) -> list[Kernel]:
 def forward_ms_of(step: Kernel, gpu: Gpu) -> float:
     """Return the time of a kernel's forward, in ms."""
     tflops = gpu.attention_tflops if step.is_attention else gpu.fp8_tflops if step.is_fp8 else gpu.tflops
-    num_bytes = step.num_bytes + step.quantized_bytes
-    return step.flops / (tflops * step.speeds[0] * 1e9) + num_bytes / (gpu.memory_gb_s * 1e6)
+    num_bytes, speed = step.num_bytes + step.quantized_bytes, step.speeds[0]
+    if step.is_flash:
+        speed *= gpu.flash_speeds[0]
+    return step.flops / (tflops * speed * 1e9) + num_bytes / (gpu.memory_gb_s * 1e6)
 
 
 def backward_ms_of(step: Kernel, gpu: Gpu) -> float:
     """Return the time of a kernel's backward, in ms."""
     num_bytes = step.num_bytes * step.backward_bytes + step.weight_gradient * (BYTES + 8) / BYTES
     flops, speeds, quantized = step.flops * step.backward_flops, step.speeds[::-1], step.gradient_quantized_bytes
-    return forward_ms_of(replace(step, flops=flops, speeds=speeds, num_bytes=num_bytes, quantized_bytes=quantized), gpu)
+    as_forward = replace(step, flops=flops, speeds=speeds, num_bytes=num_bytes, quantized_bytes=quantized)
+    return forward_ms_of(as_forward, replace(gpu, flash_speeds=gpu.flash_speeds[::-1]))
 
 
 def kernel_ms(model: Model, gpu: Gpu) -> dict[str, float]:

@@ -306,9 +306,13 @@ class Profile:
 
     @property
     def reserve_gib(self) -> float:
-        """Fragmentation beyond ``fragments_gib`` that some plans may have, to be left free."""
-        if self.attention_block_gib > self.fragments_gib:
-            return self.attention_block_gib / 8
+        """Fragmentation beyond what is expected that some plans may have, to be left free."""
+        more_gib = max(0.0, self.attention_block_gib - self.fragments_gib)  # is expected where something is swapped
+        reserve_gib = self._reserve_gib - more_gib
+        return max(reserve_gib, self.attention_block_gib / 8) if more_gib else reserve_gib
+
+    @property
+    def _reserve_gib(self) -> float:
         most = MAX_FRAGMENTS if self.model.fp8_recipe is None or self.allocator_gib is None else MAX_FRAGMENTS_IN_8_BITS
         most_gib = max(most * self._largest_gib, MOST_FP8_HOLES * self._fp8_params / GIB)
         if self.allocator_gib is None:

@@ -78,7 +78,8 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
         if beside_gib > peak_gib:
             peak_gib, peak_at = beside_gib, "at the loss, beside what layers have freed"
     if profile.optimizer_gib + profile.fragments_gib > peak_gib:
-        peak_gib, peak_at = profile.optimizer_gib + profile.fragments_gib, "in the optimizer's step"
+        fragments_gib = profile.fragments_gib
+        peak_gib, peak_at = profile.optimizer_gib + fragments_gib, "in the optimizer's step"
     return Prediction(
         peak_gib=profile.static_gib + peak_gib,
         peak_at=peak_at,

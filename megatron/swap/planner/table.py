@@ -89,7 +89,8 @@ def memory_table(
     split = split_before_disk(offloaded_gib, host_gib, prediction.host_gib)
     buffers_gib = 0.0 if before_disk_gib is None else split.buffers
     libraries_gib = profile.static_gib - states.device_gib(num_params)
-    activations_gib = prediction.peak_gib - profile.static_gib - prediction.fragments_gib
+    fragments_gib = max(profile.fragments_gib, prediction.fragments_gib)
+    activations_gib = prediction.peak_gib - profile.static_gib - fragments_gib
     predicted: dict[str, tuple[tuple[float, ...], str]] = {
         "weights": ((states.weights_gib(num_params), 0, 0),
                     f"{num_params / 1e9:.2f} billion on this rank{'; FP8 and its caches' if states.fp8_bytes else ''}"),
@@ -100,8 +101,8 @@ def memory_table(
         "activations": ((activations_gib, split.activations_in_host, split.activations_on_disk),
                         f"with temporaries, {prediction.peak_at}"),
         "buffers": ((0, buffers_gib, 0), "between disk and device" if buffers_gib else ""),
-        "fragments": ((prediction.fragments_gib, 0, 0),
-                      "" if prediction.fragments_gib else "not known without a measurement"),
+        "fragments": ((fragments_gib, 0, 0),
+                      "" if fragments_gib else "not known without a measurement"),
     }  # fmt: skip
     found: dict[str, tuple[float, ...]] = {
         row.kind: (row.device_bytes / GIB, row.host_bytes / GIB, row.disk_bytes / GIB) for row in measured

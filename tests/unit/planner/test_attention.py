@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
-from megatron.swap.common.types import GIB, MIB
+from megatron.swap.common.types import GIB, MIB, UsageError
 from megatron.swap.planner.flags import model_of, not_counted, read_flags
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import LayerClass, Profile
@@ -89,6 +89,32 @@ def test_no_block_without_an_allocator_or_below_the_largest_tensor() -> None:
     whole = shape_profile(replace(model(), mlp_chunks=1, mlp_statistics=None), H200, 1, loss_chunks=16)
     assert whole.fragments_gib > whole.attention_block_gib
     assert whole.reserve_gib == pytest.approx(1.25 * whole.fragments_gib)
+
+
+def test_a_block_barely_larger_than_the_largest_tensor_leaves_the_reserve() -> None:
+    """Wide heads: from an MLP with a larger tensor than the block to one with a smaller, the sum falls steadily."""
+    sums = []
+    for width in (4096, 4032, 3072):
+        flags = f"--hidden-size 1024 --ffn-hidden-size {width} --num-attention-heads 16 --kv-channels 128"
+        profile = shape_profile(replace(model(flags), mlp_chunks=1, mlp_statistics=None), H200, 1)
+        sums.append(max(profile.fragments_gib, profile.attention_block_gib) + profile.reserve_gib)
+    assert sums == pytest.approx([2.25 * 2, 2.25 * 63 / 32, 2.25 * 1.5])
+
+
+def test_only_hopper_is_known_to_gain() -> None:
+    for name, gains in (("h100", True), ("a100-80", False), ("b200", False)):
+        fused, flash = (layer_class(model(more), find_gpu(name), (0,)) for more in ("", "--attention-backend flash"))
+        assert (flash.forward_ms < fused.forward_ms) is (flash.backward_ms < fused.backward_ms) is gains
+
+
+def test_the_optimizers_peak_has_no_block() -> None:
+    profile = replace(shaped(), optimizer_gib=500.0)
+    assert simulate(profile, swapping(profile)).fragments_gib == profile.fragments_gib
+
+
+def test_unknown_backends_are_refused() -> None:
+    with pytest.raises(UsageError, match="--attention-backend: invalid choice: 'FLASH'"):
+        model("--attention-backend FLASH")
 
 
 def test_which_flag_chooses_it() -> None:
