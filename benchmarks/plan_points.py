@@ -67,7 +67,7 @@ LLAMA = (
 STATE = "--use-distributed-optimizer --use-precision-aware-optimizer"
 LEAN_STATE = f"{STATE} --main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 CHUNKS = "--mlp-chunks-for-training 8 --swap-loss-chunks auto"
-FLASH = "--attention-backend flash "
+FLASH = "--attention-backend flash"
 """Needs the package flash-attn-4, which TransformerEngine then takes."""
 WIDE = (
     "--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
@@ -187,7 +187,7 @@ POINTS = {
     },
     **{
         f"long-{tokens // 1024}k": Point("--gpu h200 --host-gib 112 --memory-gib 134",
-                                         f"--num-layers 32 {LLAMA} {state} {CHUNKS} {FLASH}--swap-optimizer auto "
+                                         f"--num-layers 32 {LLAMA} {state} {CHUNKS} {FLASH} --swap-optimizer auto "
                                          f"{_sequences(tokens, 1, batch)}",
                                          iterations=iterations, num_warm_up=min(1, iterations - 1), common=FUSED)
         for tokens, batch, state, iterations in (

@@ -41,5 +41,5 @@ PATCH = Patch(
     build=_build,
     reason="its kernel has 32-bit offsets, which keys of long sequences exceed",
     sources={"megatron-core 0.16.1": "cf8982e0b8a3e8ef8b71cf35f5569d1efd73f5a4ad6d365897013b255d273a30"},
-    feature="rotary embeddings of sequences so long that a layer's queries, keys and values are 2**31 values",
+    feature="rotary embeddings of sequences so long that a layer's queries, keys and values are more than 2**31 values",
 )

@@ -298,7 +298,7 @@ class Profile:
 
         Tensors that come back lie in the memory that others have freed, so that no free piece is as large. One H200
         held 3.5, 3.7, 1.5 and 2.1 GiB more than was in use, with blocks of 4, 4, 2 and 2; without swapping 0.7, with a
-        block of 4 (docs/dev/planner.md).
+        block of 4 (docs/results: h200-plan-points.json, h200-attention.json).
         """
         sites = (site for entry in self.layers for site in entry.sites if self._has_allocator)
         blocks = (largest_block(self.model, site.site, site.mib) for site in sites)

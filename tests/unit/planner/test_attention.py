@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron.swap.common.plan import Model, Plan, PlanClass, SitePlan
 from megatron.swap.common.types import GIB, MIB, UsageError
+from megatron.swap.planner import flags
 from megatron.swap.planner.flags import model_of, not_counted, read_flags
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import LayerClass, Profile
@@ -95,8 +97,8 @@ def test_a_block_barely_larger_than_the_largest_tensor_leaves_the_reserve() -> N
     """Wide heads: from an MLP with a larger tensor than the block to one with a smaller, the sum falls steadily."""
     sums = []
     for width in (4096, 4032, 3072):
-        flags = f"--hidden-size 1024 --ffn-hidden-size {width} --num-attention-heads 16 --kv-channels 128"
-        profile = shape_profile(replace(model(flags), mlp_chunks=1, mlp_statistics=None), H200, 1)
+        wide_heads = f"--hidden-size 1024 --ffn-hidden-size {width} --num-attention-heads 16 --kv-channels 128"
+        profile = shape_profile(replace(model(wide_heads), mlp_chunks=1, mlp_statistics=None), H200, 1)
         sums.append(max(profile.fragments_gib, profile.attention_block_gib) + profile.reserve_gib)
     assert sums == pytest.approx([2.25 * 2, 2.25 * 63 / 32, 2.25 * 1.5])
 
@@ -127,10 +129,6 @@ def test_which_flag_chooses_it() -> None:
 
 
 def test_megatrons_own_value_says_the_same() -> None:
-    from megatron.core.transformer.enums import AttnBackend
-
-    from megatron.swap.planner import flags
-
     known = flags._parser().parse_known_args(f"{FLAGS} --attention-backend flash".split())[0]
     for name, value in {"virtual_pipeline_model_parallel_size": None, "attention_backend": AttnBackend.flash}.items():
         setattr(known, name, value)
