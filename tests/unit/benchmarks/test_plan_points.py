@@ -47,6 +47,7 @@ def test_every_point_is_predicted_or_needs_a_profile() -> None:
 
 
 OUTPUT = "".join(f" elapsed time per iteration (ms): {ms:.1f} |\n" for ms in (900, 500, 400, 200, 210, 190))
+"""As Megatron prints it: 500 is the mean of the first two iterations, so the second took 100."""
 PREDICTION = {"command": "true", "budget_gib": 10.0, "device_gib": 9.0, "host_gib": 1.0, "step_ms": 210.0}
 
 
@@ -70,6 +71,7 @@ def test_a_row_compares_what_was_measured(
     monkeypatch.setattr(plan_points, "paste", pasted)
     row = plan_points.run(PREDICTION, 5.0)
     assert row["outcome"] == "ok"
+    assert row["step_ms_all"] == [900.0, 100.0, 400.0, 200.0, 210.0, 190.0]
     assert row["step_ms_median"] == 200.0
     assert plan_points.run(PREDICTION | {"num_warm_up": 4}, 5.0)["step_ms_median"] == 200.0
     assert plan_points.run(PREDICTION | {"num_warm_up": 5}, 5.0)["step_ms_median"] == 190.0
