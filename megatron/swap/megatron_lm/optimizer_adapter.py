@@ -26,7 +26,13 @@ from megatron.core.optimizer.optimizer import (
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.megatron_lm import scaled_state
-from megatron.swap.megatron_lm.quantized_params import has_quantized_params, quantize_params, quantized_params
+from megatron.swap.megatron_lm.quantized_params import (
+    has_quantized_params,
+    main_params_of_quantized,
+    quantize_params,
+    quantized_params,
+)
+from megatron.swap.optimizer.param_state import MAIN
 from megatron.swap.optimizer.partial_step import Table
 from megatron.swap.optimizer.stepper import OnUpdated, OptimizerStepper
 
@@ -155,6 +161,13 @@ class AdaptedOptimizer:
         number = num_moments(self._optimizer.optimizer)
         new = [one.param for one in self.stepper.state.param_states if not one.moments] if number else []
         return [MOMENT_BYTES * param.numel() for param in new] * number
+
+    def requantized_bytes(self) -> int:
+        """Return the bytes of offloaded main parameters that come back behind each step, for parameters in 8 bits."""
+        if not has_quantized_params(self._optimizer):
+            return 0
+        offloaded = (self.stepper.state.offloaded.get(main) for main in main_params_of_quantized(self._optimizer))
+        return sum(one.tensors[MAIN].num_bytes for one in offloaded if one is not None and MAIN in one.tensors)
 
     # ----------------------------------------------------------------- training
 

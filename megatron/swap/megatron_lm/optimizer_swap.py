@@ -287,7 +287,11 @@ class OptimizerSwap:
         moved_gib = 2 * sum(one.disk_bytes for one in param_states) / GIB
         disk = self._settings.disk
         disk_ms = 0.0 if disk is None else moved_gib * disk.traffic.take_ms_per_gib()
-        return OffloadedState(state_bytes / fraction / GIB, fraction, update_ms / fraction, disk_gib, disk_ms)
+        requantized_gib = sum(adapted.requantized_bytes() for adapted in self._adapted) / GIB
+        return OffloadedState(
+            state_bytes / fraction / GIB, fraction, update_ms / fraction, disk_gib, disk_ms,
+            requantized_gib=requantized_gib / fraction,
+        )  # fmt: skip
 
     @property
     def reserved_bytes(self) -> int:

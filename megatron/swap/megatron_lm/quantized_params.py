@@ -33,6 +33,12 @@ def quantized_params(optimizer: DistributedOptimizer) -> list[torch.Tensor]:
     return list(optimizer._get_fp8_params_and_shard_fp32_from_fp8()[0])
 
 
+def main_params_of_quantized(optimizer: DistributedOptimizer) -> list[torch.Tensor]:
+    """Return the main parameters of ``quantized_params``: this rank's shards."""
+    mains = optimizer._get_fp8_params_and_shard_fp32_from_fp8()[1]
+    return [main for main in mains if main is not None]
+
+
 @torch.no_grad()
 def quantize_params(optimizer: DistributedOptimizer, stepper: OptimizerStepper) -> None:
     """Compute the model's parameters in 8 bits from the main parameters, wherever these are."""

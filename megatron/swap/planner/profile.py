@@ -73,6 +73,8 @@ class OffloadedState:
         disk_gib: the part of the offloaded state whose parameters had state on disk. A smaller fraction keeps this part
             on the device first.
         disk_ms: time of reading and writing ``disk_gib`` in a step.
+        requantized_gib: the part of the whole state that is copied to the device once more behind a step, if it is
+            offloaded: main values of parameters in 8 bits (``--fp8-param-gather``).
     """
 
     state_gib: float
@@ -81,9 +83,11 @@ class OffloadedState:
     disk_gib: float = 0.0
     disk_ms: float = 0.0
     is_fixed: bool = field(metadata={"key": "fixed"}, default=False)
+    requantized_gib: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.state_gib, self.update_ms, self.disk_gib, self.disk_ms) < 0 or not 0 <= self.fraction <= 1:
+        sizes = (self.state_gib, self.update_ms, self.disk_gib, self.disk_ms, self.requantized_gib)
+        if min(sizes) < 0 or not 0 <= self.fraction <= 1:
             raise UsageError(f"resting: {records.to_json(self)} is given; share must be 0 to 1, all others 0 or more.")
 
     def with_fraction(self, fraction: float) -> OffloadedState:

@@ -41,7 +41,7 @@ from megatron.swap.planner.profile import (
     Section,
     SiteProfile,
 )
-from megatron.swap.planner.states import DISK_MS_PER_GIB, States
+from megatron.swap.planner.states import DISK_MS_PER_GIB, States, type_bytes
 
 WORKSPACE_GIB = 0.096
 """Measured memory of libraries besides weights, gradients and optimizer state."""
@@ -198,10 +198,15 @@ def shape_profile(
     optimizer_ms = params * OPTIMIZER_BYTES_PER_PARAM / (gpu.optimizer_gb_s * 1e6)
     if model.fp8_recipe is not None:
         optimizer_ms += quantize_weights_ms(model.fp8_recipe, gpu, fp8_params(model, tuple(here)))
+    requantized_gib = 0.0
+    if states.has_fp8_weights:
+        requantized_gib = fp8_params(model, tuple(here)) * type_bytes("fp32") / states.num_shards / GIB
     fraction, disk_ms = states.offload_fraction, state_on_disk_gib * DISK_MS_PER_GIB
     optimizer_ms += max(states.copy_ms(params, gpu.link_both_gb_s), disk_ms)
-    is_fixed = not states.is_auto
-    state = OffloadedState(states.state_gib(params), fraction, 0.0, state_on_disk_gib, disk_ms, is_fixed)
+    optimizer_ms += fraction * requantized_gib * GIB / (gpu.link_gb_s * 1e6)
+    state = OffloadedState(
+        states.state_gib(params), fraction, 0.0, state_on_disk_gib, disk_ms, not states.is_auto, requantized_gib
+    )
     stand_ins_gib = gradient_stand_ins_gib(model, states, has_loss) if fuses_gradients else 0.0
     return Profile(
         source=f"arithmetic; {gpu.source}",

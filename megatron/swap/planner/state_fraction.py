@@ -70,17 +70,20 @@ def with_fraction(profile: Profile, fraction: float) -> Profile:
     Copies to the host take the time of one direction, since copies back overlap with them. Beside the next forward
     they gain nothing: in all measured runs each offloaded GiB lengthened the step by its copy (docs/dev/planner.md).
     For offloaded state the copies, the optimizer's kernels and the disk overlap, so the slowest counts. Kernels for
-    state on the device do not overlap.
+    state on the device do not overlap, nor does a second copy for parameters in 8 bits.
     """
     state = _state_of(profile)
     other = state.with_fraction(fraction)
     update_ms, measured_fraction = state.update_ms, state.fraction
     copied_ms = _both_ways_ms(profile.link, state.state_gib * measured_fraction)
     measured_ms = (1 - measured_fraction) * update_ms + max(measured_fraction * update_ms, copied_ms, state.disk_ms)
+    requantized_ms = state.requantized_gib * MIB_PER_GIB * profile.in_ms_per_mib
+    measured_ms += measured_fraction * requantized_ms
     optimizer_ms = max(0.0, profile.non_layer.optimizer_ms - measured_ms)
     copy_ms = _offload_ms(profile, state, fraction)
     buckets_gib = 0.0 if fraction or not measured_fraction else BUCKETS_GIB
     optimizer_ms += (1 - fraction) * update_ms + max(fraction * update_ms, copy_ms, other.disk_ms)
+    optimizer_ms += fraction * requantized_ms
     host_gib = profile.host_gib
     if host_gib is not None and profile.allocator_gib is None:
         host_gib += (state.fraction - fraction) * state.state_gib - (state.disk_gib - other.disk_gib)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron.swap.common.types import KIB, MIB
+from megatron.swap.common.types import GIB, KIB, MIB
 from megatron.swap.devices.emulated import CopyStream, EmulatedDevice
 from megatron.swap.megatron_lm import optimizer_swap, quantized_params
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
@@ -58,17 +58,20 @@ def megatrons_optimizer() -> Any:
     return optimizer
 
 
+def swapped(optimizer: Any, fraction: float) -> OptimizerSwap:
+    swap = OptimizerSwap(EmulatedDevice(0.002), OffloadSettings(fraction, 16 * MIB))
+    for main in optimizer.shard_fp32_from_float16_groups[0]:
+        swap.on_main_param_created(main)
+    swap.attach(optimizer)
+    return swap
+
+
 def train(monkeypatch: pytest.MonkeyPatch, fraction: float | None) -> tuple[list[torch.Tensor], Cast]:
     """Return the model's parameters after each of some steps, and the casts."""
     cast, optimizer = Cast(), megatrons_optimizer()
     monkeypatch.setattr(quantized_params, "quantize_param_shard", cast)
     mains, models = optimizer.shard_fp32_from_float16_groups[0], optimizer.model_float16_groups[0]
-    swap = None
-    if fraction is not None:
-        swap = OptimizerSwap(EmulatedDevice(0.002), OffloadSettings(fraction, 16 * MIB))
-        for main in mains:
-            swap.on_main_param_created(main)
-        swap.attach(optimizer)
+    swap = None if fraction is None else swapped(optimizer, fraction)
     numbers, found = torch.Generator().manual_seed(2), []
     for step in range(4):
         for main in mains:
@@ -104,6 +107,23 @@ def test_equal_to_the_bit(fraction: float, batch_bytes: int, monkeypatch: pytest
     batches = train(monkeypatch, fraction)[1].batches
     whole = [*SIZES[:-1], OF_OTHER_RANKS]
     assert batches[: 3 if batch_bytes < MIB else 1] == ([[3000, 50], [4096], [2000]] if batch_bytes < MIB else [whole])
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_the_planner_is_told_what_comes_back_behind_a_step(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized_params, "quantize_param_shard", Cast())
+    optimizer = megatrons_optimizer()
+    swap = swapped(optimizer, fraction)
+    for main in optimizer.shard_fp32_from_float16_groups[0]:
+        main.grad = torch.ones(main.shape)
+    optimizer.optimizer.step()
+    before = swap.moved_bytes[1]
+    optimizer._copy_main_params_to_model_params()
+    state = swap.offloaded_state()
+    copied_bytes = swap.moved_bytes[1] - before
+    assert copied_bytes > 0
+    assert state.requantized_gib * state.fraction * GIB == pytest.approx(copied_bytes)
+    swap.close()
 
 
 def test_values_that_are_still_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.swap.common.plan import Infeasible, merged
-from megatron.swap.common.types import UsageError
+from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.profile import Profile, load_profile, save_profile, sha256
@@ -100,6 +100,25 @@ def test_kernels_take_their_time_however_little_is_copied(profile: Profile) -> N
     # If kernels take longer than copies, the measured time is theirs.
     slow = replace(profile, offloaded_state=replace(profile.offloaded_state, update_ms=2 * measured_ms))
     assert with_fraction(slow, 0.0).non_layer.optimizer_ms == 2 * measured_ms
+
+
+def test_main_values_of_8_bit_weights_are_copied_once_more() -> None:
+    """Behind the step, one way: nothing is copied in the other direction then."""
+    flags = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise", "--fp8-param-gather", "--swap-optimizer", "auto")
+    profile = of_flags(*flags)
+    state = profile.offloaded_state
+    assert state is not None
+    num_linear = 8 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    assert state.requantized_gib == pytest.approx(4 * num_linear / GIB)
+    without = replace(profile, offloaded_state=replace(state, requantized_gib=0.0))
+    again_ms = 4 * num_linear / (profile.link.h2d_gb_s * 1e6)
+    for fraction in (0.0, 0.25, 1.0):
+        saved_ms = (1 - fraction) * again_ms
+        expected_ms = with_fraction(without, fraction).non_layer.optimizer_ms - saved_ms
+        assert with_fraction(profile, fraction).non_layer.optimizer_ms == pytest.approx(expected_ms)
+    in_bf16 = of_flags(*flags[:4], "--swap-optimizer", "auto").offloaded_state
+    assert in_bf16 is not None
+    assert in_bf16.requantized_gib == 0
 
 
 def with_disk(profile: Profile, disk_gib: float, disk_ms: float) -> Profile:
