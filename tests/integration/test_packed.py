@@ -72,9 +72,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def pair(trainer: Trainer, flags: str, swap: str, ranks: int = 1) -> tuple[Run, Run]:
     plain = trainer.unswapped(flags, ranks=ranks, program=PACKED)
-    run = trainer.run(f"{flags} {SWAP_SMALL} {swap} {recorded('torch')}", ranks=ranks, program=PACKED)
-    assert_same_training(plain, run)
-    return plain, run
+    return plain, trainer.run(f"{flags} {SWAP_SMALL} {swap} {recorded('torch')}", ranks=ranks, program=PACKED)
 
 
 @pytest.mark.supports(f"{FLAG} {KINDS}")
@@ -91,7 +89,8 @@ def pair(trainer: Trainer, flags: str, swap: str, ranks: int = 1) -> tuple[Run, 
     ],
 )  # fmt: skip
 def test_equal_to_the_bit(trainer: Trainer, documents: str, flags: str, swap: str, ranks: int) -> None:
-    _, run = pair(trainer, f"{documents} {FLAG} {flags}", swap, ranks)
+    plain, run = pair(trainer, f"{documents} {FLAG} {flags}", swap, ranks)
+    assert_same_training(plain, run)
     assert_swapped(run)
     assert run.summary["recomputed_bytes"] > 0
     assert run.summary["num_late"] == 0
@@ -99,13 +98,15 @@ def test_equal_to_the_bit(trainer: Trainer, documents: str, flags: str, swap: st
 
 
 def test_with_full_recomputation(trainer: Trainer, documents: str) -> None:
-    _, run = pair(trainer, f"{documents} {FLAG} {FULL}", "--swap-layers all")
+    plain, run = pair(trainer, f"{documents} {FLAG} {FULL}", "--swap-layers all")
+    assert_same_training(plain, run)
     assert_swapped(run)
 
 
 def test_rotary_embeddings_are_recomputed(trainer: Trainer, documents: str) -> None:
     """Queries and keys, from linear_qkv's output, the angles and the documents' lengths."""
-    _, run = pair(trainer, f"{documents} {FLAG}", "--swap-layers none --swap-recompute rotary")
+    plain, run = pair(trainer, f"{documents} {FLAG}", "--swap-layers none --swap-recompute rotary")
+    assert_same_training(plain, run)
     assert run.summary["recomputed_bytes"] == 2 * 8 * 2 * HIDDEN_BYTES
     assert run.summary["recompute_refused"] == []
 
@@ -124,9 +125,9 @@ def test_documents_are_what_masks_would_make_them(trainer: Trainer, documents: s
 def test_a_planner_is_not_disturbed_by_their_number(trainer: Trainer, documents: str) -> None:
     """Unfused rotary embeddings save some tensors of each document: more or fewer in each step, as many bytes."""
     flags = f"{documents} {FLAG} {FUSED_LLAMA} --train-iters 14 --lr-decay-iters 14"
-    plain = trainer.unswapped(flags, program=PACKED)
-    budget_gib = 0.6 * plain.summary["saved_peak_bytes"] / GIB
-    _, run = pair(trainer, flags, f"--swap-memory-gib {budget_gib}")
+    budget_gib = 0.6 * trainer.unswapped(flags, program=PACKED).summary["saved_peak_bytes"] / GIB
+    plain, run = pair(trainer, flags, f"--swap-memory-gib {budget_gib}")
+    assert_same_training(plain, run)
     planning = run.summary["planning"]
     assert planning["stages"][-1]["stage"] == "stable", planning
     assert planning["num_replans"] == 0
@@ -136,7 +137,8 @@ def test_a_planner_is_not_disturbed_by_their_number(trainer: Trainer, documents:
 
 
 def test_conversations(trainer: Trainer, conversations: str) -> None:
-    _, run = pair(trainer, f"{conversations} {FUSED_LLAMA}", f"--swap-layers all {KINDS}")
+    plain, run = pair(trainer, f"{conversations} {FUSED_LLAMA}", f"--swap-layers all {KINDS}")
+    assert_same_training(plain, run)
     assert_swapped(run)
 
 

@@ -378,15 +378,6 @@ class TestChange:
         assert run.machine.stage is Stage.PROFILE
         assert "other tensors" in run.said[-1]
 
-    def test_packed_documents_whose_number_follows_chance_are_no_change(self) -> None:
-        """As many bytes in more or fewer tensors, several steps at a time."""
-        run = three()
-        until_stable(run)
-        for num_tensors in (150.0, 200.0, 80.0, 300.0, 120.0, 102.0) * 20:
-            run.num_tensors = num_tensors
-            run.steps(1)
-        assert run.machine.num_replans == 0
-
     def test_five_percent_are_no_change(self) -> None:
         run = three()
         until_stable(run)
