@@ -145,6 +145,11 @@ FEATURES: dict[str, dict[str, Callable[[Run], bool] | None]] = {
         "--multi-latent-attention": None,
         "--mtp-num-layers 1": has("--mtp-num-layers"),
         "--mlp-chunks-for-training 4": has("--mlp-chunks-for-training"),
+        "--use-rope-scaling": None,
+        "--position-embedding-type yarn": has("--position-embedding-type", "yarn"),
+        # Megatron has no other attention that takes packed documents; tests without a GPU have a stand-in.
+        "--dataloader-inter-document-masking --transformer-impl transformer_engine":
+            has("--dataloader-inter-document-masking"),
         "fp32": lacks("--bf16", "--fp16", "--fp8-format"),
         "--bf16": None,
         "--fp16": None,
@@ -267,11 +272,11 @@ Does Megatron Swap work with your flags? A row is a Megatron flag, a column a pa
 | cell | meaning |
 |---|---|
 | GPU | On H200 GPUs, losses were equal to the bit with and without Megatron Swap. |
-| ran | On H200 GPUs, training ran. It was not compared to the bit with a run without. |
-| CPU | A test of a tiny model without a GPU compares the last checkpoint to the bit, most tests also losses. |
+| ran | On H200 GPUs, training ran, not compared to the bit. |
+| CPU | A test of a tiny model without a GPU compares the last checkpoint to the bit, most also losses. |
 | refused | The flag is refused by name before the model is built. |
 | needs TE | A test shows that Megatron fails without TransformerEngine. |
-| sources | The patched functions have the source that the patches were written for. No run was made. |
+| sources | The patches were written for this source. No run was made. |
 | – | Not tested. |
 
 GPU runs are the rows of `docs/results`, each with its commit.

@@ -44,6 +44,7 @@ SHORT = {
         "test_together_with_activations",
     ],
     "test_output.py": ["test_lines_and_tables", "test_none_installs_nothing", "test_quiet"],
+    "test_packed.py": ["test_equal_to_the_bit[all-kinds]"],
     "test_parallel.py": [
         "test_equal_to_the_bit[dp2-distributed-optimizer]",
         "test_equal_to_the_bit[tp2-dropout]",

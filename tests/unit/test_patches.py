@@ -9,6 +9,7 @@ import tomllib
 import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -236,15 +237,18 @@ def test_the_versions_that_fit_are_required_and_tested() -> None:
     assert f"\nmegatron-core=={known[-1]} " in (ROOT / "requirements.txt").read_text()
 
 
+@pytest.mark.parametrize("patch", rope_offsets.PATCHES, ids=["sbhd", "thd"])
 @pytest.mark.parametrize(
     ("stride", "is_copied"), [(8, False), (2**29, False), (2**30, True)]
 )  # of 3 rows: the last offset is 2 strides and 5 values  # fmt: skip
-def test_rotary_embedding_gets_values_that_it_can_count(stride: int, is_copied: bool) -> None:
+def test_rotary_embedding_gets_values_that_it_can_count(patch: Patch, stride: int, is_copied: bool) -> None:
+    is_packed = patch.attribute.endswith("_thd")
+
     class View:
-        """A tensor as far as the patch looks at it."""
+        """A tensor as far as the patch looks at it: [sequence, batch, 6], or packed documents of [tokens, 6]."""
 
         def __init__(self, stride: int) -> None:
-            self.shape, self.strides = (3, 1, 6), (stride, 6, 1)
+            self.shape, self.strides = ((3, 6), (stride, 1)) if is_packed else ((3, 1, 6), (stride, 6, 1))
 
         def stride(self) -> tuple[int, ...]:
             return self.strides
@@ -253,17 +257,41 @@ def test_rotary_embedding_gets_values_that_it_can_count(stride: int, is_copied: 
             return View(6)
 
     given = View(stride)
-    used = rope_offsets.PATCH.build(lambda t, freqs, interleaved: t)(given, None, interleaved=False)
+    if is_packed:
+        used = patch.build(lambda t, cu_seqlens, freqs, cp_size: t)(given, None, None, cp_size=1)
+    else:
+        used = patch.build(lambda t, freqs, interleaved: t)(given, None, interleaved=False)
     assert (used is not given) is is_copied
     assert rope_offsets.last_offset(used) <= rope_offsets.MOST_OFFSET
     used = torch.empty(3, 1, 8)[..., :6]
     assert rope_offsets.last_offset(used) == 21
 
 
-def test_rotary_embedding_of_too_many_values_is_refused() -> None:
+@pytest.mark.parametrize("patch", rope_offsets.PATCHES, ids=["sbhd", "thd"])
+def test_rotary_embedding_of_too_many_values_is_refused(patch: Patch) -> None:
     too_long = torch.empty(2**31 + 1, dtype=torch.int8, device="meta").unsqueeze(1)
     with pytest.raises(ValueError, match="Add --no-rope-fusion"):
-        rope_offsets.PATCH.build(lambda t: t)(too_long)
+        patch.build(lambda t: t)(too_long)
+
+
+def test_both_rotary_embeddings_are_reached_where_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's own function, with a stand-in for TransformerEngine's kernels: unpacked, and packed documents."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    seen: list[tuple[str, Any]] = []
+    for patch in rope_offsets.PATCHES:
+        stand_in = partial(lambda name, t, *rest, **more: seen.append((name, t)), patch.attribute)
+        monkeypatch.setattr(rope_utils, patch.attribute, stand_in)
+        monkeypatch.setenv(UNCHECKED_VARIABLE, ",".join(one.symbol for one in rope_offsets.PATCHES))
+    monkeypatch.setattr(rope_offsets, "MOST_OFFSET", 200)
+    config = types.SimpleNamespace(apply_rope_fusion=True, rotary_interleaved=False, mrope_section=None)
+    group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    keys = torch.empty(8, 1, 3, 16)[:, :, 1]
+    with apply(rope_offsets.PATCHES):
+        for given, documents in ((keys.unsqueeze(2), None), (keys, torch.tensor([0, 3, 8]))):
+            rope_utils.apply_rotary_pos_emb(given, torch.empty(8, 1, 1, 16), config, documents, cp_group=group)
+    assert [name for name, _ in seen] == [patch.attribute for patch in rope_offsets.PATCHES]
+    assert all(tensor.is_contiguous() for _, tensor in seen), "copied, since 7 strides of 48 are more than 200"
 
 
 def test_sources_are_of_known_versions() -> None:

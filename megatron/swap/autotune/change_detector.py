@@ -12,6 +12,9 @@ in every step. Rarer large steps get no plan of their own: the current plan runs
 PATIENCE_SMALLER = 3
 """Steps in a row that save less before the plan is changed: the plan for more still fits, and lengths may alternate.
 Doubled each time that a change measures a new workload, or that larger steps come back soon."""
+OTHER_TENSORS = 4
+"""Multiple of that patience for steps that save as much in other tensors: the plan fits them too, if only the number of
+packed documents has changed, which chance decides in each step."""
 SOON = 4
 """Larger steps count as back soon within this multiple of the patience, in steps."""
 PATIENCE_RARE = 1
@@ -37,7 +40,7 @@ class ChangeDetector:
         self._num_smaller = self._num_slower = 0
 
     def has_changed(self, step: Step, planned: Workload, is_known: Callable[[Step], bool]) -> bool:
-        """Whether the plan should change: at once if more is saved, with patience if less is.
+        """Whether the plan should change: at once if more is saved, with patience if less is, or as much otherwise.
 
         Args:
             planned: workload of the running plan.
@@ -49,7 +52,7 @@ class ChangeDetector:
         if not planned.covers(step):
             return not self._is_rare(step, planned, is_known)
         self._num_smaller += 1
-        return self._num_smaller >= self._patience_smaller
+        return self._num_smaller >= self._patience_smaller * (1 if planned.has_sites_of(step) else OTHER_TENSORS)
 
     def _is_rare(self, step: Step, planned: Workload, is_known: Callable[[Step], bool]) -> bool:
         """Whether recording once saw no step as large as this one, and such steps are still not frequent."""

@@ -283,7 +283,7 @@ class StateMachine:
 
     def _time(self, state: _Timing, step: Step) -> Transition:
         # A step of another size says nothing about the duration of the recorded ones.
-        state.num_timed += state.num_steps > SETTLING_STEPS and state.workload.is_like(step)
+        state.num_timed += state.num_steps > SETTLING_STEPS and state.workload.saves_as_much_as(step)
         if state.num_timed >= TIMED_STEPS or state.num_steps >= SETTLING_STEPS + MAX_RECORDED_STEPS:
             plans, lines = self._first_plans(state.workload)
             return self._begin_search(step, state.workload, plans, lines)
@@ -329,7 +329,7 @@ class StateMachine:
     def _search(self, state: _Searching, step: Step) -> Transition:
         if self._changes.has_changed(step, state.workload, self._is_known):
             return self._change_plan(state, step)
-        is_judged = state.workload.is_like(step) and state.num_steps > self._limits.settling_steps
+        is_judged = state.workload.saves_as_much_as(step) and state.num_steps > self._limits.settling_steps
         if not is_judged or step.ms is None:
             return self._stay()
         search = state.search
@@ -418,7 +418,7 @@ class StateMachine:
         workload = state.workload
         if self._changes.has_changed(step, workload, self._is_known):
             return self._change_plan(state, step)
-        if not workload.is_like(step) or state.num_steps <= SETTLING_STEPS:
+        if not workload.saves_as_much_as(step) or state.num_steps <= SETTLING_STEPS:
             return self._stay()
         over_gib = step.over_gib(self._limits.budget_gib)
         if over_gib > 0 and workload.num_tightened <= MAX_TIGHTENINGS:

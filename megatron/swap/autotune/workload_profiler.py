@@ -134,7 +134,7 @@ class WorkloadProfiler:
             timed = [
                 recording for step, recording in timed_steps
                 if step.num_micro_batches == measured.profile.num_micro_batches
-                and workload.is_like(replace(step, num_micro_batches=workload.num_micro_batches))
+                and workload.saves_as_much_as(replace(step, num_micro_batches=workload.num_micro_batches))
             ]  # fmt: skip
             self._measured[workload] = replace(measured, profile=with_recorded_times(measured.profile, timed))
         return self._measured[workload]

@@ -20,7 +20,10 @@ LONG = 32768
 """Tokens of a sequence from which on context parallelism is advised."""
 SLOW = 1.2
 """Step time, relative to the unswapped step, from which on shared optimizer state is advised."""
+PACKS = ("--dataloader-inter-document-masking", "--sft")
+"""Flags that pack documents: their lengths, which set the time of attention, are not among the flags."""
 POSITIONS_NOTE = "Megatron also needs --max-position-embeddings (at least the sequence length)."
+
 
 def floor(gib: float) -> str:
     """Format GiB for a flag: rounded down to two decimals, or as it is if it is small."""
@@ -131,6 +134,11 @@ def notes(
         yield "Host memory is taken for unlimited: --host-gib says how much of it a host can pin."
     if uncounted := not_counted(options.flags):
         yield f"Not counted, though they change memory: {', '.join(uncounted)}."
+    if packs := [flag for flag in PACKS if flag in options.flags]:
+        yield (
+            f"{packs[0]}: attention is predicted over whole sequences. Over packed documents it takes less time, so it "
+            "hides fewer copies. With --swap-memory-gib training measures and plans by itself."
+        )
 
 
 def relative_time(option: Option, unswapped: Option) -> float:

@@ -60,14 +60,71 @@ def build_tokenizer(build: Callable[..., Any], args: Namespace, **options: Any) 
         ) from error
 
 
+def masks_documents(args: Namespace) -> bool:
+    """Return whether attention shall not cross the documents of a sample. Megatron has the flag since 0.19."""
+    return bool(vars(args).get("dataloader_inter_document_masking"))
+
+
+def packs_documents(args: Namespace) -> bool:
+    """Return whether the samples are packed documents, whose lengths attention and the rotary embedding get."""
+    return bool(args.sft) or masks_documents(args)
+
+
+def check_packing(args: Namespace) -> None:
+    """Refuse what Megatron cannot do with packed documents and does not refuse, or not in words.
+
+    Raises:
+        UsageError: names the flags.
+    """
+    if not packs_documents(args):
+        return
+    ours = "--sft" if args.sft else "--dataloader-inter-document-masking"
+    pipeline, size = args.pipeline_model_parallel_size, args.micro_batch_size
+    context = args.context_parallel_size
+    refused = {
+        "this Megatron does not pack documents so. Install megatron-core 0.19": (
+            "dataloader_inter_document_masking" not in vars(args)
+        ),
+        "the local spec's attention takes no packed documents. Use --transformer-impl transformer_engine, or "
+        "--reset-attention-mask, whose masks take sequence² bytes": args.transformer_impl == "local",
+        f"cannot be combined with --context-parallel-size {context}: Megatron does not pad documents to multiples of "
+        "twice that size, and attention over other lengths is wrong. Drop one of the two": context > 1 and not args.sft,
+        "cannot be combined with --hybrid-context-parallel: this script does not distribute its samples. Drop it": (
+            vars(args).get("hybrid_context_parallel")
+        ),
+        f"cannot be combined with --pipeline-model-parallel-size {pipeline} and --micro-batch-size {size}: a stage "
+        "receives several samples, not one pack. Give --micro-batch-size 1": pipeline > 1 and size > 1,
+        "trains on conversations. Drop --mock-data, and give --data-path FILE.jsonl": args.sft and args.mock_data,
+        "needs --tokenizer-type SFTTokenizer, and --tokenizer-model with a Hugging Face tokenizer": (
+            args.sft and args.tokenizer_type != "SFTTokenizer"
+        ),
+        "resets positions and attention by itself. Drop --reset-position-ids and --reset-attention-mask": (
+            args.sft and (args.reset_position_ids or args.reset_attention_mask)
+        ),
+        "needs the Python package datasets, which is not installed. Install it (pip install datasets)": (
+            args.sft and importlib.util.find_spec("datasets") is None
+        ),
+    }
+    for why, is_refused in refused.items():
+        if is_refused:
+            raise UsageError(f"{ours}: {why}.")
+
+
 def check_data(args: Namespace) -> None:
-    """Refuse datasets that do not exist: each is a prefix of an ``.idx`` and a ``.bin`` file.
+    """Refuse datasets that do not exist: each is a prefix of an ``.idx`` and a ``.bin`` file, with ``--sft`` a file.
 
     Raises:
         UsageError: names the flag, the missing files, and datasets that are there.
     """
     for flag, words in _blends(args):
         for prefix in _prefixes(words):
+            if args.sft:
+                if not Path(prefix).is_file():
+                    raise UsageError(
+                        f"{flag} {prefix}: there is no such file. --sft trains on JSON lines: each has messages, a "
+                        "list of objects with role and content."
+                    )
+                continue
             missing = [ending for ending in ENDINGS if not Path(prefix + ending).is_file()]
             if missing and "://" not in prefix:
                 raise UsageError(

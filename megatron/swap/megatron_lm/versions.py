@@ -84,6 +84,23 @@ def model_config_of(args: Namespace, layer_spec: Any = None) -> Any:
     return model_config
 
 
+def ignored_scaling(args: Namespace, model_config: Any) -> str | None:
+    """Return a line if Megatron ignores ``--rope-scaling-factor``, as ``gpt_config_from_args`` does; else ``None``.
+
+    It is not set here: weights that were trained by Megatron alone have positions that are scaled by the default.
+
+    Args:
+        model_config: Megatron's model config; ``None``: the model is a user's.
+    """
+    given = vars(args).get("rope_scaling_factor")
+    if not is_gpt_config(model_config) or not args.use_rope_scaling or given == model_config.rope_scaling_factor:
+        return None
+    return (
+        f"--rope-scaling-factor {given:g} has no effect: Megatron's trainer scales by "
+        f"{model_config.rope_scaling_factor:g}. Give swap.pretrain a model_provider to scale by another factor"
+    )
+
+
 def gpt_provider(args: Namespace, layer_spec: Any = None) -> Callable[..., Any]:
     """Return a model provider, as Megatron's ``pretrain`` takes it, of the GPT that ``args`` describe.
 

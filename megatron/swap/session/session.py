@@ -19,6 +19,7 @@ from megatron.swap.megatron_lm.compatibility import check_model_config
 from megatron.swap.megatron_lm.fp8_weights import choose_fp8_weights
 from megatron.swap.megatron_lm.layer import num_micro_batches
 from megatron.swap.megatron_lm.memory_needs import check_memory
+from megatron.swap.megatron_lm.versions import ignored_scaling
 from megatron.swap.native.guarding import build_guard
 from megatron.swap.patches import registry
 from megatron.swap.reporting.summary import memory_lines
@@ -63,7 +64,8 @@ class SwapSession(ModelSwap):
         if config.oom_guard:
             build_guard(on_gpu=torch.cuda.is_available())
         session = cls(args, config)
-        for line in (*([chosen] if chosen else []), *registry.lost_features(supply_fusion_kernel(args))):
+        said = filter(None, (chosen, ignored_scaling(args, model_config)))
+        for line in (*said, *registry.lost_features(supply_fusion_kernel(args))):
             session._console.say(line)
         if not config.does_anything:
             return session

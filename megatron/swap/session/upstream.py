@@ -145,7 +145,7 @@ def patches_of_model(
         needs.append(checkpointed_forward.checkpointed_forward_patch(events.around_checkpointed_forward))
     with_te = args.transformer_impl == "transformer_engine"
     if config.attaches and with_te and args.apply_rope_fusion and torch.cuda.is_available():
-        optional.append(rope_offsets.PATCH)
+        optional += rope_offsets.PATCHES
     for kind in kinds:
         is_asked_for = kind in config.recompute  # otherwise the planner or a plan may use it
         (needs if is_asked_for else optional).extend(_producer_patches(kind, events, with_te=with_te))

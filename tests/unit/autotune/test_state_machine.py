@@ -6,7 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.swap.autotune.change_detector import MAX_RECORDED_STEPS, PATIENCE_SLOWER, PATIENCE_SMALLER
+from megatron.swap.autotune.change_detector import (
+    MAX_RECORDED_STEPS,
+    OTHER_TENSORS,
+    PATIENCE_SLOWER,
+    PATIENCE_SMALLER,
+)
 from megatron.swap.autotune.state_machine import MAX_WIDENINGS, SETTLING_STEPS, TIMED_STEPS, Stage
 from megatron.swap.autotune.workload import Step, Workload
 from megatron.swap.common.plan import Infeasible, Plan
@@ -361,10 +366,14 @@ class TestChange:
             assert run.machine.planned.saved_mib == run.saved_mib
         assert run.machine.num_replans == 11
 
-    def test_other_sites_are_another_workload(self) -> None:
+    @pytest.mark.parametrize(("saved_mib", "patience"), [(1000.0, OTHER_TENSORS * PATIENCE_SMALLER), (900.0, 1)])
+    def test_other_sites_are_another_workload(self, saved_mib: float, patience: int) -> None:
+        """At once if they have other bytes; as many bytes stay within the budget for some steps."""
         run = three()
         until_stable(run)
-        run.num_tensors = 90.0
+        run.num_tensors, run.saved_mib = 90.0, saved_mib
+        run.steps(patience - 1)
+        assert run.machine.stage is Stage.STABLE
         run.steps(1)
         assert run.machine.stage is Stage.PROFILE
         assert "other tensors" in run.said[-1]

@@ -1,4 +1,4 @@
-"""The decision after a step is one value."""
+"""The decision after a step is one value; what follows from a run of them."""
 
 from __future__ import annotations
 
@@ -49,3 +49,13 @@ def test_a_known_plan_is_applied_without_being_saved_again() -> None:
     run.steps(PATIENCE_SMALLER)
     last = run.transitions[-1]
     assert (last.stage, last.is_new_plan, last.is_settled) == (Stage.STABLE, False, False), "the same object here"
+
+
+def test_packed_documents_whose_number_follows_chance_are_no_change() -> None:
+    """As many bytes in more or fewer tensors, several steps at a time."""
+    run = three()
+    until_stable(run)
+    for num_tensors in (150.0, 200.0, 80.0, 300.0, 120.0, 102.0) * 20:
+        run.num_tensors = num_tensors
+        run.steps(1)
+    assert run.machine.num_replans == 0

@@ -63,11 +63,11 @@ def test_what_was_chosen_stays_chosen_while_further_plans_are_tried() -> None:
     assert (run.machine.plan, run.machine.stage) == (wide, Stage.SEARCH)
     assert run.machine.best_plan is run.plans[1]
     assert run.machine.history[-1].predicted_peak_gib == 10.1  # of all plans of the search
-    run.num_tensors = 150.0  # another workload
+    run.num_tensors, run.saved_mib = 150.0, 3000.0  # another workload
     run.steps(1)
     assert run.machine.stage is Stage.PROFILE
     until_stable(run)
-    run.num_tensors = 100.0  # the first again: its plan is known
+    run.num_tensors, run.saved_mib = 100.0, 1000.0  # the first again: its plan is known
     run.steps(1)
     assert (run.machine.plan, run.machine.stage) == (run.plans[1], Stage.STABLE)
     assert sum(entry.stage is Stage.PROFILE for entry in run.machine.history) == 2

@@ -254,6 +254,25 @@ def test_flags_that_change_memory_uncounted_are_told_once() -> None:
     assert not_counted(["--num-layers", "1"]) == ["--hidden-dropout 0.1"]  # Megatron's default
 
 
+@pytest.mark.parametrize(
+    ("flag", "is_told"),
+    [("--sft", True), ("--dataloader-inter-document-masking", True), ("--use-rope-scaling --rotary-base 9", False)],
+)
+def test_packed_documents_are_not_known_to_a_plan(
+    capsys: pytest.CaptureFixture[str], flag: str, is_told: bool
+) -> None:
+    """Their lengths set the time of attention, but not what is saved: the figures are those of whole sequences."""
+    assert program.main(f"--gpu h200 -- {FLAGS}".split()) == 0
+    without = capsys.readouterr().out
+    assert program.main(f"--gpu h200 -- {FLAGS} {flag}".split()) == 0
+    said = capsys.readouterr().out
+    told = f"{flag}: attention is predicted over whole sequences."
+    assert [told in " ".join(text.split()) for text in (without, said)] == [False, is_told]
+    tables = [re.findall(r"^(?:nothing|full|planned).*", text, re.MULTILINE) for text in (without, said)]
+    assert len(tables[0]) >= 4
+    assert tables[0] == tables[1]
+
+
 def test_a_wrong_number_among_the_training_flags_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main(f"--gpu h200 -- {FLAGS} --seq-length many".split()) == 1
     said = capsys.readouterr().err

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.megatron_lm.inputs import TOKENIZER_LIBRARIES, check_data, check_tokenizer
+from megatron.swap.megatron_lm.inputs import TOKENIZER_LIBRARIES, check_data, check_packing, check_tokenizer
 
 
 def data(**given: object) -> Namespace:
     names = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "data_args_path",
              "per_split_data_args_path")  # fmt: skip
-    return Namespace(**{**dict.fromkeys(names), **given})
+    return Namespace(**{**dict.fromkeys(names), "sft": False, **given})
 
 
 @pytest.fixture
@@ -72,6 +72,69 @@ def test_files_that_name_datasets(tmp_path: Path, flag: str, text: str | None, w
         (tmp_path / "file").write_text(text)
     with pytest.raises(UsageError, match=words):
         check_data(data(**{flag: str(tmp_path / "file")}))
+
+
+def test_conversations_are_a_file(tmp_path: Path):
+    (tmp_path / "mine.jsonl").touch()
+    check_data(data(sft=True, data_path=[str(tmp_path / "mine.jsonl")]))
+    with pytest.raises(UsageError, match=r"--data-path /nowhere/x: there is no such file. --sft trains on JSON lines"):
+        check_data(data(sft=True, data_path=["/nowhere/x"]))
+
+
+def packing(**given: object) -> Namespace:
+    """Flags with which TransformerEngine trains on packed documents."""
+    flags = {
+        "sft": False, "dataloader_inter_document_masking": True, "transformer_impl": "transformer_engine",
+        "context_parallel_size": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": 2, "mock_data": False,
+        "tokenizer_type": "NullTokenizer", "reset_position_ids": False, "reset_attention_mask": False,
+        "hybrid_context_parallel": False,
+    }  # fmt: skip
+    return Namespace(**flags | given)
+
+
+SFT = {"sft": True, "dataloader_inter_document_masking": False, "tokenizer_type": "SFTTokenizer"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"transformer_impl": "local"}, "--dataloader-inter-document-masking: the local spec's attention takes no"),
+        ({"context_parallel_size": 2}, "with --context-parallel-size 2: Megatron does not pad documents"),
+        ({"hybrid_context_parallel": True}, "with --hybrid-context-parallel"),
+        ({"pipeline_model_parallel_size": 4}, "--pipeline-model-parallel-size 4 and --micro-batch-size 2: a stage"),
+        (SFT | {"transformer_impl": "local"}, "--sft: the local spec's attention"),
+        (SFT | {"mock_data": True}, "--sft: trains on conversations. Drop --mock-data"),
+        (SFT | {"tokenizer_type": "NullTokenizer"}, "--sft: needs --tokenizer-type SFTTokenizer"),
+        (SFT | {"reset_position_ids": True}, "Drop --reset-position-ids"),
+        (SFT | {"datasets": None}, r"--sft: needs the Python package datasets.*pip install datasets"),
+    ],
+)
+def test_what_packed_documents_do_not_go_with(monkeypatch: pytest.MonkeyPatch, given: dict[str, object], words: str):
+    found = {**given}.pop("datasets", object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    with pytest.raises(UsageError, match=words) as caught:
+        check_packing(packing(**given))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"reset_attention_mask": True, "reset_position_ids": True, "mock_data": True}, SFT,
+        SFT | {"context_parallel_size": 2}, {"pipeline_model_parallel_size": 4, "micro_batch_size": 1},
+        {"dataloader_inter_document_masking": False, "transformer_impl": "local", "context_parallel_size": 2},
+    ],
+)  # fmt: skip
+def test_what_packed_documents_go_with(monkeypatch: pytest.MonkeyPatch, given: dict[str, object]):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check_packing(packing(**given))
+
+
+def test_an_older_megatron_packs_no_documents():
+    args = packing(**SFT)
+    del args.dataloader_inter_document_masking, args.hybrid_context_parallel
+    with pytest.raises(UsageError, match=r"--sft: this Megatron does not pack documents so. Install megatron-core"):
+        check_packing(args)
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZER_LIBRARIES)

@@ -1,0 +1,56 @@
+"""The trainer with packed documents on a machine that lacks what Megatron needs for them: stand-ins, nothing else.
+
+TransformerEngine's attention takes the documents' lengths; here the local spec's attention turns them into a mask. The
+package ``datasets`` reads the conversations of ``--sft``; here a function does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import pretrain_gpt_swap as program
+
+
+def load_dataset(kind: str, *, data_files: str, split: str) -> list[Any]:
+    assert (kind, split) == ("json", "all")
+    return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    program.prepare(sys.argv)
+    from megatron.swap.megatron_lm import attention, inputs
+
+    class PackedAttention(attention.SdpaCoreAttention):
+        """Causal attention within each document: [tokens, heads, channels]."""
+
+        def forward(  # type: ignore[override]
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            *_: Any,
+            packed_seq_params: Any,
+            **__: Any,
+        ) -> torch.Tensor:
+            ends = packed_seq_params.cu_seqlens_q[1:]
+            assert int(ends[-1]) == len(query)
+            documents = torch.bucketize(torch.arange(len(query), dtype=ends.dtype), ends, right=True)
+            self.use_given_mask = True
+            crosses = (documents[:, None] != documents)[None, None]
+            return super().forward(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), crosses)
+
+    datasets: Any = ModuleType("datasets")
+    datasets.__spec__, datasets.load_dataset = ModuleSpec("datasets", None), load_dataset
+    sys.modules["datasets"] = datasets
+    attention.SdpaCoreAttention = PackedAttention  # type: ignore[misc]
+    check = inputs.check_packing
+    inputs.check_packing = lambda args: check(Namespace(**{**vars(args), "transformer_impl": "with such attention"}))
+    program.main()
