@@ -8,17 +8,15 @@ import torch
 from torch import nn
 
 from megatron.swap.common.types import UsageError
-from megatron.swap.nn.module_weights import weight_swaps_of
+from megatron.swap.nn.module_weights import computing_devices
 
 
 def devices_of(modules: Iterable[nn.Module]) -> set[torch.device]:
     """Return the devices that ``modules`` are on. Offloaded weights count as on the device that computes with them."""
     found: set[torch.device] = set()
     for module in modules:
-        swaps = weight_swaps_of(module)
-        offloaded = {id(tensor) for swap in swaps for tensor in swap.offloaded}
-        found |= {swap.device for swap in swaps}
-        found |= {t.device for t in (*module.parameters(), *module.buffers()) if id(t) not in offloaded}
+        offloaded = computing_devices(module)
+        found |= {offloaded.get(id(tensor), tensor.device) for tensor in (*module.parameters(), *module.buffers())}
     return found
 
 

@@ -251,16 +251,6 @@ class WeightSwap:
         self.close()
 
     @property
-    def device(self) -> torch.device:
-        """The device that the layers compute on."""
-        return self._device.torch_device
-
-    @property
-    def offloaded(self) -> list[torch.Tensor]:
-        """All parameters and buffers that are offloaded; none after ``close``."""
-        return [weight.tensor for layer in self._layers if layer.region is not None for weight in layer.weights]
-
-    @property
     def stats(self) -> WeightStats:
         """Return the figures now, in bytes, calls and ms. Those of memory now are 0 after ``close``."""
         buffers, totals = self._buffers, self._buffers.counters.totals()
@@ -332,10 +322,14 @@ class WeightSwap:
             self._buffers.begin_backward(layer)
 
 
-def weight_swaps_of(module: nn.Module) -> set[WeightSwap]:
-    """Return the weight swaps of ``module`` and of modules inside it."""
+def computing_devices(module: nn.Module) -> dict[int, torch.device]:
+    """Return the device that computes with each offloaded weight of ``module``, by the ``id`` of the tensor."""
     hooks = [hook for owner in module.modules() for hook in owner._forward_pre_hooks.values()]
-    return {swap for hook in hooks if isinstance(swap := getattr(hook, "__self__", None), WeightSwap)}
+    swaps = {swap for hook in hooks if isinstance(swap := getattr(hook, "__self__", None), WeightSwap)}
+    return {
+        id(weight.tensor): swap._device.torch_device
+        for swap in swaps for layer in swap._layers for weight in layer.weights
+    }  # fmt: skip
 
 
 def _check_unswapped(module: nn.Module) -> None:

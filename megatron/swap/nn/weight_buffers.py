@@ -177,7 +177,7 @@ class WeightBuffers:
             self._after[self._before, self._now] = layer
             self._before, self._now = self._now, (layer, use)
         compute = self._device.current_stream()
-        if buffer.waited != compute:
+        if buffer.waited is not compute:  # for CUDA streams `None != compute` is False
             self.counters.add_stall(self._device.timed_wait(compute, buffer.filled))
             self.counters.wait_ms()  # drops the stalls that are over
             buffer.waited = compute

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.types import GIB
 from megatron.swap.devices.base import Device
+from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.nn import weight_buffers
+from megatron.swap.nn.layer_devices import devices_of
 from megatron.swap.nn.weight_buffers import Buffer
 from megatron.swap.profiling.observer import Observer
 from tests.frozen_models import MODELS, Adapted, Model, SelfCheckpointing, check_equal, data, make, one_batch, train
@@ -190,6 +192,19 @@ def test_bytes_of_a_step() -> None:
         assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
 
 
+def test_offloaded_weights_count_as_on_the_device_that_computes() -> None:
+    device = EmulatedDevice()
+    model = nn.Sequential(*(nn.Linear(4, 4).requires_grad_(False) for _ in range(3)))
+    swapped = swap.weights(model, training=True, device=device)
+    device.torch_device = torch.device("cuda", 1)
+    assert devices_of(model) == {torch.device("cuda", 1)}
+    assert devices_of([model, nn.Linear(2, 2)]) == {torch.device("cuda", 1), torch.device("cpu")}
+    device.torch_device = torch.device("cpu")
+    swapped.close()
+    assert devices_of(model) == {torch.device("cpu")}
+    device.close()
+
+
 def test_a_layer_that_is_left_out_does_not_move() -> None:
     model = make()
     before = [parameter.data_ptr() for parameter in model.layers[1].parameters()]
@@ -279,6 +294,25 @@ def test_compute_waits_for_copies(name: str, is_missing: bool, monkeypatch: pyte
         monkeypatch.setattr(device, "timed_wait", lambda *args: stall if in_backward() else wait(*args))
     in_backward = weight_buffers.in_backward
     check_equal(MODELS[name](), device, is_equal=not is_missing)
+
+
+class CudaLike(LazyStream):
+    """A stream that compares as torch.cuda's: ``stream != None`` is False."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return other is not None and self is not other
+
+    __hash__ = LazyStream.__hash__
+
+
+def test_a_stream_that_is_not_unequal_to_none() -> None:
+    device = LazyDevice()
+    device.compute = CudaLike("compute", eager=True)
+    check_equal(make(), device)
+    assert device.violations == []
 
 
 class Product(torch.autograd.Function):
