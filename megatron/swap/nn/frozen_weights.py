@@ -57,13 +57,11 @@ class FrozenForward:
     """Replaces the ``forward`` of a layer, so that autograd saves its frozen weights as ``SavedWeight``.
 
     Args:
-        layer: its weights are on a buffer of ``buffers`` while it runs.
+        module: the layer, whose weights are on a buffer of ``buffers`` while it runs.
     """
 
-    def __init__(self, layer: Layer, buffers: WeightBuffers) -> None:
-        self._layer = layer
+    def __init__(self, module: nn.Module, buffers: WeightBuffers) -> None:
         self._buffers = buffers
-        module: nn.Module = layer.module
         self._inner = module.forward
         self.remove = override_forward(module, self._forward)
 

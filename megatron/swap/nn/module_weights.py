@@ -274,7 +274,7 @@ class WeightSwap:
             self._hooks.append(layer.module.register_forward_pre_hook(self._enter, prepend=True))
             self._hooks.append(layer.module.register_forward_hook(self._leave, always_call=True))
             if self._training:
-                self._hooks.append(FrozenForward(layer, self._buffers))
+                self._hooks.append(FrozenForward(layer.module, self._buffers))
         self._hooks.append(module.register_forward_pre_hook(self._begin, prepend=True))
 
     def _begin(self, module: nn.Module, args: object) -> None:
@@ -289,12 +289,6 @@ class WeightSwap:
         buffer = self._buffers.holding(layer)
         if buffer is not None and buffer.is_running:
             self._buffers.end_use(buffer)  # the layer was interrupted
-        moved = [weight.name for weight in layer.weights if not weight.is_in_place()]
-        if moved:
-            raise SwapError(
-                f"{', '.join(moved)}: replaced or moved while swapped (module.to, load_state_dict(assign=True), merged "
-                "adapters). Do that before swap.weights, or after its end."
-            )
         use = Use.FORWARD if torch.is_grad_enabled() else Use.INFERENCE
         self._buffers.begin_forward(layer, Use.RECOMPUTATION if in_backward() else use)
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megatron.swap.common.rounding import round_up
-from megatron.swap.common.types import UsageError
+from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.devices.base import ALIGNMENT_BYTES
 from megatron.swap.memory.host_memory import PAGE_BYTES, HostRegion
 
@@ -150,9 +150,23 @@ class Layer:
         return [weight.on(chunk) for block, chunk in self.chunks(memory) for weight in block.weights.values()]
 
     def put(self, data: Iterable[torch.Tensor]) -> None:
-        """Point each weight to its ``data``."""
+        """Point each weight to its ``data``, except those that others have moved elsewhere."""
         for weight, tensor in zip(self.weights, data, strict=True):
-            weight.put(tensor)
+            if weight.is_in_place():
+                weight.put(tensor)
+
+    def check_in_place(self) -> None:
+        """Check that nobody has moved the weights elsewhere.
+
+        Raises:
+            SwapError: somebody has.
+        """
+        moved = [weight.name for weight in self.weights if not weight.is_in_place()]
+        if moved:
+            raise SwapError(
+                f"{', '.join(moved)}: replaced or moved while swapped (module.to, load_state_dict(assign=True), merged "
+                "adapters). Do that before swap.weights, or after its end."
+            )
 
     def versions(self) -> list[int]:
         """Version counters of all weights."""

@@ -185,8 +185,12 @@ class WeightBuffers:
         return buffer
 
     def begin_forward(self, layer: Layer, use: Use) -> None:
-        """Point the weights of ``layer`` to a buffer, for which compute waits, until ``end_forward``."""
-        self._put(self._need(layer, use)).is_running = True
+        """Point the weights of ``layer`` to a buffer, for which compute waits, until ``end_forward``.
+
+        Raises:
+            SwapError: all buffers hold layers that run, or others have moved the weights.
+        """
+        self._put(layer, use).is_running = True
 
     def end_forward(self, buffer: Buffer) -> None:
         """Note that the layer on ``buffer`` has run. If it was run again by a backward, its weights stay there."""
@@ -195,12 +199,16 @@ class WeightBuffers:
             self.end_use(buffer)
 
     def begin_backward(self, layer: Layer) -> Buffer:
-        """Point the weights of ``layer``, which a backward enters, to a buffer, for which compute waits. Return it."""
-        return self._put(self._need(layer, Use.BACKWARD))
+        """Point the weights of ``layer``, which a backward enters, to a buffer, for which compute waits. Return it.
 
-    def _put(self, buffer: Buffer) -> Buffer:
-        layer = buffer.layer
-        assert layer is not None
+        Raises:
+            SwapError: as ``begin_forward``.
+        """
+        return self._put(layer, Use.BACKWARD)
+
+    def _put(self, layer: Layer, use: Use) -> Buffer:
+        layer.check_in_place()
+        buffer = self._need(layer, use)
         if not buffer.in_use:
             layer.put(layer.on_buffers[buffer.number])
             buffer.in_use = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,6 +114,38 @@ def test_replaced_weights_are_told() -> None:
         model.layers[1].up.weight.data = model.layers[1].up.weight.data * 2  # as peft's merge with safe_merge does
         with pytest.raises(SwapError, match=r"layers.1.up.weight: replaced or moved.*merged adapters"):
             model(data(model, 0))
+
+
+@pytest.mark.parametrize("layer", [Adapted, SelfCheckpointing])
+def test_weights_replaced_before_a_backward_are_told_and_kept(layer: Callable[[int], nn.Module]) -> None:
+    model = make(layer)
+    with swap.weights(model, training=True):
+        loss = loss_of(model)
+        replaced = model.layers[1].up.weight.data * 2
+        model.layers[1].up.weight.data = replaced
+        with pytest.raises(SwapError, match=r"layers.1.up.weight: replaced or moved"):
+            loss.backward()
+        with pytest.raises(SwapError, match=r"layers.1.up.weight: replaced or moved"):
+            loss_of(model)
+    assert model.layers[1].up.weight.data_ptr() == replaced.data_ptr()
+
+
+def test_weights_moved_after_a_failed_backward_are_kept() -> None:
+    model = make(SelfCheckpointing)
+
+    def fail(_: object) -> None:
+        raise ArithmeticError
+
+    with swap.weights(model, training=True):
+        loss = loss_of(model)
+        model.layers[2].what = partial(fail, None)  # when it runs again
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        model.double()  # the weights of layers.2 still point to the device
+        with pytest.raises(SwapError, match="replaced or moved"):
+            loss_of(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    train(model)
 
 
 # ---------------------------------------------------------------------------------------------- order of calls
