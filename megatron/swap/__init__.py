@@ -10,7 +10,7 @@ The public names are loaded when they are first asked for: the planner runs on m
 ``SwapSession``         one training run of Megatron's trainer: ``SwapSession.install(args, model_config)``
 ``activations``         any PyTorch model while it trains: ``SwappedActivations``, or within a budget
                         ``PlannedActivations``, whose ``stats()`` are ``SwapStats``
-``weights``             any PyTorch model while it infers: a ``WeightSwap``
+``weights``             any PyTorch model while it infers, or trains adapters: a ``WeightSwap``
 ``TensorSwap``          tensor by tensor
 ``stash``               what an autograd function keeps on its context, as saved tensors
 ``Policy``              base of policies, which ``activations`` takes in place of layer numbers

@@ -76,6 +76,16 @@ def override_method(module: nn.Module, name: str, function: Callable[..., Any]) 
     return restore
 
 
+def has_boundary(module: nn.Module) -> bool:
+    """Whether a layer's boundary replaces the forward of ``module``, under whatever replaces it since."""
+    override = vars(module).get("forward")
+    while isinstance(override, _Override):
+        if override.is_on and isinstance(getattr(override.function, "__self__", None), LayerBoundary):
+            return True
+        override = override.inner
+    return False
+
+
 class _Override:
     """Calls ``function``, or ``inner`` once it is off. It is no function: a copy would swap with the original."""
 

@@ -1,4 +1,4 @@
-"""Layers of a PyTorch model, in the order of its stacks, and the device that they are on."""
+"""Layers of a PyTorch model, in the order of its stacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
             "torch.nn.parallel.DistributedDataParallel, one process for each GPU."
         )
     # A module is never taken as a list of layers: nn.ModuleList is iterable, but may contain another one.
-    found = list(dict.fromkeys(_stacked(model) if isinstance(model, nn.Module) else _given(model)))
+    found = list(dict.fromkeys(stacked(model) if isinstance(model, nn.Module) else _given(model)))
     name = type(model).__name__
     if not found:
         raise UsageError(
@@ -50,14 +50,14 @@ def layers_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
-def _stacked(module: nn.Module) -> Iterable[nn.Module]:
-    """Yield the children of the outermost stacks; of a container without a forward its children instead."""
+def stacked(module: nn.Module) -> Iterable[nn.Module]:
+    """Yield the children of the outermost stacks in ``module``, or those of a stack that has no forward itself."""
     is_stack = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if is_stack and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield child
         else:
-            yield from _stacked(child)
+            yield from stacked(child)
 
 
 def _given(layers: Iterable[nn.Module]) -> list[nn.Module]:
@@ -75,21 +75,6 @@ def _given(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is compiled by itself."""
     # torch.compile(module) wraps it, module.compile() notes it. Their types would import the compiler.
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
-
-
-def device_of(layers: list[nn.Module]) -> torch.device:
-    """Return the device that all layers are on.
-
-    Raises:
-        UsageError: on several devices, on none, or on one that is neither the CPU nor CUDA.
-    """
-    found = {tensor.device for layer in layers for tensor in (*layer.parameters(), *layer.buffers())}
-    if len(found) != 1 or next(iter(found)).type not in ("cpu", "cuda"):
-        names = ", ".join(sorted(map(str, found))) or "no device: none has parameters"
-        raise UsageError(
-            f"the layers are on {names}. They must all be on one, the CPU or a CUDA GPU: move the model there first, "
-            "and swap the layers of each GPU by a call of its own."
-        )
-    return found.pop()

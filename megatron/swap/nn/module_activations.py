@@ -9,7 +9,8 @@ from torch import nn
 from megatron.swap.common.config import SwapConfig, parse_layers
 from megatron.swap.common.types import MIB, UsageError, layer_positions
 from megatron.swap.engine.policy import ManualPolicy, Policy
-from megatron.swap.nn.found_layers import device_of, layers_of
+from megatron.swap.nn.found_layers import layers_of
+from megatron.swap.nn.layer_devices import device_of
 from megatron.swap.nn.planned_activations import PlannedActivations, refuse_unplannable
 from megatron.swap.nn.swapped_activations import SwappedActivations
 

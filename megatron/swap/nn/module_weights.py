@@ -1,8 +1,9 @@
-"""Inference with a model whose weights exceed the device: its layers' weights are offloaded, and prefetched one ahead.
+"""Weights in host memory, for models whose weights exceed the device: each layer is prefetched while another computes.
 
 While a layer computes, a copy stream prefetches the weights of the next one into the other of two device buffers that
 take turns. ZeRO-Inference (DeepSpeed), FlexGen and accelerate, among others, stream weights through a device layer by
-layer. Here each layer is one copy, and the order in which layers run is learned.
+layer. Here each layer is one copy, and the order in which layers run is learned. In training the frozen weights are
+swapped, and a backward streams them too (``frozen_weights``).
 
 Parameters and buffers stay the same objects. ``tensor.data = …`` points them to host memory, and to a device buffer
 while their layer runs. So code that reads them between two calls (``state_dict``) sees the values, on the CPU;
@@ -12,7 +13,7 @@ writes (``load_state_dict``) are detected by the tensors' version counters.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,11 +21,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from megatron.swap.common.counters import Counters
 from megatron.swap.common.types import GIB, MOST, SwapError, UsageError, format_bytes, is_within
-from megatron.swap.devices.base import Device, Event
+from megatron.swap.devices.base import Device
 from megatron.swap.devices.cuda import CudaDevice
 from megatron.swap.devices.emulated import EmulatedDevice
+from megatron.swap.engine.layer_hooks import has_boundary, in_backward
 from megatron.swap.memory.host_memory import (
     HostMemoryError,
     PinStrategy,
@@ -33,10 +34,10 @@ from megatron.swap.memory.host_memory import (
     prepare_regions,
     safe_host_bytes,
 )
+from megatron.swap.nn.found_layers import is_compiled, stacked
+from megatron.swap.nn.frozen_weights import FrozenForward
 from megatron.swap.nn.packed_weights import LEAVE_OUT, Block, Layer, find_blocks, is_view_of, named_layers
-
-NUM_BUFFERS = 2
-"""One holds the weights of the layer that computes while the other is filled."""
+from megatron.swap.nn.weight_buffers import Use, WeightBuffers
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,14 @@ class WeightStats:
     """Bytes copied since the start, and the memory of the weights.
 
     Attributes:
-        in_bytes: copied to the device.
+        in_bytes: copied to the device, in forward and in backward.
         out_bytes: copied back, for layers that wrote to their weights or buffers.
         num_late: calls of layers that were not prefetched, because they were not predicted.
         wait_ms: time that compute waited for copies, as far as the device has run.
         host_bytes: host memory, in whole pages.
         buffer_bytes: device memory of the buffers.
-        stayed_bytes: weights of these layers that stay on the device, because other modules share them.
+        buffer_peak_bytes: most device memory of the buffers at once, with memory that was left to others who view it.
+        stayed_bytes: weights of these layers that stay on the device: other modules share them, or they are trained.
     """
 
     in_bytes: int
@@ -59,20 +61,34 @@ class WeightStats:
     wait_ms: float
     host_bytes: int
     buffer_bytes: int
+    buffer_peak_bytes: int
     stayed_bytes: int
 
 
 def weights(
-    module: nn.Module, layers: Iterable[nn.Module], *, host_gib: float | None = None, device: Device | None = None
+    module: nn.Module,
+    layers: Iterable[nn.Module] | None = None,
+    *,
+    training: bool = False,
+    host_gib: float | None = None,
+    device: Device | None = None,
 ) -> WeightSwap:
     """Offload the weights of ``layers`` to host memory, until the end of the ``with``, or ``close``.
 
+    With ``training`` only their frozen parameters (``requires_grad`` is False) are offloaded. Forward and backward
+    reload them a layer ahead; a checkpoint that recomputes a layer does too. Trained parameters (adapters) and buffers
+    stay on the device. Losses, gradients and trained weights are equal to the bit to a run without swapping.
+
     Args:
-        module: the model, in eval mode, called under ``torch.no_grad()`` or ``torch.inference_mode()``. Its weights are
-            on the device or on the CPU. Weights outside ``layers``, or shared with modules outside, are moved to the
-            device if they are not there, and stay.
+        module: the model. Its weights are on the device or on the CPU. Weights that are not offloaded are moved to the
+            device if they are not there, with their gradients. Without ``training`` it is in eval mode, and called
+            under ``torch.no_grad()`` or ``torch.inference_mode()``.
         layers: modules of the model, none inside another, in the order in which they first run. Later the order is
-            learned from their calls.
+            learned from their calls. Layers that are left out stay on the device. Default: the children of every
+            outermost ``nn.ModuleList`` and ``nn.Sequential``.
+        training: train the parameters that are not frozen. Call this before ``swap.activations`` and before the
+            optimizer is made, and close it after the last backward. A frozen weight that is changed between a forward
+            and its backward is an error (RuntimeError), as in PyTorch.
         host_gib: most host memory in GiB. Default: what is safe to take, plus what these weights occupy on the CPU now.
         device: default: the current CUDA device; its emulation without CUDA.
 
@@ -81,29 +97,7 @@ def weights(
         HostMemoryError: the weights do not fit host memory; nothing is changed.
         torch.OutOfMemoryError: two layers and the weights that stay do not fit the device; nothing is changed.
     """
-    return WeightSwap(module, layers, host_gib=host_gib, device=device)
-
-
-@dataclass(eq=False)
-class _Buffer:
-    """Device memory for one layer.
-
-    Attributes:
-        memory: uint8, as long as the largest layer.
-        read: passes when compute has finished with the memory; copies into it wait for that.
-        filled: passes when the copy of ``layer`` is complete; compute waits for that.
-        layer: the layer whose weights are here, or are being copied here.
-        versions: version counters of its weights when they were copied.
-        in_use: ``layer`` is running, and its weights point here.
-    """
-
-    number: int
-    memory: torch.Tensor
-    read: Event
-    filled: Event
-    layer: Layer | None = None
-    versions: list[int] = field(default_factory=list)
-    in_use: bool = False
+    return WeightSwap(module, layers, training=training, host_gib=host_gib, device=device)
 
 
 class WeightSwap:
@@ -115,18 +109,25 @@ class WeightSwap:
     """
 
     def __init__(
-        self, module: nn.Module, layers: Iterable[nn.Module], *, host_gib: float | None, device: Device | None
+        self,
+        module: nn.Module,
+        layers: Iterable[nn.Module] | None,
+        *,
+        training: bool,
+        host_gib: float | None,
+        device: Device | None,
     ) -> None:
-        chosen = named_layers(module, layers)
+        chosen = named_layers(module, _stacks_of(module) if layers is None else layers, training)
         _check_unswapped(module)
+        if training:
+            _check_trainable(chosen)
+        self._training = training
         self._owns_device = device is None
         self._device = device or (CudaDevice() if torch.cuda.is_available() else EmulatedDevice())
-        self._counters = Counters()
-        self._buffers: list[_Buffer] = []
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle | FrozenForward] = []
         self._closed = False
         with torch.inference_mode(False):  # a tensor made in inference mode cannot be used outside it
-            blocks = find_blocks(module, chosen, self._device.torch_device)
+            blocks = find_blocks(module, chosen, self._device.torch_device, training)
             named = [Layer(number, layer, name) for number, (layer, name) in enumerate(chosen.items())]
             for block in blocks:
                 if block.layer is not None:
@@ -136,9 +137,10 @@ class WeightSwap:
             self._moved_to_device = [block for block in stay if block.origin != self._device.torch_device]
             self._stayed_bytes = sum(block.num_bytes for block in stay if block.owners != {None})
             self._check_host(host_gib)
-            self._in_stream = self._device.copy_stream("in")
+            self._buffers = WeightBuffers(self._device, self._layers)
             try:
                 self._offload_all()
+                self._buffers.begin()
             except BaseException as error:
                 self.close()
                 if isinstance(error, HostMemoryError):
@@ -148,17 +150,18 @@ class WeightSwap:
                     ) from error
                 raise
         self._by_module = {layer.module: layer for layer in self._layers}
-        self._listed = dict(zip(self._layers, [*self._layers[1:], self._layers[0]], strict=True))
-        # The layer that ran after two given layers: two predict it even if a layer runs twice in a pass.
-        self._after: dict[tuple[Layer, Layer], Layer] = {}
-        self._before = self._now = self._layers[-1]
         self._install_hooks(module)
-        self._prefetch(self._layers[0], self._buffers[0])
 
     # ------------------------------------------------------------------------------------------ offload and restore
 
     def _check_host(self, host_gib: float | None) -> None:
         needed_bytes = sum(layer.host_bytes for layer in self._layers)
+        if not needed_bytes and self._training:
+            raise UsageError(
+                "layers= have no frozen parameters of their own, and training=True offloads frozen ones alone. Freeze "
+                "the base weights before (requires_grad_(False); peft's get_peft_model does), or offload what is "
+                "trained: swap.activations, and the optimizer's state."
+            )
         if not needed_bytes:
             raise UsageError("layers= have no weights of their own; weights that they share stay on the device.")
         if host_gib is not None:
@@ -177,7 +180,7 @@ class WeightSwap:
             )
 
     def _offload_all(self) -> None:
-        """Offload layer by layer, so that at most one exists twice; then move other weights, allocate buffers."""
+        """Offload layer by layer, so that at most one exists twice; then move other weights."""
         device = self._device.torch_device
         index = device.index if device.type == "cuda" else None
         node = gpu_numa_node(index) if index is not None else None
@@ -189,13 +192,6 @@ class WeightSwap:
             layer.on_host = [weight.data for weight in layer.weights]
         for block in self._moved_to_device:
             block.move(self._device.allocate(block.num_bytes))
-        for number in range(min(NUM_BUFFERS, len(self._layers))):
-            memory = self._device.allocate(max(layer.num_bytes for layer in self._layers))
-            # The memory may be recycled: earlier work of compute on it must come before any copy.
-            event = self._device.record(self._device.current_stream())
-            self._buffers.append(_Buffer(number, memory, read=event, filled=event))
-            for layer in self._layers:
-                layer.on_buffers.append(layer.on(memory))
 
     def _restore(self, block: Block) -> bool:
         """Move ``block`` to where it was. ``False``: the device has no room, so it was moved to the CPU."""
@@ -225,7 +221,8 @@ class WeightSwap:
         for hook in self._hooks:
             hook.remove()
         self._device.synchronize()  # from here on nothing reads or writes host memory or buffers
-        self._drop_buffers()
+        # The device memory of the buffers is released first: the weights to restore may need it.
+        self._buffers.close()
         left: list[Block] = []
         with torch.inference_mode(False):
             # Weights that came from the CPU are moved first, which frees device memory.
@@ -245,15 +242,6 @@ class WeightSwap:
                 "then move the module (module.to)."
             )
 
-    def _drop_buffers(self) -> None:
-        """Release the device memory of the buffers: the weights to restore may need it."""
-        for buffer in self._buffers:
-            self._end_use(buffer)  # a layer was interrupted
-            self._device.discard(buffer.memory.untyped_storage())
-        self._buffers.clear()
-        for layer in self._layers:
-            layer.on_buffers.clear()
-
     def __enter__(self) -> WeightSwap:
         if self._closed:
             raise UsageError("this WeightSwap is closed: call swap.weights again.")
@@ -264,14 +252,16 @@ class WeightSwap:
 
     @property
     def stats(self) -> WeightStats:
-        """Return the figures now, in bytes, calls and ms (``WeightStats``). Those of memory are 0 after ``close``."""
+        """Return the figures now, in bytes, calls and ms. Those of memory now are 0 after ``close``."""
+        buffers, totals = self._buffers, self._buffers.counters.totals()
         return WeightStats(
-            in_bytes=sum(layer.in_bytes for layer in self._counters.layers.values()),
-            out_bytes=self._counters.out_bytes,
-            num_late=self._counters.num_late,
-            wait_ms=self._counters.wait_ms(),
+            in_bytes=totals.in_bytes,
+            out_bytes=totals.out_bytes,
+            num_late=totals.num_late,
+            wait_ms=totals.wait_ms,
             host_bytes=sum(layer.region.nbytes for layer in self._layers if layer.region is not None),
-            buffer_bytes=sum(buffer.memory.numel() for buffer in self._buffers),
+            buffer_bytes=buffers.num_bytes,
+            buffer_peak_bytes=buffers.peak_bytes,
             stayed_bytes=self._stayed_bytes,
         )
 
@@ -283,87 +273,57 @@ class WeightSwap:
             # one runs after an exception too.
             self._hooks.append(layer.module.register_forward_pre_hook(self._enter, prepend=True))
             self._hooks.append(layer.module.register_forward_hook(self._leave, always_call=True))
+            if self._training:
+                self._hooks.append(FrozenForward(layer.module, self._buffers))
         self._hooks.append(module.register_forward_pre_hook(self._begin, prepend=True))
 
     def _begin(self, module: nn.Module, args: object) -> None:
         """Check all layers before the model runs, and end the use of interrupted ones: none can be running now."""
         for layer in self._layers:
-            layer.check_can_run()
-        for buffer in self._buffers:
-            self._end_use(buffer)
+            layer.check_can_run(self._training)
+        self._buffers.end_interrupted()
 
     def _enter(self, module: nn.Module, args: object) -> None:
         layer = self._by_module[module]
-        layer.check_can_run()
-        buffer = next((buffer for buffer in self._buffers if buffer.layer is layer), None)
-        if buffer is not None:
-            self._end_use(buffer)  # a layer was interrupted
-        moved = [weight.name for weight in layer.weights if not weight.is_in_place()]
-        if moved:
-            raise SwapError(
-                f"{', '.join(moved)}: replaced or moved while swapped (module.to, load_state_dict(assign=True)). "
-                "Do that before swap.weights, or after its end."
-            )
-        if buffer is None or buffer.versions != layer.versions():  # not predicted, or written since the copy
-            buffer = buffer or self._free_buffer()
-            if buffer is None:
-                raise SwapError(
-                    f"{layer.name} begins while {NUM_BUFFERS} others run. Name no layers= that call each other. "
-                    "After interrupted calls, call the whole model, or close and call swap.weights again."
-                )
-            self._counters.num_late += 1
-            self._prefetch(layer, buffer)
-        if layer is not self._now:
-            self._after[self._before, self._now] = layer
-            self._before, self._now = self._now, layer
-        self._counters.add_stall(self._device.timed_wait(self._device.current_stream(), buffer.filled))
-        self._counters.wait_ms()  # drops the stalls that are over
-        layer.put(layer.on_buffers[buffer.number])
-        buffer.in_use = True
-        follower = self._after.get((self._before, self._now)) or self._listed[layer]
-        free = self._free_buffer()
-        if free is not None and all(buffer.layer is not follower for buffer in self._buffers):
-            self._prefetch(follower, free)
+        layer.check_can_run(self._training)
+        buffer = self._buffers.holding(layer)
+        if buffer is not None and buffer.is_running:
+            self._buffers.end_use(buffer)  # the layer was interrupted
+        use = Use.FORWARD if torch.is_grad_enabled() else Use.INFERENCE
+        self._buffers.begin_forward(layer, Use.RECOMPUTATION if in_backward() else use)
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         layer = self._by_module[module]
-        buffer = next((buffer for buffer in self._buffers if buffer.layer is layer and buffer.in_use), None)
-        if buffer is None:
+        buffer = self._buffers.holding(layer)
+        if buffer is None or not buffer.is_running:
             return  # the call was refused in ``_enter``
-        aliased = any(is_view_of(leaf, buffer.memory) for leaf in tree_leaves(output))
-        self._end_use(buffer)
+        leaves = tree_leaves(output)
+        aliased = any(is_view_of(leaf, buffer.storage) for leaf in leaves)
+        self._buffers.end_forward(buffer)
         if aliased:
             raise SwapError(f"{layer.name} returns a view of its weights, which are about to be released. {LEAVE_OUT}")
+        if self._training and torch.is_grad_enabled() and not in_backward():
+            self._mark(layer, leaves)
 
-    def _end_use(self, buffer: _Buffer) -> None:
-        """Point the layer's weights to host memory again, after copying back what it wrote."""
-        layer = buffer.layer
-        if not buffer.in_use or layer is None or layer.region is None:
-            return
-        if buffer.versions != layer.versions():
-            # Written on the device: by the layer itself (a cache), or after an interruption by others. This copy is
-            # ordered behind compute, and the host waits for it, so the next read or copy finds the new values.
-            layer.region.tensor[: layer.num_bytes].copy_(buffer.memory[: layer.num_bytes])
-            buffer.versions = layer.versions()
-            self._counters.layers[layer.number].out_bytes += layer.num_bytes
-        buffer.in_use = False
-        buffer.read = self._device.record(self._device.current_stream())
-        layer.put(layer.on_host)
+    def _mark(self, layer: Layer, leaves: list[object]) -> None:
+        """Hook the nodes of a layer's output: all of its backward comes after one of them."""
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(partial(self._enter_backward, layer))
 
-    def _free_buffer(self) -> _Buffer | None:
-        """Return a buffer that is not in use; if possible not that of the last layer, which compute may still read."""
-        free = (buffer for buffer in self._buffers if not buffer.in_use)
-        return min(free, key=lambda buffer: buffer.layer is self._now, default=None)
+    def _enter_backward(self, layer: Layer, grads: object) -> None:
+        if not self._closed:  # else whoever needs a weight says so
+            self._buffers.begin_backward(layer)
 
-    def _prefetch(self, layer: Layer, buffer: _Buffer) -> None:
-        """Enqueue the copy of ``layer`` into ``buffer``."""
-        assert layer.region is not None
-        self._device.wait(self._in_stream, buffer.read)
-        targets, sources = [buffer.memory[: layer.num_bytes]], [layer.region.tensor[: layer.num_bytes]]
-        self._device.copy(self._in_stream, targets, sources)
-        buffer.filled = self._device.record(self._in_stream)
-        buffer.layer, buffer.versions = layer, layer.versions()
-        self._counters.layers[layer.number].in_bytes += layer.num_bytes
+
+def computing_devices(module: nn.Module) -> dict[int, torch.device]:
+    """Return the device that computes with each offloaded weight of ``module``, by the ``id`` of the tensor."""
+    hooks = [hook for owner in module.modules() for hook in owner._forward_pre_hooks.values()]
+    swaps = {swap for hook in hooks if isinstance(swap := getattr(hook, "__self__", None), WeightSwap)}
+    return {
+        id(weight.tensor): swap._device.torch_device
+        for swap in swaps for layer in swap._layers for weight in layer.weights
+    }  # fmt: skip
 
 
 def _check_unswapped(module: nn.Module) -> None:
@@ -372,3 +332,29 @@ def _check_unswapped(module: nn.Module) -> None:
             raise UsageError(
                 f"{name or 'this module'} is swapped already: name all layers in one call, or close the other first."
             )
+
+
+def _stacks_of(module: nn.Module) -> Iterable[nn.Module]:
+    found = list(dict.fromkeys(stacked(module))) if isinstance(module, nn.Module) else []
+    if isinstance(module, nn.Module) and not found:
+        raise UsageError(
+            f"{type(module).__name__} has no nn.ModuleList and no nn.Sequential with modules in it: name the modules "
+            "whose weights are offloaded, layers=[model.block1, model.block2]."
+        )
+    return found
+
+
+def _check_trainable(layers: dict[nn.Module, str]) -> None:
+    """Check that the saved tensors of ``layers``, which have these names, can be seen one by one, and first by us."""
+    for layer, name in layers.items():
+        for inner in layer.modules():
+            if has_boundary(inner):
+                raise UsageError(
+                    f"{name} has swapped activations: with training=True call swap.weights before swap.activations, so "
+                    "that the activations' hooks do not see the offloaded weights."
+                )
+            if isinstance(inner, torch.jit.ScriptModule) or is_compiled(inner):
+                raise UsageError(
+                    f"{name} is compiled ({type(inner).__name__}), so the weights that its backward uses are not "
+                    "visible one by one. Train it uncompiled, or leave it out of layers=."
+                )

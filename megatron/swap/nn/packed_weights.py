@@ -1,20 +1,23 @@
 """Weights by storage and layer: which layer owns which bytes, where they are, and how they are packed.
 
 A storage moves as a whole, so that all tensors on it keep their strides and aliases. A storage that several layers
-share, or a layer and the rest of the model (tied weights), is owned by none of them.
+share, or a layer and the rest of the model (tied weights), is owned by none of them. While a model trains, only
+storages of frozen parameters are owned by a layer.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.swap.common.rounding import round_up
-from megatron.swap.common.types import UsageError
+from megatron.swap.common.types import SwapError, UsageError
 from megatron.swap.devices.base import ALIGNMENT_BYTES
 from megatron.swap.memory.host_memory import PAGE_BYTES, HostRegion
 
@@ -66,12 +69,14 @@ class Block:
         is_moved: whether ``memory`` is not where the model had the bytes.
         weights: by the ``id`` of the tensor.
         owners: numbers of the layers that have any of the weights; ``None`` for the rest of the model.
+        is_trained: the model trains, and not all of ``weights`` are frozen parameters.
     """
 
     memory: torch.Tensor
     is_moved: bool = False
     weights: dict[int, Weight] = field(default_factory=dict)
     owners: set[int | None] = field(default_factory=set)
+    is_trained: bool = False
 
     def __post_init__(self) -> None:
         self.num_bytes = self.memory.numel()
@@ -79,20 +84,27 @@ class Block:
 
     @property
     def layer(self) -> int | None:
-        """The number of the layer that alone owns it; ``None``: there is no such layer."""
-        (owner,) = self.owners if len(self.owners) == 1 else (None,)
+        """The number of the layer that alone owns it; ``None``: there is no such layer, or it is trained."""
+        (owner,) = self.owners if len(self.owners) == 1 and not self.is_trained else (None,)
         return owner
+
+    def versions(self) -> list[int]:
+        """Version counters of the weights. They grow at every write, also through tensors of a state dict."""
+        return [weight.tensor._version for weight in self.weights.values()]
 
     def move(self, memory: torch.Tensor) -> None:
         """Copy the bytes to ``memory``, and point the weights there, except those that others have moved elsewhere.
 
-        Afterwards nothing here refers to the previous memory.
+        Gradients follow their weights to another device. Afterwards nothing here refers to the previous memory.
         """
         memory.copy_(self.memory)
         self.memory, self.is_moved = memory, not self.is_moved
         for weight in self.weights.values():
             if weight.is_in_place():
                 weight.put(weight.on(memory))
+                grad = weight.tensor.grad
+                if grad is not None and grad.device != memory.device:
+                    grad.data = grad.to(memory.device)
 
 
 @dataclass(eq=False)
@@ -105,7 +117,7 @@ class Layer:
         weights: all weights of the blocks, in their order.
         num_bytes: size of the packed blocks, with the gaps between them.
         region: the host memory of the packed bytes, while they are offloaded.
-        on_host, on_buffers: data of each weight in that memory, and on each device buffer.
+        on_host, on_buffers: data of each weight in that memory, and on each device buffer by its number.
     """
 
     number: int
@@ -116,7 +128,7 @@ class Layer:
     num_bytes: int = 0
     region: HostRegion | None = None
     on_host: list[torch.Tensor] = field(default_factory=list)
-    on_buffers: list[list[torch.Tensor]] = field(default_factory=list)
+    on_buffers: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
         """Pack ``block`` behind the others."""
@@ -138,30 +150,58 @@ class Layer:
         return [weight.on(chunk) for block, chunk in self.chunks(memory) for weight in block.weights.values()]
 
     def put(self, data: Iterable[torch.Tensor]) -> None:
-        """Point each weight to its ``data``."""
+        """Point each weight to its ``data``, except those that others have moved elsewhere."""
         for weight, tensor in zip(self.weights, data, strict=True):
-            weight.put(tensor)
+            if weight.is_in_place():
+                weight.put(tensor)
 
-    def versions(self) -> list[int]:
-        """Version counters of the weights. They grow at every write, also through tensors of a state dict."""
-        return [weight.tensor._version for weight in self.weights]
-
-    def check_can_run(self) -> None:
-        """Check that the layer is called for inference.
+    def check_in_place(self) -> None:
+        """Check that nobody has moved the weights elsewhere.
 
         Raises:
-            UsageError: gradients are on, or the layer is in training mode.
+            SwapError: somebody has.
         """
+        moved = [weight.name for weight in self.weights if not weight.is_in_place()]
+        if moved:
+            raise SwapError(
+                f"{', '.join(moved)}: replaced or moved while swapped (module.to, load_state_dict(assign=True), merged "
+                "adapters). Do that before swap.weights, or after its end."
+            )
+
+    def versions(self) -> list[int]:
+        """Version counters of all weights."""
+        return [weight.tensor._version for weight in self.weights]
+
+    def block_at(self, offset: int) -> Block:
+        """Return the block that has the packed byte ``offset``."""
+        return self.blocks[bisect_right(self.blocks, offset, key=itemgetter(0)) - 1][1]
+
+    def check_can_run(self, training: bool) -> None:
+        """Check that the layer is called for inference, or with ``training`` that its weights are still frozen.
+
+        Raises:
+            UsageError: they are not; or without ``training``, gradients are on, or the layer is in training mode.
+        """
+        if training:
+            unfrozen = [weight.name for weight in self.weights if weight.tensor.requires_grad]
+            if unfrozen:
+                raise UsageError(
+                    f"{', '.join(unfrozen)}: requires gradients now, but only frozen weights can be in host memory. "
+                    "Freeze it again (requires_grad_(False)), or close this WeightSwap, unfreeze, and call "
+                    "swap.weights again."
+                )
+            return
         if torch.is_grad_enabled():
             raise UsageError(
                 f"{self.name} is called with gradients on, but its weights are on the device only while it runs. Call "
-                "the model under torch.no_grad() or torch.inference_mode()."
+                "the model under torch.no_grad() or torch.inference_mode(). To train other weights than these, freeze "
+                "these and pass training=True to swap.weights."
             )
         check_eval(self.module, self.name)
 
 
-def named_layers(module: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Return the layers, each once, with their names in the model.
+def named_layers(module: nn.Module, layers: Iterable[nn.Module], training: bool) -> dict[nn.Module, str]:
+    """Return the layers, each once, with their names in the model. Without ``training`` they are in eval mode.
 
     Raises:
         UsageError: the arguments cannot be swapped; the message says why.
@@ -180,7 +220,8 @@ def named_layers(module: nn.Module, layers: Iterable[nn.Module]) -> dict[nn.Modu
             raise UsageError(f"layers= has a {what} that is no module of this {names[module]}: take them from it.")
     chosen = {layer: names[layer] for layer in found}
     for layer, name in chosen.items():
-        check_eval(layer, name)
+        if not training:
+            check_eval(layer, name)
         inside = [chosen[owner] for owner in layer.modules() if owner is not layer and owner in chosen]
         if inside:
             raise UsageError(f"{inside[0]} is inside {name}: name one of the two.")
@@ -196,12 +237,14 @@ def check_eval(layer: nn.Module, name: str) -> None:
     if any(owner.training for owner in layer.modules()):
         raise UsageError(
             f"{name} is in training mode, and its weights are on the device only while it runs: for inference alone. "
-            "Call model.eval()."
+            "Call model.eval(), or pass training=True to swap.weights to train other weights than these."
         )
 
 
-def find_blocks(module: nn.Module, chosen: dict[nn.Module, str], device: torch.device) -> list[Block]:
+def find_blocks(module: nn.Module, chosen: dict[nn.Module, str], device: torch.device, training: bool) -> list[Block]:
     """Return all storages of the model's weights with their owners, the layers of ``chosen`` by their position.
+
+    With ``training``, a storage ``is_trained`` unless all weights on it are frozen parameters.
 
     Raises:
         UsageError: a weight of a layer cannot be moved, or a weight elsewhere cannot be brought to ``device``.
@@ -217,8 +260,9 @@ def find_blocks(module: nn.Module, chosen: dict[nn.Module, str], device: torch.d
                 if tensor is None:
                     continue
                 full_name = f"{prefix}.{name}" if prefix else name
+                is_trained = training and (table is part._buffers or tensor.requires_grad)
                 obstacle = _obstacle(tensor, device)
-                if obstacle and owners[part] == {None} and tensor.device == device:
+                if obstacle and (owners[part] == {None} or is_trained) and tensor.device == device:
                     continue  # it does not move
                 if obstacle:
                     raise UsageError(f"{full_name} {obstacle}")
@@ -230,6 +274,7 @@ def find_blocks(module: nn.Module, chosen: dict[nn.Module, str], device: torch.d
                     blocks[storage._cdata] = Block(empty.set_(storage))
                 block = blocks[storage._cdata]
                 block.owners |= owners[part]
+                block.is_trained |= is_trained
                 weight = block.weights.setdefault(id(tensor), Weight(full_name, tensor))
                 weight.tables.append((table, name))
     return list(blocks.values())
@@ -265,8 +310,8 @@ def _obstacle(tensor: torch.Tensor, device: torch.device) -> str | None:
     return None
 
 
-def is_view_of(value: object, memory: torch.Tensor) -> bool:
-    """Whether ``value`` is a plain tensor on the storage of ``memory``."""
+def is_view_of(value: object, storage: torch.UntypedStorage) -> bool:
+    """Whether ``value`` is a plain tensor on ``storage``."""
     if not isinstance(value, torch.Tensor) or type(value) not in PLAIN or value.layout is not torch.strided:
         return False
-    return value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    return value.untyped_storage()._cdata == storage._cdata

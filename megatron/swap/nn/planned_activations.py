@@ -25,6 +25,7 @@ from megatron.swap.engine.layer_hooks import LayerBoundary, in_backward, overrid
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.memory.host_memory import machine_memory_gib
 from megatron.swap.nn.found_layers import is_compiled
+from megatron.swap.nn.layer_devices import devices_of
 from megatron.swap.nn.planned_layers import PlannedLayers
 from megatron.swap.nn.swapped_activations import SwappedActivations, SwapStats
 from megatron.swap.planner.table import plan_heading, plan_table
@@ -271,7 +272,7 @@ def refuse_unplannable(model: Any) -> None:
             f"{type(model).__name__} is compiled as a whole: its steps and layers cannot be measured. Pass the model "
             "before torch.compile, and train it uncompiled."
         )
-    if len(devices := sorted({str(parameter.device) for parameter in model.parameters()})) > 1:
+    if len(devices := sorted(map(str, devices_of([model])))) > 1:
         raise UsageError(
             f"{type(model).__name__} is on {', '.join(devices)}: a budget needs a model on one GPU. Move it there "
             '(no device_map="auto"), or swap layers without a budget.'

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -146,12 +148,16 @@ def test_a_layer_that_writes_to_its_buffers(mode: Callable[[], Any], device: Dev
 
 
 class Kernel(nn.Module):
-    """A kernel that reads its weight when ``stream`` reaches it."""
+    """A kernel that reads its weight when ``stream`` reaches it. It has its address, and keeps no memory alive."""
 
     def __init__(self, value: int, stream: LazyStream, seen: list[list[float]]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((4,), float(value)))
-        self.read = lambda data: stream.enqueue(lambda: seen.append(data.tolist()))
+        self.read = lambda data: stream.enqueue(partial(self.read_at, data.data_ptr(), seen))
+
+    @staticmethod
+    def read_at(address: int, seen: list[list[float]]) -> None:
+        seen.append(list((ctypes.c_float * 4).from_address(address)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.read(self.weight.data)
@@ -242,8 +248,8 @@ def test_nothing_grows_over_many_passes() -> None:
         for _ in range(50):
             model(x)
         assert count() == before
-        assert len(swapped._counters._stalls) <= 1
-        assert len(swapped._after) <= 6
+        assert len(swapped._buffers.counters._stalls) <= 1
+        assert len(swapped._buffers._after) <= 6
     gone = weakref.ref(swapped)
     del swapped
     gc.collect()

@@ -1,0 +1,251 @@
+"""Frozen weights that others unfreeze, change or move while adapters train, and errors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from megatron import swap
+from torch import nn
+
+from megatron.swap.common.types import SwapError, UsageError
+from tests.frozen_models import Adapted, Model, SelfCheckpointing, data, make, one_batch, train
+from tests.lazy_device import LazyDevice
+from tests.weight_models import num_hooks, picture
+
+
+def loss_of(model: Model, seed: int = 0) -> torch.Tensor:
+    return model(data(model, seed)).square().mean()
+
+
+# ------------------------------------------------------------------------------------------- changes by others
+
+
+@pytest.mark.parametrize("layer", [Adapted, SelfCheckpointing])
+def test_an_unfrozen_weight_is_told_before_anything_runs(layer: Callable[[int], nn.Module]) -> None:
+    model = make(layer)
+    ran: list[int] = []
+    model.first.register_forward_hook(lambda *_: ran.append(1))
+    with swap.weights(model, training=True):
+        for parameter in (model.layers[1].up.weight, model.layers[1].scale):
+            parameter.requires_grad_(True)
+        with pytest.raises(UsageError, match=r"layers.1.scale, layers.1.up.weight: requires gradients now.*Freeze it"):
+            model(data(model, 0))
+        with pytest.raises(UsageError, match="requires gradients now"):
+            model.layers[1](torch.randn(2, 16))
+        assert not ran
+        model.layers[1].up.weight.requires_grad_(False)
+        model.layers[1].scale.requires_grad_(False)
+        train(model)
+
+
+@pytest.mark.parametrize("layer", [Adapted, SelfCheckpointing])
+def test_a_change_between_forward_and_backward_is_an_error_as_in_pytorch(layer: Callable[[int], nn.Module]) -> None:
+    """PyTorch does not see it if the weight is needed only by what a checkpoint runs again, swapped or not."""
+    errors = []
+    for is_swapped in (False, True):
+        model = make(layer)
+        with swap.weights(model, training=True) if is_swapped else torch.enable_grad():
+            loss = loss_of(model)
+            with torch.no_grad():
+                model.layers[1].up.weight.mul_(2)
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                errors.append(str(error))
+    assert len(errors) == (2 if layer is Adapted else 0)
+    assert all("modified by an inplace operation" in error for error in errors)
+    assert layer is SelfCheckpointing or errors[1].startswith("layers.1.up.weight, frozen and swapped")
+
+
+def test_a_change_of_another_weight_of_the_layer_is_none() -> None:
+    """A weight that is not saved may change, as in PyTorch; the backward sees the others as they are."""
+    results = []
+    for is_swapped in (False, True):
+        model = make()
+        for layer in model.layers:
+            layer.up.bias.requires_grad_(False)
+        with swap.weights(model, training=True) if is_swapped else torch.enable_grad():
+            loss = loss_of(model)
+            with torch.no_grad():
+                for layer in model.layers:
+                    layer.up.bias.add_(1)  # a bias is not needed in backward
+            loss.backward()
+            results.append([p.grad for p in model.parameters() if p.requires_grad])
+            results.append([train(model)])
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[2], strict=True))
+    assert results[1] == results[3]
+
+
+@pytest.mark.parametrize("kind", ["state dict", "in place"])
+def test_a_change_between_steps_holds_from_the_next_forward_on(kind: str) -> None:
+    model, other = make(), make()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+
+    def change(changed: Model) -> None:
+        if kind == "state dict":
+            changed.load_state_dict(other.state_dict())
+        else:
+            with torch.no_grad():
+                for layer in changed.layers:
+                    layer.up.weight.mul_(1.5)
+
+    alone = copy.deepcopy(model)
+    device = LazyDevice()
+    with swap.weights(model, training=True, device=device):
+        for changed in (alone, model):
+            train(changed)
+            change(changed)
+        assert train(model) == train(alone)
+    assert train(model) == train(alone)
+    assert device.violations == []
+
+
+def test_replaced_weights_are_told() -> None:
+    model = make()
+    with swap.weights(model, training=True):
+        train(model)
+        model.layers[1].up.weight.data = model.layers[1].up.weight.data * 2  # as peft's merge with safe_merge does
+        with pytest.raises(SwapError, match=r"layers.1.up.weight: replaced or moved.*merged adapters"):
+            model(data(model, 0))
+
+
+@pytest.mark.parametrize("layer", [Adapted, SelfCheckpointing])
+def test_weights_replaced_before_a_backward_are_told_and_kept(layer: Callable[[int], nn.Module]) -> None:
+    model = make(layer)
+    with swap.weights(model, training=True):
+        loss = loss_of(model)
+        replaced = model.layers[1].up.weight.data * 2
+        model.layers[1].up.weight.data = replaced
+        with pytest.raises(SwapError, match=r"layers.1.up.weight: replaced or moved"):
+            loss.backward()
+        with pytest.raises(SwapError, match=r"layers.1.up.weight: replaced or moved"):
+            loss_of(model)
+    assert model.layers[1].up.weight.data_ptr() == replaced.data_ptr()
+
+
+def test_weights_moved_after_a_failed_backward_are_kept() -> None:
+    model = make(SelfCheckpointing)
+
+    def fail(_: object) -> None:
+        raise ArithmeticError
+
+    with swap.weights(model, training=True):
+        loss = loss_of(model)
+        model.layers[2].what = partial(fail, None)  # when it runs again
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        model.double()  # the weights of layers.2 still point to the device
+        with pytest.raises(SwapError, match="replaced or moved"):
+            loss_of(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    train(model)
+
+
+# ---------------------------------------------------------------------------------------------- order of calls
+
+
+def test_a_backward_after_close_is_told() -> None:
+    model = make()
+    with swap.weights(model, training=True):
+        loss = loss_of(model)
+    with pytest.raises(SwapError, match=r"backward of layers.4 needs its weights.*Close it after the last backward"):
+        loss.backward()
+    train(model)
+
+
+def test_a_checkpoint_after_close_has_its_weights() -> None:
+    model = make(SelfCheckpointing)
+    expected = copy.deepcopy(model)
+    loss_of(expected).backward()
+    with swap.weights(model, training=True):
+        loss = loss_of(model)
+    loss.backward()
+    assert torch.equal(model.layers[0].a.weight.grad, expected.layers[0].a.weight.grad)
+
+
+def test_activations_come_second() -> None:
+    model = make()
+    with swap.activations(list(model.layers), "0-1", min_mib=0):
+        with pytest.raises(UsageError, match=r"layers.0 has swapped activations.*call swap.weights before"):
+            swap.weights(model, training=True)
+        train(model)
+    with swap.weights(model, training=True), swap.activations(list(model.layers), "0-1", min_mib=0):
+        train(model)
+
+
+def test_weights_may_be_closed_first() -> None:
+    model = make()
+    alone = copy.deepcopy(model)
+    swapped = swap.weights(model, training=True)
+    with swap.activations(list(model.layers), "0-1", min_mib=0):
+        train(model)
+        swapped.close()
+        train(model)
+    train(alone)
+    train(alone)
+    assert picture(model)[0][-1] == picture(alone)[0][-1]
+    assert train(model) == train(alone)
+    assert num_hooks(model) == 0
+
+
+# ------------------------------------------------------------------------------------------------------- errors
+
+
+def all_trained() -> Model:
+    return make().requires_grad_(True)
+
+
+class Special(nn.Parameter):
+    """A tensor subclass that is more than memory."""
+
+
+def with_subclass(requires_grad: bool) -> Model:
+    model = make()
+    model.layers[1].a.weight = Special(torch.randn(2, 16), requires_grad)
+    return model
+
+
+def compiled() -> Model:
+    model = make()
+    model.layers[2].up.compile()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("prepare", "choose", "said"),
+    [
+        (all_trained, lambda m: m.layers, r"no frozen parameters of their own.*Freeze the base weights before"),
+        (make, lambda m: [], "layers= is empty"),
+        (make, lambda m: [m.layers[1], m.layers[1].up], "layers.1.up is inside layers.1: name one"),
+        (lambda: with_subclass(False), lambda m: m.layers, r"layers.1.a.weight is a Special.*Leave that layer out"),
+        (lambda: nn.Linear(4, 4).requires_grad_(False), lambda m: None, r"Linear has no nn.ModuleList.*layers=\[model"),
+        (compiled, lambda m: m.layers, r"layers.2 is compiled \(Linear\).*Train it uncompiled"),
+    ],
+)
+def test_what_cannot_work_is_told(prepare: Callable[[], Any], choose: Callable[[Any], Any], said: str) -> None:
+    model = prepare()
+    with pytest.raises(UsageError, match=said):
+        swap.weights(model, choose(model), training=True)
+    assert num_hooks(model) == 0
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_trained_special_weight_stays() -> None:
+    model = with_subclass(True)
+    with swap.weights(model, training=True):
+        list(one_batch(model, 0))
+
+
+def test_without_training_the_way_to_train_is_told() -> None:
+    model = make().eval()
+    with swap.weights(model), pytest.raises(UsageError, match=r"pass training=True to swap\.weights"):
+        model(data(model, 0))
+    with pytest.raises(UsageError, match="or pass training=True"):
+        swap.weights(model.train())
