@@ -28,7 +28,8 @@ class Training:
 
     Attributes:
         weights: ``bf16``, or ``mixed``: weights in single precision, under autocast to bf16.
-        optimizer: ``adamw``: torch's, with its defaults; ``none``: forward and backward alone.
+        optimizer: ``adamw``: torch's, with its defaults; ``adamw-fused``: with ``fused=True``, as ``Trainer`` makes it;
+            ``none``: forward and backward alone.
         loss_chunk_tokens: tokens whose logits exist at a time, which backward computes again; ``None``: all, by the
             model's own loss.
     """
@@ -36,7 +37,7 @@ class Training:
     seq_length: int
     micro_batch_size: int = 1
     weights: Literal["bf16", "mixed"] = "bf16"
-    optimizer: Literal["adamw", "none"] = "adamw"
+    optimizer: Literal["adamw", "adamw-fused", "none"] = "adamw"
     loss_chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -114,8 +115,8 @@ def step_of(model: Any, training: Training) -> Callable[[], None]:
     if chunk is not None and head is None:
         raise UsageError(f"--loss-chunk-tokens {chunk}: {type(model).__name__} has no output layer. Leave it out.")
     model.zero_grad(set_to_none=True)
-    # foreach: what torch chooses on a GPU.
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True) if training.optimizer == "adamw" else None
+    optimizers = {"none": lambda _: None, "adamw": _foreach_adamw, "adamw-fused": _fused_adamw}
+    update = optimizers[training.optimizer](list(model.parameters()))
 
     autocast = DryAutocast() if training.weights == "mixed" else None
 
@@ -130,11 +131,33 @@ def step_of(model: Any, training: Training) -> Callable[[], None]:
             with nullcontext() if autocast is None else autocast.forward():
                 result = loss()
             result.backward()
-        if optimizer is not None:
-            optimizer.step()
+        if update is not None:
+            update()
         model.zero_grad(set_to_none=False)
 
     return step
+
+
+def _foreach_adamw(parameters: list[nn.Parameter]) -> Callable[[], object]:
+    """Return the step of torch's AdamW with ``foreach``, which it chooses on a GPU."""
+    return torch.optim.AdamW(parameters, foreach=True).step
+
+
+def _fused_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    """Return the step of torch's AdamW with ``fused``, which it refuses to build on the meta device."""
+    weights: list[torch.Tensor] = list(parameters)
+    first, second = ([torch.empty_like(one, requires_grad=False) for one in weights] for _ in range(2))
+    steps = [torch.empty((), device=META) for _ in weights]
+
+    @torch.no_grad()
+    def update() -> None:
+        gradients = [one.grad for one in weights if one.grad is not None]
+        torch._fused_adamw_(
+            weights, gradients, first, second, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return update
 
 
 def _loss_in_chunks(head: nn.Module, hidden: torch.Tensor, tokens: torch.Tensor, chunk: int) -> torch.Tensor:

@@ -22,6 +22,8 @@ from megatron.swap.planner.gpus import Gpu
 
 MOST_KNOWN = 2**22
 """Elements of the largest tensor whose values are computed."""
+WIDEST_HEAD = 256
+"""Width of the widest head that flash attention takes."""
 META = torch.device("meta")
 aten = torch.ops.aten
 
@@ -54,11 +56,11 @@ class _PricedOperators(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and inputs[0].device == META:
             return self._value_of(inputs[0])
         result = func(*args, **kwargs)
-        outputs = [tensor for tensor in tensors_of(result) if tensor.device == META]
-        if outputs or any(tensor.device == META for tensor in inputs):
+        seen = [tensor for tensor in (*inputs, *tensors_of(result)) if tensor.device == META]
+        if seen:
             self._learn(func, args, kwargs, inputs, result)
             cost = cost_of(func, args, kwargs, result, self._gpu)
-            for tensor in outputs:
+            for tensor in seen:  # what was made before the run is seen as an input
                 self._device.hold(tensor.untyped_storage())
             self._device.run(cost.ms, cost.workspace_bytes)
         return result
@@ -121,10 +123,12 @@ def _attend(
 ) -> torch.Tensor:  # fmt: skip
     """Return attention over [batch, heads, tokens, width] by the kernel that a GPU takes.
 
-    Without a mask and in 16 bits that is cuDNN's or flash attention, which save the same: queries, keys, values, output
-    and the logarithm of its sums. Else it is the memory-efficient kernel, which saves the mask too.
+    Without a mask, in 16 bits and for heads of one width that is cuDNN's or flash attention, which save the same:
+    queries, keys, values, output and the logarithm of its sums. Else it is the memory-efficient kernel, which saves the
+    mask too.
     """
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+    is_usual = query.shape[3] == value.shape[3] <= WIDEST_HEAD and query.dtype in (torch.bfloat16, torch.float16)
+    if attn_mask is None and is_usual:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if key.shape[1] < query.shape[1]:
         times = query.shape[1] // key.shape[1]

@@ -68,9 +68,9 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         read = [tensor for tensor in inputs if id(tensor) not in first]
     elif packet in GATHERING:
         read = [*outputs, *inputs[1:]]
-    written = outputs or list(tensors_of(args[0]))  # operators on lists return nothing, and change the first one
+    written = outputs or list(tensors_of(_written(func, args)))  # operators on lists return nothing
     num_bytes = sum(map(_touched_bytes, read)) + sum(map(_touched_bytes, written))
-    is_of_optimizer = func._schema.name.startswith("aten::_foreach")
+    is_of_optimizer = func._schema.name.startswith(("aten::_foreach", "aten::_fused_adam"))
     speed = gpu.optimizer_gb_s if is_of_optimizer else gpu.memory_gb_s
     slower = SINGLE_PRECISION if any(tensor.dtype is torch.float32 for tensor in inputs) else 1
     product_ms = _flops(func, args, kwargs, result) * slower / (gpu.tflops * 1e9)
@@ -80,6 +80,12 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in ``value``."""
     return (leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Return the arguments that ``func`` changes in place."""
+    pairs = zip(args, func._schema.arguments, strict=False)
+    return [given for given, one in pairs if one.alias_info is not None and one.alias_info.is_write]
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:

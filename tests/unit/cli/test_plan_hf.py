@@ -78,9 +78,9 @@ def test_a_loss_in_chunks_swaps_the_model_without_its_head(folder: Path, capsys:
 def test_what_is_trained_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gib = {
         options: float(rows(planned(capsys, f"{OF_LLAMA} {options}"))["nothing"][0])
-        for options in ("--optimizer adamw", "--weights mixed")
+        for options in ("--optimizer adamw-fused", "--weights mixed")
     }
-    assert gib["--optimizer adamw"] < gib["--weights mixed"]
+    assert gib["--optimizer adamw-fused"] < gib["--weights mixed"]
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,16 @@ def test_the_optimizer_counts(tmp_path: Path) -> None:
     """AdamW's moments are as large as the weights twice, and its step takes time."""
     model = dry_model(CONFIGS["llama"](), tmp_path, Training(64))
     profiles = {
-        kind: dry_profile(model, step_of(model, Training(64, 1, "bf16", kind)), H200) for kind in ("none", "adamw")
+        kind: dry_profile(model, step_of(model, Training(64, 1, "bf16", kind)), H200)  # type: ignore[arg-type]
+        for kind in ("none", "adamw", "adamw-fused")
     }
     weights_gib = sum(weight.nbytes for weight in model.parameters()) / GIB
-    more_gib = profiles["adamw"].static_gib - profiles["none"].static_gib
-    assert more_gib == pytest.approx(2 * weights_gib, rel=0.03)
-    assert profiles["adamw"].non_layer.optimizer_ms > profiles["none"].non_layer.optimizer_ms
+    for kind in ("adamw", "adamw-fused"):
+        more_gib = profiles[kind].static_gib - profiles["none"].static_gib
+        assert more_gib == pytest.approx(2 * weights_gib, rel=0.2)  # blocks of 512 bytes, and the numbers of steps
+        assert profiles[kind].non_layer.optimizer_ms > profiles["none"].non_layer.optimizer_ms
+    temporary_gib = profiles["adamw"].optimizer_gib - profiles["adamw-fused"].optimizer_gib
+    assert temporary_gib == pytest.approx(weights_gib, rel=0.2)
 
 
 @pytest.fixture(scope="module")
