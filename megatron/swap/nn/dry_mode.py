@@ -17,7 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.swap.common.types import UsageError
 from megatron.swap.devices.dry import DryDevice
-from megatron.swap.nn.operator_costs import ALLOCATING, cost_of, tensors_of
+from megatron.swap.nn.module_boundary import tensors_in
+from megatron.swap.nn.operator_costs import ALLOCATING, cost_of
 from megatron.swap.planner.gpus import Gpu
 
 MOST_KNOWN = 2**22
@@ -52,11 +53,11 @@ class _PricedOperators(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = list(tensors_of([args, kwargs]))
+        inputs = list(tensors_in([args, kwargs]))
         if func is aten._local_scalar_dense.default and inputs[0].device == META:
             return self._value_of(inputs[0])
         result = func(*args, **kwargs)
-        seen = [tensor for tensor in (*inputs, *tensors_of(result)) if tensor.device == META]
+        seen = [tensor for tensor in (*inputs, *tensors_in(result)) if tensor.device == META]
         if seen:
             self._learn(func, args, kwargs, inputs, result)
             cost = cost_of(func, args, kwargs, result, self._gpu)

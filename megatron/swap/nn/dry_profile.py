@@ -70,7 +70,7 @@ def dry_profile(
 
     Args:
         model: the module to swap, with all parameters on the meta device. ``step`` calls it once.
-        step: is called four times.
+        step: is called three times.
         gpu: figures by which operators are priced.
         host_gib: limit of host memory for activations; ``None``: no limit.
         min_mib: smaller storages are kept, as in ``swap.activations``.
@@ -102,15 +102,14 @@ def dry_profile(
         undo.callback(model.register_forward_pre_hook(_begins(planned), prepend=True).remove)
 
         def recorded(by: Recorder) -> Recording:
-            step()  # settles: the first one makes gradients and shows the order of the layers
-            if not planned.is_known:
-                planned.learn_order(None)
             by.start(1)
             step()
             by.step_ended(2)
             return by.stop()
 
         with dry_run(device, gpu):
+            step()  # makes gradients, and shows the order of the layers
+            planned.learn_order(None)
             recording = recorded(recorder)
             described = planned.describe(model)
             layers = tuple(sorted(trained_layers(recording)))

@@ -6,15 +6,15 @@ are enough, so the tensors may be on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 from torch.utils.flop_counter import flop_registry
 
+from megatron.swap.nn.module_boundary import tensors_in
 from megatron.swap.planner.attention import BACKWARD_FLOPS, fused_workspace
 from megatron.swap.planner.gpus import Gpu
 
@@ -54,7 +54,7 @@ FREE = Cost(0.0)
 def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, gpu: Gpu) -> Cost:
     """Return what ``func(*args, **kwargs)``, an operator that has returned ``result``, costs on ``gpu``."""
     packet = func.overloadpacket
-    inputs, outputs = list(tensors_of([args, kwargs])), list(tensors_of(result))
+    inputs, outputs = list(tensors_in([args, kwargs])), list(tensors_in(result))
     is_mutable = func._schema.is_mutable
     owned = {tensor.untyped_storage()._cdata for tensor in inputs}
     is_view = not is_mutable and all(tensor.untyped_storage()._cdata in owned for tensor in outputs)
@@ -64,22 +64,17 @@ def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return _attention(packet, args, gpu)
     read = inputs
     if packet in OVERWRITING:
-        first = {id(tensor) for tensor in tensors_of(args[0])}
+        first = {id(tensor) for tensor in tensors_in(args[0])}
         read = [tensor for tensor in inputs if id(tensor) not in first]
     elif packet in GATHERING:
         read = [*outputs, *inputs[1:]]
-    written = outputs or list(tensors_of(_written(func, args)))  # operators on lists return nothing
+    written = outputs or list(tensors_in(_written(func, args)))  # operators on lists return nothing
     num_bytes = sum(map(_touched_bytes, read)) + sum(map(_touched_bytes, written))
     is_of_optimizer = func._schema.name.startswith(("aten::_foreach", "aten::_fused_adam"))
     speed = gpu.optimizer_gb_s if is_of_optimizer else gpu.memory_gb_s
     slower = SINGLE_PRECISION if any(tensor.dtype is torch.float32 for tensor in inputs) else 1
     product_ms = _flops(func, args, kwargs, result) * slower / (gpu.tflops * 1e9)
     return Cost(max(product_ms, num_bytes / (speed * 1e6), LEAST_MS))
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in ``value``."""
-    return (leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
