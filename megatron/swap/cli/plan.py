@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.swap.cli.plan_files import check_picture, draw, read_measured
-from megatron.swap.cli.plan_text import POSITIONS_NOTE, advice, floor, notes, stage_line, verdict
+from megatron.swap.cli.plan_text import HOST_NOTE, POSITIONS_NOTE, advice, floor, notes, stage_line, verdict
 from megatron.swap.cli.remedies import is_needed, remedies, remedy_line
 from megatron.swap.cli.training_command import training_command
 from megatron.swap.common.command_line import CommandLine
@@ -307,7 +307,10 @@ def _plan_hf(options: argparse.Namespace) -> bool:
 
     made = plan_model(options)
     flags = (made.call,) if made.call else ()
-    return _report(options, made.found, made.chosen, made.on, made.tokens, flags, planned_by=made.planned_by)
+    fits = _report(options, made.found, made.chosen, made.on, made.tokens, flags, planned_by=made.planned_by)
+    if options.host_gib is None and made.chosen is not None and made.chosen.host_gib:
+        print(f"\n{HOST_NOTE}")
+    return fits
 
 
 def _report(

@@ -8,8 +8,16 @@ from dataclasses import dataclass, replace
 
 from megatron.swap.cli.plan_text import floor
 from megatron.swap.common.config import USUAL_FRACTION
-from megatron.swap.common.types import SwapError, UsageError
-from megatron.swap.nn.config_model import CHECKPOINT_CALL, Training, checkpointed, model_of, step_of, swapped_part
+from megatron.swap.common.types import UsageError
+from megatron.swap.nn.config_model import (
+    CHECKPOINT_CALL,
+    Training,
+    checkpointed,
+    in_one_line,
+    model_of,
+    step_of,
+    swapped_part,
+)
 from megatron.swap.nn.dry_profile import DryStep, dry_profile, dry_step
 from megatron.swap.planner.gpus import find_gpu
 from megatron.swap.planner.options import CHECKPOINTING, NOTHING, Option, best, of_dry_run
@@ -67,11 +75,11 @@ def plan_model(options: argparse.Namespace) -> HfPlan:
             with checkpointed(model):
                 steps.append((CHECKPOINTING, (CHECKPOINT_CALL,), dry_step(model, step_of(model, training), gpu)))
         profile = dry_profile(part, step_of(model, training), gpu, host_gib=host_gib)
-    except SwapError:
+    except UsageError:
         raise
-    except (NotImplementedError, RuntimeError) as error:
+    except RuntimeError as error:
         raise UsageError(
-            f"--hf {options.hf}: {type(model).__name__} cannot run without its values ({error}). Train it with "
+            f"--hf {options.hf}: {type(model).__name__} cannot run dry ({in_one_line(error)}). Train it with "
             f"swap.activations({script_name}, memory_gib={floor(budget_gib)}), which measures its steps."
         ) from error
     found = of_dry_run(profile, budget_gib, [(name, calls, one.ms, one.reserved_gib) for name, calls, one in steps])

@@ -7,9 +7,13 @@ looks to a recorder as on a GPU.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
+from megatron.swap.common.types import SwapError
+from megatron.swap.devices.base import Stream
 from megatron.swap.devices.dry_allocator import Block, DryAllocator
 from megatron.swap.devices.emulated import EmulatedDevice
 
@@ -53,9 +57,7 @@ class DryDevice(EmulatedDevice):
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Count ``storage``, in blocks of the allocator, from now until it is freed. A second call does nothing."""
         address = storage._cdata
-        if address in self._held:
-            return
-        if not storage.nbytes():
+        if address in self._held or not storage.nbytes():
             return
         block = self._count(storage.nbytes())
 
@@ -65,6 +67,12 @@ class DryDevice(EmulatedDevice):
 
         weakref.finalize(storage, free).atexit = False
         self._held.add(address)
+
+    def allocate(self, num_bytes: int) -> NoReturn:
+        raise SwapError(f"{num_bytes} bytes are to be reloaded on a dry device, which has none: keep what is saved.")
+
+    def copy(self, stream: Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> NoReturn:
+        raise SwapError("a copy on a dry device, which has no bytes: keep what is saved.")
 
     def _count(self, num_bytes: int) -> Block:
         block = self._allocator.allocate(num_bytes)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +69,7 @@ def model_of(path: Path, training: Training) -> Any:
         kind = found["model_type"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
-            f"--hf {path}: is no config.json of transformers ({type(error).__name__}: {error}). Give the file, which "
+            f"--hf {path}: is no config.json of transformers ({in_one_line(error)}). Give the file, which "
             "model.config.save_pretrained(FOLDER) writes, or its folder."
         ) from error
     if kind not in transformers.CONFIG_MAPPING:
@@ -80,16 +81,29 @@ def model_of(path: Path, training: Training) -> Any:
             f"--hf {path}: {kind} is no causal language model (AutoModelForCausalLM). Only those are planned without a "
             "GPU. Train it with swap.activations(model, memory_gib=…), which measures its steps."
         )
-    config = config_class.from_dict(found)
+    try:
+        config = config_class.from_dict(found)
+    except Exception as error:  # as below
+        raise UsageError(f"--hf {path}: the config is invalid ({in_one_line(error)}). Correct it.") from error
     longest = vars(config.get_text_config()).get("max_position_embeddings")
     if longest is not None and training.seq_length > longest:
         raise UsageError(f"--seq-length {training.seq_length}: the config has max_position_embeddings {longest}. Give "
                          "at most that many tokens, or raise it in the config.")  # fmt: skip
     dtype = torch.bfloat16 if training.weights == "bf16" else torch.float32
-    with META:
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    try:
+        with META:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    except Exception as error:  # what a model refuses in its config, it says in any way
+        raise UsageError(
+            f"--hf {path}: transformers cannot build the model ({in_one_line(error)}). Correct the config."
+        ) from error
     model.config.pad_token_id = None  # no token is padding: else some models look whether tokens are
     return model
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the kind of ``error`` and the beginning of its text, which may go on with a trace of C++."""
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300, placeholder=' …')}"
 
 
 def swapped_part(model: Any, training: Training) -> tuple[nn.Module, str]:
@@ -117,7 +131,6 @@ def step_of(model: Any, training: Training) -> Callable[[], None]:
     model.zero_grad(set_to_none=True)
     optimizers = {"none": lambda _: None, "adamw": _foreach_adamw, "adamw-fused": _fused_adamw}
     update = optimizers[training.optimizer](list(model.parameters()))
-
     autocast = DryAutocast() if training.weights == "mixed" else None
 
     def loss() -> torch.Tensor:
@@ -126,11 +139,17 @@ def step_of(model: Any, training: Training) -> Callable[[], None]:
         hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         return _loss_in_chunks(head, hidden.flatten(0, 1), tokens.flatten(), chunk)
 
-    def step() -> None:
-        with nullcontext() if autocast is None else autocast.entered():
-            with nullcontext() if autocast is None else autocast.forward():
+    def backward() -> None:
+        if autocast is None:
+            loss().backward()
+            return
+        with autocast.entered():
+            with autocast.forward():
                 result = loss()
             result.backward()
+
+    def step() -> None:
+        backward()
         if update is not None:
             update()
         model.zero_grad(set_to_none=False)

@@ -55,6 +55,7 @@ def test_the_rows_and_the_line_to_type(folder: Path, capsys: pytest.CaptureFixtu
     assert rows(tight)["nothing"][4] == "no"
     assert float(rows(tight)["planned"][0]) <= float(budget)
     assert "self_attn.q_proj/0" in tight
+    assert ("--host-gib says how much" in tight) == (rows(tight)["planned"][1] != "0.00")
 
     of_profile = planned(capsys, f"--profile p.json --memory-gib {budget}")
     assert rows(of_profile)["planned"][:4] == rows(tight)["planned"][:4]
@@ -102,6 +103,7 @@ def test_what_is_trained_counts(folder: Path, capsys: pytest.CaptureFixture[str]
         ("--gpu h200 --hf list.json --seq-length 8", "--hf list.json: is no config.json of transformers (TypeError"),
         ("--gpu h200 --hf text.json --seq-length 8", "--hf text.json: is no config.json of transformers (JSONDecode"),
         ("--gpu h200 --hf other.json --seq-length 8", "--hf other.json: model_type 'no-such-model' is not in "),
+        ("--gpu h200 --hf odd.json --seq-length 8", "--hf odd.json: "),
         ("--gpu h200 --hf t5.json --seq-length 8", "--hf t5.json: t5 is no causal language model"),
     ],
 )
@@ -109,6 +111,7 @@ def test_wrong_input(folder: Path, capsys: pytest.CaptureFixture[str], line: str
     (folder / "list.json").write_text("[]")
     (folder / "text.json").write_text("model")
     (folder / "other.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    (folder / "odd.json").write_text(json.dumps({**LLAMA, "hidden_size": "wide"}))
     (folder / "t5.json").write_text(json.dumps({"model_type": "t5"}))
     assert program.main(line.split()) == 1
     said = capsys.readouterr()

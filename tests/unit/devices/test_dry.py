@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from megatron.swap.common.types import MIB
+from megatron.swap.common.types import MIB, SwapError
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.devices.dry_allocator import DryAllocator
 
@@ -139,3 +139,11 @@ def test_a_storage_counts_once_until_its_last_tensor_is_gone() -> None:
     del view
     assert device.allocated_bytes() == 0
     assert device.reserved_bytes() == 2 * MIB
+
+
+def test_nothing_is_copied() -> None:
+    device, tensor = DryDevice("a GPU"), torch.empty(4, dtype=torch.uint8, device="meta")
+    with pytest.raises(SwapError, match="4 bytes are to be reloaded on a dry device"):
+        device.allocate(4)
+    with pytest.raises(SwapError, match="a copy on a dry device"):
+        device.copy(device.current_stream(), [tensor], [tensor])

@@ -39,9 +39,8 @@ def made(dtype: torch.dtype) -> torch.Tensor:
 def test_types(given: torch.dtype, function: Any, dtype: torch.dtype | None) -> None:
     autocast = DryAutocast()
     for _ in range(3):  # every step enters it again
-        with autocast.entered():
-            with autocast.forward():
-                assert function(made(given)).dtype == (dtype or given)
+        with autocast.entered(), autocast.forward():
+            assert function(made(given)).dtype == (dtype or given)
     assert (made(FP32) @ made(FP32)).dtype == FP32
 
 
