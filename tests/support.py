@@ -279,7 +279,7 @@ Does Megatron Swap work with your flags? A row is a Megatron flag, a column a pa
 | sources | The patches were written for this source. No run was made. |
 | – | Not tested. |
 
-GPU runs are the rows of `docs/results`, each with its commit.
+GPU runs are the rows of `docs/results`.
 """
 
 VERSIONS_HEAD = """\

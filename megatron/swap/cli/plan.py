@@ -3,6 +3,7 @@
     megatron-swap plan --gpu h100 -- --num-layers 32 --hidden-size 4096 … your training flags
     megatron-swap plan --gpu h100 --gpus-per-host 8 --host-gib 1000 -- … your training flags
     megatron-swap plan --gpu custom:79.1,989,63 --memory-gib 70 --save plan.json -- … your training flags
+    megatron-swap plan --gpu h100 --hf config.json --seq-length 8192
     megatron-swap plan --profile profile.json --memory-gib 24 --link-gb-s 12 --seq-length 8192 --curve curve.png
     megatron-swap plan --show plan.json
 
@@ -12,8 +13,10 @@ memory of weights, gradients, optimizer state and activations on each tier. With
 run measured (--swap-summary) is printed beside the prediction.
 
 --swap-memory-gib, --swap-memory-fraction, --swap-optimizer, --swap-host-gib and --swap-disk-dir among the training
-flags limit the plan as they limit training. A profile comes from training (--swap-save-profile) or from training flags
-(--save-profile). Exit status: 0, or 1 if nothing fits or an input is wrong.
+flags limit the plan as they limit training. With --hf a Hugging Face model is planned from its config file: the table
+has the rows nothing, checkpointing and planned, and swap.activations in the loop plans. A profile comes from training
+(--swap-save-profile) or from training flags (--save-profile). Exit status: 0, or 1 if nothing fits or an input
+is wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.swap.cli.plan_files import check_picture, draw, read_measured
-from megatron.swap.cli.plan_text import POSITIONS_NOTE, advice, floor, notes, stage_line, verdict
+from megatron.swap.cli.plan_text import HOST_NOTE, POSITIONS_NOTE, advice, floor, notes, stage_line, verdict
 from megatron.swap.cli.remedies import is_needed, remedies, remedy_line
 from megatron.swap.cli.training_command import training_command
 from megatron.swap.common.command_line import CommandLine
@@ -52,6 +55,10 @@ from megatron.swap.planner.what_if import with_link, with_tokens
 
 WITH_GPU = ("num_gpus", "gpus_per_host", "pipeline_rank", "summary", "flags")
 """Options that need --gpu."""
+ONLY_HF = ("weights", "optimizer", "loss_chunk_tokens")
+"""Options that need --hf."""
+NOT_WITH_HF = ("num_gpus", "pipeline_rank", "summary", "save", "flags")
+"""Options of Megatron's training."""
 DISK_NOTE = "The disk's speed is not known: 1.2 GB/s written and 2.2 read are assumed."
 
 
@@ -80,6 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
     source.add_argument("--gpu", help=f"plan from the training flags after --, for one of {', '.join(GPUS)}, "
                         f"or for {CUSTOM_SYNTAX}: GiB of memory, dense bf16 TFLOP/s of its data sheet, GB/s of its "
                         "link in one direction")  # fmt: skip
+    parser.add_argument("--hf", type=Path, metavar="CONFIG",
+                        help="with --gpu: plan a causal language model of transformers, from its config.json or the "
+                        "folder of that: no weights, no download")  # fmt: skip
     parser.add_argument("--memory-gib", type=float,
                         help=f"device memory that a step may reserve; default: {USUAL_FRACTION:g} of the device, as in "
                         "training: CUDA, NCCL and fragments need the rest")  # fmt: skip
@@ -92,6 +102,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--link-gb-s", type=float, help="assume copies at this speed, in each direction")
     parser.add_argument("--seq-length", type=int, help="assume this sequence length")
     parser.add_argument("--micro-batch-size", type=int, help="assume this micro-batch size")
+    parser.add_argument("--weights", choices=["bf16", "mixed"],
+                        help="with --hf: all in bf16 (default), or weights, gradients and moments in fp32, autocast to "
+                        "bf16")  # fmt: skip
+    parser.add_argument("--optimizer", choices=["adamw", "adamw-fused", "none"],
+                        help="with --hf: torch's AdamW (default), the same with fused=True as Trainer has it, or "
+                        "forward and backward alone")  # fmt: skip
+    parser.add_argument("--loss-chunk-tokens", type=int,
+                        help="with --hf: the loop computes the loss in chunks of so many tokens, each of them again in "
+                        "backward; default: the model's own loss")  # fmt: skip
     parser.add_argument("--num-gpus", type=int, help="with --gpu: number of GPUs; default: one model replica")
     parser.add_argument("--gpus-per-host", type=int,
                         help="with --gpu: GPUs that share a host's memory and link; default: all GPUs of the run, at "
@@ -124,6 +143,7 @@ def check(options: argparse.Namespace) -> None:
             what = given[0] if name == "flags" else f"{_flag(name)} {given}"
             why = "prints a plan file and plans nothing" if source == "show" else "knows its model and its stage"
             raise UsageError(f"{what}: does not go with --{source}, which {why}. Leave it out, or plan with --gpu.")
+    _check_hf(options)
     if options.gpus_per_host is not None and not 1 <= options.gpus_per_host <= MOST:
         raise UsageError(f"--gpus-per-host {options.gpus_per_host}: must be at least 1.")
     for name, least in (("memory_gib", "above 0"), ("link_gb_s", "above 0"), ("host_gib", "0 or more")):
@@ -134,6 +154,22 @@ def check(options: argparse.Namespace) -> None:
         check_picture(options.curve)
     written = {"--save": options.save, "--save-profile": options.save_profile, "--curve": options.curve}
     check_files(written, {"--profile": options.profile, "--summary": options.summary})
+
+
+def _check_hf(options: argparse.Namespace) -> None:
+    given = {name: getattr(options, name) for name in (*ONLY_HF, *NOT_WITH_HF)}
+    given = {name: what for name, what in given.items() if what not in (None, [])}
+    if options.hf is None:
+        if wrong := [name for name in given if name in ONLY_HF]:
+            raise UsageError(f"{_flag(wrong[0])} {given[wrong[0]]}: is for --hf alone. Leave it out.")
+        return
+    if options.gpu is None:
+        raise UsageError(f"--hf {options.hf}: needs --gpu, one of {', '.join(GPUS)}, or {CUSTOM_SYNTAX}.")
+    if wrong := [name for name in given if name in NOT_WITH_HF]:
+        what = given["flags"][0] if wrong[0] == "flags" else f"{_flag(wrong[0])} {given[wrong[0]]}"
+        raise UsageError(f"{what}: does not go with --hf: Megatron does not train there. Leave it out.")
+    if options.seq_length is None:
+        raise UsageError(f"--hf {options.hf}: needs --seq-length, the tokens of a sequence.")
 
 
 def _flag(name: str) -> str:
@@ -157,6 +193,8 @@ def plan(options: argparse.Namespace, own: Collection[str] = ()) -> bool:
         shown = load_plan(options.show)
         print(plan_heading(shown), plan_table(shown), sep="\n\n")
         return True
+    if options.hf is not None:
+        return _plan_hf(options)
     if options.gpu is None:
         return _plan_profile(options)
     check_known(options.flags, own)
@@ -257,16 +295,37 @@ def _plan_profile(options: argparse.Namespace) -> bool:
     model = profile.model
     tokens = model.seq_length * model.micro_batch_size * profile.num_micro_batches
     found = of_profile(profile, budget_gib)
-    chosen = found[-1]
-    if chosen.fits:
-        budget = f"--swap-plan {options.save}" if options.save else f"--swap-memory-gib {floor(budget_gib)}"
-        print(verdict(chosen, found[0], f"in {budget_gib:.4g} GiB of {profile.device.name}", (budget, *chosen.flags)))
+    budget = f"--swap-plan {options.save}" if options.save else f"--swap-memory-gib {floor(budget_gib)}"
+    chosen = found[-1] if found[-1].fits else None
+    flags = (budget, *found[-1].flags)
+    return _report(options, found, chosen, f"in {budget_gib:.4g} GiB of {profile.device.name}", tokens, flags)
+
+
+def _plan_hf(options: argparse.Namespace) -> bool:
+    """Plan a Hugging Face model from its config file. Return whether something fits."""
+    from megatron.swap.cli.plan_hf import plan_model  # imports torch, which other plans do not need
+
+    made = plan_model(options)
+    flags = (made.call,) if made.call else ()
+    fits = _report(options, made.found, made.chosen, made.on, made.tokens, flags, planned_by=made.planned_by)
+    if options.host_gib is None and made.chosen is not None and made.chosen.host_gib:
+        print(f"\n{HOST_NOTE}")
+    return fits
+
+
+def _report(
+    options: argparse.Namespace, found: Sequence[Option], chosen: Option | None, on: str, tokens: int,
+    flags: Sequence[str], planned_by: str = "--swap-memory-gib …",
+) -> bool:  # fmt: skip
+    """Print what fits ``on`` a GPU and all options, and write files. Return whether something fits."""
+    if chosen is not None:
+        print(verdict(chosen, found[0], on, flags))
         print(f"\n{prediction_text(chosen, found[0], tokens)}\n")
     else:
-        print(f"Does not fit in {budget_gib:.4g} GiB of {profile.device.name}. The smallest budget that was found "
-              f"feasible is {chosen.device_gib:g} GiB.\n")  # fmt: skip
-    print(options_table(found, tokens))
-    if not chosen.fits:
+        least_gib = min(one.needed_gib for one in found)
+        print(f"Does not fit {on}. The smallest budget that was found feasible is {least_gib:g} GiB.\n")
+    print(options_table(found, tokens, planned_by=planned_by))
+    if chosen is None:
         return False
     if options.table:
         _print_tables(options, chosen)

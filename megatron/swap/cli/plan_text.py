@@ -22,6 +22,7 @@ SLOW = 1.2
 """Step time, relative to the unswapped step, from which on shared optimizer state is advised."""
 PACKS = ("--dataloader-inter-document-masking", "--sft")
 """Flags that pack documents: their lengths, which set the time of attention, are not among the flags."""
+HOST_NOTE = "Host memory is taken for unlimited: --host-gib says how much of it a host can pin."
 POSITIONS_NOTE = "Megatron also needs --max-position-embeddings (at least the sequence length)."
 
 
@@ -131,7 +132,7 @@ def notes(
         shared = f"{per_host} GPUs of a host share its memory and its link: each copies at {link}"
         yield f"{shared}, as measured on an H200 host." if options.link_gb_s is None else f"{shared}, as given."
     if options.host_gib is None and training.host_gib is None:
-        yield "Host memory is taken for unlimited: --host-gib says how much of it a host can pin."
+        yield HOST_NOTE
     if uncounted := not_counted(options.flags):
         yield f"Not counted, though they change memory: {', '.join(uncounted)}."
     if packs := [flag for flag in PACKS if flag in options.flags]:

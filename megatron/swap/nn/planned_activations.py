@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import zip_longest
-from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from megatron.swap.autotune.target import Output, PlanTarget, RunParts
 from megatron.swap.autotune.training_steps import TrainingSteps
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
-from megatron.swap.common.plan import Infeasible, Model
+from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB, SwapError, UsageError
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
@@ -58,7 +57,7 @@ class PlannedActivations(SwappedActivations):
         self._log = log
         self._ranges = Ranges()
         self._observer = None if device.type == "cuda" else Observer()
-        self._target = PlanTarget(config, self._describe, _memory_gib(device), (), remedy=REMEDY)
+        self._target = PlanTarget(config, lambda: self._planned.describe(model), _memory_gib(device), (), remedy=REMEDY)
         self._undo: list[Callable[[], None]] = []
         self._planned: PlannedLayers
         self._recorder: Recorder
@@ -134,16 +133,6 @@ class PlannedActivations(SwappedActivations):
         if peak is None and self._observer is not None:
             peak = self._observer.take_peak()
         return peak or (0, 0)
-
-    def _describe(self) -> Model:
-        """Return what a plan file says of the model. What only a Megatron model has is 1."""
-        batch, *middle, width = self._planned.hidden_shape if len(self._planned.hidden_shape) > 1 else (1, 1)
-        parameter = next(self._model.parameters())
-        return Model(
-            num_layers=self._planned.num_runs, hidden_size=max(1, width), ffn_hidden_size=1, num_attention_heads=1,
-            num_query_groups=1, seq_length=max(1, prod(middle)), micro_batch_size=max(1, batch), padded_vocab_size=1,
-            transformer_impl=type(self._model).__name__, dtype=str(parameter.dtype).removeprefix("torch."), gated=False,
-        )  # fmt: skip
 
     # --------------------------------------------------------------------- steps
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
+from megatron.swap.common.plan import Model
 from megatron.swap.common.site_paths import NON_LAYER
 from megatron.swap.common.types import LayerPosition, UsageError, layer_positions
 from megatron.swap.engine.handle import Group
@@ -235,6 +237,16 @@ class PlannedLayers:
             [boundary.module for boundary in apart if not boundary.has_backward],
             [boundary.module for boundary in apart if boundary.has_backward],
         )
+
+    def describe(self, model: nn.Module) -> Model:
+        """Return what a plan file says of ``model``. What only a Megatron model has is 1."""
+        batch, *middle, width = self.hidden_shape if len(self.hidden_shape) > 1 else (1, 1)
+        parameter = next(model.parameters())
+        return Model(
+            num_layers=self.num_runs, hidden_size=max(1, width), ffn_hidden_size=1, num_attention_heads=1,
+            num_query_groups=1, seq_length=max(1, prod(middle)), micro_batch_size=max(1, batch), padded_vocab_size=1,
+            transformer_impl=type(model).__name__, dtype=str(parameter.dtype).removeprefix("torch."), gated=False,
+        )  # fmt: skip
 
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """Return the numbers of the runs of a forward, in order, as the only chunk."""

@@ -6,6 +6,8 @@ from argparse import Namespace
 
 from megatron.swap.common.plan import Model
 
+BACKWARD_FLOPS = 2.9
+"""FLOPs of attention's backward relative to its forward, at the same speed."""
 FUSED, FLASH = "self_attention.core_attention.fused_attention", "self_attention.core_attention.flash_attention"
 """Paths of what attention saves: query, key, value and context are the first four; of cuDNN and of flash-attn."""
 
@@ -28,10 +30,14 @@ def workspace(model: Model, query: float, key: float, log_sum_exp: float) -> flo
     for each query head, in bf16; flash-attn sums them in fp32 (traced on one H200: docs/results/h200-attention.json).
     """
     is_grouped = model.num_query_groups < model.num_attention_heads
-    sums = 2 * query + log_sum_exp
     if model.flash_attention:
-        return sums + log_sum_exp + (4 * key if is_grouped else 0)
-    return sums + (2 * query if is_grouped else 0)
+        return 2 * query + 2 * log_sum_exp + (4 * key if is_grouped else 0)
+    return fused_workspace(query, log_sum_exp, is_grouped)
+
+
+def fused_workspace(query: float, log_sum_exp: float, is_grouped: bool) -> float:
+    """Return ``workspace`` for cuDNN. ``is_grouped``: there are fewer keys than queries."""
+    return 2 * query + log_sum_exp + (2 * query if is_grouped else 0)
 
 
 def largest_block(model: Model, site: str, size: float) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron.swap.common.plan import Model
 from megatron.swap.common.types import UsageError
-from megatron.swap.planner.attention import FUSED, attention_path, workspace
+from megatron.swap.planner.attention import BACKWARD_FLOPS, FUSED, attention_path, workspace
 from megatron.swap.planner.fp8 import KEEP_CONTEXT, ONLY_QUANTIZED, PROJ, SPEEDS, moved_bytes, recomputed, saved_sites
 from megatron.swap.planner.fp8 import RECOMPUTE_INPUTS as FP8_RECOMPUTE_INPUTS
 from megatron.swap.planner.gpus import Gpu
@@ -117,7 +117,7 @@ def kernels(model: Model) -> list[Kernel]:
         Kernel("attention", core * query / size.tokens, query * 2 + 2 * key,
                ((f"{path}/0", query), (f"{path}/1", key), (f"{path}/2", key), (f"{path}/3", query),
                 (f"{path}/{4 if model.flash_attention else 6}", size.log_sum_exp)),
-               backward_flops=2.9, is_attention=True, is_flash=model.flash_attention,
+               backward_flops=BACKWARD_FLOPS, is_attention=True, is_flash=model.flash_attention,
                gradients=hidden + query + qkv + workspace(model, query, key, size.log_sum_exp)),
         Kernel("proj", per_byte * query, 0, reads=(f"{path}/3",), gradients=hidden + query + weights * query,
                weight_gradient=weights * query),

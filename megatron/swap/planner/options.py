@@ -23,6 +23,8 @@ NOTHING, FULL, PLANNED, STATE, DISK = (
     "nothing", "full recomputation", "planned", "planned + optimizer state", "planned + optimizer state + disk",
 )  # fmt: skip
 """The options, the simplest first."""
+CHECKPOINTING = "checkpointing"
+"""Full recomputation by the model itself, where it is not Megatron's."""
 FULL_FLAGS = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 NEAR = 1.02
 """A simpler option is preferred if its step takes at most this times the fastest one's."""
@@ -68,7 +70,7 @@ class Option:
     @property
     def is_planned(self) -> bool:
         """Whether Megatron Swap has a part in it."""
-        return self.name not in (NOTHING, FULL)
+        return self.name not in (NOTHING, FULL, CHECKPOINTING)
 
     @property
     def predicted_profile(self) -> Profile:
@@ -190,6 +192,23 @@ def of_profile(profile: Profile, budget_gib: float) -> list[Option]:
     kept = profile if profile.offloaded_state is None else with_fraction(profile, 0.0)
     found = without_planner(replace(kept, offloaded_state=None), budget_gib, None, 0.0)
     return [*found, _planned(name, flags, profile, budget_gib, profile.host_gib, None)]
+
+
+def of_dry_run(
+    profile: Profile, budget_gib: float, without_swapping: Sequence[tuple[str, tuple[str, ...], float, float]]
+) -> list[Option]:
+    """Return the options of a model whose steps ran dry, the simplest first; the last one is planned.
+
+    Args:
+        without_swapping: name, what a script gets for it, time of a step in ms, and reserved memory in GiB, of each way
+            to train without Megatron Swap. The first one is that of ``profile``.
+    """
+    kept, (_, _, least_ms, _) = simulate(profile, empty_plan(profile)), without_swapping[0]
+    found = []
+    for name, flags, ms, gib in without_swapping:
+        prediction = replace(kept, step_ms=ms, peak_gib=gib, peak_at="reserved", recompute_ms=max(0.0, ms - least_ms))
+        found.append(Option(name, flags, profile, gib, 0.0, 0.0, gib <= budget_gib, prediction))
+    return [*found, _planned(PLANNED, (), profile, budget_gib, profile.host_gib, None)]
 
 
 def weight_gradients_gib(training: Training, num_params: float) -> float:

@@ -133,7 +133,10 @@ def _offload_note(states: States) -> str:
     return f"{fraction}; its step takes {BUCKETS_GIB:g} GiB of buckets, once activations are gone"
 
 
-def options_table(found: Sequence[Option], tokens: int, unfit: Mapping[str, int] = MappingProxyType({})) -> str:
+def options_table(
+    found: Sequence[Option], tokens: int, unfit: Mapping[str, int] = MappingProxyType({}),
+    planned_by: str = "--swap-memory-gib …",
+) -> str:  # fmt: skip
     """Return every option with the peak of each tier, tokens per second, whether it fits, and its flags.
 
     Where no plan fits, the device's column has the smallest feasible budget.
@@ -141,6 +144,7 @@ def options_table(found: Sequence[Option], tokens: int, unfit: Mapping[str, int]
     Args:
         tokens: those of a step.
         unfit: name of an option that fits → another pipeline stage that it does not fit.
+        planned_by: what makes a run plan.
     """
     table = [("option", "device GiB", "host GiB", "disk GiB", "tokens/s", "fits", "flags")]
     for one in found:
@@ -148,8 +152,8 @@ def options_table(found: Sequence[Option], tokens: int, unfit: Mapping[str, int]
         speed = "" if one.prediction is None else f"{tokens / one.prediction.step_ms * 1000:,.0f}"
         if one.prediction is None:
             rows = [f"at least {one.needed_gib:g}", "", ""]
-        short = ("--swap-memory-gib …", *one.flags) if one.is_planned else one.flags[:2]
-        flags = " ".join(short) + (" …" if not one.is_planned and one.flags else "")
+        short = (planned_by, *one.flags) if one.is_planned else one.flags[:2]
+        flags = " ".join(short) + (" …" if not one.is_planned and len(one.flags) > len(short) else "")
         fits = f"not stage {unfit[one.name]}" if one.name in unfit else "yes" if one.fits else "no"
         table.append((one.name, rows[0], rows[1], rows[2], speed, fits, flags))
     return "\n".join(_aligned(table, numbers=(1, 2, 3, 4)))

@@ -1,0 +1,91 @@
+"""The options of a Hugging Face model that no GPU has run, from its config file: no weights, no download, no GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.swap.cli.plan_text import floor
+from megatron.swap.common.config import USUAL_FRACTION
+from megatron.swap.common.types import UsageError
+from megatron.swap.nn.config_model import (
+    CHECKPOINT_CALL,
+    Training,
+    checkpointed,
+    in_one_line,
+    model_of,
+    step_of,
+    swapped_part,
+)
+from megatron.swap.nn.dry_profile import DryStep, dry_profile, dry_step
+from megatron.swap.planner.gpus import find_gpu
+from megatron.swap.planner.options import CHECKPOINTING, NOTHING, Option, best, of_dry_run
+
+
+@dataclass(frozen=True)
+class HfPlan:
+    """The options of a model.
+
+    Attributes:
+        found: the simplest first; the last one is planned.
+        chosen: the fastest that fits, or a simpler one that is nearly as fast; ``None``: none fits.
+        on: the budget and the GPU, for people.
+        tokens: those of a step.
+        planned_by: the call that plans, without its budget.
+        call: what to type for ``chosen``; empty: nothing.
+    """
+
+    found: Sequence[Option]
+    chosen: Option | None
+    on: str
+    tokens: int
+    planned_by: str
+    call: str
+
+
+def plan_model(options: argparse.Namespace) -> HfPlan:
+    """Run steps of the model of ``options.hf`` dry, with nothing and with checkpointing, and plan within the budget.
+
+    Raises:
+        UsageError: an option or the config file is invalid, or the model cannot run dry.
+    """
+    training = Training(
+        options.seq_length,
+        1 if options.micro_batch_size is None else options.micro_batch_size,
+        options.weights or "bf16",
+        options.optimizer or "adamw",
+        options.loss_chunk_tokens,
+    )
+    per_host = options.gpus_per_host or 1
+    gpu = find_gpu(options.gpu).beside(per_host)
+    if options.link_gb_s is not None:
+        gpu = replace(gpu, link_gb_s=options.link_gb_s, link_both_gb_s=options.link_gb_s)
+    budget_gib = USUAL_FRACTION * gpu.memory_gib if options.memory_gib is None else options.memory_gib
+    if budget_gib > gpu.memory_gib:
+        raise UsageError(f"--memory-gib {budget_gib:g}: {gpu.name} has {gpu.memory_gib:g} GiB.")
+    host_gib = None if options.host_gib is None else options.host_gib / per_host
+    model = model_of(options.hf, training)
+    part, script_name = swapped_part(model, training)
+    gpu = gpu.for_width(model.config.get_text_config().hidden_size)
+    steps: list[tuple[str, tuple[str, ...], DryStep]] = []  # name, what a script gets for it, figures
+    try:
+        steps.append((NOTHING, (), dry_step(model, step_of(model, training), gpu)))
+        if model.supports_gradient_checkpointing:
+            with checkpointed(model):
+                steps.append((CHECKPOINTING, (CHECKPOINT_CALL,), dry_step(model, step_of(model, training), gpu)))
+        profile = dry_profile(part, step_of(model, training), gpu, host_gib=host_gib)
+    except UsageError:
+        raise
+    except RuntimeError as error:
+        raise UsageError(
+            f"--hf {options.hf}: {type(model).__name__} cannot run dry ({in_one_line(error)}). Train it with "
+            f"swap.activations({script_name}, memory_gib={floor(budget_gib)}), which measures its steps."
+        ) from error
+    found = of_dry_run(profile, budget_gib, [(name, calls, one.ms, one.reserved_gib) for name, calls, one in steps])
+    chosen, planned_by = best(found), f"swap.activations({script_name}, memory_gib=…)"
+    call = "" if chosen is None or chosen.name == NOTHING else CHECKPOINT_CALL
+    if chosen is not None and chosen.is_planned:
+        call = planned_by.replace("…", floor(budget_gib))
+    on = f"in {budget_gib:.4g} of the {gpu.memory_gib:g} GiB of {gpu.name}"
+    return HfPlan(found, chosen, on, training.tokens, planned_by, call)

@@ -1,0 +1,201 @@
+"""A transformers model from its config file, without weights, and a training step of it, both on the meta device."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.nn.dry_autocast import DryAutocast
+
+CHECKPOINT_CALL = "model.gradient_checkpointing_enable()"
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained.
+
+    Attributes:
+        weights: ``bf16``, or ``mixed``: weights in single precision, under autocast to bf16.
+        optimizer: ``adamw``: torch's, with its defaults; ``adamw-fused``: with ``fused=True``, as ``Trainer`` makes it;
+            ``none``: forward and backward alone.
+        loss_chunk_tokens: tokens whose logits exist at a time, which backward computes again; ``None``: all, by the
+            model's own loss.
+    """
+
+    seq_length: int
+    micro_batch_size: int = 1
+    weights: Literal["bf16", "mixed"] = "bf16"
+    optimizer: Literal["adamw", "adamw-fused", "none"] = "adamw"
+    loss_chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("seq_length", "micro_batch_size", "loss_chunk_tokens"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {given}: must be at least 1.")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.seq_length * self.micro_batch_size
+
+
+def model_of(path: Path, training: Training) -> Any:
+    """Return the causal language model that ``path``, a config.json or its folder, describes, without weights.
+
+    Raises:
+        UsageError: transformers is missing, the file describes no such model, or its sequences are shorter.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError("--hf: transformers builds the model, and is missing: pip install transformers.") from error
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text())
+        kind = found["model_type"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(
+            f"--hf {path}: is no config.json of transformers ({in_one_line(error)}). Give the file, which "
+            "model.config.save_pretrained(FOLDER) writes, or its folder."
+        ) from error
+    if kind not in transformers.CONFIG_MAPPING:
+        raise UsageError(f"--hf {path}: model_type {kind!r} is not in transformers {transformers.__version__}, and "
+                         "code of other places is not run. Install a version that has it.")  # fmt: skip
+    config_class = transformers.CONFIG_MAPPING[kind]
+    if config_class not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(
+            f"--hf {path}: {kind} is no causal language model (AutoModelForCausalLM). Only those are planned without a "
+            "GPU. Train it with swap.activations(model, memory_gib=…), which measures its steps."
+        )
+    try:
+        config = config_class.from_dict(found)
+    except Exception as error:  # as below
+        raise UsageError(f"--hf {path}: the config is invalid ({in_one_line(error)}). Correct it.") from error
+    longest = vars(config.get_text_config()).get("max_position_embeddings")
+    if longest is not None and training.seq_length > longest:
+        raise UsageError(f"--seq-length {training.seq_length}: the config has max_position_embeddings {longest}. Give "
+                         "at most that many tokens, or raise it in the config.")  # fmt: skip
+    dtype = torch.bfloat16 if training.weights == "bf16" else torch.float32
+    try:
+        with META:
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    except Exception as error:  # what a model refuses in its config, it says in any way
+        raise UsageError(
+            f"--hf {path}: transformers cannot build the model ({in_one_line(error)}). Correct the config."
+        ) from error
+    model.config.pad_token_id = None  # no token is padding: else some models look whether tokens are
+    return model
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the kind of ``error`` and the beginning of its text, which may go on with a trace of C++."""
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300, placeholder=' …')}"
+
+
+def swapped_part(model: Any, training: Training) -> tuple[nn.Module, str]:
+    """Return the module to give to ``swap.activations``, and its name in a script that calls the model ``model``.
+
+    With a loss in chunks the script calls the model without its head.
+    """
+    if training.loss_chunk_tokens is None:
+        return model, "model"
+    return model.base_model, f"model.{model.base_model_prefix}"
+
+
+def step_of(model: Any, training: Training) -> Callable[[], None]:
+    """Begin a training of ``model``, without gradients and optimizer state, and return its step.
+
+    Gradients stay allocated between steps.
+
+    Raises:
+        UsageError: the loss is to be computed in chunks, and the model has no output layer.
+    """
+    tokens = torch.empty((training.micro_batch_size, training.seq_length), dtype=torch.long, device=META)
+    chunk, head = training.loss_chunk_tokens, model.get_output_embeddings()
+    if chunk is not None and head is None:
+        raise UsageError(f"--loss-chunk-tokens {chunk}: {type(model).__name__} has no output layer. Leave it out.")
+    model.zero_grad(set_to_none=True)
+    optimizers = {"none": lambda _: None, "adamw": _foreach_adamw, "adamw-fused": _fused_adamw}
+    update = optimizers[training.optimizer](list(model.parameters()))
+    autocast = DryAutocast() if training.weights == "mixed" else None
+
+    def loss() -> torch.Tensor:
+        if chunk is None:
+            return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return _loss_in_chunks(head, hidden.flatten(0, 1), tokens.flatten(), chunk)
+
+    def backward() -> None:
+        if autocast is None:
+            loss().backward()
+            return
+        with autocast.entered():
+            with autocast.forward():
+                result = loss()
+            result.backward()
+
+    def step() -> None:
+        backward()
+        if update is not None:
+            update()
+        model.zero_grad(set_to_none=False)
+
+    return step
+
+
+def _foreach_adamw(parameters: list[nn.Parameter]) -> Callable[[], object]:
+    """Return the step of torch's AdamW with ``foreach``, which it chooses on a GPU."""
+    return torch.optim.AdamW(parameters, foreach=True).step
+
+
+def _fused_adamw(parameters: list[nn.Parameter]) -> Callable[[], None]:
+    """Return the step of torch's AdamW with ``fused``, which it refuses to build on the meta device."""
+    weights: list[torch.Tensor] = list(parameters)
+    first, second = ([torch.empty_like(one, requires_grad=False) for one in weights] for _ in range(2))
+    steps = [torch.empty((), device=META) for _ in weights]
+
+    @torch.no_grad()
+    def update() -> None:
+        gradients = [one.grad for one in weights if one.grad is not None]
+        torch._fused_adamw_(
+            weights, gradients, first, second, [], steps, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return update
+
+
+def _loss_in_chunks(head: nn.Module, hidden: torch.Tensor, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Return the sum of the losses of all chunks, whose logits are computed again in backward."""
+
+    def part(states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(head(states).float(), labels, reduction="sum")
+
+    pairs = zip(hidden.split(chunk), tokens.split(chunk), strict=True)
+    return torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in pairs]).sum()  # type: ignore[misc]
+
+
+@contextmanager
+def checkpointed(model: Any) -> Iterator[None]:
+    """Return a context in which ``model`` checkpoints its layers, as ``CHECKPOINT_CALL`` does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its new name in version 6
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            yield
+        finally:
+            model.gradient_checkpointing_disable()

@@ -1,0 +1,143 @@
+"""Runs PyTorch on the dry device: every operator advances its clock, and every new storage counts as its memory.
+
+A dispatch mode sees all operators, those of backward too. Attention and dropout would come in parts, as they are not
+fused on the meta device, so they are replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron.swap.common.types import UsageError
+from megatron.swap.devices.dry import DryDevice
+from megatron.swap.nn.module_boundary import tensors_in
+from megatron.swap.nn.operator_costs import ALLOCATING, cost_of
+from megatron.swap.planner.gpus import Gpu
+
+MOST_KNOWN = 2**22
+"""Elements of the largest tensor whose values are computed."""
+WIDEST_HEAD = 256
+"""Width of the widest head that flash attention takes."""
+META = torch.device("meta")
+aten = torch.ops.aten
+
+
+@contextmanager
+def dry_run(device: DryDevice, gpu: Gpu) -> Iterator[None]:
+    """Return a context in which operators on the meta device cost on ``device`` what they cost on ``gpu``."""
+    with _fused_kernels(), _PricedOperators(device, gpu):
+        yield
+
+
+class _PricedOperators(TorchDispatchMode):
+    """Prices every operator. Computes those on whole numbers that depend on shapes alone (positions, masks).
+
+    Models ask for such values: whether positions count up, so that attention needs no mask. Values that depend on
+    tokens or weights do not exist, and asking for one is an error.
+    """
+
+    def __init__(self, device: DryDevice, gpu: Gpu) -> None:
+        super().__init__()
+        self._device = device
+        self._gpu = gpu
+        self._known = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = list(tensors_in([args, kwargs]))
+        if func is aten._local_scalar_dense.default and inputs[0].device == META:
+            return self._value_of(inputs[0])
+        result = func(*args, **kwargs)
+        seen = [tensor for tensor in (*inputs, *tensors_in(result)) if tensor.device == META]
+        if seen:
+            self._learn(func, args, kwargs, inputs, result)
+            cost = cost_of(func, args, kwargs, result, self._gpu)
+            for tensor in seen:  # what was made before the run is seen as an input
+                self._device.hold(tensor.untyped_storage())
+            self._device.run(cost.ms, cost.workspace_bytes)
+        return result
+
+    def _learn(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor], result: Any
+    ) -> None:
+        """Compute the values of ``result``, if they follow from known ones."""
+        if func._schema.is_mutable:
+            if any(tensor in self._known for tensor in inputs):
+                self._known.clear()  # views of what was changed are among them
+            return
+        is_whole = isinstance(result, torch.Tensor) and not (result.is_floating_point() or result.is_complex())
+        is_random = torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket in ALLOCATING
+        if not is_whole or is_random or result.numel() > MOST_KNOWN:
+            return
+        if all(tensor in self._known or tensor.device.type == "cpu" for tensor in inputs):
+            leaves, structure = _pytree.tree_flatten((args, kwargs))
+            args, kwargs = _pytree.tree_unflatten([self._on_cpu(leaf) for leaf in leaves], structure)
+            self._known[result] = func(*args, **kwargs)
+
+    def _on_cpu(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self._known.get(leaf, leaf)
+        return torch.device("cpu") if leaf == META else leaf
+
+    def _value_of(self, tensor: torch.Tensor) -> Any:
+        if tensor not in self._known:
+            raise UsageError(
+                "the model asks for the value of a tensor, which depends on its tokens or weights, so that its "
+                "operators do not follow from shapes. Train it with swap.activations(model, memory_gib=…), which "
+                "measures its steps."
+            )
+        return self._known[tensor].item()
+
+
+@contextmanager
+def _fused_kernels() -> Iterator[None]:
+    """Return a context in which attention and dropout on the meta device call the kernels of a GPU.
+
+    They are registered below all Python, so that every caller gets them, in backward too.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")
+    library.impl("dropout", _drop_out, "AutogradMeta")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _drop_out(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Return ``tensor`` after dropout, whose kernel saves a mask of one byte an element."""
+    return aten.native_dropout(tensor, p, True)[0] if train and p else tensor
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Return attention over [batch, heads, tokens, width] by the kernel that a GPU takes.
+
+    Without a mask, in 16 bits and for heads of one width that is cuDNN's or flash attention, which save the same:
+    queries, keys, values, output and the logarithm of its sums. Else it is the memory-efficient kernel, which saves the
+    mask too.
+    """
+    is_usual = query.shape[3] == value.shape[3] <= WIDEST_HEAD and query.dtype in (torch.bfloat16, torch.float16)
+    if attn_mask is None and is_usual:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if key.shape[1] < query.shape[1]:
+        times = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]

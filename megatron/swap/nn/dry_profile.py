@@ -1,0 +1,163 @@
+"""Steps of a model that no GPU has run: they run on the meta device, and are recorded as steps on a GPU are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.swap.autotune.switch import SwitchingPolicy
+from megatron.swap.common.instrumentation import Ranges
+from megatron.swap.common.layer_ranges import format_ranges
+from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass
+from megatron.swap.common.types import GIB, MIB
+from megatron.swap.devices.dry import DryDevice
+from megatron.swap.engine.build import build_engine
+from megatron.swap.engine.layer_hooks import in_backward, override_forward
+from megatron.swap.engine.policy import ManualPolicy
+from megatron.swap.engine.settings import EngineSettings, Instruments
+from megatron.swap.memory.host_pool import PAGE_BYTES, HostPool
+from megatron.swap.memory.tiers.host import HostTier
+from megatron.swap.nn.dry_mode import dry_run
+from megatron.swap.nn.found_layers import layers_of
+from megatron.swap.nn.planned_activations import refuse_unplannable, take_over
+from megatron.swap.nn.planned_layers import PlannedLayers
+from megatron.swap.planner.gpus import Gpu
+from megatron.swap.planner.profile import Device, Link, Pipeline, Profile
+from megatron.swap.planner.profile_builder import build_profile, trained_layers, with_recorded_times
+from megatron.swap.planner.recording import Recording
+from megatron.swap.profiling.recorder import Recorder
+
+LIBRARY_BYTES = 32 * MIB
+"""cuBLAS's workspace on Hopper, which PyTorch's allocator holds."""
+Step = Callable[[], None]
+"""Runs one training step on the meta device: a forward, the loss, backward, and whatever follows. Gradients that it
+leaves in place count as held throughout."""
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """Time of a step, and the memory that the allocator has reserved behind it."""
+
+    ms: float
+    reserved_gib: float
+
+
+def dry_step(model: nn.Module, step: Step, gpu: Gpu) -> DryStep:
+    """Return what ``step`` of ``model``, as it is, takes on ``gpu``. It is called twice: the first makes gradients.
+
+    Raises:
+        UsageError: the model's operators do not follow from shapes.
+    """
+    device = _device(model, gpu)
+    with dry_run(device, gpu):
+        step()
+        begin = device.mark()
+        step()
+    return DryStep(device.mark().elapsed_ms_since(begin), device.reserved_bytes() / GIB)
+
+
+def dry_profile(
+    model: nn.Module, step: Step, gpu: Gpu, *, host_gib: float | None = None, min_mib: float = 1.0
+) -> Profile:
+    """Return the profile of ``step`` on ``gpu``, as ``swap.activations(model, memory_gib=…)`` would measure it there.
+
+    As there, a step is recorded, and then one is timed in which all layers are recomputed.
+
+    Args:
+        model: the module to swap, with all parameters on the meta device. ``step`` calls it once.
+        step: is called three times.
+        gpu: figures by which operators are priced.
+        host_gib: limit of host memory for activations; ``None``: no limit.
+        min_mib: smaller storages are kept, as in ``swap.activations``.
+
+    Raises:
+        UsageError: the model cannot be planned, or its operators do not follow from shapes.
+        SwapError: no layer ran backward.
+    """
+    refuse_unplannable(model)
+    device, ranges = _device(model, gpu), Ranges()
+    recorder = Recorder(device, ranges, device.take_peak)
+    timer = recorder.for_times()
+    policy = SwitchingPolicy(ManualPolicy((), (), 0), 0)  # keeps everything
+    with ExitStack() as undo:
+        tier = HostTier(HostPool(limit=PAGE_BYTES, pinned=False))
+        undo.callback(tier.close)
+        instruments = Instruments(ranges=ranges, recorder=recorder)
+        engine = build_engine(device, tier, policy, EngineSettings(), instruments)
+        undo.callback(engine.manager.drain)
+        for switched, _ in take_over(model):
+            for switch_on in switched:
+                undo.callback(switch_on)
+        planned = PlannedLayers(layers_of(model), engine.saved_tensors, policy)
+        undo.callback(planned.remove)
+        undo.callback(override_forward(model, _around(planned, model)))
+        for each in (recorder, timer):
+            undo.callback(each.watch(model))
+            undo.callback(each.abandon)
+        undo.callback(model.register_forward_pre_hook(_begins(planned), prepend=True).remove)
+
+        def recorded(by: Recorder) -> Recording:
+            by.start(1)
+            step()
+            by.step_ended(2)
+            return by.stop()
+
+        with dry_run(device, gpu):
+            step()  # makes gradients, and shows the order of the layers
+            planned.learn_order(None)
+            recording = recorded(recorder)
+            described = planned.describe(model)
+            layers = tuple(sorted(trained_layers(recording)))
+            profile = build_profile(
+                recording,
+                described,
+                Link(gpu.link_gb_s, gpu.link_gb_s, gpu.link_both_gb_s, gpu.link_both_gb_s),
+                Device(gpu.name, gpu.memory_gib),
+                num_micro_batches=1,
+                source=f"a dry run; {gpu.source}",
+                host_gib=host_gib,
+                pipeline=Pipeline(chunks=(layers,)),
+                min_mib=min_mib,
+                whole_layers=True,
+            )
+            repeatable = tuple(
+                layer for entry in profile.layers for layer in entry.layers
+                if any(section.name == LAYER_SECTION for section in entry.sections)
+            )  # fmt: skip
+            if not repeatable:
+                return profile
+            whole = PlanClass(format_ranges(repeatable), {}, (LAYER_SECTION,))
+            policy.apply_plan(Plan(described, None, None, None, (whole,)))
+            planned.apply_policy(None)
+            return with_recorded_times(profile, [recorded(timer)])
+
+
+def _device(model: nn.Module, gpu: Gpu) -> DryDevice:
+    """Return a device that holds the model."""
+    device = DryDevice(gpu.name, LIBRARY_BYTES)
+    for tensor in (*model.parameters(), *model.buffers()):
+        device.hold(tensor.untyped_storage())
+    return device
+
+
+def _around(planned: PlannedLayers, model: nn.Module) -> Callable[..., Any]:
+    inner = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with planned.around(model):
+            return inner(*args, **kwargs)
+
+    return forward
+
+
+def _begins(planned: PlannedLayers) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            planned.begin_forward()
+
+    return hook

@@ -1,0 +1,112 @@
+"""Prices of PyTorch's operators on a GPU: time by FLOPs and bytes, and workspace, from the figures of the GPU.
+
+An operator that multiplies matrices takes its FLOPs or its bytes, whichever is longer; any other one its bytes. Shapes
+are enough, so the tensors may be on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from megatron.swap.nn.module_boundary import tensors_in
+from megatron.swap.planner.attention import BACKWARD_FLOPS, fused_workspace
+from megatron.swap.planner.gpus import Gpu
+
+LEAST_MS = 0.005
+"""Least time of an operator, that of launching it: assumed."""
+SINGLE_PRECISION = 15
+"""How much longer products in single precision take than in 16 bits: the ratio of the data sheets of A100 and H100."""
+
+aten = torch.ops.aten
+ALLOCATING = {
+    aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided,
+}  # fmt: skip
+"""Operators that only allocate."""
+GATHERING = {aten.embedding, aten.index, aten.index_select, aten.gather}
+"""Operators that read as much of their first tensor as they write."""
+OVERWRITING = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
+"""Operators that do not read the first argument, which they change."""
+FORWARD_ATTENTION = {aten._scaled_dot_product_flash_attention: 4, aten._scaled_dot_product_efficient_attention: 6}
+BACKWARD_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_backward: 11, aten._scaled_dot_product_efficient_attention_backward: 11
+}  # fmt: skip
+"""Fused attention, with the position of the argument ``is_causal``."""
+GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """``workspace_bytes``: memory that the operator takes while it runs, besides what it returns."""
+
+    ms: float
+    workspace_bytes: int = 0
+
+
+FREE = Cost(0.0)
+
+
+def cost_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, gpu: Gpu) -> Cost:
+    """Return what ``func(*args, **kwargs)``, an operator that has returned ``result``, costs on ``gpu``."""
+    packet = func.overloadpacket
+    inputs, outputs = list(tensors_in([args, kwargs])), list(tensors_in(result))
+    is_mutable = func._schema.is_mutable
+    owned = {tensor.untyped_storage()._cdata for tensor in inputs}
+    is_view = not is_mutable and all(tensor.untyped_storage()._cdata in owned for tensor in outputs)
+    if packet in ALLOCATING or is_view:
+        return FREE
+    if packet in FORWARD_ATTENTION or packet in BACKWARD_ATTENTION:
+        return _attention(packet, args, gpu)
+    read = inputs
+    if packet in OVERWRITING:
+        first = {id(tensor) for tensor in tensors_in(args[0])}
+        read = [tensor for tensor in inputs if id(tensor) not in first]
+    elif packet in GATHERING:
+        read = [*outputs, *inputs[1:]]
+    written = outputs or list(tensors_in(_written(func, args)))  # operators on lists return nothing
+    num_bytes = sum(map(_touched_bytes, read)) + sum(map(_touched_bytes, written))
+    is_of_optimizer = func._schema.name.startswith(("aten::_foreach", "aten::_fused_adam"))
+    speed = gpu.optimizer_gb_s if is_of_optimizer else gpu.memory_gb_s
+    slower = SINGLE_PRECISION if any(tensor.dtype is torch.float32 for tensor in inputs) else 1
+    product_ms = _flops(func, args, kwargs, result) * slower / (gpu.tflops * 1e9)
+    return Cost(max(product_ms, num_bytes / (speed * 1e6), LEAST_MS))
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
+    """Return the arguments that ``func`` changes in place."""
+    pairs = zip(args, func._schema.arguments, strict=False)
+    return [given for given, one in pairs if one.alias_info is not None and one.alias_info.is_write]
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    if func._schema.name in GROUPED:  # rows [n, k] by the weights of their experts [e, k, m]
+        products = 2 if func._schema.name.endswith("backward") else 1
+        return products * 2 * args[0].numel() * args[1].shape[-1]
+    count: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
+    return 0 if count is None else count(*args, **kwargs, out_val=result)
+
+
+def _attention(packet: Any, args: tuple[Any, ...], gpu: Gpu) -> Cost:
+    """Return the cost of fused attention over [batch, heads, tokens, width]. A causal mask halves its products."""
+    is_backward = packet in BACKWARD_ATTENTION
+    query, key, value = args[1:4] if is_backward else args[:3]
+    position = (BACKWARD_ATTENTION if is_backward else FORWARD_ATTENTION)[packet]
+    is_causal = len(args) > position and bool(args[position])
+    flops = 2 * prod(query.shape[:3]) * key.shape[2] * (query.shape[3] + value.shape[3]) / (2 if is_causal else 1)
+    if not is_backward:
+        return Cost(max(flops / (gpu.attention_tflops * 1e9), LEAST_MS))
+    is_grouped = key.shape[1] < query.shape[1]
+    log_sum_exp = 4 * prod(query.shape[:3])
+    workspace = fused_workspace(query.nbytes, log_sum_exp, is_grouped)
+    return Cost(max(BACKWARD_FLOPS * flops / (gpu.attention_tflops * 1e9), LEAST_MS), int(workspace))
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of different elements: an expanded tensor is read once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size for size, stride in sizes if stride) * tensor.itemsize if tensor.numel() else 0

@@ -1,0 +1,128 @@
+"""megatron-swap plan --hf: rows of a Hugging Face model from its config file, and wrong input in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.swap.cli import plan as program
+
+pytest.importorskip("transformers")
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 4096,
+}  # fmt: skip
+OF_LLAMA = "--gpu h200 --hf config.json --seq-length 4096"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Return the cells of the table of options, by the first."""
+    lines = text[text.index("option ") :].splitlines()[1:]
+    return {cells[0]: cells[1:] for cells in (re.split(r"  +", line.strip()) for line in lines if line)}
+
+
+def planned(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> str:
+    assert program.main(line.split()) == status
+    return capsys.readouterr().out
+
+
+def test_the_rows_and_the_line_to_type(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = planned(capsys, f"{OF_LLAMA} --optimizer none --save-profile p.json")
+    assert whole.startswith("Fits in 132.8 of the 139.8 GiB of NVIDIA H200, as it is")
+    found = rows(whole)
+    assert list(found) == ["nothing", "checkpointing", "planned"]
+    assert found["checkpointing"][-1] == "model.gradient_checkpointing_enable()"
+    assert found["planned"][-1] == "swap.activations(model, memory_gib=…)"
+    nothing, least = float(found["nothing"][0]), float(found["checkpointing"][0])
+    assert least < nothing
+
+    budget = f"{(nothing + least) / 2:.3g}"
+    tight = planned(capsys, f"{OF_LLAMA} --optimizer none --memory-gib {budget} --table")
+    assert f"swap.activations(model, memory_gib={budget})" in tight.splitlines()[0]
+    assert rows(tight)["nothing"][4] == "no"
+    assert float(rows(tight)["planned"][0]) <= float(budget)
+    assert "self_attn.q_proj/0" in tight
+    assert ("--host-gib says how much" in tight) == (rows(tight)["planned"][1] != "0.00")
+
+    of_profile = planned(capsys, f"--profile p.json --memory-gib {budget}")
+    assert rows(of_profile)["planned"][:4] == rows(tight)["planned"][:4]
+
+
+def test_nothing_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = planned(capsys, f"{OF_LLAMA} --optimizer none --memory-gib 0.1", status=1)
+    least = re.match(r"Does not fit in 0\.1 .* found feasible is ([\d.]+) GiB\.", said)
+    assert least is not None
+    assert 0.1 < float(least[1]) <= float(rows(said)["checkpointing"][0]) + 0.01
+    assert rows(said)["checkpointing"][4] == "no"
+
+
+def test_a_loss_in_chunks_swaps_the_model_without_its_head(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 65536}))
+    found = rows(planned(capsys, f"{OF_LLAMA} --optimizer none --loss-chunk-tokens 512"))
+    assert found["planned"][-1] == "swap.activations(model.model, memory_gib=…)"
+    assert float(found["nothing"][0]) < 6 * 4096 * 65536 / 2**30  # the logits in bf16 and fp32
+
+
+def test_what_is_trained_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gib = {
+        options: float(rows(planned(capsys, f"{OF_LLAMA} {options}"))["nothing"][0])
+        for options in ("--optimizer adamw-fused", "--weights mixed")
+    }
+    assert gib["--optimizer adamw-fused"] < gib["--weights mixed"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--hf config.json --profile p.json --seq-length 8", "--hf config.json: needs --gpu, one of h200, h100"),
+        ("--gpu h200 --hf config.json", "--hf config.json: needs --seq-length"),
+        (f"{OF_LLAMA} -- --num-layers 4", "--num-layers: does not go with --hf"),
+        (f"{OF_LLAMA} --pipeline-rank 0", "--pipeline-rank 0: does not go with --hf"),
+        (f"{OF_LLAMA} --save plan.json", "--save plan.json: does not go with --hf"),
+        (f"{OF_LLAMA} --memory-gib 150", "--memory-gib 150: NVIDIA H200 has 139.8 GiB."),
+        (f"{OF_LLAMA} --micro-batch-size 0", "--micro-batch-size 0: must be at least 1."),
+        (f"{OF_LLAMA} --loss-chunk-tokens 0", "--loss-chunk-tokens 0: must be at least 1."),
+        ("--gpu h200 --hf config.json --seq-length 0", "--seq-length 0: must be at least 1."),
+        ("--gpu h200 --hf config.json --seq-length 8192", "--seq-length 8192: the config has max_position_embeddings"),
+        ("--gpu h200 --optimizer none -- --num-layers 4", "--optimizer none: is for --hf alone."),
+        ("--gpu h200 --loss-chunk-tokens 64 -- --num-layers 4", "--loss-chunk-tokens 64: is for --hf alone."),
+        ("--gpu h200 --hf nowhere.json --seq-length 8", "--hf nowhere.json: is no config.json of transformers (File"),
+        ("--gpu h200 --hf list.json --seq-length 8", "--hf list.json: is no config.json of transformers (TypeError"),
+        ("--gpu h200 --hf text.json --seq-length 8", "--hf text.json: is no config.json of transformers (JSONDecode"),
+        ("--gpu h200 --hf other.json --seq-length 8", "--hf other.json: model_type 'no-such-model' is not in "),
+        ("--gpu h200 --hf odd.json --seq-length 8", "--hf odd.json: "),
+        ("--gpu h200 --hf t5.json --seq-length 8", "--hf t5.json: t5 is no causal language model"),
+    ],
+)
+def test_wrong_input(folder: Path, capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    (folder / "list.json").write_text("[]")
+    (folder / "text.json").write_text("model")
+    (folder / "other.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    (folder / "odd.json").write_text(json.dumps({**LLAMA, "hidden_size": "wide"}))
+    (folder / "t5.json").write_text(json.dumps({"model_type": "t5"}))
+    assert program.main(line.split()) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {message}")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_transformers_is_missing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert program.main(OF_LLAMA.split()) == 1
+    assert "transformers builds the model, and is missing: pip install transformers." in capsys.readouterr().err

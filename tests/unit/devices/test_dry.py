@@ -1,0 +1,149 @@
+"""The dry device: its clock, its memory, and the blocks of its allocator."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron.swap.common.types import MIB, SwapError
+from megatron.swap.devices.dry import DryDevice
+from megatron.swap.devices.dry_allocator import DryAllocator
+
+
+def test_requests_of_each_size_get_their_segments() -> None:
+    for num_bytes, reserved in ((1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (33 * MIB, 34)):
+        allocator = DryAllocator()
+        allocator.allocate(num_bytes)
+        assert allocator.reserved_bytes == reserved * MIB, num_bytes
+
+
+def test_the_smallest_block_that_is_large_enough_is_taken_and_split() -> None:
+    allocator = DryAllocator()
+    large, small = allocator.allocate(100 * MIB), allocator.allocate(40 * MIB)
+    allocator.free(large)
+    allocator.free(small)
+    allocator.allocate(30 * MIB)  # of the 40
+    allocator.allocate(60 * MIB)  # of the 100
+    allocator.allocate(40 * MIB)  # the rest of the 100
+    assert allocator.reserved_bytes == 140 * MIB
+    allocator.allocate(11 * MIB)  # the rest of the 40 has 10
+    assert allocator.reserved_bytes == 152 * MIB
+
+
+def test_a_rest_of_a_mebibyte_is_not_split_off() -> None:
+    allocator = DryAllocator()
+    allocator.free(allocator.allocate(20 * MIB))
+    assert allocator.allocate(19 * MIB).num_bytes == 20 * MIB
+
+
+def test_freed_neighbours_join_within_their_segment() -> None:
+    allocator = DryAllocator()
+    allocator.free(allocator.allocate(60 * MIB))
+    parts = [allocator.allocate(20 * MIB) for _ in range(3)]
+    other = allocator.allocate(20 * MIB)
+    for part in (parts[0], parts[2], parts[1], other):
+        allocator.free(part)
+    allocator.allocate(60 * MIB)
+    assert allocator.reserved_bytes == 80 * MIB
+    allocator.allocate(21 * MIB)
+    assert allocator.reserved_bytes == 102 * MIB
+
+
+def requests(seed: int) -> list[tuple[str, int]]:
+    """Return allocations, with their bytes, and frees, with the number of the allocation."""
+    chosen, live, made = random.Random(seed), [], []
+    for _ in range(400):
+        if live and chosen.random() < 0.48:
+            made.append(("free", live.pop(chosen.randrange(len(live)))))
+        else:
+            live.append(sum(kind == "allocate" for kind, _ in made))
+            made.append(("allocate", int(2 ** chosen.uniform(8, 27))))
+    return made
+
+
+def reserved_after(made: list[tuple[str, int]]) -> list[int]:
+    allocator, blocks, reserved = DryAllocator(), [], []
+    for kind, number in made:
+        if kind == "allocate":
+            blocks.append(allocator.allocate(number))
+        else:
+            allocator.free(blocks[number])
+        reserved.append(allocator.reserved_bytes)
+    return reserved
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_tile_their_segments(seed: int) -> None:
+    made = requests(seed)
+    held = set(range(sum(kind == "allocate" for kind, _ in made)))
+    held -= {number for kind, number in made if kind == "free"}
+    allocator, blocks = DryAllocator(), []
+    for kind, number in made:
+        if kind == "allocate":
+            blocks.append(allocator.allocate(number))
+        else:
+            allocator.free(blocks[number])
+    free_bytes = sum(block.num_bytes for blocks in allocator._free for block in blocks)
+    assert allocator.reserved_bytes == free_bytes + sum(blocks[number].num_bytes for number in held)
+
+
+ON_GPU = """
+import json, sys, torch
+tensors, reserved = [], []
+for kind, number in json.load(sys.stdin):
+    if kind == "allocate":
+        tensors.append(torch.empty(number, dtype=torch.uint8, device="cuda"))
+    else:
+        tensors[number] = None
+    reserved.append(torch.cuda.memory_reserved())
+print(json.dumps(reserved))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3))
+def test_it_reserves_what_pytorch_reserves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    made = requests(seed)
+    done = subprocess.run([sys.executable, "-c", ON_GPU], input=json.dumps(made), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == reserved_after(made)
+
+
+def test_the_clock_and_the_peak() -> None:
+    device = DryDevice("a GPU", library_bytes=MIB)
+    begin = device.mark()
+    device.run(2.5)
+    device.run(0.5, workspace_bytes=3 * MIB)
+    assert device.mark().elapsed_ms_since(begin) == 3.0
+    assert device.take_peak() == (4 * MIB, MIB)
+    assert device.take_peak() == (MIB, MIB)
+    assert device.peak_bytes() == 4 * MIB
+
+
+def test_a_storage_counts_once_until_its_last_tensor_is_gone() -> None:
+    device = DryDevice("a GPU")
+    tensor = torch.empty(1000, device="meta")
+    view = tensor[10:].view(-1, 10)
+    for one in (tensor, view):
+        device.hold(one.untyped_storage())
+    assert device.allocated_bytes() == 4096
+    del tensor, one
+    assert device.allocated_bytes() == 4096
+    del view
+    assert device.allocated_bytes() == 0
+    assert device.reserved_bytes() == 2 * MIB
+
+
+def test_nothing_is_copied() -> None:
+    device, tensor = DryDevice("a GPU"), torch.empty(4, dtype=torch.uint8, device="meta")
+    with pytest.raises(SwapError, match="4 bytes are to be reloaded on a dry device"):
+        device.allocate(4)
+    with pytest.raises(SwapError, match="a copy on a dry device"):
+        device.copy(device.current_stream(), [tensor], [tensor])

@@ -1,0 +1,73 @@
+"""Prices of operators by the figures of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.swap.nn.operator_costs import LEAST_MS, SINGLE_PRECISION, Cost, cost_of
+from megatron.swap.planner.gpus import GPUS
+
+GPU = replace(GPUS["h200"], tflops=100.0, attention_tflops=50.0, memory_gb_s=1000.0, optimizer_gb_s=500.0)
+aten = torch.ops.aten
+N = 4096
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def cost(operator: Any, *args: Any, **kwargs: Any) -> Cost:
+    return cost_of(operator, args, kwargs, operator(*args, **kwargs), GPU)
+
+
+SQUARE_MS = 2 * N * N / 1e9
+"""Time of N x N values of two bytes on a memory of 1,000 GB/s, in ms: a millionth of its bytes."""
+
+
+@pytest.mark.parametrize(
+    ("operator", "args", "ms"),
+    [
+        (aten.mm.default, (tensor(N, N), tensor(N, N)), 2 * N**3 / 100e9),
+        (aten.mm.default, (tensor(N, 1), tensor(1, N)), SQUARE_MS + 4 * N / 1e9),
+        (aten.bmm.default, (tensor(4, N, N), tensor(4, N, N)), 4 * 2 * N**3 / 100e9),
+        (aten.mm.default, (tensor(N, N, dtype=torch.float32),) * 2, SINGLE_PRECISION * 2 * N**3 / 100e9),
+        (aten._grouped_mm.default, (tensor(N, N), tensor(8, N, N), tensor(8, dtype=torch.int32)), 2 * N**3 / 100e9),
+        (aten.add.Tensor, (tensor(N, N), tensor(N, N)), 3 * SQUARE_MS),
+        (aten.add.Tensor, (tensor(N, N), tensor(1, N).expand(N, N)), 2 * SQUARE_MS + 2 * N / 1e9),
+        (aten.add_.Tensor, (tensor(N, N), tensor(N, N)), 3 * SQUARE_MS),
+        (aten.copy_.default, (tensor(N, N), tensor(N, N)), 2 * SQUARE_MS),
+        (aten.zero_.default, (tensor(N, N),), SQUARE_MS),
+        (aten._to_copy.default, (tensor(N, N),), 2 * SQUARE_MS),
+        (aten.embedding.default, (tensor(10 * N, N), tensor(N, dtype=torch.long)), 2 * SQUARE_MS + 8 * N / 1e9),
+        (aten._foreach_add_.List, ([tensor(N, N)], [tensor(N, N)]), 2 * 3 * SQUARE_MS),
+        (aten._foreach_zero_.default, ([tensor(N, N)],), 2 * SQUARE_MS),
+        (aten.add.Tensor, (tensor(1), tensor(1)), LEAST_MS),
+        (aten.t.default, (tensor(N, N),), 0.0),
+        (aten._unsafe_view.default, (tensor(N, N), [N * N]), 0.0),
+        (aten.empty_like.default, (tensor(N, N),), 0.0),
+    ],
+)  # fmt: skip
+def test_time(operator: Any, args: tuple[Any, ...], ms: float) -> None:
+    assert cost(operator, *args).ms == pytest.approx(ms)
+    assert cost(operator, *args).workspace_bytes == 0
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("num_keys", [2, 8])
+def test_attention(is_causal: bool, num_keys: int) -> None:
+    query, key = tensor(1, 8, N, 128), tensor(1, num_keys, N, 128)
+    forward_ms = 4 * 8 * N * N * 128 / (2 if is_causal else 1) / 50e9
+    forward = aten._scaled_dot_product_flash_attention.default
+    assert cost(forward, query, key, key, 0.0, is_causal).ms == pytest.approx(forward_ms)
+    output, sums, *_ = forward(query, key, key, 0.0, is_causal)
+    backward = cost(
+        aten._scaled_dot_product_flash_attention_backward.default, output, query, key, key, output, sums, None, None,
+        N, N, 0.0, is_causal, torch.empty(2, dtype=torch.uint64, device="meta"),
+        torch.empty((), dtype=torch.uint64, device="meta"),
+    )  # fmt: skip
+    assert backward.ms == pytest.approx(2.9 * forward_ms)
+    assert backward.workspace_bytes == (2 if num_keys == 8 else 4) * query.nbytes + sums.nbytes
