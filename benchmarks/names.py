@@ -102,6 +102,9 @@ def _ours(row: Row) -> str:
     if (fraction := value(row, "--swap-optimizer")) is not None:
         share = "optimizer state auto" if fraction == "auto" else f"{float(fraction):.0%} of optimizer state"
         parts.append(f"{share}, disk" if value(row, "--swap-disk-dir") else share)
+    for part, flag in (("loss", "--swap-loss-chunks"), ("MLP", "--mlp-chunks-for-training")):
+        if (number := value(row, flag)) is not None:
+            parts.append(f"{part} chunks: {number}")
     granularity = value(row, "--recompute-granularity")
     if granularity is not None:
         modules = value(row, "--recompute-modules")

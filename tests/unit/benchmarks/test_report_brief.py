@@ -60,6 +60,7 @@ def test_changing_lengths_are_in_the_name() -> None:
         ("x", "--swap-layers all --swap-modules self_attention", "attention of all layers"),
         ("x", "--swap-optimizer 0.69 --swap-disk-dir /d", "69% of optimizer state, disk"),
         ("x", "--swap-layers none --swap-oom-guard", "out-of-memory guard"),
+        ("x", "--swap-loss-chunks auto --mlp-chunks-for-training 4", "loss chunks: auto + MLP chunks: 4"),
     ],
 )  # fmt: skip
 def test_a_method_is_named_by_what_it_does(method: str, more: str, text: str) -> None:
@@ -139,7 +140,7 @@ def test_a_table_of_runs_under_a_budget_keeps_the_best_other_methods() -> None:
 
 def test_only_runs_with_an_unswapped_reference_count_as_equal() -> None:
     page = markdown_of(ROOT / "docs", BRIEF)
-    assert "| one GPU | 32 | 32 |" in page, "the guarded run's reference is a guarded one"
+    assert "| one GPU | 33 | 33 |" in page, "the guarded run's reference is a guarded one"
     assert re.search(r"no offload \| out of device memory", page)
 
 

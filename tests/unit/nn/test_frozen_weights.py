@@ -388,6 +388,7 @@ def test_a_model_larger_than_what_is_allowed(layer: Any, start: str) -> None:
     layer_bytes = offloaded_bytes // num_layers
     rest_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) - offloaded_bytes
     alone = train(copy.deepcopy(model))
+    alone.weights = [weight.cpu() for weight in alone.weights]  # else they count below
     model.to(start)
     with swap.weights(model, training=True) as swapped:
         gc.collect()
@@ -399,5 +400,5 @@ def test_a_model_larger_than_what_is_allowed(layer: Any, start: str) -> None:
         assert swapped.stats.buffer_peak_bytes == swapped.stats.buffer_bytes
         assert swapped.stats.num_late == 0
     assert all(tensor.device.type == start for tensor in (*model.parameters(), *model.buffers()))
-    together.weights = [weight.cuda() for weight in together.weights]
+    together.weights = [weight.cpu() for weight in together.weights]
     assert together == alone
