@@ -15,6 +15,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron.swap.planner.profile import LayerClass, Profile, Section, SiteProfile
 from megatron.swap.planner.schedule import schedule
+from megatron.swap.planner.solver_output import without_solver_lines
 
 MIB_PER_GIB = 1024.0
 UNIT = 1000.0
@@ -269,11 +270,12 @@ class Program:
         if minimize_memory:
             cost[self._peak] = 1
         cost = cost + UNIT * (self._tie_break + (1e-6 if minimize_memory else 1.0) * time)
-        done = milp(
-            cost, integrality=self._integral, bounds=Bounds(0, self._upper),
-            constraints=LinearConstraint(np.array(rows), -np.inf, np.array(limits)),
-            options={"mip_rel_gap": gap, "node_limit": MAX_NODES},
-        )  # fmt: skip
+        with without_solver_lines():
+            done = milp(
+                cost, integrality=self._integral, bounds=Bounds(0, self._upper),
+                constraints=LinearConstraint(np.array(rows), -np.inf, np.array(limits)),
+                options={"mip_rel_gap": gap, "node_limit": MAX_NODES},
+            )  # fmt: skip
         if done.x is None:
             return None
         base = factor * micro_batch_ms(profile) + profile.non_layer.optimizer_ms
