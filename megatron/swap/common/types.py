@@ -34,6 +34,8 @@ LINEAR = "linear"
 """Outputs of linear_qkv and linear_fc1."""
 PRODUCERS = (NORM, ACTIVATION, ROTARY, QUANTIZED, RESIDUAL, LINEAR)
 """Kinds of kernels whose outputs can be recomputed."""
+OPERATOR = "operator"
+"""Outputs of single cheap operators, in models that Megatron did not build."""
 
 FEW_LAYERS = 8
 """Chunks with fewer layers release memory storage by storage: see ``LayerPosition.early_release``."""

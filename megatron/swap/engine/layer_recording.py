@@ -22,6 +22,10 @@ class Packing(Protocol):
         """Whether ``tensor`` stays on the device anyway (a parameter, say)."""
         ...
 
+    def is_input(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is an input of the layer, which ``join`` puts into the graph if nobody has."""
+        ...
+
     def join(self, tensor: torch.Tensor, group: Group) -> Any:
         """Return the packed form of an input: one more saved tensor on the entry that its storage already has."""
         ...

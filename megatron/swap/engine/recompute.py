@@ -183,7 +183,8 @@ class Recomputer:
         assert recording is not None
         record = recording.records[tensor.untyped_storage()._cdata]
         undecided = Undecided(self._spec(site, group, record, recording), record, tensor.detach(), packing)
-        if all(packing.is_constant(alias.tensor) or recording.is_in_graph(alias.tensor) for alias in record.inputs):
+        inputs = [alias.tensor for alias in record.inputs]
+        if all(packing.is_constant(one) or recording.is_in_graph(one) or packing.is_input(one) for one in inputs):
             self._decide(undecided, recording)
         else:
             recording.undecided.append(undecided)
@@ -278,6 +279,8 @@ class Recomputer:
             storage = tensor.untyped_storage()
             source = recording.records.get(storage._cdata)
             if packing.is_constant(tensor) or recording.is_in_graph(tensor) or source in chain.makers:
+                continue
+            if source is None and packing.is_input(tensor):
                 continue
             if source is None:
                 chain.kept_bytes += storage.nbytes()

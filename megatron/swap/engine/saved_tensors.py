@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -169,7 +169,11 @@ class SavedTensors:
             self._recorder.not_repeatable(group.label)
 
     def hooks(
-        self, where: Where, constants: Collection[int] = (), weight_shapes: Collection[torch.Size] = ()
+        self,
+        where: Where,
+        constants: Collection[int] = (),
+        weight_shapes: Collection[torch.Size] = (),
+        inputs: Mapping[int, Site] | None = None,
     ) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors are kept, offloaded or recomputed.
 
@@ -177,8 +181,10 @@ class SavedTensors:
             where: returns the group and site of each saved tensor.
             constants: addresses of storages that are kept whatever the policy says (parameters).
             weight_shapes: as for ``WrapperRules.take_apart``.
+            inputs: sites for inputs of the layer, by the addresses of their storages: where recomputation reads such an
+                input and nothing saves it, it is saved there.
         """
-        packer = LayerPacker(self, where, constants)
+        packer = LayerPacker(self, where, constants, inputs or {})
         return self._enter(Hooks(packer.pack, self.unpack), Hooks(packer.pack_cache, self.unpack), weight_shapes)
 
     def keeping(
@@ -280,11 +286,14 @@ class LayerPacker:
 
     Args:
         saved_tensors: unpacks the tensors.
-        where, constants: as in ``SavedTensors.hooks``.
+        where, constants, inputs: as in ``SavedTensors.hooks``.
     """
 
-    def __init__(self, saved_tensors: SavedTensors, where: Where, constants: Collection[int]) -> None:
+    def __init__(
+        self, saved_tensors: SavedTensors, where: Where, constants: Collection[int], inputs: Mapping[int, Site]
+    ) -> None:
         self._where = where
+        self._inputs = inputs
         self._constants = constants
         self._device = saved_tensors.device
         self._footprint = saved_tensors.footprint
@@ -340,6 +349,10 @@ class LayerPacker:
         """Whether ``tensor`` is kept whatever the policy says."""
         return is_ineligible(tensor, self._device) or tensor.untyped_storage()._cdata in self._constants
 
+    def is_input(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is an input of the layer, which ``join`` puts into the graph if nobody has."""
+        return tensor.untyped_storage()._cdata in self._inputs
+
     def join(self, tensor: torch.Tensor, group: Group) -> Packed:
         """Return the packed form of an input of a recomputed storage.
 
@@ -350,19 +363,23 @@ class LayerPacker:
         spec = None if self._recomputer is None else self._recomputer.find(tensor)
         if spec is not None:
             return self._join_spec(tensor, spec)
-        storage = tensor.untyped_storage()
+        storage, record = tensor.untyped_storage(), None
         handle = self._offload.find(storage)
-        if handle is None:
+        if handle is None and (site := self._inputs.get(storage._cdata)) is not None:
+            record = None if self._recorder is None else self._recorder.saved(site, group.label, tensor)
+            handle = self._new_handle(storage, site, group)
+        elif handle is None:
             self._offload.account_kept(storage, group)
-        return self._join_handle(tensor, handle, group)
+        return self._join_handle(tensor, handle, group, record)
 
     def hold(self, tensor: torch.Tensor, site: Site, group: Group) -> Packed:
         """Decide once more about a tensor that turned out not to be recomputable, and return its packed form."""
         storage = tensor.untyped_storage()
         handle = self._offload.find(storage)
-        if handle is None:
-            handle = self._offload.new_handle(storage, site, group, self._decider.decide(site, storage, group.position))
-        return self._join_handle(tensor, handle, group)
+        return self._join_handle(tensor, handle or self._new_handle(storage, site, group), group)
+
+    def _new_handle(self, storage: torch.UntypedStorage, site: Site, group: Group) -> Handle | None:
+        return self._offload.new_handle(storage, site, group, self._decider.decide(site, storage, group.position))
 
     def _join_spec(self, tensor: torch.Tensor, spec: RecomputeSpec, record: Record | None = None) -> Packed:
         spec.num_packed += 1

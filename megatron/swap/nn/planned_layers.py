@@ -21,14 +21,16 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.plan import Model
-from megatron.swap.common.site_paths import NON_LAYER
-from megatron.swap.common.types import LayerPosition, UsageError, layer_positions
+from megatron.swap.common.site_paths import INPUT_PATH, NON_LAYER
+from megatron.swap.common.types import LayerPosition, Site, UsageError, layer_positions
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
+from megatron.swap.nn.found_layers import is_compiled
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint
+from megatron.swap.nn.operator_records import OperatorRecords
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
 
 
@@ -66,6 +68,7 @@ class PlannedBoundary(ModuleBoundary):
         self._on_run = on_run
         self.has_backward = self.is_entered = self.is_apart = False
         self._graph: weakref.ref[Any] | None = None
+        self._is_compiled = any(map(is_compiled, module.modules()))  # compiled code does not run under a mode
         super().__init__(number, module, saved_tensors, position, options)
 
     @torch.compiler.disable
@@ -84,6 +87,11 @@ class PlannedBoundary(ModuleBoundary):
             if self._names is not None:
                 self._names.layer = run.number
             self.set_position(run.position, checkpoint if run.is_whole else None)
+            inputs = self._inputs_in(args, kwargs)
+            self._inputs = {
+                tensor.untyped_storage()._cdata: Site(run.number, INPUT_PATH, number)
+                for number, tensor in enumerate(inputs)
+            }
         return super()._forward(*args, **kwargs)
 
     def _refuse_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -99,8 +107,11 @@ class PlannedBoundary(ModuleBoundary):
         return named if isinstance(named, torch.Tensor) else next(_tensors([args, kwargs]), None)
 
     def _note_inputs(self, group: Group, hidden: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = [tensor for tensor in _tensors([args, kwargs]) if _is_input(tensor, hidden)]
-        self._saved_tensors.inputs(group, inputs)
+        self._saved_tensors.inputs(group, self._inputs_in(args, kwargs))
+
+    def _inputs_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        hidden = self._hidden(args, kwargs)
+        return [tensor for tensor in _tensors([args, kwargs]) if _is_input(tensor, hidden)]
 
     def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
         def begins() -> None:
@@ -123,12 +134,20 @@ class PlannedBoundary(ModuleBoundary):
         if self._checkpoint is not None:
             return self._run_checkpointed(group, args, kwargs)
         if self._saved_tensors.active_recorder is None:
-            return self._inner(*args, **kwargs)
+            return self._run_recorded(args, kwargs)
         before = RunSnapshot(self.module, args, kwargs)
-        result = self._inner(*args, **kwargs)
+        result = self._run_recorded(args, kwargs)
         if not before.is_unchanged():  # such as batch norm, which counts what it has seen
             self._saved_tensors.not_repeatable(group)
         return result
+
+    def _run_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer. If some of what it saves may be recomputed, record its operators."""
+        recomputer = self._saved_tensors.recomputer
+        if recomputer is None or not recomputer.is_recording or self._is_compiled:
+            return self._inner(*args, **kwargs)
+        with OperatorRecords(recomputer):
+            return self._inner(*args, **kwargs)
 
     def _run_checkpointed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer in torch's checkpoint, which saves the inputs, and restores random state and autocast."""

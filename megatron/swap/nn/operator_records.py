@@ -1,0 +1,110 @@
+"""Records how a layer's cheap operators made their outputs, so that backward can make them again.
+
+While a layer runs, every operator of PyTorch's dispatcher passes ``OperatorRecords``. Outputs of elementwise operators,
+reductions, norms and copies are recorded with the operator and its inputs (``engine/recompute.py``): where autograd
+saves such an output, a plan may have it computed again instead of kept. No model is known by name: a norm or a rotary
+embedding that a model writes out in single operators is recomputed operator by operator, as far as they are saved.
+Whether an operator gives the same bits again is tried at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.swap.common.types import OPERATOR
+from megatron.swap.engine.recompute import Recomputer
+
+aten = torch.ops.aten
+CHEAP = {
+    aten._fused_rms_norm, aten._log_softmax, aten._softmax, aten._to_copy, aten.cat, aten.clone, aten.index_select,
+    aten.native_group_norm, aten.native_layer_norm, aten.stack,
+}  # fmt: skip
+"""Operators beside those with one of ``CHEAP_TAGS``. They read and write memory, and multiply no matrices."""
+CHEAP_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
+UNREPEATABLE_TAGS = {
+    torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise, torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+}  # fmt: skip
+
+
+class OperatorRecords(TorchDispatchMode):
+    """Records the outputs of cheap operators of this thread while active.
+
+    Args:
+        recomputer: receives the records.
+    """
+
+    def __init__(self, recomputer: Recomputer) -> None:
+        super().__init__()
+        self._recomputer = recomputer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        result = func(*args, **options)
+        if self._recomputer.is_recording and is_cheap(func):
+            self._record(func, args, options, result)
+        return result
+
+    def _record(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        again, inputs = of_tensors(func, args, options)
+        with _with_versions():
+            if isinstance(result, torch.Tensor):
+                self._recomputer.record(OPERATOR, again, inputs, {}, result)
+                return
+            for number, part in enumerate(result):  # a norm's output, and its statistics
+                if isinstance(part, torch.Tensor):
+                    self._recomputer.record(OPERATOR, _part(again, number), inputs, {}, part)
+
+
+def is_cheap(func: Any) -> bool:
+    """Whether the operator ``func`` only reads and writes memory, and may run again."""
+    known = _IS_CHEAP.get(func)
+    if known is None:
+        tags = set(func.tags)
+        of_kind = func.overloadpacket in CHEAP or bool(tags & CHEAP_TAGS)
+        known = _IS_CHEAP[func] = of_kind and not tags & UNREPEATABLE_TAGS and not func._schema.is_mutable
+    return known
+
+
+_IS_CHEAP: dict[Any, bool] = {}
+
+
+def of_tensors(
+    func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]
+) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """Bind all arguments of ``func`` but its tensors, those in lists among them. Return function and tensors."""
+    leaves, structure = _pytree.tree_flatten([list(args), options])
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaves[place] for place in places]
+    for place in places:
+        leaves[place] = None
+
+    def again(*given: torch.Tensor) -> Any:
+        full = list(leaves)
+        for place, tensor in zip(places, given, strict=True):
+            full[place] = tensor
+        again_args, again_options = _pytree.tree_unflatten(full, structure)
+        return func(*again_args, **again_options)
+
+    return again, tensors
+
+
+def _part(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    return lambda *given: function(*given)[number]
+
+
+def _with_versions() -> Any:
+    """Return a context in which ``detach`` shares the version counter, by which changes in place are seen.
+
+    Below autograd, where a mode runs, PyTorch leaves out the key that makes views share it.
+    """
+    without_views = torch._C._dispatch_tls_local_exclude_set()
+    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), without_views - views)
