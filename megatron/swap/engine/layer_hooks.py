@@ -143,7 +143,7 @@ class LayerBoundary:
         self._saved_tensors = saved_tensors
         self._position = position
         self._names = SiteNames(layer, module) if options.hooked else None
-        self._inputs: dict[int, Site] = {}  # of the forward that begins, as for ``SavedTensors.hooks``
+        self._sources: dict[int, Site] = {}  # of the present forward, as for ``SavedTensors.hooks``
         self._constants = [*module.parameters(), *module.buffers()]
         self._weight_shapes = frozenset(one.shape for one in module.parameters() if one.dim() > 1)
         self._inner = module.forward
@@ -244,5 +244,5 @@ class LayerBoundary:
         stack = ExitStack()
         stack.enter_context(self._saved_tensors.recording(self.layer))
         where = lambda: (group, names.next_site())  # noqa: E731
-        stack.enter_context(self._saved_tensors.hooks(where, constants, self._weight_shapes, self._inputs))
+        stack.enter_context(self._saved_tensors.hooks(where, constants, self._weight_shapes, self._sources))
         return stack

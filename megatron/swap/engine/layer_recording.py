@@ -22,8 +22,8 @@ class Packing(Protocol):
         """Whether ``tensor`` stays on the device anyway (a parameter, say)."""
         ...
 
-    def is_input(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is an input of the layer, which ``join`` puts into the graph if nobody has."""
+    def can_save(self, tensor: torch.Tensor) -> bool:
+        """Whether ``join`` puts ``tensor`` into the graph at a site of its own, if nobody saves it."""
         ...
 
     def join(self, tensor: torch.Tensor, group: Group) -> Any:

@@ -71,6 +71,16 @@ class Chain:
     num_bytes: int
     makers: list[ProducerRecord] = field(default_factory=list)
     kept_bytes: int = 0
+    sources: list[int] = field(default_factory=list)
+
+    def mark(self) -> tuple[int, int, int]:
+        """Return the present state, for ``reset``."""
+        return len(self.makers), self.kept_bytes, len(self.sources)
+
+    def reset(self, mark: tuple[int, int, int]) -> None:
+        """Drop what was added since ``mark``."""
+        num_makers, self.kept_bytes, num_sources = mark
+        del self.makers[num_makers:], self.sources[num_sources:]
 
 
 def version_probe_of(tensor: torch.Tensor) -> Alias:

@@ -183,8 +183,7 @@ class Recomputer:
         assert recording is not None
         record = recording.records[tensor.untyped_storage()._cdata]
         undecided = Undecided(self._spec(site, group, record, recording), record, tensor.detach(), packing)
-        inputs = [alias.tensor for alias in record.inputs]
-        if all(packing.is_constant(one) or recording.is_in_graph(one) or packing.is_input(one) for one in inputs):
+        if all(packing.is_constant(alias.tensor) or recording.is_in_graph(alias.tensor) for alias in record.inputs):
             self._decide(undecided, recording)
         else:
             recording.undecided.append(undecided)
@@ -280,7 +279,12 @@ class Recomputer:
             source = recording.records.get(storage._cdata)
             if packing.is_constant(tensor) or recording.is_in_graph(tensor) or source in chain.makers:
                 continue
-            if source is None and packing.is_input(tensor):
+            if packing.can_save(tensor):
+                if storage._cdata not in chain.sources and not self._is_made(site, source, recording, packing, chain):
+                    chain.sources.append(storage._cdata)
+                    chain.kept_bytes += storage.nbytes()
+                    if chain.kept_bytes >= chain.num_bytes:
+                        return Refusal(Reason.INPUT_NOT_SAVED)
                 continue
             if source is None:
                 chain.kept_bytes += storage.nbytes()
@@ -295,6 +299,22 @@ class Recomputer:
                 return problem
             chain.makers.append(source)
         return None
+
+    def _is_made(
+        self, site: Site, source: ProducerRecord | None, recording: LayerRecording, packing: Packing, chain: Chain
+    ) -> bool:
+        """Add ``source`` to ``chain``, if it can be made from less than its own bytes; else saving it is better."""
+        if source is None or source.version_probe.changed():
+            return False
+        if not self._decider.may_recompute(site, source.num_bytes, source.producer):
+            return False
+        mark = chain.mark()
+        problem = self._find_unsaved(site, source, recording, packing, chain)
+        if problem is not None or chain.kept_bytes - mark[1] >= source.num_bytes:
+            chain.reset(mark)
+            return False
+        chain.makers.append(source)
+        return True
 
     # ----------------------------------------------------------------- backward
 

@@ -173,7 +173,7 @@ class SavedTensors:
         where: Where,
         constants: Collection[int] = (),
         weight_shapes: Collection[torch.Size] = (),
-        inputs: Mapping[int, Site] | None = None,
+        sources: Mapping[int, Site] | None = None,
     ) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors are kept, offloaded or recomputed.
 
@@ -181,10 +181,10 @@ class SavedTensors:
             where: returns the group and site of each saved tensor.
             constants: addresses of storages that are kept whatever the policy says (parameters).
             weight_shapes: as for ``WrapperRules.take_apart``.
-            inputs: sites for inputs of the layer, by the addresses of their storages: where recomputation reads such an
-                input and nothing saves it, it is saved there.
+            sources: sites by the addresses of storages: where recomputation reads such a storage and nothing saves it,
+                it is saved there. It grows while the layer runs.
         """
-        packer = LayerPacker(self, where, constants, inputs or {})
+        packer = LayerPacker(self, where, constants, {} if sources is None else sources)
         return self._enter(Hooks(packer.pack, self.unpack), Hooks(packer.pack_cache, self.unpack), weight_shapes)
 
     def keeping(
@@ -286,14 +286,14 @@ class LayerPacker:
 
     Args:
         saved_tensors: unpacks the tensors.
-        where, constants, inputs: as in ``SavedTensors.hooks``.
+        where, constants, sources: as in ``SavedTensors.hooks``.
     """
 
     def __init__(
-        self, saved_tensors: SavedTensors, where: Where, constants: Collection[int], inputs: Mapping[int, Site]
+        self, saved_tensors: SavedTensors, where: Where, constants: Collection[int], sources: Mapping[int, Site]
     ) -> None:
         self._where = where
-        self._inputs = inputs
+        self._sources = sources
         self._constants = constants
         self._device = saved_tensors.device
         self._footprint = saved_tensors.footprint
@@ -349,9 +349,9 @@ class LayerPacker:
         """Whether ``tensor`` is kept whatever the policy says."""
         return is_ineligible(tensor, self._device) or tensor.untyped_storage()._cdata in self._constants
 
-    def is_input(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is an input of the layer, which ``join`` puts into the graph if nobody has."""
-        return tensor.untyped_storage()._cdata in self._inputs
+    def can_save(self, tensor: torch.Tensor) -> bool:
+        """Whether ``join`` puts ``tensor`` into the graph at a site of its own, if nobody saves it."""
+        return tensor.untyped_storage()._cdata in self._sources
 
     def join(self, tensor: torch.Tensor, group: Group) -> Packed:
         """Return the packed form of an input of a recomputed storage.
@@ -365,9 +365,11 @@ class LayerPacker:
             return self._join_spec(tensor, spec)
         storage, record = tensor.untyped_storage(), None
         handle = self._offload.find(storage)
-        if handle is None and (site := self._inputs.get(storage._cdata)) is not None:
+        if handle is None and (site := self._sources.get(storage._cdata)) is not None:
             record = None if self._recorder is None else self._recorder.saved(site, group.label, tensor)
             handle = self._new_handle(storage, site, group)
+            if self._recomputer is not None:
+                self._recomputer.saved(storage)
         elif handle is None:
             self._offload.account_kept(storage, group)
         return self._join_handle(tensor, handle, group, record)

@@ -16,8 +16,10 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.swap.common.types import OPERATOR
+from megatron.swap.common.site_paths import SOURCE_PATH
+from megatron.swap.common.types import OPERATOR, Site
 from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.nn.module_boundary import tensors_in
 
 aten = torch.ops.aten
 CHEAP = {
@@ -25,6 +27,8 @@ CHEAP = {
     aten.native_group_norm, aten.native_layer_norm, aten.stack,
 }  # fmt: skip
 """Operators beside those with one of ``CHEAP_TAGS``. They read and write memory, and multiply no matrices."""
+ALLOCATING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+"""Operators that the engine calls, too: they are not counted."""
 CHEAP_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
 UNREPEATABLE_TAGS = {
     torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise, torch.Tag.dynamic_output_shape,
@@ -37,19 +41,32 @@ class OperatorRecords(TorchDispatchMode):
 
     Args:
         recomputer: receives the records.
+        layer: number of the layer that runs.
+        sources: gets a site for the output of each operator, by the address of its storage. An address that is used
+            again gets another site, so the entry of a living storage is its own.
     """
 
-    def __init__(self, recomputer: Recomputer) -> None:
+    def __init__(self, recomputer: Recomputer, layer: int, sources: dict[int, Site]) -> None:
         super().__init__()
         self._recomputer = recomputer
+        self._layer = layer
+        self._sources = sources
+        self._num_outputs = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
         result = func(*args, **options)
-        if self._recomputer.is_recording and is_cheap(func):
-            self._record(func, args, options, result)
+        if self._recomputer.is_recording and not func._schema.is_mutable and func.overloadpacket not in ALLOCATING:
+            given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, options])}
+            for tensor in tensors_in(result):
+                address = tensor.untyped_storage()._cdata
+                if address not in given:  # else it is a view
+                    self._sources[address] = Site(self._layer, SOURCE_PATH, self._num_outputs)
+                    self._num_outputs += 1
+            if is_cheap(func):
+                self._record(func, args, options, result)
         return result
 
     def _record(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:

@@ -21,7 +21,7 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.plan import Model
-from megatron.swap.common.site_paths import INPUT_PATH, NON_LAYER
+from megatron.swap.common.site_paths import CHECKPOINT_PATH, NON_LAYER
 from megatron.swap.common.types import LayerPosition, Site, UsageError, layer_positions
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
@@ -30,6 +30,7 @@ from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.nn.found_layers import is_compiled
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint
+from megatron.swap.nn.module_weights import computing_devices
 from megatron.swap.nn.operator_records import OperatorRecords
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
 
@@ -68,7 +69,8 @@ class PlannedBoundary(ModuleBoundary):
         self._on_run = on_run
         self.has_backward = self.is_entered = self.is_apart = False
         self._graph: weakref.ref[Any] | None = None
-        self._is_compiled = any(map(is_compiled, module.modules()))  # compiled code does not run under a mode
+        # Compiled code does not run under a mode. Offloaded weights are elsewhere in backward.
+        self._has_operators = not computing_devices(module) and not any(map(is_compiled, module.modules()))
         super().__init__(number, module, saved_tensors, position, options)
 
     @torch.compiler.disable
@@ -87,10 +89,9 @@ class PlannedBoundary(ModuleBoundary):
             if self._names is not None:
                 self._names.layer = run.number
             self.set_position(run.position, checkpoint if run.is_whole else None)
-            inputs = self._inputs_in(args, kwargs)
-            self._inputs = {
-                tensor.untyped_storage()._cdata: Site(run.number, INPUT_PATH, number)
-                for number, tensor in enumerate(inputs)
+            self._sources = {
+                tensor.untyped_storage()._cdata: Site(run.number, CHECKPOINT_PATH, number)
+                for number, tensor in enumerate(self._inputs_in(args, kwargs))
             }
         return super()._forward(*args, **kwargs)
 
@@ -144,9 +145,9 @@ class PlannedBoundary(ModuleBoundary):
     def _run_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer. If some of what it saves may be recomputed, record its operators."""
         recomputer = self._saved_tensors.recomputer
-        if recomputer is None or not recomputer.is_recording or self._is_compiled:
+        if recomputer is None or not recomputer.is_recording or not self._has_operators:
             return self._inner(*args, **kwargs)
-        with OperatorRecords(recomputer):
+        with OperatorRecords(recomputer, self.layer, self._sources):
             return self._inner(*args, **kwargs)
 
     def _run_checkpointed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

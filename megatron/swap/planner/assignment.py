@@ -144,7 +144,8 @@ def layer_script(
             units.append(_section_unit(section, tuple(together)))
             of_section.update(together)
 
-    saved = [site for site in entry.sites if LAYER_SECTION in sections or not site.is_checkpoint_input]
+    read = {name for unit in units for name in unit.needs}
+    saved = [site for site in entry.sites if site.site in read or not site.is_unsaved]
     needed = {name: site.needed_at_ms for name, site in sites.items()}
     done = {name: site.done_at_ms for name, site in sites.items()}
     units = _in_dependency_order(units, where)
