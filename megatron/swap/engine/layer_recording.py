@@ -26,6 +26,10 @@ class Packing(Protocol):
         """Whether ``join`` puts ``tensor`` into the graph at a site of its own, if nobody saves it."""
         ...
 
+    def is_changed_later(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is known to be changed in place before backward."""
+        ...
+
     def join(self, tensor: torch.Tensor, group: Group) -> Any:
         """Return the packed form of an input: one more saved tensor on the entry that its storage already has."""
         ...

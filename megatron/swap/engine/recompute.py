@@ -279,6 +279,8 @@ class Recomputer:
             source = recording.records.get(storage._cdata)
             if packing.is_constant(tensor) or recording.is_in_graph(tensor) or source in chain.makers:
                 continue
+            if packing.is_changed_later(tensor):
+                return Refusal(Reason.INPUT_CHANGED)
             if packing.can_save(tensor):
                 if storage._cdata not in chain.sources and not self._is_made(site, source, recording, packing, chain):
                     chain.sources.append(storage._cdata)

@@ -9,7 +9,7 @@ Whether an operator gives the same bits again is tried at its first use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,21 +36,16 @@ UNREPEATABLE_TAGS = {
 }  # fmt: skip
 
 
-class OperatorRecords(TorchDispatchMode):
-    """Records the outputs of cheap operators of this thread while active.
+class _NumberedOutputs(TorchDispatchMode):
+    """Numbers the storages that operators of this thread make while active, in their order.
 
     Args:
-        recomputer: receives the records.
-        layer: number of the layer that runs.
-        sources: gets a site for the output of each operator, by the address of its storage. An address that is used
-            again gets another site, so the entry of a living storage is its own.
+        recomputer: while it does not record, such as in a trial, operators are the engine's own, and have no numbers.
     """
 
-    def __init__(self, recomputer: Recomputer, layer: int, sources: dict[int, Site]) -> None:
+    def __init__(self, recomputer: Recomputer) -> None:
         super().__init__()
         self._recomputer = recomputer
-        self._layer = layer
-        self._sources = sources
         self._num_outputs = 0
 
     def __torch_dispatch__(
@@ -58,26 +53,103 @@ class OperatorRecords(TorchDispatchMode):
     ) -> Any:
         options = kwargs or {}
         result = func(*args, **options)
-        if self._recomputer.is_recording and not func._schema.is_mutable and func.overloadpacket not in ALLOCATING:
+        if not self._recomputer.is_recording:
+            return result
+        if func._schema.is_mutable:
+            for tensor in written(func, args, options):
+                self._changed(tensor.untyped_storage()._cdata)
+        elif func.overloadpacket not in ALLOCATING:
             given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, options])}
             for tensor in tensors_in(result):
                 address = tensor.untyped_storage()._cdata
                 if address not in given:  # else it is a view
-                    self._sources[address] = Site(self._layer, SOURCE_PATH, self._num_outputs)
+                    self._made(address, self._num_outputs)
                     self._num_outputs += 1
             if is_cheap(func):
-                self._record(func, args, options, result)
+                self._cheap(func, args, options, result)
         return result
+
+    def _made(self, address: int, number: int) -> None:
+        """An operator has made storage ``number``, which lives at ``address``. Addresses are used again."""
+
+    def _changed(self, address: int) -> None:
+        """An operator has changed the storage at ``address``."""
+
+    def _cheap(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        """A cheap operator has run."""
+
+
+class OperatorWatch(_NumberedOutputs):
+    """Finds outputs that the layer changes in place later, before any is recorded.
+
+    Such an output cannot be read again in backward. With the layer's next run it is too late to find that out: what it
+    would have been read for is not kept any more.
+
+    Attributes:
+        changed: the numbers of these outputs.
+    """
+
+    def __init__(self, recomputer: Recomputer) -> None:
+        super().__init__(recomputer)
+        self.changed: set[int] = set()
+        self._numbers: dict[int, int] = {}
+
+    def _made(self, address: int, number: int) -> None:
+        self._numbers[address] = number
+
+    def _changed(self, address: int) -> None:
+        if address in self._numbers:
+            self.changed.add(self._numbers[address])
+
+
+class OperatorRecords(_NumberedOutputs):
+    """Records the outputs of cheap operators of this thread while active.
+
+    Args:
+        recomputer: receives the records.
+        layer: number of the layer that runs.
+        sources: gets a site for the output of each operator, by the address of its storage; ``None`` if the layer
+            changes it.
+        changed: numbers of outputs that the layer changes in place: these are neither recorded nor read again.
+    """
+
+    def __init__(
+        self, recomputer: Recomputer, layer: int, sources: dict[int, Site | None], changed: Collection[int]
+    ) -> None:
+        super().__init__(recomputer)
+        self._layer = layer
+        self._sources = sources
+        self._left_out = changed
+
+    def _made(self, address: int, number: int) -> None:
+        self._sources[address] = None if number in self._left_out else Site(self._layer, SOURCE_PATH, number)
+
+    def _changed(self, address: int) -> None:
+        self._sources[address] = None  # an input of the layer, or the layer runs other operators than before
+
+    def _cheap(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        self._record(func, args, options, result)
 
     def _record(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         again, inputs = of_tensors(func, args, options)
         with _with_versions():
             if isinstance(result, torch.Tensor):
-                self._recomputer.record(OPERATOR, again, inputs, {}, result)
+                self._record_part(again, inputs, result)
                 return
             for number, part in enumerate(result):  # a norm's output, and its statistics
                 if isinstance(part, torch.Tensor):
-                    self._recomputer.record(OPERATOR, _part(again, number), inputs, {}, part)
+                    self._record_part(_part(again, number), inputs, part)
+
+    def _record_part(self, again: Callable[..., Any], inputs: list[torch.Tensor], output: torch.Tensor) -> None:
+        if self._sources.get(output.untyped_storage()._cdata) is not None:
+            self._recomputer.record(OPERATOR, again, inputs, {}, output)
+
+
+def written(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that ``func``, called with these arguments, changes in place."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[place] if place < len(args) else options.get(argument.name))
 
 
 def is_cheap(func: Any) -> bool:

@@ -23,15 +23,16 @@ from torch.utils.checkpoint import checkpoint
 from megatron.swap.common.plan import Model
 from megatron.swap.common.site_paths import CHECKPOINT_PATH, NON_LAYER
 from megatron.swap.common.types import LayerPosition, Site, UsageError, layer_positions
-from megatron.swap.engine.handle import Group
+from megatron.swap.engine.handle import Alias, Group
 from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
 from megatron.swap.engine.policy import Policy
+from megatron.swap.engine.producer_records import version_probe_of
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.nn.found_layers import is_compiled
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint
 from megatron.swap.nn.module_weights import computing_devices
-from megatron.swap.nn.operator_records import OperatorRecords
+from megatron.swap.nn.operator_records import OperatorRecords, OperatorWatch
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
 
 
@@ -55,6 +56,7 @@ class PlannedBoundary(ModuleBoundary):
         has_backward: whether a backward has entered the layer.
         is_entered: whether one has since the last forward of the model began.
         is_apart: the layer runs as if it had no boundary, so that what it saves counts as saved outside the layers.
+        is_watched: it is the first step, which shows what is changed in place. Nothing is recomputed.
     """
 
     def __init__(
@@ -69,6 +71,10 @@ class PlannedBoundary(ModuleBoundary):
         self._on_run = on_run
         self.has_backward = self.is_entered = self.is_apart = False
         self._graph: weakref.ref[Any] | None = None
+        self.is_watched = True
+        self._changed_inputs: set[int] = set()  # numbers of tensors that the layer is called with
+        self._changed: set[int] = set()  # numbers of operators' outputs, as in OperatorWatch
+        self._probes: dict[int, Alias] = {}
         # Compiled code does not run under a mode. Offloaded weights are elsewhere in backward.
         self._has_operators = not computing_devices(module) and not any(map(is_compiled, module.modules()))
         super().__init__(number, module, saved_tensors, position, options)
@@ -89,10 +95,7 @@ class PlannedBoundary(ModuleBoundary):
             if self._names is not None:
                 self._names.layer = run.number
             self.set_position(run.position, checkpoint if run.is_whole else None)
-            self._sources = {
-                tensor.untyped_storage()._cdata: Site(run.number, CHECKPOINT_PATH, number)
-                for number, tensor in enumerate(self._inputs_in(args, kwargs))
-            }
+            self._note_sources(run, args, kwargs)
         return super()._forward(*args, **kwargs)
 
     def _refuse_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -102,6 +105,21 @@ class PlannedBoundary(ModuleBoundary):
                     f"{type(self.module).__name__} is called with a {type(value).__name__}, which a layer that runs "
                     "again would fill twice. Call the model with use_cache=False, or without past_key_values."
                 )
+
+    def _note_sources(self, run: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note which tensors that the layer is called with operators may be recomputed from."""
+        inputs = {id(tensor): number for number, tensor in enumerate(self._inputs_in(args, kwargs))}
+        self._sources = {}
+        for number, tensor in enumerate(_tensors([args, kwargs])):
+            if tensor.is_inference():
+                continue
+            if self.is_watched:
+                self._probes[number] = version_probe_of(tensor)
+            if number in self._changed_inputs:
+                self._sources[tensor.untyped_storage()._cdata] = None
+            elif id(tensor) in inputs:
+                site = Site(run.number, CHECKPOINT_PATH, inputs[id(tensor)])
+                self._sources[tensor.untyped_storage()._cdata] = site
 
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = kwargs.get("hidden_states")
@@ -117,6 +135,8 @@ class PlannedBoundary(ModuleBoundary):
     def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
         def begins() -> None:
             self.has_backward = self.is_entered = True
+            self._changed_inputs |= {number for number, probe in self._probes.items() if probe.changed()}
+            self._probes = {}
             on_backward()
 
         self._graph = weakref.ref(begins)  # the graph holds it
@@ -147,7 +167,12 @@ class PlannedBoundary(ModuleBoundary):
         recomputer = self._saved_tensors.recomputer
         if recomputer is None or not recomputer.is_recording or not self._has_operators:
             return self._inner(*args, **kwargs)
-        with OperatorRecords(recomputer, self.layer, self._sources):
+        if self.is_watched:
+            with OperatorWatch(recomputer) as watch:
+                result = self._inner(*args, **kwargs)
+            self._changed |= watch.changed
+            return result
+        with OperatorRecords(recomputer, self.layer, self._sources, self._changed):
             return self._inner(*args, **kwargs)
 
     def _run_checkpointed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,6 +274,8 @@ class PlannedLayers:
         """
         self._order = [boundary for boundary in self._longest if boundary.has_backward]
         self.is_known = True
+        for boundary in self.boundaries:
+            boundary.is_watched = False
         apart = [boundary for boundary in self.boundaries if boundary not in self._order]
         for boundary in apart:
             boundary.is_apart = True

@@ -1,0 +1,191 @@
+"""Outputs of single operators are computed again, to the bit; what cannot be computed again is left alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megatron.swap.autotune import workload_profiler
+from megatron.swap.engine.handle import alias_of
+from megatron.swap.nn import operator_records, planned_activations, planned_layers
+from megatron.swap.nn.operator_records import OperatorRecords, is_cheap
+from megatron.swap.planner.profile import Link
+from tests.plain_loop import loss_of, rows
+from tests.planned_loop import assert_planned
+
+aten = torch.ops.aten
+WIDTH = 32
+
+
+@pytest.fixture(autouse=True)
+def only_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans recompute no layer whole, and a link so slow that nothing is offloaded."""
+    monkeypatch.setattr(workload_profiler, "measure_link", lambda *_: Link(1e-6, 1e-6, 1e-6, 1e-6))
+    target = functools.partial(planned_activations.PlanTarget, recomputes_layers=False)
+    monkeypatch.setattr(planned_activations, "PlanTarget", target)
+
+
+@pytest.mark.parametrize(
+    "func",
+    [aten.mul.Tensor, aten.silu.default, aten.mean.dim, aten._to_copy.default, aten.cat.default, aten.clone.default,
+     aten.native_layer_norm.default, aten._softmax.default, aten.rsqrt.default],
+)  # fmt: skip
+def test_cheap(func: Any) -> None:
+    assert is_cheap(func)
+
+
+@pytest.mark.parametrize(
+    "func",
+    [aten.mm.default, aten.mul_.Tensor, aten.native_dropout.default, aten.bernoulli.default, aten.copy_.default,
+     aten._scaled_dot_product_flash_attention.default, aten.convolution.default, aten.rand_like.default,
+     aten.view.default, aten.nonzero.default],
+)  # fmt: skip
+def test_not_cheap(func: Any) -> None:
+    """It multiplies matrices, has other results each time, changes its arguments, or makes nothing."""
+    assert not is_cheap(func)
+
+
+class Layer(nn.Module):
+    """A norm written out in single operators, in fp32, and an MLP with a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.gate, self.up = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.double()
+        return self.scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(hidden.dtype)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(hidden)
+        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+class Rotary(Layer):
+    """Halves are turned and joined, as in a rotary embedding: an operator on a list."""
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        one, other = super().norm(hidden).chunk(2, dim=-1)
+        return torch.cat((one * 0.5 - other, other * 0.5 + one), dim=-1).tanh()
+
+
+class Dropped(Layer):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(hidden), 0.2)
+
+
+class InPlace(Layer):
+    """What the norm reads is changed behind it, and so is what it returns."""
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        shifted = hidden + 1.0
+        normed = super().norm(shifted) + 0.0
+        shifted.mul_(0.1)
+        return normed.add_(shifted.detach())
+
+
+class Shared(Layer):
+    """The layer's first operator saves nothing of its input."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        wide = hidden.double()
+        return self.down(F.silu(self.gate(torch.sin(wide).to(hidden.dtype)))) + 0.5
+
+
+class Stack(nn.Module):
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([layer() for _ in range(4)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class ChangesInputs(Stack):
+    """The model changes in place what it has called a layer with, which no operator has saved."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for layer in self.layers:
+            result = layer(hidden)
+            hidden = hidden.add_(result)
+        return hidden
+
+
+@pytest.mark.parametrize("layer", [Layer, Rotary, Dropped, InPlace, Shared])
+def test_equal_to_the_bit_and_as_predicted(layer: Callable[[], nn.Module]) -> None:
+    # What a plan recomputes counts until its layer's forward ends; single operators free it earlier.
+    (plan,) = assert_planned(lambda: Stack(layer), fractions=(0.75,), tolerance=0.1)
+    assert " recompute " in plan
+    assert " swap " not in plan
+
+
+def test_inputs_that_the_model_changes_are_not_read_again() -> None:
+    assert_planned(lambda: ChangesInputs(Shared), fractions=(0.85,), tolerance=0.1)
+
+
+def of_autocast(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model(batch).float())
+    loss.backward()
+    return loss
+
+
+def test_casts_of_autocast_are_made_again() -> None:
+    (plan,) = assert_planned(lambda: Stack(Layer), rows, (0.85,), of_autocast, tolerance=0.1)
+    assert " recompute " in plan
+
+
+# --------------------------------------------------------------------------------------------------- planted faults
+
+
+def test_changes_in_place_that_nobody_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the first step's watch what the model changes later is read again: an error, not a wrong loss."""
+    monkeypatch.setattr(planned_layers, "version_probe_of", lambda tensor: alias_of(torch.empty(0)))
+    with pytest.raises((RuntimeError, AssertionError)):
+        assert_planned(lambda: ChangesInputs(Shared), fractions=(0.85,), tolerance=0.1)
+
+
+def test_random_operators_that_count_as_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of a site compares bits."""
+    monkeypatch.setitem(operator_records._IS_CHEAP, aten.native_dropout.default, True)
+    monkeypatch.setitem(operator_records._IS_CHEAP, aten.bernoulli_.float, True)
+    assert_planned(lambda: Stack(Dropped), fractions=(0.8,), tolerance=0.1)
+
+
+def test_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record that computes something else is refused at its first use."""
+    plain = operator_records.of_tensors
+
+    def planted(func: Any, args: Any, options: Any) -> Any:
+        again, tensors = plain(func, args, options)
+        return (lambda *given: again(*given) * 1.5) if func is aten.silu.default else again, tensors
+
+    monkeypatch.setattr(operator_records, "of_tensors", planted)
+    assert_planned(lambda: Stack(Layer), fractions=(0.8,), tolerance=0.1)
+
+
+def test_lists_that_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors in a list are inputs like others: a change of one must be seen. Checked on the record itself."""
+    seen: list[int] = []
+    plain = OperatorRecords._record_part
+
+    def spy(self: Any, again: Any, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
+        seen.append(len(inputs))
+        plain(self, again, inputs, output)
+
+    monkeypatch.setattr(OperatorRecords, "_record_part", spy)
+    assert_planned(lambda: Stack(Rotary), fractions=(0.8,), tolerance=0.1)
+    assert 2 in seen
