@@ -135,7 +135,7 @@ def test_state_on_disk_is_the_first_to_be_kept(disk: DiskFile) -> None:
     stepper = SimpleNamespace(
         state=SimpleNamespace(param_states=param_states), set_offloaded=offloaded.update, update_ms=lambda: 10.0
     )
-    swap._adapted = [SimpleNamespace(stepper=stepper)]  # type: ignore[list-item]
+    swap._adapted = [SimpleNamespace(stepper=stepper, requantized_bytes=lambda: 0)]  # type: ignore[list-item]
     swap._selection.seen_bytes, swap._selection.offloaded_bytes = 12 * MIB, 10 * MIB
     disk.traffic.take_ms_per_gib = lambda: 1e3  # type: ignore[method-assign]
     found = swap.offloaded_state()

@@ -9,7 +9,7 @@ from tests.unit.planner.measured import FILES, RESULTS, alone, compared, errors,
 PEAK_WITHIN = 0.03
 STEP_WITHIN = 0.05
 PASTED_STEP_WITHIN = 0.06
-BELOW_WITHIN, ABOVE_WITHIN = 0.02, 0.08
+BELOW_WITHIN, ABOVE_WITHIN = 0.025, 0.08
 """Limits of the predicted reserved memory of Megatron alone: below and above the measured one."""
 EARLIER_ENGINE = {
     ("h200-overhead.jsonl", "L4-h8192", "all"),
