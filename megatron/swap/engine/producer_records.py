@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,8 @@ class ProducerRecord:
         if (other.shape, other.stride(), other.dtype) != (self.shape, self.stride, self.dtype):
             return False
         found = other.untyped_storage()
+        if storage.device.type == "meta":  # no bytes: a dry run
+            return found.nbytes() == self.num_bytes
         return found.nbytes() == self.num_bytes and torch.equal(_words(found), _words(storage))
 
 
@@ -127,7 +130,9 @@ def _is_emptied(tensor: torch.Tensor) -> bool:
 def run_again(function: Function, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return ``function(*tensors)``, computed without gradients and outside autocast."""
     device = tensors[0].device.type
-    with torch.no_grad(), torch.autocast(device, enabled=False):
+    # The meta device has no autocast.
+    plain = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+    with torch.no_grad(), plain:
         return function(*tensors)
 
 

@@ -130,7 +130,7 @@ class Recomputer:
     ) -> None:
         """Record that ``function(*arguments, **options)`` gives ``output``, and would give the same bits again."""
         recording = self._recording
-        if recording is None or type(output) is not torch.Tensor or torch.is_autocast_enabled(output.device.type):
+        if recording is None or type(output) is not torch.Tensor or _is_cast_automatically(output.device.type):
             return
         again, inputs = of_tensors_alone(function, arguments, options)
         if not inputs or not {type(tensor) for tensor in inputs} <= PLAIN:
@@ -379,6 +379,10 @@ def _within(context: Callable[[], AbstractContextManager[Any]] | None, function:
             return function(*arguments, **options)
 
     return within
+
+
+def _is_cast_automatically(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _joined(record: ProducerRecord, group: Group, packing: Packing) -> tuple[Any, ...]:
