@@ -9,7 +9,9 @@ Whether an operator gives the same bits again is tried at its first use.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.swap.common.site_paths import SOURCE_PATH
 from megatron.swap.common.types import OPERATOR, Site
+from megatron.swap.engine.producer_records import of_tensors_alone
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.nn.module_boundary import tensors_in
 
@@ -53,20 +56,18 @@ class _NumberedOutputs(TorchDispatchMode):
     ) -> Any:
         options = kwargs or {}
         result = func(*args, **options)
-        if not self._recomputer.is_recording:
+        kind = kind_of(func)
+        if kind is Kind.IGNORED or not self._recomputer.is_recording:
             return result
-        if func._schema.is_mutable:
+        if kind is Kind.WRITES:
             for tensor in written(func, args, options):
                 self._changed(tensor.untyped_storage()._cdata)
-        elif func.overloadpacket not in ALLOCATING:
-            given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, options])}
-            for tensor in tensors_in(result):
-                address = tensor.untyped_storage()._cdata
-                if address not in given:  # else it is a view
-                    self._made(address, self._num_outputs)
-                    self._num_outputs += 1
-            if is_cheap(func):
-                self._cheap(func, args, options, result)
+            return result
+        for tensor in tensors_in(result):
+            self._made(tensor.untyped_storage()._cdata, self._num_outputs)
+            self._num_outputs += 1
+        if kind is Kind.CHEAP:
+            self._cheap(func, args, options, result)
         return result
 
     def _made(self, address: int, number: int) -> None:
@@ -152,23 +153,36 @@ def written(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Iterator
             yield from tensors_in(args[place] if place < len(args) else options.get(argument.name))
 
 
-def is_cheap(func: Any) -> bool:
-    """Whether the operator ``func`` only reads and writes memory, and may run again."""
-    known = _IS_CHEAP.get(func)
-    if known is None:
-        tags = set(func.tags)
-        of_kind = func.overloadpacket in CHEAP or bool(tags & CHEAP_TAGS)
-        known = _IS_CHEAP[func] = of_kind and not tags & UNREPEATABLE_TAGS and not func._schema.is_mutable
-    return known
+class Kind(Enum):
+    """What an operator does."""
+
+    IGNORED = auto()
+    """It returns a view, or memory without values."""
+    WRITES = auto()
+    """It changes its arguments."""
+    CHEAP = auto()
+    """It only reads and writes memory, and may run again."""
+    OTHER = auto()
 
 
-_IS_CHEAP: dict[Any, bool] = {}
+@functools.cache
+def kind_of(func: Any) -> Kind:
+    """Return what the operator ``func`` does."""
+    schema, tags = func._schema, set(func.tags)
+    if schema.is_mutable:
+        return Kind.WRITES
+    if func.overloadpacket in ALLOCATING or any(one.alias_info is not None for one in schema.returns):
+        return Kind.IGNORED
+    is_cheap = func.overloadpacket in CHEAP or bool(tags & CHEAP_TAGS)
+    return Kind.CHEAP if is_cheap and not tags & UNREPEATABLE_TAGS else Kind.OTHER
 
 
 def of_tensors(
     func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """Bind all arguments of ``func`` but its tensors, those in lists among them. Return function and tensors."""
+    if not any(type(one) in (list, tuple) and any(map(_is_tensor, one)) for one in (*args, *options.values())):
+        return of_tensors_alone(func, args, options)
     leaves, structure = _pytree.tree_flatten([list(args), options])
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     tensors = [leaves[place] for place in places]
@@ -183,6 +197,10 @@ def of_tensors(
         return func(*again_args, **again_options)
 
     return again, tensors
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _part(function: Callable[..., Any], number: int) -> Callable[..., Any]:

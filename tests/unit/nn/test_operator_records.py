@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from megatron.swap.autotune import workload_profiler
 from megatron.swap.engine.handle import alias_of
 from megatron.swap.nn import operator_records, planned_activations, planned_layers
-from megatron.swap.nn.operator_records import OperatorRecords, is_cheap
+from megatron.swap.nn.operator_records import Kind, OperatorRecords, kind_of
 from megatron.swap.planner.profile import Link
 from tests.plain_loop import loss_of, rows
 from tests.planned_loop import assert_planned
@@ -37,7 +37,7 @@ def only_operators(monkeypatch: pytest.MonkeyPatch) -> None:
      aten.native_layer_norm.default, aten._softmax.default, aten.rsqrt.default],
 )  # fmt: skip
 def test_cheap(func: Any) -> None:
-    assert is_cheap(func)
+    assert kind_of(func) is Kind.CHEAP
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_cheap(func: Any) -> None:
 )  # fmt: skip
 def test_not_cheap(func: Any) -> None:
     """It multiplies matrices, has other results each time, changes its arguments, or makes nothing."""
-    assert not is_cheap(func)
+    assert kind_of(func) is not Kind.CHEAP
 
 
 class Layer(nn.Module):
@@ -160,8 +160,8 @@ def test_changes_in_place_that_nobody_has_seen(monkeypatch: pytest.MonkeyPatch) 
 
 def test_random_operators_that_count_as_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial of a site compares bits."""
-    monkeypatch.setitem(operator_records._IS_CHEAP, aten.native_dropout.default, True)
-    monkeypatch.setitem(operator_records._IS_CHEAP, aten.bernoulli_.float, True)
+    plain, random = operator_records.kind_of, (aten.native_dropout.default, aten.bernoulli.default, aten.bernoulli.p)
+    monkeypatch.setattr(operator_records, "kind_of", lambda func: Kind.CHEAP if func in random else plain(func))
     assert_planned(lambda: Stack(Dropped), fractions=(0.8,), tolerance=0.1)
 
 
