@@ -15,8 +15,8 @@ from benchmarks.suites import budgets
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
-CHUNKS = ("--mlp-chunks-for-training",)
-"""Flags of Megatron that our plans use: each chunk is swapped by itself."""
+MLP_CHUNKS = "--mlp-chunks-for-training"
+"""Megatron's flag that our plans use: each chunk is swapped by itself."""
 OUR_CHOICES = ("--swap-layers", PLAN_FLAG, *SEARCHES, "--swap-policy", "--swap-optimizer", "--swap-loss-chunks")
 """A method of ours has at least one of these flags: they choose what is swapped or split."""
 NUM_LAYERS_WORDS = ("all-but-one", "half")
@@ -147,11 +147,10 @@ def _wrapped(name: str, *requires: str) -> Callable[[list[str], int], Piece]:
 
 
 def _ours(arguments: list[str], num_layers: int) -> Piece:
-    flags = [word for word in arguments if word.startswith("--") and word not in CHUNKS]
-    others = [flag for flag in flags if not flag.startswith("--swap-")]
+    others = [word for word in arguments if word.startswith("--") and not word.startswith(("--swap-", MLP_CHUNKS))]
     if not set(OUR_CHOICES) & set(arguments) or others:
         raise MethodError(
-            f"ours takes {' or '.join(OUR_CHOICES)}, further --swap- flags and {' '.join(CHUNKS)}; "
+            f"ours takes {' or '.join(OUR_CHOICES)}, further --swap- flags and {MLP_CHUNKS}; "
             f"given: {shlex.join(arguments)}. Add recomputation as a separate part: ' + full-recompute'."
         )
     for word in filter(budgets.is_relative, arguments):

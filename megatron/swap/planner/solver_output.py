@@ -10,7 +10,7 @@ import ctypes
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 UNASKED = b"HighsMipSolverData::"
 STDOUT = 1
@@ -18,23 +18,24 @@ STDOUT = 1
 
 @contextmanager
 def without_solver_lines() -> Iterator[None]:
-    """Drop such lines. All else that this process prints meanwhile, other threads' as well, appears at the end."""
+    """Drop such lines. All else that this process prints meanwhile, other threads' as well, appears at the end.
+
+    One thread at a time: the descriptor belongs to the process.
+    """
     flush = ctypes.CDLL(None).fflush
-    try:
-        terminal = os.dup(STDOUT)
-    except OSError:  # standard output is closed
-        yield
-        return
-    flush(None)
-    with tempfile.TemporaryFile() as caught:
+    with ExitStack() as closing:
+        try:
+            terminal = closing.enter_context(os.fdopen(os.dup(STDOUT), "wb"))
+            caught = closing.enter_context(tempfile.TemporaryFile())
+        except OSError:  # standard output is closed, or no folder takes the file
+            yield
+            return
+        flush(None)
         os.dup2(caught.fileno(), STDOUT)
         try:
             yield
         finally:
             flush(None)
-            os.dup2(terminal, STDOUT)
-            os.close(terminal)
+            os.dup2(terminal.fileno(), STDOUT)
             caught.seek(0)
-            for line in caught:
-                if not line.startswith(UNASKED):
-                    os.write(STDOUT, line)
+            terminal.writelines(line for line in caught if not line.startswith(UNASKED))

@@ -14,6 +14,7 @@ from megatron.swap.common.types import GIB, KIB, MIB
 from megatron.swap.devices.emulated import CopyStream, EmulatedDevice
 from megatron.swap.megatron_lm import optimizer_swap, quantized_params
 from megatron.swap.megatron_lm.optimizer_swap import OffloadSettings, OptimizerSwap
+from megatron.swap.optimizer.overlap import StepOverlap
 from megatron.swap.optimizer.transfers import StateTransfers
 
 SIZES = [3000, 50, 4096, 1000]
@@ -127,12 +128,16 @@ def test_the_planner_is_told_what_comes_back_behind_a_step(fraction: float, monk
 
 
 def test_values_that_are_still_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every offload is so late that a load which does not wait for it reads older values."""
+    """Every offload is so late that a load which does not wait for it reads older values.
+
+    The device has room, so that offloads are still in flight behind the step.
+    """
 
     def late(stream: CopyStream) -> None:
         time.sleep(0.05 * (stream.direction == "DtoH"))
 
     monkeypatch.setattr(CopyStream, "delay", late)
+    monkeypatch.setattr(StepOverlap, "note_room", lambda _: GIB)
     assert same(monkeypatch)
     monkeypatch.setattr(StateTransfers, "release_offloaded", lambda *_: None)  # the fault
     assert not same(monkeypatch)
