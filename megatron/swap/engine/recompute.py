@@ -57,6 +57,7 @@ class Recomputer:
     Attributes:
         refused: the first reason for each site that the policy recomputes but that cannot be recomputed.
         spared_bytes: bytes recomputed instead of kept, by producer, since the start.
+        is_watched: operators that run are the layer's.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Recomputer:
     ) -> None:
         self.refused: dict[Site, str] = {}
         self.spared_bytes: Counter[str] = Counter()
+        self.is_watched = True
         self._device = device
         self._decider = decider
         self._counters = counters
@@ -148,6 +150,15 @@ class Recomputer:
     def is_recording(self) -> bool:
         """Whether a layer is running whose producers record."""
         return self._recording is not None
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Return a context around operators of the engine's own: those that offload a tensor are not the layer's."""
+        self.is_watched = False
+        try:
+            yield
+        finally:
+            self.is_watched = True
 
     def find(self, tensor: torch.Tensor, site: Site | None = None) -> RecomputeSpec | None:
         """Return the spec of the storage of ``tensor``; ``None``: it has none, or was changed since.

@@ -307,6 +307,12 @@ class LayerPacker:
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the packed form of ``tensor``, which autograd saves."""
+        if self._recomputer is None:
+            return self._pack(tensor)
+        with self._recomputer.unwatched():
+            return self._pack(tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Packed:
         found = None if self.is_constant(tensor) else self._where()
         if found is None:
             return keep(tensor)

@@ -15,6 +15,7 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,13 +44,13 @@ class _NumberedOutputs(TorchDispatchMode):
     """Numbers the storages that operators of this thread make while active, in their order.
 
     Args:
-        recomputer: while it does not record, such as in a trial, operators are the engine's own, and have no numbers.
+        recomputer: while it does not watch or record, operators are the engine's own, and have no numbers.
     """
 
     def __init__(self, recomputer: Recomputer) -> None:
         super().__init__()
         self._recomputer = recomputer
-        self._num_outputs = 0
+        self._made_storages: list[StorageWeakRef] = []  # until the end, so that no address is used again
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,21 +58,22 @@ class _NumberedOutputs(TorchDispatchMode):
         options = kwargs or {}
         result = func(*args, **options)
         kind = kind_of(func)
-        if kind is Kind.IGNORED or not self._recomputer.is_recording:
+        if kind is Kind.IGNORED or not (self._recomputer.is_watched and self._recomputer.is_recording):
             return result
         if kind is Kind.WRITES:
             for tensor in written(func, args, options):
                 self._changed(tensor.untyped_storage()._cdata)
             return result
         for tensor in tensors_in(result):
-            self._made(tensor.untyped_storage()._cdata, self._num_outputs)
-            self._num_outputs += 1
+            storage = tensor.untyped_storage()
+            self._made(storage._cdata, len(self._made_storages))
+            self._made_storages.append(StorageWeakRef(storage))
         if kind is Kind.CHEAP:
             self._cheap(func, args, options, result)
         return result
 
     def _made(self, address: int, number: int) -> None:
-        """An operator has made storage ``number``, which lives at ``address``. Addresses are used again."""
+        """An operator has made storage ``number``, which lives at ``address``."""
 
     def _changed(self, address: int) -> None:
         """An operator has changed the storage at ``address``."""

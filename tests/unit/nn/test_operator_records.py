@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from megatron.swap.autotune import workload_profiler
+from megatron.swap.engine import offload
 from megatron.swap.engine.handle import alias_of
 from megatron.swap.nn import operator_records, planned_activations, planned_layers
-from megatron.swap.nn.operator_records import Kind, OperatorRecords, kind_of
+from megatron.swap.nn.operator_records import Kind, OperatorRecords, OperatorWatch, kind_of
 from megatron.swap.planner.profile import Link
 from tests.plain_loop import loss_of, rows
 from tests.planned_loop import assert_planned
@@ -134,6 +136,25 @@ def test_equal_to_the_bit_and_as_predicted(layer: Callable[[], nn.Module]) -> No
 
 def test_inputs_that_the_model_changes_are_not_read_again() -> None:
     assert_planned(lambda: ChangesInputs(Shared), fractions=(0.85,), tolerance=0.1)
+
+
+def test_operators_of_the_engine_change_nothing_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that saves much is offloaded while it still runs."""
+    monkeypatch.setattr(offload, "COMMIT_BYTES", 1)
+    (plan,) = assert_planned(lambda: Stack(Layer), fractions=(0.75,), tolerance=0.1)
+    assert " recompute " in plan
+
+
+def test_addresses_are_not_used_again() -> None:
+    """Memory that takes the place of an output is not that output."""
+    recomputer = SimpleNamespace(is_recording=True, is_watched=True)
+    with OperatorWatch(recomputer) as watch:  # type: ignore[arg-type]
+        for _ in range(100):
+            torch.ones(4).add(1)
+            torch.empty(4).fill_(0)
+        kept = torch.ones(4).add(1)
+        kept.mul_(2)
+    assert watch.changed == {201}
 
 
 def of_autocast(model: nn.Module, batch: torch.Tensor, step: int) -> torch.Tensor:
