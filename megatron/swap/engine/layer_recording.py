@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,6 +72,7 @@ class LayerRecording:
     """Records, saved storages and specs of one forward of a layer.
 
     All are keyed by a storage's address. Addresses are reused, so an entry is valid only while its storage lives.
+    ``used``: addresses of storages that specs compute again, or read for that.
     """
 
     records: dict[int, ProducerRecord] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class LayerRecording:
     specs: dict[int, RecomputeSpec] = field(default_factory=dict)
     undecided: list[Undecided] = field(default_factory=list)
     sources: dict[int, Sources] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
 
     def add_record(
         self, producer: str, function: Callable[..., Any], inputs: list[torch.Tensor], output: torch.Tensor
@@ -108,6 +110,12 @@ class LayerRecording:
         """Note that ``storage`` is kept or offloaded, and drop its record, which holds the inputs."""
         self.saved[storage._cdata] = weakref.ref(storage)
         self.records.pop(storage._cdata, None)
+
+    def note_used(self, records: Iterable[ProducerRecord]) -> None:
+        """Note the storages that the specs of ``records`` compute again, and those that they read."""
+        for record in records:
+            self.used.add(record.address)
+            self.used.update(alias.tensor.untyped_storage()._cdata for alias in record.inputs)
 
     def spec(self, address: int) -> RecomputeSpec | None:
         """Return the spec of the living storage at ``address``; ``None``: it has none."""

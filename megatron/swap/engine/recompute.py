@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -57,7 +57,7 @@ class Recomputer:
     Attributes:
         refused: the first reason for each site that the policy recomputes but that cannot be recomputed.
         spared_bytes: bytes recomputed instead of kept, by producer, since the start.
-        is_watched: operators that run are the layer's.
+        is_watched: a dispatch mode watches the operators of the running layer.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Recomputer:
     ) -> None:
         self.refused: dict[Site, str] = {}
         self.spared_bytes: Counter[str] = Counter()
-        self.is_watched = True
+        self.is_watched = False
         self._device = device
         self._decider = decider
         self._counters = counters
@@ -85,13 +85,20 @@ class Recomputer:
     # ------------------------------------------------------------------ what producers record
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Return a context around a layer's forward: records of producers are valid until its end."""
+    def recording(self, on_end: Callable[[Collection[int]], None] | None = None) -> Iterator[None]:
+        """Return a context around a layer's forward: records of producers are valid until its end.
+
+        Args:
+            on_end: called at the end with the addresses of the storages that are recomputed, or read for that. Some
+                may be freed.
+        """
         outer, recording = self._recording, LayerRecording()
         self._recording = recording
         try:
             yield
             self._settle(recording)
+            if on_end is not None:
+                on_end(recording.used)
         finally:
             recording.clear()
             self._recording = outer
@@ -150,15 +157,6 @@ class Recomputer:
     def is_recording(self) -> bool:
         """Whether a layer is running whose producers record."""
         return self._recording is not None
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Return a context around operators of the engine's own: those that offload a tensor are not the layer's."""
-        self.is_watched = False
-        try:
-            yield
-        finally:
-            self.is_watched = True
 
     def find(self, tensor: torch.Tensor, site: Site | None = None) -> RecomputeSpec | None:
         """Return the spec of the storage of ``tensor``; ``None``: it has none, or was changed since.
@@ -274,6 +272,7 @@ class Recomputer:
             if self._on_spec is not None:
                 recording.sources[record.address] = Sources(between, *recording.sources_of(record, packing))
         spec.inputs = _joined(undecided.record, spec.group, packing)
+        recording.note_used((undecided.record, *chain.makers))
         if self._on_spec is not None:
             self._on_spec(spec, undecided.record.producer, *recording.sources_of(undecided.record, packing))
         self.spared_bytes[undecided.record.producer] += spec.num_bytes

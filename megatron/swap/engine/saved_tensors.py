@@ -15,7 +15,7 @@ from megatron.swap.engine.decider import is_ineligible
 from megatron.swap.engine.decision import CACHE, RECOMPUTE
 from megatron.swap.engine.handle import Group, Handle, check_version
 from megatron.swap.engine.manager import SwapManager
-from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.engine.recompute import PLAIN, Recomputer
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.engine.sites import SiteNames
@@ -147,11 +147,17 @@ class SavedTensors:
         """The recorder, while it is on."""
         return self._recorder if self._recorder is not None and self._recorder.is_on else None
 
-    def recording(self, layer: int) -> AbstractContextManager[None]:
-        """Return a context, around a forward of ``layer``, in which producers record their outputs."""
+    def recording(
+        self, layer: int, on_end: Callable[[Collection[int]], None] | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context, around a forward of ``layer``, in which producers record their outputs.
+
+        Args:
+            on_end: as for ``Recomputer.recording``.
+        """
         if self.recomputer is None or not self.manager.decider.recomputes_layer(layer):
             return nullcontext()
-        return self.recomputer.recording()
+        return self.recomputer.recording(on_end)
 
     def called_with(self, group: Group, hidden: Any) -> None:
         """Record the hidden states that a layer is called with."""
@@ -186,7 +192,8 @@ class SavedTensors:
                 while the layer runs.
         """
         packer = LayerPacker(self, where, constants, {} if sources is None else sources)
-        return self._enter(Hooks(packer.pack, self.unpack), Hooks(packer.pack_cache, self.unpack), weight_shapes)
+        pack = packer.pack if sources is None else packer.pack_unwatched
+        return self._enter(Hooks(pack, self.unpack), Hooks(packer.pack_cache, self.unpack), weight_shapes)
 
     def keeping(
         self, group: Group, constants: Collection[int], weight_shapes: Collection[torch.Size]
@@ -305,14 +312,15 @@ class LayerPacker:
         recomputer = saved_tensors.recomputer
         self._recomputer = recomputer if recomputer is not None and recomputer.is_recording else None
 
+    def pack_unwatched(self, tensor: torch.Tensor) -> Packed:
+        """Return the packed form of ``tensor``. Modes that watch the layer's operators do not see the engine's own."""
+        if self._recomputer is None or not self._recomputer.is_watched or type(tensor) not in PLAIN:
+            return self.pack(tensor)
+        with torch._C._DisableTorchDispatch():
+            return self.pack(tensor)
+
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the packed form of ``tensor``, which autograd saves."""
-        if self._recomputer is None:
-            return self._pack(tensor)
-        with self._recomputer.unwatched():
-            return self._pack(tensor)
-
-    def _pack(self, tensor: torch.Tensor) -> Packed:
         found = None if self.is_constant(tensor) else self._where()
         if found is None:
             return keep(tensor)

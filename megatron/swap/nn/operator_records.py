@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -44,13 +44,32 @@ class _NumberedOutputs(TorchDispatchMode):
     """Numbers the storages that operators of this thread make while active, in their order.
 
     Args:
-        recomputer: while it does not watch or record, operators are the engine's own, and have no numbers.
+        recomputer: is told while the mode is active, so that operators of its own do not pass.
+        wanted: numbers of the outputs that matter; ``None``: all.
+
+    Attributes:
+        num_outputs: outputs so far.
     """
 
-    def __init__(self, recomputer: Recomputer) -> None:
+    def __init__(self, recomputer: Recomputer, wanted: Collection[int] | None = None) -> None:
         super().__init__()
         self._recomputer = recomputer
+        self._wanted = wanted
+        self.num_outputs = 0
         self._made_storages: list[StorageWeakRef] = []  # until the end, so that no address is used again
+
+    def __enter__(self) -> Self:
+        self._recomputer.is_watched = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._recomputer.is_watched = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return that PyTorch need not disable its compiler for each operator: the layer's boundary does for all."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,15 +77,20 @@ class _NumberedOutputs(TorchDispatchMode):
         options = kwargs or {}
         result = func(*args, **options)
         kind = kind_of(func)
-        if kind is Kind.IGNORED or not (self._recomputer.is_watched and self._recomputer.is_recording):
+        if kind is Kind.IGNORED:
             return result
         if kind is Kind.WRITES:
             for tensor in written(func, args, options):
                 self._changed(tensor.untyped_storage()._cdata)
             return result
-        for tensor in tensors_in(result):
+        first, wanted = self.num_outputs, self._wanted
+        outputs = [result] if isinstance(result, torch.Tensor) else list(tensors_in(result))
+        self.num_outputs += len(outputs)
+        if wanted is not None and not any(number in wanted for number in range(first, self.num_outputs)):
+            return result
+        for number, tensor in enumerate(outputs, start=first):
             storage = tensor.untyped_storage()
-            self._made(storage._cdata, len(self._made_storages))
+            self._made(storage._cdata, number)
             self._made_storages.append(StorageWeakRef(storage))
         if kind is Kind.CHEAP:
             self._cheap(func, args, options, result)
@@ -114,17 +138,30 @@ class OperatorRecords(_NumberedOutputs):
         sources: gets a site for the output of each operator, by the address of its storage; ``None`` if the layer
             changes it.
         changed: numbers of outputs that the layer changes in place: these are neither recorded nor read again.
+        wanted: numbers of outputs to record, and of those that they are made from; ``None``: all. Recording one takes
+            the host longer than running its operator.
     """
 
     def __init__(
-        self, recomputer: Recomputer, layer: int, sources: dict[int, Site | None], changed: Collection[int]
+        self,
+        recomputer: Recomputer,
+        layer: int,
+        sources: dict[int, Site | None],
+        changed: Collection[int],
+        wanted: Collection[int] | None = None,
     ) -> None:
-        super().__init__(recomputer)
+        super().__init__(recomputer, wanted)
         self._layer = layer
         self._sources = sources
         self._left_out = changed
+        self._numbers: dict[int, int] = {}
+
+    def numbers(self, addresses: Collection[int]) -> frozenset[int]:
+        """Return the numbers of those outputs that live, or lived, at ``addresses``."""
+        return frozenset(self._numbers[address] for address in addresses if address in self._numbers)
 
     def _made(self, address: int, number: int) -> None:
+        self._numbers[address] = number
         self._sources[address] = None if number in self._left_out else Site(self._layer, SOURCE_PATH, number)
 
     def _changed(self, address: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
@@ -45,6 +45,14 @@ class LayerRun:
     is_whole: bool
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """Numbers of the operators' outputs that have to be recorded, of ``num_outputs``: what is recomputed needs them."""
+
+    numbers: frozenset[int]
+    num_outputs: int
+
+
 class PlannedBoundary(ModuleBoundary):
     """The boundary of a layer whose next run says what is done.
 
@@ -75,9 +83,12 @@ class PlannedBoundary(ModuleBoundary):
         self._changed_inputs: set[int] = set()  # numbers of tensors that the layer is called with
         self._changed: set[int] = set()  # numbers of operators' outputs, as in OperatorWatch
         self._probes: dict[int, Alias] = {}
+        self._wanted: dict[int, _Wanted | None] = {}  # by run, under the present policy; ``None``: all are wanted
         # Compiled code does not run under a mode. Offloaded weights are elsewhere in backward.
         self._has_operators = not computing_devices(module) and not any(map(is_compiled, module.modules()))
+        self._records: OperatorRecords | None = None  # of the present run
         super().__init__(number, module, saved_tensors, position, options)
+        self._on_recomputed = self._note_wanted
 
     @torch.compiler.disable
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,18 +119,20 @@ class PlannedBoundary(ModuleBoundary):
 
     def _note_sources(self, run: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note which tensors that the layer is called with operators may be recomputed from."""
+        sources: dict[int, Site | None] = {}
+        self._sources = sources
+        if not self._manager.decider.recomputes_layer(run.number):
+            return
         inputs = {id(tensor): number for number, tensor in enumerate(self._inputs_in(args, kwargs))}
-        self._sources = {}
         for number, tensor in enumerate(_tensors([args, kwargs])):
             if tensor.is_inference():
                 continue
             if self.is_watched:
                 self._probes[number] = version_probe_of(tensor)
             if number in self._changed_inputs:
-                self._sources[tensor.untyped_storage()._cdata] = None
+                sources[tensor.untyped_storage()._cdata] = None
             elif id(tensor) in inputs:
-                site = Site(run.number, CHECKPOINT_PATH, inputs[id(tensor)])
-                self._sources[tensor.untyped_storage()._cdata] = site
+                sources[tensor.untyped_storage()._cdata] = Site(run.number, CHECKPOINT_PATH, inputs[id(tensor)])
 
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = kwargs.get("hidden_states")
@@ -172,8 +185,29 @@ class PlannedBoundary(ModuleBoundary):
                 result = self._inner(*args, **kwargs)
             self._changed |= watch.changed
             return result
-        with OperatorRecords(recomputer, self.layer, self._sources, self._changed):
+        wanted = self._wanted.get(self.layer)
+        if wanted is not None and not wanted.numbers:
             return self._inner(*args, **kwargs)
+        assert self._sources is not None  # noted as the layer was called
+        numbers = None if wanted is None else wanted.numbers
+        with OperatorRecords(recomputer, self.layer, self._sources, self._changed, numbers) as records:
+            result = self._inner(*args, **kwargs)
+        self._records = records
+        return result
+
+    def _note_wanted(self, addresses: Collection[int]) -> None:
+        """Note which operators the layer's next runs under this policy have to record."""
+        records, self._records = self._records, None
+        if records is None:
+            return
+        if self.layer not in self._wanted:
+            self._wanted[self.layer] = _Wanted(records.numbers(addresses), records.num_outputs)
+        elif (wanted := self._wanted[self.layer]) is not None and wanted.num_outputs != records.num_outputs:
+            self._wanted[self.layer] = None  # it ran other operators than before: from now on all are recorded
+
+    def forget_wanted(self) -> None:
+        """The policy changes: the next run records all operators."""
+        self._wanted = {}
 
     def _run_checkpointed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer in torch's checkpoint, which saves the inputs, and restores random state and autocast."""
@@ -302,6 +336,8 @@ class PlannedLayers:
     def apply_policy(self, window_bytes: int | None) -> None:
         """Apply the changed policy from the next forward on. Call this between steps."""
         self._set_runs()
+        for boundary in self.boundaries:
+            boundary.forget_wanted()
         self._saved_tensors.manager.apply_policy(window_bytes)
 
     @contextmanager
