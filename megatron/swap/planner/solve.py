@@ -388,6 +388,7 @@ def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
         f"no plan stays below {budget_gib:.10g} GiB: the smallest budget that was found feasible is {written} GiB. "
         f"Give at least that, or lower it by {'; '.join(hints)}.",
         float(written),
+        0.0 if profile.allocator_gib is None else profile.fragments_gib + profile.reserves_gib[-1],
     )
 
 
