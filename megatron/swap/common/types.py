@@ -31,7 +31,7 @@ ACTIVATION."""
 RESIDUAL = "residual"
 """A layer's input plus attention's output, which the second norm reads; linear_proj runs again for it."""
 LINEAR = "linear"
-"""Outputs of linear_qkv and linear_fc1."""
+"""Outputs of linear_qkv and linear_fc1; in models that Megatron did not build, of all matrix products."""
 PRODUCERS = (NORM, ACTIVATION, ROTARY, QUANTIZED, RESIDUAL, LINEAR)
 """Kinds of kernels whose outputs can be recomputed."""
 OPERATOR = "operator"

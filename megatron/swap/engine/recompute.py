@@ -26,7 +26,7 @@ import torch
 
 from megatron.swap.common.counters import Counters
 from megatron.swap.common.instrumentation import Ranges
-from megatron.swap.common.types import Site, SwapError
+from megatron.swap.common.types import LINEAR, Site, SwapError
 from megatron.swap.devices.base import Device, bytes_of
 from megatron.swap.engine.checksum import VerifyError, checksum
 from megatron.swap.engine.decider import Decider
@@ -315,8 +315,11 @@ class Recomputer:
     def _is_made(
         self, site: Site, source: ProducerRecord | None, recording: LayerRecording, packing: Packing, chain: Chain
     ) -> bool:
-        """Add ``source`` to ``chain``, if it can be made from less than its own bytes; else saving it is better."""
-        if source is None or source.version_probe.changed():
+        """Add ``source`` to ``chain``, if it can be made from less than its own bytes; else saving it is better.
+
+        It is better for matrix products, too: a plan can offload them.
+        """
+        if source is None or source.producer == LINEAR or source.version_probe.changed():
             return False
         if not self._decider.may_recompute(site, source.num_bytes, source.producer):
             return False

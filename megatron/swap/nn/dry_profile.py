@@ -14,7 +14,7 @@ from megatron.swap.autotune.switch import SwitchingPolicy
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass
-from megatron.swap.common.types import GIB, MIB, OPERATOR
+from megatron.swap.common.types import GIB, LINEAR, MIB, OPERATOR
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.engine.build import build_engine
 from megatron.swap.engine.layer_hooks import in_backward, override_forward
@@ -83,7 +83,7 @@ def dry_profile(
     device, ranges = _device(model, gpu), Ranges()
     recorder = Recorder(device, ranges, device.take_peak)
     timer = recorder.for_times()
-    policy = SwitchingPolicy(ManualPolicy((), (), int(min_mib * MIB), (OPERATOR,)), 0)  # keeps all else
+    policy = SwitchingPolicy(ManualPolicy((), (), int(min_mib * MIB), (OPERATOR, LINEAR)), 0)  # keeps all else
     with ExitStack() as undo:
         tier = HostTier(HostPool(limit=PAGE_BYTES, pinned=False))
         undo.callback(tier.close)

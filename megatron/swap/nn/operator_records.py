@@ -1,4 +1,4 @@
-"""Records how a layer's cheap operators made their outputs, so that backward can make them again.
+"""Records how a layer's operators made their outputs, so that backward can make them again.
 
 While a layer runs, every operator of PyTorch's dispatcher passes ``OperatorRecords``. Outputs of elementwise operators,
 reductions, norms and copies are recorded with the operator and its inputs (``engine/recompute.py``): where autograd
@@ -20,7 +20,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.swap.common.site_paths import SOURCE_PATH
-from megatron.swap.common.types import OPERATOR, Site
+from megatron.swap.common.types import LINEAR, OPERATOR, Site
 from megatron.swap.engine.producer_records import of_tensors_alone
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.nn.module_boundary import tensors_in
@@ -31,6 +31,7 @@ CHEAP = {
     aten.native_group_norm, aten.native_layer_norm, aten.stack,
 }  # fmt: skip
 """Operators beside those with one of ``CHEAP_TAGS``. They read and write memory, and multiply no matrices."""
+PRODUCTS = {aten.addmm, aten.baddbmm, aten.bmm, aten.mm}
 ALLOCATING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 """Operators that the engine calls, too: they are not counted."""
 CHEAP_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
@@ -56,6 +57,7 @@ class _NumberedOutputs(TorchDispatchMode):
         self._recomputer = recomputer
         self._wanted = wanted
         self.num_outputs = 0
+        self._numbers: dict[int, int] = {}  # by the addresses of storages
         self._made_storages: list[StorageWeakRef] = []  # until the end, so that no address is used again
 
     def __enter__(self) -> Self:
@@ -90,10 +92,12 @@ class _NumberedOutputs(TorchDispatchMode):
             return result
         for number, tensor in enumerate(outputs, start=first):
             storage = tensor.untyped_storage()
-            self._made(storage._cdata, number)
-            self._made_storages.append(StorageWeakRef(storage))
-        if kind is Kind.CHEAP:
-            self._cheap(func, args, options, result)
+            if storage._cdata not in self._numbers:  # else the operator returns another shape of an output
+                self._numbers[storage._cdata] = number
+                self._made_storages.append(StorageWeakRef(storage))
+                self._made(storage._cdata, number)
+        if kind in REPEATABLE:
+            self._repeatable(func, args, options, result)
         return result
 
     def _made(self, address: int, number: int) -> None:
@@ -102,8 +106,8 @@ class _NumberedOutputs(TorchDispatchMode):
     def _changed(self, address: int) -> None:
         """An operator has changed the storage at ``address``."""
 
-    def _cheap(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        """A cheap operator has run."""
+    def _repeatable(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        """An operator has run that may run again."""
 
 
 class OperatorWatch(_NumberedOutputs):
@@ -119,10 +123,6 @@ class OperatorWatch(_NumberedOutputs):
     def __init__(self, recomputer: Recomputer) -> None:
         super().__init__(recomputer)
         self.changed: set[int] = set()
-        self._numbers: dict[int, int] = {}
-
-    def _made(self, address: int, number: int) -> None:
-        self._numbers[address] = number
 
     def _changed(self, address: int) -> None:
         if address in self._numbers:
@@ -130,7 +130,7 @@ class OperatorWatch(_NumberedOutputs):
 
 
 class OperatorRecords(_NumberedOutputs):
-    """Records the outputs of cheap operators of this thread while active.
+    """Records the outputs of operators of this thread that may run again.
 
     Args:
         recomputer: receives the records.
@@ -154,35 +154,33 @@ class OperatorRecords(_NumberedOutputs):
         self._layer = layer
         self._sources = sources
         self._left_out = changed
-        self._numbers: dict[int, int] = {}
 
     def numbers(self, addresses: Collection[int]) -> frozenset[int]:
         """Return the numbers of those outputs that live, or lived, at ``addresses``."""
         return frozenset(self._numbers[address] for address in addresses if address in self._numbers)
 
     def _made(self, address: int, number: int) -> None:
-        self._numbers[address] = number
         self._sources[address] = None if number in self._left_out else Site(self._layer, SOURCE_PATH, number)
 
     def _changed(self, address: int) -> None:
         self._sources[address] = None  # an input of the layer, or the layer runs other operators than before
 
-    def _cheap(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        self._record(func, args, options, result)
-
-    def _record(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+    def _repeatable(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         again, inputs = of_tensors(func, args, options)
+        producer = LINEAR if kind_of(func) is Kind.PRODUCT else OPERATOR
         with _with_versions():
             if isinstance(result, torch.Tensor):
-                self._record_part(again, inputs, result)
+                self._record_part(producer, again, inputs, result)
                 return
             for number, part in enumerate(result):  # a norm's output, and its statistics
                 if isinstance(part, torch.Tensor):
-                    self._record_part(_part(again, number), inputs, part)
+                    self._record_part(producer, _part(again, number), inputs, part)
 
-    def _record_part(self, again: Callable[..., Any], inputs: list[torch.Tensor], output: torch.Tensor) -> None:
+    def _record_part(
+        self, producer: str, again: Callable[..., Any], inputs: list[torch.Tensor], output: torch.Tensor
+    ) -> None:
         if self._sources.get(output.untyped_storage()._cdata) is not None:
-            self._recomputer.record(OPERATOR, again, inputs, {}, output)
+            self._recomputer.record(producer, again, inputs, {}, output)
 
 
 def written(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -201,7 +199,12 @@ class Kind(Enum):
     """It changes its arguments."""
     CHEAP = auto()
     """It only reads and writes memory, and may run again."""
+    PRODUCT = auto()
+    """It multiplies matrices, and may run again."""
     OTHER = auto()
+
+
+REPEATABLE = (Kind.CHEAP, Kind.PRODUCT)
 
 
 @functools.cache
@@ -212,6 +215,8 @@ def kind_of(func: Any) -> Kind:
         return Kind.WRITES
     if func.overloadpacket in ALLOCATING or any(one.alias_info is not None for one in schema.returns):
         return Kind.IGNORED
+    if func.overloadpacket in PRODUCTS:
+        return Kind.PRODUCT
     is_cheap = func.overloadpacket in CHEAP or bool(tags & CHEAP_TAGS)
     return Kind.CHEAP if is_cheap and not tags & UNREPEATABLE_TAGS else Kind.OTHER
 

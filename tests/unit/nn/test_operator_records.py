@@ -203,9 +203,9 @@ def test_lists_that_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     plain = OperatorRecords._record_part
 
-    def spy(self: Any, again: Any, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
+    def spy(self: Any, producer: str, again: Any, inputs: list[torch.Tensor], output: torch.Tensor) -> None:
         seen.append(len(inputs))
-        plain(self, again, inputs, output)
+        plain(self, producer, again, inputs, output)
 
     monkeypatch.setattr(OperatorRecords, "_record_part", spy)
     assert_planned(lambda: Stack(Rotary), fractions=(0.8,), tolerance=0.1)
