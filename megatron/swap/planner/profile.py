@@ -159,6 +159,8 @@ class SiteProfile:
         done_at_ms: time when the layer's backward frees it.
         recompute_ms: time to recompute it; ``None``: it cannot be recomputed alone.
         recompute_needs: sites that recomputing it reads.
+        gone_at_ms: time in forward when it is freed if it is recomputed; ``None``: when forward ends.
+        beside_mib: peak of forward since the save before, besides saved tensors; ``None``: as ``LayerClass`` says.
         is_ineligible: offloading it is not worth it or frees nothing, because it is small or there are other references
             (to the first layer's input, for example).
     """
@@ -170,6 +172,8 @@ class SiteProfile:
     done_at_ms: float
     recompute_ms: float | None = None
     recompute_needs: tuple[str, ...] = ()
+    gone_at_ms: float | None = None
+    beside_mib: float | None = None
     is_ineligible: bool = field(metadata={"key": "stays"}, default=False)
 
     @property
@@ -205,7 +209,7 @@ class LayerClass:
         sections: parts that can be recomputed. They are nested in each other or disjoint.
         temporaries: ``(at_ms, mib)`` in backward: from ``at_ms`` on, ``mib`` are in use besides saved tensors
             (gradients, workspaces).
-        forward_peak_mib: peak of forward besides saved tensors.
+        forward_peak_mib: peak of forward besides saved tensors; behind the last save, if sites say the rest.
     """
 
     layers: tuple[int, ...]

@@ -122,6 +122,7 @@ def _timed(entry: LayerClass, passes: Sequence[LayerPass], measured_recompute_ms
             replace(
                 site,
                 saved_at_ms=site.saved_at_ms * forward,
+                gone_at_ms=None if site.gone_at_ms is None else site.gone_at_ms * forward,
                 needed_at_ms=site.needed_at_ms * backward,
                 done_at_ms=site.done_at_ms * backward,
             )
@@ -232,6 +233,8 @@ def _layer_class(
                 done_at_ms=max(needed_ms, done_ms),
                 recompute_ms=None if needs is None else cost_ms,
                 recompute_needs=needs if needs is not None and cost_ms is not None else (),
+                gone_at_ms=_gone_at_ms(timed, name, forward_ms),
+                beside_mib=max(one.beside_bytes.get(name, 0) for one in passes) / MIB,
                 is_ineligible=_is_ineligible(passes, name, min_mib),
             )
         )
@@ -243,8 +246,16 @@ def _layer_class(
         (*sites, *(whole.needs_unsaved if whole else ())),
         (*sections, *((whole.section,) if whole else ())),
         _temporaries(passes, timed, backward_ms),
-        max(one.forward_peak_bytes for one in passes) / MIB,
+        max(one.end_bytes for one in passes) / MIB,
     )
+
+
+def _gone_at_ms(passes: Sequence[LayerPass], site: str, forward_ms: float) -> float | None:
+    """Return when forward frees ``site``; ``None``: once it did not."""
+    saving = [one for one in passes if site in one.sites]
+    if not saving or any(site not in one.freed_at for one in saving):
+        return None
+    return min(forward_ms, median(one.freed_at[site] for one in saving))
 
 
 def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timeline: Timeline) -> tuple[Section, ...]:
