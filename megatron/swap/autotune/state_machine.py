@@ -386,7 +386,7 @@ class StateMachine:
     def _settle(
         self, step: Step, workload: Workload, plan: Plan, ms: float | None, note: str, lines: tuple[str, ...] = ()
     ) -> Transition:
-        workload.best_ms = ms
+        workload.best_ms, self._refusal = ms, None
         self._known[workload] = plan
         self._changes.reset()
         return self._enter(step, _Stable(workload, plan), note, _highest_prediction([plan]), lines)
@@ -441,7 +441,7 @@ class StateMachine:
 
     def _change_plan(self, state: _Searching | _Stable, step: Step) -> Transition:
         """Another workload trains: take up its plan if there is one, otherwise measure it."""
-        before = state.workload
+        before, self._refusal = state.workload, None
         self.num_replans += 1
         what = f"micro-batches save {step.saved_mib:,.1f} MiB each, not {before.saved_mib:,.1f}"
         if step.num_micro_batches != before.num_micro_batches:

@@ -34,7 +34,7 @@ class Infeasible(UsageError):
 
     Attributes:
         smallest_gib: the smallest budget, in GiB, for which a plan was found, rounded up.
-        fragments_gib: how much of it counts for fragmentation as it was measured. The plan may need that much less.
+        fragments_gib: how much of it allows for fragmentation as it was measured. The plan may need that much less.
     """
 
     def __init__(self, message: str, smallest_gib: float, fragments_gib: float = 0.0) -> None:

@@ -143,7 +143,7 @@ class LayerBoundary:
         self._saved_tensors = saved_tensors
         self._position = position
         self._names = SiteNames(layer, module) if options.hooked else None
-        self._sources: dict[int, Site | None] | None = None  # of the present forward, as for ``SavedTensors.hooks``
+        self._sources: dict[int, Site] | None = None  # of the present forward, as for ``SavedTensors.hooks``
         self._on_recomputed: Callable[[Collection[int]], None] | None = None  # as for ``Recomputer.recording``
         self._constants = [*module.parameters(), *module.buffers()]
         self._weight_shapes = frozenset(one.shape for one in module.parameters() if one.dim() > 1)

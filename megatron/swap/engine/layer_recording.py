@@ -14,6 +14,9 @@ from megatron.swap.engine.handle import Group, alias_of
 from megatron.swap.engine.producer_records import ProducerRecord, version_probe_of
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 
+MAX_DEPTH = 48
+"""A layer of a transformer has some 20 elementwise operators in a row, less than this with eager attention."""
+
 
 class Packing(Protocol):
     """Packs tensors into the autograd graph."""
@@ -24,10 +27,6 @@ class Packing(Protocol):
 
     def can_save(self, tensor: torch.Tensor) -> bool:
         """Whether ``join`` puts ``tensor`` into the graph at a site of its own, if nobody saves it."""
-        ...
-
-    def is_changed_later(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is known to be changed in place before backward."""
         ...
 
     def join(self, tensor: torch.Tensor, group: Group) -> Any:
@@ -85,9 +84,16 @@ class LayerRecording:
     def add_record(
         self, producer: str, function: Callable[..., Any], inputs: list[torch.Tensor], output: torch.Tensor
     ) -> None:
-        """Record that ``producer`` computed the whole storage of ``output`` as ``function(*inputs)``."""
+        """Record that ``producer`` computed the whole storage of ``output`` as ``function(*inputs)``.
+
+        Nothing is recorded at the end of a chain of ``MAX_DEPTH``. Records hold their inputs, and specs are recomputed
+        one within the other.
+        """
         storage = output.untyped_storage()
         address = storage._cdata
+        depth = 1 + max(self._depth(tensor.untyped_storage()._cdata) for tensor in inputs)
+        if depth > MAX_DEPTH:
+            return
 
         def freed(reference: weakref.ref[torch.UntypedStorage]) -> None:
             record = self.records.get(address)
@@ -104,7 +110,12 @@ class LayerRecording:
             output.stride(),
             output.dtype,
             version_probe_of(output),
+            depth,
         )
+
+    def _depth(self, address: int) -> int:
+        record = self.records.get(address) or self.spec(address)
+        return 0 if record is None else record.depth
 
     def add_saved(self, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` is kept or offloaded, and drop its record, which holds the inputs."""
@@ -155,3 +166,4 @@ class LayerRecording:
         self.specs.clear()
         self.undecided.clear()
         self.sources.clear()
+        self.used = set()

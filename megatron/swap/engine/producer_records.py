@@ -28,6 +28,7 @@ class ProducerRecord:
         output: the output's storage, of ``num_bytes``.
         shape, stride, dtype: the output's layout in its storage.
         version_probe: detects in-place changes of the output.
+        depth: longest chain of records and specs from saved tensors to the output.
     """
 
     producer: str
@@ -39,6 +40,7 @@ class ProducerRecord:
     stride: tuple[int, ...]
     dtype: torch.dtype
     version_probe: Alias
+    depth: int = 1
 
     @property
     def address(self) -> int:
@@ -69,12 +71,15 @@ class Chain:
     Attributes:
         makers: records of the inputs to recompute, each after the records of its own inputs.
         kept_bytes: bytes of inputs without a producer (small ones, such as a table of rotary angles), which are kept.
+        sources: addresses of inputs that are saved for it.
+        not_made: addresses of inputs that are not recomputed, as was found before.
     """
 
     num_bytes: int
     makers: list[ProducerRecord] = field(default_factory=list)
     kept_bytes: int = 0
     sources: list[int] = field(default_factory=list)
+    not_made: set[int] = field(default_factory=set)
 
     def mark(self) -> tuple[int, int, int]:
         """Return the present state, for ``reset``."""

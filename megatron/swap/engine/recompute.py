@@ -246,6 +246,10 @@ class Recomputer:
             self._recording = recording
         return self._trials[site, number]
 
+    def forget_trials(self, layer: int) -> None:
+        """Forget what was tried in ``layer``: it runs other kernels now."""
+        self._trials = {key: passed for key, passed in self._trials.items() if key[0].layer != layer}
+
     def _settle(self, recording: LayerRecording, path: str | None = None) -> None:
         """Decide all undecided specs except those of ``path``, where more tensors may be saved."""
         ready = [one for one in recording.undecided if one.spec.site.path != path]
@@ -289,8 +293,6 @@ class Recomputer:
             source = recording.records.get(storage._cdata)
             if packing.is_constant(tensor) or recording.is_in_graph(tensor) or source in chain.makers:
                 continue
-            if packing.is_changed_later(tensor):
-                return Refusal(Reason.INPUT_CHANGED)
             if packing.can_save(tensor):
                 if storage._cdata not in chain.sources and not self._is_made(site, source, recording, packing, chain):
                     chain.sources.append(storage._cdata)
@@ -323,10 +325,13 @@ class Recomputer:
             return False
         if not self._decider.may_recompute(site, source.num_bytes, source.producer):
             return False
+        if source.address in chain.not_made:
+            return False
         mark = chain.mark()
         problem = self._find_unsaved(site, source, recording, packing, chain)
         if problem is not None or chain.kept_bytes - mark[1] >= source.num_bytes:
             chain.reset(mark)
+            chain.not_made.add(source.address)
             return False
         chain.makers.append(source)
         return True

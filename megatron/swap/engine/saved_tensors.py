@@ -179,7 +179,7 @@ class SavedTensors:
         where: Where,
         constants: Collection[int] = (),
         weight_shapes: Collection[torch.Size] = (),
-        sources: Mapping[int, Site | None] | None = None,
+        sources: Mapping[int, Site] | None = None,
     ) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors are kept, offloaded or recomputed.
 
@@ -188,8 +188,7 @@ class SavedTensors:
             constants: addresses of storages that are kept whatever the policy says (parameters).
             weight_shapes: as for ``WrapperRules.take_apart``.
             sources: sites by the addresses of storages: where recomputation reads such a storage and nothing saves it,
-                it is saved there. ``None``: it is changed later, so recomputation must not read it. The mapping grows
-                while the layer runs.
+                it is saved there. The mapping grows while the layer runs.
         """
         packer = LayerPacker(self, where, constants, {} if sources is None else sources)
         pack = packer.pack if sources is None else packer.pack_unwatched
@@ -298,7 +297,7 @@ class LayerPacker:
     """
 
     def __init__(
-        self, saved_tensors: SavedTensors, where: Where, constants: Collection[int], sources: Mapping[int, Site | None]
+        self, saved_tensors: SavedTensors, where: Where, constants: Collection[int], sources: Mapping[int, Site]
     ) -> None:
         self._where = where
         self._sources = sources
@@ -366,11 +365,7 @@ class LayerPacker:
 
     def can_save(self, tensor: torch.Tensor) -> bool:
         """Whether ``join`` puts ``tensor`` into the graph at a site of its own, if nobody saves it."""
-        return self._sources.get(tensor.untyped_storage()._cdata) is not None
-
-    def is_changed_later(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is known to be changed in place before backward."""
-        return self._sources.get(tensor.untyped_storage()._cdata, "") is None
+        return tensor.untyped_storage()._cdata in self._sources
 
     def join(self, tensor: torch.Tensor, group: Group) -> Packed:
         """Return the packed form of an input of a recomputed storage.

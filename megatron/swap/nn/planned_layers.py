@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -27,12 +27,12 @@ from megatron.swap.engine.handle import Alias, Group
 from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.producer_records import version_probe_of
+from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
-from megatron.swap.nn.found_layers import is_compiled
-from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint
+from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
 from megatron.swap.nn.module_weights import computing_devices
-from megatron.swap.nn.operator_records import OperatorRecords, OperatorWatch
+from megatron.swap.nn.operator_records import OperatorOrder, OperatorRecords, OperatorWatch, is_plain
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
 
 
@@ -43,14 +43,6 @@ class LayerRun:
     number: int
     position: LayerPosition
     is_whole: bool
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """Numbers of the operators' outputs that have to be recorded, of ``num_outputs``: what is recomputed needs them."""
-
-    numbers: frozenset[int]
-    num_outputs: int
 
 
 class PlannedBoundary(ModuleBoundary):
@@ -64,7 +56,7 @@ class PlannedBoundary(ModuleBoundary):
         has_backward: whether a backward has entered the layer.
         is_entered: whether one has since the last forward of the model began.
         is_apart: the layer runs as if it had no boundary, so that what it saves counts as saved outside the layers.
-        is_watched: it is the first step, which shows what is changed in place. Nothing is recomputed.
+        is_first_step: it shows the order of the operators, and what is changed in place. Nothing is recomputed.
     """
 
     def __init__(
@@ -79,13 +71,13 @@ class PlannedBoundary(ModuleBoundary):
         self._on_run = on_run
         self.has_backward = self.is_entered = self.is_apart = False
         self._graph: weakref.ref[Any] | None = None
-        self.is_watched = True
-        self._changed_inputs: set[int] = set()  # numbers of tensors that the layer is called with
-        self._changed: set[int] = set()  # numbers of operators' outputs, as in OperatorWatch
-        self._probes: dict[int, Alias] = {}
-        self._wanted: dict[int, _Wanted | None] = {}  # by run, under the present policy; ``None``: all are wanted
-        # Compiled code does not run under a mode. Offloaded weights are elsewhere in backward.
-        self._has_operators = not computing_devices(module) and not any(map(is_compiled, module.modules()))
+        self.is_first_step = True
+        self._nth = -1  # of the layer's runs in this forward
+        self._orders: dict[int, OperatorOrder] = {}  # of the n-th run
+        self._probes: list[tuple[OperatorOrder, int, Alias]] = []  # of storages, by their numbers
+        # Outputs to record, by run, under the present policy; None: all. Before a run has shown it there is no entry.
+        self._wanted: dict[int, frozenset[int] | None] = {}
+        self._has_operators = not computing_devices(module)  # offloaded weights are elsewhere in backward
         self._records: OperatorRecords | None = None  # of the present run
         super().__init__(number, module, saved_tensors, position, options)
         self._on_recomputed = self._note_wanted
@@ -103,6 +95,7 @@ class PlannedBoundary(ModuleBoundary):
             self._refuse_caches(args, kwargs)
             run = self._on_run(self, self._hidden(args, kwargs))
             self.layer = run.number
+            self._nth += 1
             if self._names is not None:
                 self._names.layer = run.number
             self.set_position(run.position, checkpoint if run.is_whole else None)
@@ -118,21 +111,11 @@ class PlannedBoundary(ModuleBoundary):
                 )
 
     def _note_sources(self, run: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note which tensors that the layer is called with operators may be recomputed from."""
-        sources: dict[int, Site | None] = {}
-        self._sources = sources
-        if not self._manager.decider.recomputes_layer(run.number):
-            return
-        inputs = {id(tensor): number for number, tensor in enumerate(self._inputs_in(args, kwargs))}
-        for number, tensor in enumerate(_tensors([args, kwargs])):
-            if tensor.is_inference():
-                continue
-            if self.is_watched:
-                self._probes[number] = version_probe_of(tensor)
-            if number in self._changed_inputs:
-                sources[tensor.untyped_storage()._cdata] = None
-            elif id(tensor) in inputs:
-                sources[tensor.untyped_storage()._cdata] = Site(run.number, CHECKPOINT_PATH, inputs[id(tensor)])
+        """Note which inputs of the layer operators may be recomputed from."""
+        self._sources = {}
+        if self._manager.decider.recomputes_layer(run.number):
+            for number, tensor in enumerate(filter(is_plain, self._inputs_in(args, kwargs))):
+                self._sources[tensor.untyped_storage()._cdata] = Site(run.number, CHECKPOINT_PATH, number)
 
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = kwargs.get("hidden_states")
@@ -146,10 +129,14 @@ class PlannedBoundary(ModuleBoundary):
         return [tensor for tensor in _tensors([args, kwargs]) if _is_input(tensor, hidden)]
 
     def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
+        probes, self._probes = self._probes, []
+
         def begins() -> None:
             self.has_backward = self.is_entered = True
-            self._changed_inputs |= {number for number, probe in self._probes.items() if probe.changed()}
-            self._probes = {}
+            for order, number, probe in probes:
+                if probe.changed():
+                    order.last_write[number] = inf
+            probes.clear()
             on_backward()
 
         self._graph = weakref.ref(begins)  # the graph holds it
@@ -157,7 +144,7 @@ class PlannedBoundary(ModuleBoundary):
 
     def begin_forward(self) -> None:
         """Forget the graphs of earlier forwards."""
-        self.is_entered, self._graph = False, None
+        self.is_entered, self._graph, self._nth = False, None, -1
 
     @property
     def has_graph(self) -> bool:
@@ -176,23 +163,39 @@ class PlannedBoundary(ModuleBoundary):
         return result
 
     def _run_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the layer. If some of what it saves may be recomputed, record its operators."""
+        """Run the layer. If some of what it saves may be recomputed, watch its operators, or record them."""
         recomputer = self._saved_tensors.recomputer
         if recomputer is None or not recomputer.is_recording or not self._has_operators:
             return self._inner(*args, **kwargs)
-        if self.is_watched:
-            with OperatorWatch(recomputer) as watch:
-                result = self._inner(*args, **kwargs)
-            self._changed |= watch.changed
-            return result
-        wanted = self._wanted.get(self.layer)
-        if wanted is not None and not wanted.numbers:
-            return self._inner(*args, **kwargs)
+        tensors = [*self._constants, *_tensors([args, kwargs])]
+        order = self._orders.get(self._nth)
+        if order is None or self.is_first_step:
+            return self._run_watched(recomputer, tensors, args, kwargs)
         assert self._sources is not None  # noted as the layer was called
-        numbers = None if wanted is None else wanted.numbers
-        with OperatorRecords(recomputer, self.layer, self._sources, self._changed, numbers) as records:
+        wanted = self._wanted.get(self.layer)
+        with OperatorRecords(recomputer, self.layer, self._sources, order, tensors, wanted) as records:
             result = self._inner(*args, **kwargs)
-        self._records = records
+        if records.is_as_watched:
+            self._records = records
+        else:  # the next run is watched
+            del self._orders[self._nth]
+            self._wanted.pop(self.layer, None)
+            recomputer.forget_trials(self.layer)
+        return result
+
+    def _run_watched(
+        self, recomputer: Recomputer, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the layer, and learn the order of its operators."""
+        before = self._orders.get(self._nth)
+        with OperatorWatch(recomputer, tensors) as watch:
+            result = self._inner(*args, **kwargs)
+        order = self._orders[self._nth] = watch.order
+        if before is not None and before.operators == order.operators:
+            order.last_write |= {number: at for number, at in before.last_write.items() if at == inf}
+        for tensor in (*_tensors([args, kwargs]), *tensors_in(result)):  # the model may change them
+            if (number := watch.number(tensor)) is not None:
+                self._probes.append((order, number, version_probe_of(tensor)))
         return result
 
     def _note_wanted(self, addresses: Collection[int]) -> None:
@@ -200,10 +203,11 @@ class PlannedBoundary(ModuleBoundary):
         records, self._records = self._records, None
         if records is None:
             return
+        made = records.made_at(addresses)
         if self.layer not in self._wanted:
-            self._wanted[self.layer] = _Wanted(records.numbers(addresses), records.num_outputs)
-        elif (wanted := self._wanted[self.layer]) is not None and wanted.num_outputs != records.num_outputs:
-            self._wanted[self.layer] = None  # it ran other operators than before: from now on all are recorded
+            self._wanted[self.layer] = made or None
+        elif made != self._wanted[self.layer]:
+            self._wanted[self.layer] = None
 
     def forget_wanted(self) -> None:
         """The policy changes: the next run records all operators."""
@@ -309,7 +313,7 @@ class PlannedLayers:
         self._order = [boundary for boundary in self._longest if boundary.has_backward]
         self.is_known = True
         for boundary in self.boundaries:
-            boundary.is_watched = False
+            boundary.is_first_step = False
         apart = [boundary for boundary in self.boundaries if boundary not in self._order]
         for boundary in apart:
             boundary.is_apart = True
