@@ -71,7 +71,7 @@ class LayerRecording:
     """Records, saved storages and specs of one forward of a layer.
 
     All are keyed by a storage's address. Addresses are reused, so an entry is valid only while its storage lives.
-    ``used``: addresses of storages that specs compute again, or read for that.
+    ``used``: addresses of storages that specs compute again, or read for that; ``None``: nobody asks.
     """
 
     records: dict[int, ProducerRecord] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class LayerRecording:
     specs: dict[int, RecomputeSpec] = field(default_factory=dict)
     undecided: list[Undecided] = field(default_factory=list)
     sources: dict[int, Sources] = field(default_factory=dict)
-    used: set[int] = field(default_factory=set)
+    used: set[int] | None = None
 
     def add_record(
         self, producer: str, function: Callable[..., Any], inputs: list[torch.Tensor], output: torch.Tensor
@@ -91,7 +91,12 @@ class LayerRecording:
         """
         storage = output.untyped_storage()
         address = storage._cdata
-        depth = 1 + max(self._depth(tensor.untyped_storage()._cdata) for tensor in inputs)
+        depth = 1
+        for tensor in inputs:
+            of_input = tensor.untyped_storage()._cdata
+            known = self.records.get(of_input) or self.specs.get(of_input)
+            if known is not None and known.depth >= depth:
+                depth = known.depth + 1
         if depth > MAX_DEPTH:
             return
 
@@ -113,10 +118,6 @@ class LayerRecording:
             depth,
         )
 
-    def _depth(self, address: int) -> int:
-        record = self.records.get(address) or self.spec(address)
-        return 0 if record is None else record.depth
-
     def add_saved(self, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` is kept or offloaded, and drop its record, which holds the inputs."""
         self.saved[storage._cdata] = weakref.ref(storage)
@@ -124,6 +125,7 @@ class LayerRecording:
 
     def note_used(self, records: Iterable[ProducerRecord]) -> None:
         """Note the storages that the specs of ``records`` compute again, and those that they read."""
+        assert self.used is not None
         for record in records:
             self.used.add(record.address)
             self.used.update(alias.tensor.untyped_storage()._cdata for alias in record.inputs)
@@ -166,4 +168,3 @@ class LayerRecording:
         self.specs.clear()
         self.undecided.clear()
         self.sources.clear()
-        self.used = set()

@@ -92,12 +92,12 @@ class Recomputer:
             on_end: called at the end with the addresses of the storages that are recomputed, or read for that. Some
                 may be freed.
         """
-        outer, recording = self._recording, LayerRecording()
+        outer, recording = self._recording, LayerRecording(used=None if on_end is None else set())
         self._recording = recording
         try:
             yield
             self._settle(recording)
-            if on_end is not None:
+            if on_end is not None and recording.used is not None:
                 on_end(recording.used)
         finally:
             recording.clear()
@@ -276,7 +276,8 @@ class Recomputer:
             if self._on_spec is not None:
                 recording.sources[record.address] = Sources(between, *recording.sources_of(record, packing))
         spec.inputs = _joined(undecided.record, spec.group, packing)
-        recording.note_used((undecided.record, *chain.makers))
+        if recording.used is not None:
+            recording.note_used((undecided.record, *chain.makers))
         if self._on_spec is not None:
             self._on_spec(spec, undecided.record.producer, *recording.sources_of(undecided.record, packing))
         self.spared_bytes[undecided.record.producer] += spec.num_bytes
