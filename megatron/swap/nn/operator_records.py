@@ -258,7 +258,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class Kind(Enum):
-    """What an operator does."""
+    """Kinds of operators, by what they do."""
 
     IGNORED = auto()
     """It returns a view."""

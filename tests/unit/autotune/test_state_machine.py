@@ -124,24 +124,6 @@ class TestFirstPlan:
         with pytest.raises(Infeasible, match=r"no plan stays below 10\.0"):
             run.steps(PROFILED)
 
-    @pytest.mark.parametrize(("peak_gib", "fits"), [(9.75, True), (10.25, False)])
-    def test_plans_that_may_fit_with_less_fragmentation_are_tried(self, peak_gib: float, fits: bool) -> None:
-        def none_is_predicted_to_fit(run: Run, workload: Workload, budget_gib: float) -> Sequence[Plan]:
-            plans = run.make_plans(workload, budget_gib)
-            if budget_gib < 12.0:
-                raise Infeasible(f"no plan stays below {budget_gib}", 12.0, 2.5)
-            return plans
-
-        run = three(peaks=(11.0, peak_gib, 12.0), make_plans=none_is_predicted_to_fit)
-        if not fits:
-            with pytest.raises(Infeasible, match=r"no plan stays below 10\.0"):
-                until_stable(run)
-            return
-        until_stable(run)
-        assert run.budgets[:2] == [10.0, 12.0]
-        assert run.machine.plan is run.plans[1]
-        assert any("predicted to hold 12 GiB at least, and may hold less" in line for line in run.said)
-
     def test_steps_of_another_size_time_nothing_but_are_not_waited_out_for_ever(self) -> None:
         for num_other, stage in ((5, Stage.PROFILE), (MAX_RECORDED_STEPS, Stage.SEARCH)):
             run = three()
