@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch.nn import functional as F
 
@@ -253,6 +254,58 @@ class ChangesOutputs(Stack):
             result = layer(hidden) + 0.0
             hidden = result.mul_(0.5)
         return hidden
+
+
+class SharedLayers(Stack):
+    """Of the runs of a layer only one has its input changed by the model."""
+
+    def __init__(self) -> None:
+        super().__init__(Shared)
+        self.layers = nn.ModuleList([self.layers[0], self.layers[1], self.layers[0], self.layers[2]])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for number, layer in enumerate(self.layers):
+            result = layer(hidden)
+            hidden = hidden.add_(result) if number == 0 else hidden + result
+        return hidden
+
+
+def test_runs_of_a_layer_are_told_apart() -> None:
+    assert_planned(SharedLayers, fractions=(0.85,), tolerance=1.0)
+
+
+def fused(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+    """Compile ``graph``, a function of one tensor, to something with other last bits: as if rounded once."""
+
+    def run(*values: Any) -> Any:
+        (value,) = (one for one in values if isinstance(one, torch.Tensor))
+        return (F.silu(value.double()).mul(1.5).to(value.dtype),)
+
+    return run
+
+
+def scaled(value: torch.Tensor) -> torch.Tensor:
+    return F.silu(value) * 1.5
+
+
+class Compiled(Layer):
+    """A function in the layer is compiled."""
+
+    scaled = staticmethod(scaled)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.scaled(super().norm(hidden))
+
+
+def test_compiled_functions_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # which keeps other tests fast
+    compiled = torch.compile(scaled, backend=fused)
+    value = torch.randn(1000)
+    assert not torch.equal(compiled(value), scaled(value))  # else this test shows nothing
+    monkeypatch.setattr(Compiled, "scaled", staticmethod(compiled))
+    assert_planned(lambda: Stack(Compiled), fractions=(0.8,), tolerance=1.0)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("layer", [Averages, Data, Cached, Inference, Sparse, Recurrence, Doubling, Varying])
