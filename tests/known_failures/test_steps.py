@@ -241,9 +241,16 @@ def compiler() -> Iterator[None]:
     """Let ``torch.compile`` compile, where the environment forbids it to keep other tests fast."""
     import torch._dynamo
 
-    with torch._dynamo.config.patch(disable=False):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "0")
+        torch._dynamo.utils.counters.clear()
         yield
     torch._dynamo.reset()
+
+
+def num_compiled() -> int:
+    """Return the number of functions that were compiled."""
+    return torch._dynamo.utils.counters["frames"]["ok"]
 
 
 class TestMemoryGrowsOverSteps:
@@ -283,6 +290,7 @@ class TestMemoryGrowsOverSteps:
                     pinned_bytes.append(stats.host_booked_bytes)
                     objects.append(num_objects())
             assert stats.out_bytes > NUM_STEPS * 64 * WIDTH
+            assert bool(num_compiled()) == compiled
         assert device_bytes[1] <= device_bytes[0]
         assert pinned_bytes[1] == pinned_bytes[0]
         assert objects[1] <= objects[0] + 20
