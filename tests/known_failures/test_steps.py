@@ -248,11 +248,6 @@ def compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def num_compiled() -> int:
-    """Return the number of functions that were compiled."""
-    return torch._dynamo.utils.counters["frames"]["ok"]
-
-
 class TestMemoryGrowsOverSteps:
     """Memory grows a little with each step, until training ends in out of memory after hundreds of them.
 
@@ -290,7 +285,7 @@ class TestMemoryGrowsOverSteps:
                     pinned_bytes.append(stats.host_booked_bytes)
                     objects.append(num_objects())
             assert stats.out_bytes > NUM_STEPS * 64 * WIDTH
-            assert bool(num_compiled()) == compiled
+            assert bool(torch._dynamo.utils.counters["frames"]["ok"]) == compiled
         assert device_bytes[1] <= device_bytes[0]
         assert pinned_bytes[1] == pinned_bytes[0]
         assert objects[1] <= objects[0] + 20
