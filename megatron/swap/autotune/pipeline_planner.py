@@ -65,7 +65,7 @@ class PipelinePlanner:
         self.leaders = leaders
         mine = of_ranks[self._ranks.rank][1]
 
-        def answer_of_stage() -> list[Plan] | tuple[str, float]:
+        def answer_of_stage() -> list[Plan] | tuple[str, float, float]:
             if leaders[self._pipeline_rank] != self._ranks.rank:
                 return []
             if reserve_gib is not None and reserve_gib >= mine.reserves_gib[0]:
@@ -73,11 +73,12 @@ class PipelinePlanner:
             try:
                 return list(solve_fractions(mine, budget_gib, self._max_candidates, reserve_gib).plans)
             except Infeasible as error:
-                return str(error), error.smallest_gib  # the exception itself cannot be sent to other ranks
+                # The exception itself cannot be sent to other ranks.
+                return str(error), error.smallest_gib, error.fragments_gib
 
         answers = self._ranks.gather(answer_of_stage)
         of_stages: list[list[Plan]] = []
-        refusals: list[tuple[str, float]] = []
+        refusals: list[tuple[str, float, float]] = []
         for answer in (answers[leaders[stage]] for stage in sorted(leaders)):
             if isinstance(answer, tuple):
                 refusals.append(answer)

@@ -192,6 +192,7 @@ class StateMachine:
         self._known: dict[Workload, Plan] = {}
         self._changes = ChangeDetector()
         self._num_micro_batches = 0
+        self._refusal: Infeasible | None = None  # of the first workload, while it is tried whether a plan fits
 
     @property
     def stage(self) -> Stage:
@@ -277,8 +278,7 @@ class StateMachine:
         over_gib = step.peak_gib - self._limits.budget_gib
         if over_gib <= 0:
             return ()
-        over = format_bytes(over_gib * GIB)
-        line = f"the peak is {over} above the budget while steps are measured"
+        line = f"the peak is {format_bytes(over_gib * GIB)} above the budget while steps are measured"
         return (f"{line}: a plan below it follows, or the smallest budget that would do",)
 
     def _time(self, state: _Timing, step: Step) -> Transition:
@@ -297,7 +297,8 @@ class StateMachine:
     def _first_plans(self, workload: Workload) -> tuple[Sequence[Plan], tuple[str, ...]]:
         """Return plans for a workload that was just measured, and lines for users.
 
-        If none fits, return the plans that hold least: ending the run would lose what was trained.
+        If none fits, return the plans that hold least: ending the run would lose what was trained. Of the first
+        workload they are tried if they may fit, since fragmentation was measured under the safe policy.
 
         Raises:
             Infeasible: no plan fits, and this is the first workload.
@@ -306,7 +307,11 @@ class StateMachine:
             return self._make_plans(workload, self._limits.budget_gib, None), ()
         except Infeasible as error:
             if self.num_replans == 0:
-                raise
+                if error.smallest_gib - error.fragments_gib > self._limits.budget_gib:
+                    raise
+                self._refusal = error
+                line = f"plans are predicted to hold {error.smallest_gib:.10g} GiB at least, and may hold less: tried"
+                return self._make_plans(workload, error.smallest_gib, None), (line,)
             self.num_infeasible += 1
             workload.num_tightened = MAX_TIGHTENINGS + 1  # no plan holds less than these
             smallest = f"{error.smallest_gib:.10g} GiB"
@@ -341,6 +346,7 @@ class StateMachine:
         best = search.fastest()
         if best is None:
             return self._tighten(state, step, search.lowest())
+        self._refusal = None
         wider = self._widen(state, best)
         if wider is not None:
             return wider
@@ -380,7 +386,7 @@ class StateMachine:
     def _settle(
         self, step: Step, workload: Workload, plan: Plan, ms: float | None, note: str, lines: tuple[str, ...] = ()
     ) -> Transition:
-        workload.best_ms = ms
+        workload.best_ms, self._refusal = ms, None
         self._known[workload] = plan
         self._changes.reset()
         return self._enter(step, _Stable(workload, plan), note, _highest_prediction([plan]), lines)
@@ -390,11 +396,13 @@ class StateMachine:
 
         The solver's budget shrinks by its error, or by the excess if that is more. If that yields no plan, training
         goes on under the plan that exceeds the budget least: it runs, and ending it would lose what was trained.
+        But if no plan was predicted to fit the first workload, that error is raised now.
         """
+        if self._refusal is not None:
+            raise self._refusal
         workload, over_gib, budget_gib = state.workload, lowest.over_gib, self._limits.budget_gib
-        predicted = lowest.plan.predicted
+        predicted, over = lowest.plan.predicted, format_bytes(over_gib * GIB)
         error_gib = over_gib if predicted is None else lowest.peak_gib - predicted.peak_gib
-        over = format_bytes(over_gib * GIB)
         where = f"{over} above the budget" if lowest.peak_gib > budget_gib else "at all that the device has"
         lines: tuple[str, ...] = ()
         workload.num_tightened += 1
@@ -433,7 +441,7 @@ class StateMachine:
 
     def _change_plan(self, state: _Searching | _Stable, step: Step) -> Transition:
         """Another workload trains: take up its plan if there is one, otherwise measure it."""
-        before = state.workload
+        before, self._refusal = state.workload, None
         self.num_replans += 1
         what = f"micro-batches save {step.saved_mib:,.1f} MiB each, not {before.saved_mib:,.1f}"
         if step.num_micro_batches != before.num_micro_batches:

@@ -30,11 +30,17 @@ LAYER_SECTION = "layer"
 
 
 class Infeasible(UsageError):
-    """Error: no plan fits. ``smallest_gib``: the smallest budget, in GiB, for which a plan was found, rounded up."""
+    """Error: no plan fits.
 
-    def __init__(self, message: str, smallest_gib: float) -> None:
+    Attributes:
+        smallest_gib: the smallest budget, in GiB, for which a plan was found, rounded up.
+        fragments_gib: how much of it allows for fragmentation as it was measured. The plan may need that much less.
+    """
+
+    def __init__(self, message: str, smallest_gib: float, fragments_gib: float = 0.0) -> None:
         super().__init__(message)
         self.smallest_gib = smallest_gib
+        self.fragments_gib = fragments_gib
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,11 @@ ACTIVATION."""
 RESIDUAL = "residual"
 """A layer's input plus attention's output, which the second norm reads; linear_proj runs again for it."""
 LINEAR = "linear"
-"""Outputs of linear_qkv and linear_fc1."""
+"""Outputs of linear_qkv and linear_fc1; in models that Megatron did not build, of all matrix products."""
 PRODUCERS = (NORM, ACTIVATION, ROTARY, QUANTIZED, RESIDUAL, LINEAR)
 """Kinds of kernels whose outputs can be recomputed."""
+OPERATOR = "operator"
+"""Outputs of single cheap operators, in models that Megatron did not build."""
 
 FEW_LAYERS = 8
 """Chunks with fewer layers release memory storage by storage: see ``LayerPosition.early_release``."""

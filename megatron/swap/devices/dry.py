@@ -97,6 +97,9 @@ class DryDevice(EmulatedDevice):
     def peak_reserved_bytes(self) -> int:  # type: ignore[override]
         return self._allocator.reserved_bytes
 
+    def release_cached(self) -> None:
+        self._allocator.release_cached()
+
     def take_peak(self) -> tuple[int, int]:  # type: ignore[override]
         peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, self._held_bytes
         return peak_bytes, self._held_bytes

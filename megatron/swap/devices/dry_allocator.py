@@ -37,7 +37,7 @@ class Block:
 
 
 class DryAllocator:
-    """Attributes: ``reserved_bytes``, the sum of all segments, which are never given back."""
+    """Attributes: ``reserved_bytes``, the sum of all segments. Only ``release_cached`` gives some back."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 0
@@ -74,6 +74,13 @@ class DryAllocator:
                     first.after.before = first
                 block = first
         self._add(block)
+
+    def release_cached(self) -> None:
+        """Give back the segments in which nothing is in use."""
+        for free in self._free:
+            whole = [block for block in free if block.before is None and block.after is None]
+            self.reserved_bytes -= sum(block.num_bytes for block in whole)
+            free[:] = [block for block in free if block.before is not None or block.after is not None]
 
     def _segment(self, num_bytes: int, is_small: bool) -> Block:
         size = SMALL_SEGMENT if is_small else MEDIUM_SEGMENT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -143,6 +143,8 @@ class LayerBoundary:
         self._saved_tensors = saved_tensors
         self._position = position
         self._names = SiteNames(layer, module) if options.hooked else None
+        self._sources: dict[int, Site] | None = None  # of the present forward, as for ``SavedTensors.hooks``
+        self._on_recomputed: Callable[[Collection[int]], None] | None = None  # as for ``Recomputer.recording``
         self._constants = [*module.parameters(), *module.buffers()]
         self._weight_shapes = frozenset(one.shape for one in module.parameters() if one.dim() > 1)
         self._inner = module.forward
@@ -241,7 +243,7 @@ class LayerBoundary:
             return self._saved_tensors.keeping(group, constants, self._weight_shapes)
         names.begin()
         stack = ExitStack()
-        stack.enter_context(self._saved_tensors.recording(self.layer))
+        stack.enter_context(self._saved_tensors.recording(self.layer, self._on_recomputed))
         where = lambda: (group, names.next_site())  # noqa: E731
-        stack.enter_context(self._saved_tensors.hooks(where, constants, self._weight_shapes))
+        stack.enter_context(self._saved_tensors.hooks(where, constants, self._weight_shapes, self._sources))
         return stack

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,12 +14,19 @@ from megatron.swap.engine.handle import Group, alias_of
 from megatron.swap.engine.producer_records import ProducerRecord, version_probe_of
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 
+MAX_DEPTH = 48
+"""A layer of a transformer has some 20 elementwise operators in a row, less than this with eager attention."""
+
 
 class Packing(Protocol):
     """Packs tensors into the autograd graph."""
 
     def is_constant(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` stays on the device anyway (a parameter, say)."""
+        ...
+
+    def can_save(self, tensor: torch.Tensor) -> bool:
+        """Whether ``join`` puts ``tensor`` into the graph at a site of its own, if nobody saves it."""
         ...
 
     def join(self, tensor: torch.Tensor, group: Group) -> Any:
@@ -64,6 +71,7 @@ class LayerRecording:
     """Records, saved storages and specs of one forward of a layer.
 
     All are keyed by a storage's address. Addresses are reused, so an entry is valid only while its storage lives.
+    ``used``: addresses of storages that specs compute again, or read for that; ``None``: nobody asks.
     """
 
     records: dict[int, ProducerRecord] = field(default_factory=dict)
@@ -71,13 +79,26 @@ class LayerRecording:
     specs: dict[int, RecomputeSpec] = field(default_factory=dict)
     undecided: list[Undecided] = field(default_factory=list)
     sources: dict[int, Sources] = field(default_factory=dict)
+    used: set[int] | None = None
 
     def add_record(
         self, producer: str, function: Callable[..., Any], inputs: list[torch.Tensor], output: torch.Tensor
     ) -> None:
-        """Record that ``producer`` computed the whole storage of ``output`` as ``function(*inputs)``."""
+        """Record that ``producer`` computed the whole storage of ``output`` as ``function(*inputs)``.
+
+        Nothing is recorded at the end of a chain of ``MAX_DEPTH``. Records hold their inputs, and specs are recomputed
+        one within the other.
+        """
         storage = output.untyped_storage()
         address = storage._cdata
+        depth = 1
+        for tensor in inputs:
+            of_input = tensor.untyped_storage()._cdata
+            known = self.records.get(of_input) or self.specs.get(of_input)
+            if known is not None and known.depth >= depth:
+                depth = known.depth + 1
+        if depth > MAX_DEPTH:
+            return
 
         def freed(reference: weakref.ref[torch.UntypedStorage]) -> None:
             record = self.records.get(address)
@@ -94,12 +115,20 @@ class LayerRecording:
             output.stride(),
             output.dtype,
             version_probe_of(output),
+            depth,
         )
 
     def add_saved(self, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` is kept or offloaded, and drop its record, which holds the inputs."""
         self.saved[storage._cdata] = weakref.ref(storage)
         self.records.pop(storage._cdata, None)
+
+    def note_used(self, records: Iterable[ProducerRecord]) -> None:
+        """Note the storages that the specs of ``records`` compute again, and those that they read."""
+        assert self.used is not None
+        for record in records:
+            self.used.add(record.address)
+            self.used.update(alias.tensor.untyped_storage()._cdata for alias in record.inputs)
 
     def spec(self, address: int) -> RecomputeSpec | None:
         """Return the spec of the living storage at ``address``; ``None``: it has none."""

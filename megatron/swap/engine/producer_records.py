@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class ProducerRecord:
         output: the output's storage, of ``num_bytes``.
         shape, stride, dtype: the output's layout in its storage.
         version_probe: detects in-place changes of the output.
+        depth: longest chain of records and specs from saved tensors to the output.
     """
 
     producer: str
@@ -38,6 +40,7 @@ class ProducerRecord:
     stride: tuple[int, ...]
     dtype: torch.dtype
     version_probe: Alias
+    depth: int = 1
 
     @property
     def address(self) -> int:
@@ -56,6 +59,8 @@ class ProducerRecord:
         if (other.shape, other.stride(), other.dtype) != (self.shape, self.stride, self.dtype):
             return False
         found = other.untyped_storage()
+        if storage.device.type == "meta":  # no bytes: a dry run
+            return found.nbytes() == self.num_bytes
         return found.nbytes() == self.num_bytes and torch.equal(_words(found), _words(storage))
 
 
@@ -66,11 +71,24 @@ class Chain:
     Attributes:
         makers: records of the inputs to recompute, each after the records of its own inputs.
         kept_bytes: bytes of inputs without a producer (small ones, such as a table of rotary angles), which are kept.
+        sources: addresses of inputs that are saved for it.
+        not_made: addresses of inputs that are not recomputed, as was found before.
     """
 
     num_bytes: int
     makers: list[ProducerRecord] = field(default_factory=list)
     kept_bytes: int = 0
+    sources: list[int] = field(default_factory=list)
+    not_made: set[int] = field(default_factory=set)
+
+    def mark(self) -> tuple[int, int, int]:
+        """Return the present state, for ``reset``."""
+        return len(self.makers), self.kept_bytes, len(self.sources)
+
+    def reset(self, mark: tuple[int, int, int]) -> None:
+        """Drop what was added since ``mark``."""
+        num_makers, self.kept_bytes, num_sources = mark
+        del self.makers[num_makers:], self.sources[num_sources:]
 
 
 def version_probe_of(tensor: torch.Tensor) -> Alias:
@@ -117,7 +135,9 @@ def _is_emptied(tensor: torch.Tensor) -> bool:
 def run_again(function: Function, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return ``function(*tensors)``, computed without gradients and outside autocast."""
     device = tensors[0].device.type
-    with torch.no_grad(), torch.autocast(device, enabled=False):
+    # The meta device has no autocast.
+    plain = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+    with torch.no_grad(), plain:
         return function(*tensors)
 
 

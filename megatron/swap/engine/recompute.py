@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 
 from megatron.swap.common.counters import Counters
 from megatron.swap.common.instrumentation import Ranges
-from megatron.swap.common.types import Site, SwapError
+from megatron.swap.common.types import LINEAR, Site, SwapError
 from megatron.swap.devices.base import Device, bytes_of
 from megatron.swap.engine.checksum import VerifyError, checksum
 from megatron.swap.engine.decider import Decider
@@ -57,6 +57,7 @@ class Recomputer:
     Attributes:
         refused: the first reason for each site that the policy recomputes but that cannot be recomputed.
         spared_bytes: bytes recomputed instead of kept, by producer, since the start.
+        is_watched: a dispatch mode watches the operators of the running layer.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Recomputer:
     ) -> None:
         self.refused: dict[Site, str] = {}
         self.spared_bytes: Counter[str] = Counter()
+        self.is_watched = False
         self._device = device
         self._decider = decider
         self._counters = counters
@@ -83,13 +85,20 @@ class Recomputer:
     # ------------------------------------------------------------------ what producers record
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Return a context around a layer's forward: records of producers are valid until its end."""
-        outer, recording = self._recording, LayerRecording()
+    def recording(self, on_end: Callable[[Collection[int]], None] | None = None) -> Iterator[None]:
+        """Return a context around a layer's forward: records of producers are valid until its end.
+
+        Args:
+            on_end: called at the end with the addresses of the storages that are recomputed, or read for that. Some
+                may be freed.
+        """
+        outer, recording = self._recording, LayerRecording(used=None if on_end is None else set())
         self._recording = recording
         try:
             yield
             self._settle(recording)
+            if on_end is not None and recording.used is not None:
+                on_end(recording.used)
         finally:
             recording.clear()
             self._recording = outer
@@ -130,7 +139,7 @@ class Recomputer:
     ) -> None:
         """Record that ``function(*arguments, **options)`` gives ``output``, and would give the same bits again."""
         recording = self._recording
-        if recording is None or type(output) is not torch.Tensor or torch.is_autocast_enabled(output.device.type):
+        if recording is None or type(output) is not torch.Tensor or _is_cast_automatically(output.device.type):
             return
         again, inputs = of_tensors_alone(function, arguments, options)
         if not inputs or not {type(tensor) for tensor in inputs} <= PLAIN:
@@ -237,6 +246,10 @@ class Recomputer:
             self._recording = recording
         return self._trials[site, number]
 
+    def forget_trials(self, layer: int) -> None:
+        """Forget what was tried in ``layer``: it runs other kernels now."""
+        self._trials = {key: passed for key, passed in self._trials.items() if key[0].layer != layer}
+
     def _settle(self, recording: LayerRecording, path: str | None = None) -> None:
         """Decide all undecided specs except those of ``path``, where more tensors may be saved."""
         ready = [one for one in recording.undecided if one.spec.site.path != path]
@@ -263,6 +276,8 @@ class Recomputer:
             if self._on_spec is not None:
                 recording.sources[record.address] = Sources(between, *recording.sources_of(record, packing))
         spec.inputs = _joined(undecided.record, spec.group, packing)
+        if recording.used is not None:
+            recording.note_used((undecided.record, *chain.makers))
         if self._on_spec is not None:
             self._on_spec(spec, undecided.record.producer, *recording.sources_of(undecided.record, packing))
         self.spared_bytes[undecided.record.producer] += spec.num_bytes
@@ -279,6 +294,13 @@ class Recomputer:
             source = recording.records.get(storage._cdata)
             if packing.is_constant(tensor) or recording.is_in_graph(tensor) or source in chain.makers:
                 continue
+            if packing.can_save(tensor):
+                if storage._cdata not in chain.sources and not self._is_made(site, source, recording, packing, chain):
+                    chain.sources.append(storage._cdata)
+                    chain.kept_bytes += storage.nbytes()
+                    if chain.kept_bytes >= chain.num_bytes:
+                        return Refusal(Reason.INPUT_NOT_SAVED)
+                continue
             if source is None:
                 chain.kept_bytes += storage.nbytes()
                 if chain.kept_bytes >= chain.num_bytes:
@@ -292,6 +314,28 @@ class Recomputer:
                 return problem
             chain.makers.append(source)
         return None
+
+    def _is_made(
+        self, site: Site, source: ProducerRecord | None, recording: LayerRecording, packing: Packing, chain: Chain
+    ) -> bool:
+        """Add ``source`` to ``chain``, if it can be made from less than its own bytes; else saving it is better.
+
+        It is better for matrix products, too: a plan can offload them.
+        """
+        if source is None or source.producer == LINEAR or source.version_probe.changed():
+            return False
+        if not self._decider.may_recompute(site, source.num_bytes, source.producer):
+            return False
+        if source.address in chain.not_made:
+            return False
+        mark = chain.mark()
+        problem = self._find_unsaved(site, source, recording, packing, chain)
+        if problem is not None or chain.kept_bytes - mark[1] >= source.num_bytes:
+            chain.reset(mark)
+            chain.not_made.add(source.address)
+            return False
+        chain.makers.append(source)
+        return True
 
     # ----------------------------------------------------------------- backward
 
@@ -354,6 +398,10 @@ def _within(context: Callable[[], AbstractContextManager[Any]] | None, function:
             return function(*arguments, **options)
 
     return within
+
+
+def _is_cast_automatically(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _joined(record: ProducerRecord, group: Group, packing: Packing) -> tuple[Any, ...]:

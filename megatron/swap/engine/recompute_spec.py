@@ -19,6 +19,7 @@ class RecomputeSpec:
         site, group: the site and group that saved the storage first.
         number: 0 for a saved storage; n > 0 for the n-th unsaved storage that is recomputed before it.
         num_bytes: size of the storage.
+        depth: as in ``ProducerRecord``.
         function, inputs: the function that recomputes the storage, and its packed input tensors.
         fallback: the packed storage itself, if it turned out that it cannot be recomputed.
         output: the storage of forward, while it is alive.
@@ -29,7 +30,7 @@ class RecomputeSpec:
     """
 
     __slots__ = (
-        "__weakref__", "checksum", "fallback", "function", "group", "inputs", "num_bytes", "num_packed",
+        "__weakref__", "checksum", "depth", "fallback", "function", "group", "inputs", "num_bytes", "num_packed",
         "num_unpacked", "number", "output", "site", "storage", "stream", "version_probe",
     )  # fmt: skip
 
@@ -38,6 +39,7 @@ class RecomputeSpec:
         self.number = number
         self.group = group
         self.num_bytes = record.num_bytes
+        self.depth = record.depth
         self.function = record.function
         self.inputs: tuple[Any, ...] = ()
         self.fallback: Any = None

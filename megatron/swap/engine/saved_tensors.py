@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from megatron.swap.engine.decider import is_ineligible
 from megatron.swap.engine.decision import CACHE, RECOMPUTE
 from megatron.swap.engine.handle import Group, Handle, check_version
 from megatron.swap.engine.manager import SwapManager
-from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.engine.recompute import PLAIN, Recomputer
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.engine.sites import SiteNames
@@ -147,11 +147,17 @@ class SavedTensors:
         """The recorder, while it is on."""
         return self._recorder if self._recorder is not None and self._recorder.is_on else None
 
-    def recording(self, layer: int) -> AbstractContextManager[None]:
-        """Return a context, around a forward of ``layer``, in which producers record their outputs."""
+    def recording(
+        self, layer: int, on_end: Callable[[Collection[int]], None] | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context, around a forward of ``layer``, in which producers record their outputs.
+
+        Args:
+            on_end: as for ``Recomputer.recording``.
+        """
         if self.recomputer is None or not self.manager.decider.recomputes_layer(layer):
             return nullcontext()
-        return self.recomputer.recording()
+        return self.recomputer.recording(on_end)
 
     def called_with(self, group: Group, hidden: Any) -> None:
         """Record the hidden states that a layer is called with."""
@@ -169,7 +175,11 @@ class SavedTensors:
             self._recorder.not_repeatable(group.label)
 
     def hooks(
-        self, where: Where, constants: Collection[int] = (), weight_shapes: Collection[torch.Size] = ()
+        self,
+        where: Where,
+        constants: Collection[int] = (),
+        weight_shapes: Collection[torch.Size] = (),
+        sources: Mapping[int, Site] | None = None,
     ) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors are kept, offloaded or recomputed.
 
@@ -177,9 +187,12 @@ class SavedTensors:
             where: returns the group and site of each saved tensor.
             constants: addresses of storages that are kept whatever the policy says (parameters).
             weight_shapes: as for ``WrapperRules.take_apart``.
+            sources: sites by the addresses of storages: where recomputation reads such a storage and nothing saves it,
+                it is saved there. The mapping grows while the layer runs.
         """
-        packer = LayerPacker(self, where, constants)
-        return self._enter(Hooks(packer.pack, self.unpack), Hooks(packer.pack_cache, self.unpack), weight_shapes)
+        packer = LayerPacker(self, where, constants, {} if sources is None else sources)
+        pack = packer.pack if sources is None else packer.pack_unwatched
+        return self._enter(Hooks(pack, self.unpack), Hooks(packer.pack_cache, self.unpack), weight_shapes)
 
     def keeping(
         self, group: Group, constants: Collection[int], weight_shapes: Collection[torch.Size]
@@ -280,11 +293,14 @@ class LayerPacker:
 
     Args:
         saved_tensors: unpacks the tensors.
-        where, constants: as in ``SavedTensors.hooks``.
+        where, constants, sources: as in ``SavedTensors.hooks``.
     """
 
-    def __init__(self, saved_tensors: SavedTensors, where: Where, constants: Collection[int]) -> None:
+    def __init__(
+        self, saved_tensors: SavedTensors, where: Where, constants: Collection[int], sources: Mapping[int, Site]
+    ) -> None:
         self._where = where
+        self._sources = sources
         self._constants = constants
         self._device = saved_tensors.device
         self._footprint = saved_tensors.footprint
@@ -294,6 +310,13 @@ class LayerPacker:
         self._recorder = saved_tensors.active_recorder
         recomputer = saved_tensors.recomputer
         self._recomputer = recomputer if recomputer is not None and recomputer.is_recording else None
+
+    def pack_unwatched(self, tensor: torch.Tensor) -> Packed:
+        """Return the packed form of ``tensor``. Modes that watch the layer's operators do not see the engine's own."""
+        if self._recomputer is None or not self._recomputer.is_watched or type(tensor) not in PLAIN:
+            return self.pack(tensor)
+        with torch._C._DisableTorchDispatch():
+            return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the packed form of ``tensor``, which autograd saves."""
@@ -340,6 +363,10 @@ class LayerPacker:
         """Whether ``tensor`` is kept whatever the policy says."""
         return is_ineligible(tensor, self._device) or tensor.untyped_storage()._cdata in self._constants
 
+    def can_save(self, tensor: torch.Tensor) -> bool:
+        """Whether ``join`` puts ``tensor`` into the graph at a site of its own, if nobody saves it."""
+        return tensor.untyped_storage()._cdata in self._sources
+
     def join(self, tensor: torch.Tensor, group: Group) -> Packed:
         """Return the packed form of an input of a recomputed storage.
 
@@ -350,19 +377,25 @@ class LayerPacker:
         spec = None if self._recomputer is None else self._recomputer.find(tensor)
         if spec is not None:
             return self._join_spec(tensor, spec)
-        storage = tensor.untyped_storage()
+        storage, record = tensor.untyped_storage(), None
         handle = self._offload.find(storage)
-        if handle is None:
+        if handle is None and (site := self._sources.get(storage._cdata)) is not None:
+            record = None if self._recorder is None else self._recorder.saved(site, group.label, tensor)
+            handle = self._new_handle(storage, site, group)
+            if self._recomputer is not None:
+                self._recomputer.saved(storage)
+        elif handle is None:
             self._offload.account_kept(storage, group)
-        return self._join_handle(tensor, handle, group)
+        return self._join_handle(tensor, handle, group, record)
 
     def hold(self, tensor: torch.Tensor, site: Site, group: Group) -> Packed:
         """Decide once more about a tensor that turned out not to be recomputable, and return its packed form."""
         storage = tensor.untyped_storage()
         handle = self._offload.find(storage)
-        if handle is None:
-            handle = self._offload.new_handle(storage, site, group, self._decider.decide(site, storage, group.position))
-        return self._join_handle(tensor, handle, group)
+        return self._join_handle(tensor, handle or self._new_handle(storage, site, group), group)
+
+    def _new_handle(self, storage: torch.UntypedStorage, site: Site, group: Group) -> Handle | None:
+        return self._offload.new_handle(storage, site, group, self._decider.decide(site, storage, group.position))
 
     def _join_spec(self, tensor: torch.Tensor, spec: RecomputeSpec, record: Record | None = None) -> Packed:
         spec.num_packed += 1

@@ -14,7 +14,7 @@ from megatron.swap.autotune.switch import SwitchingPolicy
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import LAYER_SECTION, Plan, PlanClass
-from megatron.swap.common.types import GIB, MIB
+from megatron.swap.common.types import GIB, LINEAR, MIB, OPERATOR
 from megatron.swap.devices.dry import DryDevice
 from megatron.swap.engine.build import build_engine
 from megatron.swap.engine.layer_hooks import in_backward, override_forward
@@ -70,7 +70,7 @@ def dry_profile(
 
     Args:
         model: the module to swap, with all parameters on the meta device. ``step`` calls it once.
-        step: is called three times.
+        step: is called four times.
         gpu: figures by which operators are priced.
         host_gib: limit of host memory for activations; ``None``: no limit.
         min_mib: smaller storages are kept, as in ``swap.activations``.
@@ -83,12 +83,12 @@ def dry_profile(
     device, ranges = _device(model, gpu), Ranges()
     recorder = Recorder(device, ranges, device.take_peak)
     timer = recorder.for_times()
-    policy = SwitchingPolicy(ManualPolicy((), (), 0), 0)  # keeps everything
+    policy = SwitchingPolicy(ManualPolicy((), (), int(min_mib * MIB), (OPERATOR, LINEAR)), 0)  # keeps all else
     with ExitStack() as undo:
         tier = HostTier(HostPool(limit=PAGE_BYTES, pinned=False))
         undo.callback(tier.close)
         instruments = Instruments(ranges=ranges, recorder=recorder)
-        engine = build_engine(device, tier, policy, EngineSettings(), instruments)
+        engine = build_engine(device, tier, policy, EngineSettings(recomputes=True), instruments)
         undo.callback(engine.manager.drain)
         for switched, _ in take_over(model):
             for switch_on in switched:
@@ -110,6 +110,8 @@ def dry_profile(
         with dry_run(device, gpu):
             step()  # makes gradients, and shows the order of the layers
             planned.learn_order(None)
+            step()  # tries each operator once
+            device.release_cached()  # as a run does
             recording = recorded(recorder)
             described = planned.describe(model)
             layers = tuple(sorted(trained_layers(recording)))

@@ -17,7 +17,7 @@ from megatron.swap.autotune.training_steps import TrainingSteps
 from megatron.swap.common.config import SwapConfig
 from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Infeasible
-from megatron.swap.common.types import GIB, SwapError, UsageError
+from megatron.swap.common.types import GIB, LINEAR, OPERATOR, SwapError, UsageError
 from megatron.swap.devices.base import Device
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.layer_hooks import LayerBoundary, in_backward, override_forward
@@ -45,6 +45,8 @@ class PlannedActivations(SwappedActivations):
         log: takes the planner's lines.
     """
 
+    _recomputes = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -57,7 +59,10 @@ class PlannedActivations(SwappedActivations):
         self._log = log
         self._ranges = Ranges()
         self._observer = None if device.type == "cuda" else Observer()
-        self._target = PlanTarget(config, lambda: self._planned.describe(model), _memory_gib(device), (), remedy=REMEDY)
+        self._target = PlanTarget(
+            config, lambda: self._planned.describe(model), _memory_gib(device), (OPERATOR, LINEAR),
+            remedy=REMEDY,
+        )  # fmt: skip
         self._undo: list[Callable[[], None]] = []
         self._planned: PlannedLayers
         self._recorder: Recorder

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -21,14 +21,18 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 from megatron.swap.common.plan import Model
-from megatron.swap.common.site_paths import NON_LAYER
-from megatron.swap.common.types import LayerPosition, UsageError, layer_positions
-from megatron.swap.engine.handle import Group
+from megatron.swap.common.site_paths import CHECKPOINT_PATH, NON_LAYER
+from megatron.swap.common.types import LayerPosition, Site, UsageError, layer_positions
+from megatron.swap.engine.handle import Alias, Group
 from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
 from megatron.swap.engine.policy import Policy
+from megatron.swap.engine.producer_records import version_probe_of
+from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
-from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint
+from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
+from megatron.swap.nn.module_weights import computing_devices
+from megatron.swap.nn.operator_records import OperatorOrder, OperatorRecords, OperatorWatch, is_plain
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
 
 
@@ -52,6 +56,7 @@ class PlannedBoundary(ModuleBoundary):
         has_backward: whether a backward has entered the layer.
         is_entered: whether one has since the last forward of the model began.
         is_apart: the layer runs as if it had no boundary, so that what it saves counts as saved outside the layers.
+        is_first_step: it shows the order of the operators, and what is changed in place. Nothing is recomputed.
     """
 
     def __init__(
@@ -66,7 +71,16 @@ class PlannedBoundary(ModuleBoundary):
         self._on_run = on_run
         self.has_backward = self.is_entered = self.is_apart = False
         self._graph: weakref.ref[Any] | None = None
+        self.is_first_step = True
+        self._nth = -1  # of the layer's runs in this forward
+        self._orders: dict[int, OperatorOrder] = {}  # of the n-th run
+        self._probes: list[tuple[OperatorOrder, int, Alias]] = []  # of storages, by their numbers
+        # Outputs to record, by run, under the present policy; None: all. Before a run has shown it there is no entry.
+        self._wanted: dict[int, frozenset[int] | None] = {}
+        self._has_operators = not computing_devices(module)  # offloaded weights are elsewhere in backward
+        self._records: OperatorRecords | None = None  # of the present run
         super().__init__(number, module, saved_tensors, position, options)
+        self._on_recomputed = self._note_wanted
 
     @torch.compiler.disable
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,9 +95,11 @@ class PlannedBoundary(ModuleBoundary):
             self._refuse_caches(args, kwargs)
             run = self._on_run(self, self._hidden(args, kwargs))
             self.layer = run.number
+            self._nth += 1
             if self._names is not None:
                 self._names.layer = run.number
             self.set_position(run.position, checkpoint if run.is_whole else None)
+            self._note_sources(run, args, kwargs)
         return super()._forward(*args, **kwargs)
 
     def _refuse_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -94,17 +110,33 @@ class PlannedBoundary(ModuleBoundary):
                     "again would fill twice. Call the model with use_cache=False, or without past_key_values."
                 )
 
+    def _note_sources(self, run: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note which inputs of the layer operators may be recomputed from."""
+        self._sources = {}
+        if self._manager.decider.recomputes_layer(run.number):
+            for number, tensor in enumerate(filter(is_plain, self._inputs_in(args, kwargs))):
+                self._sources[tensor.untyped_storage()._cdata] = Site(run.number, CHECKPOINT_PATH, number)
+
     def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = kwargs.get("hidden_states")
         return named if isinstance(named, torch.Tensor) else next(_tensors([args, kwargs]), None)
 
     def _note_inputs(self, group: Group, hidden: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = [tensor for tensor in _tensors([args, kwargs]) if _is_input(tensor, hidden)]
-        self._saved_tensors.inputs(group, inputs)
+        self._saved_tensors.inputs(group, self._inputs_in(args, kwargs))
+
+    def _inputs_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        hidden = self._hidden(args, kwargs)
+        return [tensor for tensor in _tensors([args, kwargs]) if _is_input(tensor, hidden)]
 
     def _mark(self, result: Any, on_backward: Callable[[], None]) -> Any:
+        probes, self._probes = self._probes, []
+
         def begins() -> None:
             self.has_backward = self.is_entered = True
+            for order, number, probe in probes:
+                if probe.changed():
+                    order.last_write[number] = inf
+            probes.clear()
             on_backward()
 
         self._graph = weakref.ref(begins)  # the graph holds it
@@ -112,7 +144,7 @@ class PlannedBoundary(ModuleBoundary):
 
     def begin_forward(self) -> None:
         """Forget the graphs of earlier forwards."""
-        self.is_entered, self._graph = False, None
+        self.is_entered, self._graph, self._nth = False, None, -1
 
     @property
     def has_graph(self) -> bool:
@@ -123,12 +155,63 @@ class PlannedBoundary(ModuleBoundary):
         if self._checkpoint is not None:
             return self._run_checkpointed(group, args, kwargs)
         if self._saved_tensors.active_recorder is None:
-            return self._inner(*args, **kwargs)
+            return self._run_recorded(args, kwargs)
         before = RunSnapshot(self.module, args, kwargs)
-        result = self._inner(*args, **kwargs)
+        result = self._run_recorded(args, kwargs)
         if not before.is_unchanged():  # such as batch norm, which counts what it has seen
             self._saved_tensors.not_repeatable(group)
         return result
+
+    def _run_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer. If some of what it saves may be recomputed, watch its operators, or record them."""
+        recomputer = self._saved_tensors.recomputer
+        if recomputer is None or not recomputer.is_recording or not self._has_operators:
+            return self._inner(*args, **kwargs)
+        tensors = [*self._constants, *_tensors([args, kwargs])]
+        order = self._orders.get(self._nth)
+        if order is None or self.is_first_step:
+            return self._run_watched(recomputer, tensors, args, kwargs)
+        assert self._sources is not None  # noted as the layer was called
+        wanted = self._wanted.get(self.layer)
+        with OperatorRecords(recomputer, self.layer, self._sources, order, tensors, wanted) as records:
+            result = self._inner(*args, **kwargs)
+        if records.is_as_watched:
+            self._records = records
+        else:  # the next run is watched
+            del self._orders[self._nth]
+            self._wanted.pop(self.layer, None)
+            recomputer.forget_trials(self.layer)
+        return result
+
+    def _run_watched(
+        self, recomputer: Recomputer, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the layer, and learn the order of its operators."""
+        before = self._orders.get(self._nth)
+        with OperatorWatch(recomputer, tensors) as watch:
+            result = self._inner(*args, **kwargs)
+        order = self._orders[self._nth] = watch.order
+        if before is not None and before.operators == order.operators:
+            order.last_write |= {number: at for number, at in before.last_write.items() if at == inf}
+        for tensor in (*_tensors([args, kwargs]), *tensors_in(result)):  # the model may change them
+            if (number := watch.number(tensor)) is not None:
+                self._probes.append((order, number, version_probe_of(tensor)))
+        return result
+
+    def _note_wanted(self, addresses: Collection[int]) -> None:
+        """Note which operators the layer's next runs under this policy have to record."""
+        records, self._records = self._records, None
+        if records is None:
+            return
+        made = records.made_at(addresses)
+        if self.layer not in self._wanted:
+            self._wanted[self.layer] = made or None
+        elif made != self._wanted[self.layer]:
+            self._wanted[self.layer] = None
+
+    def forget_wanted(self) -> None:
+        """The policy changes: the next run records all operators."""
+        self._wanted = {}
 
     def _run_checkpointed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer in torch's checkpoint, which saves the inputs, and restores random state and autocast."""
@@ -229,6 +312,8 @@ class PlannedLayers:
         """
         self._order = [boundary for boundary in self._longest if boundary.has_backward]
         self.is_known = True
+        for boundary in self.boundaries:
+            boundary.is_first_step = False
         apart = [boundary for boundary in self.boundaries if boundary not in self._order]
         for boundary in apart:
             boundary.is_apart = True
@@ -255,6 +340,8 @@ class PlannedLayers:
     def apply_policy(self, window_bytes: int | None) -> None:
         """Apply the changed policy from the next forward on. Call this between steps."""
         self._set_runs()
+        for boundary in self.boundaries:
+            boundary.forget_wanted()
         self._saved_tensors.manager.apply_policy(window_bytes)
 
     @contextmanager

@@ -115,12 +115,17 @@ class SwappedActivations:
         self._guard = OomGuard(self._device, self._tier.pool, int(config.min_mib * MIB), guard_bytes)
         if config.oom_guard:
             self._guard.begin()
-        settings = EngineSettings(window_bytes=config.window_bytes(None), verify=config.verify)
+        settings = EngineSettings(
+            window_bytes=config.window_bytes(None), verify=config.verify, recomputes=self._recomputes
+        )
         engine = build_engine(self._device, self._tier, policy, settings, instruments(self._device), self._guard)
         self._manager, self._saved_tensors = engine.manager, engine.saved_tensors
         self._boundaries = self._put_boundaries(is_swapped)
         self._last: SwapStats | None = None
         self._rescues: list[Rescue] = []
+
+    _recomputes = False
+    """Whether the policy may recompute what single operators made."""
 
     def _put_boundaries(self, is_swapped: list[bool]) -> Sequence[LayerBoundary]:
         positions = layer_positions(is_swapped, ends_in_loss=True)

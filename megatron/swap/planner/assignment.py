@@ -45,6 +45,7 @@ class LayerScript:
 
     Attributes:
         saves: ``(saved_at_ms, mib, action)`` in forward.
+        beside: for each save the peak of forward since the one before, in MiB besides saved tensors.
         gone: for each save the time in forward at which it is freed if it is recomputed; infinite: when forward ends.
         needs: ``(needed_at_ms, done_at_ms)`` of each save in backward. Recomputations that read it count as uses.
         recomputations: in backward. Of those at the same time, later ones may read the results of earlier ones.
@@ -54,6 +55,7 @@ class LayerScript:
     forward_ms: float
     backward_ms: float
     saves: tuple[tuple[float, float, Action], ...]
+    beside: tuple[float, ...]
     gone: tuple[float, ...]
     needs: tuple[tuple[float, float], ...]
     recomputations: tuple[Recomputation, ...]
@@ -144,7 +146,8 @@ def layer_script(
             units.append(_section_unit(section, tuple(together)))
             of_section.update(together)
 
-    saved = [site for site in entry.sites if LAYER_SECTION in sections or not site.is_checkpoint_input]
+    read = {name for unit in units for name in unit.needs}
+    saved = [site for site in entry.sites if site.site in read or not site.is_unsaved]
     needed = {name: site.needed_at_ms for name, site in sites.items()}
     done = {name: site.done_at_ms for name, site in sites.items()}
     units = _in_dependency_order(units, where)
@@ -163,7 +166,8 @@ def layer_script(
         forward_ms=entry.forward_ms,
         backward_ms=entry.backward_ms,
         saves=tuple((site.saved_at_ms, site.mib, chosen.get(site.site, Action.KEEP)) for site in saved),
-        gone=tuple(ends.get(site.site, inf) for site in saved),
+        beside=tuple(entry.forward_peak_mib if site.beside_mib is None else site.beside_mib for site in saved),
+        gone=tuple(ends.get(site.site, inf if site.gone_at_ms is None else site.gone_at_ms) for site in saved),
         needs=tuple((needed[site.site], done[site.site]) for site in saved),
         recomputations=tuple(recomputations),
         temporaries=entry.temporaries,

@@ -13,7 +13,7 @@ from typing import Literal
 
 from megatron.swap.common import records
 from megatron.swap.common.plan import Model
-from megatron.swap.common.site_paths import CHECKPOINT_PATH
+from megatron.swap.common.site_paths import CHECKPOINT_PATH, SOURCE_PATH
 from megatron.swap.common.types import GIB, MIB, MOST, UsageError
 from megatron.swap.planner.attention import largest_block
 from megatron.swap.planner.fp8 import fp8_params
@@ -143,6 +143,11 @@ class Pipeline:
     chunks: tuple[tuple[int, ...], ...] = ()
 
 
+def is_unsaved(site: str) -> bool:
+    """Whether ``site`` names a storage that autograd does not save, and that recomputation may read."""
+    return site.startswith((f"{CHECKPOINT_PATH}/", f"{SOURCE_PATH}/"))
+
+
 @dataclass(frozen=True)
 class SiteProfile:
     """A storage that autograd saves in a layer.
@@ -154,6 +159,8 @@ class SiteProfile:
         done_at_ms: time when the layer's backward frees it.
         recompute_ms: time to recompute it; ``None``: it cannot be recomputed alone.
         recompute_needs: sites that recomputing it reads.
+        gone_at_ms: time in forward when it is freed if it is recomputed; ``None``: when forward ends.
+        beside_mib: peak of forward since the save before, besides saved tensors; ``None``: as ``LayerClass`` says.
         is_ineligible: offloading it is not worth it or frees nothing, because it is small or there are other references
             (to the first layer's input, for example).
     """
@@ -165,12 +172,14 @@ class SiteProfile:
     done_at_ms: float
     recompute_ms: float | None = None
     recompute_needs: tuple[str, ...] = ()
+    gone_at_ms: float | None = None
+    beside_mib: float | None = None
     is_ineligible: bool = field(metadata={"key": "stays"}, default=False)
 
     @property
-    def is_checkpoint_input(self) -> bool:
-        """Whether it is the layer's input, which only a layer that is recomputed whole saves."""
-        return self.site.startswith(f"{CHECKPOINT_PATH}/")
+    def is_unsaved(self) -> bool:
+        """Whether only recomputation reads it: it is held where a section that needs it is recomputed."""
+        return is_unsaved(self.site)
 
 
 @dataclass(frozen=True)
@@ -200,7 +209,7 @@ class LayerClass:
         sections: parts that can be recomputed. They are nested in each other or disjoint.
         temporaries: ``(at_ms, mib)`` in backward: from ``at_ms`` on, ``mib`` are in use besides saved tensors
             (gradients, workspaces).
-        forward_peak_mib: peak of forward besides saved tensors.
+        forward_peak_mib: peak of forward besides saved tensors; behind the last save, if sites say the rest.
     """
 
     layers: tuple[int, ...]
@@ -236,8 +245,8 @@ class LayerClass:
 
     @property
     def saved_mib(self) -> float:
-        """MiB that one layer saves, unless it is recomputed whole."""
-        return sum(site.mib for site in self.sites if not site.is_checkpoint_input)
+        """MiB that one layer saves, unless some of it is recomputed."""
+        return sum(site.mib for site in self.sites if not site.is_unsaved)
 
 
 @dataclass(frozen=True)

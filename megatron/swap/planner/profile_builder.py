@@ -20,8 +20,9 @@ from megatron.swap.planner.profile import (
     Profile,
     Section,
     SiteProfile,
+    is_unsaved,
 )
-from megatron.swap.planner.recording import NonLayerStorage, Recording, What
+from megatron.swap.planner.recording import NonLayerStorage, Recording, SavedStorage, What
 from megatron.swap.planner.timeline import LayerPass, Moment, NonLayerStep, Timeline
 
 SAME_SIZE = 0.01
@@ -121,6 +122,7 @@ def _timed(entry: LayerClass, passes: Sequence[LayerPass], measured_recompute_ms
             replace(
                 site,
                 saved_at_ms=site.saved_at_ms * forward,
+                gone_at_ms=None if site.gone_at_ms is None else site.gone_at_ms * forward,
                 needed_at_ms=site.needed_at_ms * backward,
                 done_at_ms=site.done_at_ms * backward,
             )
@@ -145,7 +147,8 @@ def _classes(passes: Sequence[LayerPass], min_mib: float) -> list[tuple[int, ...
         sites = _sites(mine)
         if not sites:
             raise SwapError(f"layer {layer}: none of its saved tensors was recorded. Hook all layers while recording.")
-        if any(site.startswith(f"{CHECKPOINT_PATH}/") for site in sites):
+        inputs = {site for site in sites if site.startswith(f"{CHECKPOINT_PATH}/")}
+        if inputs - {need.site for one in mine for storage in one.sites.values() for need in storage.recompute_inputs}:
             raise SwapError(
                 f"layer {layer} was recomputed as a whole, so its saved tensors were not recorded: record under a "
                 "policy that recomputes single sites."
@@ -214,7 +217,7 @@ def _layer_class(
     backward_ms = median(one.backward_ms or 0.0 for one in timed)
     sections = _shared_sections(layers, passes, timeline)
     # Recomputing one of these alone also costs the intermediates, which its own measured time does not include.
-    shared = {site for one in passes for site, storage in one.sites.items() if storage.intermediates}
+    shared = {site for one in passes for site, storage in one.sites.items() if _shared(storage)}
     sites = []
     for name in _sites(passes):
         needed_ms = min(_median_moment(timed, (What.ASKED, name), backward_ms), backward_ms)
@@ -230,6 +233,8 @@ def _layer_class(
                 done_at_ms=max(needed_ms, done_ms),
                 recompute_ms=None if needs is None else cost_ms,
                 recompute_needs=needs if needs is not None and cost_ms is not None else (),
+                gone_at_ms=_gone_at_ms(timed, name, forward_ms),
+                beside_mib=max(one.beside_bytes.get(name, 0) for one in passes) / MIB,
                 is_ineligible=_is_ineligible(passes, name, min_mib),
             )
         )
@@ -241,32 +246,40 @@ def _layer_class(
         (*sites, *(whole.needs_unsaved if whole else ())),
         (*sections, *((whole.section,) if whole else ())),
         _temporaries(passes, timed, backward_ms),
-        max(one.forward_peak_bytes for one in passes) / MIB,
+        max(one.end_bytes for one in passes) / MIB,
     )
 
 
+def _gone_at_ms(passes: Sequence[LayerPass], site: str, forward_ms: float) -> float | None:
+    """Return when forward frees ``site``; ``None``: once it did not."""
+    saving = [one for one in passes if site in one.sites]
+    if not saving or any(site not in one.freed_at for one in saving):
+        return None
+    return min(forward_ms, median(one.freed_at[site] for one in saving))
+
+
 def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timeline: Timeline) -> tuple[Section, ...]:
-    """Return a section for each group of sites that are recomputed through the same unsaved intermediate.
+    """Return a section for each group of sites that are recomputed from or through the same unsaved storages.
 
     Recomputing one site of a group costs nearly as much as recomputing all.
     """
-    intermediates_of: dict[str, set[str]] = {}
+    shared_of: dict[str, set[str]] = {}
     for one in passes:
         for site, storage in one.sites.items():
-            if storage.intermediates:
-                intermediates_of.setdefault(site, set()).update(storage.intermediates)
+            if shared := _shared(storage):
+                shared_of.setdefault(site, set()).update(shared)
     groups: list[tuple[set[str], set[str]]] = []
-    for site, intermediates in intermediates_of.items():
-        mine, intermediates = {site}, set(intermediates)
-        for other in [group for group in groups if group[1] & intermediates]:
+    for site, names in shared_of.items():
+        mine, shared = {site}, set(names)
+        for other in [group for group in groups if group[1] & shared]:
             groups.remove(other)
             mine |= other[0]
-            intermediates |= other[1]
-        groups.append((mine, intermediates))
+            shared |= other[1]
+        groups.append((mine, shared))
     sections = []
-    for sites, intermediates in groups:
+    for sites, shared in groups:
         needs = [_needs(passes, site) for site in sites]
-        costs = [_cost_ms(layers, name, timeline) for name in (*sites, *intermediates)]
+        costs = [_cost_ms(layers, name, timeline) for name in (*sites, *shared) if not is_unsaved(name)]
         if None not in needs and None not in costs:
             frees = tuple(site for site in _sites(passes) if site in sites)
             read_sites = dict.fromkeys(need for of_site in needs for need in of_site or () if need not in sites)
@@ -274,6 +287,12 @@ def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timelin
             intermediates_mib = max(one.intermediate_bytes for one in passes) / MIB
             sections.append(Section(f"behind {frees[0]}", frees, tuple(read_sites), cost_ms, intermediates_mib))
     return tuple(sections)
+
+
+def _shared(storage: SavedStorage) -> set[str]:
+    """Return the names of unsaved storages that recomputing ``storage`` reads, or passes through."""
+    read = {need.site for need in storage.recompute_inputs if need.pass_key == storage.pass_key}
+    return {*storage.intermediates, *filter(is_unsaved, read)}
 
 
 def _cost_ms(layers: Sequence[int], name: str, timeline: Timeline) -> float | None:
@@ -319,7 +338,7 @@ def _whole_layer(
 ) -> _WholeLayer | None:
     """Return how the layer is recomputed from its inputs; ``None``: they are not known, or nothing would be freed."""
     inputs = tuple(site.site for site in sites if _is_input(passes, site.site))
-    frees = tuple(site.site for site in sites if site.site not in inputs)
+    frees = tuple(site.site for site in sites if site.site not in inputs and not site.is_unsaved)
     num_bytes, is_held = _unsaved_inputs(passes)
     unsaved: tuple[SiteProfile, ...] = ()
     if num_bytes:

@@ -52,7 +52,7 @@ class Block:
 
     def freed_mib(self, section: Section) -> float:
         """Return the MiB that ``section`` frees, less those of inputs that are saved for it alone."""
-        added = (site.mib for site in self.entry.sites if site.is_checkpoint_input and site.site in section.needs)
+        added = (site.mib for site in self.entry.sites if site.is_unsaved and site.site in section.needs)
         return sum(site.mib for site in self.freed(section)) - sum(added)
 
 
@@ -301,7 +301,7 @@ class Program:
                     row = self._row()
                     row[column], row[self._index[number, "touched", ""]] = 1, -1
                     at_most(row, 0)
-                    if site.is_checkpoint_input:
+                    if site.is_unsaved:
                         row = self._row()
                         row[column] = 1
                         for part in block.sections:

@@ -313,6 +313,8 @@ def scaled(entry: LayerClass, forward: float, backward: float, mib: float = 1.0)
         backward_ms=entry.backward_ms * backward,
         sites=tuple(
             replace(site, mib=site.mib * mib, saved_at_ms=site.saved_at_ms * forward,
+                    gone_at_ms=None if site.gone_at_ms is None else site.gone_at_ms * forward,
+                    beside_mib=None if site.beside_mib is None else site.beside_mib * mib,
                     needed_at_ms=site.needed_at_ms * backward, done_at_ms=site.done_at_ms * backward,
                     recompute_ms=None if site.recompute_ms is None else site.recompute_ms * forward)
             for site in entry.sites

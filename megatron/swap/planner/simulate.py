@@ -250,7 +250,7 @@ class _Step:
             self._now = begin + waited + at_ms
             self._mib += mib
             # The kernel allocates the storage and its workspace before autograd saves it. Releases come after that.
-            self._record_peak(where, script.forward_peak_mib)
+            self._record_peak(where, script.beside[index])
             if action is Action.RECOMPUTE:
                 heappush(recomputed, (script.gone[index], mib))
             elif action is Action.KEEP or keeps_all:

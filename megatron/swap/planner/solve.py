@@ -287,7 +287,7 @@ def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], recompute_last: 
     for block, counts in zip(blocks, answer, strict=True):
         for layer in block.layers:
             of_layer[layer] = block.entry, {}, []
-        inputs = {site.site for site in block.entry.sites if site.is_checkpoint_input}
+        inputs = {site.site for site in block.entry.sites if site.is_unsaved}
         for site, count in counts.swapped.items():
             if site in inputs:
                 continue
@@ -301,8 +301,9 @@ def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], recompute_last: 
                 of_layer[layer][1].update((site, f"section {part.name}") for site in freed)
                 of_layer[layer][2].append(part.name)
         for site in inputs:
-            whole = [layer for layer in block.layers if LAYER_SECTION in of_layer[layer][2]]
-            for layer in whole[: counts.swapped.get(site, 0)]:
+            reading = {part.name for part in block.sections if site in part.needs}
+            read = [layer for layer in block.layers if reading & set(of_layer[layer][2])]
+            for layer in read[: counts.swapped.get(site, 0)]:
                 of_layer[layer][1][site] = "swap"
         for site, count in counts.recomputed.items():
             free = [layer for layer in order if site not in of_layer[layer][1]]
@@ -318,9 +319,10 @@ def _to_plan(profile: Profile, assignment: Assignment) -> Plan:
     classes = []
     for layers, entry, chosen, sections in assignment:
         actions = dict(chosen)
+        read = {need for part in entry.sections if part.name in sections for need in part.needs}
         sites = {}
         for site in entry.sites:
-            if site.is_checkpoint_input and LAYER_SECTION not in sections:
+            if site.is_unsaved and site.site not in read:
                 continue
             action = actions.get(site.site, "keep")
             why = "not eligible" if site.is_ineligible else "there is room"
@@ -386,6 +388,7 @@ def _infeasible(profile: Profile, budget_gib: float) -> Infeasible:
         f"no plan stays below {budget_gib:.10g} GiB: the smallest budget that was found feasible is {written} GiB. "
         f"Give at least that, or lower it by {'; '.join(hints)}.",
         float(written),
+        0.0 if profile.allocator_gib is None else profile.fragments_gib + profile.reserves_gib[-1],
     )
 
 

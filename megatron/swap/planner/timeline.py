@@ -42,6 +42,9 @@ class LayerPass:
         sites: saved storages, by site.
         unsaved_inputs: what a layer that is recomputed whole saves in addition; ``None``: nothing.
         saved_at: time of each save since the begin of forward, by site.
+        freed_at: time when forward itself frees what was saved.
+        beside_bytes: peak since the save before, besides saved memory and the storage itself, by site.
+        end_bytes: peak of forward behind its last save, besides saved memory.
         moments: time of each moment since the begin of backward, in order.
         temporaries: from each moment to the next, the peak in use besides static memory and saved storages.
         forward_peak_bytes: peak of forward above the sum of all its saved storages.
@@ -54,11 +57,14 @@ class LayerPass:
     sites: dict[str, SavedStorage] = field(default_factory=dict)
     unsaved_inputs: SavedStorage | None = None
     saved_at: dict[str, float] = field(default_factory=dict)
+    freed_at: dict[str, float] = field(default_factory=dict)
+    beside_bytes: dict[str, int] = field(default_factory=dict)
+    end_bytes: int = 0
+    forward_peak_bytes: int = 0
     moments: dict[Moment, float] = field(default_factory=dict)
     temporaries: dict[Moment, int] = field(default_factory=dict)
     forward_ms: float | None = None
     backward_ms: float | None = None
-    forward_peak_bytes: int = 0
     non_layer_bytes: int = 0
     intermediate_bytes: int = 0
     has_trials: bool = False
@@ -181,6 +187,7 @@ class Timeline:
         resident_bytes = self._resident_bytes + (event.num_bytes if event.what is What.ARRIVED else 0)
         other_bytes = max(0, peak_bytes - self.static_bytes - resident_bytes)
         if self._forward is not None:
+            self._forward.end_bytes = max(self._forward.end_bytes, other_bytes)
             self._forward_peak_bytes = max(self._forward_peak_bytes, other_bytes + self._saved_bytes)
         elif self._backward is not None:
             levels = self._backward.temporaries
@@ -255,6 +262,8 @@ class Timeline:
                 if self._forward is not None and event.storage.pass_key == self._forward.pass_key:
                     self._forward.sites[event.storage.site] = event.storage
                     self._forward.saved_at[event.storage.site] = now_ms - self._begin_ms
+                    self._forward.beside_bytes[event.storage.site] = max(0, self._forward.end_bytes - event.num_bytes)
+                    self._forward.end_bytes = 0
                     self._saved_bytes += event.num_bytes
             case What.INPUTS:
                 assert event.storage is not None
@@ -306,8 +315,10 @@ class Timeline:
 
     def _note_use(self, event: Event, now_ms: float) -> None:
         """Record the first use, or the last free, of a storage of the layer whose backward runs."""
-        one, storage = self._backward, event.storage
+        one, storage, forward = self._backward, event.storage, self._forward
         assert storage is not None
+        if forward is not None and event.what is What.FREED and forward.sites.get(storage.site) is storage:
+            forward.freed_at[storage.site] = now_ms - self._begin_ms
         if one is None or storage.pass_key != one.pass_key or one.sites.get(storage.site) is not storage:
             return
         moment = (event.what, storage.site)

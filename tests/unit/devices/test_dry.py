@@ -116,6 +116,21 @@ def test_it_reserves_what_pytorch_reserves(seed: int, monkeypatch: pytest.Monkey
     assert json.loads(done.stdout) == reserved_after(made)
 
 
+def test_segments_without_a_block_in_use_are_given_back() -> None:
+    allocator = DryAllocator()
+    blocks = [allocator.allocate(size * MIB) for size in (64, 5, 5)]  # the last two share a segment
+    reserved_bytes = allocator.reserved_bytes
+    for block in blocks[:2]:
+        allocator.free(block)
+    allocator.release_cached()
+    assert allocator.reserved_bytes == reserved_bytes - 64 * MIB
+    allocator.free(blocks[2])
+    allocator.release_cached()
+    assert allocator.reserved_bytes == 0
+    allocator.allocate(64 * MIB)
+    assert allocator.reserved_bytes == 64 * MIB
+
+
 def test_the_clock_and_the_peak() -> None:
     device = DryDevice("a GPU", library_bytes=MIB)
     begin = device.mark()

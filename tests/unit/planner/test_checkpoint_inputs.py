@@ -106,5 +106,5 @@ def test_a_recording_becomes_such_a_site(is_held: bool) -> None:
     assert found.backward_ms == 3
     assert found.saved_mib == 30
     added = found.sites[-1]
-    assert (added.site, added.mib, added.is_checkpoint_input, added.is_ineligible) == (INPUT, 10, True, is_held)
+    assert (added.site, added.mib, added.is_unsaved, added.is_ineligible) == (INPUT, 10, True, is_held)
     assert found.sections == (Section("layer", ("norm/0",), (INPUT,), 2),)

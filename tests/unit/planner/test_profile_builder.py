@@ -386,7 +386,7 @@ class TestTimesOfOtherSteps:
 
 def test_a_layer_that_was_recomputed_as_a_whole_is_refused() -> None:
     layer = Layer(3)
-    layer.inner.site = "checkpoint/0"
+    layer.inner.site, layer.outer.recompute_inputs = "checkpoint/0", ()
     with pytest.raises(SwapError, match=r"layer 3 was recomputed as a whole, .* recomputes single sites\."):
         built(steps(Script(), [[layer]]))
 

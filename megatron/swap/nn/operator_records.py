@@ -1,0 +1,330 @@
+"""Records how a layer's operators made their outputs, so that backward can make them again.
+
+While a layer runs, every operator of PyTorch's dispatcher passes ``OperatorRecords``. Outputs of elementwise operators,
+reductions, norms and copies are recorded with the operator and its inputs (``engine/recompute.py``): where autograd
+saves such an output, a plan may have it computed again instead of kept. No model is known by name: a norm or a rotary
+embedding that a model writes out in single operators is recomputed operator by operator, as far as they are saved.
+Whether an operator gives the same bits again is tried at its first use.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from math import inf
+from typing import Any, Self
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.swap.common.site_paths import SOURCE_PATH
+from megatron.swap.common.types import LINEAR, OPERATOR, Site
+from megatron.swap.engine.producer_records import of_tensors_alone
+from megatron.swap.engine.recompute import PLAIN, Recomputer
+from megatron.swap.nn.module_boundary import tensors_in
+
+aten = torch.ops.aten
+CHEAP = {
+    aten._fused_rms_norm, aten._log_softmax, aten._softmax, aten._to_copy, aten.cat, aten.clone, aten.index_select,
+    aten.native_group_norm, aten.native_layer_norm, aten.stack,
+}  # fmt: skip
+"""Operators beside those with one of ``CHEAP_TAGS``. They read and write memory, and multiply no matrices."""
+PRODUCTS = {aten.addmm, aten.baddbmm, aten.bmm, aten.mm}
+CHEAP_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
+UNREPEATABLE_TAGS = {
+    torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise, torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+}  # fmt: skip
+
+
+@dataclass
+class OperatorOrder:
+    """The operators of a layer's run, and when it writes to which storage.
+
+    Outputs have numbers from 0. Storages that were there before have numbers below 0, in the order of their first use.
+
+    Attributes:
+        operators: in their order, but those that only return views.
+        firsts: number of the first output of each operator.
+        last_write: position of the last operator that writes to a storage, by the storage's number; infinite: the model
+            does, after the layer.
+        recorded: positions of operators that were recorded when all were wanted.
+    """
+
+    operators: list[Any] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    last_write: dict[int, float] = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)
+
+    def position(self, number: int) -> int:
+        """Return the position of the operator that makes output ``number``."""
+        return bisect_right(self.firsts, number) - 1
+
+
+class _Mode(TorchDispatchMode):
+    """Sees the operators of this thread while active.
+
+    Args:
+        recomputer: is told while the mode is active, so that operators of its own do not pass.
+        tensors: tensors that the layer may read or change: its weights, its buffers and its inputs.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._recomputer = recomputer
+        self._num_before = 0
+        self._numbers: dict[int, int] = {}  # by the addresses of storages
+        self._made: list[StorageWeakRef] = []  # until the end, so that no address is used again
+        for tensor in tensors:
+            self.number(tensor)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Return that compiled functions stay compiled under this mode."""
+        return True
+
+    def __enter__(self) -> Self:
+        self._recomputer.is_watched = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._recomputer.is_watched = False
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of the storage of ``tensor``; ``None``: it has none."""
+        if not is_plain(tensor):
+            return None
+        address = tensor.untyped_storage()._cdata
+        if address not in self._numbers:
+            self._num_before += 1
+            self._numbers[address] = -self._num_before
+        return self._numbers[address]
+
+    def _make(self, tensor: torch.Tensor, number: int) -> bool:
+        """Number the storage of ``tensor``, an operator's output. Return whether it is a new storage."""
+        if not is_plain(tensor):
+            return False
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._numbers:  # the operator returns its input, in another shape
+            return False
+        self._numbers[storage._cdata] = number
+        self._made.append(StorageWeakRef(storage))
+        return True
+
+
+class OperatorWatch(_Mode):
+    """Learns the order of a layer's operators, before any is recorded.
+
+    What is changed in place later cannot be read again in backward. At the end of a run that changes it, it is too late
+    to find that out: what was to be made from it has been freed.
+    """
+
+    def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__(recomputer, tensors)
+        self.order = OperatorOrder()
+        self._num_outputs = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        result = func(*args, **options)
+        kind, order = kind_of(func), self.order
+        if kind is Kind.IGNORED:
+            return result
+        for tensor in tensors_in((args, options)):
+            self.number(tensor)
+        for tensor in written(func, args, options) if kind is Kind.WRITES else ():
+            if (number := self.number(tensor)) is not None:
+                order.last_write[number] = len(order.operators)
+        order.operators.append(func)
+        order.firsts.append(self._num_outputs)
+        for tensor in tensors_in(result):
+            self._make(tensor, self._num_outputs)
+            self._num_outputs += 1
+        return result
+
+
+class OperatorRecords(_Mode):
+    """Records the outputs of operators of this thread that may run again.
+
+    Args:
+        recomputer: receives the records.
+        layer: number of the layer that runs.
+        sources: gets a site for the output of each operator, by the address of its storage.
+        order: of the layer's operators, as they were watched.
+        wanted: numbers of outputs to record, and of those that they are made from; ``None``: all. Recording one takes
+            the host longer than running its operator.
+    """
+
+    def __init__(
+        self,
+        recomputer: Recomputer,
+        layer: int,
+        sources: dict[int, Site],
+        order: OperatorOrder,
+        tensors: Iterable[torch.Tensor],
+        wanted: Collection[int] | None = None,
+    ) -> None:
+        super().__init__(recomputer, tensors)
+        self._layer = layer
+        self._sources = sources
+        self._order = order
+        self._wanted = None if wanted is None else {order.position(number) for number in wanted}
+        self._position = 0
+        self._is_other = False
+
+    @property
+    def is_as_watched(self) -> bool:
+        """Whether the layer has run the operators of the order, and no others."""
+        return not self._is_other and self._position == len(self._order.operators)
+
+    def made_at(self, addresses: Collection[int]) -> frozenset[int]:
+        """Return the numbers of those outputs that live, or lived, at ``addresses``."""
+        return frozenset(self._numbers[one] for one in addresses if self._numbers.get(one, -1) >= 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        result = func(*args, **options)
+        kind, order, position = kind_of(func), self._order, self._position
+        if kind is Kind.IGNORED or self._is_other:
+            return result
+        if position == len(order.operators) or order.operators[position] is not func:
+            self._is_other = True  # what it writes to is not known: nothing more is recorded
+            return result
+        self._position += 1
+        if self._wanted is None:
+            self._note_inputs(kind, args, options)
+        elif position not in self._wanted:
+            return result
+        new = []
+        for number, tensor in enumerate(tensors_in(result), start=order.firsts[position]):
+            if self._make(tensor, number):
+                self._sources[tensor.untyped_storage()._cdata] = Site(self._layer, SOURCE_PATH, number)
+                new.append(order.last_write.get(number, -1) < position)
+            else:
+                new.append(False)
+        if position in order.recorded:
+            self._record(func, args, options, result, new)
+        return result
+
+    def _note_inputs(self, kind: Kind, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Number the operator's inputs, and note whether backward can read them again: nothing writes to them later."""
+        order, position = self._order, self._position - 1
+        numbers = [self.number(tensor) for tensor in tensors_in((args, options))]
+        last_writes = [inf if number is None else order.last_write.get(number, -1) for number in numbers]
+        if kind in REPEATABLE and max(last_writes, default=inf) <= position:
+            order.recorded.add(position)
+        else:
+            order.recorded.discard(position)
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any, is_kept: Sequence[bool]
+    ) -> None:
+        """Record the outputs of ``func`` with ``is_kept``: a norm has its statistics, too."""
+        again, inputs = of_tensors(func, args, options)
+        producer = LINEAR if kind_of(func) is Kind.PRODUCT else OPERATOR
+        parts = [result] if isinstance(result, torch.Tensor) else list(result)
+        kept = iter(is_kept)
+        with _with_versions():
+            for number, part in enumerate(parts):
+                if isinstance(part, torch.Tensor) and next(kept):
+                    made = again if part is result else _part(again, number)
+                    self._recomputer.record(producer, made, inputs, {}, part)
+
+
+def written(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that ``func``, called with these arguments, changes in place."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(args[place] if place < len(args) else options.get(argument.name))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has a storage, and a version that counts changes."""
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        return False
+    return not tensor.is_nested and not tensor.is_inference()
+
+
+class Kind(Enum):
+    """Kinds of operators, by what they do."""
+
+    IGNORED = auto()
+    """It returns a view."""
+    WRITES = auto()
+    """It changes its arguments."""
+    CHEAP = auto()
+    """It only reads and writes memory, and may run again."""
+    PRODUCT = auto()
+    """It multiplies matrices, and may run again."""
+    OTHER = auto()
+
+
+REPEATABLE = (Kind.CHEAP, Kind.PRODUCT)
+
+
+@functools.cache
+def kind_of(func: Any) -> Kind:
+    """Return what the operator ``func`` does."""
+    if not hasattr(func, "_schema"):
+        return Kind.OTHER  # a higher-order operator
+    schema, tags = func._schema, set(func.tags)
+    if schema.is_mutable:
+        return Kind.WRITES
+    if any(one.alias_info is not None for one in schema.returns):
+        return Kind.IGNORED
+    if func.overloadpacket in PRODUCTS:
+        return Kind.PRODUCT
+    is_cheap = func.overloadpacket in CHEAP or bool(tags & CHEAP_TAGS)
+    return Kind.CHEAP if is_cheap and not tags & UNREPEATABLE_TAGS else Kind.OTHER
+
+
+def of_tensors(
+    func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]
+) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """Bind all arguments of ``func`` but its tensors, those in lists among them. Return function and tensors."""
+    if not any(type(one) in (list, tuple) and any(map(_is_tensor, one)) for one in (*args, *options.values())):
+        return of_tensors_alone(func, args, options)
+    leaves, structure = _pytree.tree_flatten([list(args), options])
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaves[place] for place in places]
+    for place in places:
+        leaves[place] = None
+
+    def again(*given: torch.Tensor) -> Any:
+        full = list(leaves)
+        for place, tensor in zip(places, given, strict=True):
+            full[place] = tensor
+        again_args, again_options = _pytree.tree_unflatten(full, structure)
+        return func(*again_args, **again_options)
+
+    return again, tensors
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _part(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    return lambda *given: function(*given)[number]
+
+
+def _with_versions() -> Any:
+    """Return a context in which ``detach`` shares the version counter, by which changes in place are seen.
+
+    Below autograd, where a mode runs, PyTorch leaves out the key that makes views share it.
+    """
+    without_views = torch._C._dispatch_tls_local_exclude_set()
+    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), without_views - views)
