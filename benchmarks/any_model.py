@@ -2,9 +2,10 @@
 
     python -m benchmarks.any_model --layers 16 --tokens 8192
 
-Each method runs in a process of its own, and prints a line of JSON: the median step of forward and backward, the most
-memory that the allocator reserved in a step after the planner has chosen, and the planner's prediction. The loss is
-computed in chunks of 4,096 tokens. Budgets lie at fractions of the distance from checkpointing to nothing.
+Each method runs in a process of its own, and prints a line of JSON: the time of a step of forward and backward, the
+memory that the allocator has reserved at its end, and the planner's prediction. Steps are timed in a row, as a training
+loop runs them, which leaves the host time to run ahead; and one by one, each from an idle GPU to an idle GPU. The loss
+is computed in chunks of 4,096 tokens. Budgets lie at fractions of the distance from checkpointing to nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ CHUNK = 4096
 NOTHING, CHECKPOINTING = "nothing", "checkpointing"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GIB = 2**30
+WARM_UP = 4
+MOST_STEPS = 30
+"""By then a planner has chosen."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--tokens", type=int, default=8192)
     options.add_argument("--hidden-size", type=int, default=4096, help="other sizes follow, as in Qwen3-8B")
     options.add_argument("--vocab-size", type=int, default=151936)
-    options.add_argument("--steps", type=int, default=22, help="13 of them are the planner's")
+    options.add_argument("--steps", type=int, default=7, help="to time, once the planner has chosen")
     options.add_argument("--method", help=f"{NOTHING}, {CHECKPOINTING}, or a budget in GiB; default: all of them")
     return options
 
@@ -64,6 +68,18 @@ def loss_of(head: torch.nn.Module, hidden: torch.Tensor, tokens: torch.Tensor) -
     return torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in pairs]).sum()
 
 
+def timed(step: Callable[[], object], number: int) -> float:
+    """Return the milliseconds that a step takes, of ``number`` steps in a row."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(number):
+        step()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start) / number
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run one method and return its row."""
     model, swapped, method = model_of(options), None, options.method
@@ -73,24 +89,25 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         smallest = {} if DEVICE == "cuda" else {"min_mib": 0.0, "host_gib": 0.1}
         swapped = swap.activations(model.model, memory_gib=float(method), **smallest)  # type: ignore[arg-type]
     tokens = torch.randint(options.vocab_size, (1, options.tokens), device=DEVICE)
-    times, losses, reserved = [], [], 0
-    for _ in range(options.steps):
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+
+    def step() -> torch.Tensor:
         loss = loss_of(model.lm_head, model.model(input_ids=tokens, use_cache=False).last_hidden_state, tokens)
         loss.backward()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-            reserved = torch.cuda.memory_reserved()
-        times.append(1e3 * (time.perf_counter() - start))
-        losses.append(loss.item())
         model.zero_grad(set_to_none=False)
         if isinstance(swapped, swap.PlannedActivations):
             swapped.step()
+        return loss.detach()
+
+    losses = [step().item() for _ in range(WARM_UP)]
+    if isinstance(swapped, swap.PlannedActivations):
+        num_steps = WARM_UP
+        while swapped.stats().stage != "stable" and num_steps < MOST_STEPS:
+            step()
+            num_steps += 1
+    alone = sorted(timed(step, 1) for _ in range(options.steps))
     row: dict[str, Any] = {"method": method, "layers": options.layers, "tokens": options.tokens, "losses": losses[:2]}
-    last = sorted(times[-7:])
-    row |= {"ms": round(last[len(last) // 2], 1), "reserved_gib": round(reserved / GIB, 3)}
+    row |= {"ms": round(timed(step, options.steps), 1), "ms_alone": round(alone[len(alone) // 2], 1)}
+    row["reserved_gib"] = round(torch.cuda.memory_reserved() / GIB, 3) if DEVICE == "cuda" else 0.0
     if isinstance(swapped, swap.PlannedActivations):
         stats = swapped.stats()
         row |= {name: getattr(stats, name) for name in ("stage", "predicted_gib", "predicted_ms", "peak_gib")}

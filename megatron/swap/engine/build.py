@@ -51,7 +51,7 @@ def build_engine(
     manager = SwapManager(device, tier, policy, settings, instruments, guard)
     recomputer = None
     if settings.recomputes:
-        on_spec = None if instruments.recorder is None else instruments.recorder.recomputed
-        recomputer = Recomputer(device, manager.decider, manager.counters, manager.ranges, settings.verify, on_spec)
+        recorder = instruments.recorder
+        recomputer = Recomputer(device, manager.decider, manager.counters, manager.ranges, settings.verify, recorder)
     saved_tensors = SavedTensors(manager, device.torch_device, recomputer, instruments, settings.wrappers)
     return Engine(manager, saved_tensors, recomputer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,7 +82,7 @@ class LayerRecording:
     used: set[int] | None = None
 
     def add_record(
-        self, producer: str, function: Callable[..., Any], inputs: list[torch.Tensor], output: torch.Tensor
+        self, producer: str, function: Callable[..., Any], inputs: Sequence[torch.Tensor], output: torch.Tensor
     ) -> None:
         """Record that ``producer`` computed the whole storage of ``output`` as ``function(*inputs)``.
 

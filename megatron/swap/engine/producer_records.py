@@ -114,18 +114,24 @@ def of_tensors_alone(
     is_free: Callable[[Any], bool] = _is_tensor,
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """Bind all arguments of ``function`` except its tensors (those with ``is_free``). Return function and tensors."""
+    indices, tensors = [], []
+    others = list(arguments)
+    for index, value in enumerate(arguments):
+        if is_free(value):
+            indices.append(index)
+            tensors.append(value)
+            others[index] = None
     names = [name for name, value in options.items() if is_free(value)]
-    indices = [index for index, value in enumerate(arguments) if is_free(value)]
-    others = [None if index in indices else value for index, value in enumerate(arguments)]
     bound = {name: value for name, value in options.items() if name not in names}
+    num_arguments = len(indices)
 
     def again(*tensors: torch.Tensor) -> Any:
         full = list(others)
         for index, tensor in zip(indices, tensors, strict=False):
             full[index] = tensor
-        return function(*full, **bound, **dict(zip(names, tensors[len(indices) :], strict=True)))
+        return function(*full, **bound, **dict(zip(names, tensors[num_arguments:], strict=True)))
 
-    return again, [*(arguments[index] for index in indices), *(options[name] for name in names)]
+    return again, [*tensors, *(options[name] for name in names)]
 
 
 def _is_emptied(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,8 +40,17 @@ from megatron.swap.planner.recording import TRIAL
 PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Types of the inputs that a producer may have. Subclasses may compute something else."""
 
-SpecListener = Callable[[RecomputeSpec, str, Sequence[torch.Tensor], Sequence[RecomputeSpec]], None]
-"""Called with a new spec, its producer, the saved tensors it needs, and the specs of unsaved storages between."""
+
+class SpecRecorder(Protocol):
+    """Notes what is recomputed, while it is on: the profiler's recorder."""
+
+    is_on: bool
+
+    def recomputed(
+        self, spec: RecomputeSpec, producer: str, inputs: Sequence[torch.Tensor], unsaved: Sequence[RecomputeSpec]
+    ) -> None:
+        """Note a new spec, the saved tensors that its chain begins with, and the specs between."""
+        ...
 
 
 class Recomputer:
@@ -52,7 +61,7 @@ class Recomputer:
         decider: reports whether the policy recomputes a producer's output.
         counters, ranges: count the work, and name it for a profiler.
         verify: compare checksums of every recomputed storage.
-        on_spec: called with every new spec.
+        recorder: notes every new spec.
 
     Attributes:
         refused: the first reason for each site that the policy recomputes but that cannot be recomputed.
@@ -67,7 +76,7 @@ class Recomputer:
         counters: Counters,
         ranges: Ranges,
         verify: bool = False,
-        on_spec: SpecListener | None = None,
+        recorder: SpecRecorder | None = None,
     ) -> None:
         self.refused: dict[Site, str] = {}
         self.spared_bytes: Counter[str] = Counter()
@@ -77,7 +86,7 @@ class Recomputer:
         self._counters = counters
         self._ranges = ranges
         self._verify = verify
-        self._on_spec = on_spec
+        self._recorder = recorder
         self._recording: LayerRecording | None = None
         self._trials: dict[tuple[Site, int], bool] = {}
         """Whether the n-th function of a site's chain reproduced the bits."""
@@ -138,10 +147,16 @@ class Recomputer:
         output: Any,
     ) -> None:
         """Record that ``function(*arguments, **options)`` gives ``output``, and would give the same bits again."""
+        if self._recording is not None:
+            self.record_made(producer, *of_tensors_alone(function, arguments, options), output)
+
+    def record_made(
+        self, producer: str, function: Callable[..., Any], inputs: Sequence[torch.Tensor], output: Any
+    ) -> None:
+        """Record that ``function(*inputs)`` gives ``output``, and would give the same bits again."""
         recording = self._recording
         if recording is None or type(output) is not torch.Tensor or _is_cast_automatically(output.device.type):
             return
-        again, inputs = of_tensors_alone(function, arguments, options)
         if not inputs or not {type(tensor) for tensor in inputs} <= PLAIN:
             return
         storage = output.untyped_storage()
@@ -149,7 +164,7 @@ class Recomputer:
             return  # not the whole of its storage: the rest would not be recomputed
         if storage._cdata in [tensor.untyped_storage()._cdata for tensor in inputs]:
             return  # an in-place function, or one that returns its input
-        recording.add_record(producer, again, inputs, output)
+        recording.add_record(producer, function, inputs, output)
 
     # ------------------------------------------------------------------ what autograd saves
 
@@ -192,7 +207,7 @@ class Recomputer:
         assert recording is not None
         record = recording.records[tensor.untyped_storage()._cdata]
         undecided = Undecided(self._spec(site, group, record, recording), record, tensor.detach(), packing)
-        if all(packing.is_constant(alias.tensor) or recording.is_in_graph(alias.tensor) for alias in record.inputs):
+        if all(recording.is_in_graph(alias.tensor) or packing.is_constant(alias.tensor) for alias in record.inputs):
             self._decide(undecided, recording)
         else:
             recording.undecided.append(undecided)
@@ -270,16 +285,17 @@ class Recomputer:
             self._refuse(spec.site, problem)
             spec.fallback = packing.hold(undecided.output, spec.site, spec.group)
             return
+        recorder = self._recorder if self._recorder is not None and self._recorder.is_on else None
         for number, record in enumerate(chain.makers, start=1):
             between = self._spec(spec.site, spec.group, record, recording, number)
             between.inputs = _joined(record, spec.group, packing)
-            if self._on_spec is not None:
+            if recorder is not None:
                 recording.sources[record.address] = Sources(between, *recording.sources_of(record, packing))
         spec.inputs = _joined(undecided.record, spec.group, packing)
         if recording.used is not None:
             recording.note_used((undecided.record, *chain.makers))
-        if self._on_spec is not None:
-            self._on_spec(spec, undecided.record.producer, *recording.sources_of(undecided.record, packing))
+        if recorder is not None:
+            recorder.recomputed(spec, undecided.record.producer, *recording.sources_of(undecided.record, packing))
         self.spared_bytes[undecided.record.producer] += spec.num_bytes
         self._counters.layers[spec.site.layer].recomputed_bytes += spec.num_bytes
 
@@ -292,7 +308,7 @@ class Recomputer:
         for tensor in (alias.tensor for alias in record.inputs):
             storage = tensor.untyped_storage()
             source = recording.records.get(storage._cdata)
-            if packing.is_constant(tensor) or recording.is_in_graph(tensor) or source in chain.makers:
+            if recording.is_in_graph(tensor) or packing.is_constant(tensor) or source in chain.makers:
                 continue
             if packing.can_save(tensor):
                 if storage._cdata not in chain.sources and not self._is_made(site, source, recording, packing, chain):

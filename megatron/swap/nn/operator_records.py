@@ -90,6 +90,11 @@ class _Mode(TorchDispatchMode):
         """Return that compiled functions stay compiled under this mode."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return that no wrapper of PyTorch's is around each operator: it takes a third of the mode's time."""
+        return False
+
     def __enter__(self) -> Self:
         self._recomputer.is_watched = True
         return super().__enter__()
@@ -181,6 +186,7 @@ class OperatorRecords(_Mode):
         self._wanted = None if wanted is None else {order.position(number) for number in wanted}
         self._position = 0
         self._is_other = False
+        self._keys: tuple[Any, Any] | None = None
 
     @property
     def is_as_watched(self) -> bool:
@@ -196,19 +202,21 @@ class OperatorRecords(_Mode):
     ) -> Any:
         options = kwargs or {}
         result = func(*args, **options)
-        kind, order, position = kind_of(func), self._order, self._position
-        if kind is Kind.IGNORED or self._is_other:
+        order, position = self._order, self._position
+        if self._is_other:
             return result
         if position == len(order.operators) or order.operators[position] is not func:
-            self._is_other = True  # what it writes to is not known: nothing more is recorded
+            if kind_of(func) is not Kind.IGNORED:
+                self._is_other = True  # what it writes to is not known: nothing more is recorded
             return result
         self._position += 1
         if self._wanted is None:
-            self._note_inputs(kind, args, options)
+            self._note_inputs(kind_of(func), args, options)
         elif position not in self._wanted:
             return result
         new = []
-        for number, tensor in enumerate(tensors_in(result), start=order.firsts[position]):
+        tensors = (result,) if isinstance(result, torch.Tensor) else tensors_in(result)
+        for number, tensor in enumerate(tensors, start=order.firsts[position]):
             if self._make(tensor, number):
                 self._sources[tensor.untyped_storage()._cdata] = Site(self._layer, SOURCE_PATH, number)
                 new.append(order.last_write.get(number, -1) < position)
@@ -236,11 +244,13 @@ class OperatorRecords(_Mode):
         producer = LINEAR if kind_of(func) is Kind.PRODUCT else OPERATOR
         parts = [result] if isinstance(result, torch.Tensor) else list(result)
         kept = iter(is_kept)
-        with _with_versions():
+        if self._keys is None:
+            self._keys = _keys_with_versions()
+        with torch._C._ForceDispatchKeyGuard(*self._keys):
             for number, part in enumerate(parts):
                 if isinstance(part, torch.Tensor) and next(kept):
                     made = again if part is result else _part(again, number)
-                    self._recomputer.record(producer, made, inputs, {}, part)
+                    self._recomputer.record_made(producer, made, inputs, part)
 
 
 def written(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -294,7 +304,15 @@ def of_tensors(
     func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """Bind all arguments of ``func`` but its tensors, those in lists among them. Return function and tensors."""
-    if not any(type(one) in (list, tuple) and any(map(_is_tensor, one)) for one in (*args, *options.values())):
+    tensors, has_lists = [], False
+    for one in (*args, *options.values()):
+        if isinstance(one, torch.Tensor):
+            tensors.append(one)
+        elif type(one) in (list, tuple) and any(map(_is_tensor, one)):
+            has_lists = True
+    if len(tensors) == len(args) and not options:
+        return func, tensors
+    if not has_lists:
         return of_tensors_alone(func, args, options)
     leaves, structure = _pytree.tree_flatten([list(args), options])
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -320,11 +338,11 @@ def _part(function: Callable[..., Any], number: int) -> Callable[..., Any]:
     return lambda *given: function(*given)[number]
 
 
-def _with_versions() -> Any:
-    """Return a context in which ``detach`` shares the version counter, by which changes in place are seen.
+def _keys_with_versions() -> tuple[Any, Any]:
+    """Return dispatch keys with which ``detach`` shares the version counter, by which changes in place are seen.
 
     Below autograd, where a mode runs, PyTorch leaves out the key that makes views share it.
     """
     without_views = torch._C._dispatch_tls_local_exclude_set()
     views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), without_views - views)
+    return torch._C._dispatch_tls_local_include_set(), without_views - views

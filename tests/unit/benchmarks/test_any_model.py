@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 from benchmarks import any_model
 
-TINY = "--layers 3 --tokens 16 --hidden-size 32 --vocab-size 64 --steps 15"
+TINY = "--layers 3 --tokens 16 --hidden-size 32 --vocab-size 64 --steps 2"
 
 
 @pytest.mark.slow

@@ -354,7 +354,7 @@ class RecordSpy:
     is_watched = False
     num_recorded = 0
 
-    def record(self, *_: Any) -> None:
+    def record_made(self, *_: Any) -> None:
         self.num_recorded += 1
 
 
