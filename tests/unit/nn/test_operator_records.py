@@ -402,12 +402,12 @@ def test_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lists_that_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors in a list are inputs like others: a change of one must be seen. Checked on the record itself."""
     seen: list[int] = []
-    plain = Recomputer.record
+    plain = Recomputer.record_made
 
-    def spy(self: Any, producer: str, again: Any, inputs: list[torch.Tensor], options: Any, output: Any) -> None:
+    def spy(self: Any, producer: str, again: Any, inputs: list[torch.Tensor], output: Any) -> None:
         seen.append(len(inputs))
-        plain(self, producer, again, inputs, options, output)
+        plain(self, producer, again, inputs, output)
 
-    monkeypatch.setattr(Recomputer, "record", spy)
+    monkeypatch.setattr(Recomputer, "record_made", spy)
     assert_planned(lambda: Stack(Rotary), fractions=(0.8,), tolerance=1.0)
     assert 2 in seen
