@@ -208,7 +208,9 @@ def of_dry_run(
     for name, flags, ms, gib in without_swapping:
         prediction = replace(kept, step_ms=ms, peak_gib=gib, peak_at="reserved", recompute_ms=max(0.0, ms - least_ms))
         found.append(Option(name, flags, profile, gib, 0.0, 0.0, gib <= budget_gib, prediction))
-    return [*found, _planned(PLANNED, (), profile, budget_gib, profile.host_gib, None)]
+    # A run tries further plans for memory that the first ones leave free, until about this much is left.
+    reserve_gib = profile.reserves_gib[-1]
+    return [*found, _planned(PLANNED, (), profile, budget_gib, profile.host_gib, None, reserve_gib=reserve_gib)]
 
 
 def weight_gradients_gib(training: Training, num_params: float) -> float:
@@ -261,10 +263,10 @@ def _reserved_gib(profile: Profile, prediction: Prediction, gradients_gib: float
 
 def _planned(
     name: str, flags: tuple[str, ...], profile: Profile, budget_gib: float, host_gib: float | None,
-    states: States | None, has_disk: bool = False,
+    states: States | None, has_disk: bool = False, reserve_gib: float | None = None,
 ) -> Option:  # fmt: skip
     try:
-        solution = solve_fractions(profile, budget_gib)
+        solution = solve_fractions(profile, budget_gib, reserve_gib=reserve_gib)
     except Infeasible as error:
         return Option(name, flags, profile, error.smallest_gib, 0.0, 0.0, False, None, states=states)
     prediction, fraction = solution.prediction, solution.plan.offload_fraction
