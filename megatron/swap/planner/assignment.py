@@ -8,6 +8,7 @@ from math import inf
 
 from megatron.swap.common.plan import LAYER_SECTION, Plan
 from megatron.swap.common.types import Action, UsageError
+from megatron.swap.planner.host_time import forward_host_ms
 from megatron.swap.planner.mlp_chunks import ends_in_forward, mlp_chunks
 from megatron.swap.planner.profile import LayerClass, Profile, Section
 
@@ -50,6 +51,7 @@ class LayerScript:
         needs: ``(needed_at_ms, done_at_ms)`` of each save in backward. Recomputations that read it count as uses.
         recomputations: in backward. Of those at the same time, later ones may read the results of earlier ones.
         temporaries: ``(at_ms, mib)``, as in ``LayerClass``.
+        host_ms: the host's time in forward; 0: not known.
     """
 
     forward_ms: float
@@ -61,6 +63,7 @@ class LayerScript:
     recomputations: tuple[Recomputation, ...]
     temporaries: tuple[tuple[float, float], ...]
     forward_peak_mib: float
+    host_ms: float = 0.0
 
     @property
     def swapped_mib(self) -> float:
@@ -172,6 +175,9 @@ def layer_script(
         recomputations=tuple(recomputations),
         temporaries=entry.temporaries,
         forward_peak_mib=entry.forward_peak_mib,
+        host_ms=forward_host_ms(
+            entry.host_ms, {site.site: chosen.get(site.site, Action.KEEP) for site in saved}, LAYER_SECTION in sections
+        ),
     )
 
 

@@ -210,6 +210,7 @@ class LayerClass:
         temporaries: ``(at_ms, mib)`` in backward: from ``at_ms`` on, ``mib`` are in use besides saved tensors
             (gradients, workspaces).
         forward_peak_mib: peak of forward besides saved tensors; behind the last save, if sites say the rest.
+        host_ms: the host's time in forward without hooks; 0: it is not known, or the device does not wait for it.
     """
 
     layers: tuple[int, ...]
@@ -219,6 +220,7 @@ class LayerClass:
     sections: tuple[Section, ...] = ()
     temporaries: tuple[tuple[float, float], ...] = ()
     forward_peak_mib: float = 0.0
+    host_ms: float = 0.0
 
     def __post_init__(self) -> None:
         names = [site.site for site in self.sites]

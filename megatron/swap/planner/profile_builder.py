@@ -10,6 +10,7 @@ from typing import Literal
 from megatron.swap.common.plan import LAYER_SECTION, Model
 from megatron.swap.common.site_paths import CHECKPOINT_PATH
 from megatron.swap.common.types import GIB, MIB, SwapError
+from megatron.swap.planner.host_time import own_host_ms
 from megatron.swap.planner.profile import (
     Device,
     LayerClass,
@@ -85,12 +86,15 @@ def trained_layers(recording: Recording) -> set[int]:
     return {one.pass_key.layer for one in Timeline(recording).passes if one.is_whole}
 
 
-def with_recorded_times(profile: Profile, recordings: Sequence[Recording]) -> Profile:
+def with_recorded_times(profile: Profile, recordings: Sequence[Recording], of_host: bool = False) -> Profile:
     """Return ``profile`` with the times of other steps of the same sizes, in which layers may be recomputed as a whole.
 
     If the host limits the speed (experts wait for counts of tokens), then packing, copying and recording saved tensors
     slow a layer down. A layer that is recomputed as a whole does hardly any of that. Times within a layer are scaled by
     the ratio of the layer's new time to its old time.
+
+    Args:
+        of_host: take the host's time in forward, too, which the device waits for.
     """
     timelines = [Timeline(recording) for recording in recordings]
     passes = [one for timeline in timelines for one in timeline.passes if one.is_whole]
@@ -99,7 +103,7 @@ def with_recorded_times(profile: Profile, recordings: Sequence[Recording]) -> Pr
     for entry in profile.layers:
         mine = [one for one in passes if one.pass_key.layer in entry.layers]
         recompute_ms = [cost for of_site in costs for layer in entry.layers for cost in of_site.get((layer, ""), ())]
-        layers.append(_timed(entry, mine, recompute_ms) if mine else entry)
+        layers.append(_timed(entry, mine, recompute_ms, of_host) if mine else entry)
     steps = [one for timeline in timelines for one in timeline.steps]
     if not passes or not steps:
         return profile
@@ -109,7 +113,9 @@ def with_recorded_times(profile: Profile, recordings: Sequence[Recording]) -> Pr
     return replace(profile, source=source, layers=tuple(layers), non_layer=non_layer)
 
 
-def _timed(entry: LayerClass, passes: Sequence[LayerPass], measured_recompute_ms: Sequence[float]) -> LayerClass:
+def _timed(
+    entry: LayerClass, passes: Sequence[LayerPass], measured_recompute_ms: Sequence[float], of_host: bool
+) -> LayerClass:
     forward_ms = median(one.forward_ms or 0.0 for one in passes)
     backward_ms = median(one.backward_ms or 0.0 for one in passes)
     forward = forward_ms / entry.forward_ms if entry.forward_ms else 1.0
@@ -118,6 +124,7 @@ def _timed(entry: LayerClass, passes: Sequence[LayerPass], measured_recompute_ms
         entry,
         forward_ms=forward_ms,
         backward_ms=backward_ms,
+        host_ms=own_host_ms(median(one.host_ms for one in passes)) if of_host else 0.0,
         sites=tuple(
             replace(
                 site,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from megatron.swap.common.plan import LAYER_SECTION
+from megatron.swap.planner.host_time import HOOKS, RECOMPUTED_SITE, SWAPPED_SITE, WATCH, section_host_ms
 from megatron.swap.planner.profile import LayerClass, Profile, Section, SiteProfile
 from megatron.swap.planner.schedule import schedule
 from megatron.swap.planner.solver_output import without_solver_lines
@@ -144,8 +146,9 @@ class Answer:
 class Program:
     """The mixed-integer program of one profile, for any budget and windows.
 
-    Columns: for each block its sections, recomputed sites, swapped sites and touched layers (those that swap). Then the
-    exposed time of a micro-batch's copies out and in (ms), and the peak above static memory (MiB) if that is minimised.
+    Columns: for each block its sections, recomputed sites, swapped sites, touched layers (those that swap), and watched
+    ones (those that recompute sites) if the host's time counts. Then the exposed time of a micro-batch's copies out, or
+    of the host, and of its copies in (ms), and the peak above static memory (MiB) if that is minimised.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -168,6 +171,9 @@ class Program:
                     upper.append(block.num_swappable)
             self.columns.append((number, "touched", ""))
             upper.append(size)
+            if block.entry.host_ms:
+                self.columns.append((number, "watched", ""))
+                upper.append(size)
         self._index = {column: i for i, column in enumerate(self.columns)}
         self._num_columns = len(self.columns)
         self._out, self._in, self._peak = self._num_columns, self._num_columns + 1, self._num_columns + 2
@@ -208,7 +214,7 @@ class Program:
             elif kind == "swap":
                 self._swapped[i] = sites[name].mib
                 self._tie_break[i] = SWAPPED_MIB_COST * sites[name].mib * (1 + block.layers[0] / num_layers / 10)
-            else:
+            elif kind == "touched":
                 self._tie_break[i] = TOUCHED_LAYER_COST
 
     def solve(
@@ -258,6 +264,8 @@ class Program:
                 row = self._swapped * later * profile.out_ms_per_mib
                 row[self._out] = -1
                 at_most(row, max(0.0, windows.out_ms - late_ms))  # a search may narrow a window below zero
+        if profile.num_micro_batches == 1 and profile.pipeline.size == 1:
+            self._host_waits(at_most)
         if windows.in_ms is not None:
             row = self._swapped * profile.in_ms_per_mib - self._recompute
             row[self._in] = -1
@@ -309,6 +317,36 @@ class Program:
                                 row[self._index[number, "section", part.name]] = -1
                         at_most(row, 0)
 
+    def _host_waits(self, at_most: Callable[[np.ndarray, float], None]) -> None:
+        """Let forward take at least the host's time: what that takes longer than the device's counts as exposed."""
+        row, room_ms = self._row(), 0.0
+        for number, block in enumerate(self.blocks):
+            own_ms = block.entry.host_ms
+            room_ms += len(block.layers) * (block.entry.forward_ms - (1 + HOOKS) * own_ms)
+            if not own_ms:
+                continue
+            watched = self._index[number, "watched", ""]
+            row[watched] = WATCH * own_ms
+            for part in block.sections:
+                column = self._index[number, "section", part.name]
+                row[column] = section_host_ms(own_ms, part.name, len(block.freed(part)))
+                if part.name != LAYER_SECTION:
+                    at_most(self._difference(column, watched), 0)
+            for kind, per_site in (("recompute", RECOMPUTED_SITE), ("swap", SWAPPED_SITE)):
+                for site in block.entry.sites:
+                    if (chosen := self._index.get((number, kind, site.site))) is not None:
+                        row[chosen] = per_site * own_ms
+                        if kind == "recompute":
+                            at_most(self._difference(chosen, watched), 0)
+        if row.any():
+            row[self._out] = -1
+            at_most(row, room_ms)
+
+    def _difference(self, column: int, other: int) -> np.ndarray:
+        row = self._row()
+        row[column], row[other] = 1, -1
+        return row
+
     def _memory_row(self, live: Sequence[int]) -> tuple[np.ndarray, float]:
         """Return the MiB that each column frees, as a negative row, and the MiB held if everything is kept."""
         row, full = self._row(), 0.0
@@ -319,14 +357,14 @@ class Program:
             if kind == "section":
                 part = next(part for part in block.sections if part.name == name)
                 row[i] = -live[block.chunk] * block.freed_mib(part)
-            elif kind != "touched":
+            elif kind in ("recompute", "swap"):
                 row[i] = -live[block.chunk] * next(site.mib for site in block.entry.sites if site.site == name)
         return row, full
 
     def _counts(self, values: np.ndarray) -> tuple[Counts, ...]:
         found = [Counts({}, {}, {}) for _ in self.blocks]
         for i, (number, kind, name) in enumerate(self.columns):
-            if kind != "touched":
+            if kind in ("section", "recompute", "swap"):
                 counts = found[number]
                 where = {"section": counts.sections, "recompute": counts.recomputed, "swap": counts.swapped}[kind]
                 where[name] = round(values[i])

@@ -219,8 +219,12 @@ class _Step:
         forward_pass = _ForwardPass()
         if unit.chunk == 0 and not self._profile.has_loss:
             self._now += non_layer.forward_ms
+        # A step begins with an idle device. Later micro-batches follow a backward, in which the host has run ahead.
+        host_now = self._now if unit.micro_batch == 0 and unit.chunk == 0 else -inf
         for layer in chunk:
             self._forward_layer(layer, unit.micro_batch, forward_pass)
+            host_now += self._scripts[layer].host_ms
+            self._now = max(self._now, host_now)
         if self._profile.has_loss and unit.chunk == len(self._profile.chunks) - 1:
             self._now += non_layer.forward_ms
             self._record_loss(f"at the loss, micro-batch {unit.micro_batch}", non_layer.peak_gib * MIB_PER_GIB)

@@ -48,6 +48,7 @@ class LayerPass:
         moments: time of each moment since the begin of backward, in order.
         temporaries: from each moment to the next, the peak in use besides static memory and saved storages.
         forward_peak_bytes: peak of forward above the sum of all its saved storages.
+        host_ms: the host's time in forward.
         non_layer_bytes: bytes saved outside the layers before its forward. ``temporaries`` and the peak have them too.
         intermediate_bytes: peak of the unsaved intermediates of recomputations.
         has_trials: recomputations were tried in its forward. The host waited for the device, so its time is not usual.
@@ -65,6 +66,7 @@ class LayerPass:
     temporaries: dict[Moment, int] = field(default_factory=dict)
     forward_ms: float | None = None
     backward_ms: float | None = None
+    host_ms: float = 0.0
     non_layer_bytes: int = 0
     intermediate_bytes: int = 0
     has_trials: bool = False
@@ -247,9 +249,10 @@ class Timeline:
                 self._leave_backward()
                 self.passes.append(self._forward)
                 self._begin_ms = now_ms
+                self._forward.host_ms = -event.host_ms
                 self._saved_bytes = self._forward_peak_bytes = 0
             case What.FORWARD_END:
-                self._end_forward(now_ms)
+                self._end_forward(now_ms, event.host_ms)
             case What.BACKWARD_BEGIN:
                 self._begin_backward(event, now_ms)
             case What.BACKWARD_END:
@@ -290,10 +293,11 @@ class Timeline:
         if one is not None and one.backward_ms is None:
             one.backward_ms = max(one.moments.values(), default=0.0)
 
-    def _end_forward(self, now_ms: float) -> None:
+    def _end_forward(self, now_ms: float, host_ms: float) -> None:
         one = self._forward
         assert one is not None
         one.forward_ms = now_ms - self._begin_ms
+        one.host_ms += host_ms
         one.forward_peak_bytes = max(0, self._forward_peak_bytes - self._saved_bytes)
         self._layers_ms += one.forward_ms
         self._forward, self._last_forward = None, one

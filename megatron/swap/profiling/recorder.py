@@ -7,6 +7,7 @@ read in program order.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,7 +43,10 @@ class Recomputable(Labelled, Protocol):
 
 
 class _Note(NamedTuple):
-    """An event with the mark of its time. ``noted`` is a second mark, set once the event was noted."""
+    """An event with the mark of its time. ``noted`` is a second mark, set once the event was noted.
+
+    ``host_s``: time on the host.
+    """
 
     what: What
     mark: Mark
@@ -50,6 +54,7 @@ class _Note(NamedTuple):
     peak_bytes: int
     now_bytes: int
     details: dict[str, Any]
+    host_s: float
 
 
 class Recorder:
@@ -144,7 +149,7 @@ class Recorder:
         events = tuple(
             Event(
                 note.what, note.mark.elapsed_ms_since(first), note.peak_bytes, note.now_bytes,
-                noting_ms=note.noted.elapsed_ms_since(note.mark), **note.details,
+                noting_ms=note.noted.elapsed_ms_since(note.mark), host_ms=1e3 * note.host_s, **note.details,
             )
             for note in notes
         )  # fmt: skip
@@ -161,10 +166,10 @@ class Recorder:
         self._forget()
 
     def _note(self, what: What, **details: Any) -> None:
-        mark = self._device.mark()
+        host_s, mark = time.perf_counter(), self._device.mark()
         peak_bytes, now_bytes = self._take_peak()
         # Where the host is the bottleneck (experts wait for token counts), the device idles while the event is noted.
-        self._notes.append(_Note(what, mark, self._device.mark(), peak_bytes, now_bytes, details))
+        self._notes.append(_Note(what, mark, self._device.mark(), peak_bytes, now_bytes, details, host_s))
 
     # ------------------------------------------------- ranges: layers, chunks, the engine's work
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB, MIB, SwapError
+from megatron.swap.planner.host_time import WHOLE
 from megatron.swap.planner.profile import Device, LayerClass, Link, NonLayer, NonLayerSite, Pipeline, Profile, Section
 from megatron.swap.planner.profile_builder import build_profile, with_recorded_times
 from megatron.swap.planner.recording import EVALUATION, NonLayerStorage, PassKey, Recording, SavedStorage, What
@@ -329,12 +330,15 @@ class TestAStep:
         assert simulate(profile, plan(profile, {(0,): {"out/0": "recompute"}})).recompute_ms == 1.5
 
 
-def whole(num_layers: int, forward_ms: float, again_ms: float, backward_ms: float) -> Recording:
+def whole(
+    num_layers: int, forward_ms: float, again_ms: float, backward_ms: float, host_ms: float = 0.0
+) -> Recording:
     """Record a step as ``steps`` does, with layers that are recomputed as a whole and whose saves are not recorded."""
     script, runs = Script(), [PassKey(number, 0) for number in range(num_layers)]
     script.note(What.STEP).note(What.CHUNK_BEGIN).after(3)
     for run in runs:
-        script.note(What.FORWARD_BEGIN, pass_key=run).after(forward_ms).note(What.FORWARD_END, pass_key=run)
+        script.note(What.FORWARD_BEGIN, pass_key=run, host_ms=50.0).after(forward_ms)
+        script.note(What.FORWARD_END, pass_key=run, host_ms=50.0 + host_ms)
     script.note(What.CHUNK_END).after(2)
     for run in reversed(runs):
         script.note(What.BACKWARD_BEGIN, pass_key=run).work("recompute", again_ms, of=run.label)
@@ -353,6 +357,13 @@ class TestTimesOfOtherSteps:
         assert entry.sections == (Section("layer", ("out/0",), ("in/0",), 2.5),)
         assert [site.mib for site in entry.sites] == [10, 30]
         assert timed.non_layer == recorded.non_layer
+
+    def test_the_host_counts_where_it_is_wanted(self) -> None:
+        recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
+        timed = [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5, host_ms=1.1)]
+        assert with_recorded_times(recorded, timed).layers[0].host_ms == 0
+        (entry,) = with_recorded_times(recorded, timed, of_host=True).layers
+        assert entry.host_ms == pytest.approx(1.1 / (1 + WHOLE))
 
     def test_such_a_step_is_predicted(self) -> None:
         recording = whole(3, forward_ms=2, again_ms=2.5, backward_ms=3.5)

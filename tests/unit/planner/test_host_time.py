@@ -1,0 +1,96 @@
+"""Plans where the device may wait for the host in forward."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron.swap.common.plan import Plan
+from megatron.swap.planner.host_time import HOOKS, RECOMPUTED_SITE, SWAPPED_SITE, WATCH, WHOLE
+from megatron.swap.planner.profile import LayerClass, Profile, Section
+from megatron.swap.planner.simulate import simulate
+from megatron.swap.planner.solve import smallest_budget, solve
+from tests.unit.planner.cases import plan, profile, site
+
+FORWARD_MS = 2.0
+SMALL = tuple(f"norm/{number}" for number in range(4))
+
+
+def entry(layers: tuple[int, ...], host_ms: float) -> LayerClass:
+    """Layers that save 80 MiB: a large site, four small ones, and an input. All but the input may be made again."""
+    sites = (
+        site("checkpoint/0", 1, 0.0, 0.0, 4.0),
+        *(site(name, 10, 0.5, 3.0, 3.5, recompute_ms=0.01, recompute_needs=()) for name in SMALL),
+        site("mlp/0", 40, 1.0, 1.0, 2.0, recompute_ms=0.05, recompute_needs=()),
+    )
+    return LayerClass(
+        layers, FORWARD_MS, 4.0, sites, (Section("layer", (*SMALL, "mlp/0"), ("checkpoint/0",), 2.0),), host_ms=host_ms
+    )
+
+
+def made(host_ms: float, num_layers: int = 5, micro_batches: int = 1, gb_s: float = 40.0) -> Profile:
+    return profile([entry(tuple(range(num_layers)), host_ms)], gb_s=gb_s, micro_batches=micro_batches)
+
+
+def all_of(of: Profile, ways: tuple[str, ...]) -> Plan:
+    known: dict[str, dict[str, str]] = {
+        "keep": {}, "large": {"mlp/0": "recompute"}, "small": dict.fromkeys(SMALL, "recompute"),
+        "all": dict.fromkeys((*SMALL, "mlp/0"), "recompute"), "swap": {"mlp/0": "swap"}, "whole": {},
+    }  # fmt: skip
+    whole = {f"l{layer}": ("layer",) for layer, way in enumerate(ways) if way == "whole"}
+    return plan(of, {(layer,): known[way] for layer, way in enumerate(ways)}, **whole)
+
+
+@pytest.mark.parametrize(
+    ("way", "factor"),
+    [
+        ("keep", 1 + HOOKS),
+        ("large", 1 + HOOKS + WATCH + RECOMPUTED_SITE),
+        ("small", 1 + HOOKS + WATCH + 4 * RECOMPUTED_SITE),
+        ("swap", 1 + HOOKS + SWAPPED_SITE),
+        ("whole", 1 + WHOLE),
+    ],
+)
+def test_forward_takes_at_least_the_time_of_the_host(way: str, factor: float) -> None:
+    ways = ("keep", way, way, "keep", "keep")
+    plain = simulate(made(0.0), all_of(made(0.0), ways)).step_ms
+    for host_ms in (0.5, 3.0):
+        waits_ms = max(0.0, host_ms * (3 * (1 + HOOKS) + 2 * factor) - 5 * FORWARD_MS)
+        assert simulate(made(host_ms), all_of(made(host_ms), ways)).step_ms == pytest.approx(plain + waits_ms)
+
+
+def test_the_host_runs_ahead_of_later_micro_batches() -> None:
+    def waits_ms(micro_batches: int) -> float:
+        quick, slow = made(0.0, 5, micro_batches), made(3.0, 5, micro_batches)
+        ways = ("keep",) * 5
+        return simulate(slow, all_of(slow, ways)).step_ms - simulate(quick, all_of(quick, ways)).step_ms
+
+    assert waits_ms(1) == pytest.approx(waits_ms(4)) == pytest.approx(5 * (3.0 * (1 + HOOKS) - FORWARD_MS))
+
+
+@pytest.mark.parametrize("host_ms", [0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("room", [0.2, 0.5, 0.8])
+def test_the_solver_finds_what_plans_offer(host_ms: float, room: float) -> None:
+    of = made(host_ms, num_layers=4)
+    keep = simulate(of, all_of(of, ("keep",) * 4)).peak_gib
+    budget_gib = smallest_budget(of) + room * (keep - smallest_budget(of))
+    ways = itertools.product(("keep", "large", "small", "all", "swap", "whole"), repeat=4)
+    simulated = [simulate(of, all_of(of, way)) for way in ways]
+    fastest = min(one.step_ms for one in simulated if one.peak_gib <= budget_gib)
+    found = solve(of, budget_gib)
+    assert found.prediction.step_ms <= 1.03 * fastest
+    assert found.lower_bound_ms <= fastest + 1e-6
+
+
+def test_few_large_sites_are_better_than_many_small_ones() -> None:
+    """Without the host's time the small ones cost less."""
+
+    def chosen(host_ms: float) -> set[str]:
+        of = made(host_ms, gb_s=0.1)
+        keep = simulate(of, all_of(of, ("keep",) * 5)).peak_gib
+        found = solve(of, keep - 3 * 40 / 1024)
+        return {name for named in found.plan.classes for name, one in named.sites.items() if one.action == "recompute"}
+
+    assert chosen(0.0) <= set(SMALL)
+    assert chosen(1.0) == {"mlp/0"}
