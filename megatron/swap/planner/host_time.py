@@ -2,7 +2,7 @@
 
 The engine watches a layer's operators while some of them are recorded, and packs what autograd saves. Short layers take
 the GPU less time than that takes the host. Costs are in multiples of the layer's own time on the host, so that they
-hold for slow and fast hosts. Measured with a Qwen3 layer of transformers (docs/dev/history.md).
+hold for slow and fast hosts. Measured with a Qwen3 layer of transformers on two hosts (docs/dev/history.md).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ RECOMPUTED_SITE = 0.1
 """Recording the operators behind a site, and deciding about it."""
 SWAPPED_SITE = 0.14
 """Enqueueing the copy of a site's storage, and releasing the storage."""
-WHOLE = 0.1
-"""A checkpoint around the layer."""
+WHOLE = 1.0
+"""A checkpoint around the layer, in place of hooks."""
 
 
 def forward_host_ms(own_ms: float, actions: Mapping[str, Action], is_whole: bool) -> float:
@@ -45,5 +45,7 @@ def section_host_ms(own_ms: float, name: str, num_sites: int) -> float:
 
 
 def own_host_ms(whole_ms: float) -> float:
-    """Return the host's time for a layer's own forward, from that of a layer that is recomputed whole."""
-    return whole_ms / (1 + WHOLE)
+    """Return the host's time for a layer's own forward, from that of a layer that is recomputed whole and offloads its
+    input.
+    """
+    return whole_ms / (1 + WHOLE + SWAPPED_SITE)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB, MIB, SwapError
-from megatron.swap.planner.host_time import WHOLE
+from megatron.swap.planner.host_time import SWAPPED_SITE, WHOLE
 from megatron.swap.planner.profile import Device, LayerClass, Link, NonLayer, NonLayerSite, Pipeline, Profile, Section
 from megatron.swap.planner.profile_builder import build_profile, with_recorded_times
 from megatron.swap.planner.recording import EVALUATION, NonLayerStorage, PassKey, Recording, SavedStorage, What
@@ -363,7 +363,7 @@ class TestTimesOfOtherSteps:
         timed = [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5, host_ms=1.1)]
         assert with_recorded_times(recorded, timed).layers[0].host_ms == 0
         (entry,) = with_recorded_times(recorded, timed, of_host=True).layers
-        assert entry.host_ms == pytest.approx(1.1 / (1 + WHOLE))
+        assert entry.host_ms == pytest.approx(1.1 / (1 + WHOLE + SWAPPED_SITE))
 
     def test_such_a_step_is_predicted(self) -> None:
         recording = whole(3, forward_ms=2, again_ms=2.5, backward_ms=3.5)
