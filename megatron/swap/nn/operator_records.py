@@ -90,11 +90,6 @@ class _Mode(TorchDispatchMode):
         """Return that compiled functions stay compiled under this mode."""
         return True
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return that no wrapper of PyTorch's is around each operator: it takes a third of the mode's time."""
-        return False
-
     def __enter__(self) -> Self:
         self._recomputer.is_watched = True
         return super().__enter__()

@@ -94,7 +94,7 @@ def with_recorded_times(profile: Profile, recordings: Sequence[Recording], of_ho
     the ratio of the layer's new time to its old time.
 
     Args:
-        of_host: take the host's time in forward, too, which the device waits for.
+        of_host: take the host's time in forward, too, of layers that are recomputed whole.
     """
     timelines = [Timeline(recording) for recording in recordings]
     passes = [one for timeline in timelines for one in timeline.passes if one.is_whole]
@@ -124,7 +124,8 @@ def _timed(
         entry,
         forward_ms=forward_ms,
         backward_ms=backward_ms,
-        host_ms=own_host_ms(median(one.host_ms for one in passes)) if of_host else 0.0,
+        # The least: with a full queue of kernels the host waits for the device.
+        host_ms=own_host_ms(min(one.host_ms for one in passes)) if of_host and measured_recompute_ms else 0.0,
         sites=tuple(
             replace(
                 site,

@@ -26,6 +26,8 @@ SWAPPED_MIB_COST = 1e-7
 """Tie-break in ms per MiB: of equally fast plans prefer fewer copies, in earlier layers."""
 TOUCHED_LAYER_COST = 1e-5
 """Tie-break in ms per layer: of equally fast plans prefer fewer layers that swap."""
+NUM_TIMES = 3
+"""Columns behind those of the blocks for exposed times. One more is for the peak."""
 PROVEN = 1e-7
 """Relative gap below which an answer counts as optimal."""
 MAX_NODES = 300
@@ -147,8 +149,9 @@ class Program:
     """The mixed-integer program of one profile, for any budget and windows.
 
     Columns: for each block its sections, recomputed sites, swapped sites, touched layers (those that swap), and watched
-    ones (those that recompute sites) if the host's time counts. Then the exposed time of a micro-batch's copies out, or
-    of the host, and of its copies in (ms), and the peak above static memory (MiB) if that is minimised.
+    ones (those that recompute sites) if the host's time counts. Then the exposed time of a micro-batch's copies out and
+    in, and of the host in the first one beyond its copies out (ms), and the peak above static memory (MiB) if that is
+    minimised.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -176,9 +179,9 @@ class Program:
                 upper.append(size)
         self._index = {column: i for i, column in enumerate(self.columns)}
         self._num_columns = len(self.columns)
-        self._out, self._in, self._peak = self._num_columns, self._num_columns + 1, self._num_columns + 2
-        self._upper = np.array([*upper, np.inf, np.inf, np.inf])
-        self._integral = np.array([1] * self._num_columns + [0, 0, 0])
+        self._out, self._in, self._host, self._peak = range(self._num_columns, self._num_columns + NUM_TIMES + 1)
+        self._upper = np.array([*upper, *[np.inf] * (NUM_TIMES + 1)])
+        self._integral = np.array([1] * self._num_columns + [0] * (NUM_TIMES + 1))
         self._recompute = self._row()
         self._swapped = self._row()
         self._tie_break = self._row()
@@ -194,12 +197,12 @@ class Program:
         begins = [_begin_ms(self._profile, block) for block in self.blocks]
         if self._profile.pipeline.size > 1:
             begins = [0.0] * len(self.blocks)  # copies of one micro-batch overlap with other micro-batches
-        of_block = np.array([begins[number] for number, _, _ in self.columns] + 3 * [np.inf])
+        of_block = np.array([begins[number] for number, _, _ in self.columns] + (NUM_TIMES + 1) * [np.inf])
         first = min(begins, default=0.0)
         return [(begin - first, (of_block >= begin).astype(float)) for begin in sorted(set(begins))]
 
     def _row(self) -> np.ndarray:
-        return np.zeros(self._num_columns + 3)
+        return np.zeros(self._num_columns + NUM_TIMES + 1)
 
     def _count(self) -> None:
         """Fill in the recompute time (ms), swapped MiB and tie-break cost of each column."""
@@ -264,7 +267,7 @@ class Program:
                 row = self._swapped * later * profile.out_ms_per_mib
                 row[self._out] = -1
                 at_most(row, max(0.0, windows.out_ms - late_ms))  # a search may narrow a window below zero
-        if profile.num_micro_batches == 1 and profile.pipeline.size == 1:
+        if profile.pipeline.size == 1:
             self._host_waits(at_most)
         if windows.in_ms is not None:
             row = self._swapped * profile.in_ms_per_mib - self._recompute
@@ -274,6 +277,7 @@ class Program:
         exposed = self._row()
         exposed[[self._out, self._in]] = 1
         time = factor * (self._recompute + exposed)
+        time[self._host] = 1  # in later micro-batches the host runs ahead
         cost = self._row()
         if minimize_memory:
             cost[self._peak] = 1
@@ -318,7 +322,7 @@ class Program:
                         at_most(row, 0)
 
     def _host_waits(self, at_most: Callable[[np.ndarray, float], None]) -> None:
-        """Let forward take at least the host's time: what that takes longer than the device's counts as exposed."""
+        """Let the first forward take at least the host's time."""
         row, room_ms = self._row(), 0.0
         for number, block in enumerate(self.blocks):
             own_ms = block.entry.host_ms
@@ -339,7 +343,7 @@ class Program:
                         if kind == "recompute":
                             at_most(self._difference(chosen, watched), 0)
         if row.any():
-            row[self._out] = -1
+            row[[self._out, self._host]] = -1
             at_most(row, room_ms)
 
     def _difference(self, column: int, other: int) -> np.ndarray:

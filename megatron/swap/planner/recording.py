@@ -113,7 +113,7 @@ class Event:
             ``EVALUATION``.
         chunk: number of the chunk in model order, for CHUNK_BEGIN and CHUNK_END.
         noting_ms: time after ``at_ms`` that the recorder itself took.
-        host_ms: time on the host, for FORWARD_BEGIN and FORWARD_END.
+        host_at_ms: time on the host's clock.
     """
 
     what: What
@@ -127,7 +127,7 @@ class Event:
     of: str = ""
     chunk: int = 0
     noting_ms: float = 0.0
-    host_ms: float = 0.0
+    host_at_ms: float = 0.0
 
 
 @dataclass(frozen=True)

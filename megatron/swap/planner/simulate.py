@@ -156,6 +156,7 @@ class _Step:
     def __init__(self, profile: Profile, plan: Plan, num_micro_batches: int) -> None:
         self._profile = profile
         self._scripts: dict[int, LayerScript] = scripts(profile, plan)
+        self._is_hooked = any(script.has_hooks for script in self._scripts.values())  # else layers run as they are
         self._now = self._out_free = self._in_free = 0.0
         self._out_stall = self._in_stall = self._recompute = 0.0
         self._mib = self._host_mib = 0.0
@@ -220,10 +221,11 @@ class _Step:
         if unit.chunk == 0 and not self._profile.has_loss:
             self._now += non_layer.forward_ms
         # A step begins with an idle device. Later micro-batches follow a backward, in which the host has run ahead.
-        host_now = self._now if unit.micro_batch == 0 and unit.chunk == 0 else -inf
+        is_first = unit.micro_batch == 0 and self._profile.pipeline.size == 1 and self._is_hooked
+        host_now = self._now if is_first else -inf
         for layer in chunk:
             self._forward_layer(layer, unit.micro_batch, forward_pass)
-            host_now += self._scripts[layer].host_ms
+            host_now += self._scripts[layer].host_ms + self._hook_ms(self._scripts[layer])
             self._now = max(self._now, host_now)
         if self._profile.has_loss and unit.chunk == len(self._profile.chunks) - 1:
             self._now += non_layer.forward_ms

@@ -249,10 +249,10 @@ class Timeline:
                 self._leave_backward()
                 self.passes.append(self._forward)
                 self._begin_ms = now_ms
-                self._forward.host_ms = -event.host_ms
+                self._forward.host_ms = -event.host_at_ms
                 self._saved_bytes = self._forward_peak_bytes = 0
             case What.FORWARD_END:
-                self._end_forward(now_ms, event.host_ms)
+                self._end_forward(now_ms, event.host_at_ms)
             case What.BACKWARD_BEGIN:
                 self._begin_backward(event, now_ms)
             case What.BACKWARD_END:
@@ -293,11 +293,11 @@ class Timeline:
         if one is not None and one.backward_ms is None:
             one.backward_ms = max(one.moments.values(), default=0.0)
 
-    def _end_forward(self, now_ms: float, host_ms: float) -> None:
+    def _end_forward(self, now_ms: float, host_at_ms: float) -> None:
         one = self._forward
         assert one is not None
         one.forward_ms = now_ms - self._begin_ms
-        one.host_ms += host_ms
+        one.host_ms += host_at_ms
         one.forward_peak_bytes = max(0, self._forward_peak_bytes - self._saved_bytes)
         self._layers_ms += one.forward_ms
         self._forward, self._last_forward = None, one

@@ -149,7 +149,7 @@ class Recorder:
         events = tuple(
             Event(
                 note.what, note.mark.elapsed_ms_since(first), note.peak_bytes, note.now_bytes,
-                noting_ms=note.noted.elapsed_ms_since(note.mark), host_ms=1e3 * note.host_s, **note.details,
+                noting_ms=note.noted.elapsed_ms_since(note.mark), host_at_ms=1e3 * note.host_s, **note.details,
             )
             for note in notes
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn import functional as F
 
 from megatron.swap.autotune import workload_profiler
@@ -305,6 +307,27 @@ def test_compiled_functions_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.equal(compiled(value), scaled(value))  # else this test shows nothing
     monkeypatch.setattr(Compiled, "scaled", staticmethod(compiled))
     assert_planned(lambda: Stack(Compiled), fractions=(0.8,), tolerance=1.0)
+    torch._dynamo.reset()
+
+
+def broken(value: torch.Tensor) -> torch.Tensor:
+    """A function that ``torch.compile`` compiles in pieces: between them operators run uncompiled."""
+    factor = F.gelu(value + 1).sum().item()
+    return value * factor + torch.nonzero(value).sum()
+
+
+def test_the_mode_itself_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs between compiled pieces, where PyTorch would compile it."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    compiled, recomputer, value = torch.compile(broken, backend="eager"), RecordSpy(), torch.ones(3)
+    with OperatorWatch(recomputer, [value]) as watch:  # type: ignore[arg-type]
+        compiled(value)
+    with OperatorRecords(recomputer, 0, {}, watch.order, [value]) as records:  # type: ignore[arg-type]
+        compiled(value)
+    assert records.is_as_watched
+    codes = [inspect.unwrap(mode.__torch_dispatch__).__code__ for mode in (OperatorWatch, OperatorRecords)]
+    assert not any(map(_debug_get_cache_entry_list, codes))
+    assert _debug_get_cache_entry_list(broken.__code__)
     torch._dynamo.reset()
 
 

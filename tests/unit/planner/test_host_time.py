@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -55,26 +56,42 @@ def all_of(of: Profile, ways: tuple[str, ...]) -> Plan:
     ],
 )
 def test_forward_takes_at_least_the_time_of_the_host(way: str, factor: float) -> None:
-    ways = ("keep", way, way, "keep", "keep")
+    ways = ("large", way, way, "keep", "keep")
     plain = simulate(made(0.0), all_of(made(0.0), ways)).step_ms
     for host_ms in (0.5, 3.0):
-        waits_ms = max(0.0, host_ms * (3 * (1 + HOOKS) + 2 * factor) - 5 * FORWARD_MS)
+        of_all = 3 * (1 + HOOKS) + WATCH + RECOMPUTED_SITE + 2 * factor
+        waits_ms = max(0.0, host_ms * of_all - 5 * FORWARD_MS)
         assert simulate(made(host_ms), all_of(made(host_ms), ways)).step_ms == pytest.approx(plain + waits_ms)
 
 
 def test_the_host_runs_ahead_of_later_micro_batches() -> None:
     def waits_ms(micro_batches: int) -> float:
         quick, slow = made(0.0, 5, micro_batches), made(3.0, 5, micro_batches)
-        ways = ("keep",) * 5
+        ways = ("whole",) * 5
         return simulate(slow, all_of(slow, ways)).step_ms - simulate(quick, all_of(quick, ways)).step_ms
 
-    assert waits_ms(1) == pytest.approx(waits_ms(4)) == pytest.approx(5 * (3.0 * (1 + HOOKS) - FORWARD_MS))
+    assert waits_ms(1) == pytest.approx(waits_ms(4)) == pytest.approx(5 * (3.0 * (1 + WHOLE) - FORWARD_MS))
+
+
+def test_a_plan_that_keeps_everything_has_no_hooks() -> None:
+    def step_ms(host_ms: float) -> float:
+        return simulate(made(host_ms), all_of(made(host_ms), ("keep",) * 5)).step_ms
+
+    assert step_ms(3.0) == step_ms(0.0)
+
+
+def test_more_hooks_take_the_host_longer() -> None:
+    def step_ms(hook_ms: float) -> float:
+        of = replace(made(3.0), hook_ms=hook_ms)
+        return simulate(of, all_of(of, ("whole",) * 5)).step_ms
+
+    assert step_ms(0.5) == pytest.approx(step_ms(0.0) + 5 * 2 * 0.5)
 
 
 @pytest.mark.parametrize("host_ms", [0.0, 0.6, 1.0, 2.0])
-@pytest.mark.parametrize("room", [0.2, 0.5, 0.8])
-def test_the_solver_finds_what_plans_offer(host_ms: float, room: float) -> None:
-    of = made(host_ms, num_layers=4)
+@pytest.mark.parametrize(("room", "micro_batches"), [(0.2, 1), (0.5, 1), (0.8, 1), (0.5, 2)])
+def test_the_solver_finds_what_plans_offer(host_ms: float, room: float, micro_batches: int) -> None:
+    of = made(host_ms, 4, micro_batches)
     keep = simulate(of, all_of(of, ("keep",) * 4)).peak_gib
     budget_gib = smallest_budget(of) + room * (keep - smallest_budget(of))
     ways = itertools.product(("keep", "large", "small", "all", "swap", "whole"), repeat=4)

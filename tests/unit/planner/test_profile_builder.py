@@ -337,8 +337,8 @@ def whole(
     script, runs = Script(), [PassKey(number, 0) for number in range(num_layers)]
     script.note(What.STEP).note(What.CHUNK_BEGIN).after(3)
     for run in runs:
-        script.note(What.FORWARD_BEGIN, pass_key=run, host_ms=50.0).after(forward_ms)
-        script.note(What.FORWARD_END, pass_key=run, host_ms=50.0 + host_ms)
+        script.note(What.FORWARD_BEGIN, pass_key=run, host_at_ms=50.0).after(forward_ms)
+        script.note(What.FORWARD_END, pass_key=run, host_at_ms=50.0 + host_ms)
     script.note(What.CHUNK_END).after(2)
     for run in reversed(runs):
         script.note(What.BACKWARD_BEGIN, pass_key=run).work("recompute", again_ms, of=run.label)
@@ -364,6 +364,18 @@ class TestTimesOfOtherSteps:
         assert with_recorded_times(recorded, timed).layers[0].host_ms == 0
         (entry,) = with_recorded_times(recorded, timed, of_host=True).layers
         assert entry.host_ms == pytest.approx(1.1 / (1 + WHOLE + SWAPPED_SITE))
+
+    def test_the_host_waits_when_its_queue_is_full(self) -> None:
+        recorded = built(steps(Script(), [[Layer(0), Layer(1)]]), whole_layers=True)
+        timed = [whole(2, forward_ms=2, again_ms=2.5, backward_ms=3.5, host_ms=ms) for ms in (1.1, 2.0, 2.0)]
+        (entry,) = with_recorded_times(recorded, timed, of_host=True).layers
+        assert entry.host_ms == pytest.approx(1.1 / (1 + WHOLE + SWAPPED_SITE))
+
+    def test_the_host_of_other_layers_is_not_known(self) -> None:
+        """They have hooks, which take it longer."""
+        recording = steps(Script(), [[Layer(0), Layer(1)]])
+        (entry,) = with_recorded_times(built(recording, whole_layers=True), [recording], of_host=True).layers
+        assert entry.host_ms == 0
 
     def test_such_a_step_is_predicted(self) -> None:
         recording = whole(3, forward_ms=2, again_ms=2.5, backward_ms=3.5)
