@@ -57,8 +57,9 @@ def test_the_rows_and_the_line_to_type(folder: Path, capsys: pytest.CaptureFixtu
     assert "self_attn.q_proj/0" in tight
     assert ("--host-gib says how much" in tight) == (rows(tight)["planned"][1] != "0.00")
 
+    # A run tries plans for what its first ones leave free; a plan from a file has to fit at once.
     of_profile = planned(capsys, f"--profile p.json --memory-gib {budget}")
-    assert rows(of_profile)["planned"][:4] == rows(tight)["planned"][:4]
+    assert float(rows(of_profile)["planned"][0]) <= float(rows(tight)["planned"][0])
 
 
 def test_nothing_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
