@@ -108,6 +108,7 @@ def measured() -> list[dict[str, Any]]:
     return [row for row in json.loads(path.read_text())["rows"] if "ms" in row]
 
 
+@pytest.mark.slow
 def test_an_h200_measured_what_is_predicted(measured: list[dict[str, Any]], tmp_path: Path) -> None:
     """16 layers of Qwen3-8B's shape, 8k tokens: peaks within 3 %, times within 8 %. The planner's page has the rows."""
     config = transformers.Qwen3Config(

@@ -331,7 +331,10 @@ def test_the_mode_itself_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("layer", [Averages, Data, Cached, Inference, Sparse, Recurrence, Doubling, Varying])
+RECURRENCE = pytest.param(Recurrence, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("layer", [Averages, Data, Cached, Inference, Sparse, RECURRENCE, Doubling, Varying])
 def test_unusual_layers(layer: Callable[[], nn.Module]) -> None:
     """What cannot be made again is left alone, in time."""
     # Nothing can be recomputed in layers that vary: they are only measured.
