@@ -2,14 +2,14 @@
 
 The engine watches a layer's operators while some of them are recorded, and packs what autograd saves. Short layers take
 the GPU less time than that takes the host. Costs are in multiples of the layer's own time on the host, so that they
-hold for slow and fast hosts. Measured with a Qwen3 layer of transformers on two hosts (docs/dev/history.md).
+follow its speed. They are of a Qwen3 layer of transformers on the host of an H200, where two runs are predicted to 1 %
+(docs/results: any-model). On another host recomputed sites cost twice as much (host-time.json).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.swap.common.plan import LAYER_SECTION
 from megatron.swap.common.types import Action
 
 HOOKS = 0.7
@@ -37,11 +37,6 @@ def forward_host_ms(own_ms: float, actions: Mapping[str, Action], is_whole: bool
     num_recomputed = sum(action is Action.RECOMPUTE for action in actions.values())
     watch = WATCH if num_recomputed else 0.0
     return own_ms * (1 + HOOKS + watch + RECOMPUTED_SITE * num_recomputed + SWAPPED_SITE * num_swapped)
-
-
-def section_host_ms(own_ms: float, name: str, num_sites: int) -> float:
-    """Return what recomputing a section of ``num_sites`` adds to a layer that keeps all, but for ``WATCH``."""
-    return own_ms * (WHOLE - HOOKS if name == LAYER_SECTION else RECOMPUTED_SITE * num_sites)
 
 
 def own_host_ms(whole_ms: float) -> float:

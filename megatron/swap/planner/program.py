@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron.swap.common.plan import LAYER_SECTION
-from megatron.swap.planner.host_time import HOOKS, RECOMPUTED_SITE, SWAPPED_SITE, WATCH, section_host_ms
+from megatron.swap.planner.host_time import HOOKS, RECOMPUTED_SITE, SWAPPED_SITE, WATCH, WHOLE
 from megatron.swap.planner.profile import LayerClass, Profile, Section, SiteProfile
 from megatron.swap.planner.schedule import schedule
 from megatron.swap.planner.solver_output import without_solver_lines
@@ -333,8 +333,10 @@ class Program:
             row[watched] = WATCH * own_ms
             for part in block.sections:
                 column = self._index[number, "section", part.name]
-                row[column] = section_host_ms(own_ms, part.name, len(block.freed(part)))
-                if part.name != LAYER_SECTION:
+                if part.name == LAYER_SECTION:
+                    row[column] = (WHOLE - HOOKS) * own_ms
+                else:
+                    row[column] = RECOMPUTED_SITE * len(block.freed(part)) * own_ms
                     at_most(self._difference(column, watched), 0)
             for kind, per_site in (("recompute", RECOMPUTED_SITE), ("swap", SWAPPED_SITE)):
                 for site in block.entry.sites:

@@ -132,7 +132,7 @@ class Timeline:
         self._last_forward: LayerPass | None = None
         self._backward: LayerPass | None = None
         self._moment: Moment = (What.BACKWARD_BEGIN, "")
-        self._begin_ms = self._chunk_ms = self._layers_ms = 0.0
+        self._begin_ms = self._begin_host_ms = self._chunk_ms = self._layers_ms = 0.0
         self._step_ms: float | None = None
         self._is_between_steps = True
         self._backward_end_ms: float | None = None
@@ -249,7 +249,7 @@ class Timeline:
                 self._leave_backward()
                 self.passes.append(self._forward)
                 self._begin_ms = now_ms
-                self._forward.host_ms = -event.host_at_ms
+                self._begin_host_ms = event.host_at_ms
                 self._saved_bytes = self._forward_peak_bytes = 0
             case What.FORWARD_END:
                 self._end_forward(now_ms, event.host_at_ms)
@@ -297,7 +297,7 @@ class Timeline:
         one = self._forward
         assert one is not None
         one.forward_ms = now_ms - self._begin_ms
-        one.host_ms += host_at_ms
+        one.host_ms = host_at_ms - self._begin_host_ms
         one.forward_peak_bytes = max(0, self._forward_peak_bytes - self._saved_bytes)
         self._layers_ms += one.forward_ms
         self._forward, self._last_forward = None, one
