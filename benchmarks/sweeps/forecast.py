@@ -51,6 +51,7 @@ class Need:
     Attributes:
         whose: what sets the limit.
         least_gib: the least memory that a planned run can work with; such a run uses more where it may.
+        margin: fraction of the limit that a search leaves free where it begins; a plan file was made with its own.
     """
 
     tier: str
@@ -58,6 +59,7 @@ class Need:
     limit_gib: float
     whose: str
     least_gib: float | None = None
+    margin: float = MARGIN
 
     @property
     def text(self) -> str:
@@ -81,9 +83,10 @@ class Forecast:
     @property
     def fits(self) -> bool:
         """Return whether the run fits with a margin. A lower bound has no margin, since it is no prediction anyway."""
-        room = 1.0 if self.is_bound else 1 - MARGIN
         return all(
-            (need.gib if need.least_gib is None else need.least_gib) <= room * need.limit_gib for need in self.needs
+            (need.gib if need.least_gib is None else need.least_gib)
+            <= (1.0 if self.is_bound else 1 - need.margin) * need.limit_gib
+            for need in self.needs
         )
 
     @property
@@ -129,8 +132,7 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         states = replace(states, offload_fraction=offloaded, state_bytes=12 if states.gradient_bytes == 4 else 16)
     params = params_of_rank(training.model, training.tied)
     if states.is_auto:
-        most_gib = max_offloaded_state_gib(room.host, room.disk)
-        states = replace(states, offload_fraction=min(1.0, most_gib / states.state_gib(params)))
+        states = replace(states, offload_fraction=_auto_fraction(flags, states.state_gib(params), room))
     static_gib, offloaded_gib = states.device_gib(params), states.offloaded_gib(params)
     if offloaded:
         offloaded_gib = _offloaded_gib(training.model, offloaded * params / states.num_shards, flags)
@@ -144,7 +146,8 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
     if tiers.device is not None:
         limit_gib = min(known.budget_gib, tiers.device) if known else tiers.device
         whose = "the device's" if limit_gib >= tiers.device else "its budget"
-        needs.append(Need("device", peak_gib, limit_gib, whose, known.least_gib if known else None))
+        least_gib, margin = (known.least_gib, known.margin) if known else (None, MARGIN)
+        needs.append(Need("device", peak_gib, limit_gib, whose, least_gib, margin))
     if "--swap-disk-dir" in flags:
         split = split_before_disk(offloaded_gib, room.host, moved_gib)
         disk_gib = split.state_on_disk + split.activations_on_disk
@@ -160,10 +163,20 @@ def forecast(flags: Sequence[str], tiers: Tiers, gpu: Gpu | None, *, by_flags: b
         whose = "the machine's" if room.host >= tiers.host else "--swap-host-gib"
         whose = "the machine's, less what processes take" if offloaded else whose
         plans = known is not None and known.least_gib is not None
-        needs.append(Need("host", offloaded_gib + moved_gib, room.host, whose, offloaded_gib if plans else None))
+        least_gib, margin = offloaded_gib if plans else None, known.margin if known else MARGIN
+        needs.append(Need("host", offloaded_gib + moved_gib, room.host, whose, least_gib, margin))
     if tiers.device is None:
         needs.append(Need("host", static_gib + offloaded_gib, tiers.host, "the machine's, which has no device"))
     return Forecast(tuple(needs), static_gib, is_bound=known is None and tiers.device is not None)
+
+
+def _auto_fraction(flags: Sequence[str], state_gib: float, room: Tiers) -> float:
+    """Return the fraction of optimizer state that a plan file offloads; without one, the most that fits."""
+    path = plan_file(tuple(flags))
+    fraction = None if path is None else load_plan(path).offload_fraction
+    if fraction is not None:
+        return fraction
+    return min(1.0, max_offloaded_state_gib(room.host, room.disk) / state_gib)
 
 
 def _offloaded_gib(model: Model, params: float, flags: Sequence[str]) -> float:
@@ -187,12 +200,13 @@ def _offloaded_gib(model: Model, params: float, flags: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class _Known:
-    """Device peak, offloaded bytes, device budget and `Need.least_gib`, all in GiB."""
+    """Device peak, offloaded bytes, device budget and `Need.least_gib`, all in GiB; and `Need.margin`."""
 
     peak_gib: float
     moved_gib: float
     budget_gib: float
     least_gib: float | None = None
+    margin: float = MARGIN
 
 
 def _activations(
@@ -214,7 +228,8 @@ def _activations(
     if found is None:
         return None
     more_gib, moved_gib = found
-    return _Known(max(static_gib + more_gib, least_gib), moved_gib, gpu.memory_gib)
+    margin = MARGIN if plan_file(tuple(flags)) is None else 0.0
+    return _Known(max(static_gib + more_gib, least_gib), moved_gib, gpu.memory_gib, margin=margin)
 
 
 def _searched(
@@ -224,7 +239,8 @@ def _searched(
     try:
         profile = shape_profile(
             training.model, gpu, training.num_micro_batches, tied=training.tied, states=training.states,
-            host_gib=host_gib, fuses_gradients=training.fuses_gradients,
+            host_gib=host_gib, fuses_gradients=training.fuses_gradients, loss_chunks=training.num_loss_chunks,
+            has_sum_in_loss=training.has_sum_in_loss,
         )  # fmt: skip
     except UsageError:
         return None  # layers that the formulas do not know
@@ -257,7 +273,8 @@ def _beyond_static(flags: tuple[str, ...], gpu: Gpu, in_buckets: bool) -> tuple[
     try:
         profile = shape_profile(
             training.model, gpu, training.num_micro_batches, tied=training.tied,
-            fuses_gradients=training.fuses_gradients,
+            fuses_gradients=training.fuses_gradients, loss_chunks=training.num_loss_chunks,
+            has_sum_in_loss=training.has_sum_in_loss,
         )  # fmt: skip
         profile = replace(profile, allocator_gib=0.0)
         plan = plan_of(training.model, flags) if path is None else load_plan(path)

@@ -38,7 +38,7 @@ FIT = re.compile(r"--swap-optimizer fit\b")
 """The memory model chooses the offload fraction."""
 STEP_PERCENT = 5
 FRACTIONS_PERCENT = range(STEP_PERCENT, 101, STEP_PERCENT)
-LEAST_STEPS = 8
+LEAST_STEPS = 4
 """The first quarter of the steps is compared with the last to see whether the loss falls."""
 
 

@@ -74,7 +74,9 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
     peak_gib, peak_at = step.peak_mib / MIB_PER_GIB + fragments_gib, step.peak_at
     if profile.loss_block_gib:
         # The logits need one block, and what layers have freed is in pieces: the allocator takes new memory for them.
-        beside_gib = step.layers_peak_mib / MIB_PER_GIB + profile.loss_block_gib
+        # Where copies go and come, the pieces of backward are there in the next forward, too.
+        layers_mib = step.layers_peak_mib if step.host_peak_mib else step.before_loss_mib
+        beside_gib = layers_mib / MIB_PER_GIB + profile.loss_block_gib
         if beside_gib > peak_gib:
             peak_gib, peak_at = beside_gib, "at the loss, beside what layers have freed"
     if profile.optimizer_gib + profile.fragments_gib > peak_gib:
@@ -167,6 +169,7 @@ class _Step:
         self._current: _Group | None = None
         self._cursor = 0
         self.peak_mib = self.host_peak_mib = self.layers_peak_mib = 0.0
+        self.before_loss_mib = 0.0  # peak of the layers until the last loss begins
         self.peak_at = ""
         self.timeline: list[tuple[float, float, str]] = []
         self.marks: list[tuple[float, float, float, float]] = []
@@ -229,6 +232,7 @@ class _Step:
             self._now = max(self._now, host_now)
         if self._profile.has_loss and unit.chunk == len(self._profile.chunks) - 1:
             self._now += non_layer.forward_ms
+            self.before_loss_mib = self.layers_peak_mib
             self._record_loss(f"at the loss, micro-batch {unit.micro_batch}", non_layer.peak_gib * MIB_PER_GIB)
         if unit.chunk == self._non_layer_chunk:
             self._mib += non_layer.kept_gib * MIB_PER_GIB

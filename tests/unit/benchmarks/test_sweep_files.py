@@ -93,7 +93,7 @@ def test_the_part_that_fits_is_the_smallest(tmp_path: Path) -> None:
         ("first = 16", "values = [16, 8]\nfirst = 16", "8 layers: is no larger than 16 layers; values must grow"),
         ("first = 16", 'values = ["x"]', r"values = \['x'\]; expected: whole numbers from 1 on"),
         ("micro_batches = 8", "micro_batches = 0", "micro_batches = 0; at least 1"),
-        ("micro_batches = 8", "micro_batches = 8\nnum_steps = 3", "num_steps = 3; at least 8"),
+        ("micro_batches = 8", "micro_batches = 8\nnum_steps = 3", "num_steps = 3; at least 4"),
         ("micro_batches = 8", "micro_batches = 8\ntimed = 3", "unknown key 'timed'; allowed:"),
         ("--micro-batch-size 1", "", "the flags have no --micro-batch-size"),
         ("--hidden-size 5120", "", "--hidden-size is missing"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.sweeps.forecast import MARGIN, PROCESSES_GIB, Tiers, forecast
+from benchmarks.sweeps.sweep import find_sweep, load_sweep
 from megatron.swap.common.types import GIB, KIB, UsageError
 from megatron.swap.planner.flags import read_flags
 from megatron.swap.planner.gpus import find_gpu, gpu_of
@@ -70,6 +71,14 @@ def test_what_it_says_of_tiers() -> None:
     params = 10.48e9
     assert half.of("host") == pytest.approx(0.5 * 10 * params / 2**30, rel=0.01)
     assert half.static_gib == pytest.approx((4 + 5) * params / 2**30, rel=0.01)
+
+
+def test_a_plan_file_says_how_much_state_is_offloaded() -> None:
+    sweep = load_sweep(find_sweep("h200-sequence"))
+    for place, offloaded in (5, 0.0), (7, 0.125):
+        trial = sweep.trial("ours-planned", place, TIERS, H200)
+        assert trial.forecast.static_gib == pytest.approx((14 - offloaded * 10) * trial.params / 2**30, rel=0.01)
+        assert trial.forecast.fits, "the plan was made for less than the device has"
 
 
 def test_a_value_may_stand_behind_an_equals_sign() -> None:
