@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -11,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from benchmarks import names
 from benchmarks.flags import value
@@ -31,6 +32,8 @@ from benchmarks.sweeps.table import (
 WIDTH, HEIGHT, HEAD_HEIGHT = 13.0, 0.62, 1.9
 LABELS = 0.42
 """Fraction of the picture's width for the text to the right of the bars."""
+LETTERS = 46
+"""Letters of a line of a method's name, on the left."""
 FAR = 6
 """The physical limit is not drawn beyond this multiple of the longest bar: the bars would vanish."""
 
@@ -58,14 +61,15 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         _words(panel, place, one, color)
     if limit is not None and is_near:
         panel.axvline(limit.params / 1e9, color=TEXT, lw=1.2, zorder=3)
-    panel.set_yticks(range(len(found)), _names(found, rows), fontsize=10)
+    panel.set_yticks(range(len(found)), [fill(name, LETTERS) for name in _names(found, rows)], fontsize=10)
     for label, one in zip(panel.get_yticklabels(), found, strict=True):
         label.set_color(OURS if one.is_ours else TEXT)
         label.set_fontweight("bold" if one.is_ours else "normal")
     panel.set_ylim(len(found) - 0.4, -0.6)
     panel.set_xlim(0, 1.01 * end)
     if not grows:
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     panel.grid(axis="x", alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_title(_title(rows[0]), loc="left", fontsize=14, fontweight="bold", color=TEXT)
