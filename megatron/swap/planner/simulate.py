@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
 
-from megatron.swap.common.plan import Plan
+from megatron.swap.common.plan import LAYER_SECTION, Plan
 from megatron.swap.common.types import Action, LayerPosition, layer_positions
 from megatron.swap.planner.assignment import LayerScript, scripts
 from megatron.swap.planner.profile import Profile
@@ -70,7 +70,9 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
     elapsed, out_stall, in_stall, recompute = (
         now + (total - played) * more for now, more in zip(times, each, strict=True)
     )
-    fragments_gib = max(profile.fragments_gib, profile.attention_block_gib if step.host_peak_mib else 0.0)
+    fragments_gib = profile.fragments_gib
+    if step.host_peak_mib and not _brings_back_inputs_alone(plan):
+        fragments_gib = max(fragments_gib, profile.attention_block_gib)
     peak_gib, peak_at = step.peak_mib / MIB_PER_GIB + fragments_gib, step.peak_at
     if profile.loss_block_gib:
         # The logits need one block, and what layers have freed is in pieces: the allocator takes new memory for them.
@@ -93,6 +95,11 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
         fragments_gib=fragments_gib,
         timeline=tuple((at, profile.static_gib + mib / MIB_PER_GIB, where) for at, mib, where in step.timeline),
     )
+
+
+def _brings_back_inputs_alone(plan: Plan) -> bool:
+    """Whether each layer that offloads something runs again as a whole: what comes back then has one size."""
+    return all(LAYER_SECTION in plan.sections(layer) for layer in plan.layers() if plan.swaps_layer(layer))
 
 
 @dataclass(eq=False, slots=True)

@@ -86,6 +86,16 @@ def test_the_block_counts_where_something_is_swapped(more: str, block_gib: float
     assert (kept.fragments_gib, swapped.fragments_gib) == pytest.approx((QUERY, block_gib))
 
 
+def test_no_block_where_layers_get_back_their_inputs_alone() -> None:
+    """384k tokens on one H200, all layers recomputed whole: 2.9 GiB of fragments, not the block of 6."""
+    profile = shaped()
+    inputs = PlanClass("1-2", {"self_attention.linear_qkv/0": SitePlan("swap", 1024.0)}, ("layer",))
+    both = replace(inputs, layers="1"), replace(swapping(profile).classes[0], layers="2")
+    whole, mixed = (simulate(profile, replace(empty_plan(profile), classes=one)) for one in ((inputs,), both))
+    assert whole.host_gib > 0
+    assert whole.fragments_gib == profile.fragments_gib < profile.attention_block_gib == mixed.fragments_gib
+
+
 def test_no_block_without_an_allocator_or_below_the_largest_tensor() -> None:
     assert replace(shaped(), allocator_gib=0.0).attention_block_gib == 0
     whole = shape_profile(replace(model(), mlp_chunks=1, mlp_statistics=None), H200, 1, loss_chunks=16)
