@@ -1,11 +1,14 @@
 """A Qwen3-shaped model of transformers: nothing, gradient checkpointing, and budgets between the memory of both.
 
     python -m benchmarks.any_model --layers 16 --tokens 8192
+    python -m benchmarks.any_model --layers 16 --tokens 8192 --method trl
 
 Each method runs in a process of its own, and prints a line of JSON: the time of a step of forward and backward, the
 memory that the allocator has reserved at its end, and the planner's prediction. Steps are timed in a row, as a training
 loop runs them, which leaves the host time to run ahead; and one by one, each from an idle GPU to an idle GPU. The loss
-is computed in chunks of 4,096 tokens. Budgets lie at fractions of the distance from checkpointing to nothing.
+is computed in chunks of 4,096 tokens. Budgets lie at fractions of the distance from checkpointing to nothing. Other
+libraries' offloading is a method of its own (``offloaders``): ``--method offload``, ``trl``, ``torchtune``,
+``trl+checkpointing`` or ``torchtune+checkpointing``. A method that runs out of memory prints ``"out of memory": true``.
 """
 
 from __future__ import annotations
@@ -14,22 +17,19 @@ import argparse
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
 from megatron import swap
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+
+from benchmarks.offloaders import CHECKPOINT, METHODS, Offloader
+from benchmarks.training_loop import DEVICE, GIB, OUT_OF_MEMORY, loss_of, timed
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5)
 """Budgets above the memory of checkpointing, as fractions of the distance to that of nothing."""
-CHUNK = 4096
 NOTHING, CHECKPOINTING = "nothing", "checkpointing"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GIB = 2**30
 WARM_UP = 4
 MOST_STEPS = 30
 """By then a planner has chosen."""
@@ -42,7 +42,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--hidden-size", type=int, default=4096, help="other sizes follow, as in Qwen3-8B")
     options.add_argument("--vocab-size", type=int, default=151936)
     options.add_argument("--steps", type=int, default=7, help="to time, once the planner has chosen")
-    options.add_argument("--method", help=f"{NOTHING}, {CHECKPOINTING}, or a budget in GiB; default: all of them")
+    options.add_argument(
+        "--method",
+        help=f"{NOTHING}, {CHECKPOINTING}, a budget in GiB, or one of {', '.join(METHODS)}; default: all but the last",
+    )
     return options
 
 
@@ -58,41 +61,23 @@ def model_of(options: argparse.Namespace) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
 
 
-def loss_of(head: torch.nn.Module, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the losses of all chunks, whose logits are computed again in backward."""
-
-    def part(states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(head(states).float(), labels, reduction="sum")
-
-    pairs = zip(hidden[0].split(CHUNK), tokens[0].split(CHUNK), strict=True)
-    return torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in pairs]).sum()
-
-
-def timed(step: Callable[[], object], number: int) -> float:
-    """Return the milliseconds that a step takes, of ``number`` steps in a row."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(number):
-        step()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start) / number
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run one method and return its row."""
     model, swapped, method = model_of(options), None, options.method
+    offloader = Offloader(method, model)
     if method == CHECKPOINTING:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    elif method != NOTHING:
+        model.gradient_checkpointing_enable(CHECKPOINT)
+    elif method not in (NOTHING, *METHODS):
         smallest = {} if DEVICE == "cuda" else {"min_mib": 0.0, "host_gib": 0.1}
         swapped = swap.activations(model.model, memory_gib=float(method), **smallest)  # type: ignore[arg-type]
     tokens = torch.randint(options.vocab_size, (1, options.tokens), device=DEVICE)
 
     def step() -> torch.Tensor:
-        loss = loss_of(model.lm_head, model.model(input_ids=tokens, use_cache=False).last_hidden_state, tokens)
-        loss.backward()
+        with offloader.step:
+            with offloader.forward:
+                hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+            loss = loss_of(model.lm_head, hidden, tokens)
+            loss.backward()
         model.zero_grad(set_to_none=False)
         if isinstance(swapped, swap.PlannedActivations):
             swapped.step()
@@ -120,7 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the method that is given, or all of them, each in a process of its own."""
     options = parser().parse_args(arguments)
     if options.method is not None:
-        print(json.dumps(measure(options)), flush=True)
+        try:
+            row = measure(options)
+        except torch.OutOfMemoryError:
+            row = {"method": options.method, OUT_OF_MEMORY: True}
+        print(json.dumps(row), flush=True)
         return
     own = list(sys.argv[1:] if arguments is None else arguments)
 
@@ -132,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return json.loads(lines[-1]) if lines else {}
 
     nothing, least = run(NOTHING), run(CHECKPOINTING)
-    if nothing and least:
+    if OUT_OF_MEMORY not in nothing | least and nothing and least:
         distance = nothing["reserved_gib"] - least["reserved_gib"]
         for fraction in FRACTIONS:
             run(f"{least['reserved_gib'] + fraction * distance:.3f}")

@@ -8,7 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS = [
     {"report"}, {"sweeps", "verify", "faults", "plan_points", "soak", "frameworks", "any_model"}, {"suites"},
-    {"names"}, {"flags"}, {"runner", "traces"}, {"machine"}, {"store"}, {"rows", "stamp", "pinned_memory"},
+    {"names"}, {"flags"}, {"runner", "traces"}, {"machine"}, {"store"},
+    {"rows", "stamp", "pinned_memory", "training_loop", "offloaders"},
 ]  # fmt: skip
 TRAINING = (ROOT / "megatron", ROOT / "patches")
 
