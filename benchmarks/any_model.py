@@ -25,14 +25,12 @@ import transformers
 from megatron import swap
 
 from benchmarks.offloaders import CHECKPOINT, METHODS, Offloader
-from benchmarks.training_loop import DEVICE, GIB, OUT_OF_MEMORY, loss_of, timed
+from benchmarks.training_loop import DEVICE, GIB, SETTINGS, loss_of, plan_of, print_row, settle, timed
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5)
 """Budgets above the memory of checkpointing, as fractions of the distance to that of nothing."""
 NOTHING, CHECKPOINTING = "nothing", "checkpointing"
 WARM_UP = 4
-MOST_STEPS = 30
-"""By then a planner has chosen."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,8 +66,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if method == CHECKPOINTING:
         model.gradient_checkpointing_enable(CHECKPOINT)
     elif method not in (NOTHING, *METHODS):
-        smallest = {} if DEVICE == "cuda" else {"min_mib": 0.0, "host_gib": 0.1}
-        swapped = swap.activations(model.model, memory_gib=float(method), **smallest)  # type: ignore[arg-type]
+        swapped = swap.activations(model.model, memory_gib=float(method), **SETTINGS)
     tokens = torch.randint(options.vocab_size, (1, options.tokens), device=DEVICE)
 
     def step() -> torch.Tensor:
@@ -84,18 +81,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return loss.detach()
 
     losses = [step().item() for _ in range(WARM_UP)]
-    if isinstance(swapped, swap.PlannedActivations):
-        num_steps = WARM_UP
-        while swapped.stats().stage != "stable" and num_steps < MOST_STEPS:
-            step()
-            num_steps += 1
+    settle(step, swapped, WARM_UP)
     alone = sorted(timed(step, 1) for _ in range(options.steps))
     row: dict[str, Any] = {"method": method, "layers": options.layers, "tokens": options.tokens, "losses": losses[:2]}
     row |= {"ms": round(timed(step, options.steps), 1), "ms_alone": round(alone[len(alone) // 2], 1)}
     row["reserved_gib"] = round(torch.cuda.memory_reserved() / GIB, 3) if DEVICE == "cuda" else 0.0
     if isinstance(swapped, swap.PlannedActivations):
-        stats = swapped.stats()
-        row |= {name: getattr(stats, name) for name in ("stage", "predicted_gib", "predicted_ms", "peak_gib")}
+        row |= plan_of(swapped)
         print(swapped.plan(), file=sys.stderr)
         swapped.close()
     return row
@@ -105,11 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the method that is given, or all of them, each in a process of its own."""
     options = parser().parse_args(arguments)
     if options.method is not None:
-        try:
-            row = measure(options)
-        except torch.OutOfMemoryError:
-            row = {"method": options.method, OUT_OF_MEMORY: True}
-        print(json.dumps(row), flush=True)
+        print_row(measure, options)
         return
     own = list(sys.argv[1:] if arguments is None else arguments)
 
@@ -121,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return json.loads(lines[-1]) if lines else {}
 
     nothing, least = run(NOTHING), run(CHECKPOINTING)
-    if OUT_OF_MEMORY not in nothing | least and nothing and least:
+    if "reserved_gib" in nothing and "reserved_gib" in least:
         distance = nothing["reserved_gib"] - least["reserved_gib"]
         for fraction in FRACTIONS:
             run(f"{least['reserved_gib'] + fraction * distance:.3f}")

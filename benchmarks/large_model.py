@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import accelerate
+import accelerate  # type: ignore[import-untyped]
 import torch
 import transformers
 from torch import nn

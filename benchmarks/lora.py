@@ -6,14 +6,15 @@
 prints a line of JSON: tokens per second, the milliseconds of a step, the most device memory allocated and reserved, the
 pinned host memory, the losses of the first two steps per token, and the seconds until the first step. Random bf16
 weights; adapters of bf16 on all linear layers of attention and MLP; one sequence a step; AdamW. The loss is computed in
-chunks. Layers are checkpointed by transformers. ``--activations 0-79`` also swaps the checkpoints of layers 0 to 79.
-``--activations 60.0`` plans the activations for a budget of 60 GiB, in place of checkpointing.
+chunks. Layers are checkpointed by transformers. ``--activations offload`` has transformers copy the checkpoints to
+host memory. ``--activations 0-79`` swaps the checkpoints of layers 0 to 79; with transformers before 5.23 that is
+refused, because layers run inside a checkpoint as a whole. ``--activations 60.0`` plans the activations for a budget of
+60 GiB, in place of checkpointing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,14 +25,12 @@ import torch
 from megatron import swap
 
 from benchmarks.large_model import SHAPES, build
-from benchmarks.offloaders import CHECKPOINT
-from benchmarks.training_loop import DEVICE, GIB, OUT_OF_MEMORY, loss_of, peaks, timed
+from benchmarks.offloaders import CHECKPOINT, OFFLOAD
+from benchmarks.training_loop import DEVICE, GIB, SETTINGS, loss_of, peaks, plan_of, print_row, settle, timed
 
 CHECKPOINTING = "checkpointing"
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LEARNING_RATE = 1e-4
-MOST_STEPS = 30
-"""By then a planner has chosen."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rank", type=int, default=16)
     options.add_argument("--steps", type=int, default=4, help="to time, after two others, or once a plan is chosen")
     options.add_argument(
-        "--activations", default=CHECKPOINTING, help=f"{CHECKPOINTING}, layers whose checkpoints are swapped, or a budget: 60.0"
+        "--activations",
+        default=CHECKPOINTING,
+        help=f"{CHECKPOINTING}, {OFFLOAD}, layers whose checkpoints are swapped, or a budget: 60.0",
     )
     return options
 
@@ -60,7 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model, host_layers = build(options.shape, options.layers, options.device_layers)
     chosen = options.activations
     if not is_budget(chosen):
-        model.gradient_checkpointing_enable(CHECKPOINT)
+        model.gradient_checkpointing_enable(CHECKPOINT, offload=chosen == OFFLOAD)
     config = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=LINEAR)
     trained = peft.get_peft_model(model, config, autocast_adapter_dtype=False).train()
     tokens = torch.randint(model.config.vocab_size, (1, options.tokens), device=DEVICE)
@@ -68,10 +69,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         weights = activations = None
         if host_layers:
             weights = stack.enter_context(swap.weights(model.model, host_layers, training=True))
-        if chosen != CHECKPOINTING:
-            smallest: dict[str, Any] = {} if DEVICE == "cuda" else {"min_mib": 0.0, "host_gib": 0.1}
-            name, value = ("memory_gib", float(chosen)) if is_budget(chosen) else ("layers", chosen)
-            activations = stack.enter_context(swap.activations(model.model, **{name: value}, **smallest))
+        if chosen not in (CHECKPOINTING, OFFLOAD):
+            what: dict[str, Any] = {"memory_gib": float(chosen)} if is_budget(chosen) else {"layers": chosen}
+            activations = stack.enter_context(swap.activations(model.model, **what, **SETTINGS))
         adapters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(adapters, LEARNING_RATE, fused=DEVICE == "cuda")
 
@@ -85,31 +85,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         setup_s = time.perf_counter() - start
         losses = [step().item() for _ in range(2)]
-        num_steps = len(losses)
-        if isinstance(activations, swap.PlannedActivations):
-            while activations.stats().stage != "stable" and num_steps < MOST_STEPS:
-                step()
-                num_steps += 1
+        settle(step, activations, len(losses))
         ms = timed(step, options.steps)
         row: dict[str, Any] = {name: getattr(options, name) for name in ("shape", "tokens", "activations", "rank")}
         row |= {"layers": len(model.model.layers), "device_layers": len(model.model.layers) - len(host_layers)}
         row |= {"tokens_per_s": round(1e3 * options.tokens / ms, 1), "ms": round(ms, 1), **peaks(), "losses": losses}
         row["pinned_gib"] = round(weights.stats.host_bytes / GIB, 3) if weights is not None else 0.0
         row["setup_s"] = round(setup_s, 1)
-        if isinstance(activations, swap.PlannedActivations):
-            stats = activations.stats()
-            row |= {name: getattr(stats, name) for name in ("stage", "predicted_gib", "predicted_ms", "peak_gib")}
-    return row
+        return row | plan_of(activations)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the row."""
-    options = parser().parse_args(arguments)
-    try:
-        row = measure(options)
-    except torch.OutOfMemoryError:
-        row = {**vars(options), OUT_OF_MEMORY: True, **peaks()}
-    print(json.dumps(row), flush=True)
+    print_row(measure, parser().parse_args(arguments))
 
 
 if __name__ == "__main__":
