@@ -24,7 +24,7 @@ import peft
 import torch
 from megatron import swap
 
-from benchmarks.large_model import SHAPES, build
+from benchmarks.large_model import SHAPES, build, fill
 from benchmarks.offloaders import CHECKPOINT, OFFLOAD
 from benchmarks.training_loop import DEVICE, GIB, SETTINGS, loss_of, peaks, plan_of, print_row, settle, timed
 
@@ -63,12 +63,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if not is_budget(chosen):
         model.gradient_checkpointing_enable(CHECKPOINT, offload=chosen == OFFLOAD)
     config = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=LINEAR)
+    torch.manual_seed(2)
     trained = peft.get_peft_model(model, config, autocast_adapter_dtype=False).train()
-    tokens = torch.randint(model.config.vocab_size, (1, options.tokens), device=DEVICE)
     with ExitStack() as stack:
         weights = activations = None
         if host_layers:
             weights = stack.enter_context(swap.weights(model.model, host_layers, training=True))
+        fill(model)
+        tokens = torch.randint(model.config.vocab_size, (1, options.tokens), device=DEVICE)
         if chosen not in (CHECKPOINTING, OFFLOAD):
             what: dict[str, Any] = {"memory_gib": float(chosen)} if is_budget(chosen) else {"layers": chosen}
             activations = stack.enter_context(swap.activations(model.model, **what, **SETTINGS))

@@ -22,7 +22,7 @@ import accelerate  # type: ignore[import-untyped]
 import torch
 from megatron import swap
 
-from benchmarks.large_model import SHAPES, build
+from benchmarks.large_model import SHAPES, build, fill
 from benchmarks.training_loop import DEVICE, GIB, peaks, print_row, timed
 
 METHODS = SWAP, ACCELERATE, ACCELERATE_PINNED, ON_DEVICE = ("swap", "accelerate", "accelerate-pinned", "device")
@@ -48,14 +48,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     num_on_device = None if options.method == ON_DEVICE else options.device_layers
     model, host_layers = build(options.shape, options.layers, num_on_device)
     model.eval()
-    prompt = torch.randint(model.config.vocab_size, (options.batch, options.tokens), device=DEVICE)
     with ExitStack() as stack:
         swapped = stack.enter_context(swap.weights(model, host_layers)) if options.method == SWAP else None
+        if options.method == ACCELERATE_PINNED:
+            for parameter in (parameter for layer in host_layers for parameter in layer.parameters()):
+                parameter.data = torch.empty_like(parameter, pin_memory=True)
+        fill(model)
+        prompt = torch.randint(model.config.vocab_size, (options.batch, options.tokens), device=DEVICE)
         if options.method in (ACCELERATE, ACCELERATE_PINNED):
             for layer in host_layers:
-                for parameter in layer.parameters():
-                    if options.method == ACCELERATE_PINNED:
-                        parameter.data = parameter.data.pin_memory()
                 accelerate.cpu_offload(layer, execution_device=torch.device(DEVICE))
         setup_s = time.perf_counter() - start
         made: list[torch.Tensor] = []
