@@ -21,11 +21,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers
 from megatron import swap
 
 from benchmarks.offloaders import CHECKPOINT, METHODS, Offloader
-from benchmarks.training_loop import DEVICE, GIB, SETTINGS, loss_of, plan_of, print_row, settle, timed
+from benchmarks.training_loop import DEVICE, GIB, SETTINGS, loss_of, model_of, plan_of, print_row, settle, timed
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5)
 """Budgets above the memory of checkpointing, as fractions of the distance to that of nothing."""
@@ -42,26 +41,14 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--steps", type=int, default=7, help="to time, once the planner has chosen")
     options.add_argument(
         "--method",
-        help=f"{NOTHING}, {CHECKPOINTING}, a budget in GiB, or one of {', '.join(METHODS)}; default: all but the last",
+        help=f"{NOTHING}, {CHECKPOINTING}, a budget in GiB, {', '.join(METHODS)}; default: the first two, and budgets",
     )
     return options
 
 
-def model_of(options: argparse.Namespace) -> Any:
-    heads = max(4, options.hidden_size // 128)
-    config = transformers.Qwen3Config(
-        num_hidden_layers=options.layers, hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size,
-        num_attention_heads=heads, num_key_value_heads=heads // 4, head_dim=options.hidden_size // heads,
-        vocab_size=options.vocab_size, max_position_embeddings=options.tokens, dtype=torch.bfloat16,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    with torch.device(DEVICE):
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run one method and return its row."""
-    model, swapped, method = model_of(options), None, options.method
+    model, swapped, method = model_of(options, torch.bfloat16).train(), None, options.method
     offloader = Offloader(method, model)
     if method == CHECKPOINTING:
         model.gradient_checkpointing_enable(CHECKPOINT)

@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from benchmarks.offloaders import CHECKPOINT
-from benchmarks.training_loop import DEVICE, MOST_STEPS, SETTINGS, peaks, plan_of, print_row, synchronize
+from benchmarks.training_loop import DEVICE, MOST_STEPS, SETTINGS, model_of, peaks, plan_of, print_row, synchronize
 from megatron.swap.integrations.transformers import SwapCallback
 from megatron.swap.nn.planned_activations import PlannedActivations
 
@@ -97,22 +97,11 @@ class Clock(transformers.TrainerCallback):
             control.should_training_stop = True
 
 
-def model_of(options: argparse.Namespace) -> Any:
-    heads = max(4, options.hidden_size // 128)
-    config = transformers.Qwen3Config(
-        num_hidden_layers=options.layers, hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size,
-        num_attention_heads=heads, num_key_value_heads=heads // 4, head_dim=options.hidden_size // heads,
-        vocab_size=options.vocab_size, max_position_embeddings=options.tokens, dtype=torch.float32, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    with torch.device(DEVICE):
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Train with one method and return its row."""
     start = time.perf_counter()
-    model, method = model_of(options), options.method
+    model, method = model_of(options, torch.float32), options.method
+    model.config.use_cache = False
     swap = None
     if method not in (NOTHING, CHECKPOINTING):
         swap = SwapCallback(memory_gib=float(method), **SETTINGS)

@@ -1,4 +1,4 @@
-"""What benchmarks of transformers models share: a loss in chunks, times, memory, and how a row ends."""
+"""What benchmarks of transformers models share: a model, a loss in chunks, times, memory, and how a row ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from megatron import swap
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -25,6 +26,19 @@ MOST_STEPS = 30
 """By then a planner has chosen."""
 OUT_OF_MEMORY = "out of memory"
 """The key of a row whose method does not fit the device."""
+
+
+def model_of(options: argparse.Namespace, dtype: torch.dtype) -> Any:
+    """Return a model of the shape of Qwen3-8B, with sizes by the options, on the device."""
+    heads = max(4, options.hidden_size // 128)
+    config = transformers.Qwen3Config(
+        num_hidden_layers=options.layers, hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size,
+        num_attention_heads=heads, num_key_value_heads=heads // 4, head_dim=options.hidden_size // heads,
+        vocab_size=options.vocab_size, max_position_embeddings=options.tokens, dtype=dtype,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    with torch.device(DEVICE):
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
 def loss_of(head: torch.nn.Module, hidden: torch.Tensor, tokens: torch.Tensor, chunk: int = CHUNK) -> torch.Tensor:
