@@ -1,0 +1,106 @@
+"""LoRA of a model of 32 or 70 billion weights on one GPU, with frozen weights in host memory (``swap.weights``).
+
+    python -m benchmarks.lora --shape 70b --device-layers 28
+    python -m benchmarks.lora --shape 32b --device-layers 0
+
+prints a line of JSON: tokens per second, the milliseconds of a step, the most device memory allocated and reserved, the
+pinned host memory, the losses of the first two steps per token, and the seconds until the first step. Random bf16
+weights; adapters of bf16 on all linear layers of attention and MLP; one sequence a step; AdamW. The loss is computed in
+chunks. Layers are checkpointed by transformers. ``--activations offload`` has transformers copy the checkpoints to
+host memory. ``--activations 0-79`` swaps the checkpoints of layers 0 to 79; with transformers before 5.23 that is
+refused, because layers run inside a checkpoint as a whole. ``--activations 60.0`` plans the activations for a budget of
+60 GiB, in place of checkpointing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import peft
+import torch
+from megatron import swap
+
+from benchmarks.large_model import SHAPES, build, fill
+from benchmarks.offloaders import CHECKPOINT, OFFLOAD
+from benchmarks.training_loop import DEVICE, GIB, SETTINGS, loss_of, peaks, plan_of, print_row, settle, timed
+
+CHECKPOINTING = "checkpointing"
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LEARNING_RATE = 1e-4
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--shape", choices=tuple(SHAPES), default="70b")
+    options.add_argument("--layers", type=int, help="default: as the shape")
+    options.add_argument("--device-layers", type=int, help="layers whose weights stay on the device; default: all")
+    options.add_argument("--tokens", type=int, default=8192)
+    options.add_argument("--chunk", type=int, default=2048, help="tokens whose logits exist at once")
+    options.add_argument("--rank", type=int, default=16)
+    options.add_argument("--steps", type=int, default=4, help="to time, after two others, or once a plan is chosen")
+    options.add_argument(
+        "--activations",
+        default=CHECKPOINTING,
+        help=f"{CHECKPOINTING}, {OFFLOAD}, layers whose checkpoints are swapped, or a budget: 60.0",
+    )
+    return options
+
+
+def is_budget(activations: str) -> bool:
+    """Whether ``activations`` is a number with a point: ``60.0``. ``60`` is a layer."""
+    return "." in activations
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Train, and return the row."""
+    start = time.perf_counter()
+    model, host_layers = build(options.shape, options.layers, options.device_layers)
+    chosen = options.activations
+    if not is_budget(chosen):
+        model.gradient_checkpointing_enable(CHECKPOINT, offload=chosen == OFFLOAD)
+    config = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=LINEAR)
+    torch.manual_seed(2)
+    trained = peft.get_peft_model(model, config, autocast_adapter_dtype=False).train()
+    with ExitStack() as stack:
+        weights = activations = None
+        if host_layers:
+            weights = stack.enter_context(swap.weights(model.model, host_layers, training=True))
+        fill(model)
+        tokens = torch.randint(model.config.vocab_size, (1, options.tokens), device=DEVICE)
+        if chosen not in (CHECKPOINTING, OFFLOAD):
+            what: dict[str, Any] = {"memory_gib": float(chosen)} if is_budget(chosen) else {"layers": chosen}
+            activations = stack.enter_context(swap.activations(model.model, **what, **SETTINGS))
+        adapters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(adapters, LEARNING_RATE, fused=DEVICE == "cuda")
+
+        def step() -> torch.Tensor:
+            hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+            loss = loss_of(model.lm_head, hidden, tokens, options.chunk) / options.tokens
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        setup_s = time.perf_counter() - start
+        losses = [step().item() for _ in range(2)]
+        settle(step, activations, len(losses))
+        ms = timed(step, options.steps)
+        row: dict[str, Any] = {name: getattr(options, name) for name in ("shape", "tokens", "activations", "rank")}
+        row |= {"layers": len(model.model.layers), "device_layers": len(model.model.layers) - len(host_layers)}
+        row |= {"tokens_per_s": round(1e3 * options.tokens / ms, 1), "ms": round(ms, 1), **peaks(), "losses": losses}
+        row["pinned_gib"] = round(weights.stats.host_bytes / GIB, 3) if weights is not None else 0.0
+        row["setup_s"] = round(setup_s, 1)
+        return row | plan_of(activations)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the row."""
+    print_row(measure, parser().parse_args(arguments))
+
+
+if __name__ == "__main__":
+    main()
