@@ -20,7 +20,7 @@ NONE = "none"
 BY_FLAGS = (
     NONE, "ours-0-3", "ours-0-6-sites", "ours-all-sites", "ours-all-recompute-mlp", "ours-all",
     "full-recompute", "recompute-layernorm-mlp", "offload-attention", "offload-attention-recompute-mlp",
-    "layer-offload-half", "deepspeed-checkpoint", "save-on-cpu", "torchtune-offload-one-stream",
+    "layer-offload-half", "deepspeed-checkpoint", "torchtune-offload-one-stream",
 )  # fmt: skip
 """Methods that the tables of runs by flags show, where they were measured."""
 SWEPT = (
@@ -154,6 +154,14 @@ class Brief:
                 host = f"{row['host_peak_gib']:.0f}{disk}"
                 lines.append([_label(row), size, cell_number(row["tokens_per_s"]), host])
         return Table(["method", "parameters, layers", "tokens/s", "host GiB"], lines) if lines else None
+
+    @property
+    def sequences(self) -> str | None:
+        """Return the longest sequence that each method trains, in a line."""
+        found = sweep_table.largest_by_method(self.results.sweeps.get("h200-sequence", []))
+        best = [row for one in found if (row := one.best) is not None]
+        parts = [f"{'**ours**' if row['is_ours'] else names.method(row)} {names.tokens(row['value'])}" for row in best]
+        return f"{names.billions(sweep_table.params_of(best[0]))}: {', '.join(parts)}" if best else None
 
     @property
     def sweep_model(self) -> str:
