@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -213,6 +213,38 @@ class Recomputer:
             recording.undecided.append(undecided)
         return undecided.spec
 
+    def begin_again(self, tensor: torch.Tensor, site: Site, group: Group, packing: Packing) -> Undecided | None:
+        """Begin as in an earlier run, in which all that follows was tried. ``None``: it is not possible now."""
+        recording = self._recording
+        assert recording is not None
+        record = recording.records.get(tensor.untyped_storage()._cdata)
+        if record is None or not _is_unchanged(record):
+            return None
+        return Undecided(self._spec(site, group, record, recording), record, tensor.detach(), packing)
+
+    def decide_again(self, undecided: Undecided, makers: Sequence[int]) -> bool:
+        """Recompute the output as in an earlier run. Return whether that is possible now.
+
+        Args:
+            makers: addresses of the unsaved outputs that are recomputed before it, in their order.
+        """
+        recording = self._recording
+        assert recording is not None
+        records = [recording.records.get(address) for address in makers]
+        chain = [record for record in records if record is not None and _is_unchanged(record)]
+        if len(chain) < len(records) or undecided.record.input_changed():
+            return False
+        self._complete(undecided, chain, recording)
+        return True
+
+    def hold(self, undecided: Iterable[Undecided]) -> None:
+        """Keep or offload the outputs of ``undecided``, and recompute nothing more of this run."""
+        recording = self._recording
+        assert recording is not None
+        for one in undecided:
+            one.spec.fallback = one.packing.hold(one.output, one.spec.site, one.spec.group)
+        recording.records.clear()
+
     def saved(self, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` is kept or offloaded."""
         if self._recording is not None:
@@ -285,15 +317,20 @@ class Recomputer:
             self._refuse(spec.site, problem)
             spec.fallback = packing.hold(undecided.output, spec.site, spec.group)
             return
+        self._complete(undecided, chain.makers, recording)
+
+    def _complete(self, undecided: Undecided, makers: Sequence[ProducerRecord], recording: LayerRecording) -> None:
+        """Join the inputs of an output that is recomputed, behind its unsaved inputs, which ``makers`` compute."""
+        spec, packing = undecided.spec, undecided.packing
         recorder = self._recorder if self._recorder is not None and self._recorder.is_on else None
-        for number, record in enumerate(chain.makers, start=1):
+        for number, record in enumerate(makers, start=1):
             between = self._spec(spec.site, spec.group, record, recording, number)
             between.inputs = _joined(record, spec.group, packing)
             if recorder is not None:
                 recording.sources[record.address] = Sources(between, *recording.sources_of(record, packing))
         spec.inputs = _joined(undecided.record, spec.group, packing)
         if recording.used is not None:
-            recording.note_used((undecided.record, *chain.makers))
+            recording.note_used((undecided.record, *makers))
         if recorder is not None:
             recorder.recomputed(spec, undecided.record.producer, *recording.sources_of(undecided.record, packing))
         self.spared_bytes[undecided.record.producer] += spec.num_bytes
@@ -418,6 +455,14 @@ def _within(context: Callable[[], AbstractContextManager[Any]] | None, function:
 
 def _is_cast_automatically(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _is_unchanged(record: ProducerRecord) -> bool:
+    """Whether the living output of ``record`` and its inputs are as they were recorded."""
+    storage = record.output()
+    if storage is None or storage.nbytes() != record.num_bytes:
+        return False
+    return not record.version_probe.changed() and not record.input_changed()
 
 
 def _joined(record: ProducerRecord, group: Group, packing: Packing) -> tuple[Any, ...]:

@@ -180,6 +180,7 @@ class SavedTensors:
         constants: Collection[int] = (),
         weight_shapes: Collection[torch.Size] = (),
         sources: Mapping[int, Site] | None = None,
+        make_packer: Callable[..., LayerPacker] | None = None,
     ) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors are kept, offloaded or recomputed.
 
@@ -189,8 +190,9 @@ class SavedTensors:
             weight_shapes: as for ``WrapperRules.take_apart``.
             sources: sites by the addresses of storages: where recomputation reads such a storage and nothing saves it,
                 it is saved there. The mapping grows while the layer runs.
+            make_packer: makes the packer, from the arguments of ``LayerPacker``.
         """
-        packer = LayerPacker(self, where, constants, {} if sources is None else sources)
+        packer = (make_packer or LayerPacker)(self, where, constants, {} if sources is None else sources)
         pack = packer.pack if sources is None else packer.pack_unwatched
         return self._enter(Hooks(pack, self.unpack), Hooks(packer.pack_cache, self.unpack), weight_shapes)
 
@@ -207,6 +209,11 @@ class SavedTensors:
 
         hooks = Hooks(pack, self.unpack)
         return self._enter(hooks, hooks, weight_shapes)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether nobody watches or changes the decisions of a run, so that a later run may repeat them."""
+        return self.on_saved is None and self.active_recorder is None and not self.manager.guard.is_on
 
     @property
     def is_recorded(self) -> bool:
@@ -321,9 +328,10 @@ class LayerPacker:
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the packed form of ``tensor``, which autograd saves."""
         found = None if self.is_constant(tensor) else self._where()
-        if found is None:
-            return keep(tensor)
-        group, site = found
+        return keep(tensor) if found is None else self.pack_at(tensor, *found)
+
+    def pack_at(self, tensor: torch.Tensor, group: Group, site: Site) -> Packed:
+        """Decide about ``tensor``, which ``group`` saves at ``site``, and return its packed form."""
         storage, recomputer = tensor.untyped_storage(), self._recomputer
         self._footprint.add(storage.nbytes())
         record = None if self._recorder is None else self._recorder.saved(site, group.label, tensor)
@@ -397,7 +405,7 @@ class LayerPacker:
     def _new_handle(self, storage: torch.UntypedStorage, site: Site, group: Group) -> Handle | None:
         return self._offload.new_handle(storage, site, group, self._decider.decide(site, storage, group.position))
 
-    def _join_spec(self, tensor: torch.Tensor, spec: RecomputeSpec, record: Record | None = None) -> Packed:
+    def _join_spec(self, tensor: torch.Tensor, spec: RecomputeSpec, record: Record | None = None) -> RecomputedTensor:
         spec.num_packed += 1
         return RecomputedTensor(spec, Layout.of(tensor), record)
 

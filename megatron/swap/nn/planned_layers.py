@@ -29,12 +29,16 @@ from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.producer_records import version_probe_of
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.engine.saved_tensors import SavedTensors
+from megatron.swap.engine.repeated_run import NotingPacker, RepeatingPacker, RunMemo
+from megatron.swap.engine.saved_tensors import LayerPacker, SavedTensors
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
 from megatron.swap.nn.module_weights import computing_devices
 from megatron.swap.nn.operator_records import OperatorOrder, OperatorRecords, OperatorWatch, is_plain
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
+
+MAX_OTHERS = 3
+"""A run that differs from its memo this often, under one policy, is noted no more."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,14 @@ class PlannedBoundary(ModuleBoundary):
         self._probes: list[tuple[OperatorOrder, int, Alias]] = []  # of storages, by their numbers
         # Outputs to record, by run, under the present policy; None: all. Before a run has shown it there is no entry.
         self._wanted: dict[int, frozenset[int] | None] = {}
+        self._memos: dict[tuple[int, int], RunMemo] = {}  # by run, and by the n-th run of the layer, under this policy
+        self._num_others: Counter[tuple[int, int]] = Counter()  # runs that did not repeat their memo
+        self._packer: LayerPacker | None = None  # of the present run
         self._has_operators = not computing_devices(module)  # offloaded weights are elsewhere in backward
         self._records: OperatorRecords | None = None  # of the present run
         super().__init__(number, module, saved_tensors, position, options)
-        self._on_recomputed = self._note_wanted
+        self._on_recomputed = self._note_recomputed
+        self._make_packer = self._packer_of_run
 
     @torch.compiler.disable
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +109,10 @@ class PlannedBoundary(ModuleBoundary):
                 self._names.layer = run.number
             self.set_position(run.position, checkpoint if run.is_whole else None)
             self._note_sources(run, args, kwargs)
-        return super()._forward(*args, **kwargs)
+        try:
+            return super()._forward(*args, **kwargs)
+        finally:
+            self._packer = self._records = None
 
     def _refuse_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
@@ -173,16 +184,40 @@ class PlannedBoundary(ModuleBoundary):
         if order is None or self.is_first_step:
             return self._run_watched(recomputer, tensors, args, kwargs)
         assert self._sources is not None  # noted as the layer was called
-        wanted = self._wanted.get(self.layer)
+        packer = self._packer
+        wanted = packer.outputs if isinstance(packer, RepeatingPacker) else self._wanted.get(self.layer)
         with OperatorRecords(recomputer, self.layer, self._sources, order, tensors, wanted) as records:
             result = self._inner(*args, **kwargs)
-        if records.is_as_watched:
-            self._records = records
-        else:  # the next run is watched
+        if isinstance(packer, RepeatingPacker):
+            packer.end()
+        if not records.is_as_watched:  # the next run is watched
             del self._orders[self._nth]
             self._wanted.pop(self.layer, None)
+            self._memos.pop(self._key, None)
             recomputer.forget_trials(self.layer)
+        elif not isinstance(packer, RepeatingPacker):
+            self._records = records
+        elif packer.is_other:
+            del self._memos[self._key]
+            self._num_others[self._key] += 1
         return result
+
+    @property
+    def _key(self) -> tuple[int, int]:
+        return self.layer, self._nth
+
+    def _packer_of_run(self, *arguments: Any) -> LayerPacker:
+        """Return what packs the tensors of the present run: it repeats an earlier run, notes this one, or neither."""
+        memo = self._memos.get(self._key)
+        if not self._saved_tensors.is_repeatable or self._nth not in self._orders or self.is_first_step:
+            self._packer = LayerPacker(*arguments)
+        elif memo is not None:
+            self._packer = RepeatingPacker(memo, *arguments)
+        elif self._wanted.get(self.layer) is not None and self._num_others[self._key] < MAX_OTHERS:
+            self._packer = NotingPacker(*arguments)
+        else:
+            self._packer = LayerPacker(*arguments)
+        return self._packer
 
     def _run_watched(
         self, recomputer: Recomputer, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -199,8 +234,8 @@ class PlannedBoundary(ModuleBoundary):
                 self._probes.append((order, number, version_probe_of(tensor)))
         return result
 
-    def _note_wanted(self, addresses: Collection[int]) -> None:
-        """Note which operators the layer's next runs under this policy have to record."""
+    def _note_recomputed(self, addresses: Collection[int]) -> None:
+        """Note which operators the layer's next runs under this policy have to record, and what to repeat."""
         records, self._records = self._records, None
         if records is None:
             return
@@ -209,10 +244,14 @@ class PlannedBoundary(ModuleBoundary):
             self._wanted[self.layer] = made or None
         elif made != self._wanted[self.layer]:
             self._wanted[self.layer] = None
+        if isinstance(self._packer, NotingPacker) and (memo := self._packer.memo()) is not None:
+            self._memos[self._key] = memo
 
-    def forget_wanted(self) -> None:
-        """The policy changes: the next run records all operators."""
+    def forget_decisions(self) -> None:
+        """The policy changes: the next run records all operators, and repeats nothing."""
         self._wanted = {}
+        self._memos.clear()
+        self._num_others.clear()
 
     def _run_checkpointed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer in torch's checkpoint, which saves the inputs, and restores random state and autocast."""
@@ -342,7 +381,7 @@ class PlannedLayers:
         """Apply the changed policy from the next forward on. Call this between steps."""
         self._set_runs()
         for boundary in self.boundaries:
-            boundary.forget_wanted()
+            boundary.forget_decisions()
         self._saved_tensors.manager.apply_policy(window_bytes)
 
     @contextmanager
