@@ -173,6 +173,12 @@ class Recomputer:
         """Whether a layer is running whose producers record."""
         return self._recording is not None
 
+    @property
+    def specs(self) -> Mapping[int, RecomputeSpec]:
+        """The specs of the running layer by the addresses of their storages, which may be dead."""
+        assert self._recording is not None
+        return self._recording.specs
+
     def find(self, tensor: torch.Tensor, site: Site | None = None) -> RecomputeSpec | None:
         """Return the spec of the storage of ``tensor``; ``None``: it has none, or was changed since.
 
@@ -213,37 +219,22 @@ class Recomputer:
             recording.undecided.append(undecided)
         return undecided.spec
 
-    def begin_again(self, tensor: torch.Tensor, site: Site, group: Group, packing: Packing) -> Undecided | None:
-        """Begin as in an earlier run, in which all that follows was tried. ``None``: it is not possible now."""
-        recording = self._recording
-        assert recording is not None
-        record = recording.records.get(tensor.untyped_storage()._cdata)
-        if record is None or not _is_unchanged(record):
-            return None
-        return Undecided(self._spec(site, group, record, recording), record, tensor.detach(), packing)
+    def begin_again(
+        self, record: ProducerRecord, tensor: torch.Tensor, site: Site, group: Group, packing: Packing
+    ) -> Undecided:
+        """Begin as in an earlier run, in which ``record`` was tried; its output and its inputs are unchanged."""
+        assert self._recording is not None
+        return Undecided(self._spec(site, group, record, self._recording), record, tensor.detach(), packing)
 
-    def decide_again(self, undecided: Undecided, makers: Sequence[int]) -> bool:
-        """Recompute the output as in an earlier run. Return whether that is possible now.
-
-        Args:
-            makers: addresses of the unsaved outputs that are recomputed before it, in their order.
-        """
-        recording = self._recording
-        assert recording is not None
-        records = [recording.records.get(address) for address in makers]
-        chain = [record for record in records if record is not None and _is_unchanged(record)]
-        if len(chain) < len(records) or undecided.record.input_changed():
-            return False
-        self._complete(undecided, chain, recording)
-        return True
+    def decide_again(self, undecided: Undecided, makers: Sequence[ProducerRecord]) -> None:
+        """Recompute the output as in an earlier run: ``makers`` were found, and tried. All are unchanged."""
+        assert self._recording is not None
+        self._complete(undecided, makers, self._recording)
 
     def hold(self, undecided: Iterable[Undecided]) -> None:
-        """Keep or offload the outputs of ``undecided``, and recompute nothing more of this run."""
-        recording = self._recording
-        assert recording is not None
+        """Keep or offload the outputs of ``undecided`` after all."""
         for one in undecided:
             one.spec.fallback = one.packing.hold(one.output, one.spec.site, one.spec.group)
-        recording.records.clear()
 
     def saved(self, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` is kept or offloaded."""
@@ -275,7 +266,7 @@ class Recomputer:
         if self._verify:
             spec.checksum = checksum(bytes_of(storage))
         recording.specs[storage._cdata] = spec
-        del recording.records[storage._cdata]
+        recording.records.pop(storage._cdata, None)  # a repeated run has its records elsewhere
         return spec
 
     def _refuse(self, site: Site, refusal: Refusal) -> None:
@@ -455,14 +446,6 @@ def _within(context: Callable[[], AbstractContextManager[Any]] | None, function:
 
 def _is_cast_automatically(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-
-
-def _is_unchanged(record: ProducerRecord) -> bool:
-    """Whether the living output of ``record`` and its inputs are as they were recorded."""
-    storage = record.output()
-    if storage is None or storage.nbytes() != record.num_bytes:
-        return False
-    return not record.version_probe.changed() and not record.input_changed()
 
 
 def _joined(record: ProducerRecord, group: Group, packing: Packing) -> tuple[Any, ...]:

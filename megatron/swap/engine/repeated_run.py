@@ -9,20 +9,30 @@ does not fit, the run decides as if nothing had been noted; what it has put into
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from megatron.swap.common.site_paths import SOURCE_PATH
 from megatron.swap.common.types import Site
 from megatron.swap.engine.decision import Decision
-from megatron.swap.engine.handle import Group
+from megatron.swap.engine.handle import Group, alias_of
 from megatron.swap.engine.layer_recording import Undecided
+from megatron.swap.engine.producer_records import Function, ProducerRecord, version_probe_of
+from megatron.swap.engine.recompute import PLAIN
 from megatron.swap.engine.recompute_spec import RecomputeSpec
-from megatron.swap.engine.saved_tensors import HandledTensor, LayerPacker, Packed, RecomputedTensor, SavedTensors, Where
-from megatron.swap.profiling.recorder import SavedStorage
+from megatron.swap.engine.saved_tensors import (
+    HandledTensor,
+    LayerPacker,
+    Packed,
+    RecomputedTensor,
+    Record,
+    SavedTensors,
+    Where,
+)
 
 
 @dataclass(slots=True)
@@ -32,8 +42,8 @@ class Step:
     Attributes:
         site: of the tensor.
         is_recomputed: its storage is.
-        output: source site of a storage that is recomputed from this tensor on; ``None``: it is known already, or not
-            recomputed.
+        output: number of the output that is recomputed from this tensor on; ``None``: its storage is known already, or
+            not recomputed.
         decision: of a storage that gets a handle with this tensor; ``None``: it has one already, or is kept.
         num_refused: refusals to recompute it.
         is_settled: ``output`` is settled at once: what it is recomputed from has been saved.
@@ -42,16 +52,16 @@ class Step:
 
     site: Site
     is_recomputed: bool
-    output: Site | None
+    output: int | None
     is_settled: bool
     decision: Decision | None
     num_refused: int
-    settled: tuple[Site, ...]
+    settled: tuple[int, ...]
 
 
 @dataclass
 class RunMemo:
-    """What became of the tensors of a run. Outputs of operators are named by their source sites.
+    """What became of the tensors of a run. Outputs of operators are named by their numbers.
 
     Attributes:
         steps: one for each saved tensor that is not constant.
@@ -60,14 +70,12 @@ class RunMemo:
     """
 
     steps: list[Step] = field(default_factory=list)
-    makers: dict[Site, tuple[Site, ...]] = field(default_factory=dict)
-    read: set[Site] = field(default_factory=set)
+    makers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)
 
-    @functools.cached_property
-    def outputs(self) -> frozenset[int]:
-        """Numbers of the outputs whose operators have to be recorded."""
-        made = {*self.makers, *self.read, *(one for makers in self.makers.values() for one in makers)}
-        return frozenset(site.ordinal for site in made)
+    def made(self) -> set[int]:
+        """Return the outputs whose operators have to be recorded."""
+        return {*self.makers, *(one for makers in self.makers.values() for one in makers)}
 
 
 class NotingPacker(LayerPacker):
@@ -79,7 +87,7 @@ class NotingPacker(LayerPacker):
         super().__init__(saved_tensors, where, constants, sources)
         self._counters = saved_tensors.manager.counters
         self._memo = RunMemo()
-        self._outputs: dict[RecomputeSpec, Site] = {}
+        self._outputs: dict[RecomputeSpec, int] = {}
         self._pending: list[RecomputeSpec] = []
         self._is_repeatable = True
 
@@ -107,14 +115,14 @@ class NotingPacker(LayerPacker):
         return self._memo if self._is_repeatable and not self._pending else None
 
     def _join_spec(
-        self, tensor: torch.Tensor, spec: RecomputeSpec, record: SavedStorage | None = None
+        self, tensor: torch.Tensor, spec: RecomputeSpec, record: Record | None = None
     ) -> RecomputedTensor:
         source = self._sources.get(tensor.untyped_storage()._cdata)
         if source is not None and source.path == SOURCE_PATH:
-            self._outputs.setdefault(spec, source)
+            self._outputs.setdefault(spec, source.ordinal)
         return super()._join_spec(tensor, spec, record)
 
-    def _settled(self) -> tuple[Site, ...]:
+    def _settled(self) -> tuple[int, ...]:
         """Note the specs that were decided since the last call, and return their outputs."""
         decided = [spec for spec in self._pending if spec.inputs or spec.fallback is not None]
         self._pending = [spec for spec in self._pending if spec not in decided]
@@ -131,7 +139,7 @@ class NotingPacker(LayerPacker):
     def _note_inputs(self, spec: RecomputeSpec, between: dict[int, RecomputeSpec]) -> None:
         for packed in spec.inputs:
             if isinstance(packed, HandledTensor) and packed.handle.site.path == SOURCE_PATH:
-                self._memo.read.add(packed.handle.site)
+                self._memo.read.add(packed.handle.site.ordinal)
             elif isinstance(packed, RecomputedTensor) and packed.spec.number and packed.spec.site == spec.site:
                 between[packed.spec.number] = packed.spec
                 self._note_inputs(packed.spec, between)
@@ -145,7 +153,6 @@ class RepeatingPacker(LayerPacker):
         saved_tensors, where, constants, sources: as for ``LayerPacker``.
 
     Attributes:
-        outputs: numbers of the outputs whose operators have to be recorded.
         is_other: a tensor did not fit.
     """
 
@@ -158,22 +165,35 @@ class RepeatingPacker(LayerPacker):
         sources: Mapping[int, Site],
     ) -> None:
         super().__init__(saved_tensors, where, constants, sources)
-        self.outputs = memo.outputs
         self.is_other = False
         self._counters = saved_tensors.manager.counters
+        assert self._recomputer is not None
+        self._again = self._recomputer
+        self._specs = self._again.specs
         self._memo = memo
         self._steps = iter(memo.steps)
-        self._pending: dict[Site, Undecided] = {}
+        self._records: dict[int, ProducerRecord] = {}  # by the numbers of outputs
+        self._pending: dict[int, Undecided] = {}
+
+    def record(self, number: int, producer: str, function: Function, inputs: Sequence[Any], output: Any) -> None:
+        """Record that ``function(*inputs)`` gives the output ``number``, as in the earlier run."""
+        if self.is_other or not {type(tensor) for tensor in inputs} <= PLAIN or type(output) is not torch.Tensor:
+            return
+        storage = output.untyped_storage()
+        num_bytes = storage.nbytes()
+        if output.numel() * output.element_size() == num_bytes:
+            self._records[number] = ProducerRecord(
+                producer, function, tuple(map(alias_of, inputs)), weakref.ref(storage), num_bytes,
+                output.shape, output.stride(), output.dtype, version_probe_of(output),
+            )  # fmt: skip
 
     def pack_at(self, tensor: torch.Tensor, group: Group, site: Site) -> Packed:
         """Pack ``tensor`` as the tensor of the same step was packed, or decide from here on."""
         if not self.is_other:
             step = next(self._steps, None)
-            if step is not None and step.site is site and all(map(self._settle, step.settled)):
-                packed = self._repeat(step, tensor, group)
+            if step is not None and step.site is site and (not step.settled or all(map(self._settle, step.settled))):
+                packed = self._pack_again(step, tensor, group)
                 if packed is not None:
-                    self._footprint.add(tensor.untyped_storage().nbytes())
-                    self._counters.num_not_recomputed += step.num_refused
                     return packed
             self._stop()
         return super().pack_at(tensor, group, site)
@@ -183,52 +203,55 @@ class RepeatingPacker(LayerPacker):
         if not self.is_other and (next(self._steps, None) is not None or not all(map(self._settle, [*self._pending]))):
             self._stop()
 
-    def _repeat(self, step: Step, tensor: torch.Tensor, group: Group) -> Packed | None:
+    def _pack_again(self, step: Step, tensor: torch.Tensor, group: Group) -> Packed | None:
         """Return the packed form of ``tensor``; ``None``: it does not fit."""
-        recomputer = self._recomputer
-        assert recomputer is not None
-        spec = recomputer.find(tensor)
-        if step.output is not None:
-            if spec is not None or self._sources.get(tensor.untyped_storage()._cdata) != step.output:
-                return None
-            undecided = recomputer.begin_again(tensor, step.site, group, self)
-            if undecided is None:
-                return None
-            self._pending[step.output] = undecided
-            if step.is_settled and not self._settle(step.output):
-                return None
-            return self._join_spec(tensor, undecided.spec)
-        if step.is_recomputed or spec is not None:
-            return self._join_spec(tensor, spec) if step.is_recomputed and spec is not None else None
         storage = tensor.untyped_storage()
+        spec = self._specs.get(storage._cdata)
+        if spec is not None and (spec.output() is not storage or spec.version_probe.changed()):
+            spec = None
+        if step.output is not None and spec is None:
+            spec = self._begin_again(step, step.output, tensor, group)
+        elif step.output is not None:
+            return None
+        if step.is_recomputed != (spec is not None):
+            return None
+        self._footprint.add(storage.nbytes())
+        if spec is not None:
+            return self._join_spec(tensor, spec)
+        self._counters.num_not_recomputed += step.num_refused
         handle = self._offload.find(storage)
         if handle is None and step.decision is not None:
             decision = self._decider.decide_again(step.decision, step.site, storage, group.position)
             handle = self._offload.new_handle(storage, step.site, group, decision)
         elif handle is None:
             self._offload.account_kept(storage, group)
-        recomputer.saved(storage)
         return self._join_handle(tensor, handle, group)
 
-    def _settle(self, output: Site) -> bool:
+    def _begin_again(self, step: Step, output: int, tensor: torch.Tensor, group: Group) -> RecomputeSpec | None:
+        record = self._records.pop(output, None)
+        if record is None or not record.is_unchanged(tensor.untyped_storage()):
+            return None
+        undecided = self._pending[output] = self._again.begin_again(record, tensor, step.site, group, self)
+        return undecided.spec if not step.is_settled or self._settle(output) else None
+
+    def _settle(self, output: int) -> bool:
         """Recompute ``output`` from what it was recomputed from. Return whether that is possible."""
-        undecided, makers, recomputer = self._pending.get(output), self._memo.makers[output], self._recomputer
-        assert recomputer is not None
-        if undecided is None:
+        undecided = self._pending.get(output)
+        if undecided is None or undecided.record.input_changed():
             return False
-        addresses = self._addresses(makers) if makers else ()
-        if addresses is None or not recomputer.decide_again(undecided, addresses):
-            return False
+        makers = []
+        for number in self._memo.makers[output]:
+            record = self._records.pop(number, None)
+            if record is None or not record.is_unchanged(record.output()):
+                return False
+            makers.append(record)
+        self._again.decide_again(undecided, makers)
         del self._pending[output]
         return True
-
-    def _addresses(self, outputs: Collection[Site]) -> list[int] | None:
-        known = {site: address for address, site in self._sources.items()}
-        return [known[output] for output in outputs] if known.keys() >= set(outputs) else None
 
     def _stop(self) -> None:
         """Decide from here on. What was to be recomputed, and is not settled, is held."""
         self.is_other = True
-        assert self._recomputer is not None
-        self._recomputer.hold(self._pending.values())
+        self._again.hold(self._pending.values())
         self._pending.clear()
+        self._records.clear()

@@ -333,6 +333,7 @@ class LayerPacker:
     def pack_at(self, tensor: torch.Tensor, group: Group, site: Site) -> Packed:
         """Decide about ``tensor``, which ``group`` saves at ``site``, and return its packed form."""
         storage, recomputer = tensor.untyped_storage(), self._recomputer
+        packed: Packed
         self._footprint.add(storage.nbytes())
         record = None if self._recorder is None else self._recorder.saved(site, group.label, tensor)
         spec = None if recomputer is None else recomputer.find(tensor, site)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
@@ -153,7 +154,49 @@ class OperatorWatch(_Mode):
         return result
 
 
-class OperatorRecords(_Mode):
+class OperatorFollower(_Mode):
+    """Follows a layer's operators along ``order``, and so knows each output's number.
+
+    Args:
+        sources: gets sites for outputs of operators, by the addresses of their storages.
+    """
+
+    def __init__(
+        self,
+        recomputer: Recomputer,
+        layer: int,
+        sources: dict[int, Site],
+        order: OperatorOrder,
+        tensors: Iterable[torch.Tensor] = (),
+    ) -> None:
+        super().__init__(recomputer, tensors)
+        self._layer = layer
+        self._sources = sources
+        self._order = order
+        self._position = 0
+        self._is_other = False
+        self._keys: tuple[Any, Any] | None = None
+
+    @property
+    def is_as_watched(self) -> bool:
+        """Whether the layer has run the operators of the order, and no others."""
+        return not self._is_other and self._position == len(self._order.operators)
+
+    def _make_source(self, tensor: torch.Tensor, number: int) -> bool:
+        """Number the storage of ``tensor``, and give it a site. Return whether it is a new storage."""
+        is_new = self._make(tensor, number)
+        if is_new:
+            self._sources[tensor.untyped_storage()._cdata] = Site(self._layer, SOURCE_PATH, number)
+        return is_new
+
+    def with_versions(self) -> AbstractContextManager[Any]:
+        """Return a context in which aliases of tensors detect changes in place."""
+        if self._keys is None:
+            self._keys = _keys_with_versions()
+        return torch._C._ForceDispatchKeyGuard(*self._keys)
+
+
+class OperatorRecords(OperatorFollower):
     """Records the outputs of operators of this thread that may run again.
 
     Args:
@@ -174,19 +217,8 @@ class OperatorRecords(_Mode):
         tensors: Iterable[torch.Tensor],
         wanted: Collection[int] | None = None,
     ) -> None:
-        super().__init__(recomputer, tensors)
-        self._layer = layer
-        self._sources = sources
-        self._order = order
+        super().__init__(recomputer, layer, sources, order, tensors)
         self._wanted = None if wanted is None else {order.position(number) for number in wanted}
-        self._position = 0
-        self._is_other = False
-        self._keys: tuple[Any, Any] | None = None
-
-    @property
-    def is_as_watched(self) -> bool:
-        """Whether the layer has run the operators of the order, and no others."""
-        return not self._is_other and self._position == len(self._order.operators)
 
     def made_at(self, addresses: Collection[int]) -> frozenset[int]:
         """Return the numbers of those outputs that live, or lived, at ``addresses``."""
@@ -212,11 +244,7 @@ class OperatorRecords(_Mode):
         new = []
         tensors = (result,) if isinstance(result, torch.Tensor) else tensors_in(result)
         for number, tensor in enumerate(tensors, start=order.firsts[position]):
-            if self._make(tensor, number):
-                self._sources[tensor.untyped_storage()._cdata] = Site(self._layer, SOURCE_PATH, number)
-                new.append(order.last_write.get(number, -1) < position)
-            else:
-                new.append(False)
+            new.append(self._make_source(tensor, number) and order.last_write.get(number, -1) < position)
         if position in order.recorded:
             self._record(func, args, options, result, new)
         return result
@@ -236,15 +264,13 @@ class OperatorRecords(_Mode):
     ) -> None:
         """Record the outputs of ``func`` with ``is_kept``: a norm has its statistics, too."""
         again, inputs = of_tensors(func, args, options)
-        producer = LINEAR if kind_of(func) is Kind.PRODUCT else OPERATOR
+        producer = producer_of(func)
         parts = [result] if isinstance(result, torch.Tensor) else list(result)
         kept = iter(is_kept)
-        if self._keys is None:
-            self._keys = _keys_with_versions()
-        with torch._C._ForceDispatchKeyGuard(*self._keys):
+        with self.with_versions():
             for number, part in enumerate(parts):
                 if isinstance(part, torch.Tensor) and next(kept):
-                    made = again if part is result else _part(again, number)
+                    made = again if part is result else part_of(again, number)
                     self._recomputer.record_made(producer, made, inputs, part)
 
 
@@ -274,6 +300,11 @@ class Kind(Enum):
     PRODUCT = auto()
     """It multiplies matrices, and may run again."""
     OTHER = auto()
+
+
+def producer_of(func: Any) -> str:
+    """Return the kind of the outputs of ``func``, as a producer."""
+    return LINEAR if kind_of(func) is Kind.PRODUCT else OPERATOR
 
 
 REPEATABLE = (Kind.CHEAP, Kind.PRODUCT)
@@ -329,7 +360,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _part(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+def part_of(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """Return ``function`` with only this part of its results."""
     return lambda *given: function(*given)[number]
 
 

@@ -29,16 +29,13 @@ from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.producer_records import version_probe_of
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.engine.repeated_run import NotingPacker, RepeatingPacker, RunMemo
-from megatron.swap.engine.saved_tensors import LayerPacker, SavedTensors
+from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
 from megatron.swap.nn.module_weights import computing_devices
-from megatron.swap.nn.operator_records import OperatorOrder, OperatorRecords, OperatorWatch, is_plain
+from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch, is_plain
+from megatron.swap.nn.operator_repeats import RepeatedRuns
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
-
-MAX_OTHERS = 3
-"""A run that differs from its memo this often, under one policy, is noted no more."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +79,11 @@ class PlannedBoundary(ModuleBoundary):
         self._probes: list[tuple[OperatorOrder, int, Alias]] = []  # of storages, by their numbers
         # Outputs to record, by run, under the present policy; None: all. Before a run has shown it there is no entry.
         self._wanted: dict[int, frozenset[int] | None] = {}
-        self._memos: dict[tuple[int, int], RunMemo] = {}  # by run, and by the n-th run of the layer, under this policy
-        self._num_others: Counter[tuple[int, int]] = Counter()  # runs that did not repeat their memo
-        self._packer: LayerPacker | None = None  # of the present run
+        self._repeats = RepeatedRuns()
         self._has_operators = not computing_devices(module)  # offloaded weights are elsewhere in backward
         self._records: OperatorRecords | None = None  # of the present run
         super().__init__(number, module, saved_tensors, position, options)
-        self._on_recomputed = self._note_recomputed
-        self._make_packer = self._packer_of_run
+        self._make_packer = self._repeats.packer
 
     @torch.compiler.disable
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,10 +103,14 @@ class PlannedBoundary(ModuleBoundary):
                 self._names.layer = run.number
             self.set_position(run.position, checkpoint if run.is_whole else None)
             self._note_sources(run, args, kwargs)
+            is_known = self._nth in self._orders and self._wanted.get(run.number) is not None and not self.is_first_step
+            self._repeats.begin((run.number, self._nth), is_known and self._saved_tensors.is_repeatable)
+            self._on_recomputed = None if self._repeats.is_repeating else self._note_recomputed
         try:
             return super()._forward(*args, **kwargs)
         finally:
-            self._packer = self._records = None
+            self._records = None
+            self._repeats.drop_packer()
 
     def _refuse_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
@@ -179,52 +177,33 @@ class PlannedBoundary(ModuleBoundary):
         recomputer = self._saved_tensors.recomputer
         if recomputer is None or not recomputer.is_recording or not self._has_operators:
             return self._inner(*args, **kwargs)
-        tensors = [*self._constants, *_tensors([args, kwargs])]
         order = self._orders.get(self._nth)
         if order is None or self.is_first_step:
-            return self._run_watched(recomputer, tensors, args, kwargs)
+            return self._run_watched(recomputer, args, kwargs)
         assert self._sources is not None  # noted as the layer was called
-        packer = self._packer
-        wanted = packer.outputs if isinstance(packer, RepeatingPacker) else self._wanted.get(self.layer)
-        with OperatorRecords(recomputer, self.layer, self._sources, order, tensors, wanted) as records:
+        mode: OperatorFollower
+        if self._repeats.is_repeating:
+            mode = self._repeats.mode(recomputer, self._sources, order)
+        else:
+            tensors, wanted = self._tensors_before(args, kwargs), self._wanted.get(self.layer)
+            mode = self._records = OperatorRecords(recomputer, self.layer, self._sources, order, tensors, wanted)
+        with mode:
             result = self._inner(*args, **kwargs)
-        if isinstance(packer, RepeatingPacker):
-            packer.end()
-        if not records.is_as_watched:  # the next run is watched
+        self._repeats.end(mode.is_as_watched)
+        if not mode.is_as_watched:  # the next run is watched
+            self._records = None
             del self._orders[self._nth]
             self._wanted.pop(self.layer, None)
-            self._memos.pop(self._key, None)
             recomputer.forget_trials(self.layer)
-        elif not isinstance(packer, RepeatingPacker):
-            self._records = records
-        elif packer.is_other:
-            del self._memos[self._key]
-            self._num_others[self._key] += 1
         return result
 
-    @property
-    def _key(self) -> tuple[int, int]:
-        return self.layer, self._nth
+    def _tensors_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        return [*self._constants, *_tensors([args, kwargs])]
 
-    def _packer_of_run(self, *arguments: Any) -> LayerPacker:
-        """Return what packs the tensors of the present run: it repeats an earlier run, notes this one, or neither."""
-        memo = self._memos.get(self._key)
-        if not self._saved_tensors.is_repeatable or self._nth not in self._orders or self.is_first_step:
-            self._packer = LayerPacker(*arguments)
-        elif memo is not None:
-            self._packer = RepeatingPacker(memo, *arguments)
-        elif self._wanted.get(self.layer) is not None and self._num_others[self._key] < MAX_OTHERS:
-            self._packer = NotingPacker(*arguments)
-        else:
-            self._packer = LayerPacker(*arguments)
-        return self._packer
-
-    def _run_watched(
-        self, recomputer: Recomputer, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run_watched(self, recomputer: Recomputer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer, and learn the order of its operators."""
         before = self._orders.get(self._nth)
-        with OperatorWatch(recomputer, tensors) as watch:
+        with OperatorWatch(recomputer, self._tensors_before(args, kwargs)) as watch:
             result = self._inner(*args, **kwargs)
         order = self._orders[self._nth] = watch.order
         if before is not None and before.operators == order.operators:
@@ -244,14 +223,13 @@ class PlannedBoundary(ModuleBoundary):
             self._wanted[self.layer] = made or None
         elif made != self._wanted[self.layer]:
             self._wanted[self.layer] = None
-        if isinstance(self._packer, NotingPacker) and (memo := self._packer.memo()) is not None:
-            self._memos[self._key] = memo
+        else:
+            self._repeats.note(self._orders[self._nth])
 
     def forget_decisions(self) -> None:
         """The policy changes: the next run records all operators, and repeats nothing."""
         self._wanted = {}
-        self._memos.clear()
-        self._num_others.clear()
+        self._repeats.clear()
 
     def _run_checkpointed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer in torch's checkpoint, which saves the inputs, and restores random state and autocast."""
