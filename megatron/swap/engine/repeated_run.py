@@ -26,12 +26,14 @@ from megatron.swap.engine.recompute import PLAIN
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.saved_tensors import (
     HandledTensor,
+    KeptTensor,
     LayerPacker,
     Packed,
     RecomputedTensor,
     Record,
     SavedTensors,
     Where,
+    keep,
 )
 
 
@@ -40,8 +42,9 @@ class Step:
     """What became of one saved tensor.
 
     Attributes:
-        site: of the tensor.
+        site: of the tensor; ``None``: it is constant.
         is_recomputed: its storage is.
+        is_kept: it is, and its storage has no handle.
         output: number of the output that is recomputed from this tensor on; ``None``: its storage is known already, or
             not recomputed.
         decision: of a storage that gets a handle with this tensor; ``None``: it has one already, or is kept.
@@ -50,13 +53,14 @@ class Step:
         settled: outputs of earlier steps that are settled before this one: no more of their inputs are saved.
     """
 
-    site: Site
-    is_recomputed: bool
-    output: int | None
-    is_settled: bool
-    decision: Decision | None
-    num_refused: int
-    settled: tuple[int, ...]
+    site: Site | None
+    is_recomputed: bool = False
+    is_kept: bool = False
+    output: int | None = None
+    is_settled: bool = False
+    decision: Decision | None = None
+    num_refused: int = 0
+    settled: tuple[int, ...] = ()
 
 
 @dataclass
@@ -64,7 +68,7 @@ class RunMemo:
     """What became of the tensors of a run. Outputs of operators are named by their numbers.
 
     Attributes:
-        steps: one for each saved tensor that is not constant.
+        steps: one for each saved tensor.
         makers: for each recomputed output, the unsaved outputs that are recomputed before it, in their order.
         read: outputs that nothing but recomputation reads, and that are saved for it.
     """
@@ -91,6 +95,14 @@ class NotingPacker(LayerPacker):
         self._pending: list[RecomputeSpec] = []
         self._is_repeatable = True
 
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """Pack ``tensor`` as ever, and note its step."""
+        num_steps = len(self._memo.steps)
+        packed = super().pack(tensor)
+        if len(self._memo.steps) == num_steps:
+            self._memo.steps.append(Step(None))
+        return packed
+
     def pack_at(self, tensor: torch.Tensor, group: Group, site: Site) -> Packed:
         """Pack ``tensor`` as ever, and note its step."""
         had_handle = self._offload.find(tensor.untyped_storage()) is not None
@@ -106,7 +118,8 @@ class NotingPacker(LayerPacker):
         elif isinstance(packed, HandledTensor) and not had_handle:
             decision = packed.handle.decision
         num_refused = self._counters.num_not_recomputed - num_refused
-        self._memo.steps.append(Step(site, is_recomputed, output, is_settled, decision, num_refused, settled))
+        is_kept = isinstance(packed, KeptTensor)
+        self._memo.steps.append(Step(site, is_recomputed, is_kept, output, is_settled, decision, num_refused, settled))
         return packed
 
     def memo(self) -> RunMemo | None:
@@ -187,16 +200,28 @@ class RepeatingPacker(LayerPacker):
                 output.shape, output.stride(), output.dtype, version_probe_of(output),
             )  # fmt: skip
 
-    def pack_at(self, tensor: torch.Tensor, group: Group, site: Site) -> Packed:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         """Pack ``tensor`` as the tensor of the same step was packed, or decide from here on."""
-        if not self.is_other:
-            step = next(self._steps, None)
-            if step is not None and step.site is site and (not step.settled or all(map(self._settle, step.settled))):
-                packed = self._pack_again(step, tensor, group)
-                if packed is not None:
-                    return packed
-            self._stop()
-        return super().pack_at(tensor, group, site)
+        if self.is_other:
+            return super().pack(tensor)
+        step = next(self._steps, None)
+        if step is not None and step.site is None:
+            return keep(tensor)
+        found = self._where()
+        if found is None:
+            return keep(tensor)
+        group, site = found
+        if step is not None and step.site is site and (not step.settled or all(map(self._settle, step.settled))):
+            packed = self._pack_again(step, tensor, group)
+            if packed is not None:
+                return packed
+        self._stop()
+        return keep(tensor) if self.is_constant(tensor) else self.pack_at(tensor, group, site)
+
+    def join(self, tensor: torch.Tensor, group: Group) -> Packed:
+        """Return the packed form of an input of a recomputed storage."""
+        spec = self._spec_of(tensor)
+        return super().join(tensor, group) if spec is None else self._join_spec(tensor, spec)
 
     def end(self) -> None:
         """End the run: nothing more is saved."""
@@ -205,15 +230,21 @@ class RepeatingPacker(LayerPacker):
 
     def _pack_again(self, step: Step, tensor: torch.Tensor, group: Group) -> Packed | None:
         """Return the packed form of ``tensor``; ``None``: it does not fit."""
-        storage = tensor.untyped_storage()
-        spec = self._specs.get(storage._cdata)
-        if spec is not None and (spec.output() is not storage or spec.version_probe.changed()):
-            spec = None
+        if step.is_kept:  # a tensor may always be kept
+            storage = tensor.untyped_storage()
+            self._footprint.add(storage.nbytes())
+            self._counters.num_not_recomputed += step.num_refused
+            self._offload.account_kept(storage, group)
+            return keep(tensor, group)
+        spec = self._spec_of(tensor)
         if step.output is not None and spec is None:
             spec = self._begin_again(step, step.output, tensor, group)
         elif step.output is not None:
             return None
         if step.is_recomputed != (spec is not None):
+            return None
+        storage = tensor.untyped_storage()
+        if spec is None and self.is_constant(tensor):
             return None
         self._footprint.add(storage.nbytes())
         if spec is not None:
@@ -221,16 +252,29 @@ class RepeatingPacker(LayerPacker):
         self._counters.num_not_recomputed += step.num_refused
         handle = self._offload.find(storage)
         if handle is None and step.decision is not None:
+            assert step.site is not None
             decision = self._decider.decide_again(step.decision, step.site, storage, group.position)
             handle = self._offload.new_handle(storage, step.site, group, decision)
         elif handle is None:
             self._offload.account_kept(storage, group)
         return self._join_handle(tensor, handle, group)
 
+    def _spec_of(self, tensor: torch.Tensor) -> RecomputeSpec | None:
+        """Return the spec of the storage of ``tensor``; ``None``: it has none, or was changed since, or is no output.
+
+        An output's layout says all of it: unlike that of a conjugate view.
+        """
+        storage = tensor.untyped_storage()
+        spec = self._specs.get(storage._cdata)
+        if spec is None or spec.output() is not storage or spec.version_probe.changed():
+            return None
+        return None if tensor.is_conj() or tensor.is_neg() else spec
+
     def _begin_again(self, step: Step, output: int, tensor: torch.Tensor, group: Group) -> RecomputeSpec | None:
         record = self._records.pop(output, None)
-        if record is None or not record.is_unchanged(tensor.untyped_storage()):
+        if record is None or self.is_constant(tensor) or not record.is_unchanged(tensor.untyped_storage()):
             return None
+        assert step.site is not None
         undecided = self._pending[output] = self._again.begin_again(record, tensor, step.site, group, self)
         return undecided.spec if not step.is_settled or self._settle(output) else None
 

@@ -9,7 +9,6 @@ Whether an operator gives the same bits again is tried at its first use.
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -321,9 +320,18 @@ def producer_of(func: Any) -> str:
 REPEATABLE = (Kind.CHEAP, Kind.PRODUCT)
 
 
-@functools.cache
 def kind_of(func: Any) -> Kind:
     """Return what the operator ``func`` does."""
+    known = _KINDS.get(id(func))  # operators live forever, and compute their hash in Python
+    if known is None or known[0] is not func:
+        known = _KINDS[id(func)] = func, _kind_of(func)
+    return known[1]
+
+
+_KINDS: dict[int, tuple[Any, Kind]] = {}
+
+
+def _kind_of(func: Any) -> Kind:
     if not hasattr(func, "_schema"):
         return Kind.OTHER  # a higher-order operator
     schema, tags = func._schema, set(func.tags)

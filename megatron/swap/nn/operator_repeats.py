@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,13 @@ MAX_OTHERS = 3
 
 
 class Outputs(NamedTuple):
-    """Numbers of those outputs of an operator that are made again, and of those that are saved to make others."""
+    """Numbers of those outputs of an operator that are made again, and of those that are saved to make others.
 
+    ``first``: number of its first output; ``producer``: their kind.
+    """
+
+    first: int
+    producer: str
     made: tuple[int, ...]
     read: tuple[int, ...]
 
@@ -73,17 +78,23 @@ class OperatorRepeats(OperatorFollower):
         return result
 
     def _repeat(self, outputs: Outputs, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
-        parts = [result] if isinstance(result, torch.Tensor) else list(result)
-        tensors = [(index, part) for index, part in enumerate(parts) if isinstance(part, torch.Tensor)]
-        first = self._order.firsts[self._position - 1]
         again, inputs = of_tensors(func, args, options)
-        for number in outputs.read:
-            self._make_source(tensors[number - first][1], number)
-        with self.with_versions():
-            for number in outputs.made:
-                index, part = tensors[number - first]
-                made = again if part is result else part_of(again, index)
-                self._packer.record(number, producer_of(func), made, inputs, part)
+        if isinstance(result, torch.Tensor):
+            self._repeat_part(outputs, 0, again, inputs, result)
+            return
+        parts = [(place, part) for place, part in enumerate(result) if isinstance(part, torch.Tensor)]
+        for index, (place, part) in enumerate(parts):
+            self._repeat_part(outputs, index, part_of(again, place), inputs, part)
+
+    def _repeat_part(
+        self, outputs: Outputs, index: int, again: Callable[..., Any], inputs: list[torch.Tensor], part: torch.Tensor
+    ) -> None:
+        number = outputs.first + index
+        if number in outputs.made:
+            with self.with_versions():
+                self._packer.record(number, outputs.producer, again, inputs, part)
+        elif number in outputs.read:
+            self._make_source(part, number)
 
 
 class Repeat(NamedTuple):
@@ -99,10 +110,11 @@ class Repeat(NamedTuple):
         numbers: dict[int, list[int]] = {}
         for number in sorted(made | memo.read):
             numbers.setdefault(order.position(number), []).append(number)
-        return cls(memo, {
-            position: Outputs(tuple(one for one in of if one in made), tuple(one for one in of if one not in made))
-            for position, of in numbers.items()
-        })  # fmt: skip
+        outputs = {}
+        for position, of in numbers.items():
+            again, read = (tuple(one for one in of if (one in made) is is_made) for is_made in (True, False))
+            outputs[position] = Outputs(order.firsts[position], producer_of(order.operators[position]), again, read)
+        return cls(memo, outputs)
 
 
 class RepeatedRuns:
