@@ -101,6 +101,11 @@ class Decider:
         override = self._reason_to_keep(site, storage.nbytes(), position)
         return decision if override is None else Decision(Action.KEEP, override)
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the policy gives its earlier answers, in the layer that begins."""
+        return self._policy.is_repeatable
+
     def recomputes_layer(self, layer: int) -> bool:
         """Whether the policy may recompute what ``layer`` saves."""
         return self._policy.recomputes_layer(layer)

@@ -52,7 +52,7 @@ class ProducerRecord:
     def input_changed(self) -> bool:
         """Whether an input was changed in place, or emptied (by selective recomputation), since it was recorded."""
         for alias in self.inputs:  # noqa: SIM110 - a generator takes longer, several times for every output
-            if alias.tensor._version != alias.version or _is_emptied(alias.tensor):
+            if alias.changed() or _is_emptied(alias.tensor):
                 return True
         return False
 

@@ -15,7 +15,7 @@ from megatron.swap.engine.decider import is_ineligible
 from megatron.swap.engine.decision import CACHE, RECOMPUTE
 from megatron.swap.engine.handle import Group, Handle, check_version
 from megatron.swap.engine.manager import SwapManager
-from megatron.swap.engine.recompute import PLAIN, Recomputer
+from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.engine.sites import SiteNames
@@ -212,8 +212,9 @@ class SavedTensors:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether nobody watches or changes the decisions of a run, so that a later run may repeat them."""
-        return self.on_saved is None and self.active_recorder is None and not self.manager.guard.is_on
+        """Whether a layer that begins may repeat an earlier run's decisions: nobody watches them or asks for others."""
+        is_watched = self.on_saved is not None or self.active_recorder is not None
+        return not is_watched and not self.manager.guard.is_on and self.manager.decider.is_repeatable
 
     @property
     def is_recorded(self) -> bool:
@@ -320,14 +321,16 @@ class LayerPacker:
 
     def pack_unwatched(self, tensor: torch.Tensor) -> Packed:
         """Return the packed form of ``tensor``. Modes that watch the layer's operators do not see the engine's own."""
-        if self._recomputer is None or not self._recomputer.is_watched or type(tensor) not in PLAIN:
-            return self.pack(tensor)
+        if self._recomputer is None or not self._recomputer.is_watched or type(tensor) is not torch.Tensor:
+            return self.pack(tensor)  # a parameter needs no operator
         with torch._C._DisableTorchDispatch():
             return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the packed form of ``tensor``, which autograd saves."""
-        found = None if self.is_constant(tensor) else self._where()
+        if is_ineligible(tensor, self._device) or tensor.untyped_storage()._cdata in self._constants:
+            return keep(tensor)
+        found = self._where()
         return keep(tensor) if found is None else self.pack_at(tensor, *found)
 
     def pack_at(self, tensor: torch.Tensor, group: Group, site: Site) -> Packed:

@@ -357,6 +357,9 @@ def of_tensors(
             has_lists = True
     if len(tensors) == len(args) and not options:
         return func, tensors
+    if not has_lists and len(tensors) == 1 and args and args[0] is tensors[0]:  # as most are
+        others = args[1:]
+        return lambda tensor: func(tensor, *others, **options), tensors
     if not has_lists:
         return of_tensors_alone(func, args, options)
     leaves, structure = _pytree.tree_flatten([list(args), options])

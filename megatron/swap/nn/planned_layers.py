@@ -103,9 +103,6 @@ class PlannedBoundary(ModuleBoundary):
                 self._names.layer = run.number
             self.set_position(run.position, checkpoint if run.is_whole else None)
             self._note_sources(run, args, kwargs)
-            is_known = self._nth in self._orders and self._wanted.get(run.number) is not None and not self.is_first_step
-            self._repeats.begin((run.number, self._nth), is_known and self._saved_tensors.is_repeatable)
-            self._on_recomputed = None if self._repeats.is_repeating else self._note_recomputed
         try:
             return super()._forward(*args, **kwargs)
         finally:
@@ -196,6 +193,12 @@ class PlannedBoundary(ModuleBoundary):
             self._wanted.pop(self.layer, None)
             recomputer.forget_trials(self.layer)
         return result
+
+    def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:
+        is_known = self._nth in self._orders and self._wanted.get(self.layer) is not None and not self.is_first_step
+        self._repeats.begin((self.layer, self._nth), is_known and self._saved_tensors.is_repeatable)
+        self._on_recomputed = None if self._repeats.is_repeating else self._note_recomputed
+        return super()._saved_tensors_context(group)
 
     def _tensors_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         return [*self._constants, *_tensors([args, kwargs])]
