@@ -155,7 +155,7 @@ class Recomputer:
     ) -> None:
         """Record that ``function(*inputs)`` gives ``output``, and would give the same bits again."""
         recording = self._recording
-        if recording is None or type(output) is not torch.Tensor or _is_cast_automatically(output.device.type):
+        if recording is None or type(output) is not torch.Tensor or is_cast_automatically(output.device.type):
             return
         if not inputs or not {type(tensor) for tensor in inputs} <= PLAIN:
             return
@@ -444,7 +444,8 @@ def _within(context: Callable[[], AbstractContextManager[Any]] | None, function:
     return within
 
 
-def _is_cast_automatically(device_type: str) -> bool:
+def is_cast_automatically(device_type: str) -> bool:
+    """Whether autocast may cast inputs of the function that runs: what it computes is not a function of them alone."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 

@@ -4,7 +4,7 @@ Deciding takes the host longer than enqueueing the kernels of a small layer. A l
 before saves the same tensors in the same order. So one run notes what became of each (``NotingPacker``), and later runs
 do the same again (``RepeatingPacker``) as long as each tensor has the site it had. What depends on the run is checked
 as before: versions, and that a storage is the output of the operator that recomputes it. From the first tensor that
-does not fit, the run decides as if nothing had been noted; what it has put into the graph stays valid.
+does not fit, the run decides by itself, and recomputes nothing more. What it has put into the graph stays valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.swap.engine.decision import Decision
 from megatron.swap.engine.handle import Group, alias_of
 from megatron.swap.engine.layer_recording import Undecided
 from megatron.swap.engine.producer_records import Function, ProducerRecord, version_probe_of
-from megatron.swap.engine.recompute import PLAIN
+from megatron.swap.engine.recompute import PLAIN, is_cast_automatically
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.saved_tensors import (
     HandledTensor,
@@ -39,7 +39,7 @@ from megatron.swap.engine.saved_tensors import (
 
 @dataclass(slots=True)
 class Step:
-    """What became of one saved tensor.
+    """The outcome for one saved tensor.
 
     Attributes:
         site: of the tensor; ``None``: it is constant.
@@ -65,7 +65,7 @@ class Step:
 
 @dataclass
 class RunMemo:
-    """What became of the tensors of a run. Outputs of operators are named by their numbers.
+    """The outcomes for all tensors that a run saved. Outputs of operators are named by their numbers.
 
     Attributes:
         steps: one for each saved tensor.
@@ -189,9 +189,12 @@ class RepeatingPacker(LayerPacker):
         self._pending: dict[int, Undecided] = {}
 
     def record(self, number: int, producer: str, function: Function, inputs: Sequence[Any], output: Any) -> None:
-        """Record that ``function(*inputs)`` gives the output ``number``, as in the earlier run."""
-        if self.is_other or not {type(tensor) for tensor in inputs} <= PLAIN or type(output) is not torch.Tensor:
+        """Record that ``function(*inputs)`` gives the output ``number``, as in the earlier run, if it still may."""
+        if self.is_other or type(output) is not torch.Tensor or is_cast_automatically(output.device.type):
             return
+        for tensor in inputs:
+            if type(tensor) not in PLAIN or tensor.is_inference():
+                return
         storage = output.untyped_storage()
         num_bytes = storage.nbytes()
         if output.numel() * output.element_size() == num_bytes:

@@ -98,7 +98,7 @@ class OperatorRepeats(OperatorFollower):
 
 
 class Repeat(NamedTuple):
-    """What a run repeats. ``outputs``: of its operators, by their positions in the order."""
+    """A memo to repeat. ``outputs``: those of operators, by the positions of the operators in their order."""
 
     memo: RunMemo
     outputs: Mapping[int, Outputs]
@@ -118,7 +118,7 @@ class Repeat(NamedTuple):
 
 
 class RepeatedRuns:
-    """What the runs of a layer repeat under the present policy.
+    """Memos of a layer's runs under the present policy.
 
     A run is named by its number in a forward, and by how many runs of the layer came before it.
 

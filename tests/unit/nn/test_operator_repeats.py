@@ -170,6 +170,24 @@ class Switched(Layer):
         return result + base.exp() * scaled.mul_(0.5)
 
 
+class Written(Layer):
+    """The same operators write to one tensor or to another, before or after it is saved."""
+
+    way = ""
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        other = torch.ones_like(hidden)
+        # It saves its output, twice as large as its input, about which nothing is decided yet.
+        last = torch.tanh(hidden.expand(2, *hidden.shape))
+        (hidden.detach() if self.way == "input" else other).mul_(0.5)
+        last = last.sum(0)
+        made, twice = torch.sin(last), torch.cos(last)
+        F.silu(twice)  # without a backward
+        (made if self.way == "output" else other).mul_(0.5)
+        (twice if self.way == "saved output" else other).mul_(0.5)
+        return super().norm(F.silu(made) + F.silu(twice) + other)
+
+
 class Saving(Layer):
     """Whether a product saves its input depends on ``way``, and no operator does."""
 
@@ -189,6 +207,9 @@ class Saving(Layer):
         (Switched, "another is changed"),
         (Switched, "changes in place"),
         (Saving, "another save"),
+        (Written, "input"),
+        (Written, "output"),
+        (Written, "saved output"),
     ],
 )
 @pytest.mark.parametrize("policy", [Mixed, AllRecomputed])
