@@ -63,6 +63,10 @@ class SwitchingPolicy(Policy):
     def is_idle(self) -> bool:
         return self._keeps_all and not self.is_short
 
+    @property
+    def is_repeatable(self) -> bool:
+        return not self.is_short
+
     def swaps_layer(self, layer: int) -> bool:
         return self._inner.swaps_layer(layer)
 

@@ -92,6 +92,20 @@ class Decider:
             return Decision(action, reason) if override is None else Decision(Action.KEEP, override)
         return Decision(Action.KEEP, reason)  # for the obstacle
 
+    def decide_again(
+        self, decision: Decision, site: Site, storage: torch.UntypedStorage, position: LayerPosition
+    ) -> Decision:
+        """Return ``decision`` for another ``storage`` at its site, unless it is overridden now."""
+        if decision.action is not Action.SWAP:
+            return decision
+        override = self._reason_to_keep(site, storage.nbytes(), position)
+        return decision if override is None else Decision(Action.KEEP, override)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the policy gives its earlier answers, in the layer that begins."""
+        return self._policy.is_repeatable
+
     def recomputes_layer(self, layer: int) -> bool:
         """Whether the policy may recompute what ``layer`` saves."""
         return self._policy.recomputes_layer(layer)

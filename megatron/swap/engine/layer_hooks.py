@@ -16,7 +16,7 @@ from megatron.swap.common.site_paths import CHECKPOINT_PATH
 from megatron.swap.common.types import LayerPosition, Site, UsageError
 from megatron.swap.engine.handle import Group
 from megatron.swap.engine.producer_records import of_tensors_alone
-from megatron.swap.engine.saved_tensors import SavedTensors
+from megatron.swap.engine.saved_tensors import LayerPacker, SavedTensors
 from megatron.swap.engine.sites import SiteNames
 
 
@@ -145,6 +145,7 @@ class LayerBoundary:
         self._names = SiteNames(layer, module) if options.hooked else None
         self._sources: dict[int, Site] | None = None  # of the present forward, as for ``SavedTensors.hooks``
         self._on_recomputed: Callable[[Collection[int]], None] | None = None  # as for ``Recomputer.recording``
+        self._make_packer: Callable[..., LayerPacker] | None = None  # as for ``SavedTensors.hooks``
         self._constants = [*module.parameters(), *module.buffers()]
         self._weight_shapes = frozenset(one.shape for one in module.parameters() if one.dim() > 1)
         self._inner = module.forward
@@ -245,5 +246,6 @@ class LayerBoundary:
         stack = ExitStack()
         stack.enter_context(self._saved_tensors.recording(self.layer, self._on_recomputed))
         where = lambda: (group, names.next_site())  # noqa: E731
-        stack.enter_context(self._saved_tensors.hooks(where, constants, self._weight_shapes, self._sources))
+        shapes = self._weight_shapes
+        stack.enter_context(self._saved_tensors.hooks(where, constants, shapes, self._sources, self._make_packer))
         return stack

@@ -38,7 +38,7 @@ class Packing(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Undecided:
     """A saved storage whose inputs may still be saved: only then is it known whether it can be recomputed.
 

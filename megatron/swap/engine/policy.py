@@ -37,6 +37,11 @@ class Policy(ABC):
         """Whether the next forward keeps everything, so that layers may run without hooks."""
         return False
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the next forward gets the answers of earlier forwards, as far as the same is asked."""
+        return True
+
     @abstractmethod
     def action(self, site: Site, num_bytes: int, producer: str | None = None) -> Action:
         """Return the action for the storage of ``num_bytes`` that was saved at ``site``.

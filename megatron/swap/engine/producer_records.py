@@ -18,7 +18,7 @@ Function = Callable[..., torch.Tensor]
 """A function of tensors only; its other arguments are bound."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen, it would take three times as long to make
 class ProducerRecord:
     """One output of a producer. It holds the inputs until the output is saved or freed, or the layer ends.
 
@@ -51,7 +51,16 @@ class ProducerRecord:
 
     def input_changed(self) -> bool:
         """Whether an input was changed in place, or emptied (by selective recomputation), since it was recorded."""
-        return any(alias.changed() or _is_emptied(alias.tensor) for alias in self.inputs)
+        for alias in self.inputs:  # noqa: SIM110 - a generator takes longer, several times for every output
+            if alias.changed() or _is_emptied(alias.tensor):
+                return True
+        return False
+
+    def is_unchanged(self, storage: torch.UntypedStorage | None) -> bool:
+        """Whether ``storage`` is the output's, and neither it nor an input was changed in place."""
+        if storage is None or self.output() is not storage or storage.nbytes() != self.num_bytes:
+            return False
+        return not self.version_probe.changed() and not self.input_changed()
 
     def recomputes_same_bytes(self, storage: torch.UntypedStorage) -> bool:
         """Recompute the output. Return whether its layout is the same and its bits equal those of ``storage``."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -155,7 +155,7 @@ class Recomputer:
     ) -> None:
         """Record that ``function(*inputs)`` gives ``output``, and would give the same bits again."""
         recording = self._recording
-        if recording is None or type(output) is not torch.Tensor or _is_cast_automatically(output.device.type):
+        if recording is None or type(output) is not torch.Tensor or is_cast_automatically(output.device.type):
             return
         if not inputs or not {type(tensor) for tensor in inputs} <= PLAIN:
             return
@@ -172,6 +172,12 @@ class Recomputer:
     def is_recording(self) -> bool:
         """Whether a layer is running whose producers record."""
         return self._recording is not None
+
+    @property
+    def specs(self) -> Mapping[int, RecomputeSpec]:
+        """The specs of the running layer by the addresses of their storages, which may be dead."""
+        assert self._recording is not None
+        return self._recording.specs
 
     def find(self, tensor: torch.Tensor, site: Site | None = None) -> RecomputeSpec | None:
         """Return the spec of the storage of ``tensor``; ``None``: it has none, or was changed since.
@@ -213,6 +219,23 @@ class Recomputer:
             recording.undecided.append(undecided)
         return undecided.spec
 
+    def begin_again(
+        self, record: ProducerRecord, tensor: torch.Tensor, site: Site, group: Group, packing: Packing
+    ) -> Undecided:
+        """Begin as in an earlier run, in which ``record`` was tried; its output and its inputs are unchanged."""
+        assert self._recording is not None
+        return Undecided(self._spec(site, group, record, self._recording), record, tensor.detach(), packing)
+
+    def decide_again(self, undecided: Undecided, makers: Sequence[ProducerRecord]) -> None:
+        """Recompute the output as in an earlier run: ``makers`` were found, and tried. All are unchanged."""
+        assert self._recording is not None
+        self._complete(undecided, makers, self._recording)
+
+    def hold(self, undecided: Iterable[Undecided]) -> None:
+        """Keep or offload the outputs of ``undecided`` after all."""
+        for one in undecided:
+            one.spec.fallback = one.packing.hold(one.output, one.spec.site, one.spec.group)
+
     def saved(self, storage: torch.UntypedStorage) -> None:
         """Note that ``storage`` is kept or offloaded."""
         if self._recording is not None:
@@ -243,7 +266,7 @@ class Recomputer:
         if self._verify:
             spec.checksum = checksum(bytes_of(storage))
         recording.specs[storage._cdata] = spec
-        del recording.records[storage._cdata]
+        recording.records.pop(storage._cdata, None)  # a repeated run has its records elsewhere
         return spec
 
     def _refuse(self, site: Site, refusal: Refusal) -> None:
@@ -285,15 +308,20 @@ class Recomputer:
             self._refuse(spec.site, problem)
             spec.fallback = packing.hold(undecided.output, spec.site, spec.group)
             return
+        self._complete(undecided, chain.makers, recording)
+
+    def _complete(self, undecided: Undecided, makers: Sequence[ProducerRecord], recording: LayerRecording) -> None:
+        """Join the inputs of an output that is recomputed, behind its unsaved inputs, which ``makers`` compute."""
+        spec, packing = undecided.spec, undecided.packing
         recorder = self._recorder if self._recorder is not None and self._recorder.is_on else None
-        for number, record in enumerate(chain.makers, start=1):
+        for number, record in enumerate(makers, start=1):
             between = self._spec(spec.site, spec.group, record, recording, number)
             between.inputs = _joined(record, spec.group, packing)
             if recorder is not None:
                 recording.sources[record.address] = Sources(between, *recording.sources_of(record, packing))
         spec.inputs = _joined(undecided.record, spec.group, packing)
         if recording.used is not None:
-            recording.note_used((undecided.record, *chain.makers))
+            recording.note_used((undecided.record, *makers))
         if recorder is not None:
             recorder.recomputed(spec, undecided.record.producer, *recording.sources_of(undecided.record, packing))
         self.spared_bytes[undecided.record.producer] += spec.num_bytes
@@ -416,7 +444,8 @@ def _within(context: Callable[[], AbstractContextManager[Any]] | None, function:
     return within
 
 
-def _is_cast_automatically(device_type: str) -> bool:
+def is_cast_automatically(device_type: str) -> bool:
+    """Whether autocast may cast inputs of the function that runs: what it computes is not a function of them alone."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 

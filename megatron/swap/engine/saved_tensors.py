@@ -15,7 +15,7 @@ from megatron.swap.engine.decider import is_ineligible
 from megatron.swap.engine.decision import CACHE, RECOMPUTE
 from megatron.swap.engine.handle import Group, Handle, check_version
 from megatron.swap.engine.manager import SwapManager
-from megatron.swap.engine.recompute import PLAIN, Recomputer
+from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.engine.sites import SiteNames
@@ -180,6 +180,7 @@ class SavedTensors:
         constants: Collection[int] = (),
         weight_shapes: Collection[torch.Size] = (),
         sources: Mapping[int, Site] | None = None,
+        make_packer: Callable[..., LayerPacker] | None = None,
     ) -> AbstractContextManager[Any]:
         """Return a context in which saved tensors are kept, offloaded or recomputed.
 
@@ -189,8 +190,9 @@ class SavedTensors:
             weight_shapes: as for ``WrapperRules.take_apart``.
             sources: sites by the addresses of storages: where recomputation reads such a storage and nothing saves it,
                 it is saved there. The mapping grows while the layer runs.
+            make_packer: makes the packer, from the arguments of ``LayerPacker``.
         """
-        packer = LayerPacker(self, where, constants, {} if sources is None else sources)
+        packer = (make_packer or LayerPacker)(self, where, constants, {} if sources is None else sources)
         pack = packer.pack if sources is None else packer.pack_unwatched
         return self._enter(Hooks(pack, self.unpack), Hooks(packer.pack_cache, self.unpack), weight_shapes)
 
@@ -207,6 +209,12 @@ class SavedTensors:
 
         hooks = Hooks(pack, self.unpack)
         return self._enter(hooks, hooks, weight_shapes)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether a layer that begins may repeat an earlier run's decisions: nobody watches them or asks for others."""
+        is_watched = self.on_saved is not None or self.active_recorder is not None
+        return not is_watched and not self.manager.guard.is_on and self.manager.decider.is_repeatable
 
     @property
     def is_recorded(self) -> bool:
@@ -313,18 +321,22 @@ class LayerPacker:
 
     def pack_unwatched(self, tensor: torch.Tensor) -> Packed:
         """Return the packed form of ``tensor``. Modes that watch the layer's operators do not see the engine's own."""
-        if self._recomputer is None or not self._recomputer.is_watched or type(tensor) not in PLAIN:
-            return self.pack(tensor)
+        if self._recomputer is None or not self._recomputer.is_watched or type(tensor) is not torch.Tensor:
+            return self.pack(tensor)  # a parameter needs no operator
         with torch._C._DisableTorchDispatch():
             return self.pack(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return the packed form of ``tensor``, which autograd saves."""
-        found = None if self.is_constant(tensor) else self._where()
-        if found is None:
+        if is_ineligible(tensor, self._device) or tensor.untyped_storage()._cdata in self._constants:
             return keep(tensor)
-        group, site = found
+        found = self._where()
+        return keep(tensor) if found is None else self.pack_at(tensor, *found)
+
+    def pack_at(self, tensor: torch.Tensor, group: Group, site: Site) -> Packed:
+        """Decide about ``tensor``, which ``group`` saves at ``site``, and return its packed form."""
         storage, recomputer = tensor.untyped_storage(), self._recomputer
+        packed: Packed
         self._footprint.add(storage.nbytes())
         record = None if self._recorder is None else self._recorder.saved(site, group.label, tensor)
         spec = None if recomputer is None else recomputer.find(tensor, site)
@@ -397,7 +409,7 @@ class LayerPacker:
     def _new_handle(self, storage: torch.UntypedStorage, site: Site, group: Group) -> Handle | None:
         return self._offload.new_handle(storage, site, group, self._decider.decide(site, storage, group.position))
 
-    def _join_spec(self, tensor: torch.Tensor, spec: RecomputeSpec, record: Record | None = None) -> Packed:
+    def _join_spec(self, tensor: torch.Tensor, spec: RecomputeSpec, record: Record | None = None) -> RecomputedTensor:
         spec.num_packed += 1
         return RecomputedTensor(spec, Layout.of(tensor), record)
 

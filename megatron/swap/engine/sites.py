@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 
 from torch import nn
@@ -29,7 +28,7 @@ class SiteNames:
         left_out = {inner for one in without for inner in one.modules()}
         self.modules = [one for one in module.modules() if one not in left_out]
         self._stack: list[str] = []
-        self._ordinals: Counter[str] = Counter()
+        self._ordinals: dict[str, int] = {}
         self._sites: dict[tuple[int, str, int], Site] = {}  # the same in every forward
         self._hooks: list[RemovableHandle] = []
         for path, submodule in module.named_modules():
@@ -44,8 +43,8 @@ class SiteNames:
     def next_site(self, own_path: str = OWN_PATH) -> Site:
         """Return the site of the tensor that is being saved; ``own_path`` is its path if no submodule runs."""
         path = self._stack[-1] if self._stack else own_path
-        ordinal = self._ordinals[path]
-        self._ordinals[path] += 1
+        ordinal = self._ordinals.get(path, 0)
+        self._ordinals[path] = ordinal + 1
         key = self.layer, path, ordinal
         site = self._sites.get(key)
         if site is None:

@@ -9,15 +9,16 @@ Whether an operator gives the same bits again is tried at its first use.
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
 from typing import Any, Self
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,6 +76,16 @@ class _Mode(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # Neither the mode nor what it calls is compiled. PyTorch's own way, a wrapper, takes the host longer.
+        if (dispatch := vars(cls).get("__torch_dispatch__")) is not None:
+            set_code_exec_strategy(dispatch.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no wrapper
 
     def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -153,7 +164,49 @@ class OperatorWatch(_Mode):
         return result
 
 
-class OperatorRecords(_Mode):
+class OperatorFollower(_Mode):
+    """Follows a layer's operators along ``order``, and so knows each output's number.
+
+    Args:
+        sources: gets sites for outputs of operators, by the addresses of their storages.
+    """
+
+    def __init__(
+        self,
+        recomputer: Recomputer,
+        layer: int,
+        sources: dict[int, Site],
+        order: OperatorOrder,
+        tensors: Iterable[torch.Tensor] = (),
+    ) -> None:
+        super().__init__(recomputer, tensors)
+        self._layer = layer
+        self._sources = sources
+        self._order = order
+        self._position = 0
+        self._is_other = False
+        self._keys: tuple[Any, Any] | None = None
+
+    @property
+    def is_as_watched(self) -> bool:
+        """Whether the layer has run the operators of the order, and no others."""
+        return not self._is_other and self._position == len(self._order.operators)
+
+    def _make_source(self, tensor: torch.Tensor, number: int) -> bool:
+        """Number the storage of ``tensor``, and give it a site. Return whether it is a new storage."""
+        is_new = self._make(tensor, number)
+        if is_new:
+            self._sources[tensor.untyped_storage()._cdata] = Site(self._layer, SOURCE_PATH, number)
+        return is_new
+
+    def with_versions(self) -> AbstractContextManager[Any]:
+        """Return a context in which aliases of tensors detect changes in place."""
+        if self._keys is None:
+            self._keys = _keys_with_versions()
+        return torch._C._ForceDispatchKeyGuard(*self._keys)
+
+
+class OperatorRecords(OperatorFollower):
     """Records the outputs of operators of this thread that may run again.
 
     Args:
@@ -174,19 +227,8 @@ class OperatorRecords(_Mode):
         tensors: Iterable[torch.Tensor],
         wanted: Collection[int] | None = None,
     ) -> None:
-        super().__init__(recomputer, tensors)
-        self._layer = layer
-        self._sources = sources
-        self._order = order
+        super().__init__(recomputer, layer, sources, order, tensors)
         self._wanted = None if wanted is None else {order.position(number) for number in wanted}
-        self._position = 0
-        self._is_other = False
-        self._keys: tuple[Any, Any] | None = None
-
-    @property
-    def is_as_watched(self) -> bool:
-        """Whether the layer has run the operators of the order, and no others."""
-        return not self._is_other and self._position == len(self._order.operators)
 
     def made_at(self, addresses: Collection[int]) -> frozenset[int]:
         """Return the numbers of those outputs that live, or lived, at ``addresses``."""
@@ -212,11 +254,7 @@ class OperatorRecords(_Mode):
         new = []
         tensors = (result,) if isinstance(result, torch.Tensor) else tensors_in(result)
         for number, tensor in enumerate(tensors, start=order.firsts[position]):
-            if self._make(tensor, number):
-                self._sources[tensor.untyped_storage()._cdata] = Site(self._layer, SOURCE_PATH, number)
-                new.append(order.last_write.get(number, -1) < position)
-            else:
-                new.append(False)
+            new.append(self._make_source(tensor, number) and order.last_write.get(number, -1) < position)
         if position in order.recorded:
             self._record(func, args, options, result, new)
         return result
@@ -236,15 +274,13 @@ class OperatorRecords(_Mode):
     ) -> None:
         """Record the outputs of ``func`` with ``is_kept``: a norm has its statistics, too."""
         again, inputs = of_tensors(func, args, options)
-        producer = LINEAR if kind_of(func) is Kind.PRODUCT else OPERATOR
+        producer = producer_of(func)
         parts = [result] if isinstance(result, torch.Tensor) else list(result)
         kept = iter(is_kept)
-        if self._keys is None:
-            self._keys = _keys_with_versions()
-        with torch._C._ForceDispatchKeyGuard(*self._keys):
+        with self.with_versions():
             for number, part in enumerate(parts):
                 if isinstance(part, torch.Tensor) and next(kept):
-                    made = again if part is result else _part(again, number)
+                    made = again if part is result else part_of(again, number)
                     self._recomputer.record_made(producer, made, inputs, part)
 
 
@@ -276,12 +312,26 @@ class Kind(Enum):
     OTHER = auto()
 
 
+def producer_of(func: Any) -> str:
+    """Return the kind of the outputs of ``func``, as a producer."""
+    return LINEAR if kind_of(func) is Kind.PRODUCT else OPERATOR
+
+
 REPEATABLE = (Kind.CHEAP, Kind.PRODUCT)
 
 
-@functools.cache
 def kind_of(func: Any) -> Kind:
     """Return what the operator ``func`` does."""
+    known = _KINDS.get(id(func))  # operators live forever, and compute their hash in Python
+    if known is None or known[0] is not func:
+        known = _KINDS[id(func)] = func, _kind_of(func)
+    return known[1]
+
+
+_KINDS: dict[int, tuple[Any, Kind]] = {}
+
+
+def _kind_of(func: Any) -> Kind:
     if not hasattr(func, "_schema"):
         return Kind.OTHER  # a higher-order operator
     schema, tags = func._schema, set(func.tags)
@@ -307,6 +357,9 @@ def of_tensors(
             has_lists = True
     if len(tensors) == len(args) and not options:
         return func, tensors
+    if not has_lists and len(tensors) == 1 and args and args[0] is tensors[0]:  # as most are
+        others = args[1:]
+        return lambda tensor: func(tensor, *others, **options), tensors
     if not has_lists:
         return of_tensors_alone(func, args, options)
     leaves, structure = _pytree.tree_flatten([list(args), options])
@@ -329,7 +382,8 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _part(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+def part_of(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """Return ``function`` with only this part of its results."""
     return lambda *given: function(*given)[number]
 
 

@@ -33,7 +33,8 @@ from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
 from megatron.swap.nn.module_weights import computing_devices
-from megatron.swap.nn.operator_records import OperatorOrder, OperatorRecords, OperatorWatch, is_plain
+from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch, is_plain
+from megatron.swap.nn.operator_repeats import RepeatedRuns
 from megatron.swap.nn.run_snapshot import RunSnapshot, check_unchanged, versions_of
 
 
@@ -78,10 +79,11 @@ class PlannedBoundary(ModuleBoundary):
         self._probes: list[tuple[OperatorOrder, int, Alias]] = []  # of storages, by their numbers
         # Outputs to record, by run, under the present policy; None: all. Before a run has shown it there is no entry.
         self._wanted: dict[int, frozenset[int] | None] = {}
+        self._repeats = RepeatedRuns()
         self._has_operators = not computing_devices(module)  # offloaded weights are elsewhere in backward
         self._records: OperatorRecords | None = None  # of the present run
         super().__init__(number, module, saved_tensors, position, options)
-        self._on_recomputed = self._note_wanted
+        self._make_packer = self._repeats.packer
 
     @torch.compiler.disable
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +103,11 @@ class PlannedBoundary(ModuleBoundary):
                 self._names.layer = run.number
             self.set_position(run.position, checkpoint if run.is_whole else None)
             self._note_sources(run, args, kwargs)
-        return super()._forward(*args, **kwargs)
+        try:
+            return super()._forward(*args, **kwargs)
+        finally:
+            self._records = None
+            self._repeats.drop_packer()
 
     def _refuse_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for value in (*args, *kwargs.values()):
@@ -168,28 +174,39 @@ class PlannedBoundary(ModuleBoundary):
         recomputer = self._saved_tensors.recomputer
         if recomputer is None or not recomputer.is_recording or not self._has_operators:
             return self._inner(*args, **kwargs)
-        tensors = [*self._constants, *_tensors([args, kwargs])]
         order = self._orders.get(self._nth)
         if order is None or self.is_first_step:
-            return self._run_watched(recomputer, tensors, args, kwargs)
+            return self._run_watched(recomputer, args, kwargs)
         assert self._sources is not None  # noted as the layer was called
-        wanted = self._wanted.get(self.layer)
-        with OperatorRecords(recomputer, self.layer, self._sources, order, tensors, wanted) as records:
+        mode: OperatorFollower
+        if self._repeats.is_repeating:
+            mode = self._repeats.mode(recomputer, self._sources, order)
+        else:
+            tensors, wanted = self._tensors_before(args, kwargs), self._wanted.get(self.layer)
+            mode = self._records = OperatorRecords(recomputer, self.layer, self._sources, order, tensors, wanted)
+        with mode:
             result = self._inner(*args, **kwargs)
-        if records.is_as_watched:
-            self._records = records
-        else:  # the next run is watched
+        self._repeats.end(mode.is_as_watched)
+        if not mode.is_as_watched:  # the next run is watched
+            self._records = None
             del self._orders[self._nth]
             self._wanted.pop(self.layer, None)
             recomputer.forget_trials(self.layer)
         return result
 
-    def _run_watched(
-        self, recomputer: Recomputer, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _saved_tensors_context(self, group: Group) -> AbstractContextManager[Any]:
+        is_known = self._nth in self._orders and self._wanted.get(self.layer) is not None and not self.is_first_step
+        self._repeats.begin((self.layer, self._nth), is_known and self._saved_tensors.is_repeatable)
+        self._on_recomputed = None if self._repeats.is_repeating else self._note_recomputed
+        return super()._saved_tensors_context(group)
+
+    def _tensors_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        return [*self._constants, *_tensors([args, kwargs])]
+
+    def _run_watched(self, recomputer: Recomputer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer, and learn the order of its operators."""
         before = self._orders.get(self._nth)
-        with OperatorWatch(recomputer, tensors) as watch:
+        with OperatorWatch(recomputer, self._tensors_before(args, kwargs)) as watch:
             result = self._inner(*args, **kwargs)
         order = self._orders[self._nth] = watch.order
         if before is not None and before.operators == order.operators:
@@ -199,8 +216,8 @@ class PlannedBoundary(ModuleBoundary):
                 self._probes.append((order, number, version_probe_of(tensor)))
         return result
 
-    def _note_wanted(self, addresses: Collection[int]) -> None:
-        """Note which operators the layer's next runs under this policy have to record."""
+    def _note_recomputed(self, addresses: Collection[int]) -> None:
+        """Note which operators the layer's next runs under this policy have to record, and what to repeat."""
         records, self._records = self._records, None
         if records is None:
             return
@@ -209,10 +226,13 @@ class PlannedBoundary(ModuleBoundary):
             self._wanted[self.layer] = made or None
         elif made != self._wanted[self.layer]:
             self._wanted[self.layer] = None
+        else:
+            self._repeats.note(self._orders[self._nth])
 
-    def forget_wanted(self) -> None:
-        """The policy changes: the next run records all operators."""
+    def forget_decisions(self) -> None:
+        """The policy changes: the next run records all operators, and repeats nothing."""
         self._wanted = {}
+        self._repeats.clear()
 
     def _run_checkpointed(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer in torch's checkpoint, which saves the inputs, and restores random state and autocast."""
@@ -342,7 +362,7 @@ class PlannedLayers:
         """Apply the changed policy from the next forward on. Call this between steps."""
         self._set_runs()
         for boundary in self.boundaries:
-            boundary.forget_wanted()
+            boundary.forget_decisions()
         self._saved_tensors.manager.apply_policy(window_bytes)
 
     @contextmanager

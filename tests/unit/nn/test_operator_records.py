@@ -22,6 +22,7 @@ from megatron.swap.engine.handle import alias_of
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.nn import operator_records, planned_activations, planned_layers
 from megatron.swap.nn.operator_records import Kind, OperatorRecords, OperatorWatch, kind_of
+from megatron.swap.nn.operator_repeats import OperatorRepeats
 from megatron.swap.planner.profile import Link
 from tests.plain_loop import loss_of, rows
 from tests.planned_loop import assert_planned
@@ -325,7 +326,12 @@ def test_the_mode_itself_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
     with OperatorRecords(recomputer, 0, {}, watch.order, [value]) as records:  # type: ignore[arg-type]
         compiled(value)
     assert records.is_as_watched
-    codes = [inspect.unwrap(mode.__torch_dispatch__).__code__ for mode in (OperatorWatch, OperatorRecords)]
+    with OperatorRepeats(recomputer, 0, {}, watch.order, recomputer, {}) as repeats:  # type: ignore[arg-type]
+        compiled(value)
+    assert repeats.is_as_watched
+    modes = (OperatorWatch, OperatorRecords, OperatorRepeats)
+    codes = [inspect.unwrap(mode.__torch_dispatch__).__code__ for mode in modes]
+    codes += [function.__code__ for _, function in inspect.getmembers(operator_records, inspect.isfunction)]
     assert not any(map(_debug_get_cache_entry_list, codes))
     assert _debug_get_cache_entry_list(broken.__code__)
     torch._dynamo.reset()
