@@ -18,7 +18,7 @@ from math import inf
 from typing import Any, Self
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._C._dynamo import eval_frame
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,12 +80,14 @@ class _Mode(TorchDispatchMode):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         # Neither the mode nor what it calls is compiled. PyTorch's own way, a wrapper, takes the host longer.
-        if (dispatch := vars(cls).get("__torch_dispatch__")) is not None:
-            set_code_exec_strategy(dispatch.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+        dispatch = vars(cls).get("__torch_dispatch__")
+        if dispatch is not None and not cls._should_skip_dynamo():
+            skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+            eval_frame.set_code_exec_strategy(dispatch.__code__, skip)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # no wrapper
+        return not hasattr(eval_frame, "_FrameExecStrategy")  # then PyTorch puts its wrapper around the mode
 
     def __init__(self, recomputer: Recomputer, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
