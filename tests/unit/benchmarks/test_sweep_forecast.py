@@ -94,7 +94,7 @@ def test_what_a_peer_may_take_is_no_flag_of_ours() -> None:
     assert host.limit_gib == TIERS.host - PROCESSES_GIB
 
 
-@pytest.mark.parametrize("disk_gib", [20, 40, 60])
+@pytest.mark.parametrize("disk_gib", [*(pytest.param(gib, marks=pytest.mark.slow) for gib in (20, 40)), 60])
 def test_a_disk_makes_no_planned_model_smaller(disk_gib: int) -> None:
     flags = "--swap-memory-gib 134 --swap-optimizer auto --swap-host-gib 112"
     tiers = Tiers(139.8, 122.0, 60.0)
@@ -172,6 +172,7 @@ def test_a_planned_run_takes_what_it_may() -> None:
     assert short.excess.limit_gib == 60
 
 
+@pytest.mark.slow
 def test_what_may_rest_is_what_training_lets_rest() -> None:
     """Both take nine tenths of --swap-host-gib, however much the machine has."""
     flags = shape("--swap-optimizer auto --swap-memory-gib 136", 48)
