@@ -20,7 +20,7 @@ NONE = "none"
 BY_FLAGS = (
     NONE, "ours-0-3", "ours-0-6-sites", "ours-all-sites", "ours-all-recompute-mlp", "ours-all",
     "full-recompute", "recompute-layernorm-mlp", "offload-attention", "offload-attention-recompute-mlp",
-    "layer-offload-half", "deepspeed-checkpoint", "torchtune-offload-one-stream",
+    "deepspeed-checkpoint", "torchtune-offload-one-stream",
 )  # fmt: skip
 """Methods that the tables of runs by flags show, where they were measured."""
 SWEPT = (
