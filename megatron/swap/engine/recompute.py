@@ -179,6 +179,10 @@ class Recomputer:
         assert self._recording is not None
         return self._recording.specs
 
+    def is_in_graph(self, tensor: torch.Tensor) -> bool:
+        """Whether the graph has an entry for the storage of ``tensor``, which the running layer saved."""
+        return self._recording is not None and self._recording.is_in_graph(tensor)
+
     def find(self, tensor: torch.Tensor, site: Site | None = None) -> RecomputeSpec | None:
         """Return the spec of the storage of ``tensor``; ``None``: it has none, or was changed since.
 

@@ -22,7 +22,7 @@ from megatron.swap.engine.decision import Decision
 from megatron.swap.engine.handle import Group, alias_of
 from megatron.swap.engine.layer_recording import Undecided
 from megatron.swap.engine.producer_records import Function, ProducerRecord, version_probe_of
-from megatron.swap.engine.recompute import PLAIN, is_cast_automatically
+from megatron.swap.engine.recompute import is_cast_automatically
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.saved_tensors import (
     HandledTensor,
@@ -154,6 +154,8 @@ class NotingPacker(LayerPacker):
             if isinstance(packed, HandledTensor) and packed.handle.site.path == SOURCE_PATH:
                 self._memo.read.add(packed.handle.site.ordinal)
             elif isinstance(packed, RecomputedTensor) and packed.spec.number and packed.spec.site == spec.site:
+                if packed.spec.number in between:
+                    continue
                 between[packed.spec.number] = packed.spec
                 self._note_inputs(packed.spec, between)
 
@@ -189,12 +191,12 @@ class RepeatingPacker(LayerPacker):
         self._pending: dict[int, Undecided] = {}
 
     def record(self, number: int, producer: str, function: Function, inputs: Sequence[Any], output: Any) -> None:
-        """Record that ``function(*inputs)`` gives the output ``number``, as in the earlier run, if it still may."""
-        if self.is_other or type(output) is not torch.Tensor or is_cast_automatically(output.device.type):
+        """Record that ``function(*inputs)`` gives the output ``number``, as in the earlier run, if it still may.
+
+        All are plain tensors, with a storage and a version.
+        """
+        if self.is_other or not inputs or is_cast_automatically(output.device.type):
             return
-        for tensor in inputs:
-            if type(tensor) not in PLAIN or tensor.is_inference():
-                return
         storage = output.untyped_storage()
         num_bytes = storage.nbytes()
         if output.numel() * output.element_size() == num_bytes:
@@ -208,10 +210,10 @@ class RepeatingPacker(LayerPacker):
         if self.is_other:
             return super().pack(tensor)
         step = next(self._steps, None)
-        if step is not None and step.site is None:
-            return keep(tensor)
-        found = self._where()
+        found = None if self.is_constant(tensor) else self._where()
         if found is None:
+            if step is None or step.site is not None:
+                self._stop()
             return keep(tensor)
         group, site = found
         if step is not None and step.site is site and (not step.settled or all(map(self._settle, step.settled))):
@@ -219,7 +221,7 @@ class RepeatingPacker(LayerPacker):
             if packed is not None:
                 return packed
         self._stop()
-        return keep(tensor) if self.is_constant(tensor) else self.pack_at(tensor, group, site)
+        return self.pack_at(tensor, group, site)
 
     def join(self, tensor: torch.Tensor, group: Group) -> Packed:
         """Return the packed form of an input of a recomputed storage."""
@@ -238,6 +240,7 @@ class RepeatingPacker(LayerPacker):
             self._footprint.add(storage.nbytes())
             self._counters.num_not_recomputed += step.num_refused
             self._offload.account_kept(storage, group)
+            self._again.saved(storage)
             return keep(tensor, group)
         spec = self._spec_of(tensor)
         if step.output is not None and spec is None:
@@ -247,19 +250,18 @@ class RepeatingPacker(LayerPacker):
         if step.is_recomputed != (spec is not None):
             return None
         storage = tensor.untyped_storage()
-        if spec is None and self.is_constant(tensor):
-            return None
+        handle = self._offload.find(storage)
+        if spec is None and handle is None and step.decision is None:
+            return None  # it had the handle of another tensor's storage
         self._footprint.add(storage.nbytes())
         if spec is not None:
             return self._join_spec(tensor, spec)
         self._counters.num_not_recomputed += step.num_refused
-        handle = self._offload.find(storage)
+        self._again.saved(storage)
         if handle is None and step.decision is not None:
             assert step.site is not None
             decision = self._decider.decide_again(step.decision, step.site, storage, group.position)
             handle = self._offload.new_handle(storage, step.site, group, decision)
-        elif handle is None:
-            self._offload.account_kept(storage, group)
         return self._join_handle(tensor, handle, group)
 
     def _spec_of(self, tensor: torch.Tensor) -> RecomputeSpec | None:
@@ -275,7 +277,7 @@ class RepeatingPacker(LayerPacker):
 
     def _begin_again(self, step: Step, output: int, tensor: torch.Tensor, group: Group) -> RecomputeSpec | None:
         record = self._records.pop(output, None)
-        if record is None or self.is_constant(tensor) or not record.is_unchanged(tensor.untyped_storage()):
+        if record is None or not record.is_unchanged(tensor.untyped_storage()):
             return None
         assert step.site is not None
         undecided = self._pending[output] = self._again.begin_again(record, tensor, step.site, group, self)
@@ -292,9 +294,27 @@ class RepeatingPacker(LayerPacker):
             if record is None or not record.is_unchanged(record.output()):
                 return False
             makers.append(record)
+        if not self._may_read(undecided, makers):
+            return False
         self._again.decide_again(undecided, makers)
         del self._pending[output]
         return True
+
+    def _may_read(self, undecided: Undecided, makers: Sequence[ProducerRecord]) -> bool:
+        """Whether the inputs are saved anyway, or smaller than the output, which may have been made from others.
+
+        ``Recomputer`` asks the same of the inputs that it finds.
+        """
+        made = {maker.address for maker in makers}
+        kept_bytes = 0
+        for tensor in (alias.tensor for record in (undecided.record, *makers) for alias in record.inputs):
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            if address in made or address in self._sources or address in self._constants:
+                continue
+            if not self._again.is_in_graph(tensor) and not self.is_constant(tensor):
+                kept_bytes += storage.nbytes()
+        return kept_bytes < undecided.spec.num_bytes
 
     def _stop(self) -> None:
         """Decide from here on. What was to be recomputed, and is not settled, is held."""

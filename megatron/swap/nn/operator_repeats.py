@@ -16,6 +16,7 @@ from megatron.swap.nn.operator_records import (
     Kind,
     OperatorFollower,
     OperatorOrder,
+    is_plain,
     kind_of,
     of_tensors,
     part_of,
@@ -91,6 +92,8 @@ class OperatorRepeats(OperatorFollower):
     ) -> None:
         number = outputs.first + index
         if number in outputs.made:
+            if not is_plain(part) or not all(map(is_plain, inputs)):
+                return
             with self.with_versions():
                 self._packer.record(number, outputs.producer, again, inputs, part)
         elif number in outputs.read:
