@@ -74,6 +74,7 @@ def test_both_words_may_be_said_at_once() -> None:
     assert finished.output_tail == "the last words\n"
 
 
+@pytest.mark.slow
 def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     on_cpu = launch.run(request("works", env={"MINE": "1"}), on_gpu=False, timeout_s=60).result["env"]
@@ -117,6 +118,7 @@ def test_what_goes_wrong(what: str, outcome: str) -> None:
     assert finished.result == {}
 
 
+@pytest.mark.slow
 def test_time_is_up() -> None:
     finished = launch.run(request("hangs"), on_gpu=False, timeout_s=3)
     assert finished.outcome == "timeout"

@@ -61,6 +61,7 @@ def test_a_test_that_only_misses_the_text_catches_nothing(tree: Path) -> None:
     assert run_trial(tree, other_words, ["test_text.py", "test_toy.py"], 60).outcome == MISSED
 
 
+@pytest.mark.slow
 def test_tests_that_do_not_end_are_stopped(tree: Path) -> None:
     outcome = run_trial(tree, SLOW, ["test_toy.py"], 5)
     assert outcome.outcome == TIMEOUT
@@ -99,6 +100,7 @@ def plant_here(monkeypatch: pytest.MonkeyPatch, tree: Path, *faults: Fault) -> N
     monkeypatch.setattr(command, "facts", lambda: {"versions": {}, "machine": {}, "commit": "c", "link": None})
 
 
+@pytest.mark.slow
 def test_results_are_written_resumed_and_run_again_on_request(
     tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

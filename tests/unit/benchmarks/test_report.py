@@ -169,6 +169,7 @@ def test_the_command_line_names_what_it_cannot_read(made: Path, tmp_path: Path, 
         assert said in done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line_exits_non_zero_when_they_disagree(built: Path) -> None:
     command = [sys.executable, "tools/report.py", "--results", str(built / "results"), "--output", str(built)]
     change(built / "benchmarks" / "appendix.md", "3.94", "3.95")

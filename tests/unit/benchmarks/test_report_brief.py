@@ -138,6 +138,7 @@ def test_a_table_of_runs_under_a_budget_keeps_the_best_other_methods() -> None:
     assert shown == ["none", "recompute-mlp", "full-recompute", "offload-attention-recompute-mlp", "auto"]
 
 
+@pytest.mark.slow
 def test_only_runs_with_an_unswapped_reference_count_as_equal() -> None:
     page = markdown_of(ROOT / "docs", BRIEF)
     assert "| one GPU | 35 | 35 |" in page, "the guarded run's reference is a guarded one"

@@ -123,7 +123,7 @@ def set_all(run: Run, name: str, value: object) -> None:
             setattr(layer, name, value)
 
 
-@pytest.mark.parametrize("policy", [Mixed, AllRecomputed])
+@pytest.mark.parametrize("policy", [Mixed, pytest.param(AllRecomputed, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layer", [Layer, Rotary, Dropped, InPlace, Shared])
 def test_equal_to_deciding(
     layer: Callable[[], nn.Module], policy: Callable[[], Policy], monkeypatch: pytest.MonkeyPatch
@@ -259,7 +259,7 @@ MASKS = {"": 2.0 * torch.eye(len(rows(0))), "sparse": (2.0 * torch.eye(len(rows(
         (Written, "saved output"),
     ],
 )
-@pytest.mark.parametrize("policy", [Mixed, AllRecomputed])
+@pytest.mark.parametrize("policy", [Mixed, pytest.param(AllRecomputed, marks=pytest.mark.slow)])
 def test_a_run_that_does_not_fit(
     layer: Callable[[], nn.Module], way: str, policy: Callable[[], Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
