@@ -309,8 +309,7 @@ class RepeatingPacker(LayerPacker):
         kept_bytes = 0
         for tensor in (alias.tensor for record in (undecided.record, *makers) for alias in record.inputs):
             storage = tensor.untyped_storage()
-            address = storage._cdata
-            if address in made or address in self._sources or address in self._constants:
+            if storage._cdata in made or storage._cdata in self._sources:
                 continue
             if not self._again.is_in_graph(tensor) and not self.is_constant(tensor):
                 kept_bytes += storage.nbytes()

@@ -15,7 +15,7 @@ from megatron.swap.engine.decider import is_ineligible
 from megatron.swap.engine.decision import CACHE, RECOMPUTE
 from megatron.swap.engine.handle import Group, Handle, check_version
 from megatron.swap.engine.manager import SwapManager
-from megatron.swap.engine.recompute import Recomputer
+from megatron.swap.engine.recompute import PLAIN, Recomputer
 from megatron.swap.engine.recompute_spec import RecomputeSpec
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.engine.sites import SiteNames
@@ -321,8 +321,8 @@ class LayerPacker:
 
     def pack_unwatched(self, tensor: torch.Tensor) -> Packed:
         """Return the packed form of ``tensor``. Modes that watch the layer's operators do not see the engine's own."""
-        if self._recomputer is None or not self._recomputer.is_watched or type(tensor) is not torch.Tensor:
-            return self.pack(tensor)  # a parameter needs no operator
+        if self._recomputer is None or not self._recomputer.is_watched or type(tensor) not in PLAIN:
+            return self.pack(tensor)
         with torch._C._DisableTorchDispatch():
             return self.pack(tensor)
 

@@ -302,7 +302,7 @@ class Profile:
 
         It is the larger of the measured fragmentation (without a measurement: that of FP8 weights) and the largest
         tensor, plus the gaps that buckets of offloaded optimizer state leave. A plan that swaps has
-        ``attention_block_gib`` if that is more.
+        ``attention_block_gib`` if that is more, unless only inputs of layers that run again as a whole come back.
         """
         gaps_gib = GAPS_GIB if self.offloaded_state is not None and self.offloaded_state.fraction else 0.0
         return self._holes_gib + gaps_gib if self._has_allocator else 0.0

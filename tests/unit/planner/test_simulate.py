@@ -92,14 +92,17 @@ class TestByHand:
     def test_the_logits_take_a_block_beside_the_layers_peak(self) -> None:
         """Without a measured allocator: what layers have freed is in pieces, after copies also what backward has."""
         around = NonLayer(0, 0, 0, 0, 1000 / 1024, (NonLayerSite("loss/0", 900.0, 0.0),))
-        of = profile([replace(ONE, forward_peak_mib=300.0, temporaries=((0.0, 500.0),))], non_layer=around)
+        entry = replace(ONE, forward_peak_mib=300.0, temporaries=((0.0, 500.0),))
+        of = profile([entry], non_layer=around)
         assert simulate(of, empty_plan(of)).peak_gib == gib(400 + 1000)
         unknown = replace(of, allocator_gib=None)
-        kept, swapped = (simulate(unknown, one) for one in (empty_plan(of), plan(of, {(0, 1): {"a/0": "swap"}})))
+        swapping = plan(of, {(0, 1): {"a/0": "swap"}})
+        kept, swapped = (simulate(unknown, one) for one in (empty_plan(of), swapping))
         assert kept.peak_gib == gib(400 + 300 + 900)
+        layers_gib = simulate(profile([entry]), swapping).peak_gib
+        assert layers_gib > (400 + 300) / 1024, "backward's temporaries set it"
+        assert swapped.peak_gib == pytest.approx(layers_gib + 900 / 1024)
         assert kept.peak_at == swapped.peak_at == "at the loss, beside what layers have freed"
-        swapped_mib = 1024 * (swapped.peak_gib - simulate(of, plan(of, {(0, 1): {"a/0": "swap"}})).peak_gib)
-        assert swapped_mib > 0
 
     def test_a_hidden_layer_costs_memory_only_on_the_host(self) -> None:
         of = profile([ONE], non_layer=NonLayer(0, 0, 0, 0, 200 / 1024))
