@@ -186,12 +186,13 @@ POINTS = {
         for gib in (60, 70)
     },
     **{
-        f"long-{tokens // 1024}k": Point("--gpu h200 --host-gib 112 --memory-gib 134",
+        f"long-{tokens // 1024}k": Point(f"--gpu h200 --host-gib 112 --memory-gib {gib}",
                                          f"--num-layers 32 {LLAMA} {state} {CHUNKS} {FLASH} --swap-optimizer auto "
                                          f"{_sequences(tokens, 1, batch)}",
                                          iterations=iterations, num_warm_up=min(1, iterations - 1), common=FUSED)
-        for tokens, batch, state, iterations in (
-            (65536, 4, STATE, 4), (131072, 4, STATE, 3), (262144, 1, LEAN_STATE, 2), (393216, 1, LEAN_STATE, 2),
+        for tokens, batch, state, iterations, gib in (
+            (65536, 4, STATE, 4, 134), (131072, 4, STATE, 3, 134), (262144, 1, LEAN_STATE, 2, 134),
+            (393216, 1, LEAN_STATE, 2, 132),
         )
     },
 }  # fmt: skip

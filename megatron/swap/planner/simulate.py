@@ -350,19 +350,22 @@ class _Step:
         self._prefetch()
 
         storages = group.storages
-        begin, temporary_mib = self._now, 0.0
+        begin, temporary_mib, across_mib, changed_at_ms = self._now, 0.0, 0.0, -inf
         for at_ms, kind, i in script.backward_events:
             if begin + at_ms > self._now:
                 self._now = begin + at_ms
             if kind == 1:
-                temporary_mib = script.temporaries[i][1]
+                across_mib = min(temporary_mib, script.temporaries[i][1])
+                temporary_mib, changed_at_ms = script.temporaries[i][1], at_ms
             elif kind == 2 and i >= 0:
                 recomputation = script.recomputations[i]
                 begin += recomputation.cost_ms
                 self._now += recomputation.cost_ms
                 self._recompute += recomputation.cost_ms
                 self._mib += recomputation.mib
-                self._record_peak(where, temporary_mib + recomputation.peak_mib)
+                # It runs as an operator begins: the one before has freed its memory, this one has not taken its own.
+                beside_mib = across_mib if at_ms == changed_at_ms else temporary_mib
+                self._record_peak(where, beside_mib + recomputation.peak_mib)
             elif kind == 2:
                 if -1 - i in storages:
                     begin += self._wait(storages[-1 - i])

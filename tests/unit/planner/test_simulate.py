@@ -163,6 +163,15 @@ class TestByHand:
         predicted = simulate(profile([entry]), plan(profile([entry]), {(0,): {}}, l0=("behind",)))
         assert (predicted.peak_gib, predicted.peak_at) == (gib(10 + 100 + 60), "backward of layer 0, micro-batch 0")
 
+    @pytest.mark.parametrize(("before", "after"), [(30, 80), (80, 30), (30, 30)])
+    def test_a_section_runs_between_two_operators(self, before: float, after: float) -> None:
+        """What one has freed and the other has not taken yet does not count beside it."""
+        sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 1.0, 2.0))
+        section = Section("behind", ("a/0",), ("in/0",), 1.5, peak_mib=60)
+        entry = LayerClass((0,), 2.0, 4.0, sites, (section,), temporaries=((0.0, before), (1.0, after)))
+        predicted = simulate(profile([entry]), plan(profile([entry]), {(0,): {}}, l0=("behind",)))
+        assert predicted.peak_gib == gib(10 + 100 + max(after, 60 + min(before, after)))
+
     def test_recomputed_sites_imply_their_section(self) -> None:
         """The engine recomputes them together: recomputing one costs as much as recomputing all."""
         sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 2.0, 3.0), site("b/0", 40, 1.5, 1.0, 2.0))
