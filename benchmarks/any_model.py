@@ -2,6 +2,7 @@
 
     python -m benchmarks.any_model --layers 16 --tokens 8192
     python -m benchmarks.any_model --layers 16 --tokens 8192 --method trl
+    python -m benchmarks.any_model --layers 16 --tokens 8192 --save FOLDER
 
 Each method runs in a process of its own, and prints a line of JSON: the time of a step of forward and backward, the
 memory that the allocator has reserved at its end, and the planner's prediction. Steps are timed in a row, as a training
@@ -9,6 +10,7 @@ loop runs them, which leaves the host time to run ahead; and one by one, each fr
 is computed in chunks of 4,096 tokens. Budgets lie at fractions of the distance from checkpointing to nothing. Other
 libraries' offloading is a method of its own (``offloaders``): ``--method offload``, ``trl``, ``torchtune``,
 ``trl+checkpointing`` or ``torchtune+checkpointing``. A method that runs out of memory prints ``"out of memory": true``.
+With ``--save`` the plan and the profile of each budget are written to the folder.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--tokens", type=int, default=8192)
     options.add_argument("--hidden-size", type=int, default=4096, help="other sizes follow, as in Qwen3-8B")
     options.add_argument("--vocab-size", type=int, default=151936)
+    options.add_argument("--save", type=Path, help="folder for plans and profiles")
     options.add_argument("--steps", type=int, default=7, help="to time, once the planner has chosen")
     options.add_argument(
         "--method",
@@ -53,7 +57,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if method == CHECKPOINTING:
         model.gradient_checkpointing_enable(CHECKPOINT)
     elif method not in (NOTHING, *METHODS):
-        swapped = swap.activations(model.model, memory_gib=float(method), **SETTINGS)
+        files: dict[str, Any] = {} if options.save is None else _files(options.save, method)
+        swapped = swap.activations(model.model, memory_gib=float(method), **SETTINGS, **files)
     tokens = torch.randint(options.vocab_size, (1, options.tokens), device=DEVICE)
 
     def step() -> torch.Tensor:
@@ -78,6 +83,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         print(swapped.plan(), file=sys.stderr)
         swapped.close()
     return row
+
+
+def _files(folder: Path, method: str) -> dict[str, str]:
+    """Return the arguments of ``swap.activations`` that write plan and profile to ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return {f"save_{kind}": str(folder / f"{kind}-{method}.json") for kind in ("plan", "profile")}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

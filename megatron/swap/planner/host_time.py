@@ -2,8 +2,9 @@
 
 The engine watches a layer's operators while some of them are recorded, and packs what autograd saves. Short layers take
 the GPU less time than that takes the host. Costs are in multiples of the layer's own time on the host, so that they
-follow its speed. They are of a Qwen3 layer of transformers on the host of an H200, where two runs are predicted to 1 %
-(docs/results: any-model). On another host recomputed sites cost twice as much (host-time.json).
+follow its speed. They are of a Qwen3 layer of transformers on the host of an H200 (docs/results: any-model), and for
+recomputation two thirds of what they were there before layers repeated an earlier run's decisions, as on a CPU since
+(host-time.json).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from megatron.swap.common.types import Action
 
 HOOKS = 0.7
 """Hooks that keep all that the layer saves."""
-WATCH = 0.9
+WATCH = 0.6
 """A mode that sees the layer's operators: where any is recomputed."""
-RECOMPUTED_SITE = 0.1
+RECOMPUTED_SITE = 0.065
 """Recording the operators behind a site, and deciding about it."""
 SWAPPED_SITE = 0.14
 """Enqueueing the copy of a site's storage, and releasing the storage."""

@@ -75,10 +75,14 @@ def blocks(profile: Profile) -> list[Block]:
 
 @dataclass(frozen=True)
 class Windows:
-    """Time that the copies of one micro-batch may take without stalling compute, in ms. ``None``: no limit."""
+    """Time that the copies of one micro-batch may take without stalling compute, in ms. ``None``: no limit.
+
+    ``host_ms``: time by which the host has to be done with the first forward before the device is.
+    """
 
     out_ms: float | None
     in_ms: float | None
+    host_ms: float = 0.0
 
 
 def bound_windows(profile: Profile) -> Windows:
@@ -268,7 +272,7 @@ class Program:
                 row[self._out] = -1
                 at_most(row, max(0.0, windows.out_ms - late_ms))  # a search may narrow a window below zero
         if profile.pipeline.size == 1:
-            self._host_waits(at_most)
+            self._host_waits(at_most, windows.host_ms)
         if windows.in_ms is not None:
             row = self._swapped * profile.in_ms_per_mib - self._recompute
             row[self._in] = -1
@@ -321,9 +325,9 @@ class Program:
                                 row[self._index[number, "section", part.name]] = -1
                         at_most(row, 0)
 
-    def _host_waits(self, at_most: Callable[[np.ndarray, float], None]) -> None:
-        """Let the first forward take at least the host's time."""
-        row, room_ms = self._row(), 0.0
+    def _host_waits(self, at_most: Callable[[np.ndarray, float], None], early_ms: float) -> None:
+        """Let the first forward take at least the host's time, and ``early_ms``."""
+        row, room_ms = self._row(), -early_ms
         for number, block in enumerate(self.blocks):
             own_ms = block.entry.host_ms
             room_ms += len(block.layers) * (block.entry.forward_ms - (1 + HOOKS) * own_ms)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Context
 from math import ceil
+from typing import Literal
 
 from megatron.swap.common.layer_ranges import format_ranges
 from megatron.swap.common.plan import LAYER_SECTION, Infeasible, Plan, PlanClass, Predicted, SitePlan
+from megatron.swap.common.types import Action
+from megatron.swap.planner.host_time import forward_host_ms
 from megatron.swap.planner.profile import LayerClass, Profile, Section, sha256
 from megatron.swap.planner.program import (
     Block,
@@ -23,19 +26,22 @@ from megatron.swap.planner.simulate import MIB_PER_GIB, Prediction, simulate
 
 MAX_ROUNDS = 7
 """Maximum number of corrections of the program by the simulator."""
-PASSES: tuple[tuple[float, tuple[float, ...]], ...] = (
-    (1.0, ()),
-    (1.0, (1.0, 0.5)),
-    (1.0, (0.25,)),
-    (0.3, ()),
-    (0.0, ()),
+PASSES: tuple[tuple[float, tuple[float, ...], bool], ...] = (
+    (1.0, (), False),
+    (1.0, (), True),
+    (1.0, (1.0, 0.5), False),
+    (1.0, (0.25,), False),
+    (0.3, (), False),
+    (0.0, (), False),
 )
-"""Passes of the search: a fraction of the program's windows, and the prefetch windows to try, in largest layers.
+"""Passes of the search: a fraction of the program's windows, the prefetch windows to try, in largest layers, and
+whether the host's window is corrected, too, which only profiles with the host's time need.
 
 Smaller windows make the program swap less. Prefetched tensors take memory too, so less swapping may fit where more does
 not. Without prefetch windows the plan has the engine's own. With a chosen prefetch window at most twice that size is
 prefetched, which helps if memory is short in backward and hurts if the link is busy there. A pipeline skips the passes
-with prefetch windows, because its next backward may be of another chunk.
+with prefetch windows, because its next backward may be of another chunk. The program lets the host make up in some
+layers for what it is late in others, which it cannot before them: less work for it is faster there, but takes memory.
 """
 NEAR_BOUND = (1.001, 1.02)
 """Step time relative to the lower bound at which the search stops: after the first pass, and after later passes, which
@@ -44,6 +50,8 @@ NEAR_OPTIMUM = 1e-4
 """Relative gap for programs that are corrected afterwards: the simulator differs from them by more."""
 SMALLEST_MARGIN = 1.002
 """The smallest feasible budget is written with this factor."""
+Order = Literal["recompute last", "recompute first", "spread"]
+"""Which layers get the program's counts: ``_arrange``."""
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
 TIGHTER_GIB = 1e-4
@@ -150,7 +158,7 @@ def empty_plan(profile: Profile) -> Plan:
 def whole_layers(profile: Profile, budget_gib: float) -> Plan | None:
     """Return the plan that swaps layer inputs and recomputes all layers; ``None``: it may exceed ``budget_gib``."""
     blocks = Program(profile).blocks
-    plan = _to_plan(profile, _arrange(blocks, _recompute_most(blocks, swap_inputs=True), recompute_last=True))
+    plan = _to_plan(profile, _arrange(blocks, _recompute_most(blocks, swap_inputs=True), "recompute last"))
     return plan if simulate(profile, plan).peak_gib <= budget_gib - profile.reserve_gib else None
 
 
@@ -162,6 +170,8 @@ class _Search:
         self._program = Program(profile)
         self._found: dict[tuple[Assignment, float | None], tuple[Plan, Prediction]] = {}
         self._nothing = [Counts({}, {}, {}) for _ in self._program.blocks]
+        self._waits = profile.pipeline.size == 1 and any(entry.host_ms for entry in profile.layers)
+        self._orders: tuple[Order, ...] = ("recompute last", "recompute first", *(("spread",) if self._waits else ()))
 
     def fitting(self, budget_gib: float) -> list[tuple[Plan, Prediction]]:
         """Return the plans within the budgets by step time; of equally fast ones by host memory, then by peak."""
@@ -174,7 +184,7 @@ class _Search:
 
     def kept(self) -> Prediction:
         """Return the prediction for keeping everything."""
-        (kept,) = self._simulate(self._nothing, (True,))
+        (kept,) = self._simulate(self._nothing, ("recompute last",))
         return kept
 
     def run(self, budget_gib: float) -> float:
@@ -187,10 +197,11 @@ class _Search:
             self.simulate_smallest()  # the program counts some bytes that the simulator does not
             return float("inf")
         windows = search_windows(profile)
-        for number, (fraction, window_fractions) in enumerate(PASSES):
-            if not window_fractions or profile.pipeline.size == 1:
-                part = Windows(_scaled_ms(windows.out_ms, fraction), _scaled_ms(windows.in_ms, fraction))
-                self._refine(budget_gib, part, window_fractions)
+        for number, (fraction, window_fractions, corrects_host) in enumerate(PASSES):
+            if (window_fractions and profile.pipeline.size > 1) or (corrects_host and not self._waits):
+                continue
+            part = Windows(_scaled_ms(windows.out_ms, fraction), _scaled_ms(windows.in_ms, fraction))
+            self._refine(budget_gib, part, window_fractions, corrects_host)
             fitting = self.fitting(budget_gib)
             if fitting and fitting[0][1].step_ms <= NEAR_BOUND[number >= 1] * first.bound_ms:
                 break
@@ -198,12 +209,14 @@ class _Search:
             self.simulate_smallest()
         return first.bound_ms
 
-    def _refine(self, budget_gib: float, windows: Windows, window_fractions: tuple[float, ...]) -> None:
+    def _refine(
+        self, budget_gib: float, windows: Windows, window_fractions: tuple[float, ...], corrects_host: bool
+    ) -> None:
         """Repeat: solve the program, simulate its plan, and correct the program where it was too optimistic.
 
         If the plan exceeds a memory budget, the program's budget shrinks. If copies stall more than the program
-        assumed, its windows shrink by the difference. That may be too much, because the plan changes with the windows.
-        Then the windows are bisected.
+        assumed, or the device waits longer for the host, its windows shrink by the difference. That may be too much,
+        because the plan changes with the windows. Then the windows are bisected.
         """
         profile, room_gib, host_gib = self._profile, budget_gib, self._profile.host_gib
         tighter_gib = TIGHTER_GIB
@@ -227,18 +240,23 @@ class _Search:
             best = min(predictions, key=lambda prediction: prediction.step_ms)
             out_more = best.out_stall_ms / factor - answer.out_exposed_ms
             in_more = best.in_stall_ms / factor - answer.in_exposed_ms
-            if max(out_more, in_more) < NEAR_MS:
+            host_more = best.step_ms - answer.step_ms - factor * (max(0.0, out_more) + max(0.0, in_more))
+            host_more = max(0.0, host_more) if corrects_host else 0.0
+            if max(out_more, in_more, host_more) < NEAR_MS:
                 wide_enough = windows
             else:
                 too_wide = windows
             if too_wide is None:
                 return
             if wide_enough is None:
-                windows = Windows(_narrower(windows.out_ms, out_more), _narrower(windows.in_ms, in_more))
+                windows = Windows(
+                    _narrower(windows.out_ms, out_more), _narrower(windows.in_ms, in_more), windows.host_ms + host_more
+                )
             else:
                 windows = Windows(
-                    _middle(too_wide.out_ms, wide_enough.out_ms), _middle(too_wide.in_ms, wide_enough.in_ms)
-                )
+                    _middle(too_wide.out_ms, wide_enough.out_ms), _middle(too_wide.in_ms, wide_enough.in_ms),
+                    (too_wide.host_ms + wide_enough.host_ms) / 2,
+                )  # fmt: skip
 
     def simulate_smallest(self) -> None:
         """Simulate the plans that are expected to need the least memory."""
@@ -253,12 +271,12 @@ class _Search:
     def _simulate(
         self,
         counts: Sequence[Counts],
-        orders: tuple[bool, ...] = (True, False),
+        orders: tuple[Order, ...] = (),
         window_fractions: tuple[float, ...] = (),
     ) -> list[Prediction]:
         predictions = []
-        for recompute_last in orders:
-            assignment = _arrange(self._program.blocks, counts, recompute_last)
+        for order in orders or self._orders:
+            assignment = _arrange(self._program.blocks, counts, order)
             for fraction in window_fractions or (None,):
                 if (assignment, fraction) not in self._found:
                     plan = _to_plan(self._profile, assignment)
@@ -281,22 +299,26 @@ def _middle(wide_ms: float | None, narrow_ms: float | None) -> float | None:
     return None if wide_ms is None or narrow_ms is None else (wide_ms + narrow_ms) / 2
 
 
-def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], recompute_last: bool) -> Assignment:
-    """Choose layers for the counts: the earliest ones swap; the last ones, or the first free ones, recompute."""
+def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], order: Order) -> Assignment:
+    """Choose layers for the counts: the earliest ones swap; the last ones, or the first free ones, recompute.
+
+    ``spread``: the last ones recompute, and those swap in which the host has most time left. Then no layer has so much
+    to enqueue that the device waits there, while the host waits for the device in others.
+    """
     of_layer: dict[int, tuple[LayerClass, dict[str, str], list[str]]] = {}
     for block, counts in zip(blocks, answer, strict=True):
         for layer in block.layers:
             of_layer[layer] = block.entry, {}, []
         inputs = {site.site for site in block.entry.sites if site.is_unsaved}
-        for site, count in counts.swapped.items():
-            if site in inputs:
-                continue
-            for layer in block.layers[:count]:
-                of_layer[layer][1][site] = "swap"
-        order = block.layers[::-1] if recompute_last else block.layers
+        saved = {site: count for site, count in counts.swapped.items() if site not in inputs}
+        if order != "spread":
+            for site, count in saved.items():
+                for layer in block.layers[:count]:
+                    of_layer[layer][1][site] = "swap"
+        layers = block.layers if order == "recompute first" else block.layers[::-1]
         for part in sorted(block.sections, key=lambda part: -len(part.frees)):
             freed = [site.site for site in block.freed(part)]
-            free = [layer for layer in order if not of_layer[layer][1].keys() & set(freed)]
+            free = [layer for layer in layers if not of_layer[layer][1].keys() & set(freed)]
             for layer in free[: counts.sections.get(part.name, 0)]:
                 of_layer[layer][1].update((site, f"section {part.name}") for site in freed)
                 of_layer[layer][2].append(part.name)
@@ -306,13 +328,32 @@ def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], recompute_last: 
             for layer in read[: counts.swapped.get(site, 0)]:
                 of_layer[layer][1][site] = "swap"
         for site, count in counts.recomputed.items():
-            free = [layer for layer in order if site not in of_layer[layer][1]]
+            free = [layer for layer in layers if site not in of_layer[layer][1]]
             for layer in free[:count]:
                 of_layer[layer][1][site] = "recompute"
+        if order == "spread":
+            _spread(saved, {layer: of_layer[layer] for layer in block.layers[: block.num_swappable]})
     alike: dict[tuple, list[int]] = {}
     for layer, (entry, actions, sections) in sorted(of_layer.items()):
         alike.setdefault((entry, tuple(sorted(actions.items())), tuple(sections)), []).append(layer)
     return tuple((tuple(layers), *key) for key, layers in alike.items())
+
+
+def _spread(counts: Mapping[str, int], of_layer: Mapping[int, tuple[LayerClass, dict[str, str], list[str]]]) -> None:
+    """Swap each site in as many layers as ``counts`` says: in the earliest ones in which the device need not wait for
+    the host, then in those in which it waits least. ``of_layer``: the layers that may swap, with what they recompute.
+    """
+
+    def wait_ms(layer: int, site: str) -> float:
+        entry, chosen, sections = of_layer[layer]
+        actions = {site: Action.SWAP if how == "swap" else Action.RECOMPUTE for site, how in chosen.items()}
+        host_ms = forward_host_ms(entry.host_ms, {**actions, site: Action.SWAP}, LAYER_SECTION in sections)
+        return max(0.0, host_ms - entry.forward_ms)
+
+    for site, count in sorted(counts.items(), key=lambda pair: -pair[1]):
+        free = [layer for layer, (_, actions, _) in of_layer.items() if site not in actions]
+        for layer in sorted(free, key=lambda layer: (wait_ms(layer, site), layer))[:count]:
+            of_layer[layer][1][site] = "swap"
 
 
 def _to_plan(profile: Profile, assignment: Assignment) -> Plan:

@@ -12,10 +12,11 @@ import pytest
 
 from megatron.swap.common.plan import Plan, load_plan
 from megatron.swap.common.types import Action
+from megatron.swap.planner import host_time
 from megatron.swap.planner.host_time import HOOKS, RECOMPUTED_SITE, SWAPPED_SITE, WATCH, WHOLE, own_host_ms
 from megatron.swap.planner.profile import LayerClass, Profile, Section, load_profile
 from megatron.swap.planner.simulate import simulate
-from megatron.swap.planner.solve import smallest_budget, solve
+from megatron.swap.planner.solve import empty_plan, smallest_budget, solve
 from tests.unit.planner.cases import plan, profile, site
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -91,7 +92,7 @@ def test_more_hooks_take_the_host_longer() -> None:
     assert step_ms(0.5) == pytest.approx(step_ms(0.0) + 5 * 2 * 0.5)
 
 
-@pytest.mark.parametrize("host_ms", [0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("host_ms", [0.0, 0.6, 1.0, 1.4])
 @pytest.mark.parametrize(("room", "micro_batches"), [(0.2, 1), (0.5, 1), (0.8, 1), (0.5, 2)])
 def test_the_solver_finds_what_plans_offer(host_ms: float, room: float, micro_batches: int) -> None:
     of = made(host_ms, 4, micro_batches)
@@ -103,6 +104,19 @@ def test_the_solver_finds_what_plans_offer(host_ms: float, room: float, micro_ba
     found = solve(of, budget_gib)
     assert found.prediction.step_ms <= 1.03 * fastest
     assert found.lower_bound_ms <= fastest + 1e-6
+
+
+@pytest.mark.parametrize("room", [0.25, 0.4])
+def test_the_work_of_the_host_is_spread_over_layers(room: float) -> None:
+    """Else the device waits for the host in the first layers, which swap, and the host for the device in later ones:
+    the search ended 2.1 and 2.6 % above its bound here.
+    """
+    of = load_profile(str(RESULTS / "any-model" / "profile-33.739.json"))
+    layers = tuple(replace(entry, host_ms=own_host_ms(70.4 / 16)) for entry in of.layers)
+    of = replace(of, hook_ms=0.0, layers=layers)
+    least_gib, kept_gib = smallest_budget(of), simulate(of, empty_plan(of)).peak_gib
+    found = solve(of, least_gib + room * (kept_gib - least_gib), 1, 0.0)
+    assert found.prediction.step_ms <= 1.01 * found.lower_bound_ms
 
 
 def test_few_large_sites_are_better_than_many_small_ones() -> None:
@@ -120,8 +134,13 @@ def test_few_large_sites_are_better_than_many_small_ones() -> None:
 
 
 @pytest.mark.parametrize("budget", ["33.739", "39.983"])
-def test_an_h200_waited_for_its_host(budget: str) -> None:
-    """16 layers of Qwen3-8B's shape at 8k tokens. Recomputed whole, their forward took the host 70.4 ms."""
+def test_an_h200_waited_for_its_host(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 layers of Qwen3-8B's shape at 8k tokens. Recomputed whole, their forward took the host 70.4 ms.
+
+    They ran before layers repeated what an earlier run had decided: recomputation took the host longer then.
+    """
+    monkeypatch.setattr(host_time, "WATCH", 0.9)
+    monkeypatch.setattr(host_time, "RECOMPUTED_SITE", 0.1)
     rows = json.loads((RESULTS / "h200-any-model.json").read_text())["rows"]
     (measured_ms,) = (row["ms"] for row in rows if row["method"] == budget)
     of = replace(load_profile(str(RESULTS / "any-model" / f"profile-{budget}.json")), hook_ms=0.0)
