@@ -77,6 +77,7 @@ class TestRanksDriftApart:
     for all of them, and all change to a plan behind the same step.
     """
 
+    @pytest.mark.slow
     @pytest.mark.timeout(200)
     def test_two_ranks_of_experts_within_a_budget(self, trainer: Trainer) -> None:
         flags = f"{EXPERTS} --train-iters 14 --lr-decay-iters 14"

@@ -20,6 +20,7 @@ LONG = (
 TWO = "--gpu h100 --num-gpus 2 --host-gib 300"
 
 
+@pytest.mark.slow
 def test_the_stage_that_does_not_fit_decides(capsys: pytest.CaptureFixture[str]) -> None:
     """The last stage holds the logits of 64k tokens."""
     status, (verdict, table, *_) = planned(capsys, f"{TWO} --memory-gib 40 -- {LONG}")

@@ -103,7 +103,7 @@ OF_3_5B = (
      ("--swap-memory-gib 120", H200, "keep"), ("--swap-memory-gib 78", UNKNOWN, None),
      ("--swap-memory-gib 78", None, None), ("--swap-layers all", H200, None),
      ("--swap-memory-gib 78 --swap-fp8-weights keep", H200, "keep"),
-     ("--swap-memory-gib 78 --swap-optimizer auto", H200, "recompute"),
+     pytest.param("--swap-memory-gib 78 --swap-optimizer auto", H200, "recompute", marks=pytest.mark.slow),
      ("--swap-memory-gib 78 --num-experts 8", H200, None), ("--swap-memory-gib 78 --mtp-num-layers 1", H200, None),
      ("--swap-memory-gib 78 --pipeline-model-parallel-size 2", H200, None)],
 )  # fmt: skip
@@ -124,6 +124,7 @@ def test_a_run_that_plans_itself_keeps_copies_or_not(
     assert (line is not None) == (chosen == "recompute")
 
 
+@pytest.mark.slow
 def test_a_library_that_cannot_drop_copies_is_not_asked_to(
     upstream: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

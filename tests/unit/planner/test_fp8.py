@@ -245,8 +245,8 @@ def test_recomputation_helps_where_copies_do_not_fit_the_shorter_forward(monkeyp
     ("flags", "budget_gib", "is_dropped"),
     [("tensorwise", 77.7, True), ("blockwise", 77.7, True), ("tensorwise", 120.0, False),
      ("tensorwise --swap-fp8-weights keep", 77.7, False), ("delayed", 77.7, False),
-     ("tensorwise --fp8-param-gather --use-distributed-optimizer", 77.7, False),
-     ("tensorwise", 60.0, True)],
+     pytest.param("tensorwise --fp8-param-gather --use-distributed-optimizer", 77.7, False, marks=pytest.mark.slow),
+     pytest.param("tensorwise", 60.0, True, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_the_planner_drops_copies_of_weights_where_that_is_faster(
     flags: str, budget_gib: float, is_dropped: bool

@@ -160,6 +160,7 @@ def test_how_many_are_advised(changes: dict, num: int) -> None:
     assert advised_num_chunks(replace(MODEL, **changes)) == num
 
 
+@pytest.mark.slow
 def test_a_sequence_that_fits_in_chunks_alone() -> None:
     flags = LONG.replace(f"{TOKENS}", f"{4 * TOKENS}").split()
     budget_gib, state = 120.0, {}
