@@ -10,7 +10,9 @@ loop runs them, which leaves the host time to run ahead; and one by one, each fr
 is computed in chunks of 4,096 tokens. Budgets lie at fractions of the distance from checkpointing to nothing. Other
 libraries' offloading is a method of its own (``offloaders``): ``--method offload``, ``trl``, ``torchtune``,
 ``trl+checkpointing`` or ``torchtune+checkpointing``. A method that runs out of memory prints ``"out of memory": true``.
-With ``--save`` the plan and the profile of each budget are written to the folder.
+With ``--save`` the plan and the profile of each budget are written to the folder. Without a mask transformers waits for
+the GPU at the start of each forward (is a sequence packed?), so the host is never ahead. With ``--prepared-mask`` it
+gets one as its ``generate`` makes it, and does not wait.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--hidden-size", type=int, default=4096, help="other sizes follow, as in Qwen3-8B")
     options.add_argument("--vocab-size", type=int, default=151936)
     options.add_argument("--save", type=Path, help="folder for plans and profiles")
+    options.add_argument("--prepared-mask", action="store_true", help="keep transformers from waiting in forward")
     options.add_argument("--steps", type=int, default=7, help="to time, once the planner has chosen")
     options.add_argument(
         "--method",
@@ -60,11 +63,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         files: dict[str, Any] = {} if options.save is None else _files(options.save, method)
         swapped = swap.activations(model.model, memory_gib=float(method), **SETTINGS, **files)
     tokens = torch.randint(options.vocab_size, (1, options.tokens), device=DEVICE)
+    mask: dict[str, Any] = {"attention_mask": {"full_attention": None}} if options.prepared_mask else {}
 
     def step() -> torch.Tensor:
         with offloader.step:
             with offloader.forward:
-                hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
+                hidden = model.model(input_ids=tokens, use_cache=False, **mask).last_hidden_state
             loss = loss_of(model.lm_head, hidden, tokens)
             loss.backward()
         model.zero_grad(set_to_none=False)

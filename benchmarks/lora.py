@@ -9,7 +9,7 @@ weights; adapters of bf16 on all linear layers of attention and MLP; one sequenc
 chunks. Layers are checkpointed by transformers. ``--activations offload`` has transformers copy the checkpoints to
 host memory. ``--activations 0-79`` swaps the checkpoints of layers 0 to 79; with transformers before 5.23 that is
 refused, because layers run inside a checkpoint as a whole. ``--activations 60.0`` plans the activations for a budget of
-60 GiB, in place of checkpointing.
+60 GiB, in place of checkpointing. ``--attention cudnn`` has PyTorch take cuDNN's attention in place of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import peft
 import torch
 from megatron import swap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.large_model import SHAPES, build, fill
 from benchmarks.offloaders import CHECKPOINT, OFFLOAD
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--device-layers", type=int, help="layers whose weights stay on the device; default: all")
     options.add_argument("--tokens", type=int, default=8192)
     options.add_argument("--chunk", type=int, default=2048, help="tokens whose logits exist at once")
+    options.add_argument("--attention", choices=("default", "cudnn"), default="default")
     options.add_argument("--rank", type=int, default=16)
     options.add_argument("--steps", type=int, default=4, help="to time, after two others, or once a plan is chosen")
     options.add_argument(
@@ -66,6 +68,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(2)
     trained = peft.get_peft_model(model, config, autocast_adapter_dtype=False).train()
     with ExitStack() as stack:
+        if options.attention == "cudnn":
+            stack.enter_context(sdpa_kernel([SDPBackend.CUDNN_ATTENTION]))  # around backward, too: it recomputes
         weights = activations = None
         if host_layers:
             weights = stack.enter_context(swap.weights(model.model, host_layers, training=True))
@@ -89,7 +93,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         losses = [step().item() for _ in range(2)]
         settle(step, activations, len(losses))
         ms = timed(step, options.steps)
-        row: dict[str, Any] = {name: getattr(options, name) for name in ("shape", "tokens", "activations", "rank")}
+        given = ("shape", "tokens", "activations", "attention", "rank")
+        row: dict[str, Any] = {name: getattr(options, name) for name in given}
         row |= {"layers": len(model.model.layers), "device_layers": len(model.model.layers) - len(host_layers)}
         row |= {"tokens_per_s": round(1e3 * options.tokens / ms, 1), "ms": round(ms, 1), **peaks(), "losses": losses}
         row["pinned_gib"] = round(weights.stats.host_bytes / GIB, 3) if weights is not None else 0.0

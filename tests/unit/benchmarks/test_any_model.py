@@ -17,8 +17,8 @@ TINY = "--layers 3 --tokens 16 --hidden-size 32 --vocab-size 64 --steps 2"
 def test_every_method_computes_the_same_losses(tmp_path: Path) -> None:
     save = ("--save", str(tmp_path / "new"))
     rows = {
-        method: any_model.measure(any_model.parser().parse_args([*TINY.split(), "--method", method, *save]))
-        for method in (any_model.NOTHING, any_model.CHECKPOINTING, "1e-4")
+        method: any_model.measure(any_model.parser().parse_args([*TINY.split(), "--method", *method.split(), *save]))
+        for method in (any_model.NOTHING, any_model.CHECKPOINTING, "1e-4", "1e-4 --prepared-mask")
     }
     assert len({tuple(row["losses"]) for row in rows.values()}) == 1
     assert rows["1e-4"]["stage"] == "stable"
