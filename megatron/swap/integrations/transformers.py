@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import UsageError
 from megatron.swap.nn.module_activations import activations
 from megatron.swap.nn.planned_activations import PlannedActivations
@@ -44,9 +45,13 @@ class SwapCallback(TrainerCallback):
         self.swapped = activations(options["model"], **self._settings)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Tell that a step has ended. Raises ``Infeasible`` if no plan fits the budget."""
+        """Tell that a step has ended. Raises ``Infeasible`` if no plan fits the budget, and restores the model."""
         if isinstance(self.swapped, PlannedActivations):
-            self.swapped.step()
+            try:
+                self.swapped.step()
+            except Infeasible:
+                self._close()  # the trainer ends with this error, and does not call on_train_end
+                raise
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the model. ``swapped.stats()`` keeps its last figures."""

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 import transformers
 from transformers.trainer_callback import CallbackHandler
 
+from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import UsageError
 from megatron.swap.integrations.transformers import SwapCallback
 from tests.planned_loop import NUM_STEPS, QUIET
@@ -64,6 +65,16 @@ def test_as_the_trainer_calls_it(more: dict[str, Any]) -> None:
         assert stats.stage == "stable"
         assert stats.peak_gib is not None
         assert stats.peak_gib <= more["memory_gib"]
+
+
+def test_without_a_plan_the_model_is_as_before() -> None:
+    """Training ends with the error, and no other call tells the callback so."""
+    model = llama()
+    state, handler = settings(model, memory_gib=1e-6)
+    with pytest.raises(Infeasible, match="smallest budget"):
+        trained(model, handler, state)
+    assert not any("forward" in vars(module) for module in model.modules())
+    trained(model, None, None)
 
 
 @pytest.mark.parametrize(
