@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--tokens", type=int, default=8192)
     options.add_argument("--hidden-size", type=int, default=4096, help="other sizes follow, as in Qwen3-8B")
     options.add_argument("--vocab-size", type=int, default=151936)
-    options.add_argument("--save", type=Path, help="folder for plans and profiles")
+    options.add_argument("--save", help="folder for the plans and profiles of budgets")
     options.add_argument("--prepared-mask", action="store_true", help="keep transformers from waiting in forward")
     options.add_argument("--steps", type=int, default=7, help="to time, once the planner has chosen")
     options.add_argument(
@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if method == CHECKPOINTING:
         model.gradient_checkpointing_enable(CHECKPOINT)
     elif method not in (NOTHING, *METHODS):
-        files: dict[str, Any] = {} if options.save is None else _files(options.save, method)
+        files: dict[str, Any] = {} if options.save is None else _files(Path(options.save), method)
         swapped = swap.activations(model.model, memory_gib=float(method), **SETTINGS, **files)
     tokens = torch.randint(options.vocab_size, (1, options.tokens), device=DEVICE)
     mask: dict[str, Any] = {"attention_mask": {"full_attention": None}} if options.prepared_mask else {}

@@ -97,4 +97,4 @@ def print_row(measure: Callable[[argparse.Namespace], dict[str, Any]], options: 
         row = {**vars(options), OUT_OF_MEMORY: True, **peaks()}
     except Infeasible as error:
         row = {**vars(options), "infeasible": str(error), **peaks()}
-    print(json.dumps(row, default=str), flush=True)
+    print(json.dumps(row), flush=True)

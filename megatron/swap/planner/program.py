@@ -77,12 +77,12 @@ def blocks(profile: Profile) -> list[Block]:
 class Windows:
     """Time that the copies of one micro-batch may take without stalling compute, in ms. ``None``: no limit.
 
-    ``host_ms``: time by which the host has to be done with the first forward before the device is.
+    ``host_early_ms``: the host must finish the first forward this long before the device does, or the device waits.
     """
 
     out_ms: float | None
     in_ms: float | None
-    host_ms: float = 0.0
+    host_early_ms: float = 0.0
 
 
 def bound_windows(profile: Profile) -> Windows:
@@ -140,11 +140,15 @@ class Counts:
 
 @dataclass(frozen=True)
 class Answer:
-    """A solution of the program: counts of each block, exposed copies of a micro-batch, step time, lower bound."""
+    """A solution of the program: counts of each block, exposed copies of a micro-batch, step time, lower bound.
+
+    ``host_exposed_ms``: time that the device waits for the host; below 0: by which the host is earlier than it must be.
+    """
 
     counts: tuple[Counts, ...]
     out_exposed_ms: float
     in_exposed_ms: float
+    host_exposed_ms: float
     step_ms: float
     bound_ms: float
 
@@ -271,8 +275,10 @@ class Program:
                 row = self._swapped * later * profile.out_ms_per_mib
                 row[self._out] = -1
                 at_most(row, max(0.0, windows.out_ms - late_ms))  # a search may narrow a window below zero
-        if profile.pipeline.size == 1:
-            self._host_waits(at_most, windows.host_ms)
+        host_row, host_room_ms = self._host_waits(windows.host_early_ms)
+        if profile.pipeline.size == 1 and host_row.any():
+            at_most(host_row, host_room_ms)
+            self._watch_recomputation(at_most)
         if windows.in_ms is not None:
             row = self._swapped * profile.in_ms_per_mib - self._recompute
             row[self._in] = -1
@@ -298,9 +304,10 @@ class Program:
         slack = float(self._tie_break[: self._num_columns] @ self._upper[: self._num_columns])
         bound = -np.inf if minimize_memory else base + done.mip_dual_bound / UNIT - slack
         return Answer(
-            self._counts(done.x), float(done.x[self._out]), float(done.x[self._in]), base + float(time @ done.x),
+            self._counts(done.x), float(done.x[self._out]), float(done.x[self._in]),
+            float(host_row @ done.x + done.x[self._host]) - host_room_ms, base + float(time @ done.x),
             max(base, float(bound)),
-        )
+        )  # fmt: skip
 
     def _each_site_once(self, at_most: Callable[[np.ndarray, float], None]) -> None:
         for number, block in enumerate(self.blocks):
@@ -325,32 +332,35 @@ class Program:
                                 row[self._index[number, "section", part.name]] = -1
                         at_most(row, 0)
 
-    def _host_waits(self, at_most: Callable[[np.ndarray, float], None], early_ms: float) -> None:
-        """Let the first forward take at least the host's time, and ``early_ms``."""
+    def _host_waits(self, early_ms: float) -> tuple[np.ndarray, float]:
+        """Return a row and its limit, by which the first forward takes at least the host's time and ``early_ms``.
+
+        The row has no entries if the host's time does not count.
+        """
         row, room_ms = self._row(), -early_ms
         for number, block in enumerate(self.blocks):
             own_ms = block.entry.host_ms
             room_ms += len(block.layers) * (block.entry.forward_ms - (1 + HOOKS) * own_ms)
             if not own_ms:
                 continue
-            watched = self._index[number, "watched", ""]
-            row[watched] = WATCH * own_ms
+            row[self._index[number, "watched", ""]] = WATCH * own_ms
             for part in block.sections:
-                column = self._index[number, "section", part.name]
-                if part.name == LAYER_SECTION:
-                    row[column] = (WHOLE - HOOKS) * own_ms
-                else:
-                    row[column] = RECOMPUTED_SITE * len(block.freed(part)) * own_ms
-                    at_most(self._difference(column, watched), 0)
+                sites = WHOLE - HOOKS if part.name == LAYER_SECTION else RECOMPUTED_SITE * len(block.freed(part))
+                row[self._index[number, "section", part.name]] = sites * own_ms
             for kind, per_site in (("recompute", RECOMPUTED_SITE), ("swap", SWAPPED_SITE)):
                 for site in block.entry.sites:
                     if (chosen := self._index.get((number, kind, site.site))) is not None:
                         row[chosen] = per_site * own_ms
-                        if kind == "recompute":
-                            at_most(self._difference(chosen, watched), 0)
         if row.any():
             row[[self._out, self._host]] = -1
-            at_most(row, room_ms)
+        return row, room_ms
+
+    def _watch_recomputation(self, at_most: Callable[[np.ndarray, float], None]) -> None:
+        """Let layers that recompute sites be watched, where the host's time counts."""
+        for i, (number, kind, name) in enumerate(self.columns):
+            watched = self._index.get((number, "watched", ""))
+            if watched is not None and (kind == "recompute" or (kind == "section" and name != LAYER_SECTION)):
+                at_most(self._difference(i, watched), 0)
 
     def _difference(self, column: int, other: int) -> np.ndarray:
         row = self._row()

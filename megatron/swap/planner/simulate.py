@@ -33,6 +33,7 @@ class Prediction:
         peak_gib: peak of device memory, static memory and expected fragmentation included.
         peak_at: place of the peak in the step.
         out_stall_ms, in_stall_ms: time that compute waits for offloads and for reloads.
+        host_wait_ms: time that the first forward waits for the host.
         host_gib: peak of host memory for activations.
         fragments_gib: the fragmentation in ``peak_gib``.
         timeline: ``(ms, GiB, place)`` at every layer boundary of the first micro-batches.
@@ -43,6 +44,7 @@ class Prediction:
     step_ms: float
     out_stall_ms: float
     in_stall_ms: float
+    host_wait_ms: float
     recompute_ms: float
     host_gib: float
     fragments_gib: float
@@ -90,6 +92,7 @@ def simulate(profile: Profile, plan: Plan) -> Prediction:
         step_ms=elapsed + profile.non_layer.optimizer_ms + (size - 1) / len(profile.chunks) * each[0],
         out_stall_ms=out_stall,
         in_stall_ms=in_stall,
+        host_wait_ms=step.host_wait_ms,
         recompute_ms=recompute,
         host_gib=step.host_peak_mib / MIB_PER_GIB,
         fragments_gib=fragments_gib,
@@ -178,6 +181,7 @@ class _Step:
         self.peak_mib = self.host_peak_mib = self.layers_peak_mib = 0.0
         self.before_loss_mib = 0.0  # peak of the layers until the last loss begins
         self.peak_at = ""
+        self.host_wait_ms = 0.0
         self.timeline: list[tuple[float, float, str]] = []
         self.marks: list[tuple[float, float, float, float]] = []
 
@@ -236,6 +240,7 @@ class _Step:
         for layer in chunk:
             self._forward_layer(layer, unit.micro_batch, forward_pass)
             host_now += self._scripts[layer].host_ms + self._hook_ms(self._scripts[layer])
+            self.host_wait_ms += max(0.0, host_now - self._now)
             self._now = max(self._now, host_now)
         if self._profile.has_loss and unit.chunk == len(self._profile.chunks) - 1:
             self._now += non_layer.forward_ms
@@ -350,12 +355,13 @@ class _Step:
         self._prefetch()
 
         storages = group.storages
-        begin, temporary_mib, across_mib, changed_at_ms = self._now, 0.0, 0.0, -inf
+        begin, temporary_mib, before_mib, changed_at_ms = self._now, 0.0, 0.0, -inf
         for at_ms, kind, i in script.backward_events:
             if begin + at_ms > self._now:
                 self._now = begin + at_ms
             if kind == 1:
-                across_mib = min(temporary_mib, script.temporaries[i][1])
+                # The first level is of an operator that has not begun; the gradient that comes in is unknown.
+                before_mib = temporary_mib if i else script.temporaries[i][1]
                 temporary_mib, changed_at_ms = script.temporaries[i][1], at_ms
             elif kind == 2 and i >= 0:
                 recomputation = script.recomputations[i]
@@ -364,7 +370,7 @@ class _Step:
                 self._recompute += recomputation.cost_ms
                 self._mib += recomputation.mib
                 # It runs as an operator begins: the one before has freed its memory, this one has not taken its own.
-                beside_mib = across_mib if at_ms == changed_at_ms else temporary_mib
+                beside_mib = min(before_mib, temporary_mib) if at_ms == changed_at_ms else temporary_mib
                 self._record_peak(where, beside_mib + recomputation.peak_mib)
             elif kind == 2:
                 if -1 - i in storages:

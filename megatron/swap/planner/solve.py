@@ -26,26 +26,6 @@ from megatron.swap.planner.simulate import MIB_PER_GIB, Prediction, simulate
 
 MAX_ROUNDS = 7
 """Maximum number of corrections of the program by the simulator."""
-PASSES: tuple[tuple[float, tuple[float, ...], bool], ...] = (
-    (1.0, (), False),
-    (1.0, (), True),
-    (1.0, (1.0, 0.5), False),
-    (1.0, (0.25,), False),
-    (0.3, (), False),
-    (0.0, (), False),
-)
-"""Passes of the search: a fraction of the program's windows, the prefetch windows to try, in largest layers, and
-whether the host's window is corrected, too, which only profiles with the host's time need.
-
-Smaller windows make the program swap less. Prefetched tensors take memory too, so less swapping may fit where more does
-not. Without prefetch windows the plan has the engine's own. With a chosen prefetch window at most twice that size is
-prefetched, which helps if memory is short in backward and hurts if the link is busy there. A pipeline skips the passes
-with prefetch windows, because its next backward may be of another chunk. The program lets the host make up in some
-layers for what it is late in others, which it cannot before them: less work for it is faster there, but takes memory.
-"""
-NEAR_BOUND = (1.001, 1.02)
-"""Step time relative to the lower bound at which the search stops: after the first pass, and after later passes, which
-hardly improve on each other."""
 NEAR_OPTIMUM = 1e-4
 """Relative gap for programs that are corrected afterwards: the simulator differs from them by more."""
 SMALLEST_MARGIN = 1.002
@@ -55,6 +35,37 @@ Order = Literal["recompute last", "recompute first", "spread"]
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
 TIGHTER_GIB = 1e-4
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of the search.
+
+    Attributes:
+        window: fraction of the program's windows. Smaller windows make the program swap less. Prefetched tensors take
+            memory too, so less swapping may fit where more does not.
+        prefetch: prefetch windows to try, in largest layers. Empty: the engine's own. With a chosen window at most
+            twice that size is prefetched, which helps if memory is short in backward and hurts if the link is busy
+            there. A pipeline skips such passes, because its next backward may be of another chunk.
+        near: the search stops behind the pass, if the step time is at most this multiple of the lower bound.
+        corrects_host: correct the program where the device waits longer for the host than it assumes. It lets the host
+            make up in late layers for what it is behind in early ones. Skipped where the host's time does not count.
+    """
+
+    window: float
+    prefetch: tuple[float, ...]
+    near: float
+    corrects_host: bool = False
+
+
+PASSES = (
+    Pass(1.0, (), 1.001),
+    Pass(1.0, (), 1.001, corrects_host=True),
+    Pass(1.0, (1.0, 0.5), 1.02),  # the passes from here on hardly improve on each other
+    Pass(1.0, (0.25,), 1.02),
+    Pass(0.3, (), 1.02),
+    Pass(0.0, (), 1.02),
+)
 
 
 @dataclass(frozen=True)
@@ -197,26 +208,24 @@ class _Search:
             self.simulate_smallest()  # the program counts some bytes that the simulator does not
             return float("inf")
         windows = search_windows(profile)
-        for number, (fraction, window_fractions, corrects_host) in enumerate(PASSES):
-            if (window_fractions and profile.pipeline.size > 1) or (corrects_host and not self._waits):
-                continue
-            part = Windows(_scaled_ms(windows.out_ms, fraction), _scaled_ms(windows.in_ms, fraction))
-            self._refine(budget_gib, part, window_fractions, corrects_host)
+        for one in PASSES:
+            is_skipped = (one.prefetch and profile.pipeline.size > 1) or (one.corrects_host and not self._waits)
+            if not is_skipped:
+                part = Windows(_scaled_ms(windows.out_ms, one.window), _scaled_ms(windows.in_ms, one.window))
+                self._refine(budget_gib, part, one)
             fitting = self.fitting(budget_gib)
-            if fitting and fitting[0][1].step_ms <= NEAR_BOUND[number >= 1] * first.bound_ms:
+            if fitting and fitting[0][1].step_ms <= one.near * first.bound_ms:
                 break
         else:
             self.simulate_smallest()
         return first.bound_ms
 
-    def _refine(
-        self, budget_gib: float, windows: Windows, window_fractions: tuple[float, ...], corrects_host: bool
-    ) -> None:
+    def _refine(self, budget_gib: float, windows: Windows, of_pass: Pass) -> None:
         """Repeat: solve the program, simulate its plan, and correct the program where it was too optimistic.
 
         If the plan exceeds a memory budget, the program's budget shrinks. If copies stall more than the program
-        assumed, or the device waits longer for the host, its windows shrink by the difference. That may be too much,
-        because the plan changes with the windows. Then the windows are bisected.
+        assumed, its windows shrink by the difference; if the device waits longer for the host, the host must be earlier
+        by the difference. That may be too much, because the plan changes with it. Then all three are bisected.
         """
         profile, room_gib, host_gib = self._profile, budget_gib, self._profile.host_gib
         tighter_gib = TIGHTER_GIB
@@ -226,7 +235,7 @@ class _Search:
             answer = self._program.solve(room_gib, host_gib, windows, gap=NEAR_OPTIMUM)
             if answer is None:
                 return
-            predictions = self._simulate(answer.counts, window_fractions=window_fractions)
+            predictions = self._simulate(answer.counts, window_fractions=of_pass.prefetch)
             least = min(predictions, key=lambda prediction: prediction.peak_gib)
             over_gib = least.peak_gib - budget_gib
             host_over_gib = least.host_gib - profile.host_gib if profile.host_gib is not None else 0.0
@@ -240,8 +249,7 @@ class _Search:
             best = min(predictions, key=lambda prediction: prediction.step_ms)
             out_more = best.out_stall_ms / factor - answer.out_exposed_ms
             in_more = best.in_stall_ms / factor - answer.in_exposed_ms
-            host_more = best.step_ms - answer.step_ms - factor * (max(0.0, out_more) + max(0.0, in_more))
-            host_more = max(0.0, host_more) if corrects_host else 0.0
+            host_more = best.host_wait_ms - max(0.0, answer.host_exposed_ms) if of_pass.corrects_host else 0.0
             if max(out_more, in_more, host_more) < NEAR_MS:
                 wide_enough = windows
             else:
@@ -249,13 +257,16 @@ class _Search:
             if too_wide is None:
                 return
             if wide_enough is None:
+                # What the host was earlier than it must be has to go first.
+                early_ms = host_more - min(0.0, answer.host_exposed_ms) if host_more >= NEAR_MS else 0.0
                 windows = Windows(
-                    _narrower(windows.out_ms, out_more), _narrower(windows.in_ms, in_more), windows.host_ms + host_more
-                )
+                    _narrower(windows.out_ms, out_more), _narrower(windows.in_ms, in_more),
+                    windows.host_early_ms + early_ms,
+                )  # fmt: skip
             else:
                 windows = Windows(
                     _middle(too_wide.out_ms, wide_enough.out_ms), _middle(too_wide.in_ms, wide_enough.in_ms),
-                    (too_wide.host_ms + wide_enough.host_ms) / 2,
+                    (too_wide.host_early_ms + wide_enough.host_early_ms) / 2,
                 )  # fmt: skip
 
     def simulate_smallest(self) -> None:
@@ -271,7 +282,7 @@ class _Search:
     def _simulate(
         self,
         counts: Sequence[Counts],
-        orders: tuple[Order, ...] = (),
+        orders: tuple[Order, ...] | None = None,
         window_fractions: tuple[float, ...] = (),
     ) -> list[Prediction]:
         predictions = []
@@ -302,8 +313,8 @@ def _middle(wide_ms: float | None, narrow_ms: float | None) -> float | None:
 def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], order: Order) -> Assignment:
     """Choose layers for the counts: the earliest ones swap; the last ones, or the first free ones, recompute.
 
-    ``spread``: the last ones recompute, and those swap in which the host has most time left. Then no layer has so much
-    to enqueue that the device waits there, while the host waits for the device in others.
+    ``spread``: the last ones recompute, and each site is swapped in the earliest layers in which the device need not
+    wait for the host, if there are as many.
     """
     of_layer: dict[int, tuple[LayerClass, dict[str, str], list[str]]] = {}
     for block, counts in zip(blocks, answer, strict=True):
@@ -339,19 +350,19 @@ def _arrange(blocks: Sequence[Block], answer: Sequence[Counts], order: Order) ->
     return tuple((tuple(layers), *key) for key, layers in alike.items())
 
 
-def _spread(counts: Mapping[str, int], of_layer: Mapping[int, tuple[LayerClass, dict[str, str], list[str]]]) -> None:
-    """Swap each site in as many layers as ``counts`` says: in the earliest ones in which the device need not wait for
+def _spread(swapped: Mapping[str, int], of_layer: Mapping[int, tuple[LayerClass, dict[str, str], list[str]]]) -> None:
+    """Swap each site in as many layers as ``swapped`` says: in the earliest ones in which the device need not wait for
     the host, then in those in which it waits least. ``of_layer``: the layers that may swap, with what they recompute.
     """
 
-    def wait_ms(layer: int, site: str) -> float:
+    def wait_ms(layer: int, more: str) -> float:
         entry, chosen, sections = of_layer[layer]
-        actions = {site: Action.SWAP if how == "swap" else Action.RECOMPUTE for site, how in chosen.items()}
-        host_ms = forward_host_ms(entry.host_ms, {**actions, site: Action.SWAP}, LAYER_SECTION in sections)
+        actions = {name: Action.SWAP if how == "swap" else Action.RECOMPUTE for name, how in chosen.items()}
+        host_ms = forward_host_ms(entry.host_ms, {**actions, more: Action.SWAP}, LAYER_SECTION in sections)
         return max(0.0, host_ms - entry.forward_ms)
 
-    for site, count in sorted(counts.items(), key=lambda pair: -pair[1]):
-        free = [layer for layer, (_, actions, _) in of_layer.items() if site not in actions]
+    for site, count in sorted(swapped.items(), key=lambda pair: -pair[1]):
+        free = [layer for layer, (_, chosen, _) in of_layer.items() if site not in chosen]
         for layer in sorted(free, key=lambda layer: (wait_ms(layer, site), layer))[:count]:
             of_layer[layer][1][site] = "swap"
 

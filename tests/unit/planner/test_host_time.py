@@ -16,7 +16,7 @@ from megatron.swap.planner import host_time
 from megatron.swap.planner.host_time import HOOKS, RECOMPUTED_SITE, SWAPPED_SITE, WATCH, WHOLE, own_host_ms
 from megatron.swap.planner.profile import LayerClass, Profile, Section, load_profile
 from megatron.swap.planner.simulate import simulate
-from megatron.swap.planner.solve import empty_plan, smallest_budget, solve
+from megatron.swap.planner.solve import _spread, empty_plan, smallest_budget, solve
 from tests.unit.planner.cases import plan, profile, site
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -92,9 +92,11 @@ def test_more_hooks_take_the_host_longer() -> None:
     assert step_ms(0.5) == pytest.approx(step_ms(0.0) + 5 * 2 * 0.5)
 
 
-@pytest.mark.parametrize("host_ms", [0.0, 0.6, 1.0, 1.4])
+@pytest.mark.parametrize(("host_ms", "most"), [(0.0, 1.0), (0.6, 1.0), (1.0, 1.02), (1.4, 1.0), (2.0, 1.065)])
 @pytest.mark.parametrize(("room", "micro_batches"), [(0.2, 1), (0.5, 1), (0.8, 1), (0.5, 2)])
-def test_the_solver_finds_what_plans_offer(host_ms: float, room: float, micro_batches: int) -> None:
+def test_the_solver_finds_what_plans_offer(host_ms: float, most: float, room: float, micro_batches: int) -> None:
+    """Where the host takes as long as the device for the layer alone, the program's plans do not fit what they should.
+    """
     of = made(host_ms, 4, micro_batches)
     keep = simulate(of, all_of(of, ("keep",) * 4)).peak_gib
     budget_gib = smallest_budget(of) + room * (keep - smallest_budget(of))
@@ -102,7 +104,7 @@ def test_the_solver_finds_what_plans_offer(host_ms: float, room: float, micro_ba
     simulated = [simulate(of, all_of(of, way)) for way in ways]
     fastest = min(one.step_ms for one in simulated if one.peak_gib <= budget_gib)
     found = solve(of, budget_gib)
-    assert found.prediction.step_ms <= 1.03 * fastest
+    assert found.prediction.step_ms <= most * fastest + 1e-6
     assert found.lower_bound_ms <= fastest + 1e-6
 
 
@@ -115,8 +117,19 @@ def test_the_work_of_the_host_is_spread_over_layers(room: float) -> None:
     layers = tuple(replace(entry, host_ms=own_host_ms(70.4 / 16)) for entry in of.layers)
     of = replace(of, hook_ms=0.0, layers=layers)
     least_gib, kept_gib = smallest_budget(of), simulate(of, empty_plan(of)).peak_gib
-    found = solve(of, least_gib + room * (kept_gib - least_gib), 1, 0.0)
-    assert found.prediction.step_ms <= 1.01 * found.lower_bound_ms
+    for hook_ms in (0.0, 0.6):  # which no plan avoids, in forward and in backward
+        found = solve(replace(of, hook_ms=hook_ms), least_gib + room * (kept_gib - least_gib), 1, 0.0)
+        bound_ms = found.lower_bound_ms + 2 * hook_ms * sum(len(entry.layers) for entry in of.layers)
+        assert found.prediction.step_ms <= 1.005 * bound_ms
+
+
+def test_swapped_sites_go_where_the_device_waits_least() -> None:
+    """Beside a layer's forward the host can swap two sites. The first layer recomputes, which takes it longer."""
+    (kind,) = made(FORWARD_MS / (1 + HOOKS + 2.5 * SWAPPED_SITE), 4).layers
+    chosen: list[dict[str, str]] = [{"norm/0": "recompute"}, {}, {}, {}]
+    _spread({"mlp/0": 2, "norm/1": 2, "norm/2": 3}, {layer: (kind, one, []) for layer, one in enumerate(chosen)})
+    swapped = [{site for site, how in one.items() if how == "swap"} for one in chosen]
+    assert swapped == [set(), {"norm/2", "mlp/0", "norm/1"}, {"norm/2", "mlp/0"}, {"norm/2", "norm/1"}]
 
 
 def test_few_large_sites_are_better_than_many_small_ones() -> None:

@@ -172,6 +172,13 @@ class TestByHand:
         predicted = simulate(profile([entry]), plan(profile([entry]), {(0,): {}}, l0=("behind",)))
         assert predicted.peak_gib == gib(10 + 100 + max(after, 60 + min(before, after)))
 
+    def test_a_section_before_the_first_operator_runs_beside_its_memory(self) -> None:
+        sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 0.0, 2.0))
+        section = Section("behind", ("a/0",), ("in/0",), 1.5, peak_mib=200)
+        entry = LayerClass((0,), 2.0, 4.0, sites, (section,), temporaries=((0.0, 80.0),))
+        predicted = simulate(profile([entry]), plan(profile([entry]), {(0,): {}}, l0=("behind",)))
+        assert predicted.peak_gib == gib(10 + 100 + 200 + 80)
+
     def test_recomputed_sites_imply_their_section(self) -> None:
         """The engine recomputes them together: recomputing one costs as much as recomputing all."""
         sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 2.0, 3.0), site("b/0", 40, 1.5, 1.0, 2.0))
