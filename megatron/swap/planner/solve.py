@@ -31,7 +31,7 @@ NEAR_OPTIMUM = 1e-4
 SMALLEST_MARGIN = 1.002
 """The smallest feasible budget is written with this factor."""
 Order = Literal["recompute last", "recompute first", "spread"]
-"""Which layers get the program's counts."""
+"""A way to choose the layers for the counts of a program."""
 NEAR_MS = 0.05
 NEAR_GIB = 1e-9
 TIGHTER_GIB = 1e-4
