@@ -370,7 +370,9 @@ class _Step:
                 self._recompute += recomputation.cost_ms
                 self._mib += recomputation.mib
                 # It runs as an operator begins: the one before has freed its memory, this one has not taken its own.
-                beside_mib = min(before_mib, temporary_mib) if at_ms == changed_at_ms else temporary_mib
+                # Measured temporaries are medians and maxima of several runs, so nothing is concluded from two of them.
+                is_between = at_ms == changed_at_ms and self._profile.allocator_gib is None
+                beside_mib = min(before_mib, temporary_mib) if is_between else temporary_mib
                 self._record_peak(where, beside_mib + recomputation.peak_mib)
             elif kind == 2:
                 if -1 - i in storages:

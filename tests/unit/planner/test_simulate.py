@@ -165,19 +165,23 @@ class TestByHand:
 
     @pytest.mark.parametrize(("before", "after"), [(30, 80), (80, 30), (30, 30)])
     def test_a_section_runs_between_two_operators(self, before: float, after: float) -> None:
-        """What one has freed and the other has not taken yet does not count beside it."""
+        """What one has freed and the other has not taken yet does not count beside it, unless it was measured."""
         sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 1.0, 2.0))
         section = Section("behind", ("a/0",), ("in/0",), 1.5, peak_mib=60)
         entry = LayerClass((0,), 2.0, 4.0, sites, (section,), temporaries=((0.0, before), (1.0, after)))
-        predicted = simulate(profile([entry]), plan(profile([entry]), {(0,): {}}, l0=("behind",)))
-        assert predicted.peak_gib == gib(10 + 100 + max(after, 60 + min(before, after)))
+        measured = profile([entry])
+        of_plan = plan(measured, {(0,): {}}, l0=("behind",))
+        assert simulate(measured, of_plan).peak_gib == gib(10 + 100 + 60 + after)
+        predicted = simulate(replace(measured, allocator_gib=None), of_plan)
+        assert predicted.peak_gib - predicted.fragments_gib == gib(10 + 100 + max(after, 60 + min(before, after)))
 
     def test_a_section_before_the_first_operator_runs_beside_its_memory(self) -> None:
         sites = (site("in/0", 10, 0.1, 3.0, 4.0), site("a/0", 100, 1.0, 0.0, 2.0))
         section = Section("behind", ("a/0",), ("in/0",), 1.5, peak_mib=200)
         entry = LayerClass((0,), 2.0, 4.0, sites, (section,), temporaries=((0.0, 80.0),))
-        predicted = simulate(profile([entry]), plan(profile([entry]), {(0,): {}}, l0=("behind",)))
-        assert predicted.peak_gib == gib(10 + 100 + 200 + 80)
+        of = replace(profile([entry]), allocator_gib=None)
+        predicted = simulate(of, plan(of, {(0,): {}}, l0=("behind",)))
+        assert predicted.peak_gib - predicted.fragments_gib == gib(10 + 100 + 200 + 80)
 
     def test_recomputed_sites_imply_their_section(self) -> None:
         """The engine recomputes them together: recomputing one costs as much as recomputing all."""
