@@ -4,7 +4,8 @@ The engine watches a layer's operators while some of them are recorded, and pack
 the GPU less time than that takes the host. Costs are in multiples of the layer's own time on the host, so that they
 follow its speed. They are of a Qwen3 layer of transformers on the host of an H200, where they predicted two runs to 1 %
 (docs/results: any-model). Since then layers repeat an earlier run's decisions. On a CPU that lowered the work for
-recomputation to 0.6 to 0.75 of what it was (host-time.json): ``WATCH`` and ``RECOMPUTED_SITE`` are two thirds of theirs.
+recomputation to 0.6 to 0.75 of what it was (host-time.json), so ``WATCH`` and ``RECOMPUTED_SITE`` are two thirds of
+the first ones.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def test_more_hooks_take_the_host_longer() -> None:
 @pytest.mark.parametrize(("host_ms", "most"), [(0.0, 1.0), (0.6, 1.0), (1.0, 1.02), (1.4, 1.0), (2.0, 1.065)])
 @pytest.mark.parametrize(("room", "micro_batches"), [(0.2, 1), (0.5, 1), (0.8, 1), (0.5, 2)])
 def test_the_solver_finds_what_plans_offer(host_ms: float, most: float, room: float, micro_batches: int) -> None:
-    """At 2 ms, where the host takes as long as the device for a layer alone, the search misses the best by up to 6 %."""
+    """At 2 ms the host takes as long as the device for a layer alone. There the search misses the best by up to 6 %."""
     of = made(host_ms, 4, micro_batches)
     keep = simulate(of, all_of(of, ("keep",) * 4)).peak_gib
     budget_gib = smallest_budget(of) + room * (keep - smallest_budget(of))
