@@ -138,7 +138,6 @@ class Engine:
         whole: layers that are recomputed whole.
         chunks: how many layers each model chunk has; only the last one ends in the loss.
         recorded: hooks all layers for ``recorder``, which takes the observer's bytes for the device's memory.
-        from_use: the recorder's; off, storages come back when their memory is allocated, which the observer cannot see.
         host_bytes, disk: host memory, and what takes what it has no room for.
         commit_bytes: instead of the product's 16 MiB, so that copies start inside a layer.
         guarded: what nobody uses is taken when an allocation fails.
@@ -164,7 +163,6 @@ class Engine:
         recompute: Collection[str] = (),
         whole: Collection[int] = (),
         recorded: bool = False,
-        from_use: bool = True,
         host_bytes: int = 256 * MIB,
         disk: DiskFile | None = None,
         guarded: bool = False,
@@ -187,7 +185,7 @@ class Engine:
         self.recorder = None
         if recorded:
             assert observer is not None
-            self.recorder = Recorder(self.device, ranges, observer.take_peak, from_use)
+            self.recorder = Recorder(self.device, ranges, observer.take_peak)
         engine = build_engine(
             self.device, self.tier, policy,
             EngineSettings(window_bytes=window_bytes, verify=verify, recomputes=True, wrappers=wrappers),

@@ -177,7 +177,7 @@ def test_a_plan_made_from_a_recording_holds_what_was_predicted(
         if solution.prediction.peak_at.startswith("at the loss"):
             assert predicted - measured <= ANGLES_BYTES
         # In forward what is recomputed counts until its layer ends; some of it is gone before.
-        least = 0.96 if solution.prediction.peak_at.startswith("forward") else 0.97
+        least = 0.97 if solution.prediction.peak_at.startswith("forward") else 0.99
         assert least * predicted <= measured <= predicted <= share * everything * GIB, solution.prediction.peak_at
         seen.update(action for layer in solution.plan.layers() for action in solution.plan.sites(layer).values())
     assert len(seen) > 1  # which of them: that depends on how fast this machine copies

@@ -163,9 +163,6 @@ class EmulatedDevice(Device):
         ranges: receive the launch of each copy and the copy itself, both with its number: a profiler sees neither.
         memory_gib: most GiB of the tensors that are made until ``close``; ``None``: no limit.
 
-    Attributes:
-        on_allocate: called with each buffer that is allocated; ``None``: nobody counts them.
-
     Raises:
         UsageError: ``memory_gib`` is given, and the native part cannot be built here.
     """
@@ -173,7 +170,6 @@ class EmulatedDevice(Device):
     def __init__(
         self, longest_delay_s: float = 0.0, seed: int = 0, ranges: Ranges | None = None, memory_gib: float | None = None
     ) -> None:
-        self.on_allocate: Callable[[torch.Tensor], None] | None = None
         self._is_limited = memory_gib is not None
         if memory_gib is not None:
             native("memory of an emulated device needs").limit_ram(int(memory_gib * GIB))
@@ -225,10 +221,7 @@ class EmulatedDevice(Device):
             return self._num_copies
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        buffer = torch.full((num_bytes,), POISON, dtype=torch.uint8)
-        if self.on_allocate is not None:
-            self.on_allocate(buffer)
-        return buffer
+        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
     def discard(self, storage: torch.UntypedStorage) -> None:
         bytes_of(storage).fill_(POISON)

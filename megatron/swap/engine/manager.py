@@ -63,7 +63,7 @@ class SwapManager:
         self._evictions = Evictions(state)
         weakref.finalize(self, end_delay).atexit = False  # dropped in mid-step
         self.offload = Offloader(state, self._evictions, self.decider, settings.verify, instruments.on_full)
-        self.reload = Reloader(state, self._evictions)
+        self.reload = Reloader(state, self._evictions, instruments.observer)
 
     @property
     def counters(self) -> Counters:

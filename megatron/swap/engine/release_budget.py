@@ -26,9 +26,7 @@ class ReleaseBudget:
         # Bytes that each layer kept in its last run; and that all later layers kept, once a chunk has run.
         self._kept_bytes: dict[int, int] = {}
         self._kept_after_bytes: dict[int, int] = {}
-        # Of the running layer: storages kept so far, and bytes still to be kept.
-        self._accounted: set[int] = set()
-        self._unaccounted_bytes = 0
+        self._unaccounted_bytes = 0  # still to be kept by the running layer
 
     @property
     def window_bytes(self) -> int:
@@ -49,14 +47,14 @@ class ReleaseBudget:
 
     def begin_forward(self, layer: int, position: LayerPosition) -> None:
         """Begin ``layer``: the bytes it is about to keep are slack, if ``LayerPosition.early_release`` allows."""
-        self._accounted.clear()
         self._unaccounted_bytes = self._kept_bytes.get(layer, 0) if position.early_release else 0
 
     def account_kept(self, storage: torch.UntypedStorage, group: Group) -> bool:
         """Note that the running layer keeps ``storage``. Return whether this reduces the slack."""
-        if storage._cdata in self._accounted:
+        counted = group.forward_pass.counted
+        if storage._cdata in counted:
             return False
-        self._accounted.add(storage._cdata)
+        counted.add(storage._cdata)
         group.kept_bytes += storage.nbytes()
         had_slack = self._unaccounted_bytes > 0
         self._unaccounted_bytes = max(0, self._unaccounted_bytes - storage.nbytes())

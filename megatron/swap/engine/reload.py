@@ -19,6 +19,7 @@ from megatron.swap.engine.evict import Evictions
 from megatron.swap.engine.handle import Group, Handle, StorageState
 from megatron.swap.engine.shared_state import SharedState, num_bytes_of
 from megatron.swap.planner.recording import BRING_BACK
+from megatron.swap.profiling.observer import Observer
 
 
 class Reloader:
@@ -27,17 +28,19 @@ class Reloader:
     Args:
         state: the state shared with offload and eviction.
         evictions: the accounting of the guard's evictions.
+        observer: counts reloaded storages.
 
     Attributes:
         stream: the H2D copy stream.
     """
 
-    def __init__(self, state: SharedState, evictions: Evictions) -> None:
+    def __init__(self, state: SharedState, evictions: Evictions, observer: Observer | None = None) -> None:
         self.stream = state.device.copy_stream("in")
         self._state = state
         self._device = state.device
         self._counters = state.counters
         self._evictions = evictions
+        self._observer = observer
         self._is_closed = False
 
     def begin_backward(self, group: Group) -> None:
@@ -193,6 +196,8 @@ class Reloader:
         handle.move_to(StorageState.RELOADING)
         handle.in_event = self._device.record(self.stream)
         handle.storage = buffer.untyped_storage()
+        if self._observer is not None:
+            self._observer.note(buffer)  # it takes memory before it is used
         self._state.ranges.arrived(handle, handle.storage)
         handle.stream = compute
         handle.in_fence = self._state.fences.add(handle.in_event)

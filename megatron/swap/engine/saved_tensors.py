@@ -137,10 +137,10 @@ class SavedTensors:
         self.device = device
         self.on_saved = instruments.on_saved
         self._recorder = instruments.recorder
-        self._observer = instruments.observer
+        self.observer = instruments.observer
         self._wrappers = wrappers
         hooks = Hooks(keep, self.unpack)
-        self._unpack_input = (hooks if self._observer is None else self._observer.around(hooks)).unpack
+        self._unpack_input = (hooks if self.observer is None else self.observer.around(hooks)).unpack
 
     @property
     def active_recorder(self) -> Recorder | None:
@@ -244,10 +244,10 @@ class SavedTensors:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Return a context in which what the present hooks hold is counted: a checkpoint's, while it recomputes."""
-        if self._observer is None:
+        if self.observer is None:
             yield
             return
-        hooks = self._observer.around(Hooks(*torch._C._autograd._top_saved_tensors_default_hooks(False)))
+        hooks = self.observer.around(Hooks(*torch._C._autograd._top_saved_tensors_default_hooks(False)))
         with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
             yield
 
@@ -275,8 +275,6 @@ class SavedTensors:
             storage = self.recomputer.recompute(packed.spec, self._unpack_input)
         else:
             storage = self.manager.reload.fetch(packed.handle, packed.group, packed.index)
-        if self._recorder is not None:
-            self._recorder.used(storage)
         return packed.layout.view(storage)
 
     def _enter(
@@ -288,9 +286,9 @@ class SavedTensors:
         observed: bool = True,
     ) -> AbstractContextManager[Any]:
         """Return a context with ``hooks``. With ``keeping``, wrapper tensors are taken apart."""
-        if observed and self._observer is not None and self._observer.is_on:
-            hooks = self._observer.around(hooks)
-            keeping = None if keeping is None else self._observer.around(keeping)
+        if observed and self.observer is not None and self.observer.is_on:
+            hooks = self.observer.around(hooks)
+            keeping = None if keeping is None else self.observer.around(keeping)
         if keeping is not None and self._wrappers is not None:
             hooks = apart(self._wrappers, hooks, keeping, weight_shapes)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
@@ -316,6 +314,7 @@ class LayerPacker:
         self._decider = saved_tensors.manager.decider
         self._on_saved = saved_tensors.on_saved
         self._recorder = saved_tensors.active_recorder
+        self._observer = saved_tensors.observer
         recomputer = saved_tensors.recomputer
         self._recomputer = recomputer if recomputer is not None and recomputer.is_recording else None
 
@@ -418,6 +417,8 @@ class LayerPacker:
     ) -> Packed:
         if self._recorder is not None:
             self._recorder.aliased(tensor)
+        if self._observer is not None:
+            self._observer.note(tensor)  # recomputation reads it, and maybe autograd does not save it
         if handle is None:
             return keep(tensor, group, record)
         return HandledTensor(handle, group, self._offload.join(tensor, handle, group), Layout.of(tensor), record)

@@ -19,7 +19,6 @@ from megatron.swap.common.instrumentation import Ranges
 from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB, LINEAR, OPERATOR, SwapError, UsageError
 from megatron.swap.devices.base import Device
-from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.layer_hooks import LayerBoundary, in_backward, override_forward
 from megatron.swap.engine.settings import Instruments
 from megatron.swap.memory.host_memory import machine_memory_gib
@@ -76,8 +75,6 @@ class PlannedActivations(SwappedActivations):
             raise
 
     def _instruments(self, device: Device) -> Instruments:
-        if isinstance(device, EmulatedDevice) and self._observer is not None:
-            device.on_allocate = self._observer.note_buffer  # as on a device, they count before their first use
         self._recorder = Recorder(device, self._ranges, self._take_peak)
         return Instruments(
             ranges=self._ranges, observer=self._observer, recorder=self._recorder, on_full=self._on_tier_full

@@ -140,9 +140,11 @@ class Observer:
         hooks = self.around(PLAIN)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
 
-    def note_buffer(self, buffer: torch.Tensor) -> None:
-        """Count ``buffer``, which the device has allocated for a reload, before its first use."""
-        self._note(buffer)
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor``, which autograd has not saved: a reload's buffer, or what is made again from
+        it."""
+        if self.is_on:
+            self._note(tensor)
 
     def take_peak(self) -> tuple[int, int]:
         """Return the most bytes held at once since the last call, and the bytes held now."""

@@ -67,15 +67,10 @@ class Recorder:
         device: device whose time is measured.
         ranges: reports layers and the engine's work.
         take_peak: returns the most bytes in use since the last call, and the bytes in use now.
-        from_use: ``take_peak`` counts the memory of a reloaded or recomputed storage from its first use on, as the
-            observer does. Otherwise it counts that memory from its allocation on, as a device does.
     """
 
-    def __init__(
-        self, device: Device, ranges: Ranges, take_peak: Callable[[], tuple[int, int]], from_use: bool = False
-    ) -> None:
+    def __init__(self, device: Device, ranges: Ranges, take_peak: Callable[[], tuple[int, int]]) -> None:
         self.is_on = False
-        self._from_use = from_use
         self._device = device
         self._ranges = ranges
         self._take_peak = take_peak
@@ -101,7 +96,6 @@ class Recorder:
         self._shared: list[Reference] = []
         self._last_forward: PassKey | None = None
         self._is_evaluating = False
-        self._unused: dict[int, tuple[SavedStorage, Reference]] = {}
 
     # ---------------------------------------------------------------- on and off
 
@@ -123,7 +117,6 @@ class Recorder:
             self._runs.clear()
             self._records.clear()
             self._saved_in_run.clear()
-            self._unused.clear()
             self._forget_inputs()
             self._last_forward = None
 
@@ -365,22 +358,10 @@ class Recorder:
         elif self.is_on:
             self._note(What.ASKED, storage=record)
 
-    def used(self, storage: torch.UntypedStorage) -> None:
-        """Note that backward, or a recomputation, uses a tensor on ``storage``."""
-        record, reference = self._unused.pop(storage._cdata, (None, None))
-        if self.is_on and record is not None and reference is not None and reference() is storage:
-            self._note_arrival(record, storage)
-
     def _arrived(self, subject: Labelled, storage: torch.UntypedStorage) -> None:
         record = self._records.get(subject.label)
         if record is None:  # saved before the recording
             return
-        if self._from_use:
-            self._unused[storage._cdata] = record, weakref.ref(storage)
-        else:
-            self._note_arrival(record, storage)
-
-    def _note_arrival(self, record: SavedStorage, storage: torch.UntypedStorage) -> None:
         self._note(What.ARRIVED, storage=record, num_bytes=storage.nbytes())
         self._tracker.track(record, storage)
 

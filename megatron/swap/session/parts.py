@@ -161,7 +161,7 @@ class ActivationParts:
         if not config.optimizer:  # else optimizer state, whose size is fixed, reserves its memory first
             pool.reserve(min(planned.host.least_bytes, pool.limit_bytes))
         guard = OomGuard(device, pool, int(config.min_mib * MIB), planned.host.guard_bytes)
-        recorder = Recorder(device, ranges, take_peak, from_use=not on_gpu)
+        recorder = Recorder(device, ranges, take_peak)
         settings = EngineSettings(
             window_bytes=config.window_bytes(config.plan), verify=config.verify, recomputes=bool(planned.kinds),
             wrappers=planned.wrappers,

@@ -59,7 +59,7 @@ def run(
     observer.context(layers)  # parameters do not count
     in_pipeline = steps != TWO
     with Engine(
-        layers, observer=observer, policy=policy, recorded=True, from_use=False, ends_in_loss=not in_pipeline,
+        layers, observer=observer, policy=policy, recorded=True, ends_in_loss=not in_pipeline,
         window_bytes=window_bytes,
     ) as engine:  # fmt: skip
         assert engine.recorder is not None

@@ -40,7 +40,7 @@ WAYS = {
     "qwen3": Way((0.6, 0.45), autocast=True),
     "mixtral": Way(),
     "gpt2": ACCUMULATED,
-    "t5": Way(tolerance=0.05),  # some of its plans hold 4 % more than predicted (docs/dev/history.md, 2026-11-28)
+    "t5": Way(),
     "bert": ACCUMULATED,
     "vit": Way(),
     "gemma3": BF16,
