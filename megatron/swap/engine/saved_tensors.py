@@ -174,6 +174,11 @@ class SavedTensors:
         if self._recorder is not None and self._recorder.is_on:
             self._recorder.not_repeatable(group.label)
 
+    def is_like(self, group: Group, other: int) -> None:
+        """Record that a layer runs in a checkpoint, because it saves what layer ``other`` saved in this forward."""
+        if self._recorder is not None and self._recorder.is_on:
+            self._recorder.is_like(group.label, other)
+
     def hooks(
         self,
         where: Where,

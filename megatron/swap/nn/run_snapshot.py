@@ -16,7 +16,7 @@ from megatron.swap.devices.base import bytes_of
 
 
 class RunSnapshot:
-    """Buffers, arguments and random state of Python and NumPy before a run of a layer.
+    """Buffers, plain attributes, arguments and random state of Python and NumPy before a run of a layer.
 
     Args:
         module: the layer.
@@ -31,6 +31,7 @@ class RunSnapshot:
         self._has_inference = any(tensor.is_inference() for tensor in read)
         self._versions = versions_of([*read, *module.buffers()])
         self._buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()}
+        self._attributes = _plain_attributes(module)
         self._random = _random_state()
 
     def is_unchanged(self) -> bool:
@@ -43,6 +44,7 @@ class RunSnapshot:
             and all(map(_is_same, leaves, self._leaves))
             and all(tensor._version == version for tensor, version in self._versions)
             and self._random == _random_state()
+            and self._attributes == _plain_attributes(self._module)
             and buffers.keys() == self._buffers.keys()
             and all(buffers[name] is one and _has_same_bytes(one, copy) for name, (one, copy) in self._buffers.items())
         )
@@ -68,6 +70,13 @@ def check_unchanged(versions: list[tuple[torch.Tensor, int]], layer: str) -> Non
 
 def _random_state() -> tuple[Any, ...]:
     return random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
+
+
+def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    return [
+        (name, value) for one in module.modules() for name, value in vars(one).items()
+        if type(value) in (bool, int, float, str)
+    ]  # fmt: skip
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -57,12 +57,14 @@ def build_profile(
             because it was not hooked or was recomputed as a whole.
     """
     timeline = Timeline(recording)
-    passes = [one for one in timeline.passes if one.is_whole]
+    whole = [one for one in timeline.passes if one.is_whole]
+    passes = [one for one in whole if one.like is None]
     if not passes:
         raise SwapError("the recording has no forward of a layer with its backward: record whole training steps.")
+    like = {one.pass_key.layer: one.like for one in whole if one.like is not None}
     layers = tuple(
         _layer_class(numbers, [one for one in passes if one.pass_key.layer in numbers], timeline, min_mib, whole_layers)
-        for numbers in _classes(passes, min_mib)
+        for numbers in _with_alike(_classes(passes, min_mib), like)
     )
     reserved_bytes = timeline.peak_bytes if recording.reserved_bytes is None else recording.reserved_bytes
     return Profile(
@@ -172,6 +174,15 @@ def _classes(passes: Sequence[LayerPass], min_mib: float) -> list[tuple[int, ...
         else:
             classes.append(([layer], kind, sizes))
     return [tuple(numbers) for numbers, _, _ in classes]
+
+
+def _with_alike(classes: list[tuple[int, ...]], like: dict[int, int]) -> list[tuple[int, ...]]:
+    """Add each layer that was not recorded to the class of the layer that it is ``like``."""
+    recorded = {layer for numbers in classes for layer in numbers}
+    return [
+        tuple(sorted((*numbers, *(layer for layer in like if layer not in recorded and like[layer] in numbers))))
+        for numbers in classes
+    ]
 
 
 def _sites(passes: Sequence[LayerPass]) -> list[str]:

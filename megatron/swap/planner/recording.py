@@ -38,6 +38,8 @@ class What(Enum):
     """A layer's inputs that it does not save, and would save if it were recomputed whole."""
     FREED = auto()
     """The device memory of a storage is about to be freed."""
+    LIKE = auto()
+    """A layer runs in a checkpoint, because it is like another one that was recorded in the same forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +107,14 @@ class Event:
         at_ms: time since the first event, on the compute stream.
         peak_bytes: peak of allocated memory since the previous event.
         now_bytes: allocated memory.
-        pass_key: the pass, for FORWARD_BEGIN, FORWARD_END, BACKWARD_BEGIN and BACKWARD_END.
+        pass_key: the pass, for FORWARD_BEGIN, FORWARD_END, BACKWARD_BEGIN, BACKWARD_END and LIKE.
         storage, num_bytes: the storage, for SAVED, ASKED, ARRIVED and FREED, and the bytes allocated or freed. For
             INPUTS all of them as one storage, which is none of its own. For FORWARD_BEGIN the bytes saved outside the
             layers so far.
         work, of: for WORK_BEGIN and WORK_END, one of ``WORKS`` and its subject (``layers.3/mlp/0 mb0``), or
             ``EVALUATION``.
         chunk: number of the chunk in model order, for CHUNK_BEGIN and CHUNK_END.
+        like: the other layer, for LIKE.
         noting_ms: time after ``at_ms`` that the recorder itself took.
         host_at_ms: time on the host's clock.
     """
@@ -126,6 +129,7 @@ class Event:
     work: str = ""
     of: str = ""
     chunk: int = 0
+    like: int | None = None
     noting_ms: float = 0.0
     host_at_ms: float = 0.0
 

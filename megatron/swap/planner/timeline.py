@@ -52,6 +52,7 @@ class LayerPass:
         non_layer_bytes: bytes saved outside the layers before its forward. ``temporaries`` and the peak have them too.
         intermediate_bytes: peak of the unsaved intermediates of recomputations.
         has_trials: recomputations were tried in its forward. The host waited for the device, so its time is not usual.
+        like: a layer that was recorded in place of this one, which ran in a checkpoint; ``None``: this one was.
     """
 
     pass_key: PassKey
@@ -70,6 +71,7 @@ class LayerPass:
     non_layer_bytes: int = 0
     intermediate_bytes: int = 0
     has_trials: bool = False
+    like: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -272,6 +274,9 @@ class Timeline:
                 assert event.storage is not None
                 if (one := self._pass_of.get(event.storage.pass_key)) is not None:
                     one.unsaved_inputs = event.storage
+            case What.LIKE:
+                assert event.pass_key is not None
+                self._pass_of[event.pass_key].like = event.like
             case What.ASKED | What.FREED:
                 self._note_use(event, now_ms)
 

@@ -119,6 +119,10 @@ class FootprintMeter:
         if self._exceeded is not None and self._excess_bytes > 0:
             self._exceeded()
 
+    def is_like(self, layer: int, other: int) -> None:
+        """Take for ``layer``, which was not seen in this step, the figures of ``other``, which was."""
+        self._layers[layer] = self._layers[other]._replace(layer=layer)
+
     def take(self) -> Footprint:
         """Return the footprint since the last call. Call it at the end of each step."""
         layers, self._layers = self._layers, {}

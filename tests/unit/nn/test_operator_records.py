@@ -20,7 +20,7 @@ from megatron.swap.common.types import Site
 from megatron.swap.engine import offload
 from megatron.swap.engine.handle import alias_of
 from megatron.swap.engine.recompute import Recomputer
-from megatron.swap.nn import operator_records, planned_activations, planned_layers
+from megatron.swap.nn import operator_records, planned_activations, planned_boundary
 from megatron.swap.nn.operator_records import Kind, OperatorRecords, OperatorWatch, kind_of
 from megatron.swap.nn.operator_repeats import OperatorRepeats
 from megatron.swap.planner.profile import Link
@@ -407,7 +407,7 @@ def test_casts_of_autocast_are_made_again() -> None:
 
 def test_changes_in_place_that_nobody_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the first step's watch what the model changes later is read again: an error, not a wrong loss."""
-    monkeypatch.setattr(planned_layers, "version_probe_of", lambda tensor: alias_of(torch.empty(0)))
+    monkeypatch.setattr(planned_boundary, "version_probe_of", lambda tensor: alias_of(torch.empty(0)))
     with pytest.raises((RuntimeError, AssertionError)):
         assert_planned(lambda: ChangesInputs(Shared), fractions=(0.85,), tolerance=CHAINS)
 

@@ -21,7 +21,7 @@ from megatron.swap.common.plan import Infeasible, load_plan
 from megatron.swap.common.types import GIB, UsageError
 from megatron.swap.devices.emulated import EmulatedDevice
 from megatron.swap.engine.saved_tensors import SavedTensors
-from megatron.swap.nn import planned_activations, planned_layers
+from megatron.swap.nn import planned_activations, planned_boundary
 from megatron.swap.planner.profile import Link, load_profile
 from tests.plain_loop import (
     Cnn,
@@ -57,7 +57,7 @@ def planned(model: nn.Module, memory_gib: float = 1.0, **options: Any) -> swap.P
 
 
 def test_layers_recomputed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned_layers, "computing_devices", lambda _: True)  # so that no operators are recorded
+    monkeypatch.setattr(planned_boundary, "computing_devices", lambda _: True)  # so that no operators are recorded
     for plan in assert_planned(mlps):
         assert "recomputed as a whole" in plan
 
@@ -74,7 +74,7 @@ def test_dropout_is_restored() -> None:
 
 def test_dropout_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     planted = functools.partial(torch_checkpoint.checkpoint, preserve_rng_state=False)
-    monkeypatch.setattr(planned_layers, "checkpoint", planted)
+    monkeypatch.setattr(planned_boundary, "checkpoint", planted)
     with pytest.raises(AssertionError):
         assert_planned(encoder, tokens, (0.3,))
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron.swap.autotune.controller import AutoPlan
 from megatron.swap.common.types import UsageError
-from megatron.swap.nn import planned_layers
+from megatron.swap.nn import planned_boundary
 from megatron.swap.nn.run_snapshot import RunSnapshot
 from tests.plain_loop import WIDTH, Mlp, loss_of, mlps, rows, train
 from tests.planned_loop import QUIET, assert_planned
@@ -43,6 +43,7 @@ CHANGES: dict[str, Callable[[Any, torch.Tensor, list[Any]], object]] = {
     "a buffer's data": lambda layer, *_: layer.scale.data.mul_(1.01),
     "a buffer anew": reassign,
     "the input": lambda layer, hidden, states: hidden.detach().add_(0),
+    "a number": lambda layer, *_: setattr(layer, "count", getattr(layer, "count", 0) + 1),
     "a list": lambda layer, hidden, states: states.append(hidden),
     "an item of a list": lambda layer, hidden, states: states.__setitem__(0, hidden),
     "Python's random": lambda *_: random.random(),
@@ -132,7 +133,7 @@ def test_the_checkpoint_always_gets_a_tensor_of_the_device(monkeypatch: pytest.M
         seen.append(tensors)
         return run(*tensors)
 
-    monkeypatch.setattr(planned_layers, "checkpoint", checkpoint)
+    monkeypatch.setattr(planned_boundary, "checkpoint", checkpoint)
     model = mlps(3)
     with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
         recompute_all(swapped)
