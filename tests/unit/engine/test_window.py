@@ -139,7 +139,7 @@ class TestWindow:
             train_step(layers, one_after_the_other(1))
             manager, position = engine.manager, engine.boundaries[4]._position
             saved = torch.ones(64)
-            for _ in range(2):  # the same storage in two layers: the first claim says nothing of the second
+            for _ in range(2):  # in two forwards: what the first claimed says nothing of the second
                 group = manager.begin_forward(4, position)
                 lent_bytes = manager.release_budget._unaccounted_bytes
                 assert lent_bytes == manager.release_budget._kept_bytes[4] > 0
@@ -147,6 +147,20 @@ class TestWindow:
                     manager.offload.account_kept(view.untyped_storage(), group)
                 assert manager.release_budget._unaccounted_bytes == lent_bytes - saved.nbytes
                 assert group.kept_bytes == saved.nbytes
+
+    def test_a_storage_that_several_layers_keep_is_slack_in_the_first_alone(self):
+        """It takes its memory once, as an encoder's output that each layer of a decoder reads."""
+        layers = stack(6)
+        with Engine(layers, range(3), device=LazyDevice()) as engine:
+            train_step(layers, one_after_the_other(1))
+            manager, saved = engine.manager, torch.ones(64)
+            kept = []
+            for layer in (3, 4, 5):
+                group = manager.begin_forward(layer, engine.boundaries[layer]._position)
+                manager.offload.account_kept(saved.untyped_storage(), group)
+                kept.append(group.kept_bytes)
+                manager.end_forward(group)
+            assert kept == [saved.nbytes, 0, 0]
 
     def test_a_huge_window_keeps_everything(self):
         layers = stack(4)
