@@ -277,7 +277,7 @@ class ForwardPass:
 
     Attributes:
         kept: each layer's number and the bytes it kept, in the order of forward.
-        counted: addresses of the storages among them. One that several layers save counts in the first: it takes memory
+        counted: the storages among them, by address. One that several layers save counts in the first: it takes memory
             once, and the first layer's backward, which comes last, frees it.
         begun_bytes: bytes kept for groups whose backward has begun.
         over_bytes: bytes kept for groups whose backward has ended: this memory is free.
@@ -285,7 +285,7 @@ class ForwardPass:
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, int]] = []
-        self.counted: set[int] = set()
+        self.counted: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.begun_bytes = 0
         self.over_bytes = 0
 

@@ -7,6 +7,8 @@ in every micro-batch, so it is learned when a chunk runs, and copies use this sl
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from megatron.swap.common.types import LayerPosition
@@ -52,9 +54,10 @@ class ReleaseBudget:
     def account_kept(self, storage: torch.UntypedStorage, group: Group) -> bool:
         """Note that the running layer keeps ``storage``. Return whether this reduces the slack."""
         counted = group.forward_pass.counted
-        if storage._cdata in counted:
+        before = counted.get(storage._cdata)
+        if before is not None and before() is not None:
             return False
-        counted.add(storage._cdata)
+        counted[storage._cdata] = weakref.ref(storage)
         group.kept_bytes += storage.nbytes()
         had_slack = self._unaccounted_bytes > 0
         self._unaccounted_bytes = max(0, self._unaccounted_bytes - storage.nbytes())

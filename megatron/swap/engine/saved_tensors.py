@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from megatron.swap.engine.sites import SiteNames
 from megatron.swap.engine.wrapper_tensors import WrapperRules, apart
 from megatron.swap.planner.recording import NonLayerStorage, SavedStorage
 from megatron.swap.profiling.footprint import FootprintMeter
-from megatron.swap.profiling.observer import Hooks
+from megatron.swap.profiling.observer import Hooks, Observer
 from megatron.swap.profiling.recorder import Recorder
 
 Record = SavedStorage | NonLayerStorage
@@ -174,10 +174,11 @@ class SavedTensors:
         if self._recorder is not None and self._recorder.is_on:
             self._recorder.not_repeatable(group.label)
 
-    def is_like(self, group: Group, other: int) -> None:
-        """Record that a layer runs in a checkpoint, because it saves what layer ``other`` saved in this forward."""
+    def is_like(self, group: Group, others: tuple[int, ...]) -> None:
+        """Record that a layer runs in a checkpoint, because it saves what layers ``others`` saved in this forward."""
+        self.footprint.is_like(others[-1])
         if self._recorder is not None and self._recorder.is_on:
-            self._recorder.is_like(group.label, other)
+            self._recorder.is_like(group.label, others)
 
     def hooks(
         self,
@@ -246,15 +247,9 @@ class SavedTensors:
         """Return a context in which all tensors are kept, whatever the outer hooks are."""
         return self._enter(Hooks(keep, self.unpack), observed=observed)
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> AbstractContextManager[Any]:
         """Return a context in which what the present hooks hold is counted: a checkpoint's, while it recomputes."""
-        if self.observer is None:
-            yield
-            return
-        hooks = self.observer.around(Hooks(*torch._C._autograd._top_saved_tensors_default_hooks(False)))
-        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
-            yield
+        return nullcontext() if self.observer is None else _Counting(self.observer)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor as it was saved: same bytes, offset, shape and stride.
@@ -297,6 +292,24 @@ class SavedTensors:
         if keeping is not None and self._wrappers is not None:
             hooks = apart(self._wrappers, hooks, keeping, weight_shapes)
         return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+
+
+class _Counting(AbstractContextManager[None]):
+    """Counts what the hooks hold that are there when it begins. It may begin again, also before it has ended: a layer
+    that calls ``torch.autograd.grad`` is recomputed several times."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._begun: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        hooks = self._observer.around(Hooks(*torch._C._autograd._top_saved_tensors_default_hooks(False)))
+        context = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+        context.__enter__()
+        self._begun.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._begun.pop().__exit__(*error)
 
 
 class LayerPacker:

@@ -246,6 +246,15 @@ class HostPool:
             self._num_leases += 1
             return Lease(self, extents, nbytes, fence)
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether ``num_bytes`` more can be leased now, as far as the limit and the machine's free memory say."""
+        with self._lock:
+            self._absorb()
+            room_bytes = self.limit_bytes - self._reserved_bytes
+            if self._available_bytes is not None:
+                room_bytes = min(room_bytes, self._available_bytes())
+            return round_up(num_bytes, PAGE_BYTES) <= self._free.nbytes + room_bytes
+
     @property
     def stats(self) -> PoolStats:
         """The figures now. All memory that was freed so far counts as free."""

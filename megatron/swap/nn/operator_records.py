@@ -51,6 +51,7 @@ class OperatorOrder:
 
     Attributes:
         operators: in their order, but those that only return views.
+        shapes: of what each operator returns.
         firsts: number of the first output of each operator.
         last_write: position of the last operator that writes to a storage, by the storage's number; infinite: the model
             does, after the layer.
@@ -58,6 +59,7 @@ class OperatorOrder:
     """
 
     operators: list[Any] = field(default_factory=list)
+    shapes: list[tuple[Any, ...]] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     last_write: dict[int, float] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)
@@ -160,6 +162,7 @@ class OperatorWatch(_Mode):
                 order.last_write[number] = len(order.operators)
         order.operators.append(func)
         order.firsts.append(self._num_outputs)
+        order.shapes.append(tuple(tensor.shape if is_plain(tensor) else None for tensor in tensors_in(result)))
         for tensor in tensors_in(result):
             self._make(tensor, self._num_outputs)
             self._num_outputs += 1

@@ -82,14 +82,13 @@ class PlannedActivations(SwappedActivations):
 
     def _put_boundaries(self, is_swapped: list[bool]) -> Sequence[LayerBoundary]:
         self._planned = PlannedLayers(
-            self.layers, self._saved_tensors, self._target.policy, self._has_host_room,
-            lambda: self._auto is None or self._auto.is_measuring,
+            self.layers, self._saved_tensors, self._target.policy,
+            lambda: self._auto is None or self._auto.is_measuring, self._has_host_room,
         )  # fmt: skip
         return self._planned.boundaries
 
     def _has_host_room(self, num_bytes: int) -> bool:
-        pool = self._tier.pool
-        return pool.stats.leased_bytes + num_bytes <= pool.limit_bytes
+        return self._tier.pool.has_room(num_bytes)
 
     def _begin(self) -> None:
         for switched, line in take_over(self._model):

@@ -22,7 +22,7 @@ from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
 from megatron.swap.engine.producer_records import version_probe_of
 from megatron.swap.engine.recompute import Recomputer
 from megatron.swap.engine.saved_tensors import SavedTensors
-from megatron.swap.nn.alike_runs import AlikeRuns
+from megatron.swap.nn.alike_runs import AlikeRuns, kind_of
 from megatron.swap.nn.module_boundary import ModuleBoundary, in_checkpoint, tensors_in
 from megatron.swap.nn.module_weights import computing_devices
 from megatron.swap.nn.operator_records import OperatorFollower, OperatorOrder, OperatorRecords, OperatorWatch, is_plain
@@ -36,15 +36,11 @@ class LayerRun:
 
     Attributes:
         is_whole: it is recomputed whole in backward.
-        like: a run of this forward that was measured in place of this one, which runs in a checkpoint.
-        kind: runs of the same kind are alike; ``None``: nothing is measured.
     """
 
     number: int
     position: LayerPosition
     is_whole: bool
-    like: int | None = None
-    kind: Hashable = None
 
 
 class PlannedBoundary(ModuleBoundary):
@@ -52,8 +48,8 @@ class PlannedBoundary(ModuleBoundary):
 
     Args:
         number: of the layer before the order of the runs is known.
-        on_run: called with the layer's arguments when a forward runs it; returns the run.
-        alike: is told of measured runs.
+        on_run: called with the hidden states when a forward runs the layer; returns the run.
+        alike: says which runs are not measured.
 
     Attributes:
         has_backward: whether a backward has entered the layer.
@@ -69,12 +65,13 @@ class PlannedBoundary(ModuleBoundary):
         saved_tensors: SavedTensors,
         position: LayerPosition,
         options: BoundaryOptions,
-        on_run: Callable[[PlannedBoundary, tuple[Any, ...], dict[str, Any]], LayerRun],
+        on_run: Callable[[PlannedBoundary, Any], LayerRun],
         alike: AlikeRuns,
     ) -> None:
         self._on_run = on_run
         self._alike = alike
-        self._run_now: LayerRun | None = None
+        self._kind: Hashable = None  # of the present run, while steps are measured
+        self._like: tuple[int, ...] = ()  # runs that are measured in place of the present one
         self.has_backward = self.is_entered = self.is_apart = False
         self._graph: weakref.ref[Any] | None = None
         self.is_first_step = True
@@ -101,19 +98,22 @@ class PlannedBoundary(ModuleBoundary):
         if torch.is_grad_enabled():
             self._refuse_caches(args, kwargs)
             self._nth += 1
-            run = self._run_now = self._on_run(self, args, kwargs)
+            run = self._on_run(self, self._hidden(args, kwargs))
             self.layer = run.number
             if self._names is not None:
                 self._names.layer = run.number
-            self.set_position(run.position, checkpoint if run.is_whole or run.like is not None else None)
+            self._kind, self._like = None, ()
+            if not run.is_whole and self._alike.is_measuring():
+                order = self._orders.get(self._nth)
+                operators = None if order is None else [*zip(order.operators, order.shapes, strict=True)]
+                self._kind = kind_of(self.module, _tensors([args, kwargs]), operators, self._has_operators)
+                self._like = self._alike.find(self._kind)
+            self.set_position(run.position, checkpoint if run.is_whole or self._like else None)
             self._note_sources(run, args, kwargs)
         try:
-            result = super()._forward(*args, **kwargs)
-            if (now := self._run_now) is not None and now.like is not None:
-                self._saved_tensors.footprint.is_like(now.number, now.like)
-            return result
+            return super()._forward(*args, **kwargs)
         finally:
-            self._records = self._run_now = None
+            self._records = None
             self._repeats.drop_packer()
 
     def _refuse_caches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -131,12 +131,9 @@ class PlannedBoundary(ModuleBoundary):
             for number, tensor in enumerate(filter(is_plain, self._inputs_in(args, kwargs))):
                 self._sources[tensor.untyped_storage()._cdata] = Site(run.number, CHECKPOINT_PATH, number)
 
-    def hidden_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the hidden states among the arguments of the layer."""
+    def _hidden(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = kwargs.get("hidden_states")
         return named if isinstance(named, torch.Tensor) else next(_tensors([args, kwargs]), None)
-
-    _hidden = hidden_in
 
     def _note_inputs(self, group: Group, hidden: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._saved_tensors.inputs(group, self._inputs_in(args, kwargs))
@@ -169,33 +166,35 @@ class PlannedBoundary(ModuleBoundary):
         return self._graph is not None and self._graph() is not None
 
     def _run(self, group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = self._run_now
-        assert run is not None
-        if run.is_whole:
-            return self._run_checkpointed(group, args, kwargs)
-        if run.kind is None and self._saved_tensors.active_recorder is None:
+        if self._kind is None and self._saved_tensors.active_recorder is None:
+            if self._checkpoint is not None:
+                return self._run_checkpointed(group, args, kwargs)
             return self._run_recorded(args, kwargs)
         before = RunSnapshot(self.module, args, kwargs)
-        if run.like is not None:
-            self._saved_tensors.is_like(group, run.like)
+        if self._checkpoint is not None:
             result = self._run_checkpointed(group, args, kwargs)
-            if not before.is_unchanged():
-                self._refuse_measuring()
-            return result
-        result = self._run_recorded(args, kwargs)
+        else:
+            result = self._run_recorded(args, kwargs)
         is_repeatable = before.is_unchanged()
-        if not is_repeatable:  # such as batch norm, which counts what it has seen
+        if self._like:
+            if not is_repeatable:
+                self._refuse_measuring()
+            self._saved_tensors.is_like(group, self._like)
+        elif not is_repeatable:  # such as batch norm, which counts what it has seen
             self._saved_tensors.not_repeatable(group)
-        if run.kind is not None:
+        if self._kind is not None and not self._like:
+            if not is_repeatable or not self._inputs_in(args, kwargs):
+                self._alike.refuse(self._kind)
             given = filter(is_plain, _tensors([args, kwargs]))
-            self._alike.note(run.kind, run.number, group.num_bytes, given, is_repeatable=is_repeatable)
+            self._alike.note(self._kind, self.layer, group.num_bytes, given)
         return result
 
     def _refuse_measuring(self) -> NoReturn:
+        self._alike.refuse(self._kind)
         raise UsageError(
-            f"{type(self.module).__name__} is like another layer and yet changes its inputs, its buffers or the random "
-            "state of Python or NumPy, so it must not run again; and the host has no room for what it saves. Raise "
-            "host_gib, or swap layers without a budget."
+            f"{type(self.module).__name__} is like other layers and yet changes its inputs, its buffers, its "
+            "attributes or the random state of Python or NumPy, so it must not run again; and the host has no room for "
+            "what it saves. Raise host_gib, or swap layers without a budget."
         )
 
     def _run_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,17 +227,6 @@ class PlannedBoundary(ModuleBoundary):
         self._repeats.begin((self.layer, self._nth), is_known and self._saved_tensors.is_repeatable)
         self._on_recomputed = None if self._repeats.is_repeating else self._note_recomputed
         return super()._saved_tensors_context(group)
-
-    @property
-    def operators(self) -> list[Any] | None:
-        """The operators that the present run has run before; ``None``: they are not known."""
-        order = self._orders.get(self._nth)
-        return None if order is None else order.operators
-
-    @property
-    def has_operators(self) -> bool:
-        """Whether what single operators have made can be recomputed."""
-        return self._has_operators
 
     def _tensors_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         return [*self._constants, *_tensors([args, kwargs])]
@@ -283,8 +271,8 @@ class PlannedBoundary(ModuleBoundary):
         others = [None if i in indices else leaf for i, leaf in enumerate(leaves)]
         versions = versions_of(list(_tensors(others)))
         # Else the first run under a plan would have to watch, and to keep what single operators have made.
-        must_watch = self._run_now is not None and self._run_now.like is not None and self._has_operators
-        recomputer = self._saved_tensors.recomputer if must_watch and self._nth not in self._orders else None
+        must_watch = self._like and self._has_operators and self._nth not in self._orders
+        watcher = self._saved_tensors.recomputer if must_watch else None
         # The checkpoint restores the random numbers of the devices of its arguments: there is always one on this.
         on_device = torch.empty(0, device=self._saved_tensors.device)
 
@@ -295,8 +283,8 @@ class PlannedBoundary(ModuleBoundary):
                 full[i] = tensor
             again_args, again_kwargs = _pytree.tree_unflatten(full, structure)
             work = self._manager.ranges.storage("recompute", group) if in_backward() else nullcontext()
-            if recomputer is not None and not in_backward():
-                return self._run_watched(recomputer, again_args, again_kwargs)
+            if watcher is not None and not in_backward():
+                return self._run_watched(watcher, again_args, again_kwargs)
             with work:
                 return self._inner(*again_args, **again_kwargs)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -24,7 +23,7 @@ from megatron.swap.engine.layer_hooks import BoundaryOptions, in_backward
 from megatron.swap.engine.policy import Policy
 from megatron.swap.engine.saved_tensors import SavedTensors
 from megatron.swap.engine.sites import SiteNames
-from megatron.swap.nn.alike_runs import AlikeRuns, kind_of
+from megatron.swap.nn.alike_runs import AlikeRuns
 from megatron.swap.nn.planned_boundary import LayerRun, PlannedBoundary
 
 
@@ -35,8 +34,8 @@ class PlannedLayers:
         modules: the layers, each once.
         saved_tensors: the engine's hooks.
         policy: decides about the runs by their numbers.
-        has_room: whether the host has room for this many bytes more, while steps are measured.
-        is_measuring: whether they are.
+        is_measuring: whether steps are measured now.
+        has_room: whether the host has room for this many bytes more.
 
     Attributes:
         boundaries: one a module.
@@ -49,13 +48,12 @@ class PlannedLayers:
         modules: Sequence[nn.Module],
         saved_tensors: SavedTensors,
         policy: Policy,
-        has_room: Callable[[int], bool] = lambda _: True,
         is_measuring: Callable[[], bool] = lambda: False,
+        has_room: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._saved_tensors = saved_tensors
         self._policy = policy
-        self._is_measuring = is_measuring
-        self._alike = AlikeRuns(has_room)
+        self._alike = AlikeRuns(is_measuring, has_room)
         guard = saved_tensors.manager.guard
         options = BoundaryOptions(hooked=True, is_idle=lambda: policy.is_idle and not guard.is_on)
         positions = layer_positions([True] * len(modules), ends_in_loss=True)
@@ -185,13 +183,13 @@ class PlannedLayers:
             run = LayerRun(number, position, self._policy.recomputes_whole(number))
             self._runs_of.setdefault(boundary, []).append(run)
 
-    def _on_run(self, boundary: PlannedBoundary, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerRun:
+    def _on_run(self, boundary: PlannedBoundary, hidden: Any) -> LayerRun:
         if not self._depth:
             raise UsageError(
                 f"a layer ({type(boundary.module).__name__}) runs, but not through the forward of the model that "
                 "memory_gib was given for: pass the module that your loop calls."
             )
-        if not self.hidden_shape and (hidden := boundary.hidden_in(args, kwargs)) is not None:
+        if not self.hidden_shape and isinstance(hidden, torch.Tensor):
             self.hidden_shape = tuple(hidden.shape)
         if not self.is_known:
             self._forward.append(boundary)
@@ -200,7 +198,4 @@ class PlannedLayers:
         runs = self._runs_of[boundary]
         run = runs[min(self._num_runs[boundary], len(runs) - 1)]  # more runs than known are like the last one
         self._num_runs[boundary] += 1
-        if run.is_whole or not self._is_measuring():
-            return run
-        kind = kind_of(boundary.module, args, kwargs, boundary.operators, boundary.has_operators)
-        return replace(run, kind=kind, like=self._alike.find(kind))
+        return run

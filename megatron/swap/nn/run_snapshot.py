@@ -14,9 +14,14 @@ from torch.utils import _pytree
 from megatron.swap.common.types import UsageError
 from megatron.swap.devices.base import bytes_of
 
+TORCH_S_OWN = frozenset({"_parameters", "_buffers", "_modules"})
+"""Attributes of modules that are compared in other ways, or not at all."""
+
 
 class RunSnapshot:
-    """Buffers, plain attributes, arguments and random state of Python and NumPy before a run of a layer.
+    """Buffers, attributes, arguments and random state of Python and NumPy before a run of a layer.
+
+    Of attributes, and of arguments that are objects, only their own items and attributes count, not what these hold.
 
     Args:
         module: the layer.
@@ -31,7 +36,9 @@ class RunSnapshot:
         self._has_inference = any(tensor.is_inference() for tensor in read)
         self._versions = versions_of([*read, *module.buffers()])
         self._buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()}
-        self._attributes = _plain_attributes(module)
+        self._objects = [*module.modules(), *(leaf for leaf in self._leaves if not isinstance(leaf, torch.Tensor))]
+        self._held: list[Any] = []
+        self._attributes = _attributes(self._objects, self._held)
         self._random = _random_state()
 
     def is_unchanged(self) -> bool:
@@ -44,7 +51,7 @@ class RunSnapshot:
             and all(map(_is_same, leaves, self._leaves))
             and all(tensor._version == version for tensor, version in self._versions)
             and self._random == _random_state()
-            and self._attributes == _plain_attributes(self._module)
+            and self._attributes == _attributes(self._objects, [])
             and buffers.keys() == self._buffers.keys()
             and all(buffers[name] is one and _has_same_bytes(one, copy) for name, (one, copy) in self._buffers.items())
         )
@@ -72,11 +79,24 @@ def _random_state() -> tuple[Any, ...]:
     return random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
 
 
-def _plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+def _attributes(objects: list[Any], held: list[Any]) -> list[Any]:
+    """Return what is equal as long as no attribute of ``objects`` changes, while ``held`` lives, which is added to."""
     return [
-        (name, value) for one in module.modules() for name, value in vars(one).items()
-        if type(value) in (bool, int, float, str)
+        (name, _identity(value, held))
+        for one in objects if hasattr(one, "__dict__")
+        for name, value in vars(one).items() if name not in TORCH_S_OWN
     ]  # fmt: skip
+
+
+def _identity(value: Any, held: list[Any], is_item: bool = False) -> Any:
+    """Return the text of a number or string, and the address of all else, with those of a collection's items."""
+    if value is None or type(value) in (bool, int, float, str):
+        return repr(value)
+    held.append(value)
+    if is_item or type(value) not in (list, tuple, set, dict):
+        return id(value)
+    items = [*value, *value.values()] if type(value) is dict else value
+    return id(value), [_identity(item, held, is_item=True) for item in items]
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from statistics import median
 from typing import Literal
 
@@ -58,10 +59,10 @@ def build_profile(
     """
     timeline = Timeline(recording)
     whole = [one for one in timeline.passes if one.is_whole]
-    passes = [one for one in whole if one.like is None]
+    passes = [one for one in whole if not one.like]
     if not passes:
         raise SwapError("the recording has no forward of a layer with its backward: record whole training steps.")
-    like = {one.pass_key.layer: one.like for one in whole if one.like is not None}
+    like = {one.pass_key.layer: one.like for one in whole if one.like}
     layers = tuple(
         _layer_class(numbers, [one for one in passes if one.pass_key.layer in numbers], timeline, min_mib, whole_layers)
         for numbers in _with_alike(_classes(passes, min_mib), like)
@@ -176,13 +177,15 @@ def _classes(passes: Sequence[LayerPass], min_mib: float) -> list[tuple[int, ...
     return [tuple(numbers) for numbers, _, _ in classes]
 
 
-def _with_alike(classes: list[tuple[int, ...]], like: dict[int, int]) -> list[tuple[int, ...]]:
-    """Add each layer that was not recorded to the class of the layer that it is ``like``."""
-    recorded = {layer for numbers in classes for layer in numbers}
-    return [
-        tuple(sorted((*numbers, *(layer for layer in like if layer not in recorded and like[layer] in numbers))))
-        for numbers in classes
-    ]
+def _with_alike(classes: list[tuple[int, ...]], like: dict[int, tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Add each layer that was not recorded to the class of the last recorded layer that it is ``like``."""
+    class_of = {layer: number for number, layers in enumerate(classes) for layer in layers}
+    found = [list(layers) for layers in classes]
+    for layer, others in like.items():
+        known = [class_of[other] for other in others if other in class_of]
+        if layer not in class_of and known:
+            found[known[-1]].append(layer)
+    return [tuple(sorted(layers)) for layers in found]
 
 
 def _sites(passes: Sequence[LayerPass]) -> list[str]:
@@ -280,7 +283,8 @@ def _gone_at_ms(passes: Sequence[LayerPass], site: str, forward_ms: float) -> fl
 def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timeline: Timeline) -> tuple[Section, ...]:
     """Return a section for each group of sites that are recomputed from or through the same unsaved storages.
 
-    Recomputing one site of a group costs nearly as much as recomputing all.
+    Recomputing one site of a group costs nearly as much as recomputing all. A site that is made from one of a group,
+    and that another one is made from, belongs to the group: it cannot be recomputed before or after all of it.
     """
     shared_of: dict[str, set[str]] = {}
     for one in passes:
@@ -295,9 +299,11 @@ def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timelin
             mine |= other[0]
             shared |= other[1]
         groups.append((mine, shared))
+    needs_of = {site: _needs(passes, site) for site in _sites(passes)}
+    groups = _without_cycles(groups, {site: needs for site, needs in needs_of.items() if needs})
     sections = []
     for sites, shared in groups:
-        needs = [_needs(passes, site) for site in sites]
+        needs = [needs_of[site] for site in sites]
         costs = [_cost_ms(layers, name, timeline) for name in (*sites, *shared) if not is_unsaved(name)]
         if None not in needs and None not in costs:
             frees = tuple(site for site in _sites(passes) if site in sites)
@@ -306,6 +312,29 @@ def _shared_sections(layers: Sequence[int], passes: Sequence[LayerPass], timelin
             intermediates_mib = max(one.intermediate_bytes for one in passes) / MIB
             sections.append(Section(f"behind {frees[0]}", frees, tuple(read_sites), cost_ms, intermediates_mib))
     return tuple(sections)
+
+
+def _without_cycles(
+    groups: list[tuple[set[str], set[str]]], needs_of: dict[str, tuple[str, ...]]
+) -> list[tuple[set[str], set[str]]]:
+    """Return ``groups`` of sites and what they share, with those and other sites joined that read each other."""
+    while True:
+        in_groups = {site for sites, _ in groups for site in sites}
+        nodes = [*groups, *(({site}, set()) for site in needs_of if site not in in_groups)]
+        node_of = {site: number for number, (sites, _) in enumerate(nodes) for site in sites}
+        reads = {
+            number: {node_of[need] for site in sites for need in needs_of.get(site, ()) if need in node_of} - {number}
+            for number, (sites, _) in enumerate(nodes)
+        }
+        try:
+            TopologicalSorter(reads).prepare()
+        except CycleError as error:
+            cycle = set(error.args[1])
+            joined = [set().union(*parts) for parts in zip(*(nodes[number] for number in cycle), strict=True)]
+            groups = [group for number, group in enumerate(groups) if number not in cycle]
+            groups.append((joined[0], joined[1]))
+        else:
+            return groups
 
 
 def _shared(storage: SavedStorage) -> set[str]:

@@ -39,7 +39,7 @@ class What(Enum):
     FREED = auto()
     """The device memory of a storage is about to be freed."""
     LIKE = auto()
-    """A layer runs in a checkpoint, because it is like another one that was recorded in the same forward."""
+    """A layer runs in a checkpoint, because it is like others that were recorded in the same forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Event:
         work, of: for WORK_BEGIN and WORK_END, one of ``WORKS`` and its subject (``layers.3/mlp/0 mb0``), or
             ``EVALUATION``.
         chunk: number of the chunk in model order, for CHUNK_BEGIN and CHUNK_END.
-        like: the other layer, for LIKE.
+        like: these other layers, for LIKE.
         noting_ms: time after ``at_ms`` that the recorder itself took.
         host_at_ms: time on the host's clock.
     """
@@ -129,7 +129,7 @@ class Event:
     work: str = ""
     of: str = ""
     chunk: int = 0
-    like: int | None = None
+    like: tuple[int, ...] = ()
     noting_ms: float = 0.0
     host_at_ms: float = 0.0
 

@@ -52,7 +52,7 @@ class LayerPass:
         non_layer_bytes: bytes saved outside the layers before its forward. ``temporaries`` and the peak have them too.
         intermediate_bytes: peak of the unsaved intermediates of recomputations.
         has_trials: recomputations were tried in its forward. The host waited for the device, so its time is not usual.
-        like: a layer that was recorded in place of this one, which ran in a checkpoint; ``None``: this one was.
+        like: layers that were recorded in place of this one, which ran in a checkpoint; none: this one was.
     """
 
     pass_key: PassKey
@@ -71,7 +71,7 @@ class LayerPass:
     non_layer_bytes: int = 0
     intermediate_bytes: int = 0
     has_trials: bool = False
-    like: int | None = None
+    like: tuple[int, ...] = ()
 
     @property
     def is_whole(self) -> bool:

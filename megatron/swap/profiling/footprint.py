@@ -71,6 +71,7 @@ class FootprintMeter:
 
     def __init__(self) -> None:
         self._num_tensors = self._num_bytes = self._input_bytes = 0
+        self._like: int | None = None
         self._layers: dict[int, LayerFootprint] = {}
         self._limits: dict[int, float] = {}
         self._input_limits: dict[int, float] = {}
@@ -100,6 +101,7 @@ class FootprintMeter:
     def begin_layer(self, layer: int, input_bytes: int = 0) -> None:
         """Begin the forward of ``layer`` on hidden states of ``input_bytes``. A forward that did not end is dropped."""
         self._num_tensors = self._num_bytes = 0
+        self._like = None
         self._input_bytes = input_bytes
         if self._exceeded is not None and input_bytes > self._input_limits.get(layer, input_bytes):
             self._exceeded()
@@ -109,19 +111,21 @@ class FootprintMeter:
         self._num_tensors += 1
         self._num_bytes += num_bytes
 
+    def is_like(self, other: int) -> None:
+        """Take for the layer, whose saved tensors are not seen, the figures of ``other``."""
+        self._like = other
+
     def end_layer(self, layer: int, is_unseen: bool = False) -> None:
         """End the forward of ``layer``. ``is_unseen``: it is recomputed whole, or ran without hooks."""
         saved = (0, 0) if is_unseen else (self._num_tensors, self._num_bytes)
+        if self._like is not None:
+            saved = self._layers[self._like].num_tensors, self._layers[self._like].num_bytes
         entry = LayerFootprint(layer, *saved, self._input_bytes)
         self._layers[layer] = _maximum(self._layers.get(layer, entry), entry)
         if not is_unseen:
             self._excess_bytes += self._num_bytes - self._limits.get(layer, self._num_bytes)
         if self._exceeded is not None and self._excess_bytes > 0:
             self._exceeded()
-
-    def is_like(self, layer: int, other: int) -> None:
-        """Take for ``layer``, which was not seen in this step, the figures of ``other``, which was."""
-        self._layers[layer] = self._layers[other]._replace(layer=layer)
 
     def take(self) -> Footprint:
         """Return the footprint since the last call. Call it at the end of each step."""

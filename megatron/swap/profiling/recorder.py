@@ -293,9 +293,9 @@ class Recorder:
         for tracked in self._saved_in_run.get(self._runs[label], ()):
             tracked.record.is_input = False
 
-    def is_like(self, label: str, other: int) -> None:
-        """Note that the run ``label`` saves what layer ``other`` saved in this forward, and runs in a checkpoint."""
-        self._note(What.LIKE, pass_key=self._runs[label], like=other)
+    def is_like(self, label: str, others: tuple[int, ...]) -> None:
+        """Note that the run ``label`` saves what layers ``others`` saved in this forward, and runs in a checkpoint."""
+        self._note(What.LIKE, pass_key=self._runs[label], like=others)
 
     def saved(self, site: Site, label: str, tensor: torch.Tensor) -> SavedStorage:
         """Note that autograd saves ``tensor`` at ``site`` in the run ``label``. Return its storage's record."""

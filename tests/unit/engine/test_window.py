@@ -154,13 +154,16 @@ class TestWindow:
         with Engine(layers, range(3), device=LazyDevice()) as engine:
             train_step(layers, one_after_the_other(1))
             manager, saved = engine.manager, torch.ones(64)
-            kept = []
+            kept, dropped = [], []
             for layer in (3, 4, 5):
                 group = manager.begin_forward(layer, engine.boundaries[layer]._position)
                 manager.offload.account_kept(saved.untyped_storage(), group)
                 kept.append(group.kept_bytes)
+                manager.offload.account_kept(torch.ones(4096).untyped_storage(), group)  # its address is used again
+                dropped.append(group.kept_bytes - kept[-1])
                 manager.end_forward(group)
             assert kept == [saved.nbytes, 0, 0]
+            assert dropped == 3 * [4 * 4096]
 
     def test_a_huge_window_keeps_everything(self):
         layers = stack(4)

@@ -477,6 +477,22 @@ def test_untouched_by_default_without_registration():
     pool.lease(MIB).views()[0].fill_(1)
     pool.close(force=True)
 
+def test_room_is_what_can_be_leased() -> None:
+    available = [10 * MIB]
+    pool = HostPool(limit=4 * MIB, slab_bytes=MIB, pinned=False, available_bytes=lambda: available[0])
+    assert pool.has_room(4 * MIB)
+    assert not pool.has_room(4 * MIB + 1)
+    lease = pool.lease(MIB + 1)
+    assert pool.has_room(3 * MIB - 4096)
+    assert not pool.has_room(3 * MIB - 4095)
+    available[0] = 0
+    assert pool.has_room(MIB - 4096)  # the rest of the second slab
+    assert not pool.has_room(MIB - 4095)
+    lease.free()
+    assert pool.has_room(2 * MIB)
+    pool.close()
+
+
 class TestMemoryThatAnotherProcessTakes:
     def test_the_pool_does_not_grow_beyond_what_there_is_now(self):
         available = [64 * MIB]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +27,7 @@ class Layer(Mlp):
 
     def __init__(self, does: Callable[[Any, torch.Tensor, list[Any]], object]) -> None:
         super().__init__()
-        self.does = does
+        self.does, self.counts = does, [0]
         self.register_buffer("scale", torch.ones(WIDTH))
 
     def forward(self, hidden: torch.Tensor, states: list[Any], noise: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,6 +45,8 @@ CHANGES: dict[str, Callable[[Any, torch.Tensor, list[Any]], object]] = {
     "a buffer anew": reassign,
     "the input": lambda layer, hidden, states: hidden.detach().add_(0),
     "a number": lambda layer, *_: setattr(layer, "count", getattr(layer, "count", 0) + 1),
+    "a number in a list": lambda layer, *_: layer.counts.__setitem__(0, layer.counts[0] + 1),
+    "an attribute": lambda layer, hidden, _: setattr(layer, "last", hidden),
     "a list": lambda layer, hidden, states: states.append(hidden),
     "an item of a list": lambda layer, hidden, states: states.__setitem__(0, hidden),
     "Python's random": lambda *_: random.random(),
@@ -73,6 +76,18 @@ def test_buffers_without_bytes_of_their_own_count_as_changed() -> None:
     assert not RunSnapshot(layer, (rows(0), []), {}).is_unchanged()
 
 
+def test_an_attribute_of_an_argument_is_a_change() -> None:
+    class Holder:
+        hidden = None
+
+    holder = Holder()
+    layer = Layer(lambda layer, hidden, states: setattr(states[0], "hidden", hidden))
+    before = RunSnapshot(layer, (rows(0), [holder]), {})
+    assert before.is_unchanged()
+    layer(rows(0), [holder])
+    assert not before.is_unchanged()
+
+
 class Model(nn.Module):
     """Its layers share a list, and get a tensor that autograd does not save."""
 
@@ -99,6 +114,37 @@ def recompute_all(swapped: swap.PlannedActivations) -> None:
 def test_such_layers_are_not_recomputed(what: str) -> None:
     plans = assert_planned(lambda: Model(CHANGES[what]), fractions=(0.9,), tolerance=0.2)
     assert "recomputed as a whole" not in plans[0]
+
+
+class Sloped(Mlp):
+    """A layer that takes a gradient in its forward, for which backward needs a second one."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+        result = super().forward(hidden)
+        (slope,) = torch.autograd.grad(result.square().sum(), hidden, create_graph=True)
+        return result + 0.1 * slope
+
+
+def twice(model: nn.Module, data: torch.Tensor, _: int) -> torch.Tensor:
+    loss = loss_of(model(data))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("make", "backward"), [(lambda: nn.Sequential(*(Sloped() for _ in range(4))), None), (mlps, twice)],
+    ids=["a gradient in forward", "two backwards"],
+)  # fmt: skip
+def test_layers_are_recomputed_as_often_as_backward_needs_them(make: Callable[[], nn.Module], backward: Any) -> None:
+    torch.manual_seed(7)
+    model = make()
+    plain = train(copy.deepcopy(model), num_steps=2, backward=backward)
+    with swap.activations(model, memory_gib=1.0, **QUIET) as swapped:
+        assert isinstance(swapped, swap.PlannedActivations)
+        recompute_all(swapped)
+        assert train(model, num_steps=2, backward=backward).same_as(plain)
 
 
 def test_a_tensor_that_is_changed_after_the_layer_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from megatron.swap.common.plan import Infeasible
 from megatron.swap.common.types import GIB, MIB, SwapError
 from megatron.swap.planner.host_time import SWAPPED_SITE, WHOLE
 from megatron.swap.planner.profile import Device, LayerClass, Link, NonLayer, NonLayerSite, Pipeline, Profile, Section
-from megatron.swap.planner.profile_builder import build_profile, with_recorded_times
+from megatron.swap.planner.profile_builder import _without_cycles, build_profile, with_recorded_times
 from megatron.swap.planner.recording import EVALUATION, NonLayerStorage, PassKey, Recording, SavedStorage, What
 from megatron.swap.planner.simulate import simulate
 from megatron.swap.planner.solve import empty_plan, solve, whole_layers
@@ -423,3 +424,18 @@ def test_a_recording_of_nothing_is_refused() -> None:
     script.note(What.BACKWARD_BEGIN, pass_key=run).note(What.BACKWARD_END, pass_key=run).note(What.STEP)
     with pytest.raises(SwapError, match=r"layer 4: none of its saved tensors was recorded\. Hook all layers"):
         built(script.recording)
+
+
+@pytest.mark.parametrize(
+    ("groups", "needs_of", "expected"),
+    [
+        # b is made from a, and c from b: it can run neither before nor after both.
+        ([({"a", "c"}, {"s"})], {"a": ("x",), "b": ("a",), "c": ("b",)}, [({"a", "b", "c"}, {"s"})]),
+        # Two groups that read each other.
+        ([({"a", "c"}, {"s"}), ({"b", "d"}, {"t"})], {"b": ("a",), "c": ("d",)}, [({"a", "b", "c", "d"}, {"s", "t"})]),
+        # One behind the other.
+        ([({"a", "c"}, {"s"}), ({"b"}, {"t"})], {"b": ("a",), "d": ("b",)}, [({"a", "c"}, {"s"}), ({"b"}, {"t"})]),
+    ],
+)
+def test_sites_between_those_of_a_section_belong_to_it(groups: Any, needs_of: Any, expected: Any) -> None:
+    assert _without_cycles(groups, needs_of) == expected
